@@ -1,0 +1,1 @@
+"""Settings of the service and of what watches it."""

@@ -1,0 +1,277 @@
+"""The contract between the service and a device: pool geometry, requests, states, `Backend`.
+
+Host (numpy) arrays go in and come out; device arrays never leave `kernels/`. All index arrays are
+int32 and C-contiguous. Everything here is a value: a backend may keep a reference to a `Plan` and
+use its identity as a cache key, because a plan never changes after it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, Literal, Protocol, TypeVar
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+UInt8 = NDArray[np.uint8]
+
+Layout = Literal["NHD", "HND"]
+DType = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"]
+
+NUMPY_DTYPES: Final[dict[DType, np.dtype[Any]]] = {
+    "fp32": np.dtype(np.float32),
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+TENSOR_DTYPES: Final[tuple[DType, ...]] = ("fp32", "fp16", "bf16")
+"""What q, k, v may be on the way in, and o on the way out."""
+
+
+class Unsupported(ValueError):
+    """A legal request that this backend does not run; nothing was changed."""
+
+    def __init__(self, field: str, value: object, rule: str) -> None:
+        super().__init__(f"{field} = {value}: {rule}")
+        self.field, self.value, self.rule = field, value, rule
+
+
+class DeviceLost(RuntimeError):
+    """The device failed: its pool contents cannot be trusted and the process must be restarted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolGeometry:
+    """Shape and storage of the page pool.
+
+    One tensor per layer: `[num_pages, 2, page_size, num_kv_heads, head_dim]` (NHD) or
+    `[num_pages, 2, num_kv_heads, page_size, head_dim]` (HND); index 0 of axis 1 is K, 1 is V.
+    A page id names the same page in every layer. Real value = stored value * scale (fp8 only).
+    """
+
+    num_layers: int
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    layout: Layout = "NHD"
+    dtype: DType = "fp16"
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * NUMPY_DTYPES[self.dtype].itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in one layer."""
+        return self.page_size * self.token_bytes
+
+    @property
+    def layer_shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of one layer's tensor."""
+        inner = (self.page_size, self.num_kv_heads)
+        inner = inner if self.layout == "NHD" else inner[::-1]
+        return (self.num_pages, 2, *inner, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Level:
+    """One cascade level: segment `s` of plan rows attends one run of pages (CSR over both).
+
+    `qo_indptr` int32 [S+1] starts at 0, ends at the number of plan rows, and never decreases;
+    `kv_indptr` int32 [S+1] over pages; `kv_indices` int32 page ids; `kv_last_page_len` int32 [S] in
+    1..page_size, or 0 where the segment has no pages. `kv_start` int32 [S] is the position, in each
+    row's own sequence, of the segment's first key. `causal` says whether this level hides keys that
+    come after a row's position.
+    """
+
+    qo_indptr: Int32
+    kv_indptr: Int32
+    kv_indices: Int32
+    kv_last_page_len: Int32
+    kv_start: Int32
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What each query row attends: levels (0 = most shared) whose states are merged.
+
+    Plan row `r` is row `order[r]` of the request's q and o (`order` None: the identity).
+    `positions` int32 [n], in plan order, is the row's own position in its sequence,
+    `kv_len - qo_len + i` (negative when there are more queries than keys): with `causal`, key
+    position p is visible iff `p <= positions[r]`; with `window_left = w >= 0`, iff
+    `p >= positions[r] - w`.
+    """
+
+    levels: tuple[Level, ...]
+    positions: Int32
+    order: Int32 | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mask:
+    """A custom mask as bits (little bit order), True = visible.
+
+    Key position p of plan row r is bit `row_offsets[r] + p` of `bits`; int64 `row_offsets` [n].
+    """
+
+    bits: UInt8
+    row_offsets: Int64
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How scores are made: `s = sm_scale * q.k`, then `cap * tanh(s / cap)` when cap > 0.
+
+    `window_left` is as in `Plan`; -1 is off.
+    """
+
+    sm_scale: float
+    logits_soft_cap: float = 0.0
+    window_left: int = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attend:
+    """Attention of `q [n, num_qo_heads, head_dim]` over pooled KV of one layer."""
+
+    layer: int
+    q: Array
+    plan: Plan
+    scoring: Scoring
+    mask: Mask | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedAttend:
+    """Attention of ragged q over ragged `k, v [nnz, num_kv_heads, head_dim]`, touching no pool.
+
+    Request b owns q rows `qo_indptr[b]:qo_indptr[b+1]` and key rows `kv_indptr[b]:kv_indptr[b+1]`.
+    num_kv_heads and head_dim are the tensors' own. Mask rows are in q order.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    qo_indptr: Int32
+    kv_indptr: Int32
+    causal: bool
+    scoring: Scoring
+    mask: Mask | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionState:
+    """`o [n, num_qo_heads, head_dim]` in q's dtype; `lse [n, num_qo_heads]` float32, natural log.
+
+    The empty state is (0, -inf).
+    """
+
+    o: Array
+    lse: Float32
+
+
+@dataclass(slots=True)
+class StageSeconds:
+    """Seconds a backend spent on one call; for `Server-Timing` and metrics."""
+
+    plan: float = 0.0
+    copy_in: float = 0.0
+    kernel: float = 0.0
+    copy_out: float = 0.0
+
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """Work handed to the device. `result()` waits, is called once, and may raise `DeviceLost`.
+
+    What it returns belongs to the caller.
+    """
+
+    @property
+    def seconds(self) -> StageSeconds: ...
+
+    def result(self) -> T_co: ...
+
+
+@dataclass(slots=True)
+class Done(Generic[T]):
+    """A `Pending` that is already there."""
+
+    value: T
+    seconds: StageSeconds = field(default_factory=StageSeconds)
+
+    def result(self) -> T:
+        return self.value
+
+
+class Backend(Protocol):
+    """One device's pool and kernels, used by one thread; calls take effect in call order."""
+
+    @property
+    def name(self) -> str: ...  # "cpu" | "cuda"
+
+    @property
+    def device(self) -> str: ...  # the device's own name, for people
+
+    @property
+    def geometry(self) -> PoolGeometry: ...
+
+    @property
+    def unsupported(self) -> tuple[str, ...]:
+        """What this backend refuses, one sentence each, for `/v1/info`."""
+        ...
+
+    def append(self, layer: int, k: Array, v: Array, slots: Int32) -> None:
+        """Write row i of `k, v [n, num_kv_heads, head_dim]` to token slot `slots[i]`.
+
+        A token slot is `page * page_size + offset`. May return before the device is done.
+
+        fp8 pools store `value / scale`, saturated to the format's largest finite number.
+        """
+        ...
+
+    def copy_rows(self, src_pages: Int32, dst_pages: Int32, num_rows: Int32) -> None:
+        """Copy the first `num_rows[i]` token slots of page `src_pages[i]` to `dst_pages[i]`.
+
+        K and V, every layer, one launch.
+        """
+        ...
+
+    def attend(self, requests: Sequence[Attend]) -> Pending[list[AttentionState]]:
+        """Run requests of one q dtype and one `Scoring` together; any mix of layers and plans."""
+        ...
+
+    def attend_ragged(self, request: RaggedAttend) -> Pending[AttentionState]: ...
+
+    def merge(
+        self, o: Array, lse: Float32, indptr: Int32, into: AttentionState | None = None
+    ) -> Pending[AttentionState]:
+        """Merge rows `indptr[t]:indptr[t+1]` of `o [nnz, H, D]`, `lse [nnz, H]` into row t.
+
+        An empty list gives (0, -inf). With `into`, row t of it is one more member of list t and is
+        overwritten in place (and returned). Any H and D, whatever the pool's.
+        """
+        ...
+
+    def gather(self, layer: int, slots: Int32, dtype: DType) -> Pending[tuple[Array, Array]]:
+        """Dequantised K and V of token slots: two `[n, num_kv_heads, head_dim]` of `dtype`."""
+        ...
+
+    def close(self) -> None:
+        """Finish all work and free the pool."""
+        ...

@@ -1,0 +1,1 @@
+"""The attnd service: routes, wire, engine, core."""

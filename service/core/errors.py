@@ -1,0 +1,55 @@
+"""What the core refuses, with the numbers a caller needs; a refusal changes nothing.
+
+CoreError
+├── UnknownSequence     ids
+├── SequenceExists      ids
+├── LengthMismatch      sequence id -> true kv_len
+├── OutOfPages          needed, free, total
+└── InvalidRequest      field, value, rule
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class CoreError(Exception):
+    """Base of every refusal."""
+
+
+class UnknownSequence(CoreError):
+    def __init__(self, ids: Sequence[str]) -> None:
+        super().__init__(f"unknown sequence: {', '.join(ids)}")
+        self.ids = tuple(ids)
+
+
+class SequenceExists(CoreError):
+    def __init__(self, ids: Sequence[str]) -> None:
+        super().__init__(f"sequence exists already: {', '.join(ids)}")
+        self.ids = tuple(ids)
+
+
+class LengthMismatch(CoreError):
+    """The caller's `offsets` differ from the lengths stored."""
+
+    def __init__(self, lengths: Mapping[str, int]) -> None:
+        told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        super().__init__(f"offsets differ from the stored lengths: {told}")
+        self.lengths = dict(lengths)
+
+
+class OutOfPages(CoreError):
+    def __init__(self, needed: int, free: int, total: int) -> None:
+        super().__init__(
+            f"{needed} pages needed, {free} of {total} are free: "
+            "free sequences or raise pool.num_pages"
+        )
+        self.needed, self.free, self.total = needed, free, total
+
+
+class InvalidRequest(CoreError):
+    """A field breaks a rule; `value` is what was given (shortened by whoever prints it)."""
+
+    def __init__(self, field: str, value: object, rule: str) -> None:
+        super().__init__(f"{field} = {value}: {rule}")
+        self.field, self.value, self.rule = field, value, rule
