@@ -1,8 +1,8 @@
 """What the engine can be asked to do, and what it answers: plain values, free of HTTP and of JSON.
 
 Whoever builds an operation has checked what can be checked from the operation and `ServiceInfo`
-alone (shapes, dtypes, indptr, duplicate ids). What depends on the pool's state (ids, lengths, pages,
-a mask's length) is checked by the engine's worker when the operation's turn comes.
+alone (shapes, dtypes, indptr, duplicate ids). What depends on the pool's state (ids, lengths,
+pages, a mask's length) is checked by the engine's worker when the operation's turn comes.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Append:
-    """Append rows `append_indptr[b]:[b+1]` of k, v [n, Hkv, D] to sequence b; answers `Appended`."""
+    """Append rows `append_indptr[b]:[b+1]` of k, v [n, Hkv, D] to sequence b; `Appended`."""
 
     name: ClassVar[str] = "append"
     layer: int
@@ -217,7 +217,7 @@ Operation = (
 
 @dataclass(frozen=True, slots=True)
 class SequenceInfo:
-    """`length` is the least over layers, `lengths` per layer; `parent` is whom it was forked from."""
+    """`length` is the least over layers, `lengths` per layer; `parent` is whom it is a fork of."""
 
     id: str
     length: int
