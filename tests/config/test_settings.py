@@ -1,0 +1,147 @@
+"""Settings: the order of their sources, and one clear line for whatever is wrong."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from config.settings import DEFAULTS, Settings, SettingsError, load_settings
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("ATTND_")]:
+        monkeypatch.delenv(name)
+
+
+def test_the_yaml_of_defaults_and_the_defaults_in_code_are_the_same() -> None:
+    told = yaml.safe_load(DEFAULTS.read_text(encoding="utf-8"))
+    assert Settings.model_validate(told) == Settings()
+    assert {section: set(values) for section, values in told.items()} == {
+        section: set(getattr(Settings(), section).model_dump())
+        for section in ("pool", "backend", "server", "log")
+    }
+
+
+def test_every_setting_says_why_one_would_change_it() -> None:
+    for section in ("pool", "backend", "server", "log"):
+        for key, field in type(getattr(Settings(), section)).model_fields.items():
+            assert field.description, f"{section}.{key} has no description"
+
+
+def test_command_line_wins_over_environment_over_file_over_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "other.yaml"
+    file.write_text("pool: {page_size: 2, num_layers: 2, head_dim: 2}\n")
+    monkeypatch.setenv("ATTND_POOL__PAGE_SIZE", "3")
+    monkeypatch.setenv("ATTND_POOL__NUM_LAYERS", "3")
+    pool = load_settings(["--config", str(file), "--pool.page-size", "4"]).pool
+    assert (pool.page_size, pool.num_layers, pool.head_dim, pool.num_kv_heads) == (4, 3, 2, 8)
+
+
+def test_the_environment_can_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "other.yaml"
+    file.write_text("server: {port: 1234}\n")
+    monkeypatch.setenv("ATTND_CONFIG", str(file))
+    assert load_settings().server.port == 1234
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text("")
+    assert load_settings([f"--config={file}"]).pool == Settings().pool
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--pool.num-pages", "0"], "pool.num_pages = 0"),
+        (["--pool.head-dim", "many"], "pool.head_dim = many"),
+        (["--pool.bogus", "1"], "--pool.bogus"),
+        (["--pool.layout", "HDN"], "pool.layout = HDN"),
+        (["--pool.dtype", "fp64"], "pool.dtype = fp64"),
+        (["--pool.memory-fraction", "1.5"], "pool.memory_fraction = 1.5"),
+        (["--pool.num-pages", "8", "--pool.memory-fraction", "0.5"], "pool.memory_fraction"),
+        (["--pool.k-scale", "2"], "pool.k_scale = 2.0: only fp8"),
+        (["--pool.v-scale", "0.5", "--pool.dtype", "bf16"], "pool.v_scale = 0.5: only fp8"),
+        (["--pool.k-scale", "inf", "--pool.dtype", "fp8_e4m3"], "pool.k_scale = inf"),
+        (["--pool.num-pages", "2000000000"], "pool.num_pages = 2000000000"),
+        (["--backend.kind", "tpu"], "backend.kind = tpu"),
+        (["--backend.kind", "cpu", "--backend.device", "1"], "backend.device = 1"),
+        (["--server.port", "65536"], "server.port = 65536"),
+        (["--server.queue-depth", "0"], "server.queue_depth = 0"),
+        (["--server.deadline-s", "0"], "server.deadline_s = 0"),
+        (["--log.level", "loud"], "log.level = loud"),
+        (["stray"], "stray"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_that_names_the_key(argv: list[str], told: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(argv)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("ATTND_POOL__NUM_PAGES", "-3", "pool.num_pages = -3"),
+        ("ATTND_POOL__BOGUS", "1", "ATTND_POOL__BOGUS: unknown"),
+        ("ATTND_POOL_NUM_PAGES", "64", "ATTND_POOL_NUM_PAGES: unknown"),
+        ("ATTND_BOGUS", "1", "ATTND_BOGUS: unknown"),
+    ],
+)
+def test_a_wrong_environment_is_one_line_that_names_the_key(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError) as caught:
+        load_settings()
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_variables_that_kubernetes_makes_for_a_service_called_attnd_are_let_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("ATTND_SERVICE_HOST", "ATTND_SERVICE_PORT_HTTP", "ATTND_PORT_8080_TCP_ADDR"):
+        monkeypatch.setenv(name, "10.0.0.1")
+    assert load_settings() == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("pool: {bogus: 1}", "pool.bogus: unknown"),
+        ("pols: {page_size: 1}", "pols: unknown section"),
+        ("pool: {page_size: 0}", "pool.page_size = 0"),
+        ("pool: 3", "pool = 3"),
+        ("- 1", "not a mapping"),
+        ("pool: {", "other.yaml"),
+    ],
+)
+def test_a_wrong_file_is_one_line_that_names_the_key(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "other.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingsError) as caught:
+        load_settings(["--config", str(file)])
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(SettingsError, match=r"absent\.yaml"):
+        load_settings(["--config", "/absent.yaml"])
+
+
+def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_settings(["--help"])
+    told = capsys.readouterr().out
+    assert caught.value.code == 0
+    for option in ("--pool.memory-fraction", "--server.queue-depth", "--log.format", "--config"):
+        assert option in told, option
