@@ -13,11 +13,16 @@ struct WorkItem {
   int kv_begin;     // index into kv_indices of the page that holds the first key
   int num_keys;     // keys in the run; it starts at the first slot of a page
   int kv_start;     // position, in each row's own sequence, of the run's first key
-  int causal;       // 1: hide keys whose position is greater than the row's position
+  int causal;       // kHideFuture | kHideWindow: which rules this run still needs, key by key
   int partial;      // first partial row, or kFinal: the tile is its rows' only state, write o and lse
 };
 
 constexpr int kFinal = -1;
+
+// Bits of `causal`. The planner clears a bit when every row of the tile passes that rule for every key
+// of the run, so that 0 means no look at positions at all.
+constexpr int kHideFuture = 1;  // hide keys whose position is greater than the row's position
+constexpr int kHideWindow = 2;  // hide keys whose position is less than the row's position - window_left
 
 // Partial row j = partial + (packed row - row_begin) of kv head h is stored at j * num_kv_heads + h:
 // float o[head_dim] and float lse (natural log). The merge reads a plan row's list of partial rows.
