@@ -1,0 +1,304 @@
+"""`Client` and `AsyncClient`: a connection pool, and one method per route.
+
+The methods are made from the calls of `control` and `attention`, where their documentation is, and
+carried out by the steps of `exchange`; what is left here is input and output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from functools import wraps
+from types import TracebackType
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, cast
+
+import httpx
+
+from attnd import attention, control
+from attnd.call import Call
+from attnd.errors import TransportError
+from attnd.exchange import Manner, Outcome, Retries, Send, Wait, exchange
+from attnd.results import Health, SequenceInfo
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LIMITS: Final = httpx.Limits(max_connections=100, keepalive_expiry=3.0)
+"""Idle connections go before the service closes them (5 s), so none breaks under a request."""
+
+
+def blocking(build: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]:
+    """A method of `Client` that makes a call and sends it."""
+
+    @wraps(build)
+    def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.send(build(*args, **kwargs))
+
+    return with_self(method, build)
+
+
+def awaiting(build: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncClient, P], Awaitable[T]]:
+    """A method of `AsyncClient` that makes a call and sends it."""
+
+    @wraps(build)
+    async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.send(build(*args, **kwargs))
+
+    return with_self(method, build)
+
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def with_self(method: M, build: Callable[..., Any]) -> M:
+    """`method` with the signature of `build` as a method, for `help()` and editors."""
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    signature = inspect.signature(build)
+    parameters = [this, *signature.parameters.values()]
+    method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return method
+
+
+class Client:
+    """A blocking client; may be shared by threads. Close it, or use it as a context manager.
+
+    `base_url` like `http://127.0.0.1:8080`, or `uds` the path of the service's Unix socket.
+    `timeout` bounds one attempt in seconds; `retries` says how often and how long to try again
+    where that is safe (see `attnd.exchange`). `transport` replaces httpx's own, for tests.
+    """
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8080",
+        *,
+        uds: str | None = None,
+        timeout: float = 30.0,
+        retries: int | Retries = 2,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self._manner = manner(timeout, retries)
+        if uds is not None:
+            transport = httpx.HTTPTransport(uds=uds, limits=LIMITS)
+        self._http = httpx.Client(base_url=base_url, transport=transport, limits=LIMITS)
+
+    create_sequences = blocking(control.create_sequences)
+    create_sequence = blocking(control.create_sequence)
+    get_sequence = blocking(control.get_sequence)
+    sequence_page = blocking(control.sequence_page)
+    delete_sequence = blocking(control.delete_sequence)
+    truncate = blocking(control.truncate)
+    page_table = blocking(control.page_table)
+    append = blocking(attention.append)
+    decode = blocking(attention.decode)
+    prefill = blocking(attention.prefill)
+    ragged_prefill = blocking(attention.ragged_prefill)
+    cascade = blocking(attention.cascade)
+    merge = blocking(attention.merge)
+    gather = blocking(attention.gather)
+    info = blocking(control.info)
+    pool = blocking(control.pool)
+    live = blocking(control.live)
+    ready = blocking(control.ready)
+    metrics = blocking(control.metrics)
+
+    def list_sequences(self, *, page_size: int | None = None) -> Iterator[SequenceInfo]:
+        """Every sequence by id, fetched `page_size` at a time (None: the service's default)."""
+        after: str | None = None
+        while True:
+            page = self.sequence_page(after, page_size)
+            yield from page.sequences
+            if (after := page.next) is None:
+                return
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        """Return once the service is ready; TimeoutError with its own reason when it is not."""
+        ends = time.monotonic() + timeout
+        while True:
+            try:
+                health = self.ready()
+            except TransportError as error:
+                health = unreachable(error)
+            if health.ok:
+                return
+            if time.monotonic() >= ends:
+                raise not_ready(timeout, health)
+            time.sleep(POLL_S)
+
+    def with_options(self, *, deadline: float | None = None, request_id: str | None = None) -> Self:
+        """The same client and connections, for calls that differ.
+
+        `deadline` bounds each call in seconds, retries included, and is told to the service.
+        `request_id` is sent as `X-Request-ID` in place of one made per call.
+        """
+        view = object.__new__(type(self))
+        view._http = self._http
+        view._manner = replace(self._manner, deadline_s=deadline, request_id=request_id)
+        return view
+
+    def send(self, call: Call[T]) -> T:
+        """Carry out one call."""
+        steps = exchange(call, self._manner)
+        outcome: Outcome = None
+        try:
+            while True:
+                outcome = self._do(steps.send(outcome))
+        except StopIteration as stop:
+            return cast(T, stop.value)
+
+    def _do(self, step: Send | Wait) -> Outcome:
+        if isinstance(step, Wait):
+            time.sleep(step.seconds)
+            return None
+        try:
+            return self._http.request(**request(step))
+        except httpx.TransportError as error:
+            return error
+
+    def close(self) -> None:
+        """Close the connections, of every `with_options` view too."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """The asyncio client: the methods, arguments and answers of `Client`, awaited."""
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8080",
+        *,
+        uds: str | None = None,
+        timeout: float = 30.0,
+        retries: int | Retries = 2,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._manner = manner(timeout, retries)
+        if uds is not None:
+            transport = httpx.AsyncHTTPTransport(uds=uds, limits=LIMITS)
+        self._http = httpx.AsyncClient(base_url=base_url, transport=transport, limits=LIMITS)
+
+    create_sequences = awaiting(control.create_sequences)
+    create_sequence = awaiting(control.create_sequence)
+    get_sequence = awaiting(control.get_sequence)
+    sequence_page = awaiting(control.sequence_page)
+    delete_sequence = awaiting(control.delete_sequence)
+    truncate = awaiting(control.truncate)
+    page_table = awaiting(control.page_table)
+    append = awaiting(attention.append)
+    decode = awaiting(attention.decode)
+    prefill = awaiting(attention.prefill)
+    ragged_prefill = awaiting(attention.ragged_prefill)
+    cascade = awaiting(attention.cascade)
+    merge = awaiting(attention.merge)
+    gather = awaiting(attention.gather)
+    info = awaiting(control.info)
+    pool = awaiting(control.pool)
+    live = awaiting(control.live)
+    ready = awaiting(control.ready)
+    metrics = awaiting(control.metrics)
+
+    async def list_sequences(self, *, page_size: int | None = None) -> AsyncIterator[SequenceInfo]:
+        """Every sequence by id, fetched `page_size` at a time (None: the service's default)."""
+        after: str | None = None
+        while True:
+            page = await self.sequence_page(after, page_size)
+            for sequence in page.sequences:
+                yield sequence
+            if (after := page.next) is None:
+                return
+
+    async def wait_ready(self, timeout: float = 60.0) -> None:
+        """Return once the service is ready; TimeoutError with its own reason when it is not."""
+        ends = time.monotonic() + timeout
+        while True:
+            try:
+                health = await self.ready()
+            except TransportError as error:
+                health = unreachable(error)
+            if health.ok:
+                return
+            if time.monotonic() >= ends:
+                raise not_ready(timeout, health)
+            await asyncio.sleep(POLL_S)
+
+    def with_options(self, *, deadline: float | None = None, request_id: str | None = None) -> Self:
+        """As `Client.with_options`."""
+        view = object.__new__(type(self))
+        view._http = self._http
+        view._manner = replace(self._manner, deadline_s=deadline, request_id=request_id)
+        return view
+
+    async def send(self, call: Call[T]) -> T:
+        """Carry out one call."""
+        steps = exchange(call, self._manner)
+        outcome: Outcome = None
+        try:
+            while True:
+                outcome = await self._do(steps.send(outcome))
+        except StopIteration as stop:
+            return cast(T, stop.value)
+
+    async def _do(self, step: Send | Wait) -> Outcome:
+        if isinstance(step, Wait):
+            await asyncio.sleep(step.seconds)
+            return None
+        try:
+            return await self._http.request(**request(step))
+        except httpx.TransportError as error:
+            return error
+
+    async def aclose(self) -> None:
+        """Close the connections, of every `with_options` view too."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+POLL_S: Final = 0.05
+"""Between two questions whether the service is ready yet."""
+
+
+def manner(timeout: float, retries: int | Retries) -> Manner:
+    return Manner(timeout, retries=Retries(retries) if isinstance(retries, int) else retries)
+
+
+def request(step: Send) -> dict[str, Any]:
+    """httpx's keywords for a step."""
+    return {
+        "method": step.method,
+        "url": step.path,
+        "params": step.params or None,
+        "headers": step.headers,
+        "content": step.body,
+        "timeout": step.timeout_s,
+    }
+
+
+def unreachable(error: TransportError) -> Health:
+    return Health(False, "unreachable", str(error))
+
+
+def not_ready(timeout: float, health: Health) -> TimeoutError:
+    return TimeoutError(f"not ready after {timeout} s: {health.state} {health.reason}".rstrip())

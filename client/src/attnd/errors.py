@@ -1,0 +1,190 @@
+"""Everything a call can raise: one class per error code of the service, and the transport's own.
+
+AttndError                       request_id
+├── TransportError               no answer was received
+│   ├── ConnectionFailed         nothing was sent
+│   ├── ReplyLost                sent, perhaps carried out, no whole answer came back
+│   └── TimedOut                 the timeout or the call's deadline passed on this side
+├── ProtocolError                an answer came that is not attnd's
+└── ServiceError                 the service refused: status, code, title, detail, timings, problem
+    ├── MalformedBody            400
+    ├── UnknownSequence          404 sequences
+    ├── SequenceExists           409 sequences
+    ├── LengthMismatch           409 lengths
+    ├── BodyTooLarge             413
+    ├── UnsupportedMediaType     415
+    ├── InvalidRequest           422 field, value, rule
+    ├── Overloaded               429 retry_after_s
+    ├── Internal                 500
+    ├── NotReady                 503 retry_after_s
+    ├── DeadlineExceeded         504
+    └── OutOfPages               507 needed, free, total
+
+A `ServiceError` changed nothing in the service. After `ReplyLost` and `TimedOut` one cannot know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from attnd.results import Meta
+
+
+class AttndError(Exception):
+    """Base of everything this package raises for a call."""
+
+    def __init__(self, message: str, request_id: str = "") -> None:
+        super().__init__(message)
+        self.request_id = request_id
+
+
+class TransportError(AttndError):
+    """No answer was received; `__cause__` is httpx's own exception where there is one."""
+
+
+class ConnectionFailed(TransportError):
+    """The connection was refused or could not be made: nothing was sent."""
+
+
+class ReplyLost(TransportError):
+    """The connection broke after the request went out: it may or may not have been carried out."""
+
+
+class TimedOut(TransportError):
+    """The client's timeout or the call's deadline passed; the request may have been carried out."""
+
+
+class ProtocolError(AttndError):
+    """The answer is not what the service's contract promises."""
+
+
+class ServiceError(AttndError):
+    """The service answered with a problem document (RFC 9457), kept whole in `problem`."""
+
+    def __init__(self, problem: Mapping[str, Any], meta: Meta) -> None:
+        self.problem = dict(problem)
+        self.status = int(problem.get("status", 0))
+        self.code = str(problem.get("code", ""))
+        self.title = str(problem.get("title", ""))
+        self.detail = str(problem.get("detail", self.title))
+        self.meta = meta
+        super().__init__(f"{self.status} {self.code}: {self.detail}", meta.request_id)
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """Seconds per stage, as far as the request came (`Server-Timing`)."""
+        return self.meta.timings
+
+
+class MalformedBody(ServiceError):
+    """The body is not what its media type says."""
+
+
+class UnknownSequence(ServiceError):
+    """`sequences`: the ids that do not exist."""
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        return tuple(self.problem.get("sequences", ()))
+
+
+class SequenceExists(ServiceError):
+    """`sequences`: the ids that exist already."""
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        return tuple(self.problem.get("sequences", ()))
+
+
+class LengthMismatch(ServiceError):
+    """`lengths`: the true kv_len of every sequence of the request, at its layer."""
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        return {str(name): int(length) for name, length in self.problem.get("lengths", {}).items()}
+
+
+class BodyTooLarge(ServiceError):
+    """The body is longer than `server.max_body_bytes`."""
+
+
+class UnsupportedMediaType(ServiceError):
+    """Neither safetensors nor JSON."""
+
+
+class InvalidRequest(ServiceError):
+    """`field` holds `value`, which breaks `rule`."""
+
+    @property
+    def field(self) -> str:
+        return str(self.problem.get("field", ""))
+
+    @property
+    def value(self) -> Any:
+        return self.problem.get("value")
+
+    @property
+    def rule(self) -> str:
+        return str(self.problem.get("rule", ""))
+
+
+class Overloaded(ServiceError):
+    """The queue is full: come again in `retry_after_s` seconds."""
+
+    @property
+    def retry_after_s(self) -> float | None:
+        return self.meta.retry_after_s
+
+
+class NotReady(ServiceError):
+    """Starting, draining, or the device is lost."""
+
+    @property
+    def retry_after_s(self) -> float | None:
+        return self.meta.retry_after_s
+
+
+class DeadlineExceeded(ServiceError):
+    """The deadline passed in the queue; the request did not run."""
+
+
+class OutOfPages(ServiceError):
+    """`needed` pages, `free` of `total` are free: free sequences, or preempt, then try again."""
+
+    @property
+    def needed(self) -> int:
+        return int(self.problem.get("needed", 0))
+
+    @property
+    def free(self) -> int:
+        return int(self.problem.get("free", 0))
+
+    @property
+    def total(self) -> int:
+        return int(self.problem.get("total", 0))
+
+
+class Internal(ServiceError):
+    """A bug in the service; its log has the traceback under the request id."""
+
+
+CODES: Final[dict[str, type[ServiceError]]] = {
+    "malformed_body": MalformedBody,
+    "unknown_sequence": UnknownSequence,
+    "sequence_exists": SequenceExists,
+    "length_mismatch": LengthMismatch,
+    "body_too_large": BodyTooLarge,
+    "unsupported_media_type": UnsupportedMediaType,
+    "invalid_request": InvalidRequest,
+    "overloaded": Overloaded,
+    "not_ready": NotReady,
+    "deadline_exceeded": DeadlineExceeded,
+    "out_of_pages": OutOfPages,
+    "internal": Internal,
+}
+
+
+def service_error(problem: Mapping[str, Any], meta: Meta) -> ServiceError:
+    """The problem document as an exception; a code this version does not know stays general."""
+    return CODES.get(str(problem.get("code", "")), ServiceError)(problem, meta)

@@ -1,0 +1,182 @@
+"""What the service's answers become: typed, frozen values with numpy arrays in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnd.states import AttentionState, Float32, LseBase
+
+Array = NDArray[Any]
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What travels beside an answer. `timings` are seconds per stage, from `Server-Timing`."""
+
+    request_id: str = ""
+    timings: Mapping[str, float] = field(default_factory=dict)
+    retry_after_s: float | None = None
+
+
+NO_META = Meta()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInfo:
+    """`length` is the least of `lengths`, one per layer; `parent` is whom it was forked from."""
+
+    id: str
+    length: int
+    lengths: tuple[int, ...]
+    pages: int
+    last_page_len: int
+    parent: str | None
+    meta: Meta = field(default=NO_META, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePage:
+    """Some of all sequences, by id; `next` is what to ask `after` for more, None at the end."""
+
+    sequences: tuple[SequenceInfo, ...]
+    next: str | None
+    meta: Meta = field(default=NO_META, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageTableLevel:
+    """One cascade level over plan rows: segment s is rows `qo_indptr[s]:qo_indptr[s+1]`."""
+
+    qo_indptr: Int32
+    kv_indptr: Int32
+    kv_indices: Int32
+    kv_last_page_len: Int32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageTable:
+    """The CSR page table in the order asked, and the cascade levels over rows `order`.
+
+    Sequence b holds pages `kv_indices[kv_indptr[b]:kv_indptr[b+1]]`, the last one filled up to
+    `kv_last_page_len[b]` (0 when it has none).
+    """
+
+    kv_indptr: Int32
+    kv_indices: Int32
+    kv_last_page_len: Int32
+    levels: tuple[PageTableLevel, ...]
+    order: Int32
+    meta: Meta = NO_META
+
+
+@dataclass(frozen=True, slots=True)
+class AppendResult:
+    """kv_len of each sequence at the layer after the append, in the order asked."""
+
+    lengths: tuple[int, ...]
+    meta: Meta = field(default=NO_META, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionResult:
+    """`o [n, num_qo_heads, head_dim]` in q's dtype, `lse [n, num_qo_heads]` float32.
+
+    `levels` counts the cascade levels used, `cascade` says whether it was one. `level_states` holds
+    each level's own state when `return_levels` asked for them.
+    """
+
+    o: Array
+    lse: Float32
+    lse_base: LseBase
+    levels: int = 1
+    cascade: bool = False
+    level_states: tuple[AttentionState, ...] = ()
+    meta: Meta = NO_META
+
+    @property
+    def state(self) -> AttentionState:
+        """The pair to merge with states over other keys."""
+        return AttentionState(self.o, self.lse, self.lse_base)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergeResult:
+    """`o [T, H, D]` in the dtype sent, `lse [T, H]` float32."""
+
+    o: Array
+    lse: Float32
+    lse_base: LseBase
+    meta: Meta = NO_META
+
+    @property
+    def state(self) -> AttentionState:
+        """The pair to merge with states over other keys."""
+        return AttentionState(self.o, self.lse, self.lse_base)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatherResult:
+    """`k, v [tokens, num_kv_heads, head_dim]`; sequence b owns `kv_indptr[b]:kv_indptr[b+1]`."""
+
+    k: Array
+    v: Array
+    kv_indptr: Int32
+    meta: Meta = NO_META
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Pages free, referenced and in total; `sharing_ratio` is tokens seen per token stored."""
+
+    free: int
+    referenced: int
+    total: int
+    sequences: int
+    nodes: int
+    sharing_ratio: float
+    integrity: str
+    meta: Meta = field(default=NO_META, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What is served: the pool's geometry and the backend; `raw` is the whole document."""
+
+    instance_id: str
+    version: str
+    num_layers: int
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    layout: str
+    dtype: str
+    k_scale: float
+    v_scale: float
+    backend: str
+    device: str
+    unsupported: tuple[str, ...]
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    meta: Meta = field(default=NO_META, compare=False, repr=False)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V in one layer."""
+        itemsize = {"fp32": 4, "fp16": 2, "bf16": 2}.get(self.dtype, 1)
+        return 2 * self.num_kv_heads * self.head_dim * itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether the service is live, or ready; `state` and `reason` as it puts them."""
+
+    ok: bool
+    state: str
+    reason: str
+    meta: Meta = field(default=NO_META, compare=False, repr=False)
