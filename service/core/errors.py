@@ -6,6 +6,8 @@ CoreError
 ├── LengthMismatch      sequence id -> true kv_len
 ├── OutOfPages          needed, free, total
 └── InvalidRequest      field, value, rule
+
+IntegrityError is no refusal but a bug: the core's own books disagree.
 """
 
 from __future__ import annotations
@@ -53,3 +55,10 @@ class InvalidRequest(CoreError):
     def __init__(self, field: str, value: object, rule: str) -> None:
         super().__init__(f"{field} = {value}: {rule}")
         self.field, self.value, self.rule = field, value, rule
+
+
+class IntegrityError(RuntimeError):
+    """An invariant of the core is broken; the message has the numbers."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}: this is a bug")

@@ -1,0 +1,91 @@
+"""The page allocator: which pages are free, and how many holders each of the others has."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core.errors import IntegrityError, OutOfPages
+
+Int32 = NDArray[np.int32]
+
+
+class PageAllocator:
+    """Hands out page ids `0..num_pages-1`; O(1) per page, never fragments.
+
+    Free pages form a stack. A fresh allocator hands them out in ascending order, so that a long
+    sequence lies in one run of memory; a released page is the next one handed out, because its
+    bytes are the likeliest to be cached still.
+    """
+
+    __slots__ = ("_num_free", "_refcounts", "_scratch", "_stack")
+
+    def __init__(self, num_pages: int) -> None:
+        self._stack: Int32 = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._num_free = num_pages
+        self._refcounts: Int32 = np.zeros(num_pages, dtype=np.int32)
+        self._scratch: Int32 = np.zeros(num_pages, dtype=np.int32)
+
+    @property
+    def num_pages(self) -> int:
+        return self._stack.size
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_referenced(self) -> int:
+        return self._stack.size - self._num_free
+
+    @property
+    def refcounts(self) -> Int32:
+        """A copy: holders of each page, int32 [num_pages]."""
+        return self._refcounts.copy()
+
+    @property
+    def free_pages(self) -> Int32:
+        """A copy: the free pages, the next to be handed out last."""
+        return self._stack[: self._num_free].copy()
+
+    def allocate(self, count: int) -> Int32:
+        """`count` pages with one holder each, int32 [count]; all or none.
+
+        Raises `OutOfPages`.
+        """
+        if count > self._num_free:
+            raise OutOfPages(count, self._num_free, self.num_pages)
+        rest = self._num_free - count
+        pages = self._stack[rest : self._num_free][::-1].copy()
+        self._num_free = rest
+        self._refcounts[pages] = 1
+        return pages
+
+    def retain(self, pages: Int32) -> None:
+        """One more holder for each of the distinct `pages`."""
+        self._check_held(pages, "retained")
+        self._refcounts[pages] += 1
+
+    def release(self, pages: Int32) -> None:
+        """One holder less for each of the distinct `pages`; those without holders become free."""
+        self._check_held(pages, "released")
+        left = self._refcounts[pages] - 1
+        self._refcounts[pages] = left
+        # Reversed, so that the next allocation gets them in the order they had here.
+        freed = pages[left == 0][::-1]
+        self._stack[self._num_free : self._num_free + freed.size] = freed
+        self._num_free += freed.size
+
+    def _check_held(self, pages: Int32, verb: str) -> None:
+        if pages.size == 0:
+            return
+        if pages.min() < 0 or pages.max() >= self.num_pages:
+            raise IntegrityError(f"page {pages.max()} of {self.num_pages} {verb}")
+        unheld = pages[self._refcounts[pages] == 0]
+        if unheld.size:
+            raise IntegrityError(f"free page {unheld[0]} {verb}")
+        # Two equal entries would write one cell twice: the earlier one then reads another's rank.
+        rank = np.arange(pages.size, dtype=np.int32)
+        self._scratch[pages] = rank
+        if (twice := pages[self._scratch[pages] != rank]).size:
+            raise IntegrityError(f"page {twice[0]} {verb} twice at once")

@@ -1,0 +1,41 @@
+"""Checks on a list of sequences to make: ids, parents, and the length each one starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from service.core.errors import InvalidRequest, SequenceExists, UnknownSequence
+from service.core.sequences import SequenceBooks, refuse_twice
+from service.core.values import NewSpec
+
+
+def first_lengths(books: SequenceBooks, new: Sequence[NewSpec]) -> list[int]:
+    """The length each of `new` starts with; a parent may come earlier in `new`.
+
+    Raises `InvalidRequest`, `SequenceExists` (every such id), `UnknownSequence` (every parent).
+    """
+    refuse_twice([spec.id for spec in new])
+    if existing := [spec.id for spec in new if spec.id in books]:
+        raise SequenceExists(existing)
+    made: dict[str, int] = {}
+    unknown: list[str] = []
+    for spec in new:
+        made[spec.id] = 0
+        if spec.parent is None:
+            if spec.length:
+                raise InvalidRequest("length", spec.length, "0, or a parent to take tokens from")
+        elif spec.parent in books or (spec.parent in made and spec.parent != spec.id):
+            made[spec.id] = _fork_length(books, made, spec, spec.parent)
+        else:
+            unknown.append(spec.parent)
+    if unknown:
+        raise UnknownSequence(unknown)
+    return list(made.values())
+
+
+def _fork_length(books: SequenceBooks, made: dict[str, int], spec: NewSpec, parent: str) -> int:
+    longest = made[parent] if parent in made else books.length(books.leaf(parent))
+    length = longest if spec.length is None else spec.length
+    if not 0 <= length <= longest:
+        raise InvalidRequest("length", length, f"0 to {longest}, the length of {parent}")
+    return length

@@ -1,0 +1,86 @@
+"""Ragged arithmetic: CSR page tables, and the token slots behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CsrTable:
+    """CSR page tables: sequence b holds `kv_indices[kv_indptr[b]:kv_indptr[b+1]]`.
+
+    All int32. `kv_last_page_len` [B] is in 1..page_size, or 0 for an empty sequence.
+    """
+
+    kv_indptr: Int32
+    kv_indices: Int32
+    kv_last_page_len: Int32
+
+
+def indptr(counts: Int32) -> Int32:
+    """Prefix sums, int32 [n+1], of `counts` [n]."""
+    sums = np.zeros(counts.size + 1, dtype=np.int32)
+    np.cumsum(counts, out=sums[1:])
+    return sums
+
+
+def page_counts(tokens: Int32, page_size: int) -> Int32:
+    """Pages that hold `tokens` tokens each."""
+    pages: Int32 = (tokens + (page_size - 1)) // page_size
+    return pages
+
+
+def last_page_lens(tokens: Int32, pages: Int32, page_size: int) -> Int32:
+    """Tokens in the last of `pages` pages; 0 where there are none."""
+    return tokens - np.maximum(pages - 1, 0) * page_size
+
+
+def gather_pages(tables: Sequence[Int32], first: Int32, count: Int32) -> Int32:
+    """`tables[i][first[i] : first[i] + count[i]]` one after the other."""
+    if not tables:
+        return np.empty(0, dtype=np.int32)
+    last = (first + count).tolist()
+    pieces = [t[a:b] for t, a, b in zip(tables, first.tolist(), last, strict=True)]
+    return np.concatenate(pieces)
+
+
+def csr_table(tables: Sequence[Int32], tokens: Int32, page_size: int) -> CsrTable:
+    """The CSR form of the first `tokens[b]` tokens of each page table."""
+    pages = page_counts(tokens, page_size)
+    return CsrTable(
+        indptr(pages),
+        gather_pages(tables, np.zeros_like(pages), pages),
+        last_page_lens(tokens, pages, page_size),
+    )
+
+
+def ramps(starts: Int32, counts: Int32) -> Int32:
+    """`starts[b], starts[b] + 1, ...` (`counts[b]` of them), one after the other; int32."""
+    ends = np.cumsum(counts, dtype=np.int32)
+    total = int(ends[-1]) if ends.size else 0
+    ramp: Int32 = np.arange(total, dtype=np.int32)
+    ramp += np.repeat(starts - (ends - counts), counts)
+    return ramp
+
+
+def token_slots(tables: Sequence[Int32], start: Int32, count: Int32, page_size: int) -> Int32:
+    """Slots (`page * page_size + offset`) of tokens `start[b] : start[b] + count[b]` of each table.
+
+    int32 [sum(count)], in order.
+    """
+    first = start // page_size
+    pages = page_counts(start + count, page_size) - first
+    pages[count == 0] = 0
+    held = gather_pages(tables, first, pages)
+    # Counted from the first gathered page, every sequence starts a page of its own.
+    base = np.cumsum(pages, dtype=np.int32) - pages
+    place = ramps((base - first) * page_size + start, count)
+    page, offset = np.divmod(place, np.int32(page_size))
+    slots: Int32 = (held * np.int32(page_size))[page] + offset
+    return slots

@@ -1,0 +1,153 @@
+"""The books: every sequence's leaf, and its numbers in columns that numpy reads batch-wise."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core.errors import InvalidRequest, UnknownSequence
+from service.core.nodes import Leaf
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Indices = NDArray[np.intp]
+
+_FIRST_CAPACITY = 64
+
+
+class SequenceBooks:
+    """One column per live sequence; a freed column is used again.
+
+    `lengths` int32 [num_layers, capacity] is kv_len; `num_pages` int32 the size of the page table;
+    `last_page` int32 the table's last page, so that a decode step finds where to write without
+    touching tables; `serials` int64 names the state of a sequence's written pages (see `renew`).
+    """
+
+    __slots__ = (
+        "_free",
+        "_index_of",
+        "_leaves",
+        "_next_serial",
+        "_sorted",
+        "last_page",
+        "lengths",
+        "num_pages",
+        "serials",
+    )
+
+    def __init__(self, num_layers: int) -> None:
+        self._index_of: dict[str, int] = {}
+        self._leaves: list[Leaf] = []
+        self._free: list[int] = []
+        self._sorted: list[str] | None = []
+        self._next_serial = 0
+        self.lengths: Int32 = np.zeros((num_layers, _FIRST_CAPACITY), dtype=np.int32)
+        self.num_pages: Int32 = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
+        self.last_page: Int32 = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
+        self.serials: Int64 = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._index_of)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._index_of
+
+    def __iter__(self) -> Iterator[Leaf]:
+        return (self._leaves[index] for index in self._index_of.values())
+
+    def add(self, name: str, origin: str | None, length: int, table: Int32) -> Leaf:
+        """A new sequence, `length` tokens at every layer, with all of `table` as its page table.
+
+        Its leaf hangs nowhere yet.
+        """
+        if not self._free:
+            self._add_column()
+        index = self._free.pop()
+        leaf = Leaf(name, index, origin, None, 0, table)
+        self._leaves[index : index + 1] = [leaf]
+        self._index_of[name] = index
+        self._sorted = None
+        self.lengths[:, index] = length
+        self.set_num_pages(leaf, table.size)
+        self.renew(leaf)
+        return leaf
+
+    def remove(self, leaf: Leaf) -> None:
+        """Forget a sequence; its pages and links are the caller's."""
+        del self._index_of[leaf.id]
+        leaf.table = leaf.table[:0].copy()  # the leaf stays in its column until another comes
+        self._free.append(leaf.index)
+        self._sorted = None
+        self.lengths[:, leaf.index] = 0
+        self.num_pages[leaf.index] = 0
+
+    def set_num_pages(self, leaf: Leaf, count: int) -> None:
+        self.num_pages[leaf.index] = count
+        self.last_page[leaf.index] = leaf.table[count - 1] if count else 0
+
+    def renew(self, leaf: Leaf) -> None:
+        """A serial never used before: what was planned for the sequence holds no more."""
+        self.serials[leaf.index] = self._next_serial
+        self._next_serial += 1
+
+    def indices(self, ids: Sequence[str]) -> Indices:
+        """Columns of `ids`, in their order. Raises `UnknownSequence` with every unknown id."""
+        try:
+            return np.fromiter(map(self._index_of.__getitem__, ids), np.intp, len(ids))
+        except KeyError:
+            unknown = [name for name in ids if name not in self._index_of]
+            raise UnknownSequence(unknown) from None
+
+    def distinct_indices(self, ids: Sequence[str]) -> Indices:
+        """As `indices`, for operations that change each sequence once.
+
+        Raises `InvalidRequest` where an id comes twice.
+        """
+        indices = self.indices(ids)
+        if len(set(ids)) < len(ids):
+            refuse_twice(ids)
+        return indices
+
+    def leaf(self, name: str) -> Leaf:
+        """Raises `UnknownSequence`."""
+        index = self._index_of.get(name)
+        if index is None:
+            raise UnknownSequence((name,))
+        return self._leaves[index]
+
+    def leaves(self, indices: Indices) -> list[Leaf]:
+        """The leaf of each column."""
+        every = self._leaves
+        return [every[index] for index in indices.tolist()]
+
+    def length(self, leaf: Leaf) -> int:
+        """The least kv_len over layers."""
+        return int(self.lengths[:, leaf.index].min())
+
+    def names_after(self, after: str | None, limit: int) -> list[str]:
+        """Up to `limit` ids in order, those after `after`."""
+        if self._sorted is None:
+            self._sorted = sorted(self._index_of)
+        first = 0 if after is None else bisect_right(self._sorted, after)
+        return self._sorted[first : first + limit]
+
+    def _add_column(self) -> None:
+        index = len(self._leaves)
+        self._free.append(index)
+        if index == self.num_pages.size:
+            self.lengths = np.concatenate((self.lengths, np.zeros_like(self.lengths)), axis=1)
+            self.num_pages = np.concatenate((self.num_pages, np.zeros_like(self.num_pages)))
+            self.last_page = np.concatenate((self.last_page, np.zeros_like(self.last_page)))
+            self.serials = np.concatenate((self.serials, np.zeros_like(self.serials)))
+
+
+def refuse_twice(ids: Sequence[str]) -> None:
+    """Raises `InvalidRequest` for the first id that comes twice, if one does."""
+    seen: set[str] = set()
+    for name in ids:
+        if name in seen:
+            raise InvalidRequest("sequences", name, "an id may come once in a request")
+        seen.add(name)

@@ -1,0 +1,286 @@
+"""The prefix tree: sequences that share whole pages, and every change one can make to them.
+
+A change either happens or raises having changed nothing: each method checks first, then changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from service.core.allocator import PageAllocator
+from service.core.creation import first_lengths
+from service.core.errors import IntegrityError, InvalidRequest, LengthMismatch
+from service.core.integrity import check_integrity, count_nodes, sharing_ratio
+from service.core.nodes import Leaf, attach, detach, node_ending_at
+from service.core.ragged import CsrTable, csr_table, indptr, token_slots
+from service.core.sequences import SequenceBooks
+from service.core.values import (
+    Extension,
+    Indices,
+    Int32,
+    NewSpec,
+    RowCopies,
+    SequenceView,
+    row_copies,
+)
+
+__all__ = [
+    "CsrTable",
+    "Extension",
+    "IntegrityError",
+    "NewSpec",
+    "PrefixTree",
+    "RowCopies",
+    "SequenceView",
+]
+
+Views = list[SequenceView]
+
+
+class PrefixTree:
+    """All sequences of one pool, `num_layers` layers deep.
+
+    Not thread-safe: one thread owns it. `allocator`, `books` and the leaves' links are open to the
+    planner and the integrity check, which only read them.
+    """
+
+    __slots__ = ("_undoable", "allocator", "books", "num_layers", "page_size")
+
+    def __init__(self, num_pages: int, page_size: int, num_layers: int) -> None:
+        """Raises `InvalidRequest` for a pool whose token slots do not fit int32."""
+        if min(num_pages, page_size, num_layers) < 1:
+            given = (num_pages, page_size, num_layers)
+            raise InvalidRequest("num_pages, page_size, num_layers", given, "each at least 1")
+        if num_pages * page_size > np.iinfo(np.int32).max:
+            slots = num_pages * page_size
+            raise InvalidRequest("num_pages * page_size", slots, "at most 2**31 - 1")
+        self.allocator = PageAllocator(num_pages)
+        self.books = SequenceBooks(num_layers)
+        self.num_layers = num_layers
+        self.page_size = page_size
+        self._undoable: Extension | None = None
+
+    def create(self, new: Sequence[NewSpec]) -> RowCopies:
+        """Make sequences, each empty or a fork; all or none.
+
+        A fork shares its parent's full pages up to its length and gets a fresh page for the rest,
+        whose rows the returned copies bring there. A parent may come earlier in `new`.
+
+        Raises `InvalidRequest`, `SequenceExists`, `UnknownSequence` (parents), `OutOfPages`.
+        """
+        lengths = first_lengths(self.books, new)
+        num_tails = sum(length % self.page_size > 0 for length in lengths)
+        fresh = self.allocator.allocate(num_tails)
+        self._undoable = None
+        copies: list[tuple[int, int, int]] = []
+        written_from: dict[int, int] = {}
+        for spec, length in zip(new, lengths, strict=True):
+            full, num_rows = divmod(length, self.page_size)
+            tail = fresh[len(copies) : len(copies) + (num_rows > 0)]
+            parent = None if spec.parent is None else self.books.leaf(spec.parent)
+            self._add(spec, parent, length, tail)
+            if parent is not None and num_rows:
+                # A parent of this very call has no rows yet: they come from where its own do.
+                page, source = int(tail[0]), int(parent.table[full])
+                written_from[page] = source = written_from.get(source, source)
+                copies.append((source, page, num_rows))
+        return row_copies(copies)
+
+    def free(self, ids: Sequence[str]) -> None:
+        """Forget sequences; pages that nothing else holds become free. All or none.
+
+        Raises `UnknownSequence`, `InvalidRequest` where an id comes twice.
+        """
+        leaves = self.books.leaves(self.books.distinct_indices(ids))
+        self._undoable = None
+        for leaf in leaves:
+            self._drop_pages(leaf, leaf.start)
+            detach(leaf, leaf.parent)
+            self.books.remove(leaf)
+
+    def truncate(self, name: str, length: int) -> RowCopies:
+        """Cut every layer to `length` tokens.
+
+        A cut within a shared page leaves that page to the others: its rows are copied to a page of
+        the sequence's own, one that the cut sets free or else a fresh one.
+
+        Raises `UnknownSequence`, `InvalidRequest` beyond the sequence's length, `OutOfPages`.
+        """
+        leaf = self.books.leaf(name)
+        longest = self.books.length(leaf)
+        if not 0 <= length <= longest:
+            raise InvalidRequest("length", length, f"0 to {longest}, the length of {name}")
+        copies = row_copies([])
+        if (self.books.lengths[:, leaf.index] == length).all():
+            return copies
+        full, num_rows = divmod(length, self.page_size)
+        if full >= leaf.start:
+            self._drop_pages(leaf, full + (num_rows > 0))
+        else:
+            copies = self._cut_shared(leaf, full, num_rows)
+        self._undoable = None
+        self.books.lengths[:, leaf.index] = length
+        self.books.renew(leaf)
+        return copies
+
+    def extend(
+        self, layer: int, ids: Sequence[str], counts: Int32, offsets: Int32 | None = None
+    ) -> Extension:
+        """Add `counts` [B] tokens to sequences at one layer, with pages where needed; all or none.
+
+        `offsets` [B] are the lengths that the caller believes to be true.
+
+        Raises `UnknownSequence`, `InvalidRequest`, `LengthMismatch` (with the true lengths of all
+        `ids`), `OutOfPages`.
+        """
+        self._check_layer(layer)
+        index = self.books.distinct_indices(ids)
+        before = self.books.lengths[layer, index]
+        if counts.shape != before.shape or (counts < 0).any():
+            raise InvalidRequest("counts", counts, f"{before.size} numbers, none negative")
+        if offsets is not None and not np.array_equal(offsets, before):
+            raise LengthMismatch(dict(zip(ids, before.tolist(), strict=True)))
+        # In 64 bits until it is known that the pool has that many slots.
+        wanted = before + counts.astype(np.int64)
+        missing = -(-wanted // self.page_size) - self.books.num_pages[index]
+        grown = np.flatnonzero(missing > 0)
+        self._grow(index[grown], missing[grown])
+        lengths = wanted.astype(np.int32)
+        self.books.lengths[layer, index] = lengths
+        slots = self._slots_after(index, before, counts)
+        self._undoable = Extension(
+            slots, lengths, layer, index, before, index[grown], missing[grown].astype(np.int32)
+        )
+        return self._undoable
+
+    def undo(self, extension: Extension) -> None:
+        """Take back the latest change, which must be this extension.
+
+        Raises `IntegrityError` when something has changed since.
+        """
+        if extension is not self._undoable:
+            raise IntegrityError("an extension that is not the latest change was to be undone")
+        self._undoable = None
+        self.books.lengths[extension.layer, extension.indices] = extension.before
+        leaves = self.books.leaves(extension.grown)
+        for leaf, count in zip(leaves, extension.num_new_pages.tolist(), strict=True):
+            self._drop_pages(leaf, int(self.books.num_pages[leaf.index]) - count)
+            # The next extension may reach the same length on other pages.
+            self.books.renew(leaf)
+
+    def lengths(self, ids: Sequence[str], layer: int) -> Int32:
+        """kv_len at `layer`, int32 [B]. Raises `UnknownSequence` with every unknown id."""
+        self._check_layer(layer)
+        held: Int32 = self.books.lengths[layer, self.books.indices(ids)]
+        return held
+
+    def leaves(self, ids: Sequence[str]) -> list[Leaf]:
+        """The sequences' leaves, to read. Raises `UnknownSequence` with every unknown id."""
+        return self.books.leaves(self.books.indices(ids))
+
+    def page_table(self, ids: Sequence[str], layer: int) -> CsrTable:
+        """The sequences' pages at `layer`, in the order of `ids`."""
+        lengths = self.lengths(ids, layer)
+        return csr_table([leaf.table for leaf in self.leaves(ids)], lengths, self.page_size)
+
+    def slots(self, ids: Sequence[str], layer: int) -> tuple[Int32, Int32]:
+        """Token kv_indptr [B+1] and token slots [kv_indptr[B]], in the order of `ids`; int32."""
+        lengths = self.lengths(ids, layer)
+        tables = [leaf.table for leaf in self.leaves(ids)]
+        start = np.zeros_like(lengths)
+        return indptr(lengths), token_slots(tables, start, lengths, self.page_size)
+
+    def plan_key(self, ids: Sequence[str], layer: int) -> Hashable:
+        """Equal keys, equal plans (for equal queries); the same at each layer of a decode step."""
+        self._check_layer(layer)
+        index = self.books.indices(ids)
+        return self.books.serials[index].tobytes(), self.books.lengths[layer, index].tobytes()
+
+    def describe(self, name: str) -> SequenceView:
+        """What is known of one sequence. Raises `UnknownSequence`."""
+        leaf = self.books.leaf(name)
+        lengths = tuple(self.books.lengths[:, leaf.index].tolist())
+        pages = int(self.books.num_pages[leaf.index])
+        last_page_len = max(lengths) - max(pages - 1, 0) * self.page_size
+        return SequenceView(name, min(lengths), lengths, pages, last_page_len, leaf.origin)
+
+    def list(self, after: str | None, limit: int) -> Views:
+        """Up to `limit` sequences in order of id, those after `after` (None: from the start)."""
+        return [self.describe(name) for name in self.books.names_after(after, limit)]
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError`, with the numbers, where an invariant does not hold."""
+        check_integrity(self.books, self.allocator, self.page_size)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.books)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes shared by two sequences or more; leaves are not counted."""
+        return count_nodes(self.books)
+
+    @property
+    def sharing_ratio(self) -> float:
+        """Tokens seen by sequences / tokens stored; 1 when nothing is shared."""
+        return sharing_ratio(self.books, self.page_size)
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.num_layers:
+            raise InvalidRequest("layer", layer, f"0 to {self.num_layers - 1}")
+
+    def _add(self, spec: NewSpec, parent: Leaf | None, length: int, tail: Int32) -> None:
+        """A new sequence with `parent`'s full pages up to `length`, then `tail`."""
+        full = length // self.page_size
+        shared = tail[:0] if parent is None else parent.table[:full]
+        node = None if parent is None else node_ending_at(parent, full)
+        table = np.concatenate((shared, tail))
+        attach(self.books.add(spec.id, spec.parent, length, table), node)
+
+    def _cut_shared(self, leaf: Leaf, full: int, num_rows: int) -> RowCopies:
+        """Leave `leaf` its first `full` pages, still shared, and `num_rows` rows of the next."""
+        count = int(self.books.num_pages[leaf.index])
+        kept = leaf.table[leaf.start : count][: num_rows > 0]
+        fresh = self.allocator.allocate((num_rows > 0) - kept.size)
+        tail = np.concatenate((kept, fresh))
+        copies = row_copies([(int(leaf.table[full]), int(page), num_rows) for page in tail])
+        self._drop_pages(leaf, leaf.start + kept.size)
+        lower, upper = leaf.parent, node_ending_at(leaf, full)
+        # The cut may have moved the leaf's own node down, never away from the leaf.
+        attach(leaf, upper)
+        detach(leaf, lower)
+        leaf.push(full, tail)
+        self.books.set_num_pages(leaf, full + tail.size)
+        return copies
+
+    def _drop_pages(self, leaf: Leaf, keep: int) -> None:
+        """Release the leaf's own pages after the first `keep` of its table."""
+        count = int(self.books.num_pages[leaf.index])
+        self.allocator.release(leaf.table[keep:count])
+        self.books.set_num_pages(leaf, keep)
+
+    def _grow(self, grown: Indices, missing: Int32) -> None:
+        """Give each leaf of the columns `grown` as many fresh pages as it is `missing`."""
+        pages = self.allocator.allocate(int(missing.sum()))
+        ends = np.cumsum(missing).tolist()
+        held = self.books.num_pages[grown].tolist()
+        begin = 0
+        for leaf, have, end in zip(self.books.leaves(grown), held, ends, strict=True):
+            leaf.push(have, pages[begin:end])
+            begin = end
+        if grown.size:
+            self.books.num_pages[grown] += missing
+            self.books.last_page[grown] = pages[np.asarray(ends) - 1]
+
+    def _slots_after(self, index: Indices, before: Int32, counts: Int32) -> Int32:
+        """Slots of the `counts` tokens after `before`, whose pages are there already."""
+        first = before // self.page_size
+        if (counts == 1).all() and (first == self.books.num_pages[index] - 1).all():
+            # A decode step writes into last pages only: no table needs to be touched.
+            slots: Int32 = (self.books.last_page[index] - first) * self.page_size + before
+            return slots
+        tables = [leaf.table for leaf in self.books.leaves(index)]
+        return token_slots(tables, before, counts, self.page_size)

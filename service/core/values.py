@@ -1,0 +1,76 @@
+"""What the prefix tree takes and gives: plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Indices = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class NewSpec:
+    """A sequence to make; with `parent`, a fork of it at `length` (None: all of it)."""
+
+    id: str
+    parent: str | None = None
+    length: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowCopies:
+    """Copy the first `num_rows[i]` slots of page `src_pages[i]` to `dst_pages[i]`, every layer.
+
+    int32 [n] each. No page is both a source and a destination, so the order does not matter.
+    """
+
+    src_pages: Int32
+    dst_pages: Int32
+    num_rows: Int32
+
+    def __len__(self) -> int:
+        return self.src_pages.size
+
+
+def row_copies(triples: Sequence[tuple[int, int, int]]) -> RowCopies:
+    """From (source page, destination page, rows)."""
+    columns = np.array(triples, dtype=np.int32).reshape(-1, 3).T.copy()
+    return RowCopies(columns[0], columns[1], columns[2])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extension:
+    """What `PrefixTree.extend` did: where the new tokens go, and what it takes to undo it.
+
+    `slots` int32 [sum(counts)] are token slots (`page * page_size + offset`) in row order;
+    `lengths` int32 [B] is kv_len after. The rest is the tree's own: columns of the sequences and
+    their lengths before, columns of those that got pages and how many.
+    """
+
+    slots: Int32
+    lengths: Int32
+    layer: int
+    indices: Indices
+    before: Int32
+    grown: Indices
+    num_new_pages: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """One sequence: `length` is the least over layers, `lengths` per layer.
+
+    `pages` is the size of its page table and `last_page_len` the tokens in the last one, at the
+    longest layer. `parent` is the id it was forked off, which may be gone by now.
+    """
+
+    id: str
+    length: int
+    lengths: tuple[int, ...]
+    pages: int
+    last_page_len: int
+    parent: str | None
