@@ -38,7 +38,8 @@ def page_counts(tokens: Int32, page_size: int) -> Int32:
 
 def last_page_lens(tokens: Int32, pages: Int32, page_size: int) -> Int32:
     """Tokens in the last of `pages` pages; 0 where there are none."""
-    return tokens - np.maximum(pages - 1, 0) * page_size
+    lens: Int32 = tokens - np.maximum(pages - 1, 0) * page_size
+    return lens
 
 
 def gather_pages(tables: Sequence[Int32], first: Int32, count: Int32) -> Int32:

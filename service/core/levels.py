@@ -1,0 +1,96 @@
+"""One cascade level: runs of neighbouring sequences, each with one stretch of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.core.ragged import Int32, gather_pages, indptr, last_page_lens, page_counts
+from service.core.values import Indices
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CascadeLevel:
+    """Segment s: rows `qo_indptr[s]:qo_indptr[s+1]` attend one run of pages.
+
+    All int32. `qo_indptr` [S+1] covers all plan rows, `kv_indptr` [S+1] counts pages,
+    `kv_last_page_len` [S] is in 1..page_size, or 0 for a segment without pages, `kv_start` [S] is
+    the position of the segment's first key in each row's own sequence. `causal` says whether the
+    level has a key to hide from a row because it comes after the row's position. `tokens_read`
+    counts the keys of segments that have rows.
+    """
+
+    qo_indptr: Int32
+    kv_indptr: Int32
+    kv_indices: Int32
+    kv_last_page_len: Int32
+    kv_start: Int32
+    causal: bool
+    tokens_read: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Sequences in plan order: page tables, kv_len [B], and rows as `qo_indptr` [B+1]; int32."""
+
+    page_size: int
+    tables: Sequence[Int32]
+    kv_lens: Int32
+    qo_indptr: Int32
+
+    @property
+    def size(self) -> int:
+        return self.kv_lens.size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Sequences `first[i]:last[i]` see tokens `begin[i] * page_size : end[i]` of their own.
+
+    All int32. Runs are disjoint, in any order, and need not cover the batch; `begin` counts pages,
+    `end` tokens.
+    """
+
+    first: Int32
+    last: Int32
+    begin: Int32
+    end: Int32
+
+
+def cut_level(batch: Batch, runs: Runs, causal: bool) -> CascadeLevel:
+    """The level of `runs`; sequences in none of them get a segment without pages."""
+    mark = np.zeros(batch.size + 1, dtype=bool)
+    mark[0] = mark[-1] = mark[runs.first] = mark[runs.last] = True
+    bounds = np.flatnonzero(mark)
+    segment = (np.cumsum(mark) - 1)[runs.first]
+    begin = np.zeros(bounds.size - 1, dtype=np.int32)
+    end = np.zeros_like(begin)
+    begin[segment], end[segment] = runs.begin, runs.end
+    start = begin * np.int32(batch.page_size)
+    tokens = end - start
+    pages = page_counts(tokens, batch.page_size)
+    # A run's pages are in the table of each of its sequences: the first one's will do.
+    tables = [batch.tables[place] for place in bounds[:-1].tolist()]
+    qo_indptr = batch.qo_indptr[bounds]
+    return CascadeLevel(
+        qo_indptr=qo_indptr,
+        kv_indptr=indptr(pages),
+        kv_indices=gather_pages(tables, begin, pages),
+        kv_last_page_len=last_page_lens(tokens, pages, batch.page_size),
+        kv_start=start,
+        causal=causal and bool((_least_positions(batch, bounds) < end - 1)[tokens > 0].any()),
+        tokens_read=int(tokens[np.diff(qo_indptr) > 0].sum()),
+    )
+
+
+def _least_positions(batch: Batch, bounds: Indices) -> Int32:
+    """The first position that a row of each segment has; a large number where there are no rows."""
+    if batch.size == 0:
+        return np.empty(0, dtype=np.int32)
+    qo_lens = np.diff(batch.qo_indptr)
+    first = batch.kv_lens - qo_lens
+    first[qo_lens == 0] = np.iinfo(np.int32).max
+    least: Int32 = np.minimum.reduceat(first, bounds[:-1])
+    return least

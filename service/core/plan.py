@@ -1,0 +1,221 @@
+"""From sequences and queries to index arrays: which keys each query row attends, level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core.errors import InvalidRequest
+from service.core.levels import Batch, CascadeLevel, Runs, cut_level
+from service.core.nodes import Leaf, Node
+from service.core.ragged import Int32, indptr, ramps
+from service.core.segments import Segments, cut_segments
+from service.core.tree import PrefixTree
+
+Int64 = NDArray[np.int64]
+CascadeMode = Literal["auto", "always", "never"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CascadePlan:
+    """What each query row attends: the levels (0 = most shared) whose states are to be merged.
+
+    Plan row r is row `order[r]` of the request (None: the identity). `positions` int32 [n], in plan
+    order, is the row's position in its own sequence, `kv_len - qo_len + i`; negative where there
+    are more queries than keys. `is_cascade` says whether some level is shared by sequences.
+    `tokens_read` counts the keys of all segments that have query rows, `tokens_flat` what would
+    be read without sharing.
+    """
+
+    levels: tuple[CascadeLevel, ...]
+    positions: Int32
+    order: Int32 | None
+    is_cascade: bool
+    tokens_read: int
+    tokens_flat: int
+
+    @property
+    def num_levels(self) -> int:
+        return len(self.levels)
+
+
+def make_plan(
+    tree: PrefixTree,
+    ids: Sequence[str],
+    layer: int,
+    qo_indptr: Int32,
+    causal: bool,
+    mode: CascadeMode,
+) -> CascadePlan:
+    """The plan for rows `qo_indptr[b]:qo_indptr[b+1]` attending all of sequence `ids[b]`.
+
+    `always` gives every stretch of pages that several sequences see a segment of its own, `auto`
+    those that save more than they cost, `never` none.
+
+    Raises `UnknownSequence`.
+    """
+    kv_lens = tree.lengths(ids, layer)
+    leaves = tree.leaves(ids)
+    qo_lens = np.diff(qo_indptr)
+    segments = None
+    if mode != "never":
+        parents = [leaf.parent for leaf in leaves]
+        segments = cut_segments(parents, (qo_lens > 0).tolist(), tree.page_size, mode == "auto")
+    order = None
+    if segments is not None and segments.shared and segments.order != list(range(len(leaves))):
+        places = np.array(segments.order, dtype=np.intp)
+        leaves = [leaves[place] for place in segments.order]
+        order = ramps(qo_indptr[places], qo_lens[places])
+        kv_lens, qo_lens = kv_lens[places], qo_lens[places]
+    tables = [leaf.table for leaf in leaves]
+    batch = Batch(tree.page_size, tables, kv_lens, indptr(qo_lens))
+    runs = [_flat_runs(batch)] if segments is None else _runs(segments, batch)
+    cut = [cut_level(batch, level, causal) for level in runs]
+    # A level without keys adds nothing, but one level there must be.
+    levels = [level for level in cut if level.kv_indices.size] or cut[:1]
+    return CascadePlan(
+        levels=tuple(levels),
+        positions=ramps(kv_lens - qo_lens, qo_lens),
+        order=order,
+        is_cascade=segments is not None and bool(segments.shared),
+        tokens_read=sum(level.tokens_read for level in levels),
+        tokens_flat=int(kv_lens[qo_lens > 0].sum()),
+    )
+
+
+def explicit_levels(
+    tree: PrefixTree,
+    layer: int,
+    levels: Sequence[tuple[Sequence[str], Int32]],
+    causal: bool,
+    num_rows: int | None = None,
+) -> CascadePlan:
+    """The plan for rows that attend one whole sequence at each of `levels`.
+
+    A level is `(ids, qo_indptr)`: rows `qo_indptr[s]:qo_indptr[s+1]` attend `ids[s]`. Rows that a
+    level leaves out at either end, of `num_rows` in all (None: as many as the longest level has),
+    attend nothing there. Every level's keys count from position 0, and `causal` holds for the last
+    level, where `positions` are at home.
+
+    Raises `UnknownSequence`, and `InvalidRequest` where a row would see a page twice.
+    """
+    total = max(int(qo_indptr[-1]) for _, qo_indptr in levels) if num_rows is None else num_rows
+    batches = [_explicit_batch(tree, layer, *level, total) for level in levels]
+    _check_disjoint(tree, levels, batches)
+    cut = [
+        cut_level(batch, _flat_runs(batch), causal and batch is batches[-1]) for batch in batches
+    ]
+    qo_lens = np.diff(batches[-1].qo_indptr)
+    return CascadePlan(
+        levels=tuple(cut),
+        positions=ramps(batches[-1].kv_lens - qo_lens, qo_lens),
+        order=None,
+        is_cascade=len(cut) > 1,
+        tokens_read=sum(level.tokens_read for level in cut),
+        tokens_flat=_flat_tokens(batches),
+    )
+
+
+def key_offsets(qo_indptr: Int32, kv_lens: Int32, order: Int32 | None, padded: bool) -> Int64:
+    """Where each plan row's part of a ragged mask starts: int64 [n], in elements (bits).
+
+    The mask has `qo_len * kv_len` elements for each sequence of the request, row by row; `padded`
+    rounds every sequence's up to whole bytes.
+    """
+    qo_lens = np.diff(qo_indptr).astype(np.int64)
+    sizes = qo_lens * kv_lens
+    if padded:
+        sizes = -(-sizes // 8) * 8
+    base = np.cumsum(sizes) - sizes
+    row = np.arange(int(qo_lens.sum()), dtype=np.int64) - np.repeat(qo_indptr[:-1], qo_lens)
+    offsets: Int64 = np.repeat(base, qo_lens) + row * np.repeat(kv_lens, qo_lens)
+    return offsets if order is None else offsets[order]
+
+
+def _flat_runs(batch: Batch) -> Runs:
+    """Every sequence by itself."""
+    places = np.arange(batch.size, dtype=np.int32)
+    return Runs(places, places + 1, np.zeros_like(places), batch.kv_lens)
+
+
+def _runs(segments: Segments, batch: Batch) -> list[Runs]:
+    """The segments of each level, shared ones first."""
+    if not segments.shared:
+        return [_flat_runs(batch)]
+    own_level = np.array(segments.own_level, dtype=np.int32)
+    own_begin = np.array(segments.own_begin, dtype=np.int32)
+    runs = []
+    for level in range(1 + int(own_level.max())):
+        shared = [s for s in segments.shared if s.level == level]
+        table = [(s.first, s.last, s.begin, s.end * batch.page_size) for s in shared]
+        first, last, begin, end = np.array(table, dtype=np.int32).reshape(-1, 4).T
+        own = np.flatnonzero(own_level == level).astype(np.int32)
+        runs.append(
+            Runs(
+                np.concatenate((first, own)),
+                np.concatenate((last, own + 1)),
+                np.concatenate((begin, own_begin[own])),
+                np.concatenate((end, batch.kv_lens[own])),
+            )
+        )
+    return runs
+
+
+def _explicit_batch(
+    tree: PrefixTree, layer: int, ids: Sequence[str], qo_indptr: Int32, num_rows: int
+) -> Batch:
+    """One explicit level; rows before and after it belong to an empty sequence at each end."""
+    nothing = np.zeros(1, dtype=np.int32)
+    return Batch(
+        tree.page_size,
+        [nothing, *(leaf.table for leaf in tree.leaves(ids)), nothing],
+        np.concatenate((nothing, tree.lengths(ids, layer), nothing)),
+        np.concatenate((nothing, qo_indptr, np.array([num_rows], dtype=np.int32))),
+    )
+
+
+def _check_disjoint(
+    tree: PrefixTree, levels: Sequence[tuple[Sequence[str], Int32]], batches: Sequence[Batch]
+) -> None:
+    """Raises `InvalidRequest` where a row sees a page by two levels.
+
+    Sequences have pages in common exactly when they share the first one, and then the node nearest
+    to the root; so it is enough to compare what stands there.
+    """
+    numbers: dict[Node | Leaf, int] = {}
+    rows = []
+    for (ids, _), batch in zip(levels, batches, strict=True):
+        tops = [numbers.setdefault(_top(leaf), len(numbers)) for leaf in tree.leaves(ids)]
+        top = np.array([-1, *tops, -1], dtype=np.int32)
+        top[batch.kv_lens == 0] = -1
+        rows.append(np.repeat(top, np.diff(batch.qo_indptr)))
+    seen = np.sort(np.stack(rows), axis=0)
+    twice = ((seen[1:] == seen[:-1]) & (seen[1:] >= 0)).any(axis=0)
+    if twice.any():
+        row = int(np.argmax(twice))
+        names = [
+            ids[int(np.searchsorted(at, row, "right")) - 1]
+            for ids, at in levels
+            if at[0] <= row < at[-1]
+        ]
+        rule = f"row {row} would see pages that these sequences share twice"
+        raise InvalidRequest("levels", names, rule)
+
+
+def _top(leaf: Leaf) -> Node | Leaf:
+    """The first thing on the leaf's path."""
+    top: Node | Leaf = leaf
+    while top.parent is not None:
+        top = top.parent
+    return top
+
+
+def _flat_tokens(batches: Sequence[Batch]) -> int:
+    """Keys read if every run of rows that attend the same sequences read them by itself."""
+    runs = np.unique(np.concatenate([batch.qo_indptr for batch in batches]))[:-1]
+    places = [np.searchsorted(batch.qo_indptr, runs, "right") - 1 for batch in batches]
+    return sum(int(b.kv_lens[at].sum()) for b, at in zip(batches, places, strict=True))
