@@ -1,0 +1,179 @@
+"""Compiles the CUDA sources with NVRTC, for any architecture, with or without a GPU.
+
+A kernel is a source file plus `-D` definitions (`Spec`). Compiled kernels (cubins) live in a disk
+cache keyed by a digest of every source file, the definitions, the architecture and the compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+SOURCES: Final = Path(__file__).parent / "cuda"
+DEFAULT_CACHE: Final = Path.home() / ".cache" / "attnd" / "kernels"
+ARCHITECTURES: Final = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a source; the message carries its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One specialisation: `kernels/cuda/{source}.cu` compiled with `-D{name}={value}` each."""
+
+    source: str
+    defines: tuple[tuple[str, int], ...]
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return tuple(f"-D{name}={value}" for name, value in self.defines)
+
+    def __str__(self) -> str:
+        return f"{self.source}({', '.join(f'{name}={value}' for name, value in self.defines)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What ptxas says of one kernel: registers a thread, and bytes of stack and spills."""
+
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A cubin and its compiler's log."""
+
+    spec: Spec
+    arch: str
+    cubin: bytes
+    log: str
+
+    @property
+    def resources(self) -> Resources:
+        """Read off the log; raises ValueError if the log does not have them."""
+        registers = re.findall(r"Used (\d+) registers", self.log)
+        if not registers:
+            raise ValueError(f"no register count in the log of {self.spec} for {self.arch}")
+        stack = re.findall(r"(\d+) bytes stack frame", self.log)
+        spills = re.findall(r"(\d+) bytes spill", self.log)
+        return Resources(
+            registers=max(map(int, registers)),
+            stack_bytes=max(map(int, stack), default=0),
+            spill_bytes=sum(map(int, spills)),
+        )
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Digest of every CUDA source and header: all of them may be included by any."""
+    return digest_of(sorted([*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh")]), SOURCES)
+
+
+def digest_of(files: Iterable[Path], root: Path) -> str:
+    """SHA-256 over the files' paths relative to `root` and their contents, in the order given."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(root).as_posix()}\0".encode())
+        digest.update(file.read_bytes().replace(b"\r\n", b"\n"))
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def compile_all(
+    specs: Sequence[Spec],
+    arch: str,
+    cache: Path | None = DEFAULT_CACHE,
+    workers: int | None = None,
+) -> list[Compiled]:
+    """Compile `specs` for `arch` in parallel, those that the cache lacks; order is kept.
+
+    `cache` None compiles everything and stores nothing. Raises `CompileError`.
+    """
+    with ThreadPoolExecutor(max_workers=workers or os.cpu_count() or 1) as pool:
+        return list(pool.map(lambda spec: compile_cached(spec, arch, cache), specs))
+
+
+def compile_cached(spec: Spec, arch: str, cache: Path | None) -> Compiled:
+    """One kernel, from the cache if it is there."""
+    if cache is None:
+        return compile_spec(spec, arch)
+    path = cached_path(spec, arch, cache)
+    log = path.with_suffix(".log")
+    if path.exists() and log.exists():
+        return Compiled(spec, arch, path.read_bytes(), log.read_text())
+    compiled = compile_spec(spec, arch)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(log, compiled.log.encode())
+    write_whole(path, compiled.cubin)
+    return compiled
+
+
+def cached_path(spec: Spec, arch: str, cache: Path) -> Path:
+    """Where the cubin of a kernel lives; a different source, option or compiler lives elsewhere."""
+    key = "\0".join([sources_digest(), spec.source, *spec.options, nvrtc_version()])
+    name = hashlib.sha256(key.encode()).hexdigest()[:32]
+    return cache / arch / f"{spec.source}-{name}.cubin"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write beside and rename, so that no reader sees half a file."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
+
+
+@functools.cache
+def nvrtc_version() -> str:
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"
+
+
+def compile_spec(spec: Spec, arch: str) -> Compiled:
+    """Compile one kernel now. Raises `CompileError` with the compiler's log."""
+    from cuda.bindings import nvrtc
+
+    source = (SOURCES / f"{spec.source}.cu").read_bytes()
+    options = [
+        f"-arch={arch}",
+        "-std=c++17",
+        "--device-as-default-execution-space",
+        "-ftz=true",
+        f"-I{SOURCES}",
+        "--ptxas-options=-v",
+        *spec.options,
+    ]
+    program = check(nvrtc.nvrtcCreateProgram(source, f"{spec.source}.cu".encode(), 0, [], []))
+    try:
+        encoded = [option.encode() for option in options]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+        log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+        check(nvrtc.nvrtcGetProgramLog(program, log))
+        text = log.rstrip(b"\0 ").decode(errors="replace")
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(f"{spec} does not compile for {arch}:\n{text}")
+        cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+        check(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return Compiled(spec, arch, cubin, text)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def check(returned: tuple[Any, ...]) -> Any:
+    """The value of an NVRTC call, or `CompileError` when it failed."""
+    status, *values = returned
+    if int(status) != 0:
+        raise CompileError(f"NVRTC failed with {status}")
+    return values[0] if values else None

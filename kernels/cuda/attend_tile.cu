@@ -1,0 +1,113 @@
+// Attention for tiles of many query rows with mma.sync: prefill and shared prefixes on devices without
+// wgmma, and wherever the Hopper kernel does not apply.
+//
+// One block owns one work item of one kv head: kWarps * kM * 16 packed rows in shared memory, and a
+// ring of kStages tiles of 64 keys that all its warps share, each warp loading a quarter. One barrier
+// per tile: passing it means that everybody has finished the tile before, whose slot is refilled.
+#include "tile.cuh"
+
+constexpr int kM = ROW_TILES;
+constexpr int kWarps = WARPS;
+constexpr int kStages = STAGES;
+constexpr int kThreads = kWarps * 32;
+constexpr int kTile = kWarps * 16;
+constexpr int kRows = kWarps * kM * 16;
+constexpr int kTileBytes = kTile * kRowStride;
+constexpr int kStageBytes = 2 * kTileBytes;
+constexpr int kQueryBytes = kRows * kQueryStride;
+
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+    attend_tile(const __grid_constant__ AttendParams p) {
+  extern __shared__ __align__(128) char shared[];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int index = blockIdx.x / p.num_kv_heads, head = blockIdx.x - index * p.num_kv_heads;
+  const WorkItem item = p.items[index];
+  const int own_row = warp * kM * 16;
+  const uint32 query_at = shared_address(shared) + own_row * kQueryStride;
+  const uint32 ring = shared_address(shared) + kQueryBytes;
+
+  TokenLoader loader;
+  loader.start(p, item.layer, head);
+  const int num_tiles = (item.num_keys + kTile - 1) / kTile;
+  int load_tile = 0;
+  const auto look_up_next = [&]() {
+    loader.look_up(p, item.kv_begin, item.num_keys, load_tile * kTile + warp * 16);
+    ++load_tile;
+  };
+  const auto copy_next = [&](int stage) {
+    if (load_tile <= num_tiles) {
+      const uint32 at = ring + stage * kStageBytes + warp * 16 * kRowStride;
+      loader.copy(p, at, at + kTileBytes);
+    }
+    copy_async_commit();
+  };
+  look_up_next();
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    copy_next(stage);
+    look_up_next();
+  }
+
+  // rows and queries
+  stage_queries(shared, p, item, 0, kRows, head, threadIdx.x, kThreads);
+  Rows<kM> rows;
+  find_rows(rows, p, item, own_row, head);
+  int first_position = 0x7fffffff, last_position = static_cast<int>(0x80000000);
+#pragma unroll
+  for (int r = 0; r < kM * 2; ++r)
+    if (rows.query[r] >= 0) {
+      first_position = min(first_position, rows.position[r]);
+      last_position = max(last_position, rows.position[r]);
+    }
+  first_position = __reduce_min_sync(kAllLanes, first_position);
+  last_position = __reduce_max_sync(kAllLanes, last_position);
+  const bool idle = own_row >= item.num_rows;
+  Accumulator<kM> acc;
+  clear(acc);
+
+  const float c = kRare ? 1.0f : p.scale2;
+  int stage = 0;
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    copy_async_wait<kStages - 2>();
+    __syncthreads();
+    copy_next(stage == 0 ? kStages - 1 : stage - 1);
+    look_up_next();
+    const uint32 keys = ring + stage * kStageBytes;
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+
+    // what of this tile this warp's rows can see
+    const int first = tile * kTile;
+    const int first_key = item.kv_start + first, last_key = first_key + kTile - 1;
+    bool hide = first + kTile > item.num_keys || kRare;
+    bool skip = idle;
+    if (item.causal & kHideFuture) {
+      hide |= last_key > first_position;
+      skip |= first_key > last_position;
+    }
+    if (item.causal & kHideWindow) {
+      hide |= first_key < last_position - p.window_left;
+      skip |= last_key < first_position - p.window_left;
+    }
+    if (skip) continue;
+
+    // scores
+    float s[kM][kTile / 8][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32 a[kM][4];
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+        load_matrix_x4(a[m], query_at + (m * 16 + (lane & 15)) * kQueryStride + step * 32 +
+                                 (lane >> 4) * 16);
+      score_step<kM, kTile>(s, a, keys, step);
+    }
+    if constexpr (kRare) cap_scores<kM, kTile>(s, p);
+    if (hide) hide_scores<kM, kTile>(s, rows, item, first, p);
+
+    // softmax and values
+    soften<kM, kTile>(s, acc, c);
+    weigh_values<kM, kTile>(acc, s, keys + kTileBytes);
+  }
+  copy_async_wait<0>();
+  write_state(acc, rows, p, item, own_row, head, c);
+}

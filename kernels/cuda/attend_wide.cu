@@ -1,0 +1,326 @@
+// Attention of many query rows over long runs of keys, for Hopper: wgmma products, TMA loads.
+//
+// One CTA per multiprocessor takes units (work item x kv head) from a counter until none is left. Its
+// first warpgroup only moves data: warp 0 streams K tiles and warp 1 V tiles through two rings of
+// kStages tiles, one whole page (or, for ragged keys, half a tile) per TMA instruction; warps 2 and 3
+// take the units and gather their packed query rows through `order`. Each further warpgroup owns 64
+// packed rows. It walks the run's key tiles from the last to the first:
+//
+//   S = Q K^T of the next tile is issued, then O += P V of the present one; while the tensor cores do
+//   the second, the softmax of the first runs in registers; P never leaves them.
+//
+// Named barriers hand the tensor cores from one warpgroup to the next, so that one's softmax falls under
+// the other's products. Memory traffic: each K and V byte of a run once per 64 * kConsumers rows, through
+// L2; q once, o or partial states once. Scores and sums are float32, P is rounded to the element type.
+//
+// Specialised by -D: kHeadDim (64, 128, 192, 256), kTileKeys, kStages, kQueryStages, kConsumers, kPageSize
+// (a multiple of 8 that divides kTileKeys; 0: ragged keys), kBf16, kHasMask, kHasSoftCap.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "hopper.cuh"
+#include "state.cuh"
+#include "wgmma.cuh"
+#include "wide_tile.cuh"
+#include "work.cuh"
+
+// --- moving data -----------------------------------------------------------------------------------------
+
+struct Ring {
+  int stage = 0;
+  unsigned parity = 0;
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Takes the next unit's description out of its slot; false when there is no further unit.
+__device__ __forceinline__ bool next_unit(const Shared& shared, Ring& ring, Unit& unit) {
+  barrier_wait(shared.unit_full(ring.stage), ring.parity);
+  unit = shared.unit(ring.stage);
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(shared.unit_empty(ring.stage));
+  ring.advance(kUnitSlots);
+  return unit.head >= 0;
+}
+
+// One warp streams the K (or V) tiles of every unit, last tile first.
+__device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorMap* map,
+                                             unsigned tiles, unsigned full, unsigned empty,
+                                             const WideArguments& arguments) {
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) prefetch_map(map);
+  Ring units, ring;
+  Unit unit;
+  while (next_unit(shared, units, unit)) {
+    const WorkItem& item = unit.item;
+    for (int tile = ceil_div(item.num_keys, kTileKeys) - 1; tile >= 0; --tile) {
+      const unsigned target = tiles + ring.stage * kTileBytes;
+      const unsigned barrier = full + ring.stage * 8;
+#if kPageSize > 0
+      const int first_page = tile * kPagesPerTile;
+      const int num_pages = min(kPagesPerTile, ceil_div(item.num_keys, kPageSize) - first_page);
+      int page = 0;
+      if (lane < num_pages) page = __ldg(arguments.kv_indices + item.kv_begin + first_page + lane);
+      barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+      if (lane == 0) barrier_arrive_expect(barrier, num_pages * kPageBytes);
+      __syncwarp();
+      for (int i = 0; i < num_pages; ++i) {
+        const int outer = item.layer * arguments.num_pages + __shfl_sync(0xffffffffu, page, i);
+        if (lane == 0) {
+          copy_box(target + i * kPageBytes, map, barrier, 0, 0, unit.head * arguments.head_blocks,
+                   unit.head * arguments.head_groups, outer);
+        }
+      }
+#else
+      barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+      if (lane == 0) {
+        barrier_arrive_expect(barrier, kTileBytes);
+        for (int block = 0; block < kBlocks; ++block) {
+          copy_box(target + block * kBlockStride, map, barrier, 0, item.kv_begin + tile * kTileKeys,
+                   unit.head * kBlocks + block);
+        }
+      }
+#endif
+      ring.advance(kStages);
+    }
+  }
+}
+
+// Publishes units in the order of the list: the first is the CTA's own number, the rest come from the
+// launch's counter. The last CTA to finish puts the counter back to 0 for the next launch.
+struct UnitSource {
+  int unit;
+  Ring ring;
+
+  __device__ __forceinline__ bool publish(const Shared& shared, const WideArguments& arguments) {
+    const bool more = unit < arguments.num_items * arguments.num_kv_heads;
+    barrier_wait(shared.unit_empty(ring.stage), ring.parity ^ 1);
+    int next = 0;
+    if (threadIdx.x % 32 == 0) {
+      Unit described;
+      described.head = -1;
+      if (more) {
+        described.item = arguments.items[unit / arguments.num_kv_heads];
+        described.head = unit % arguments.num_kv_heads;
+        next = gridDim.x + atomicAdd(arguments.schedule, 1u);
+      } else if (atomicInc(arguments.schedule + 1, gridDim.x - 1) == gridDim.x - 1) {
+        atomicExch(arguments.schedule, 0u);
+      }
+      shared.unit(ring.stage) = described;
+      barrier_arrive(shared.unit_full(ring.stage));
+    }
+    unit = __shfl_sync(0xffffffffu, next, 0);
+    ring.advance(kUnitSlots);
+    return more;
+  }
+};
+
+// Two warps gather the packed query rows of every unit; the first of them also takes the units.
+__device__ __forceinline__ void stream_queries(const Shared& shared, const WideArguments& arguments) {
+  constexpr int kRowsPerWarp = kTileRows / 2;
+  const int lane = threadIdx.x % 32;
+  const int first_row = (threadIdx.x / 32 - 2) * kRowsPerWarp;
+  const Element* q = static_cast<const Element*>(arguments.q);
+  const int group = arguments.group_size;
+  UnitSource source{static_cast<int>(blockIdx.x), Ring{}};
+  Ring units, ring;
+  Unit unit;
+  for (;;) {
+    if (first_row == 0) source.publish(shared, arguments);
+    if (!next_unit(shared, units, unit)) return;
+    const WorkItem& item = unit.item;
+    barrier_wait(shared.query_empty(ring.stage), ring.parity ^ 1);
+    // where each row comes from, and its position
+    for (int row = first_row + lane; row < first_row + kRowsPerWarp; row += 32) {
+      RowSource described = {-1, 0x7fffffff, 0};
+      if (row < item.num_rows) {
+        const int packed = item.row_begin + row;
+        const int plan_row = packed / group;
+        const int head = unit.head * group + packed % group;
+        described.index = __ldg(arguments.order + plan_row) * (arguments.num_kv_heads * group) + head;
+        described.position = __ldg(arguments.positions + plan_row);
+#if kHasMask
+        described.mask_bit = arguments.mask_row_offsets[plan_row] + item.kv_start;
+#endif
+      }
+      shared.row(ring.stage, row) = described;
+    }
+    __syncwarp();
+    // load q
+    constexpr int kChunks = kHeadDim / 8;
+    const unsigned target = shared.queries(ring.stage);
+#pragma unroll 4
+    for (int i = lane; i < kRowsPerWarp * kChunks; i += 32) {
+      const int row = first_row + i / kChunks;
+      const int chunk = i % kChunks;
+      const int index = shared.row(ring.stage, row).index;
+      copy_chunk(target + query_offset(row, chunk),
+                 q + static_cast<long long>(max(index, 0)) * kHeadDim + chunk * 8, index >= 0);
+    }
+    copy_chunks_wait();
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared.query_full(ring.stage));
+    ring.advance(kQueryStages);
+  }
+}
+
+// --- the consumer warpgroups -------------------------------------------------------------------------------
+
+// The tensor cores go round the warpgroups: each waits for its turn, issues, and passes the turn on.
+__device__ __forceinline__ void take_turn(int consumer) {
+  if (kPingPong) named_barrier_sync(1 + consumer, 256);
+}
+
+__device__ __forceinline__ void pass_turn(int consumer) {
+  if (kPingPong) named_barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
+}
+
+__device__ __forceinline__ void release(unsigned barrier) {
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// S = Q K^T: 64 rows by kTileKeys keys.
+__device__ __forceinline__ void issue_scores(float (&s)[kScores], unsigned queries, unsigned keys) {
+  products_begin();
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const int block = step / 4, inner = step % 4 * 32;
+    const auto a = matrix_descriptor(queries + block * kQueryBlockStride + inner, 16, 1024);
+    const auto b = matrix_descriptor(keys + block * kBlockStride + inner, 16, kGroupStride);
+    if (step == 0) {
+      Wgmma<kTileKeys>::scores(s, a, b);
+    } else {
+      Wgmma<kTileKeys>::accumulate_scores(s, a, b);
+    }
+  }
+  products_commit();
+}
+
+// O += P V: 64 rows by kHeadDim, over kTileKeys keys.
+__device__ __forceinline__ void issue_values(float (&o)[kOutputs], const unsigned (&p)[kScores / 2],
+                                             unsigned values) {
+  products_begin();
+#pragma unroll
+  for (int step = 0; step < kTileKeys / 16; ++step) {
+    const auto b = matrix_descriptor(values + step * 2 * kGroupStride, kBlockStride, kGroupStride);
+    Wgmma<kHeadDim>::accumulate_values(o, p[4 * step], p[4 * step + 1], p[4 * step + 2],
+                                       p[4 * step + 3], b);
+  }
+  products_commit();
+}
+
+__device__ __forceinline__ void attend_units(const Shared& shared, const WideArguments& arguments) {
+  const int lane = threadIdx.x % 32;
+  const int consumer = threadIdx.x / 128 - 1;
+  const int warp_row = consumer * 64 + threadIdx.x / 32 % 4 * 16;  // first of this warp's 16 rows
+  const int row = warp_row + lane / 4;                             // this thread's rows: row, row + 8
+  if (kPingPong && consumer == kConsumers - 1) pass_turn(consumer);
+
+  Ring units, queries, keys, values;
+  Unit unit;
+  while (next_unit(shared, units, unit)) {
+    const WorkItem& item = unit.item;
+    barrier_wait(shared.query_full(queries.stage), queries.parity);
+    const unsigned q = shared.queries(queries.stage) + consumer * kConsumerQueryBytes;
+    Rows rows(item, arguments, shared, queries.stage, row);
+    float o[kOutputs];
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
+
+    int tile = ceil_div(item.num_keys, kTileKeys) - 1;
+    if (tile >= 0) {
+      float s[kScores];
+      unsigned p[kScores / 2];
+      float rescale[2];
+      // first tile: its scores alone
+      barrier_wait(shared.keys_full(keys.stage), keys.parity);
+      take_turn(consumer);
+      issue_scores(s, q, shared.keys(keys.stage));
+      pass_turn(consumer);
+      products_wait<0>();
+      pin(s);
+      release(shared.keys_empty(keys.stage));
+      keys.advance(kStages);
+      rows.soften(s, tile * kTileKeys, rescale);
+      pack(s, p);
+      if (item.num_keys % kTileKeys != 0) {
+        barrier_wait(shared.values_full(values.stage), values.parity);
+        clear_values(shared.values(values.stage), item.num_keys % kTileKeys, 4 + consumer);
+      }
+
+      while (--tile >= 0) {
+        barrier_wait(shared.keys_full(keys.stage), keys.parity);
+        take_turn(consumer);
+        issue_scores(s, q, shared.keys(keys.stage));
+        barrier_wait(shared.values_full(values.stage), values.parity);
+        issue_values(o, p, shared.values(values.stage));
+        pass_turn(consumer);
+        products_wait<1>();
+        pin(s);
+        release(shared.keys_empty(keys.stage));
+        keys.advance(kStages);
+        rows.soften(s, tile * kTileKeys, rescale);
+        products_wait<0>();
+        pin(o);
+        pin(p);
+        release(shared.values_empty(values.stage));
+        values.advance(kStages);
+        rows.rescale(o, rescale);
+        pack(s, p);
+      }
+
+      // last tile: its values alone
+      barrier_wait(shared.values_full(values.stage), values.parity);
+      take_turn(consumer);
+      issue_values(o, p, shared.values(values.stage));
+      pass_turn(consumer);
+      products_wait<0>();
+      pin(o);
+      pin(p);
+      release(shared.values_empty(values.stage));
+      values.advance(kStages);
+    }
+    rows.finish();
+    if (item.partial == kFinal) {
+      named_barrier_sync(4 + consumer, 128);  // all four warps are done with this warpgroup's q
+      write_outputs(o, rows, arguments, shared, queries.stage, warp_row);
+    } else {
+      write_partials(o, rows, arguments, unit, row);
+    }
+    __syncwarp();
+    release(shared.query_empty(queries.stage));
+    queries.advance(kQueryStages);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    attend_wide(const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
+                const __grid_constant__ WideArguments arguments) {
+  extern __shared__ unsigned char storage[];
+  const Shared shared(storage);
+  if (threadIdx.x == 0) shared.init_barriers();
+  __syncthreads();
+
+  if (threadIdx.x < 128) {
+    give_registers<kProducerRegisters>();
+    const int warp = threadIdx.x / 32;
+    if (warp == 0) {
+      stream_tiles(shared, &key_map, shared.keys(0), shared.keys_full(0), shared.keys_empty(0),
+                   arguments);
+    } else if (warp == 1) {
+      stream_tiles(shared, &value_map, shared.values(0), shared.values_full(0), shared.values_empty(0),
+                   arguments);
+    } else {
+      stream_queries(shared, arguments);
+    }
+  } else {
+    take_registers<kConsumerRegisters>();
+    attend_units(shared, arguments);
+  }
+}
