@@ -1,0 +1,63 @@
+# `make run` and `make test` set up .venv by themselves; a second run finds it done.
+# PYTHON=python3.12 chooses the interpreter, EXTRA=cpu|cuda|cuda12 what `make run` installs,
+# ARGS="--pool.num-pages 4096" goes to the service or to pytest.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# Major version of CUDA that the driver runs; empty without a GPU.
+CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9][0-9]*\).*/\1/p')
+EXTRA ?= $(if $(CUDA),$(if $(filter 12,$(CUDA)),cuda12,cuda),cpu)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup run test lint types arrows check bench clean
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "attnd needs Python 3.11 or later: make PYTHON=python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run-$(EXTRA): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "setting up $(VENV) for make run: some minutes the first time"
+	$(INSTALL) -e '.[$(EXTRA)]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt client/pyproject.toml | $(BIN)/python
+	@echo "setting up $(VENV) for make test: some minutes the first time"
+	$(INSTALL) -e '.[$(EXTRA),dev,examples]' -e client
+	@touch $@
+
+setup: $(VENV)/.dev  ## Set up everything the tests need
+
+run: $(VENV)/.run-$(EXTRA)  ## Serve on 127.0.0.1:8080
+	@exec $(BIN)/python -m service $(ARGS)
+
+# One torch thread a process: two test processes on two cores must not fight over them.
+test: $(VENV)/.dev  ## Run all the tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+lint: $(VENV)/.dev  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev  ## mypy --strict
+	$(BIN)/mypy --strict
+
+arrows: $(VENV)/.dev  ## What may import what
+	$(BIN)/python -m pytest -q tests/test_arrows.py
+
+check: lint types arrows  ## lint, types, arrows
+
+bench: $(VENV)/.dev  ## Measure the service over HTTP, cascade on the CPU, the core
+	for file in bench/*_cpu.py bench/service.py; do $(BIN)/python $$file || exit 1; done
+
+clean:  ## Remove .venv and every cache
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info client/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
