@@ -22,17 +22,26 @@ Indices = Sequence[int] | NDArray[np.integer[Any]]
 """Lengths, offsets or an indptr: ints, or an integer array."""
 
 
-class Options(TypedDict, total=False):
-    """Options of attention; one that is not given is the service's default.
+class ScoringOptions(TypedDict, total=False):
+    """What all attention takes; one that is not given is the service's default.
 
-    `sm_scale` head_dim ** -0.5, `logits_soft_cap` 0 (off), `window_left` -1 (off), `lse_base` "e",
-    `cascade` "auto".
+    `sm_scale` head_dim ** -0.5, `logits_soft_cap` 0 (off), `lse_base` "e".
     """
 
     sm_scale: float
     logits_soft_cap: float
-    window_left: int
     lse_base: LseBase
+
+
+class WindowOptions(ScoringOptions, total=False):
+    """`window_left`: keys a query sees before its own position; -1 (off) by default."""
+
+    window_left: int
+
+
+class Options(WindowOptions, total=False):
+    """`cascade`: whether KV that sequences share is read once for all of them; "auto"."""
+
     cascade: Literal["auto", "always", "never"]
 
 
@@ -115,7 +124,7 @@ def prefill(
     k: Array | None = None,
     v: Array | None = None,
     offsets: Indices | None = None,
-    causal: bool | None = None,
+    causal: bool = False,
     mask: Array | None = None,
     **options: Unpack[Options],
 ) -> Call[AttentionResult]:
@@ -149,9 +158,9 @@ def ragged_prefill(
     qo_indptr: Indices,
     kv_indptr: Indices,
     *,
-    causal: bool | None = None,
+    causal: bool = False,
     mask: Array | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[WindowOptions],
 ) -> Call[AttentionResult]:
     """Attention over the `k, v [nnz, num_kv_heads, head_dim]` sent along; touches no pool."""
     fields = {
@@ -168,9 +177,9 @@ def cascade(
     levels: Sequence[CascadeLevel],
     q: Array,
     *,
-    causal: bool | None = None,
+    causal: bool = False,
     return_levels: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[ScoringOptions],
 ) -> Call[AttentionResult]:
     """Each row of `q [n, num_qo_heads, head_dim]` attends one whole sequence per level.
 

@@ -297,8 +297,8 @@ def request(step: Send) -> dict[str, Any]:
 
 
 def unreachable(error: TransportError) -> Health:
-    return Health(False, "unreachable", str(error))
+    return Health(False, str(error))
 
 
 def not_ready(timeout: float, health: Health) -> TimeoutError:
-    return TimeoutError(f"not ready after {timeout} s: {health.state} {health.reason}".rstrip())
+    return TimeoutError(f"not ready after {timeout} s: {health.reason}")

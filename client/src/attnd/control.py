@@ -216,13 +216,10 @@ def page_table_of(reply: Reply) -> PageTable:
 
 
 def info_of(reply: Reply) -> Info:
-    known = {field.name for field in fields(Info)} - {"unsupported", "raw", "meta"}
-    return Info(
-        **{name: reply.fields[name] for name in known},
-        unsupported=tuple(reply.fields["unsupported"]),
-        raw=reply.fields,
-        meta=reply.meta,
-    )
+    document = dict(reply.fields)
+    known = {field.name for field in fields(Info)} - {"meta"}
+    document |= {name: tuple(document[name]) for name in ("tensor_dtypes", "unsupported")}
+    return Info(**{name: document[name] for name in known}, meta=reply.meta)
 
 
 def pool_of(reply: Reply) -> Pool:
@@ -231,5 +228,4 @@ def pool_of(reply: Reply) -> Pool:
 
 
 def health_of(reply: Reply) -> Health:
-    state, reason = reply.fields.get("state", ""), reply.fields.get("reason", "")
-    return Health(reply.status == 200, state, reason, reply.meta)
+    return Health(reply.status == 200, str(reply.fields.get("detail", "")), reply.meta)

@@ -9,6 +9,8 @@ AttndError                       request_id
 └── ServiceError                 the service refused: status, code, title, detail, timings, problem
     ├── MalformedBody            400
     ├── UnknownSequence          404 sequences
+    ├── NotFound                 404
+    ├── MethodNotAllowed         405
     ├── SequenceExists           409 sequences
     ├── LengthMismatch           409 lengths
     ├── BodyTooLarge             413
@@ -87,6 +89,14 @@ class UnknownSequence(ServiceError):
     @property
     def sequences(self) -> tuple[str, ...]:
         return tuple(self.problem.get("sequences", ()))
+
+
+class NotFound(ServiceError):
+    """No such route: not attnd, or another version of it."""
+
+
+class MethodNotAllowed(ServiceError):
+    """The route is not for this method: another version of attnd."""
 
 
 class SequenceExists(ServiceError):
@@ -172,6 +182,8 @@ class Internal(ServiceError):
 CODES: Final[dict[str, type[ServiceError]]] = {
     "malformed_body": MalformedBody,
     "unknown_sequence": UnknownSequence,
+    "not_found": NotFound,
+    "method_not_allowed": MethodNotAllowed,
     "sequence_exists": SequenceExists,
     "length_mismatch": LengthMismatch,
     "body_too_large": BodyTooLarge,

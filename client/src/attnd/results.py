@@ -146,7 +146,10 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What is served: the pool's geometry and the backend; `raw` is the whole document."""
+    """What is served: the pool's geometry, the backend, and what it takes and refuses.
+
+    `instance_id` changes when the process starts anew, and the pool with it.
+    """
 
     instance_id: str
     version: str
@@ -161,8 +164,9 @@ class Info:
     v_scale: float
     backend: str
     device: str
+    tensor_dtypes: tuple[str, ...]
     unsupported: tuple[str, ...]
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    limits: Mapping[str, float]
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
     @property
@@ -174,9 +178,8 @@ class Info:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether the service is live, or ready; `state` and `reason` as it puts them."""
+    """Whether the service is live, or ready; if not, `reason` says why in its own words."""
 
     ok: bool
-    state: str
     reason: str
     meta: Meta = field(default=NO_META, compare=False, repr=False)

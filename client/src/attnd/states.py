@@ -81,9 +81,10 @@ def merge_states(
     top = lse.max(axis=0)
     # Rows empty everywhere have no maximum to subtract; 0 keeps -inf - 0 = -inf, weight 0.
     top = np.where(np.isneginf(top), np.float32(0), top)
-    weights = power(lse - top)
-    total = weights.sum(axis=0)
-    with np.errstate(divide="ignore"):
+    # log 0 is -inf, and a difference beyond float32 is -inf too: both are what is meant.
+    with np.errstate(divide="ignore", over="ignore"):
+        weights = power(lse - top)
+        total = weights.sum(axis=0)
         merged_lse = top + logarithm(total)
     merged_o = np.zeros(states[0].o.shape, dtype=np.float32)
     for state, weight in zip(states, weights[..., None], strict=True):

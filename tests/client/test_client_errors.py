@@ -1,0 +1,89 @@
+"""The exception tree against the service's own table of errors."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from attnd import Retries, errors
+from client_stub import Script, ask, problem
+
+from service.core import errors as core
+from service.errors import KINDS as SERVICE_KINDS
+from service.errors import MalformedBody, Overloaded
+from service.errors import problem as service_problem
+
+
+def caught(error: Exception, headers: dict[str, str] | None = None) -> errors.ServiceError:
+    """What the client raises for an error of the service."""
+    document = service_problem(error)
+    status, code = document.pop("status"), document.pop("code")
+    script = Script(problem(status, code, headers or {}, **document))
+    with pytest.raises(errors.ServiceError) as info:
+        ask("sync", script, "info", retries=Retries(0))
+    return info.value
+
+
+def test_every_code_of_the_service_has_its_class_here_and_none_is_left_over() -> None:
+    assert set(errors.CODES) == {kind.code for kind in SERVICE_KINDS.values()}
+
+
+def test_the_documented_tree_names_every_class() -> None:
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, Exception):
+            assert name in (errors.__doc__ or ""), f"{name} is not in the tree"
+
+
+@pytest.mark.parametrize("code", list(errors.CODES))
+def test_each_code_raises_its_class(code: str) -> None:
+    status = next(kind.status for kind in SERVICE_KINDS.values() if kind.code == code)
+    with pytest.raises(errors.CODES[code]) as info:
+        ask("sync", Script(problem(status, code)), "info", retries=Retries(0))
+    assert info.value.status == status
+    assert info.value.detail == "what happened"
+
+
+def test_the_numbers_of_each_error_are_attributes() -> None:
+    unknown = caught(core.UnknownSequence(["a", "b"]))
+    assert isinstance(unknown, errors.UnknownSequence)
+    assert unknown.sequences == ("a", "b")
+    exists = caught(core.SequenceExists(["a"]))
+    assert isinstance(exists, errors.SequenceExists)
+    assert exists.sequences == ("a",)
+    mismatch = caught(core.LengthMismatch({"a": 3, "b": 0}))
+    assert isinstance(mismatch, errors.LengthMismatch)
+    assert mismatch.lengths == {"a": 3, "b": 0}
+    pages = caught(core.OutOfPages(12, 3, 64))
+    assert isinstance(pages, errors.OutOfPages)
+    assert (pages.needed, pages.free, pages.total) == (12, 3, 64)
+    invalid = caught(core.InvalidRequest("q", [1, 2], "must have 3 dimensions"))
+    assert isinstance(invalid, errors.InvalidRequest)
+    assert (invalid.field, invalid.rule) == ("q", "must have 3 dimensions")
+    assert invalid.value == "[1, 2]"
+    assert "must have 3 dimensions" in str(invalid)
+
+
+def test_the_request_id_and_the_timings_are_on_errors_too() -> None:
+    headers = {"x-request-id": "r9", "server-timing": "queue;dur=3", "retry-after": "1"}
+    error = caught(Overloaded("full", retry_after_s=1), headers)
+    assert isinstance(error, errors.Overloaded)
+    assert error.request_id == "r9"
+    assert error.timings == {"queue": 0.003}
+    assert error.retry_after_s == 1.0
+
+
+def test_fields_that_a_later_service_adds_stay_in_the_problem() -> None:
+    error = caught(MalformedBody("truncated", at=17))
+    assert error.problem["at"] == 17
+
+
+def test_an_error_page_of_something_in_between_keeps_its_status() -> None:
+    page = httpx.Response(502, content=b"<html>", headers={"content-type": "text/html"})
+    with pytest.raises(errors.ServiceError, match="502") as info:
+        ask("sync", Script(page), "info")
+    assert (info.value.status, info.value.code) == (502, "")
+
+
+def test_a_code_of_a_later_service_is_a_plain_service_error() -> None:
+    with pytest.raises(errors.ServiceError) as info:
+        ask("sync", Script(problem(418, "teapot")), "info")
+    assert type(info.value) is errors.ServiceError

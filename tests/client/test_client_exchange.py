@@ -1,0 +1,192 @@
+"""When a call is sent again, when it is not, and what it raises: the same for both clients."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import attnd
+import httpx
+import numpy as np
+import pytest
+from attnd import Retries
+from client_stub import KINDS, SEQUENCE, Kind, Script, answer, ask, attended, problem, tensor_answer
+
+pytestmark = pytest.mark.parametrize("kind", KINDS)
+
+K = np.zeros((1, 2, 8), np.float32)
+Q = np.zeros((1, 4, 8), np.float32)
+REFUSED = httpx.ConnectError("refused")
+BROKEN = httpx.ReadError("reset by peer")
+APPENDED = tensor_answer({"lengths": [6]})
+
+REPEATABLE: list[tuple[str, tuple[Any, ...], dict[str, Any], httpx.Response]] = [
+    ("get_sequence", ("a",), {}, answer(SEQUENCE)),
+    ("truncate", ("a", 3), {}, answer(SEQUENCE)),
+    ("decode", (0, ["a"], Q), {}, attended()),
+    ("prefill", (0, ["a"], Q, [0, 1]), {}, attended()),
+    ("ragged_prefill", (Q, K, K, [0, 1], [0, 1]), {}, attended()),
+    ("append", (0, ["a"], K, K), {"offsets": [5]}, APPENDED),
+    ("decode", (0, ["a"], Q), {"k": K, "v": K, "offsets": [5]}, attended()),
+]
+UNREPEATABLE: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("create_sequence", ("a",), {}),
+    ("append", (0, ["a"], K, K), {}),
+    ("decode", (0, ["a"], Q), {"k": K, "v": K}),
+    ("prefill", (0, ["a"], Q, [0, 1]), {"k": K, "v": K}),
+]
+
+
+def test_a_refused_connection_is_tried_again_whatever_the_call(kind: Kind) -> None:
+    script = Script(REFUSED, REFUSED, APPENDED)
+    assert ask(kind, script, "append", 0, ["a"], K, K).lengths == (6,)
+    assert len(script.requests) == 3
+
+
+def test_a_service_that_is_not_there_is_connection_failed_after_all_attempts(kind: Kind) -> None:
+    script = Script(REFUSED)
+    with pytest.raises(attnd.ConnectionFailed, match="refused") as caught:
+        ask(kind, script, "info")
+    assert len(script.requests) == 4
+    assert isinstance(caught.value.__cause__, httpx.ConnectError)
+    assert caught.value.request_id == script.requests[0].headers["x-request-id"]
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs", "reply"), REPEATABLE)
+def test_a_lost_reply_is_asked_for_again_where_twice_does_no_harm(
+    kind: Kind, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], reply: httpx.Response
+) -> None:
+    script = Script(BROKEN, reply)
+    ask(kind, script, name, *args, **kwargs)
+    first, second = script.requests
+    assert first.content == second.content
+    assert first.headers["x-request-id"] == second.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs"), UNREPEATABLE)
+def test_a_lost_reply_is_an_error_where_twice_would_do_harm(
+    kind: Kind, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    script = Script(BROKEN, APPENDED)
+    with pytest.raises(attnd.ReplyLost):
+        ask(kind, script, name, *args, **kwargs)
+    assert len(script.requests) == 1
+
+
+def test_an_append_whose_reply_was_lost_but_landed_gives_its_lengths(kind: Kind) -> None:
+    script = Script(BROKEN, problem(409, "length_mismatch", lengths={"b": 9, "a": 6}))
+    k = np.zeros((3, 2, 8), np.float32)
+    result = ask(
+        kind, script, "append", 0, ["a", "b"], k, k, append_indptr=[0, 1, 3], offsets=[5, 7]
+    )
+    assert result.lengths == (6, 9)
+
+
+def test_an_append_after_a_lost_reply_that_someone_else_overtook_is_a_mismatch(kind: Kind) -> None:
+    script = Script(BROKEN, problem(409, "length_mismatch", lengths={"a": 7}))
+    with pytest.raises(attnd.LengthMismatch) as caught:
+        ask(kind, script, "append", 0, ["a"], K, K, offsets=[5])
+    assert caught.value.lengths == {"a": 7}
+
+
+def test_a_mismatch_without_a_lost_reply_is_never_taken_for_success(kind: Kind) -> None:
+    script = Script(problem(409, "length_mismatch", lengths={"a": 6}))
+    with pytest.raises(attnd.LengthMismatch):
+        ask(kind, script, "append", 0, ["a"], K, K, offsets=[5])
+    assert len(script.requests) == 1
+
+
+def test_a_decode_whose_append_landed_asks_only_for_the_attention(kind: Kind) -> None:
+    script = Script(BROKEN, problem(409, "length_mismatch", lengths={"a": 6}), attended())
+    result = ask(
+        kind, script, "decode", 0, ["a"], Q, k=K, v=K, offsets=[5], lse_base="2", cascade="never"
+    )
+    assert result.o.shape == (1, 4, 8)
+    last = script.message()
+    assert set(last.tensors) == {"q"}
+    assert last.fields == {"layer": 0, "sequences": ["a"], "lse_base": "2", "cascade": "never"}
+
+
+def test_a_delete_whose_reply_was_lost_but_landed_is_done(kind: Kind) -> None:
+    gone = problem(404, "unknown_sequence", sequences=["a"])
+    assert ask(kind, Script(BROKEN, gone), "delete_sequence", "a") is None
+    with pytest.raises(attnd.UnknownSequence):
+        ask(kind, Script(gone), "delete_sequence", "a")
+
+
+@pytest.mark.parametrize(("status", "code"), [(429, "overloaded"), (503, "not_ready")])
+def test_a_busy_service_is_asked_again_even_without_offsets(
+    kind: Kind, status: int, code: str
+) -> None:
+    script = Script(problem(status, code), APPENDED)
+    ask(kind, script, "append", 0, ["a"], K, K)
+    assert len(script.requests) == 2
+
+
+def test_retry_after_is_obeyed(kind: Kind) -> None:
+    script = Script(problem(429, "overloaded", {"retry-after": "0.2"}), APPENDED)
+    began = time.monotonic()
+    ask(kind, script, "append", 0, ["a"], K, K, retries=Retries(1, 0.001, 1.0))
+    assert time.monotonic() - began >= 0.2
+
+
+def test_a_retry_after_beyond_the_bound_gives_the_error_at_once(kind: Kind) -> None:
+    script = Script(problem(429, "overloaded", {"retry-after": "60"}))
+    with pytest.raises(attnd.Overloaded) as caught:
+        ask(kind, script, "append", 0, ["a"], K, K)
+    assert caught.value.retry_after_s == 60
+    assert len(script.requests) == 1
+
+
+def test_no_retries_means_one_attempt(kind: Kind) -> None:
+    script = Script(problem(503, "not_ready"), APPENDED)
+    with pytest.raises(attnd.NotReady):
+        ask(kind, script, "info", retries=Retries(0))
+    assert len(script.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(400, "malformed_body"), (500, "internal"), (504, "deadline_exceeded"), (507, "out_of_pages")],
+)
+def test_other_refusals_are_not_tried_again(kind: Kind, status: int, code: str) -> None:
+    script = Script(problem(status, code))
+    with pytest.raises(attnd.ServiceError) as caught:
+        ask(kind, script, "decode", 0, ["a"], Q)
+    assert (caught.value.status, caught.value.code) == (status, code)
+    assert len(script.requests) == 1
+
+
+def test_a_timeout_is_not_tried_again(kind: Kind) -> None:
+    script = Script(httpx.ReadTimeout("slow"))
+    with pytest.raises(attnd.TimedOut):
+        ask(kind, script, "decode", 0, ["a"], Q)
+    assert len(script.requests) == 1
+
+
+def test_a_deadline_bounds_a_call_with_all_its_retries(kind: Kind) -> None:
+    script = Script(problem(429, "overloaded", {"retry-after": "0.05"}))
+    began = time.monotonic()
+    with pytest.raises(attnd.Overloaded):
+        ask(kind, script, "decode", 0, ["a"], Q, deadline=0.2, retries=Retries(1000, 0.05, 0.05))
+    assert time.monotonic() - began < 0.2
+    assert 2 <= len(script.requests) <= 5
+
+
+def test_a_deadline_already_passed_sends_nothing(kind: Kind) -> None:
+    script = Script(attended())
+    with pytest.raises(attnd.TimedOut, match="deadline"):
+        ask(kind, script, "decode", 0, ["a"], Q, deadline=0.0)
+    assert script.requests == []
+
+
+def test_a_deadline_shortens_the_timeout_of_an_attempt(kind: Kind) -> None:
+    script = Script(attended())
+    ask(kind, script, "decode", 0, ["a"], Q, deadline=1.5)
+    timeout = script.requests[0].extensions["timeout"]
+    assert 1.0 < timeout["read"] <= 1.5
+
+
+def test_an_exception_that_is_no_transport_error_passes_through(kind: Kind) -> None:
+    with pytest.raises(RuntimeError, match="mine"):
+        ask(kind, Script(RuntimeError("mine")), "info")

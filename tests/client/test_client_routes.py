@@ -1,0 +1,289 @@
+"""Every method: what it sends, and what it makes of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import attnd
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+from attnd import AsyncClient, CascadeLevel, Client, NewSequence
+from client_stub import KINDS, SEQUENCE, Kind, Script, answer, ask, attended, problem, tensor_answer
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+METHODS = ["create_sequences", "create_sequence", "get_sequence", "sequence_page", "list_sequences", "delete_sequence", "truncate", "page_table", "append", "decode", "prefill", "ragged_prefill", "cascade", "merge", "gather", "info", "pool", "live", "ready", "metrics", "wait_ready", "with_options"]
+
+
+def sent(script: Script, i: int = -1) -> tuple[str, str]:
+    request = script.requests[i]
+    return request.method, request.url.raw_path.decode()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_are_created_as_asked(kind: Kind) -> None:
+    script = Script(answer({"sequences": [SEQUENCE, SEQUENCE]}, 201, x_request_id="r1"))
+    new = [NewSequence(), NewSequence("b", parent="a", length=3)]
+    first, _ = ask(kind, script, "create_sequences", new)
+    assert sent(script) == ("POST", "/v1/sequences")
+    assert script.fields() == {"sequences": [{}, {"id": "b", "parent": "a", "length": 3}]}
+    assert first == attnd.SequenceInfo("a", 5, (5, 6), 2, 1, None)
+    assert first.meta.request_id == "r1"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_sequence_is_created_or_forked(kind: Kind) -> None:
+    script = Script(answer({"sequences": [SEQUENCE]}, 201))
+    assert ask(kind, script, "create_sequence", parent="a", length=0).id == "a"
+    assert script.fields() == {"sequences": [{"parent": "a", "length": 0}]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_sequence_is_got_truncated_and_deleted_by_its_path(kind: Kind) -> None:
+    script = Script(answer(SEQUENCE))
+    assert ask(kind, script, "get_sequence", "a:1/..").length == 5
+    assert sent(script) == ("GET", "/v1/sequences/a%3A1%2F..")
+    assert ask(kind, script, "truncate", "a", 5).lengths == (5, 6)
+    assert sent(script) == ("POST", "/v1/sequences/a/truncate")
+    assert script.fields() == {"length": 5}
+    script = Script(httpx.Response(204))
+    assert ask(kind, script, "delete_sequence", "a") is None
+    assert sent(script) == ("DELETE", "/v1/sequences/a")
+
+
+def pages() -> Script:
+    return Script(
+        answer({"sequences": [{**SEQUENCE, "id": "a"}, {**SEQUENCE, "id": "b"}], "next": "b"}),
+        answer({"sequences": [{**SEQUENCE, "id": "c"}], "next": None}),
+    )
+
+
+def test_the_list_is_fetched_page_by_page_as_it_is_read() -> None:
+    script = pages()
+    with Client(transport=httpx.MockTransport(script)) as client:
+        listing = client.list_sequences(page_size=2)
+        assert next(listing).id == "a"
+        assert len(script.requests) == 1
+        assert [sequence.id for sequence in listing] == ["b", "c"]
+    assert sent(script, 0)[1] == "/v1/sequences?limit=2"
+    assert sent(script, 1)[1] == "/v1/sequences?after=b&limit=2"
+
+
+def test_the_async_list_is_the_same() -> None:
+    script = pages()
+
+    async def run() -> list[str]:
+        async with AsyncClient(transport=httpx.MockTransport(script)) as client:
+            return [sequence.id async for sequence in client.list_sequences()]
+
+    assert asyncio.run(run()) == ["a", "b", "c"]
+    assert sent(script, 1)[1] == "/v1/sequences?after=b"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_table_comes_as_int32_arrays(kind: Kind) -> None:
+    level = {"qo_indptr": [0, 2], "kv_indptr": [0, 1], "kv_indices": [7], "kv_last_page_len": [4]}
+    table = {"kv_indptr": [0, 1, 2], "kv_indices": [7, 7], "kv_last_page_len": [4, 4]}
+    script = Script(answer({**table, "levels": [level], "order": [1, 0]}))
+    result = ask(kind, script, "page_table", ["a", "b"], 1)
+    assert script.fields() == {"sequences": ["a", "b"], "layer": 1}
+    assert result.kv_indices.dtype == np.int32
+    assert result.order.tolist() == [1, 0]
+    assert result.levels[0].qo_indptr.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+def test_append_sends_rows_and_gives_lengths(kind: Kind, dtype: np.dtype[Any]) -> None:
+    k = np.arange(48).reshape(3, 2, 8).astype(dtype)
+    script = Script(tensor_answer({"lengths": [1, 9]}))
+    indptr, offsets = np.array([0, 1, 3], np.int32), [0, 7]
+    args = (2, ["a", "b"], k, k + k)
+    result = ask(kind, script, "append", *args, append_indptr=indptr, offsets=offsets)
+    assert result.lengths == (1, 9)
+    message = script.message()
+    assert sent(script) == ("POST", "/v1/append")
+    assert script.requests[-1].headers["content-type"] == "application/vnd.safetensors"
+    assert message.fields == {
+        "layer": 2,
+        "sequences": ["a", "b"],
+        "append_indptr": [0, 1, 3],
+        "offsets": [0, 7],
+    }
+    assert message.tensors["k"].tobytes() == k.tobytes()
+    assert message.tensors["v"].dtype == k.dtype
+    assert ask(kind, script, "append", 0, ["a", "b"], k[:2], k[:2]).lengths == (1, 9)
+    assert set(script.fields()) == {"layer", "sequences"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decode_gives_the_state_and_how_it_was_made(kind: Kind) -> None:
+    o, lse = np.ones((2, 4, 8)).astype(BF16), np.full((2, 4), -np.inf, np.float32)
+    fields = {"lse_base": "2", "levels": 3, "cascade": True}
+    timing = {"server_timing": "queue;dur=0.5, kernel;desc=x;dur=2", "x_request_id": "r2"}
+    script = Script(tensor_answer(fields, {"o": o, "lse": lse}, **timing))
+    result = ask(kind, script, "decode", 0, ["a", "b"], o, lse_base="2", sm_scale=0.5)
+    assert script.fields() == {
+        "layer": 0,
+        "sequences": ["a", "b"],
+        "lse_base": "2",
+        "sm_scale": 0.5,
+    }
+    assert result.o.dtype == BF16
+    assert np.isneginf(result.lse).all()
+    assert (result.lse_base, result.levels, result.cascade) == ("2", 3, True)
+    assert result.state.lse_base == "2"
+    assert result.meta.request_id == "r2"
+    assert result.meta.timings == {"queue": 0.0005, "kernel": 0.002}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_sends_a_mask_as_what_it_is(kind: Kind) -> None:
+    q = np.zeros((2, 4, 8), np.float16)
+    script = Script(attended(2))
+    ask(kind, script, "prefill", 1, ["a"], q, [0, 2], causal=True, window_left=4)
+    assert script.fields() == {
+        "layer": 1,
+        "sequences": ["a"],
+        "qo_indptr": [0, 2],
+        "causal": True,
+        "window_left": 4,
+    }
+    ask(kind, script, "prefill", 1, ["a"], q, [0, 2], mask=np.ones(6, bool))
+    assert set(script.message().tensors) == {"q", "mask"}
+    ask(kind, script, "prefill", 1, ["a"], q, [0, 2], mask=np.ones(1, np.uint8))
+    assert set(script.message().tensors) == {"q", "packed_mask"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ragged_prefill_sends_both_indptr(kind: Kind) -> None:
+    q, k = np.zeros((2, 4, 8), np.float16), np.zeros((3, 2, 8), np.float16)
+    script = Script(attended(2))
+    ask(kind, script, "ragged_prefill", q, k, k, [0, 2], [0, 3], logits_soft_cap=30.0)
+    assert sent(script) == ("POST", "/v1/ragged-prefill")
+    assert script.fields() == {
+        "qo_indptr": [0, 2],
+        "kv_indptr": [0, 3],
+        "causal": False,
+        "logits_soft_cap": 30.0,
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cascade_gives_each_levels_state_when_asked(kind: Kind) -> None:
+    q = np.zeros((2, 4, 8), np.float32)
+    arrays: dict[str, Any] = {"o": q, "lse": q[..., 0]}
+    for i in range(2):
+        arrays |= {f"o.{i}": q + i, f"lse.{i}": q[..., 0] + i}
+    script = Script(tensor_answer({"lse_base": "e", "levels": 2, "cascade": True}, arrays))
+    levels = [CascadeLevel(["sys"], [0, 2]), CascadeLevel(["a", "b"], np.array([0, 1, 2]))]
+    result = ask(kind, script, "cascade", 0, levels, q, return_levels=True)
+    assert script.fields()["levels"] == [
+        {"sequences": ["sys"], "qo_indptr": [0, 2]},
+        {"sequences": ["a", "b"], "qo_indptr": [0, 1, 2]},
+    ]
+    assert [state.o.max() for state in result.level_states] == [0, 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merge_sends_states_and_their_base(kind: Kind) -> None:
+    o = np.zeros((3, 4, 8), np.float16)
+    script = Script(
+        tensor_answer({"lse_base": "2"}, {"o": o[:1], "lse": np.zeros((1, 4), np.float32)})
+    )
+    result = ask(kind, script, "merge", o, np.zeros((3, 4)), indptr=[0, 3], lse_base="2")
+    assert script.fields() == {"indptr": [0, 3], "lse_base": "2"}
+    assert script.message().tensors["lse"].dtype == np.float32
+    assert result.state.lse_base == "2"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gather_gives_rows_and_their_indptr(kind: Kind) -> None:
+    k = np.zeros((3, 2, 8), BF16)
+    script = Script(tensor_answer({"kv_indptr": [0, 1, 3]}, {"k": k, "v": k}))
+    result = ask(kind, script, "gather", 0, ["a", "b"], dtype="bf16")
+    assert script.fields() == {"layer": 0, "sequences": ["a", "b"], "dtype": "bf16"}
+    assert result.kv_indptr.tolist() == [0, 1, 3]
+    assert result.v.dtype == BF16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pool_and_metrics_are_read(kind: Kind) -> None:
+    pool = {
+        "free": 5,
+        "referenced": 3,
+        "total": 8,
+        "sequences": 2,
+        "nodes": 3,
+        "sharing_ratio": 1.5,
+        "integrity": "ok",
+    }
+    assert ask(kind, Script(answer(pool)), "pool") == attnd.Pool(5, 3, 8, 2, 3, 1.5, "ok")
+    text = "# HELP attnd_x x\nattnd_x 1.0\n"
+    plain = {"content-type": "text/plain; version=1.0.0; charset=utf-8"}
+    reply = httpx.Response(200, content=text, headers=plain)
+    assert ask(kind, Script(reply), "metrics") == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_info_is_typed_and_what_a_later_service_adds_does_no_harm(kind: Kind) -> None:
+    geometry = {"num_layers": 2, "num_pages": 8, "page_size": 16, "num_kv_heads": 2, "head_dim": 64}
+    storage = {"layout": "NHD", "dtype": "fp8_e4m3", "k_scale": 1.0, "v_scale": 0.5}
+    service = {"version": "0.1.0", "instance_id": "i", "backend": "cpu", "device": "cpu"}
+    takes = {"tensor_dtypes": ["fp16"], "unsupported": [], "limits": {"queue_depth": 4}, "new": 1}
+    info = ask(kind, Script(answer({**geometry, **storage, **service, **takes})), "info")
+    assert (info.page_size, info.v_scale, info.tensor_dtypes) == (16, 0.5, ("fp16",))
+    assert info.token_bytes == 2 * 2 * 64
+    assert info.limits["queue_depth"] == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_service_that_is_not_ready_is_an_answer_and_not_retried(kind: Kind) -> None:
+    script = Script(problem(503, "not_ready"), answer({"status": "ready"}))
+    health = ask(kind, script, "ready")
+    assert (health.ok, health.reason) == (False, "what happened")
+    assert ask(kind, script, "ready").ok
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_waiting_for_ready_outlasts_a_start_and_tells_why_it_gave_up(kind: Kind) -> None:
+    script = Script(
+        httpx.ConnectError("refused"), problem(503, "not_ready"), answer({"status": "ready"})
+    )
+    ask(kind, script, "wait_ready", 10, retries=attnd.Retries(0))
+    with pytest.raises(TimeoutError, match="what happened"):
+        ask(kind, Script(problem(503, "not_ready")), "wait_ready", 0)
+
+
+def test_both_clients_have_the_same_methods_with_the_same_signatures() -> None:
+    for name in METHODS:
+        blocking, awaiting = getattr(Client, name), getattr(AsyncClient, name)
+        assert inspect.signature(blocking).parameters == inspect.signature(awaiting).parameters
+        assert blocking.__doc__, f"{name} has no documentation"
+
+
+def test_a_method_shows_the_signature_that_is_called() -> None:
+    with Client(transport=httpx.MockTransport(Script(attended()))) as client:
+        assert list(inspect.signature(client.decode).parameters)[:3] == ["layer", "sequences", "q"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "reply",
+    [
+        answer({"nothing": 1}),
+        answer([1, 2]),
+        httpx.Response(200, content=b"{", headers={"content-type": "application/json"}),
+        httpx.Response(200, content=b"x", headers={"content-type": "application/vnd.safetensors"}),
+        httpx.Response(200, content=b"<html>", headers={"content-type": "text/html"}),
+        tensor_answer({"lse_base": "e", "levels": 1, "cascade": False}),
+    ],
+)
+def test_an_answer_that_is_not_attnds_is_a_protocol_error(
+    kind: Kind, reply: httpx.Response
+) -> None:
+    with pytest.raises(attnd.ProtocolError):
+        ask(kind, Script(reply), "decode", 0, ["a"], np.zeros((1, 4, 8), np.float32))
