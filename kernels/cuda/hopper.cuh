@@ -7,6 +7,13 @@ struct alignas(64) TensorMap {
   unsigned char opaque[128];
 };
 
+// The lane's number, read anew: addresses built from it are not kept in registers across a long loop.
+__device__ __forceinline__ int fresh_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }

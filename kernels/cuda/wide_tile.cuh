@@ -329,7 +329,7 @@ __device__ __forceinline__ void pack(const float (&s)[kScores], unsigned (&p)[kS
 __device__ __forceinline__ void write_outputs(const float (&o)[kOutputs], const Rows& rows,
                                               const WideArguments& arguments, const Shared& shared,
                                               int stage, int warp_row) {
-  const int lane = threadIdx.x % 32;
+  const int lane = fresh_lane();
   const unsigned staging = shared.queries(stage);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -368,7 +368,7 @@ __device__ __forceinline__ void write_outputs(const float (&o)[kOutputs], const 
 __device__ __forceinline__ void write_partials(const float (&o)[kOutputs], const Rows& rows,
                                                const WideArguments& arguments, const Unit& unit,
                                                int row) {
-  const int lane = threadIdx.x % 32;
+  const int lane = fresh_lane();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int tile_row = row + 8 * r;
