@@ -27,7 +27,7 @@ def count_nodes(books: SequenceBooks) -> int:
 
 def sharing_ratio(books: SequenceBooks, page_size: int) -> float:
     """Tokens seen by sequences / tokens stored, by each sequence's least kv_len; 1 for none."""
-    seen = sum(int(books.lengths[:, leaf.index].min()) for leaf in books)
+    seen = int(books.lengths.min(axis=0).sum(dtype=np.int64))
     shared = sum(leaf.start for leaf in books) - sum(node.pages.size for node in nodes_of(books))
     stored = seen - shared * page_size
     return seen / stored if stored else 1.0
@@ -101,10 +101,11 @@ def _check_pages(held: list[Int32], allocator: PageAllocator) -> None:
         )
     if (twice := np.flatnonzero(holders > 1)).size:
         raise IntegrityError(f"page {twice[0]} can be written by {holders[twice[0]]} leaves")
-    free = np.unique(allocator.free_pages)
-    used = int((refcounts > 0).sum())
-    if free.size != allocator.num_free or free.size + used != total or refcounts[free].any():
+    is_free = np.zeros(total, dtype=bool)
+    is_free[allocator.free_pages] = True
+    free, used = int(is_free.sum()), int((refcounts > 0).sum())
+    if free != allocator.num_free or free + used != total or refcounts[is_free].any():
         raise IntegrityError(
-            f"{allocator.num_free} pages free ({free.size} distinct) + {used} referenced"
+            f"{allocator.num_free} pages free ({free} distinct) + {used} referenced"
             f" != {total} in total"
         )

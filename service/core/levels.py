@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.core.ragged import Int32, gather_pages, indptr, last_page_lens, page_counts
+from service.core.ragged import Int32, gather_pages, indptr, last_page_lens, lens_of, page_counts
 from service.core.values import Indices
 
 
@@ -80,17 +80,18 @@ def cut_level(batch: Batch, runs: Runs, causal: bool) -> CascadeLevel:
         kv_indices=gather_pages(tables, begin, pages),
         kv_last_page_len=last_page_lens(tokens, pages, batch.page_size),
         kv_start=start,
-        causal=causal and bool((_least_positions(batch, bounds) < end - 1)[tokens > 0].any()),
-        tokens_read=int(tokens[np.diff(qo_indptr) > 0].sum()),
+        causal=causal and _hides(batch, bounds, end, tokens),
+        tokens_read=int(tokens[lens_of(qo_indptr) > 0].sum()),
     )
 
 
-def _least_positions(batch: Batch, bounds: Indices) -> Int32:
-    """The first position that a row of each segment has; a large number where there are no rows."""
-    if batch.size == 0:
-        return np.empty(0, dtype=np.int32)
-    qo_lens = np.diff(batch.qo_indptr)
+def _hides(batch: Batch, bounds: Indices, end: Int32, tokens: Int32) -> bool:
+    """Whether some row comes before the last of its segment's `tokens`, which stop at `end`."""
+    qo_lens = lens_of(batch.qo_indptr)
+    if (qo_lens <= 1).all():
+        # The only row of a sequence comes last; without keys there is nothing to hide.
+        return False
     first = batch.kv_lens - qo_lens
     first[qo_lens == 0] = np.iinfo(np.int32).max
-    least: Int32 = np.minimum.reduceat(first, bounds[:-1])
-    return least
+    least = np.minimum.reduceat(first, bounds[:-1])
+    return bool((least < end - 1)[tokens > 0].any())

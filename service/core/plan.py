@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from service.core.errors import InvalidRequest
 from service.core.levels import Batch, CascadeLevel, Runs, cut_level
 from service.core.nodes import Leaf, Node
-from service.core.ragged import Int32, indptr, ramps
+from service.core.ragged import Int32, indptr, lens_of, ramps
 from service.core.segments import Segments, cut_segments
 from service.core.tree import PrefixTree
 
@@ -58,9 +58,8 @@ def make_plan(
 
     Raises `UnknownSequence`.
     """
-    kv_lens = tree.lengths(ids, layer)
-    leaves = tree.leaves(ids)
-    qo_lens = np.diff(qo_indptr)
+    kv_lens, leaves = tree.read(ids, layer)
+    qo_lens = lens_of(qo_indptr)
     segments = None
     if mode != "never":
         parents = [leaf.parent for leaf in leaves]
@@ -105,11 +104,11 @@ def explicit_levels(
     """
     total = max(int(qo_indptr[-1]) for _, qo_indptr in levels) if num_rows is None else num_rows
     batches = [_explicit_batch(tree, layer, *level, total) for level in levels]
-    _check_disjoint(tree, levels, batches)
+    _check_disjoint(tree, layer, levels, batches)
     cut = [
         cut_level(batch, _flat_runs(batch), causal and batch is batches[-1]) for batch in batches
     ]
-    qo_lens = np.diff(batches[-1].qo_indptr)
+    qo_lens = lens_of(batches[-1].qo_indptr)
     return CascadePlan(
         levels=tuple(cut),
         positions=ramps(batches[-1].kv_lens - qo_lens, qo_lens),
@@ -126,7 +125,7 @@ def key_offsets(qo_indptr: Int32, kv_lens: Int32, order: Int32 | None, padded: b
     The mask has `qo_len * kv_len` elements for each sequence of the request, row by row; `padded`
     rounds every sequence's up to whole bytes.
     """
-    qo_lens = np.diff(qo_indptr).astype(np.int64)
+    qo_lens = lens_of(qo_indptr).astype(np.int64)
     sizes = qo_lens * kv_lens
     if padded:
         sizes = -(-sizes // 8) * 8
@@ -148,10 +147,11 @@ def _runs(segments: Segments, batch: Batch) -> list[Runs]:
         return [_flat_runs(batch)]
     own_level = np.array(segments.own_level, dtype=np.int32)
     own_begin = np.array(segments.own_begin, dtype=np.int32)
+    tables: list[list[tuple[int, int, int, int]]] = [[] for _ in range(1 + max(segments.own_level))]
+    for s in segments.shared:
+        tables[s.level].append((s.first, s.last, s.begin, s.end * batch.page_size))
     runs = []
-    for level in range(1 + int(own_level.max())):
-        shared = [s for s in segments.shared if s.level == level]
-        table = [(s.first, s.last, s.begin, s.end * batch.page_size) for s in shared]
+    for level, table in enumerate(tables):
         first, last, begin, end = np.array(table, dtype=np.int32).reshape(-1, 4).T
         own = np.flatnonzero(own_level == level).astype(np.int32)
         runs.append(
@@ -170,16 +170,20 @@ def _explicit_batch(
 ) -> Batch:
     """One explicit level; rows before and after it belong to an empty sequence at each end."""
     nothing = np.zeros(1, dtype=np.int32)
+    kv_lens, leaves = tree.read(ids, layer)
     return Batch(
         tree.page_size,
-        [nothing, *(leaf.table for leaf in tree.leaves(ids)), nothing],
-        np.concatenate((nothing, tree.lengths(ids, layer), nothing)),
+        [nothing, *(leaf.table for leaf in leaves), nothing],
+        np.concatenate((nothing, kv_lens, nothing)),
         np.concatenate((nothing, qo_indptr, np.array([num_rows], dtype=np.int32))),
     )
 
 
 def _check_disjoint(
-    tree: PrefixTree, levels: Sequence[tuple[Sequence[str], Int32]], batches: Sequence[Batch]
+    tree: PrefixTree,
+    layer: int,
+    levels: Sequence[tuple[Sequence[str], Int32]],
+    batches: Sequence[Batch],
 ) -> None:
     """Raises `InvalidRequest` where a row sees a page by two levels.
 
@@ -189,10 +193,10 @@ def _check_disjoint(
     numbers: dict[Node | Leaf, int] = {}
     rows = []
     for (ids, _), batch in zip(levels, batches, strict=True):
-        tops = [numbers.setdefault(_top(leaf), len(numbers)) for leaf in tree.leaves(ids)]
+        tops = [numbers.setdefault(_top(leaf), len(numbers)) for leaf in tree.read(ids, layer)[1]]
         top = np.array([-1, *tops, -1], dtype=np.int32)
         top[batch.kv_lens == 0] = -1
-        rows.append(np.repeat(top, np.diff(batch.qo_indptr)))
+        rows.append(np.repeat(top, lens_of(batch.qo_indptr)))
     seen = np.sort(np.stack(rows), axis=0)
     twice = ((seen[1:] == seen[:-1]) & (seen[1:] >= 0)).any(axis=0)
     if twice.any():

@@ -70,6 +70,11 @@ def ramps(starts: Int32, counts: Int32) -> Int32:
     return ramp
 
 
+def lens_of(indptr: Int32) -> Int32:
+    """What `indptr` [n+1] sums up: int32 [n]."""
+    return indptr[1:] - indptr[:-1]
+
+
 def token_slots(tables: Sequence[Int32], start: Int32, count: Int32, page_size: int) -> Int32:
     """Slots (`page * page_size + offset`) of tokens `start[b] : start[b] + count[b]` of each table.
 
@@ -79,9 +84,10 @@ def token_slots(tables: Sequence[Int32], start: Int32, count: Int32, page_size: 
     pages = page_counts(start + count, page_size) - first
     pages[count == 0] = 0
     held = gather_pages(tables, first, pages)
-    # Counted from the first gathered page, every sequence starts a page of its own.
-    base = np.cumsum(pages, dtype=np.int32) - pages
-    place = ramps((base - first) * page_size + start, count)
-    page, offset = np.divmod(place, np.int32(page_size))
-    slots: Int32 = (held * np.int32(page_size))[page] + offset
-    return slots
+    inside = np.arange(page_size, dtype=np.int32)
+    slots: Int32 = (held[:, np.newaxis] * np.int32(page_size) + inside).ravel()
+    if slots.size == count.sum():
+        return slots
+    base = np.cumsum(pages, dtype=np.int64) - pages
+    begin = ((base - first) * page_size + start).tolist()
+    return np.concatenate([slots[a : a + n] for a, n in zip(begin, count.tolist(), strict=True)])

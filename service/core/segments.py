@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from service.core.nodes import Node
 
@@ -42,6 +42,12 @@ class Segments:
     own_begin: list[int]
     shared: list[SharedSegment]
 
+    def add_own(self, places: list[int], begin: int, level: int) -> None:
+        """The next places in plan order, whose own segments begin alike."""
+        self.order.extend(places)
+        self.own_level.extend([level] * len(places))
+        self.own_begin.extend([begin] * len(places))
+
 
 def cut_segments(
     parents: Sequence[Node | None], reads: Sequence[bool], page_size: int, fold: bool
@@ -52,8 +58,8 @@ def cut_segments(
     segment's are neighbours: the batch's own order where that does. With `fold`, a segment that
     saves less than it costs goes to the segments below it; only sequences with `reads` count.
     """
-    below = _batch_tree(parents)
-    members, readers = _count(below, reads)
+    tree = _batch_tree(parents)
+    members, readers = _count(tree, reads)
     segments = Segments([], [], [], [])
     # What is still to visit, next one last: a part of the tree, the page its segment begins
     # with, the segment's level.
@@ -61,11 +67,9 @@ def cut_segments(
     while stack:
         part, begin, level = stack.pop()
         if isinstance(part, int):
-            segments.order.append(part)
-            segments.own_begin.append(begin)
-            segments.own_level.append(level)
+            segments.add_own([part], begin, level)
             continue
-        kids = below[part]
+        kids = tree.below[part]
         if part is not None and len(kids) > 1:
             saved = (readers[part] - 1) * (part.end - begin) * page_size
             if not fold or saved >= SEGMENT_TOKENS + STATE_TOKENS * readers[part]:
@@ -73,39 +77,55 @@ def cut_segments(
                 last = first + members[part]
                 segments.shared.append(SharedSegment(level, first, last, begin, part.end))
                 begin, level = part.end, level + 1
-        stack.extend([(kid, begin, level) for kid in reversed(kids)])
+        if part in tree.branching:
+            stack.extend([(kid, begin, level) for kid in reversed(kids)])
+        else:
+            segments.add_own(kids, begin, level)
     return segments
 
 
-def _batch_tree(parents: Sequence[Node | None]) -> dict[Node | None, list[Node | int]]:
-    """What the batch has below each node (None: the root), in the batch's order."""
-    below: dict[Node | None, list[Node | int]] = {None: []}
+@dataclass(frozen=True, slots=True)
+class _BatchTree:
+    """What a batch has `below` each node (None: the root): nodes, and places in the batch.
+
+    In the batch's order. `branching` are the nodes that have a node below.
+    """
+
+    below: dict[Node | None, list[Any]]
+    branching: set[Node | None]
+
+
+def _batch_tree(parents: Sequence[Node | None]) -> _BatchTree:
+    below: dict[Node | None, list[Any]] = {None: []}
+    branching: set[Node | None] = set()
     for place, parent in enumerate(parents):
-        part: Node | int = place
+        kids = below.get(parent)
+        if kids is not None:
+            kids.append(place)
+            continue
+        below[parent] = [place]
         node = parent
-        while (kids := below.get(node)) is None:
-            below[node] = [part]
-            # Only the root, which is there from the start, has no parent.
-            part, node = (node, node.parent) if node is not None else (part, None)
-        kids.append(part)
-    return below
+        while node is not None:
+            branching.add(node.parent)
+            kids = below.setdefault(node.parent, [])
+            kids.append(node)
+            if len(kids) > 1 or node.parent is None:
+                break
+            node = node.parent
+    return _BatchTree(below, branching)
 
 
-def _count(
-    below: dict[Node | None, list[Node | int]], reads: Sequence[bool]
-) -> tuple[dict[Node, int], dict[Node, int]]:
+def _count(tree: _BatchTree, reads: Sequence[bool]) -> tuple[dict[Node, int], dict[Node, int]]:
     """Sequences of the batch under each node: all, and those with `reads`."""
     members: dict[Node, int] = {}
     readers: dict[Node, int] = {}
-    nodes = [node for node in below if node is not None]
+    nodes = [node for node in tree.below if node is not None]
     for node in sorted(nodes, key=lambda node: node.start, reverse=True):
-        all_here = reading = 0
-        for kid in below[node]:
-            if isinstance(kid, int):
-                all_here += 1
-                reading += reads[kid]
-            else:
-                all_here += members[kid]
-                reading += readers[kid]
-        members[node], readers[node] = all_here, reading
+        kids = tree.below[node]
+        if node not in tree.branching:
+            members[node] = len(kids)
+            readers[node] = sum([reads[place] for place in kids])
+            continue
+        members[node] = sum([1 if isinstance(kid, int) else members[kid] for kid in kids])
+        readers[node] = sum([reads[kid] if isinstance(kid, int) else readers[kid] for kid in kids])
     return members, readers

@@ -36,6 +36,8 @@ __all__ = [
     "SequenceView",
 ]
 
+# Named here because the class has a method called `list`.
+Leaves = list[Leaf]
 Views = list[SequenceView]
 
 
@@ -176,19 +178,27 @@ class PrefixTree:
         held: Int32 = self.books.lengths[layer, self.books.indices(ids)]
         return held
 
-    def leaves(self, ids: Sequence[str]) -> list[Leaf]:
-        """The sequences' leaves, to read. Raises `UnknownSequence` with every unknown id."""
-        return self.books.leaves(self.books.indices(ids))
+    def read(self, ids: Sequence[str], layer: int) -> tuple[Int32, Leaves]:
+        """kv_len at `layer`, int32 [B], and the leaves, which must be left as they are.
+
+        Raises `UnknownSequence` with every unknown id.
+        """
+        self._check_layer(layer)
+        index = self.books.indices(ids)
+        return self.books.lengths[layer, index], self.books.leaves(index)
 
     def page_table(self, ids: Sequence[str], layer: int) -> CsrTable:
         """The sequences' pages at `layer`, in the order of `ids`."""
-        lengths = self.lengths(ids, layer)
-        return csr_table([leaf.table for leaf in self.leaves(ids)], lengths, self.page_size)
+        lengths, leaves = self.read(ids, layer)
+        return csr_table([leaf.table for leaf in leaves], lengths, self.page_size)
 
     def slots(self, ids: Sequence[str], layer: int) -> tuple[Int32, Int32]:
-        """Token kv_indptr [B+1] and token slots [kv_indptr[B]], in the order of `ids`; int32."""
-        lengths = self.lengths(ids, layer)
-        tables = [leaf.table for leaf in self.leaves(ids)]
+        """Token kv_indptr [B+1] and token slots [kv_indptr[B]], in the order of `ids`; int32.
+
+        Tokens of all sequences together must be fewer than 2**31.
+        """
+        lengths, leaves = self.read(ids, layer)
+        tables = [leaf.table for leaf in leaves]
         start = np.zeros_like(lengths)
         return indptr(lengths), token_slots(tables, start, lengths, self.page_size)
 
