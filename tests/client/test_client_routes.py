@@ -15,7 +15,30 @@ from attnd import AsyncClient, CascadeLevel, Client, NewSequence
 from client_stub import KINDS, SEQUENCE, Kind, Script, answer, ask, attended, problem, tensor_answer
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-METHODS = ["create_sequences", "create_sequence", "get_sequence", "sequence_page", "list_sequences", "delete_sequence", "truncate", "page_table", "append", "decode", "prefill", "ragged_prefill", "cascade", "merge", "gather", "info", "pool", "live", "ready", "metrics", "wait_ready", "with_options"]
+METHODS = [
+    "create_sequences",
+    "create_sequence",
+    "get_sequence",
+    "sequence_page",
+    "list_sequences",
+    "delete_sequence",
+    "truncate",
+    "page_table",
+    "append",
+    "decode",
+    "prefill",
+    "ragged_prefill",
+    "cascade",
+    "merge",
+    "gather",
+    "info",
+    "pool",
+    "live",
+    "ready",
+    "metrics",
+    "wait_ready",
+    "with_options",
+]
 
 
 def sent(script: Script, i: int = -1) -> tuple[str, str]:
