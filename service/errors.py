@@ -2,6 +2,8 @@
 
 AttndError
 ├── MalformedBody         400 malformed_body
+├── NoSuchRoute           404 not_found
+├── MethodNotAllowed      405 method_not_allowed
 ├── BodyTooLarge          413 body_too_large
 ├── UnsupportedMediaType  415 unsupported_media_type
 ├── Overloaded            429 overloaded
@@ -13,10 +15,14 @@ core.errors.CoreError     404, 409, 422, 507 (see service/core/errors.py)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
 from service.core import errors as core
+
+InvalidRequest = core.InvalidRequest
+"""Also raised by the HTTP side, for what the request alone shows to be wrong."""
 
 
 class AttndError(Exception):
@@ -29,6 +35,14 @@ class AttndError(Exception):
 
 class MalformedBody(AttndError):
     """Not what its media type says: truncated, trailing bytes, a lying header."""
+
+
+class NoSuchRoute(AttndError):
+    """The path names nothing."""
+
+
+class MethodNotAllowed(AttndError):
+    """The path is there, the method is not; `extra["allow"]` lists those that are."""
 
 
 class BodyTooLarge(AttndError):
@@ -66,6 +80,8 @@ class Kind:
 
 KINDS: Final[dict[type[Exception], Kind]] = {
     MalformedBody: Kind(400, "malformed_body", "The body cannot be read"),
+    NoSuchRoute: Kind(404, "not_found", "No such route"),
+    MethodNotAllowed: Kind(405, "method_not_allowed", "The route has other methods"),
     core.UnknownSequence: Kind(404, "unknown_sequence", "No such sequence"),
     core.SequenceExists: Kind(409, "sequence_exists", "The sequence exists already"),
     core.LengthMismatch: Kind(409, "length_mismatch", "Offsets differ from the stored lengths"),
@@ -121,7 +137,11 @@ def numbers(error: BaseException) -> dict[str, Any]:
 
 def shorten(value: object) -> object:
     """A value fit for an error document: numbers and short strings as they are, the rest cut."""
-    if value is None or isinstance(value, (bool, int, float)):
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and abs(value) < 2**63:
+        return value
+    if isinstance(value, float) and math.isfinite(value):  # JSON has no others
         return value
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,1 @@
+"""The service as HTTP: reading requests, building operations, telling answers."""
