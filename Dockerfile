@@ -1,0 +1,45 @@
+# attnd in a container.
+#   docker build -t attnd .                            the CPU backend
+#   docker build -t attnd:cuda --build-arg EXTRA=cuda .    CuPy for CUDA 13 (EXTRA=cuda12: CUDA 12)
+
+ARG BASE=python:3.12-slim
+
+FROM ${BASE} AS build
+ARG EXTRA=cpu
+# torch without CUDA, in both variants: the CUDA backend is CuPy's. Empty: the default index alone.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN python -m venv /opt/attnd
+WORKDIR /src
+# the dependencies first: a layer that changes only with these two files
+COPY pyproject.toml constraints.txt ./
+RUN touch README.md LICENSE \
+ && /opt/attnd/bin/pip install --no-cache-dir -c constraints.txt \
+      ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} ".[$EXTRA]"
+COPY . .
+RUN /opt/attnd/bin/pip install --no-cache-dir --no-deps --force-reinstall .
+
+FROM ${BASE}
+ARG EXTRA=cpu
+ARG CUDA_ARCHS=sm_80,sm_90a
+LABEL org.opencontainers.image.title="attnd" \
+      org.opencontainers.image.description="Attention and KV cache as a service" \
+      org.opencontainers.image.licenses="Apache-2.0"
+RUN groupadd --gid 10001 attnd \
+ && useradd --uid 10001 --gid attnd --create-home --shell /usr/sbin/nologin attnd
+COPY --from=build /opt/attnd /opt/attnd
+ENV PATH=/opt/attnd/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    CUPY_CACHE_DIR=/home/attnd/.cache/cupy \
+    ATTND_SERVER__HOST=0.0.0.0 \
+    ATTND_LOG__FORMAT=json
+USER attnd
+WORKDIR /home/attnd
+# compiled kernels live in ~/.cache; in the CUDA variant the common ones are there from the start
+RUN mkdir -p /home/attnd/.cache \
+ && case "$EXTRA" in cuda*) python -m kernels compile --arch "$CUDA_ARCHS" ;; esac
+VOLUME /home/attnd/.cache
+EXPOSE 8080
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=3s --start-period=2m --retries=3 CMD ["python", "-c", \
+  "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/health/ready', timeout=2)"]
+ENTRYPOINT ["python", "-m", "service"]

@@ -1,0 +1,175 @@
+"""Who may import what: the arrows between packages, read off every module's syntax tree."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+TREES: Final = ("service", "kernels", "config", "client/src")
+STDLIB: Final = frozenset(sys.stdlib_module_names)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """`file:line` imports module `name`, or reads the environment (`os.environ`, `os.getenv`)."""
+
+    file: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """In `files` (globs over paths), uses for which `breaks` holds are refused."""
+
+    rule: str
+    files: tuple[str, ...]
+    breaks: Callable[[str], bool]
+    but: tuple[str, ...] = ()
+
+    def covers(self, file: str) -> bool:
+        return any(fnmatch(file, glob) for glob in self.files) and not any(
+            fnmatch(file, glob) for glob in self.but
+        )
+
+
+def under(*packages: str) -> Callable[[str], bool]:
+    """Whether a name is one of `packages` or inside one."""
+    return lambda name: any(name == one or name.startswith(f"{one}.") for one in packages)
+
+
+def beyond(*packages: str) -> Callable[[str], bool]:
+    """Whether a name is neither the standard library's nor of `packages`."""
+    allowed = under(*packages)
+    return lambda name: name.split(".")[0] not in STDLIB and not allowed(name)
+
+
+PRODUCT: Final = ("service/*", "kernels/*", "config/*", "client/*")
+ARROWS: Final = (
+    Arrow(
+        "service/core imports the standard library and numpy only",
+        ("service/core/*",),
+        beyond("numpy", "service.core"),
+    ),
+    Arrow(
+        "kernels never imports service, config or the client",
+        ("kernels/*",),
+        under("service", "config", "attnd"),
+    ),
+    Arrow("config imports no package of the service", ("config/*",), under("service", "kernels")),
+    Arrow(
+        "routes never import the core or kernels",
+        ("service/routes*", "service/http/*"),
+        under("service.core", "kernels"),
+    ),
+    Arrow(
+        "the client imports numpy, httpx, safetensors and ml_dtypes only",
+        ("client/*",),
+        beyond("numpy", "httpx", "safetensors", "ml_dtypes", "attnd"),
+    ),
+    Arrow(
+        "torch only in the cpu backend",
+        PRODUCT,
+        under("torch"),
+        but=("kernels/cpu*",),
+    ),
+    Arrow(
+        "cupy and the CUDA bindings only under the cuda backend and its compiler",
+        PRODUCT,
+        under("cupy", "cupyx", "cuda"),
+        but=("kernels/cuda*", "kernels/compile*"),
+    ),
+    Arrow(
+        "prometheus_client only in metrics",
+        PRODUCT,
+        under("prometheus_client"),
+        but=("service/metrics.py",),
+    ),
+    Arrow(
+        "the environment is read in config/settings.py only",
+        PRODUCT,
+        under("os.environ", "os.environb", "os.getenv", "os.getenvb"),
+        but=("config/settings.py",),
+    ),
+)
+
+
+def uses(source: str, file: str, module: str) -> Iterator[Use]:
+    """Every import of a module's source, dynamic ones by literal name too, and environment reads.
+
+    `module` is its dotted name, `__init__` included, for relative imports.
+    """
+    for node in ast.walk(ast.parse(source, file)):
+        match node:
+            case ast.Import(names=names):
+                found = [alias.name for alias in names]
+            case ast.ImportFrom(module=origin, names=names, level=level):
+                parts = module.split(".")[:-level] if level else []
+                base = ".".join([*parts, *([origin] if origin else [])])
+                found = [f"{base}.{alias.name}" for alias in names]
+            case ast.Attribute(value=ast.Name(id="os"), attr=attr):
+                found = [f"os.{attr}"]
+            case ast.Call(
+                func=ast.Name(id="import_module" | "__import__")
+                | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                found = [name]
+            case _:
+                continue
+        yield from (Use(file, node.lineno, name) for name in found)
+
+
+def all_uses() -> list[Use]:
+    """The uses of every module of the product."""
+    found: list[Use] = []
+    for tree in TREES:
+        top = ROOT / tree if tree == "client/src" else ROOT
+        for path in sorted((ROOT / tree).rglob("*.py")):
+            module = ".".join(path.relative_to(top).with_suffix("").parts)
+            file = path.relative_to(ROOT).as_posix()
+            found += uses(path.read_text(encoding="utf-8"), file, module)
+    return found
+
+
+USES: Final = all_uses()
+
+
+@pytest.mark.parametrize("arrow", ARROWS, ids=lambda arrow: arrow.rule.replace(" ", "-"))
+def test_no_module_imports_against_an_arrow(arrow: Arrow) -> None:
+    broken = [use for use in USES if arrow.covers(use.file) and arrow.breaks(use.name)]
+    assert not broken, f"{arrow.rule}, but:\n" + "\n".join(map(str, broken))
+
+
+@pytest.mark.parametrize("arrow", ARROWS, ids=lambda arrow: arrow.rule.replace(" ", "-"))
+def test_every_arrow_covers_a_module(arrow: Arrow) -> None:
+    assert any(arrow.covers(use.file) for use in USES), f"no module matches {arrow.files}"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import torch.nn", "torch.nn"),
+        ("def f():\n    from torch import nn", "torch.nn"),
+        ("from . import tree", "service.core.tree"),
+        ("from ..engine import work", "service.engine.work"),
+        ("import importlib\nimportlib.import_module('cupy')", "cupy"),
+        ("import os\nos.environ['HOME']", "os.environ"),
+        ("from os import getenv", "os.getenv"),
+    ],
+)
+def test_a_use_is_seen_however_it_is_written(source: str, name: str) -> None:
+    found = list(uses(source, "service/core/plan.py", "service.core.plan"))
+    assert name in [use.name for use in found], f"{source!r} gives {found}"
+    assert all(use.line >= 1 for use in found)
