@@ -12,8 +12,8 @@ import numpy as np
 from service.core.allocator import PageAllocator
 from service.core.creation import first_lengths
 from service.core.errors import IntegrityError, InvalidRequest, LengthMismatch
-from service.core.integrity import check_integrity, count_nodes, sharing_ratio
-from service.core.nodes import Leaf, attach, detach, node_ending_at
+from service.core.integrity import check_integrity, sharing_ratio
+from service.core.nodes import Leaf, Links
 from service.core.ragged import CsrTable, csr_table, indptr, token_slots
 from service.core.sequences import SequenceBooks
 from service.core.values import (
@@ -48,7 +48,15 @@ class PrefixTree:
     planner and the integrity check, which only read them.
     """
 
-    __slots__ = ("_undoable", "allocator", "books", "num_layers", "page_size")
+    __slots__ = (
+        "_last_version",
+        "_links",
+        "_version",
+        "allocator",
+        "books",
+        "num_layers",
+        "page_size",
+    )
 
     def __init__(self, num_pages: int, page_size: int, num_layers: int) -> None:
         """Raises `InvalidRequest` for a pool whose token slots do not fit int32."""
@@ -62,7 +70,8 @@ class PrefixTree:
         self.books = SequenceBooks(num_layers)
         self.num_layers = num_layers
         self.page_size = page_size
-        self._undoable: Extension | None = None
+        self._links = Links()
+        self._version = self._last_version = 0
 
     def create(self, new: Sequence[NewSpec]) -> RowCopies:
         """Make sequences, each empty or a fork; all or none.
@@ -75,7 +84,7 @@ class PrefixTree:
         lengths = first_lengths(self.books, new)
         num_tails = sum(length % self.page_size > 0 for length in lengths)
         fresh = self.allocator.allocate(num_tails)
-        self._undoable = None
+        self._new_version()
         copies: list[tuple[int, int, int]] = []
         written_from: dict[int, int] = {}
         for spec, length in zip(new, lengths, strict=True):
@@ -96,10 +105,10 @@ class PrefixTree:
         Raises `UnknownSequence`, `InvalidRequest` where an id comes twice.
         """
         leaves = self.books.leaves(self.books.distinct_indices(ids))
-        self._undoable = None
+        self._new_version()
         for leaf in leaves:
             self._drop_pages(leaf, leaf.start)
-            detach(leaf, leaf.parent)
+            self._links.detach(leaf, leaf.parent)
             self.books.remove(leaf)
 
     def truncate(self, name: str, length: int) -> RowCopies:
@@ -122,7 +131,7 @@ class PrefixTree:
             self._drop_pages(leaf, full + (num_rows > 0))
         else:
             copies = self._cut_shared(leaf, full, num_rows)
-        self._undoable = None
+        self._new_version()
         self.books.lengths[:, leaf.index] = length
         self.books.renew(leaf)
         return copies
@@ -152,19 +161,19 @@ class PrefixTree:
         lengths = wanted.astype(np.int32)
         self.books.lengths[layer, index] = lengths
         slots = self._slots_after(index, before, counts)
-        self._undoable = Extension(
-            slots, lengths, layer, index, before, index[grown], missing[grown].astype(np.int32)
-        )
-        return self._undoable
+        new_pages = missing[grown].astype(np.int32)
+        versions = (self._version, self._new_version())
+        return Extension(slots, lengths, layer, index, before, index[grown], new_pages, versions)
 
     def undo(self, extension: Extension) -> None:
-        """Take back the latest change, which must be this extension.
+        """Take back the latest change, which must be this extension; so several, latest first.
 
-        Raises `IntegrityError` when something has changed since.
+        Raises `IntegrityError` when something else has changed since.
         """
-        if extension is not self._undoable:
+        before, after = extension.versions
+        if self._version != after:
             raise IntegrityError("an extension that is not the latest change was to be undone")
-        self._undoable = None
+        self._version = before
         self.books.lengths[extension.layer, extension.indices] = extension.before
         leaves = self.books.leaves(extension.grown)
         for leaf, count in zip(leaves, extension.num_new_pages.tolist(), strict=True):
@@ -222,7 +231,7 @@ class PrefixTree:
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError`, with the numbers, where an invariant does not hold."""
-        check_integrity(self.books, self.allocator, self.page_size)
+        check_integrity(self.books, self._links.count, self.allocator, self.page_size)
 
     @property
     def num_sequences(self) -> int:
@@ -231,7 +240,7 @@ class PrefixTree:
     @property
     def num_nodes(self) -> int:
         """Nodes shared by two sequences or more; leaves are not counted."""
-        return count_nodes(self.books)
+        return self._links.count
 
     @property
     def sharing_ratio(self) -> float:
@@ -242,13 +251,19 @@ class PrefixTree:
         if not 0 <= layer < self.num_layers:
             raise InvalidRequest("layer", layer, f"0 to {self.num_layers - 1}")
 
+    def _new_version(self) -> int:
+        """A number for what all sequences hold from now on; an undo goes back to an old one."""
+        self._last_version += 1
+        self._version = self._last_version
+        return self._version
+
     def _add(self, spec: NewSpec, parent: Leaf | None, length: int, tail: Int32) -> None:
         """A new sequence with `parent`'s full pages up to `length`, then `tail`."""
         full = length // self.page_size
         shared = tail[:0] if parent is None else parent.table[:full]
-        node = None if parent is None else node_ending_at(parent, full)
+        node = None if parent is None else self._links.node_ending_at(parent, full)
         table = np.concatenate((shared, tail))
-        attach(self.books.add(spec.id, spec.parent, length, table), node)
+        self._links.attach(self.books.add(spec.id, spec.parent, length, table), node)
 
     def _cut_shared(self, leaf: Leaf, full: int, num_rows: int) -> RowCopies:
         """Leave `leaf` its first `full` pages, still shared, and `num_rows` rows of the next."""
@@ -258,10 +273,9 @@ class PrefixTree:
         tail = np.concatenate((kept, fresh))
         copies = row_copies([(int(leaf.table[full]), int(page), num_rows) for page in tail])
         self._drop_pages(leaf, leaf.start + kept.size)
-        lower, upper = leaf.parent, node_ending_at(leaf, full)
-        # The cut may have moved the leaf's own node down, never away from the leaf.
-        attach(leaf, upper)
-        detach(leaf, lower)
+        lower, upper = leaf.parent, self._links.node_ending_at(leaf, full)
+        self._links.attach(leaf, upper)
+        self._links.detach(leaf, lower)
         leaf.push(full, tail)
         self.books.set_num_pages(leaf, full + tail.size)
         return copies

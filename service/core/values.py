@@ -48,7 +48,8 @@ class Extension:
 
     `slots` int32 [sum(counts)] are token slots (`page * page_size + offset`) in row order;
     `lengths` int32 [B] is kv_len after. The rest is the tree's own: columns of the sequences and
-    their lengths before, columns of those that got pages and how many.
+    their lengths before, columns of those that got pages and how many, and the tree's
+    versions before and after.
     """
 
     slots: Int32
@@ -58,6 +59,7 @@ class Extension:
     before: Int32
     grown: Indices
     num_new_pages: Int32
+    versions: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
