@@ -21,10 +21,6 @@ def nodes_of(books: SequenceBooks) -> set[Node]:
     return found
 
 
-def count_nodes(books: SequenceBooks) -> int:
-    return len(nodes_of(books))
-
-
 def sharing_ratio(books: SequenceBooks, page_size: int) -> float:
     """Tokens seen by sequences / tokens stored, by each sequence's least kv_len; 1 for none."""
     seen = int(books.lengths.min(axis=0).sum(dtype=np.int64))
@@ -33,9 +29,13 @@ def sharing_ratio(books: SequenceBooks, page_size: int) -> float:
     return seen / stored if stored else 1.0
 
 
-def check_integrity(books: SequenceBooks, allocator: PageAllocator, page_size: int) -> None:
+def check_integrity(
+    books: SequenceBooks, num_nodes: int, allocator: PageAllocator, page_size: int
+) -> None:
     """Raises `IntegrityError` at the first invariant that does not hold."""
     nodes = nodes_of(books)
+    if len(nodes) != num_nodes:
+        raise IntegrityError(f"{num_nodes} nodes were counted, {len(nodes)} hold sequences")
     for node in nodes:
         _check_node(node, nodes)
     for leaf in books:

@@ -58,58 +58,66 @@ class Leaf:
         self.table[held:end] = pages
 
 
-def node_ending_at(leaf: Leaf, end: int) -> Node | None:
-    """The node of `leaf`'s path whose last page is the path's `end`-th; None for `end = 0`.
+class Links:
+    """How nodes and leaves hang together; `count` is the number of nodes."""
 
-    Splits a node, or the front off the leaf, where none ends there; a node made that way has one
-    child, so the caller must hang another under it. `end` counts full pages of the path.
-    """
-    if end == 0:
-        return None
-    if end > leaf.start:
-        return _split_off(leaf, leaf.table[leaf.start : end].copy())
-    node = leaf.parent
-    while node is not None and node.start >= end:
-        node = node.parent
-    if node is None or node.end == end:
-        return node
-    size = end - node.start
-    upper = _split_off(node, node.pages[:size])
-    node.pages = node.pages[size:]
-    return upper
+    __slots__ = ("count",)
 
+    def __init__(self) -> None:
+        self.count = 0
 
-def _split_off(lower: Node | Leaf, pages: Int32) -> Node:
-    """A new node that takes `pages` off the front of `lower` and stands above it."""
-    upper = Node(lower.parent, lower.start, pages, {lower})
-    if lower.parent is not None:
-        lower.parent.children.remove(lower)
-        lower.parent.children.add(upper)
-    lower.parent = upper
-    lower.start = upper.end
-    return upper
+    def node_ending_at(self, leaf: Leaf, end: int) -> Node | None:
+        """The node of `leaf`'s path whose last page is the path's `end`-th; None for `end = 0`.
 
+        Splits a node, or the front off the leaf, where none ends there; a node made that way has
+        one child, so the caller must hang another under it. The part of a split node that is
+        further from the root stays the same object. `end` counts full pages of the path.
+        """
+        if end == 0:
+            return None
+        if end > leaf.start:
+            return self._split_off(leaf, leaf.table[leaf.start : end].copy())
+        node = leaf.parent
+        while node is not None and node.start >= end:
+            node = node.parent
+        if node is None or node.end == end:
+            return node
+        size = end - node.start
+        upper = self._split_off(node, node.pages[:size])
+        node.pages = node.pages[size:]
+        return upper
 
-def attach(leaf: Leaf, node: Node | None) -> None:
-    """Hang `leaf` under `node` (None: it shares nothing)."""
-    leaf.parent = node
-    leaf.start = 0 if node is None else node.end
-    if node is not None:
-        node.children.add(leaf)
+    def _split_off(self, lower: Node | Leaf, pages: Int32) -> Node:
+        """A new node that takes `pages` off the front of `lower` and stands above it."""
+        upper = Node(lower.parent, lower.start, pages, {lower})
+        if lower.parent is not None:
+            lower.parent.children.remove(lower)
+            lower.parent.children.add(upper)
+        lower.parent = upper
+        lower.start = upper.end
+        self.count += 1
+        return upper
 
+    def attach(self, leaf: Leaf, node: Node | None) -> None:
+        """Hang `leaf` under `node` (None: it shares nothing)."""
+        leaf.parent = node
+        leaf.start = 0 if node is None else node.end
+        if node is not None:
+            node.children.add(leaf)
 
-def detach(leaf: Leaf, node: Node | None) -> None:
-    """Take `leaf` from under `node`, and merge the node into its child if one alone is left."""
-    if node is None:
-        return
-    node.children.remove(leaf)
-    if len(node.children) > 1:
-        return
-    (child,) = node.children
-    child.parent = node.parent
-    child.start = node.start
-    if isinstance(child, Node):
-        child.pages = np.concatenate((node.pages, child.pages))
-    if node.parent is not None:
-        node.parent.children.remove(node)
-        node.parent.children.add(child)
+    def detach(self, leaf: Leaf, node: Node | None) -> None:
+        """Take `leaf` from under `node`, and merge the node into its child if one alone is left."""
+        if node is None:
+            return
+        node.children.remove(leaf)
+        if len(node.children) > 1:
+            return
+        self.count -= 1
+        (child,) = node.children
+        child.parent = node.parent
+        child.start = node.start
+        if isinstance(child, Node):
+            child.pages = np.concatenate((node.pages, child.pages))
+        if node.parent is not None:
+            node.parent.children.remove(node)
+            node.parent.children.add(child)
