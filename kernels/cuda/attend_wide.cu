@@ -27,24 +27,23 @@
 
 // --- moving data -----------------------------------------------------------------------------------------
 
+// A place in a ring of kSize stages: one counter of uses, so that it costs one register.
+template <int kSize>
 struct Ring {
-  int stage = 0;
-  unsigned parity = 0;
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
+  unsigned uses = 0;
+  __device__ __forceinline__ int stage() const { return uses % kSize; }
+  __device__ __forceinline__ unsigned parity() const { return uses / kSize & 1; }
+  __device__ __forceinline__ void advance() { ++uses; }
 };
 
 // Takes the next unit's description out of its slot; false when there is no further unit.
-__device__ __forceinline__ bool next_unit(const Shared& shared, Ring& ring, Unit& unit) {
-  barrier_wait(shared.unit_full(ring.stage), ring.parity);
-  unit = shared.unit(ring.stage);
+__device__ __forceinline__ bool next_unit(const Shared& shared, Ring<kUnitSlots>& ring,
+                                          Unit& unit) {
+  barrier_wait(shared.unit_full(ring.stage()), ring.parity());
+  unit = shared.unit(ring.stage());
   __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(shared.unit_empty(ring.stage));
-  ring.advance(kUnitSlots);
+  if (threadIdx.x % 32 == 0) barrier_arrive(shared.unit_empty(ring.stage()));
+  ring.advance();
   return unit.head >= 0;
 }
 
@@ -54,19 +53,20 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
                                              const WideArguments& arguments) {
   const int lane = threadIdx.x % 32;
   if (lane == 0) prefetch_map(map);
-  Ring units, ring;
+  Ring<kUnitSlots> units;
+  Ring<kStages> ring;
   Unit unit;
   while (next_unit(shared, units, unit)) {
     const WorkItem& item = unit.item;
     for (int tile = ceil_div(item.num_keys, kTileKeys) - 1; tile >= 0; --tile) {
-      const unsigned target = tiles + ring.stage * kTileBytes;
-      const unsigned barrier = full + ring.stage * 8;
+      const unsigned target = tiles + ring.stage() * kTileBytes;
+      const unsigned barrier = full + ring.stage() * 8;
 #if kPageSize > 0
       const int first_page = tile * kPagesPerTile;
       const int num_pages = min(kPagesPerTile, ceil_div(item.num_keys, kPageSize) - first_page);
       int page = 0;
       if (lane < num_pages) page = __ldg(arguments.kv_indices + item.kv_begin + first_page + lane);
-      barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+      barrier_wait(empty + ring.stage() * 8, ring.parity() ^ 1);
       if (lane == 0) barrier_arrive_expect(barrier, num_pages * kPageBytes);
       __syncwarp();
       for (int i = 0; i < num_pages; ++i) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
         }
       }
 #else
-      barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+      barrier_wait(empty + ring.stage() * 8, ring.parity() ^ 1);
       if (lane == 0) {
         barrier_arrive_expect(barrier, kTileBytes);
         for (int block = 0; block < kBlocks; ++block) {
@@ -86,39 +86,33 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
         }
       }
 #endif
-      ring.advance(kStages);
+      ring.advance();
     }
   }
 }
 
-// Publishes units in the order of the list: the first is the CTA's own number, the rest come from the
-// launch's counter. The last CTA to finish puts the counter back to 0 for the next launch.
-struct UnitSource {
-  int unit;
-  Ring ring;
-
-  __device__ __forceinline__ bool publish(const Shared& shared, const WideArguments& arguments) {
-    const bool more = unit < arguments.num_items * arguments.num_kv_heads;
-    barrier_wait(shared.unit_empty(ring.stage), ring.parity ^ 1);
-    int next = 0;
-    if (threadIdx.x % 32 == 0) {
-      Unit described;
-      described.head = -1;
-      if (more) {
-        described.item = arguments.items[unit / arguments.num_kv_heads];
-        described.head = unit % arguments.num_kv_heads;
-        next = gridDim.x + atomicAdd(arguments.schedule, 1u);
-      } else if (atomicInc(arguments.schedule + 1, gridDim.x - 1) == gridDim.x - 1) {
-        atomicExch(arguments.schedule, 0u);
-      }
-      shared.unit(ring.stage) = described;
-      barrier_arrive(shared.unit_full(ring.stage));
+// Publishes unit `number` of the list and returns the number of the next: the CTA's first is its own
+// number, the rest come from the launch's counter. The last CTA to finish puts the counter back to 0 for
+// the next launch.
+__device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUnitSlots>& ring,
+                                            int number, const WideArguments& arguments) {
+  barrier_wait(shared.unit_empty(ring.stage()), ring.parity() ^ 1);
+  int next = 0;
+  if (threadIdx.x % 32 == 0) {
+    Unit& unit = shared.unit(ring.stage());
+    if (number < arguments.num_items * arguments.num_kv_heads) {
+      unit.item = arguments.items[number / arguments.num_kv_heads];
+      unit.head = number % arguments.num_kv_heads;
+      next = gridDim.x + atomicAdd(arguments.schedule, 1u);
+    } else {
+      unit.head = -1;
+      const unsigned last = gridDim.x - 1;
+      if (atomicInc(arguments.schedule + 1, last) == last) atomicExch(arguments.schedule, 0u);
     }
-    unit = __shfl_sync(0xffffffffu, next, 0);
-    ring.advance(kUnitSlots);
-    return more;
+    barrier_arrive(shared.unit_full(ring.stage()));
   }
-};
+  return __shfl_sync(0xffffffffu, next, 0);
+}
 
 // Two warps gather the packed query rows of every unit; the first of them also takes the units.
 __device__ __forceinline__ void stream_queries(const Shared& shared, const WideArguments& arguments) {
@@ -127,46 +121,51 @@ __device__ __forceinline__ void stream_queries(const Shared& shared, const WideA
   const int first_row = (threadIdx.x / 32 - 2) * kRowsPerWarp;
   const Element* q = static_cast<const Element*>(arguments.q);
   const int group = arguments.group_size;
-  UnitSource source{static_cast<int>(blockIdx.x), Ring{}};
-  Ring units, ring;
+  int number = blockIdx.x;
+  Ring<kUnitSlots> units;
+  Ring<kQueryStages> ring;
   Unit unit;
   for (;;) {
-    if (first_row == 0) source.publish(shared, arguments);
+    if (first_row == 0) number = publish_unit(shared, units, number, arguments);
     if (!next_unit(shared, units, unit)) return;
     const WorkItem& item = unit.item;
-    barrier_wait(shared.query_empty(ring.stage), ring.parity ^ 1);
-    // where each row comes from, and its position
+    barrier_wait(shared.query_empty(ring.stage()), ring.parity() ^ 1);
+    // where each row comes from and goes, and its position
     for (int row = first_row + lane; row < first_row + kRowsPerWarp; row += 32) {
-      RowSource described = {-1, 0x7fffffff, 0};
+      PackedRow described = {-1, -1, 0};
       if (row < item.num_rows) {
         const int packed = item.row_begin + row;
         const int plan_row = packed / group;
         const int head = unit.head * group + packed % group;
-        described.index = __ldg(arguments.order + plan_row) * (arguments.num_kv_heads * group) + head;
+        described.source =
+            __ldg(arguments.order + plan_row) * (arguments.num_kv_heads * group) + head;
+        described.target = item.partial == kFinal
+                               ? described.source
+                               : (item.partial + row) * arguments.num_kv_heads + unit.head;
         described.position = __ldg(arguments.positions + plan_row);
 #if kHasMask
         described.mask_bit = arguments.mask_row_offsets[plan_row] + item.kv_start;
 #endif
       }
-      shared.row(ring.stage, row) = described;
+      shared.row(ring.stage(), row) = described;
     }
     __syncwarp();
     // load q
     constexpr int kChunks = kHeadDim / 8;
-    const unsigned target = shared.queries(ring.stage);
-#pragma unroll 4
+    const unsigned target = shared.queries(ring.stage());
+#pragma unroll 2
     for (int i = lane; i < kRowsPerWarp * kChunks; i += 32) {
       const int row = first_row + i / kChunks;
       const int chunk = i % kChunks;
-      const int index = shared.row(ring.stage, row).index;
+      const int source = shared.row(ring.stage(), row).source;
       copy_chunk(target + query_offset(row, chunk),
-                 q + static_cast<long long>(max(index, 0)) * kHeadDim + chunk * 8, index >= 0);
+                 q + static_cast<long long>(max(source, 0)) * kHeadDim + chunk * 8, source >= 0);
     }
     copy_chunks_wait();
     fence_async_proxy();
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared.query_full(ring.stage));
-    ring.advance(kQueryStages);
+    if (lane == 0) barrier_arrive(shared.query_full(ring.stage()));
+    ring.advance();
   }
 }
 
@@ -215,6 +214,18 @@ __device__ __forceinline__ void issue_values(float (&o)[kOutputs], const unsigne
   products_commit();
 }
 
+// Scores of the tile that starts at key `begin` to weights.
+__device__ __forceinline__ void soften_tile(float (&s)[kScores], Rows& rows, int begin,
+                                            float (&factor)[2], const Shared& shared, int stage,
+                                            int row, const WideArguments& arguments) {
+  rows.cap(s);
+  rows.hide(s, begin);
+#if kHasMask
+  hide_masked(s, begin, shared, stage, row, arguments.mask_bits);
+#endif
+  rows.soften(s, factor);
+}
+
 __device__ __forceinline__ void attend_units(const Shared& shared, const WideArguments& arguments) {
   const int lane = threadIdx.x % 32;
   const int consumer = threadIdx.x / 128 - 1;
@@ -222,13 +233,15 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
   const int row = warp_row + lane / 4;                             // this thread's rows: row, row + 8
   if (kPingPong && consumer == kConsumers - 1) pass_turn(consumer);
 
-  Ring units, queries, keys, values;
+  Ring<kUnitSlots> units;
+  Ring<kQueryStages> queries;
+  Ring<kStages> keys, values;
   Unit unit;
   while (next_unit(shared, units, unit)) {
     const WorkItem& item = unit.item;
-    barrier_wait(shared.query_full(queries.stage), queries.parity);
-    const unsigned q = shared.queries(queries.stage) + consumer * kConsumerQueryBytes;
-    Rows rows(item, arguments, shared, queries.stage, row);
+    barrier_wait(shared.query_full(queries.stage()), queries.parity());
+    const unsigned q = shared.queries(queries.stage()) + consumer * kConsumerQueryBytes;
+    Rows rows(item, arguments, shared, queries.stage(), row);
     float o[kOutputs];
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
@@ -239,71 +252,72 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
       unsigned p[kScores / 2];
       float rescale[2];
       // first tile: its scores alone
-      barrier_wait(shared.keys_full(keys.stage), keys.parity);
+      barrier_wait(shared.keys_full(keys.stage()), keys.parity());
       take_turn(consumer);
-      issue_scores(s, q, shared.keys(keys.stage));
+      issue_scores(s, q, shared.keys(keys.stage()));
       pass_turn(consumer);
       products_wait<0>();
       pin(s);
-      release(shared.keys_empty(keys.stage));
-      keys.advance(kStages);
-      rows.soften(s, tile * kTileKeys, rescale);
+      release(shared.keys_empty(keys.stage()));
+      keys.advance();
+      soften_tile(s, rows, tile * kTileKeys, rescale, shared, queries.stage(), row, arguments);
       pack(s, p);
       if (item.num_keys % kTileKeys != 0) {
-        barrier_wait(shared.values_full(values.stage), values.parity);
-        clear_values(shared.values(values.stage), item.num_keys % kTileKeys, 4 + consumer);
+        barrier_wait(shared.values_full(values.stage()), values.parity());
+        clear_values(shared.values(values.stage()), item.num_keys % kTileKeys, 4 + consumer);
       }
 
       while (--tile >= 0) {
-        barrier_wait(shared.keys_full(keys.stage), keys.parity);
+        barrier_wait(shared.keys_full(keys.stage()), keys.parity());
         take_turn(consumer);
-        issue_scores(s, q, shared.keys(keys.stage));
-        barrier_wait(shared.values_full(values.stage), values.parity);
-        issue_values(o, p, shared.values(values.stage));
+        issue_scores(s, q, shared.keys(keys.stage()));
+        barrier_wait(shared.values_full(values.stage()), values.parity());
+        issue_values(o, p, shared.values(values.stage()));
         pass_turn(consumer);
         products_wait<1>();
         pin(s);
-        release(shared.keys_empty(keys.stage));
-        keys.advance(kStages);
-        rows.soften(s, tile * kTileKeys, rescale);
+        release(shared.keys_empty(keys.stage()));
+        keys.advance();
+        soften_tile(s, rows, tile * kTileKeys, rescale, shared, queries.stage(), row, arguments);
         products_wait<0>();
         pin(o);
         pin(p);
-        release(shared.values_empty(values.stage));
-        values.advance(kStages);
+        release(shared.values_empty(values.stage()));
+        values.advance();
         rows.rescale(o, rescale);
         pack(s, p);
       }
 
       // last tile: its values alone
-      barrier_wait(shared.values_full(values.stage), values.parity);
+      barrier_wait(shared.values_full(values.stage()), values.parity());
       take_turn(consumer);
-      issue_values(o, p, shared.values(values.stage));
+      issue_values(o, p, shared.values(values.stage()));
       pass_turn(consumer);
       products_wait<0>();
       pin(o);
       pin(p);
-      release(shared.values_empty(values.stage));
-      values.advance(kStages);
+      release(shared.values_empty(values.stage()));
+      values.advance();
     }
     rows.finish();
     if (item.partial == kFinal) {
       named_barrier_sync(4 + consumer, 128);  // all four warps are done with this warpgroup's q
-      write_outputs(o, rows, arguments, shared, queries.stage, warp_row);
+      write_outputs(o, rows, arguments, shared, queries.stage(), warp_row);
     } else {
-      write_partials(o, rows, arguments, unit, row);
+      write_partials(o, rows, arguments, shared, queries.stage(), warp_row);
     }
     __syncwarp();
-    release(shared.query_empty(queries.stage));
-    queries.advance(kQueryStages);
+    release(shared.query_empty(queries.stage()));
+    queries.advance();
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attend_wide(const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
                 const __grid_constant__ WideArguments arguments) {
-  extern __shared__ unsigned char storage[];
+  extern __shared__ __align__(1024) unsigned char storage[];
   const Shared shared(storage);
+  if (shared.address % 1024 != 0) __trap();  // swizzled groups repeat with the address
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
 

@@ -2,7 +2,8 @@
 
 How to call it (nothing here imports cupy or touches a device, except that maps need the driver):
 
-    if wide.supports(arch, head_dim, q_dtype, kv_dtype, page_size, sm_scale):   # page_size 0: ragged
+    if wide.supports(arch, head_dim, q_dtype, kv_dtype, page_size, sm_scale):
+        # page_size 0: ragged
         v = wide.variant(head_dim, kv_dtype, page_size, has_mask, has_soft_cap)
         kernel = compiled("attend_wide.cu", v.defines, "sm_90a")  # entry point wide.ENTRY
         kernel.max_dynamic_shared_size_bytes = v.shared_bytes
@@ -11,11 +12,12 @@ How to call it (nothing here imports cupy or touches a device, except that maps 
         block = wide.argument_block(q=..., o=..., ...)            # device addresses and numbers
         wide.launch(kernel, v, maps, block, num_multiprocessors)  # on CuPy's current stream
 
-Items are cut to at most `v.tile_rows` packed rows, best sorted by cost, dearest first; any number of
-keys, zero included (such rows get the empty state). Items whose tiles of rows share keys should stand
+Items are cut to at most `v.tile_rows` packed rows, best sorted by cost, dearest first; any number
+of keys, zero included (such rows get the empty state). Items whose rows share keys should stand
 next to each other: they then meet in the L2 cache. `schedule` is two uint32 that are zero at first;
-the kernel leaves them zero, and launches that may overlap must not share them. Mask bits need 32
-readable bytes after the last. For ragged keys `kv_begin` is the first key's row in k and v.
+the kernel leaves them zero, and launches that may overlap must not share them. Mask bits start at a
+multiple of 4 bytes and need 32 readable bytes after the last. For ragged keys `kv_begin` is the
+first key's row in k and v.
 """
 
 from __future__ import annotations
@@ -82,9 +84,10 @@ class WideVariant:
     def shared_bytes(self) -> int:
         """Dynamic shared memory, laid out as `Shared` of wide_tile.cuh."""
         tiles = 2 * self.stages * self.tile_keys * self.head_dim * 2
-        queries = self.query_stages * self.tile_rows * (self.head_dim * 2 + 16)
+        row = 24 if self.has_mask else 12
+        queries = self.query_stages * self.tile_rows * (self.head_dim * 2 + row)
         barriers = 4 * self.stages + 2 * self.query_stages + 4
-        return 1024 + tiles + queries + 2 * 64 + 8 * barriers
+        return tiles + queries + 2 * 64 + 8 * barriers
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -246,7 +249,7 @@ def _encode(shape: _MapShape, address: int, dtype: DType) -> NDArray[Any]:
 
 
 def argument_block(**fields: float) -> NDArray[Any]:
-    """One `ARGUMENTS` element; a field not named is 0 (a null pointer). Edit it in place at will."""
+    """One `ARGUMENTS` element; a field not named is 0 (a null pointer). Edit it at will."""
     block = np.zeros(1, ARGUMENTS)
     for name, value in fields.items():
         block[name] = value

@@ -93,10 +93,14 @@ struct Unit {
   int head;  // kv head; -1: no further unit
 };
 
-struct RowSource {
-  int index;           // row * num_qo_heads + head in q, o and lse; -1: no such row
+// One packed row of a unit, in rows of [rows * heads, head_dim].
+struct PackedRow {
+  int source;  // its row of q; -1: no such row
+  int target;  // its row of o and lse, or of the partial arrays
   int position;
+#if kHasMask
   long long mask_bit;  // bit of the run's first key
+#endif
 };
 
 // --- shared memory ---------------------------------------------------------------------------------------
@@ -107,14 +111,12 @@ struct Shared {
 
   static constexpr int kQueries = 2 * kStages * kTileBytes;
   static constexpr int kRows = kQueries + kQueryStages * kQueryBytes;
-  static constexpr int kUnits = kRows + kQueryStages * kTileRows * int(sizeof(RowSource));
+  static constexpr int kUnits =
+      kRows + kQueryStages * kTileRows * int(sizeof(PackedRow));
   static constexpr int kBarriers = kUnits + kUnitSlots * 64;
 
-  __device__ __forceinline__ explicit Shared(unsigned char* storage) {
-    const unsigned start = shared_address(storage);
-    address = (start + 1023) & ~1023u;
-    base = storage + (address - start);
-  }
+  __device__ __forceinline__ explicit Shared(unsigned char* storage)
+      : base(storage), address(shared_address(storage)) {}
   __device__ __forceinline__ unsigned keys(int stage) const { return address + stage * kTileBytes; }
   __device__ __forceinline__ unsigned values(int stage) const {
     return address + (kStages + stage) * kTileBytes;
@@ -122,8 +124,8 @@ struct Shared {
   __device__ __forceinline__ unsigned queries(int stage) const {
     return address + kQueries + stage * kQueryBytes;
   }
-  __device__ __forceinline__ RowSource& row(int stage, int row) const {
-    return reinterpret_cast<RowSource*>(base + kRows)[stage * kTileRows + row];
+  __device__ __forceinline__ PackedRow& row(int stage, int row) const {
+    return reinterpret_cast<PackedRow*>(base + kRows)[stage * kTileRows + row];
   }
   __device__ __forceinline__ Unit& unit(int slot) const {
     return *reinterpret_cast<Unit*>(base + kUnits + slot * 64);
@@ -206,10 +208,6 @@ struct Rows {
   float cap_scale;          // sm_scale / soft_cap
   int low[2], high[2];      // first and last key of the run that the row sees
   int warp_low, warp_high;  // keys in this range are seen by all 16 rows of the warp
-#if kHasMask
-  const unsigned* mask_bits;
-  long long mask_bit[2];
-#endif
 
   __device__ __forceinline__ Rows(const WorkItem& item, const WideArguments& arguments,
                                   const Shared& shared, int stage, int row) {
@@ -221,16 +219,12 @@ struct Rows {
       sum[r] = 0.0f;
       low[r] = 0;
       high[r] = item.num_keys - 1;
-      const RowSource& source = shared.row(stage, row + 8 * r);
-      if (source.index >= 0) {
-        const long long key = static_cast<long long>(source.position) - item.kv_start;
+      const PackedRow& packed = shared.row(stage, row + 8 * r);
+      if (packed.source >= 0) {
+        const long long key = static_cast<long long>(packed.position) - item.kv_start;
         if (item.causal & kHideFuture) high[r] = ::min(static_cast<long long>(high[r]), key);
         if (item.causal & kHideWindow) low[r] = ::max(key - arguments.window_left, 0ll);
       }
-#if kHasMask
-      mask_bits = arguments.mask_bits;
-      mask_bit[r] = source.mask_bit;
-#endif
     }
     warp_low = __reduce_max_sync(0xffffffffu, ::max(low[0], low[1]));
     warp_high = __reduce_min_sync(0xffffffffu, ::min(high[0], high[1]));
@@ -246,30 +240,18 @@ struct Rows {
         if (key < low[r] || key > high[r]) s[i] = minus_infinity();
       }
     }
-#if kHasMask
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const long long bit = mask_bit[r] + begin;
-      const unsigned* words = mask_bits + (bit >> 5);
-#pragma unroll
-      for (int j = 0; j < kTileKeys / 8; ++j) {
-        const unsigned word = __funnelshift_r(words[j / 4], words[j / 4 + 1], bit & 31);
-        const unsigned pair = word >> (j % 4 * 8 + threadIdx.x % 4 * 2);
-        if (!(pair & 1)) s[4 * j + 2 * r] = minus_infinity();
-        if (!(pair & 2)) s[4 * j + 2 * r + 1] = minus_infinity();
-      }
-    }
-#endif
   }
 
-  // Scores of the tile at key `begin` to weights 2^(s - max), in place. `rescale` brings what was
-  // summed before to the new maximum.
-  __device__ __forceinline__ void soften(float (&s)[kScores], int begin, float (&factor)[2]) {
+  __device__ __forceinline__ void cap(float (&s)[kScores]) const {
 #if kHasSoftCap
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = tanh_accurate(s[i] * cap_scale);
 #endif
-    hide(s, begin);
+  }
+
+  // Visible scores to weights 2^(s - max), in place. `factor` brings what was summed before to the new
+  // maximum.
+  __device__ __forceinline__ void soften(float (&s)[kScores], float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float top = max[r];
@@ -305,6 +287,28 @@ struct Rows {
 
   __device__ __forceinline__ float lse(int r) const { return state_lse(max[r] * scale, sum[r]); }
 };
+
+#if kHasMask
+// Hides what the custom mask hides of the tile that starts at key `begin`: 32 bits at a time.
+__device__ __forceinline__ void hide_masked(float (&s)[kScores], int begin, const Shared& shared,
+                                            int stage, int row, const unsigned* mask_bits) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const long long bit = shared.row(stage, row + 8 * r).mask_bit + begin;
+    const unsigned* words = mask_bits + (bit >> 5);
+#pragma unroll
+    for (int w = 0; w < (kTileKeys + 31) / 32; ++w) {
+      const unsigned word = __funnelshift_r(words[w], words[w + 1], bit & 31);
+#pragma unroll
+      for (int j = 4 * w; j < 4 * w + 4 && j < kTileKeys / 8; ++j) {
+        const unsigned pair = word >> (j % 4 * 8 + threadIdx.x % 4 * 2);
+        if (!(pair & 1)) s[4 * j + 2 * r] = minus_infinity();
+        if (!(pair & 2)) s[4 * j + 2 * r + 1] = minus_infinity();
+      }
+    }
+  }
+}
+#endif
 
 __device__ __forceinline__ unsigned pack_pair(float low, float high) {
   unsigned packed;
@@ -343,7 +347,7 @@ __device__ __forceinline__ void write_outputs(const float (&o)[kOutputs], const 
                    "r"(pair)
                    : "memory");
     }
-    const int index = shared.row(stage, row).index;
+    const int index = shared.row(stage, row).target;
     if (lane % 4 == 0 && index >= 0) arguments.lse[index] = rows.lse(r);
   }
   __syncwarp();
@@ -351,7 +355,7 @@ __device__ __forceinline__ void write_outputs(const float (&o)[kOutputs], const 
 #pragma unroll
   for (int i = 0; i < 16 * kChunks / 32; ++i) {
     const int row = warp_row + (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
-    const int index = shared.row(stage, row).index;
+    const int index = shared.row(stage, row).target;
     uint4 value;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
@@ -366,17 +370,16 @@ __device__ __forceinline__ void write_outputs(const float (&o)[kOutputs], const 
 
 // Partial rows: float, each quad of threads a full 32-byte sector at a time.
 __device__ __forceinline__ void write_partials(const float (&o)[kOutputs], const Rows& rows,
-                                               const WideArguments& arguments, const Unit& unit,
-                                               int row) {
+                                               const WideArguments& arguments, const Shared& shared,
+                                               int stage, int warp_row) {
   const int lane = fresh_lane();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int tile_row = row + 8 * r;
-    if (tile_row < unit.item.num_rows) {
-      const long long index =
-          static_cast<long long>(unit.item.partial + tile_row) * arguments.num_kv_heads + unit.head;
+    const int index = shared.row(stage, warp_row + lane / 4 + 8 * r).target;
+    if (index >= 0) {
       const float inverse = state_inverse(rows.sum[r]);
-      float* o_row = arguments.partial_o + index * kHeadDim + lane % 4 * 2;
+      float* o_row =
+          arguments.partial_o + static_cast<long long>(index) * kHeadDim + lane % 4 * 2;
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; ++j) {
         *reinterpret_cast<float2*>(o_row + 8 * j) =
