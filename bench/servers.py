@@ -1,0 +1,101 @@
+"""Servers under measurement: started as processes of their own on free ports, and stopped."""
+
+from __future__ import annotations
+
+import http.client
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+START_TIMEOUT_S: Final = 120.0
+STOP_TIMEOUT_S: Final = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A process that answers on 127.0.0.1; `ready_s` from its start to its first ready answer."""
+
+    port: int
+    pid: int
+    ready_s: float
+
+    @property
+    def resident_mib(self) -> float:
+        """Resident memory now, in MiB (Linux)."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) / 1024
+        raise RuntimeError(f"no VmRSS for process {self.pid}")
+
+
+@contextmanager
+def attnd(*options: str) -> Iterator[Server]:
+    """The service on its CPU backend, with further command line options."""
+    port = free_port()
+    arguments = ("-m", "service", "--server.port", str(port), "--backend.kind", "cpu")
+    with running((*arguments, "--log.level", "warning", *options), port) as server:
+        yield server
+
+
+@contextmanager
+def echo() -> Iterator[Server]:
+    """The bare echo under the server the service uses, with the same loop and parser."""
+    port = free_port()
+    uvicorn = ("-m", "uvicorn", "--app-dir", "bench", "echo:app", "--port", str(port))
+    quiet = ("--log-level", "warning", "--no-access-log", "--lifespan", "off")
+    with running((*uvicorn, "--loop", "uvloop", "--http", "httptools", *quiet), port) as server:
+        yield server
+
+
+@contextmanager
+def running(arguments: Sequence[str], port: int) -> Iterator[Server]:
+    """`python *arguments` until the end of the block; then SIGTERM, and its exit is awaited."""
+    started = time.perf_counter()
+    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT)
+    try:
+        wait_ready(process, port)
+        yield Server(port, process.pid, time.perf_counter() - started)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
+    """Return at the first 200 of /health/ready; RuntimeError when the process ends before."""
+    ends = time.perf_counter() + START_TIMEOUT_S
+    while time.perf_counter() < ends:
+        if process.poll() is not None:
+            raise RuntimeError(
+                f"{process.args!r} ended with {process.returncode} before it answered"
+            )
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            connection.request("GET", "/health/ready")
+            if connection.getresponse().status == 200:
+                return
+        except OSError:
+            pass  # not listening yet
+        finally:
+            connection.close()
+        time.sleep(0.02)
+    raise RuntimeError(f"{process.args!r} was not ready in {START_TIMEOUT_S:.0f} s")
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
