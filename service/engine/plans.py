@@ -1,0 +1,108 @@
+"""The plan cache: the same `Plan` object for every layer of a step, as backends key on identity."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Final
+
+from kernels.backend import Int32, Level, Plan
+from service.core.plan import CascadePlan, explicit_levels, make_plan
+from service.core.tree import PrefixTree
+from service.engine.operations import CascadeLevel, CascadeMode, Ids
+
+MAX_ENTRIES: Final = 1024
+MAX_INDICES: Final = 4 * 2**20
+"""Page ids over all kept plans (16 MiB; a backend may keep as much again on its device)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """A plan as the backend takes it, and what it costs: KV tokens read, and by flat attention."""
+
+    plan: Plan
+    num_levels: int
+    is_cascade: bool
+    tokens_read: int
+    tokens_flat: int
+
+    @property
+    def num_indices(self) -> int:
+        return sum(level.kv_indices.size for level in self.plan.levels) + self.plan.positions.size
+
+
+class PlanCache:
+    """Least recently used plans go first, by count and by size."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self._tree = tree
+        self._kept: OrderedDict[Hashable, Planned] = OrderedDict()
+        self._num_indices = 0
+
+    def sequences(
+        self, ids: Ids, layer: int, qo_indptr: Int32, causal: bool, mode: CascadeMode
+    ) -> Planned:
+        """Query rows `qo_indptr` [B+1] over the whole of sequences `ids`, shared prefixes once."""
+        key = (self._tree.plan_key(ids, layer), qo_indptr.tobytes(), causal, mode)
+        return self._get(key, lambda: make_plan(self._tree, ids, layer, qo_indptr, causal, mode))
+
+    def levels(
+        self, levels: tuple[CascadeLevel, ...], layer: int, causal: bool, num_rows: int
+    ) -> Planned:
+        """The levels a caller spelled out. Raises `InvalidRequest` where they count KV twice."""
+        tree = self._tree
+        key = (
+            tuple(
+                (tree.plan_key(level.sequences, layer), level.qo_indptr.tobytes())
+                for level in levels
+            ),
+            causal,
+            num_rows,
+        )
+        pairs = [(level.sequences, level.qo_indptr) for level in levels]
+        return self._get(key, lambda: explicit_levels(tree, layer, pairs, causal, num_rows))
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._num_indices = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def _get(self, key: Hashable, make: Callable[[], CascadePlan]) -> Planned:
+        planned = self._kept.get(key)
+        if planned is not None:
+            self._kept.move_to_end(key)
+            return planned
+        planned = from_core(make())
+        self._kept[key] = planned
+        self._num_indices += planned.num_indices
+        while len(self._kept) > MAX_ENTRIES or (
+            self._num_indices > MAX_INDICES and len(self._kept) > 1
+        ):
+            _, gone = self._kept.popitem(last=False)
+            self._num_indices -= gone.num_indices
+        return planned
+
+
+def from_core(plan: CascadePlan) -> Planned:
+    """The core's plan in the backend's words; the arrays are the same."""
+    levels = tuple(
+        Level(
+            qo_indptr=level.qo_indptr,
+            kv_indptr=level.kv_indptr,
+            kv_indices=level.kv_indices,
+            kv_last_page_len=level.kv_last_page_len,
+            kv_start=level.kv_start,
+            causal=level.causal,
+        )
+        for level in plan.levels
+    )
+    return Planned(
+        Plan(levels, plan.positions, plan.order),
+        plan.num_levels,
+        plan.is_cascade,
+        plan.tokens_read,
+        plan.tokens_flat,
+    )

@@ -1,0 +1,162 @@
+"""The self-test before `ready`: a small prefill, fork and decode against plain float64.
+
+It runs through the real store, backend and pool, on pages that are free again afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Array, DType, PoolGeometry
+from service.engine import operations as ops
+from service.engine.store import Store
+from service.engine.turns import begin
+from service.engine.work import Alone, Answered, Grouped
+
+Float64 = NDArray[np.float64]
+Rows = tuple[Array, Array]
+Stored = tuple[Float64, Float64]
+
+TRUNK: Final = "attnd:self-test:trunk"
+FORK: Final = "attnd:self-test:fork"
+MAX_TOKENS: Final = 40
+GROUP_SIZE: Final = 2
+TOLERANCE: Final[dict[DType, float]] = {"fp32": 1e-4, "fp16": 4e-3, "bf16": 3e-2}
+
+
+class SelfTestFailed(RuntimeError):
+    """The backend computes something else than attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of the trunk, and of its fork (None: the pool has no room for one)."""
+
+    trunk: int
+    fork: int | None
+
+
+def self_test(store: Store) -> None:
+    """Raises `SelfTestFailed` with both numbers, or what the backend raises."""
+    geometry = store.geometry
+    lengths = lengths_for(geometry)
+    free = store.tree.allocator.num_free
+    try:
+        check_trunk_and_fork(store, lengths)
+    finally:
+        known = [view.id for view in store.tree.list(None, 2)]
+        store.tree.free(known)
+    if store.tree.allocator.num_free != free:
+        raise SelfTestFailed(f"{store.tree.allocator.num_free} pages are free, {free} were before")
+    store.plans.clear()
+
+
+def lengths_for(geometry: PoolGeometry) -> Lengths:
+    """A trunk of a page and a bit, forked within its second page; less where the pool is tiny."""
+    trunk = min(geometry.page_size + 3, MAX_TOKENS)
+    pages = -(-trunk // geometry.page_size)
+    if geometry.num_pages >= 2 * (pages + 1):
+        return Lengths(trunk, trunk - 1)
+    return Lengths(min(trunk, geometry.num_pages * geometry.page_size - 1), None)
+
+
+def check_trunk_and_fork(store: Store, lengths: Lengths) -> None:
+    """Append to every layer; on the last: causal prefill, fork, decode with an append, decode."""
+    geometry = store.geometry
+    layer = geometry.num_layers - 1
+    rng = np.random.default_rng(0)
+    (k, v), stored = random_rows(rng, geometry, lengths.trunk)
+    answer(store, ops.CreateSequences((ops.NewSequence(TRUNK),)))
+    indptr = np.array([0, lengths.trunk], dtype=np.int32)
+    for each in range(layer):
+        answer(store, ops.Append(each, (TRUNK,), indptr, None, k, v))
+    q = random_q(rng, geometry, lengths.trunk)
+    prefill = ops.Attention("prefill", layer, (TRUNK,), indptr, q, True, ops.Options(), k, v)
+    compare("prefill", answer(store, prefill), *dense(q, *stored), q.dtype)
+
+    ids, held = [TRUNK], [stored]
+    if lengths.fork is not None:
+        answer(store, ops.CreateSequences((ops.NewSequence(FORK, TRUNK, lengths.fork),)))
+        ids.append(FORK)
+        held.append((stored[0][: lengths.fork], stored[1][: lengths.fork]))
+    q = random_q(rng, geometry, len(ids))
+    (k, v), added = random_rows(rng, geometry, len(ids))
+    wanted = [
+        dense(q[i : i + 1], *(np.concatenate((held[i][s], added[s][i : i + 1])) for s in (0, 1)))
+        for i in range(len(ids))
+    ]
+    o, lse = (np.concatenate(part) for part in zip(*wanted, strict=True))
+    one_each = np.arange(len(ids) + 1, dtype=np.int32)
+
+    step = ops.Attention(
+        "decode", layer, tuple(ids), one_each, q, True, ops.Options(cascade="always"), k, v
+    )
+    compare("decode by cascade", answer(store, step), o, lse, q.dtype)
+    again = replace(step, options=ops.Options(cascade="never"), k=None, v=None)
+    compare("flat decode", answer(store, again), o, lse, q.dtype)
+
+
+def answer(store: Store, operation: ops.Operation) -> ops.Answer:
+    """One operation from its turn to its answer."""
+    match begin(store, operation, ops.Timings()):
+        case Answered(told):
+            return told
+        case Grouped(attends, finish):
+            return finish(store.backend.attend(attends).result())
+        case Alone(start, finish):
+            return finish(start().result())
+
+
+def compare(what: str, told: ops.Answer, o: Float64, lse: Float64, dtype: np.dtype[Any]) -> None:
+    """Raises `SelfTestFailed` where a state is further from (o, lse) than the dtype explains."""
+    if not isinstance(told, ops.Attended):
+        raise SelfTestFailed(f"{what} answered {told!r}")
+    allowed = next(TOLERANCE[name] for name in TENSOR_DTYPES if NUMPY_DTYPES[name] == dtype)
+    for name, given, wanted in (("o", told.o, o), ("lse", told.lse, lse)):
+        # written so that a NaN fails
+        close = np.abs(given.astype(np.float64) - wanted) <= allowed * (1 + np.abs(wanted))
+        if not close.all():
+            where = tuple(int(axis[0]) for axis in np.nonzero(~close))
+            raise SelfTestFailed(
+                f"{what}: {name}{list(where)} is {given[where]}, must be {wanted[where]:.6g}"
+            )
+
+
+def dense(q: Array, k: Float64, v: Float64) -> tuple[Float64, Float64]:
+    """Causal attention, aligned bottom-right: q [n, Hq, D] over k, v [t, Hkv, D], t >= n."""
+    n, t = q.shape[0], k.shape[0]
+    keys, values = (np.repeat(rows, GROUP_SIZE, axis=1) for rows in (k, v))
+    scores = np.einsum("nhd,thd->nht", q.astype(np.float64), keys) * q.shape[2] ** -0.5
+    hidden = np.arange(t)[None, :] > np.arange(n)[:, None] + (t - n)
+    weights = np.exp(np.where(hidden[:, None, :], -np.inf, scores))
+    total = weights.sum(axis=2)
+    return np.einsum("nht,thd->nhd", weights, values) / total[:, :, None], np.log(total)
+
+
+def random_rows(rng: np.random.Generator, geometry: PoolGeometry, n: int) -> tuple[Rows, Stored]:
+    """k and v [n, Hkv, D], and their real values in the pool.
+
+    They are made from stored values: a way to round that is right but another cannot show.
+    """
+    kept, dtype = NUMPY_DTYPES[geometry.dtype], NUMPY_DTYPES[tensor_dtype(geometry)]
+    shape = (n, geometry.num_kv_heads, geometry.head_dim)
+    k, v = (
+        rng.standard_normal(shape).astype(kept).astype(np.float64) * scale
+        for scale in (geometry.k_scale, geometry.v_scale)
+    )
+    return (k.astype(dtype), v.astype(dtype)), (k, v)
+
+
+def random_q(rng: np.random.Generator, geometry: PoolGeometry, n: int) -> Array:
+    shape = (n, geometry.num_kv_heads * GROUP_SIZE, geometry.head_dim)
+    q: Array = rng.standard_normal(shape).astype(NUMPY_DTYPES[tensor_dtype(geometry)])
+    return q
+
+
+def tensor_dtype(geometry: PoolGeometry) -> DType:
+    """q, k and v of the self-test: the pool's own dtype, or bf16 beside fp8."""
+    return "bf16" if geometry.dtype in ("fp8_e4m3", "fp8_e5m2") else geometry.dtype
