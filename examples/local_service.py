@@ -1,0 +1,69 @@
+"""A service of one's own for an example: started on a Unix socket, stopped at the end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from attnd import Client
+
+ROOT = Path(__file__).resolve().parents[1]
+START_S = 120.0
+STOP_S = 30.0
+
+Settings = Mapping[str, object]
+"""Command-line settings of the service by name: `{"pool.num-layers": 4}`."""
+
+
+@contextmanager
+def open_client(url: str | None, settings: Settings) -> Iterator[Client]:
+    """A client of the service at `url`, or, when that is None, of one started with `settings`."""
+    if url is not None:
+        with Client(url) as client:
+            yield client
+        return
+    with serve(settings) as uds, Client(uds=uds) as client:
+        yield client
+
+
+@contextmanager
+def serve(settings: Settings) -> Iterator[str]:
+    """Run `python -m service` with `settings`; yields the path of its socket once it is ready."""
+    with tempfile.TemporaryDirectory(prefix="attnd-") as folder:
+        uds = f"{folder}/socket"
+        arguments = {"server.uds": uds, "log.level": "warning", **settings}
+        command = [sys.executable, "-m", "service"]
+        for name, value in arguments.items():
+            command += [f"--{name}", str(value)]
+        process = subprocess.Popen(command, cwd=ROOT)
+        try:
+            wait_ready(process, uds)
+            yield uds
+        finally:
+            process.terminate()
+            process.wait(timeout=STOP_S)
+
+
+def wait_ready(process: subprocess.Popen[bytes], uds: str) -> None:
+    """Return when the service is ready; RuntimeError when it ended instead."""
+    with Client(uds=uds, retries=0) as client:
+        for _ in range(int(START_S)):
+            try:
+                return client.wait_ready(1.0)
+            except TimeoutError:
+                if process.poll() is not None:
+                    told = f"the service ended at its start, exit status {process.returncode}"
+                    raise RuntimeError(told) from None
+        client.wait_ready(0.0)
+
+
+def metric(client: Client, name: str) -> float:
+    """The value of one unlabelled metric, from /metrics; 0 before it first moves."""
+    for line in client.metrics().splitlines():
+        if line.startswith(f"{name} "):
+            return float(line.removeprefix(name))
+    return 0.0

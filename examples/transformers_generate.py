@@ -1,0 +1,280 @@
+"""Greedy generation with a Llama-architecture model whose attention and KV cache attnd serves.
+
+    python examples/transformers_generate.py [--dtype fp32|fp16|bf16] [--backend cpu|cuda]
+                                             [--url http://127.0.0.1:8080]
+
+The model is transformers' own, built from a configuration with seeded random weights (nothing is
+downloaded), float32 on the CPU. Its attention goes through transformers' AttentionInterface: every
+layer sends its new q, k and v to the service, which appends k and v and answers the attention. A
+system prompt is prefilled once; eight continuations are forked from it and generated as one batch.
+The same model then generates each continuation by itself with eager attention and its own cache.
+
+With an fp32 pool every token must be equal. fp16 and bf16 pools round K and V, so a near-tie may
+fall the other way: the first divergence is then shown with the gap between the two best logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+import torch
+from attnd import Client, NewSequence
+from local_service import metric, open_client
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+SEED = 20
+SYSTEM_TOKENS = 200  # not a multiple of the page: forks copy the rows of the last one
+SUFFIX_TOKENS = (3, 16, 1, 24, 7, 11, 2, 30)
+NEW_TOKENS = 32
+LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 4, 8, 2, 64
+
+DTYPES: Final[dict[str, Any]] = {
+    "fp32": np.float32,
+    "fp16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+}
+LOGIT_BOUNDS: Final = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 5e-1}
+"""Greatest difference of logits (their standard deviation is about 2) that is still rounding."""
+
+Tokens = list[int]
+Model = Any
+"""A LlamaForCausalLM; transformers' own annotations do not pass a strict checker."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A Llama model served by attnd")
+    parser.add_argument("--url", help="of a running service; default: start one")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="of the pool")
+    parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu")
+    arguments = parser.parse_args()
+    torch.manual_seed(SEED)
+    model = build_model()
+    system = random_tokens(SYSTEM_TOKENS)
+    suffixes = [random_tokens(count) for count in SUFFIX_TOKENS]
+    with open_client(arguments.url, settings(arguments.dtype, arguments.backend)) as client:
+        check_pool(client, arguments.dtype)
+        served = generate_served(model, client, arguments.dtype, system, suffixes)
+    eager = generate_eager(model, [system + suffix for suffix in suffixes])
+    compare(served, eager, arguments.dtype)
+
+
+def settings(dtype: str, backend: str) -> dict[str, object]:
+    """A pool of the model's shape."""
+    return {
+        "pool.num-layers": LAYERS,
+        "pool.num-kv-heads": KV_HEADS,
+        "pool.head-dim": HEAD_DIM,
+        "pool.page-size": 16,
+        "pool.num-pages": 128,
+        "pool.dtype": dtype,
+        "backend.kind": backend,
+    }
+
+
+def check_pool(client: Client, dtype: str) -> None:
+    """SystemExit when the service at --url was started for another model."""
+    info = client.info()
+    shape = (info.num_layers, info.num_kv_heads, info.head_dim, info.dtype)
+    if shape != (LAYERS, KV_HEADS, HEAD_DIM, dtype):
+        wanted = " ".join(f"--{name} {value}" for name, value in settings(dtype, "auto").items())
+        raise SystemExit(f"this service has another pool; start it with {wanted}")
+
+
+def build_model() -> Model:
+    """Random weights, wide enough that attention is far from uniform and logits are apart."""
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=QUERY_HEADS * HEAD_DIM,
+        intermediate_size=1024,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=QUERY_HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=1024,
+        initializer_range=0.08,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model: Model = LlamaForCausalLM(config)
+    return model.eval()
+
+
+def random_tokens(count: int) -> Tokens:
+    tokens: Tokens = torch.randint(0, 1024, (count,)).tolist()
+    return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What attention needs to know about a packed batch.
+
+    Rows `indptr[b]:indptr[b+1]` are the new tokens of `sequences[b]`, which holds `offsets[b]`.
+    """
+
+    client: Client
+    dtype: Any
+    sequences: list[str]
+    indptr: list[int]
+    offsets: list[int]
+
+
+def attnd_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    served: Served,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """One layer's attention over HTTP: append the new k and v, attend all there is.
+
+    `query [1, num_qo_heads, rows, head_dim]`, `key, value [1, num_kv_heads, rows, head_dim]`, the
+    rows of all sequences packed; answers `[1, rows, num_qo_heads, head_dim]`. transformers makes no
+    mask for an attention it does not know: the service's causal rule is the whole mask.
+    """
+    q, k, v = (x[0].transpose(0, 1).numpy().astype(served.dtype) for x in (query, key, value))
+    layer, sequences, indptr = module.layer_idx, served.sequences, served.indptr
+    common: dict[str, Any] = {"k": k, "v": v, "offsets": served.offsets, "sm_scale": scaling}
+    if len(q) == len(sequences):
+        result = served.client.decode(layer, sequences, q, **common)
+    else:
+        result = served.client.prefill(layer, sequences, q, indptr, causal=True, **common)
+    return torch.from_numpy(result.o.astype(np.float32))[None], None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Per continuation: the tokens, and the logits `[NEW_TOKENS, vocab]` each was chosen from."""
+
+    tokens: list[Tokens]
+    logits: list[torch.Tensor]
+
+
+@torch.inference_mode()
+def generate_served(
+    model: Model, client: Client, dtype: str, system: Tokens, suffixes: list[Tokens]
+) -> Generation:
+    """Prefill the system prompt once, fork it, and generate all continuations as one batch."""
+    AttentionInterface.register("attnd", attnd_attention)
+    model.set_attn_implementation("attnd")
+    before = kv_bytes(client)
+    began = time.perf_counter()
+    root = client.create_sequence().id
+    step(model, client, dtype, [root], [0], [system])
+    forks = [f.id for f in client.create_sequences([NewSequence(parent=root)] * len(suffixes))]
+    lengths = [len(system)] * len(forks)
+    logits = step(model, client, dtype, forks, lengths, suffixes)
+    lengths = [length + len(suffix) for length, suffix in zip(lengths, suffixes, strict=True)]
+    prefilled = time.perf_counter()
+    history = [logits]
+    for _ in range(NEW_TOKENS - 1):
+        chosen = history[-1].argmax(dim=-1).tolist()
+        history.append(step(model, client, dtype, forks, lengths, [[token] for token in chosen]))
+        lengths = [length + 1 for length in lengths]
+    seconds = time.perf_counter() - prefilled
+    read, saved = (after - start for after, start in zip(kv_bytes(client), before, strict=True))
+    for sequence in [root, *forks]:
+        client.delete_sequence(sequence)
+    prompt = len(system) + sum(map(len, suffixes))
+    print(f"served: {prompt} prompt tokens in {prefilled - began:.2f} s", end=", then ")
+    print(f"{len(forks)} x {NEW_TOKENS} tokens at", end=" ")
+    print(f"{len(forks) * (NEW_TOKENS - 1) / seconds:.1f} tokens/s")
+    print(f"KV bytes read: {read:.0f}, saved by sharing: {saved:.0f}", end=" ")
+    print(f"({saved / (read + saved):.0%} of what flat attention reads)")
+    stacked = torch.stack(history, dim=1)
+    return Generation(stacked.argmax(dim=-1).tolist(), list(stacked))
+
+
+def step(
+    model: Model,
+    client: Client,
+    dtype: str,
+    sequences: list[str],
+    lengths: list[int],
+    new: list[Tokens],
+) -> torch.Tensor:
+    """Run the new tokens of every sequence, packed into one row; the logits after the last each."""
+    indptr = np.cumsum([0, *map(len, new)]).tolist()
+    positions = [
+        length + i for length, tokens in zip(lengths, new, strict=True) for i in range(len(tokens))
+    ]
+    output = model(
+        input_ids=torch.tensor([[token for tokens in new for token in tokens]]),
+        position_ids=torch.tensor([positions]),
+        use_cache=False,
+        logits_to_keep=torch.tensor(indptr[1:]) - 1,
+        served=Served(client, DTYPES[dtype], sequences, indptr, lengths),
+    )
+    logits: torch.Tensor = output.logits[0]
+    return logits
+
+
+def kv_bytes(client: Client) -> tuple[float, float]:
+    """Bytes of KV read so far, and saved by reading shared KV once."""
+    read, saved = "attnd_kv_bytes_read_total", "attnd_kv_bytes_saved_total"
+    return metric(client, read), metric(client, saved)
+
+
+@torch.inference_mode()
+def generate_eager(model: Model, prompts: list[Tokens]) -> Generation:
+    """transformers' own generate, eager attention, own cache, one prompt after the other."""
+    model.set_attn_implementation("eager")
+    tokens, logits = [], []
+    began = time.perf_counter()
+    for prompt in prompts:
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        tokens.append(output.sequences[0, len(prompt) :].tolist())
+        logits.append(torch.cat(output.logits))
+    rate = len(prompts) * NEW_TOKENS / (time.perf_counter() - began)
+    print(f"eager: one after the other, prefill included, {rate:.1f} tokens/s")
+    return Generation(tokens, logits)
+
+
+def compare(served: Generation, eager: Generation, dtype: str) -> None:
+    """Say whether every token is equal and how far logits are apart; SystemExit where too far."""
+    greatest, equal, smallest_gap, diverged = 0.0, 0, float("inf"), []
+    for name, (tokens, expected) in enumerate(zip(served.tokens, eager.tokens, strict=True)):
+        pairs = list(zip(tokens, expected, strict=True))
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), NEW_TOKENS)
+        # Up to and with the first token that differs, both chose from the same history.
+        ours, theirs = served.logits[name][: same + 1], eager.logits[name][: same + 1]
+        greatest = max(greatest, (ours - theirs).abs().max().item())
+        best = theirs.topk(2, dim=-1).values
+        gaps = best[:, 0] - best[:, 1]
+        smallest_gap = min(smallest_gap, gaps.min().item())
+        equal += same
+        if same < NEW_TOKENS:
+            diverged.append(
+                f"continuation {name} diverges at token {same}: {tokens[same]} for "
+                f"{expected[same]}, whose logits are {gaps[same].item():.1e} apart"
+            )
+    total = NEW_TOKENS * len(eager.tokens)
+    deviation = torch.stack(eager.logits).std().item()
+    print(f"logits differ by at most {greatest:.1e} (standard deviation {deviation:.1f})", end=", ")
+    print(f"the two best are never closer than {smallest_gap:.1e}")
+    for line in diverged:
+        print(line)
+    print(f"{equal} of {total} tokens equal to eager attention before any divergence")
+    if greatest > LOGIT_BOUNDS[dtype] or (dtype == "fp32" and diverged):
+        raise SystemExit(f"FAILED: not the same model at {dtype}")
+    print("token for token equal" if not diverged else "equal but for near-ties")
+
+
+if __name__ == "__main__":
+    main()
