@@ -1,1 +1,52 @@
 """Backends: the pool on a device, and the kernels that read and write it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Literal
+
+from kernels.backend import Backend, DeviceLost, PoolGeometry
+
+BackendKind = Literal["cpu", "cuda", "auto"]
+
+
+def make_backend(
+    kind: BackendKind, geometry: PoolGeometry, device: int = 0, *, poison: bool = False
+) -> Backend:
+    """A ready backend with its pool allocated; `auto` is cuda where a device answers, else cpu.
+
+    torch and cupy are imported only by the backend that needs them. `poison` fills the pool with
+    0xFF bytes, a NaN in every storage dtype, so that a read of a dead slot shows. Raises
+    `ValueError` for an unknown kind, `Unsupported` where the backend cannot hold the geometry, and
+    `DeviceLost` where there is no such device.
+    """
+    match kind:
+        case "cpu":
+            return _make("kernels.cpu", "CpuBackend", geometry, device, poison)
+        case "cuda":
+            if not cuda_devices():
+                raise DeviceLost("backend.kind = cuda: no CUDA device answers on this machine")
+            return _make("kernels.cuda.backend", "CudaBackend", geometry, device, poison)
+        case "auto":
+            chosen: BackendKind = "cuda" if cuda_devices() else "cpu"
+            return make_backend(chosen, geometry, device, poison=poison)
+    raise ValueError(f"backend.kind = {kind}: must be cpu, cuda or auto")
+
+
+def cuda_devices() -> int:
+    """How many CUDA devices answer; 0 without cupy, a driver or a device."""
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError:
+        return 0
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
+def _make(module: str, cls: str, geometry: PoolGeometry, device: int, poison: bool) -> Backend:
+    backend: Backend = getattr(importlib.import_module(module), cls)(
+        geometry, device=device, poison=poison
+    )
+    return backend

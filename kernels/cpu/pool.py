@@ -1,0 +1,106 @@
+"""The page pool on the host: every layer's K and V, as stored bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.backend import NUMPY_DTYPES, Array, DType, Layout, PoolGeometry
+from kernels.cpu.tensors import BITS, narrow, to_torch, widen
+
+Scales = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """K or V of all layers, for 5-D and for paired 4-D storage alike.
+
+    `bits` is 5-D `[layers, pages, ...]`, inner axes by `layout`; its pages may be strided. `flat`
+    views the memory as `[units, page elements]`: page g of the pool (`layer * num_pages + page`)
+    is unit `g * step + first`.
+    """
+
+    bits: torch.Tensor
+    flat: torch.Tensor
+    step: int
+    first: int
+    layout: Layout
+    dtype: DType
+    scale: float
+
+    @property
+    def by_token(self) -> torch.Tensor:
+        """View `[layers, pages, page_size, heads, dim]`, whatever the layout."""
+        return self.bits if self.layout == "NHD" else self.bits.transpose(2, 3)
+
+    def write(self, layer: int, page: torch.Tensor, offset: torch.Tensor, rows: Array) -> None:
+        """Quantise `rows [n, heads, dim]` into the token slots (page, offset)."""
+        self.by_token[layer, page, offset] = narrow(to_torch(rows), self.dtype, self.scale)
+
+    def read(self, layer: int, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        """Real values of token slots, float32 `[n, heads, dim]`."""
+        values = widen(self.by_token[layer, page, offset], self.dtype)
+        return values if self.scale == 1.0 else values.mul(self.scale)
+
+    def copy(self, src: torch.Tensor, dst: torch.Tensor, offset: torch.Tensor) -> None:
+        """Copy token slots (src, offset) to (dst, offset) in every layer."""
+        self.by_token[:, dst, offset] = self.by_token[:, src, offset]
+
+    def load(self, pages: torch.Tensor, num_keys: int) -> torch.Tensor:
+        """Runs of pages as unscaled float32 `[G * heads, num_keys, dim]`, cut to `num_keys` keys.
+
+        `pages` int64 `[G, P]` are pages of the pool over all layers. One pass over whole pages.
+        """
+        runs, per_run = pages.shape
+        units = self.flat.index_select(0, pages.reshape(-1) * self.step + self.first)
+        values = widen(units, self.dtype).view(runs, per_run, *self.bits.shape[2:])
+        if self.layout == "HND":
+            values = values.transpose(2, 3)
+        keys = values.flatten(1, 2)[:, :num_keys]
+        return keys.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """K and V of a pool, and the one buffer or two that hold them."""
+
+    k: Store
+    v: Store
+    storage: tuple[torch.Tensor, ...]
+
+    def fill_with_nan(self) -> None:
+        """Set every byte to 0xFF, a NaN in all five formats."""
+        for tensor in self.storage:
+            tensor.view(torch.uint8).fill_(0xFF)
+
+
+def allocate(geometry: PoolGeometry) -> Pool:
+    """One 5-D tensor per layer, `geometry.layer_shape`; memory is taken as pages are written."""
+    shape = geometry.layer_shape
+    dtype = BITS[NUMPY_DTYPES[geometry.dtype].itemsize]
+    whole = torch.empty((geometry.num_layers, *shape), dtype=dtype)
+    flat = whole.view(-1, shape[2] * shape[3] * shape[4])
+    k_scale, v_scale = scales(geometry)
+    return Pool(
+        Store(whole[:, :, 0], flat, 2, 0, geometry.layout, geometry.dtype, k_scale),
+        Store(whole[:, :, 1], flat, 2, 1, geometry.layout, geometry.dtype, v_scale),
+        (whole,),
+    )
+
+
+def pair(k: torch.Tensor, v: torch.Tensor, layout: Layout, dtype: DType, scale: Scales) -> Pool:
+    """A pool over 4-D K and V `[pages, ...]` held apart: one layer, nothing copied."""
+    k_bits, v_bits = k.view(BITS[k.itemsize]), v.view(BITS[v.itemsize])
+    stores = [
+        Store(bits[None], bits.flatten(1), 1, 0, layout, dtype, factor)
+        for bits, factor in zip((k_bits, v_bits), scale, strict=True)
+    ]
+    return Pool(stores[0], stores[1], (k_bits, v_bits))
+
+
+def scales(geometry: PoolGeometry) -> Scales:
+    """(k_scale, v_scale), which only fp8 storage has."""
+    if geometry.dtype in ("fp8_e4m3", "fp8_e5m2"):
+        return geometry.k_scale, geometry.v_scale
+    return 1.0, 1.0

@@ -1,0 +1,151 @@
+"""From requests to batches of equal-shaped segments, in numpy: what the attention loop walks.
+
+Requests are laid end to end: rows are counted over all of them, in plan order, and a page is
+`layer * num_pages + page`, so segments of any request, level and layer can share a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kernels.backend import Array, Attend, Int64, Mask, Plan, UInt8
+
+LOAD_ELEMENTS: Final = 512 * 1024
+"""Elements of K (and of V) widened at a time: 2 MiB of float32, which stays in cache between the
+gather, the two products and the next tile. Twice as much was slower on 512 KiB of L2 per core."""
+
+SHORT_KEYS: Final = 512
+"""Segments up to this long are padded to a common length, so that a batch of short sequences costs
+a few calls and not a few calls each; padding a longer one would cost more than it saves."""
+
+PADDED_KEYS: Final = 64
+"""What short segments are padded to a multiple of."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """G segments of R query rows each, over runs of P pages; no row is in it twice.
+
+    `rows` int64 [G, R]; `pages` int64 [G, P], a shorter run repeats its last page; `num_keys` and
+    `kv_start` int64 [G].
+    """
+
+    rows: Int64
+    pages: Int64
+    num_keys: Int64
+    kv_start: Int64
+    causal: bool
+    masked: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """Batches, and what visibility rests on: each row's position, and its first bit of `mask`."""
+
+    batches: list[Batch]
+    positions: Int64
+    mask: Mask | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """Columns over all non-empty segments; `first_page` counts into `pages` of all requests."""
+
+    level: Int64
+    first_row: Int64
+    num_rows: Int64
+    first_page: Int64
+    num_pages: Int64
+    num_keys: Int64
+    kv_start: Int64
+    causal: Int64
+    masked: Int64
+
+
+def lay_out(requests: Sequence[Attend], num_pages: int, page_size: int, page_elements: int) -> Work:
+    """Batches for requests over a pool of `num_pages` pages per layer."""
+    segments, pages = _segments(requests, num_pages, page_size)
+    positions = np.concatenate([r.plan.positions for r in requests]).astype(np.int64)
+    batches = list(_batches(segments, pages, page_size, page_elements))
+    return Work(batches, positions, _join_masks(requests))
+
+
+def _segments(requests: Sequence[Attend], num_pages: int, page_size: int) -> tuple[Segments, Int64]:
+    columns: list[Int64] = []
+    pages: list[Array] = []
+    row, page = 0, 0
+    for request in requests:
+        for number, level in enumerate(request.plan.levels):
+            qo, kv = level.qo_indptr.astype(np.int64), level.kv_indptr.astype(np.int64)
+            rows, runs = np.diff(qo), np.diff(kv)
+            keys = (runs - 1) * page_size + level.kv_last_page_len
+            flags = (number, level.causal, request.mask is not None)
+            same = [np.full(rows.size, flag, np.int64) for flag in flags]
+            column = [same[0], row + qo[:-1], rows, page + kv[:-1], runs, keys, level.kv_start]
+            columns.append(np.stack([*column, *same[1:]])[:, (rows > 0) & (runs > 0)])
+            pages.append(level.kv_indices + np.int64(request.layer) * num_pages)
+            page += level.kv_indices.size
+        row += request.plan.positions.size
+    if not columns:
+        return Segments(*np.zeros((9, 0), np.int64)), np.zeros(0, np.int64)
+    return Segments(*np.concatenate(columns, axis=1)), np.concatenate(pages)
+
+
+def _batches(
+    segments: Segments, pages: Int64, page_size: int, page_elements: int
+) -> Iterator[Batch]:
+    """Group segments by shape and flags, cut groups so that a short one is loaded whole."""
+    short = segments.num_keys <= SHORT_KEYS
+    quantum = max(1, PADDED_KEYS // page_size)
+    padded = -(-segments.num_pages // quantum) * quantum
+    width = np.where(short, padded, segments.num_pages)
+    kind = [segments.level, segments.num_rows, width, segments.causal, segments.masked]
+    order = np.lexsort(kind)
+    keys = np.stack(kind)[:, order]
+    cuts = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1
+    for group in np.split(order, cuts):
+        if group.size == 0:
+            continue
+        columns = int(width[group[0]])
+        most = max(1, LOAD_ELEMENTS // (columns * page_elements))
+        for begin in range(0, group.size, most):
+            yield _batch(segments, pages, group[begin : begin + most], columns)
+
+
+def _batch(segments: Segments, pages: Int64, chosen: Int64, width: int) -> Batch:
+    first = chosen[0]
+    column = np.minimum(np.arange(width), segments.num_pages[chosen, None] - 1)
+    return Batch(
+        rows=segments.first_row[chosen, None] + np.arange(segments.num_rows[first]),
+        pages=pages[segments.first_page[chosen, None] + column],
+        num_keys=segments.num_keys[chosen],
+        kv_start=segments.kv_start[chosen],
+        causal=bool(segments.causal[first]),
+        masked=bool(segments.masked[first]),
+    )
+
+
+def _join_masks(requests: Sequence[Attend]) -> Mask | None:
+    """All masks as one; rows of a request without one get offset 0, which nothing reads."""
+    if all(request.mask is None for request in requests):
+        return None
+    bits: list[UInt8] = []
+    offsets: list[Array] = []
+    bytes_before = 0
+    for request in requests:
+        if request.mask is None:
+            offsets.append(np.zeros(request.plan.positions.size, np.int64))
+            continue
+        bits.append(request.mask.bits)
+        offsets.append(request.mask.row_offsets + 8 * bytes_before)
+        bytes_before += request.mask.bits.size
+    return Mask(np.concatenate(bits), np.concatenate(offsets))
+
+
+def inverse(plan: Plan) -> Array | None:
+    """Where each request row is in plan order, or None for the identity."""
+    return None if plan.order is None else np.argsort(plan.order)
