@@ -79,8 +79,8 @@ class PageAllocator:
     def _check_held(self, pages: Int32, verb: str) -> None:
         if pages.size == 0:
             return
-        if pages.min() < 0 or pages.max() >= self.num_pages:
-            raise IntegrityError(f"page {pages.max()} of {self.num_pages} {verb}")
+        if (outside := pages[(pages < 0) | (pages >= self.num_pages)]).size:
+            raise IntegrityError(f"page {outside[0]} of {self.num_pages} {verb}")
         unheld = pages[self._refcounts[pages] == 0]
         if unheld.size:
             raise IntegrityError(f"free page {unheld[0]} {verb}")

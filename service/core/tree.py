@@ -26,16 +26,6 @@ from service.core.values import (
     row_copies,
 )
 
-__all__ = [
-    "CsrTable",
-    "Extension",
-    "IntegrityError",
-    "NewSpec",
-    "PrefixTree",
-    "RowCopies",
-    "SequenceView",
-]
-
 # Named here because the class has a method called `list`.
 Leaves = list[Leaf]
 Views = list[SequenceView]

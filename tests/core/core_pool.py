@@ -1,0 +1,105 @@
+"""A prefix tree beside a pool of plain token numbers, so that tests can read back what they wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from service.core.plan import CascadePlan
+from service.core.tree import PrefixTree
+from service.core.values import Int32, NewSpec, RowCopies
+
+EMPTY = -1
+
+
+def int32(*values: int) -> Int32:
+    return np.array(values, dtype=np.int32)
+
+
+class TokenPool:
+    """One token number per slot and layer; what was never written is `EMPTY`."""
+
+    def __init__(self, num_pages: int = 32, page_size: int = 4, num_layers: int = 1) -> None:
+        self.tree = PrefixTree(num_pages, page_size, num_layers)
+        self.page_size = page_size
+        self.stored = np.full((num_layers, num_pages * page_size), EMPTY, dtype=np.int64)
+
+    @property
+    def layers(self) -> range:
+        return range(self.tree.num_layers)
+
+    def create(self, *specs: NewSpec) -> RowCopies:
+        copies = self.tree.create(specs)
+        self._copy(copies)
+        return copies
+
+    def fork(self, name: str, parent: str, length: int | None = None) -> RowCopies:
+        return self.create(NewSpec(name, parent, length))
+
+    def truncate(self, name: str, length: int) -> RowCopies:
+        copies = self.tree.truncate(name, length)
+        self._copy(copies)
+        return copies
+
+    def append(self, name: str, tokens: Sequence[int], layers: Sequence[int] | None = None) -> None:
+        """The same tokens at each of the layers (all by default)."""
+        for layer in self.layers if layers is None else layers:
+            extension = self.tree.extend(layer, [name], int32(len(tokens)))
+            self.stored[layer, extension.slots] = tokens
+
+    def start(self, name: str, tokens: Sequence[int]) -> None:
+        """A new sequence with `tokens` at every layer."""
+        self.create(NewSpec(name))
+        self.append(name, tokens)
+
+    def read(self, name: str, layer: int = 0) -> list[int]:
+        """The sequence's tokens, found by its page table."""
+        table = self.tree.page_table([name], layer)
+        slots = self._slots(table.kv_indices, int(table.kv_last_page_len[0]))
+        tokens: list[int] = self.stored[layer, slots].tolist()
+        return tokens
+
+    def read_slots(self, name: str, layer: int = 0) -> list[int]:
+        """The sequence's tokens, found by its token slots."""
+        _, slots = self.tree.slots([name], layer)
+        tokens: list[int] = self.stored[layer, slots].tolist()
+        return tokens
+
+    def pages(self, name: str, layer: int = 0) -> list[int]:
+        pages: list[int] = self.tree.page_table([name], layer).kv_indices.tolist()
+        return pages
+
+    def expand(self, plan: CascadePlan, causal: bool, layer: int = 0) -> list[list[list[int]]]:
+        """What each row of the request sees: `[position, token]` in order of level and page."""
+        num_rows = plan.positions.size
+        rows: list[list[list[int]]] = [[] for _ in range(num_rows)]
+        order = range(num_rows) if plan.order is None else plan.order.tolist()
+        for level in plan.levels:
+            assert level.qo_indptr[0] == 0
+            assert level.qo_indptr[-1] == num_rows
+            for s, last in enumerate(level.kv_last_page_len.tolist()):
+                pages = level.kv_indices[level.kv_indptr[s] : level.kv_indptr[s + 1]]
+                assert (1 <= last <= self.page_size) if pages.size else last == 0
+                tokens = self.stored[layer, self._slots(pages, last)]
+                seen = np.stack((level.kv_start[s] + np.arange(tokens.size), tokens), axis=1)
+                for row in range(level.qo_indptr[s], level.qo_indptr[s + 1]):
+                    hidden = seen[:, 0] > plan.positions[row]
+                    assert not (causal and hidden.any() and not level.causal)
+                    rows[order[row]] += seen[~(hidden & level.causal)].tolist()
+        return rows
+
+    def free_all(self) -> None:
+        self.tree.free([view.id for view in self.tree.list(None, 1 << 20)])
+
+    def _slots(self, pages: Int32, last_page_len: int) -> Int32:
+        slots = pages[:, np.newaxis] * self.page_size + np.arange(self.page_size)
+        count = pages.size * self.page_size - (self.page_size - last_page_len) * (pages.size > 0)
+        return slots.ravel()[:count].astype(np.int32)
+
+    def _copy(self, copies: RowCopies) -> None:
+        assert not set(copies.src_pages.tolist()) & set(copies.dst_pages.tolist())
+        columns = (copies.src_pages, copies.dst_pages, copies.num_rows)
+        for source, to, rows in zip(*(column.tolist() for column in columns), strict=True):
+            a, b = source * self.page_size, to * self.page_size
+            self.stored[:, b : b + rows] = self.stored[:, a : a + rows]

@@ -1,0 +1,70 @@
+"""The page allocator on its own."""
+
+import pytest
+
+from core_pool import int32
+from service.core.allocator import PageAllocator
+from service.core.errors import IntegrityError, OutOfPages
+
+
+def test_a_fresh_allocator_hands_out_pages_in_ascending_order() -> None:
+    pages = PageAllocator(8)
+    assert pages.allocate(3).tolist() == [0, 1, 2]
+    assert pages.allocate(2).tolist() == [3, 4]
+    assert (pages.num_free, pages.num_referenced, pages.num_pages) == (3, 5, 8)
+
+
+def test_released_pages_are_the_next_to_be_handed_out_in_their_old_order() -> None:
+    pages = PageAllocator(8)
+    pages.allocate(6)
+    pages.release(int32(4, 1, 3))
+    assert pages.allocate(4).tolist() == [4, 1, 3, 6]
+
+
+def test_too_large_an_allocation_takes_nothing_and_says_how_many_are_free() -> None:
+    pages = PageAllocator(4)
+    pages.allocate(1)
+    with pytest.raises(OutOfPages) as refused:
+        pages.allocate(4)
+    assert (refused.value.needed, refused.value.free, refused.value.total) == (4, 3, 4)
+    assert pages.num_free == 3
+
+
+def test_no_pages_can_be_allocated_and_released() -> None:
+    pages = PageAllocator(1)
+    assert pages.allocate(0).tolist() == []
+    pages.release(int32())
+    assert pages.num_free == 1
+
+
+def test_a_page_is_free_only_after_its_last_holder_released_it() -> None:
+    pages = PageAllocator(4)
+    held = pages.allocate(2)
+    pages.retain(held[:1])
+    pages.release(held)
+    assert (pages.num_free, pages.refcounts.tolist()) == (3, [1, 0, 0, 0])
+    pages.release(held[:1])
+    assert pages.num_free == 4
+
+
+def test_all_pages_can_be_taken_and_given_back() -> None:
+    pages = PageAllocator(1000)
+    pages.release(pages.allocate(1000))
+    assert sorted(pages.free_pages.tolist()) == list(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (int32(5), "page 5 of 4 released"),
+        (int32(-1), "page -1 of 4 released"),
+        (int32(3), "free page 3 released"),
+        (int32(0, 1, 0), "page 0 released twice at once"),
+    ],
+)
+def test_releasing_what_is_not_held_is_a_bug_and_changes_nothing(given, message) -> None:
+    pages = PageAllocator(4)
+    pages.allocate(3)
+    with pytest.raises(IntegrityError, match=f"{message}: this is a bug"):
+        pages.release(given)
+    assert (pages.num_free, pages.refcounts.tolist()) == (1, [1, 1, 1, 0])
