@@ -141,13 +141,14 @@ class RaggedPrefillFields(WindowFields):
 class CascadeLevelFields(Fields):
     sequences: Ids
     qo_indptr: Counts
-    """int32 [S+1]: rows `qo_indptr[s]:qo_indptr[s+1]` of q attend the whole of sequence s."""
+    """int32 [S+1]: rows `qo_indptr[s]:qo_indptr[s+1]` of q attend the whole of sequence s. Rows
+    before the first and after the last see nothing at this level."""
 
 
 class CascadeFields(ScoringFields):
     layer: Count
     levels: Annotated[list[CascadeLevelFields], Field(min_length=1, max_length=16)]
-    """Level 0 is the most shared. Every level's qo_indptr covers all rows of q."""
+    """Level 0 is the most shared."""
     causal: bool = False
     """Applies to the last level."""
     return_levels: bool = False

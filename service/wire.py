@@ -20,7 +20,7 @@ from service.errors import MalformedBody
 
 Array = NDArray[Any]
 Tensors = dict[str, Array]
-Body = bytes | bytearray
+Body = bytes | memoryview
 Part = bytes | memoryview
 
 DTYPES: Final[dict[str, np.dtype[Any]]] = {
@@ -89,7 +89,7 @@ def read_header(body: Body) -> tuple[dict[str, Any], int]:
         raise MalformedBody(f"header length {length}: only {len(body) - 8} bytes follow")
     if length == 0 or body[8] != 0x7B:
         raise MalformedBody("the safetensors header does not begin with '{'")
-    header = load_json(body[8:start], "the safetensors header")
+    header = load_json(bytes(body[8:start]), "the safetensors header")
     if not isinstance(header, dict):
         raise MalformedBody("the safetensors header is not a JSON object")
     return header, start
@@ -147,9 +147,7 @@ def are_counts(values: object) -> bool:
     )
 
 
-def view(
-    body: Body, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int, name: str
-) -> Array:
+def view(body: Body, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int, name: str) -> Array:
     """The tensor at `offset`: a view, or a copy where the bytes lie unaligned for their dtype."""
     if 0 in shape:
         return np.empty(shape, dtype)
@@ -192,7 +190,7 @@ def write_safetensors(fields: str, tensors: Tensors) -> list[Part]:
         cursor = end
         if array.nbytes:
             flat = np.ascontiguousarray(array).reshape(-1)
-            parts.append(memoryview(flat.view(np.uint8)))
+            parts.append(flat.view(np.uint8).data)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little") + text, *parts]
@@ -217,7 +215,7 @@ def refuse_constant(name: str) -> NoReturn:
 DECODER: Final = json.JSONDecoder(object_pairs_hook=unique, parse_constant=refuse_constant)
 
 
-def load_json(text: Body, what: str) -> Any:
+def load_json(text: bytes, what: str) -> Any:
     """JSON as RFC 8259 has it: UTF-8, no duplicate keys, no NaN; `MalformedBody` otherwise."""
     try:
         return DECODER.decode(text.decode("utf-8"))

@@ -149,7 +149,7 @@ def build_ragged_prefill(
 
 
 def build_cascade(fields: CascadeFields, tensors: Tensors, info: ServiceInfo) -> Cascade:
-    """`q [n, num_qo_heads, head_dim]`; each level's prefix sums cover all n rows."""
+    """`q [n, num_qo_heads, head_dim]`; a level may leave out rows at either end."""
     checks.check_names(tensors, Q)
     checks.check_layer(fields.layer, info)
     q = tensors["q"]
@@ -158,7 +158,9 @@ def build_cascade(fields: CascadeFields, tensors: Tensors, info: ServiceInfo) ->
     for index, level in enumerate(fields.levels):
         field = f"levels.{index}"
         ids = checks.check_ids(f"{field}.sequences", level.sequences)
-        indptr = checks.prefix_sums(f"{field}.qo_indptr", level.qo_indptr, len(ids), q.shape[0])
+        indptr = checks.prefix_sums(
+            f"{field}.qo_indptr", level.qo_indptr, len(ids), q.shape[0], partial=True
+        )
         levels.append(CascadeLevel(ids, indptr))
     chosen = Options(fields.sm_scale, fields.logits_soft_cap, -1, fields.lse_base)
     return Cascade(fields.layer, tuple(levels), q, fields.causal, fields.return_levels, chosen)

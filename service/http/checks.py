@@ -90,17 +90,24 @@ def check_ids(field: str, ids: Sequence[str]) -> Ids:
     return tuple(ids)
 
 
-def prefix_sums(field: str, values: Sequence[int], batch: int | None, rows: int) -> Int32:
-    """int32 [batch + 1] that starts at 0, never decreases, and ends at `rows`."""
+def prefix_sums(
+    field: str, values: Sequence[int], batch: int | None, rows: int, *, partial: bool = False
+) -> Int32:
+    """int32 [batch + 1] that starts at 0, never decreases, and ends at `rows`.
+
+    `partial`: it may leave out rows at either end.
+    """
     if batch is not None and len(values) != batch + 1:
         refuse(field, f"{len(values)} numbers", f"must be {batch + 1}, one more than sequences")
     sums = np.array(values, np.int32)
-    if sums[0] != 0:
+    if sums[0] != 0 and not partial:
         refuse(field, values[0], "must start at 0")
     if np.any(sums[1:] < sums[:-1]):
         at = int(np.argmax(sums[1:] < sums[:-1])) + 1
         refuse(field, f"{values[at]} at {at}", "must not decrease")
-    if sums[-1] != rows:
+    if sums[-1] > rows:
+        refuse(field, values[-1], f"must not pass {rows}, the rows it counts")
+    if sums[-1] != rows and not partial:
         refuse(field, values[-1], f"must end at {rows}, the rows it counts")
     return sums
 
