@@ -28,17 +28,18 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One specialisation: `kernels/cuda/{source}.cu` compiled with `-D{name}={value}` each."""
+    """One specialisation: `kernels/cuda/{source}.cu` compiled with `options`."""
 
     source: str
-    defines: tuple[tuple[str, int], ...]
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        return tuple(f"-D{name}={value}" for name, value in self.defines)
+    options: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.source}({', '.join(f'{name}={value}' for name, value in self.defines)})"
+        return f"{self.source}({', '.join(option.removeprefix('-D') for option in self.options)})"
+
+
+def spec(source: str, **defines: int) -> Spec:
+    """The specialisation with `-D{name}={value}` for each definition."""
+    return Spec(source, tuple(f"-D{name}={value}" for name, value in defines.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,29 +102,29 @@ def compile_all(
     `cache` None compiles everything and stores nothing. Raises `CompileError`.
     """
     with ThreadPoolExecutor(max_workers=workers or os.cpu_count() or 1) as pool:
-        return list(pool.map(lambda spec: compile_cached(spec, arch, cache), specs))
+        return list(pool.map(lambda wanted: compile_cached(wanted, arch, cache), specs))
 
 
-def compile_cached(spec: Spec, arch: str, cache: Path | None) -> Compiled:
+def compile_cached(kernel: Spec, arch: str, cache: Path | None) -> Compiled:
     """One kernel, from the cache if it is there."""
     if cache is None:
-        return compile_spec(spec, arch)
-    path = cached_path(spec, arch, cache)
+        return compile_spec(kernel, arch)
+    path = cached_path(kernel, arch, cache)
     log = path.with_suffix(".log")
     if path.exists() and log.exists():
-        return Compiled(spec, arch, path.read_bytes(), log.read_text())
-    compiled = compile_spec(spec, arch)
+        return Compiled(kernel, arch, path.read_bytes(), log.read_text())
+    compiled = compile_spec(kernel, arch)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(log, compiled.log.encode())
     write_whole(path, compiled.cubin)
     return compiled
 
 
-def cached_path(spec: Spec, arch: str, cache: Path) -> Path:
+def cached_path(kernel: Spec, arch: str, cache: Path) -> Path:
     """Where the cubin of a kernel lives; a different source, option or compiler lives elsewhere."""
-    key = "\0".join([sources_digest(), spec.source, *spec.options, nvrtc_version()])
+    key = "\0".join([sources_digest(), kernel.source, *kernel.options, nvrtc_version()])
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
-    return cache / arch / f"{spec.source}-{name}.cubin"
+    return cache / arch / f"{kernel.source}-{name}.cubin"
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -141,11 +142,11 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
-def compile_spec(spec: Spec, arch: str) -> Compiled:
+def compile_spec(kernel: Spec, arch: str) -> Compiled:
     """Compile one kernel now. Raises `CompileError` with the compiler's log."""
     from cuda.bindings import nvrtc
 
-    source = (SOURCES / f"{spec.source}.cu").read_bytes()
+    source = (SOURCES / f"{kernel.source}.cu").read_bytes()
     options = [
         f"-arch={arch}",
         "-std=c++17",
@@ -153,9 +154,9 @@ def compile_spec(spec: Spec, arch: str) -> Compiled:
         "-ftz=true",
         f"-I{SOURCES}",
         "--ptxas-options=-v",
-        *spec.options,
+        *kernel.options,
     ]
-    program = check(nvrtc.nvrtcCreateProgram(source, f"{spec.source}.cu".encode(), 0, [], []))
+    program = check(nvrtc.nvrtcCreateProgram(source, f"{kernel.source}.cu".encode(), 0, [], []))
     try:
         encoded = [option.encode() for option in options]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
@@ -163,10 +164,10 @@ def compile_spec(spec: Spec, arch: str) -> Compiled:
         check(nvrtc.nvrtcGetProgramLog(program, log))
         text = log.rstrip(b"\0 ").decode(errors="replace")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CompileError(f"{spec} does not compile for {arch}:\n{text}")
+            raise CompileError(f"{kernel} does not compile for {arch}:\n{text}")
         cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
         check(nvrtc.nvrtcGetCUBIN(program, cubin))
-        return Compiled(spec, arch, cubin, text)
+        return Compiled(kernel, arch, cubin, text)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

@@ -279,6 +279,10 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
         release(shared.keys_empty(keys.stage()));
         keys.advance();
         soften_tile(s, rows, tile * kTileKeys, rescale, shared, queries.stage(), row, arguments);
+        // A sum is never negative. The branch ends a basic block: without it ptxas moves the wait for
+        // P V up over the softmax, and nothing overlaps.
+        pin(s);
+        if (rows.sum[0] + rows.sum[1] < 0.0f) __trap();
         products_wait<0>();
         pin(o);
         pin(p);

@@ -1,0 +1,98 @@
+"""What must hold before anything reaches a kernel; the first breach is named with its numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kernels.backend import Array, Attend, Int32, Level, PoolGeometry, RaggedAttend, Unsupported
+
+
+def require(holds: bool, field: str, value: object, rule: str) -> None:
+    """Raise ValueError naming a field, its value and the rule it breaks."""
+    if not holds:
+        raise ValueError(f"{field} = {value}: {rule}")
+
+
+def check_layer(layer: int, geometry: PoolGeometry) -> None:
+    require(0 <= layer < geometry.num_layers, "layer", layer, f"0..{geometry.num_layers - 1}")
+
+
+def check_slots(slots: Int32, geometry: PoolGeometry) -> None:
+    """Every token slot lies in the pool."""
+    most = geometry.num_pages * geometry.page_size
+    if len(slots):
+        low, high = int(slots.min()), int(slots.max())
+        require(low >= 0 and high < most, "slots", (low, high), f"0..{most - 1}")
+
+
+def check_pages(pages: Int32, geometry: PoolGeometry, field: str) -> None:
+    if len(pages):
+        low, high = int(pages.min()), int(pages.max())
+        require(low >= 0 and high < geometry.num_pages, field, (low, high), "not in the pool")
+
+
+def check_kv(k: Array, v: Array, geometry: PoolGeometry, rows: int) -> None:
+    shape = (rows, geometry.num_kv_heads, geometry.head_dim)
+    require(k.shape == shape and v.shape == shape, "k, v", (k.shape, v.shape), f"both {shape}")
+    require(k.dtype == v.dtype, "k, v", (k.dtype, v.dtype), "one dtype")
+
+
+def check_indptr(indptr: Int32, end: int, field: str) -> None:
+    """Starts at 0, never decreases, ends at `end`."""
+    good = len(indptr) > 0 and int(indptr[0]) == 0 and int(indptr[-1]) == end
+    require(good and bool((np.diff(indptr) >= 0).all()), field, "indptr", f"0 .. {end}, rising")
+
+
+def check_level(level: Level, rows: int, geometry: PoolGeometry) -> None:
+    """CSR arrays agree with each other and page ids lie in the pool."""
+    check_indptr(level.qo_indptr, rows, "qo_indptr")
+    check_indptr(level.kv_indptr, len(level.kv_indices), "kv_indptr")
+    segments = len(level.qo_indptr) - 1
+    for field in ("kv_last_page_len", "kv_start"):
+        require(len(getattr(level, field)) == segments, field, "length", f"{segments} segments")
+    require(len(level.kv_indptr) == segments + 1, "kv_indptr", "length", f"{segments} segments")
+    check_pages(level.kv_indices, geometry, "kv_indices")
+    if segments:
+        pages = np.diff(level.kv_indptr)
+        last = level.kv_last_page_len
+        good = np.where(pages > 0, (last >= 1) & (last <= geometry.page_size), last == 0)
+        require(bool(good.all()), "kv_last_page_len", last[~good][:4], "1..page_size, 0 if empty")
+
+
+def check_attend(request: Attend, geometry: PoolGeometry) -> None:
+    """What is cheap to check on every call; `check_plan` is for plans not seen before."""
+    check_layer(request.layer, geometry)
+    q, heads = request.q, geometry.num_kv_heads
+    good = q.ndim == 3 and q.shape[1] % heads == 0 and q.shape[2] == geometry.head_dim
+    require(good and q.shape[1] > 0, "q", q.shape, f"[n, multiple of {heads}, {geometry.head_dim}]")
+    require(len(request.plan.positions) == len(q), "q", len(q), "one row per plan row")
+    require(len(q) * q.shape[1] < 2**31, "q", q.shape, "fewer than 2^31 rows and heads")
+    if request.mask is not None:
+        good = len(request.mask.row_offsets) == len(q)
+        require(good, "mask.row_offsets", len(request.mask.row_offsets), "one per plan row")
+
+
+def check_plan(request: Attend, geometry: PoolGeometry) -> None:
+    """Everything a kernel reads through a plan's indices."""
+    plan, rows = request.plan, len(request.q)
+    for level in plan.levels:
+        check_level(level, rows, geometry)
+    if plan.order is not None:
+        counts = np.bincount(plan.order, minlength=rows) if rows else np.zeros(0, np.int64)
+        good = len(plan.order) == rows and len(counts) == rows and bool((counts == 1).all())
+        require(good, "order", len(plan.order), f"a permutation of {rows} rows")
+
+
+def check_ragged(request: RaggedAttend) -> None:
+    """Shapes and indptr of a ragged request."""
+    q, k, v = request.q, request.k, request.v
+    require(q.ndim == 3 and k.ndim == 3, "q, k", (q.ndim, k.ndim), "three dimensions")
+    require(k.shape == v.shape and k.dtype == v.dtype, "k, v", (k.shape, v.shape), "alike")
+    good = k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0 and q.shape[2] == k.shape[2]
+    require(good and q.shape[1] > 0, "q", q.shape, f"heads and head_dim to go with {k.shape}")
+    check_indptr(request.qo_indptr, len(q), "qo_indptr")
+    check_indptr(request.kv_indptr, len(k), "kv_indptr")
+    good = len(request.qo_indptr) == len(request.kv_indptr)
+    require(good, "kv_indptr", len(request.kv_indptr), "as many requests as qo_indptr")
+    if k.dtype.itemsize == 1:
+        raise Unsupported("k", k.dtype, "ragged keys are fp16, bf16 or fp32")

@@ -1,0 +1,103 @@
+"""Kernels on the device: loading what `kernels.compile` made, and the structs they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.compile import DEFAULT_CACHE, Spec, cached_path, compile_all, compile_cached
+
+_POINTERS: Final = tuple(
+    "q o lse k v items worker_begin kv_indices order positions mask_bits mask_row_offsets "
+    "partial_o partial_lse".split()
+)
+
+ATTEND_PARAMS: Final = np.dtype(
+    [
+        *((name, np.uint64) for name in _POINTERS),
+        *((f"{name}_rows", np.uint32) for name in ("layer", "page", "token", "head")),
+        *((name, np.int32) for name in ("page_size", "num_workers", "num_kv_heads", "group_size")),
+        *((name, np.float32) for name in ("scale", "scale2", "soft_cap", "v_scale")),
+        ("window_left", np.int32),
+    ],
+    align=True,
+)
+"""`AttendParams` of params.cuh, field by field."""
+
+MERGE_PARAMS: Final = np.dtype(
+    [
+        *((name, np.uint64) for name in ("o_in", "lse_in", "o", "lse")),
+        *((name, np.uint64) for name in ("indptr", "list", "chunks", "order")),
+        *((name, np.int32) for name in ("num_rows", "num_heads", "group_size", "chunk_rows")),
+        *((name, np.int32) for name in ("head_dim", "split", "into")),
+    ],
+    align=True,
+)
+"""`MergeParams` of merge.cu."""
+
+POOL_ROWS: Final = np.dtype(
+    [
+        ("k", np.uint64),
+        ("v", np.uint64),
+        *((f"{name}_rows", np.uint32) for name in ("layer", "page", "token", "head")),
+        ("page_size", np.int32),
+        ("num_kv_heads", np.int32),
+        ("k_scale", np.float32),
+        ("v_scale", np.float32),
+    ],
+    align=True,
+)
+"""`PoolRows` of rows.cu."""
+
+
+def params(dtype: np.dtype[Any], **fields: float) -> NDArray[Any]:
+    """One struct as a one-element array, passed to kernels by value; unnamed fields are 0."""
+    block = np.zeros(1, dtype)
+    for name, value in fields.items():
+        block[name] = value
+    return block
+
+
+def device_arch(device: int) -> str:
+    """The architecture to compile for; Hopper's own instructions need the `a`."""
+    capability: str = cupy.cuda.Device(device).compute_capability
+    return "sm_90a" if capability == "90" else f"sm_{capability}"
+
+
+class Library:
+    """Loaded kernels of one device, compiled on first use when `prepare` did not see them."""
+
+    def __init__(self, arch: str, cache: Path = DEFAULT_CACHE) -> None:
+        self.arch = arch
+        self._cache = cache
+        self._modules: dict[Spec, Any] = {}
+        self._functions: dict[tuple[Spec, str], Any] = {}
+
+    def prepare(self, specs: Sequence[Spec]) -> None:
+        """Compile in parallel what the disk cache lacks, and load it all."""
+        compile_all(specs, self.arch, self._cache)
+        for spec in specs:
+            self._module(spec)
+
+    def function(self, spec: Spec, entry: str, shared_bytes: int = 0) -> Any:
+        """An entry point, allowed `shared_bytes` of dynamic shared memory."""
+        found = self._functions.get((spec, entry))
+        if found is None:
+            found = self._module(spec).get_function(entry)
+            if shared_bytes > 48 * 1024:
+                found.max_dynamic_shared_size_bytes = shared_bytes
+            self._functions[spec, entry] = found
+        return found
+
+    def _module(self, spec: Spec) -> Any:
+        module = self._modules.get(spec)
+        if module is None:
+            compile_cached(spec, self.arch, self._cache)
+            module = cupy.RawModule(path=str(cached_path(spec, self.arch, self._cache)))
+            self._modules[spec] = module
+        return module

@@ -1,0 +1,200 @@
+// Variable-length merge of attention states: for each (row, head) a list of members (o, lse) becomes
+// one state, members weighted by e^lse. Bound by memory: each member is read once.
+//
+// A group of kLanes lanes owns one list, or one of `split` shares of it; members go by batches of
+// kBatch so that their loads are in flight together. Shares meet in shared memory.
+//
+// PARTIALS 1: the attention kernels' float partial rows, lists of chunks of packed rows (work.cuh).
+// PARTIALS 0: the public merge, row t's members are rows indptr[t] : indptr[t + 1].
+// HEAD_DIM 0: any head_dim, given at run time, one value per lane and step.
+#include "state.cuh"
+#include "storage.cuh"
+
+constexpr int kHeadDim = HEAD_DIM;
+constexpr bool kPartials = PARTIALS != 0;
+constexpr int kIn = TENSOR_IN;
+constexpr int kOut = TENSOR_OUT;
+constexpr bool kAnyDim = kHeadDim == 0;
+constexpr int kVector = kAnyDim ? 1 : kIn == kFp32 ? 4 : 8;
+constexpr int kThreads = 256;
+constexpr int kBatch = 4;
+
+constexpr int lanes_for(int values) {
+  int lanes = 1;
+  while (lanes < 32 && lanes < values) lanes *= 2;
+  return lanes;
+}
+constexpr int kLanes = kAnyDim ? 32 : lanes_for((kHeadDim + kVector - 1) / kVector);
+constexpr int kSpan = kLanes * kVector;                            // values per pass of a group
+constexpr int kPasses = kAnyDim ? 1 : (kHeadDim + kSpan - 1) / kSpan;
+constexpr int kGroups = kThreads / kLanes;
+
+struct MergeParams {
+  const void* o_in;
+  const float* lse_in;
+  void* o;
+  float* lse;
+  const int* indptr;   // [num_rows + 1]
+  const int* list;     // partials: partial row of the chunk's first packed row; else unused
+  const int* chunks;   // partials: chunk id of each merged row; else unused
+  const int* order;    // partials: plan row -> row of o
+  int num_rows;        // lists: merged chunks, or rows
+  int num_heads;       // partials: kv heads; else heads of o
+  int group_size;      // partials: query heads per kv head
+  int chunk_rows;      // partials: packed rows per chunk; else 1
+  int head_dim;        // of o, when HEAD_DIM is 0
+  int split;           // shares per list: a power of two, at most kGroups
+  int into;            // 1: row t of o, lse is one more member of list t
+};
+
+template <int kFormat>
+__device__ __forceinline__ void read_vector(float* x, const void* base, int64 at) {
+  if constexpr (kVector == 8) {
+    float y[8];
+    read_8<kFormat>(y, static_cast<const uint16*>(base) + at);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = y[i];
+  } else if constexpr (kVector == 4) {
+    const float4 y = *reinterpret_cast<const float4*>(static_cast<const float*>(base) + at);
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  } else if constexpr (kFormat == kFp32) {
+    x[0] = static_cast<const float*>(base)[at];
+  } else {
+    const uint32 y = static_cast<const uint16*>(base)[at];
+    float unused;
+    unpack<kFormat == kBfloat16>(y, x[0], unused);
+  }
+}
+
+__device__ __forceinline__ void write_vector(void* base, int64 at, const float* x) {
+  if constexpr (kVector == 1) {
+    if constexpr (kOut == kFp32) {
+      static_cast<float*>(base)[at] = x[0];
+    } else {
+      static_cast<uint16*>(base)[at] = static_cast<uint16>(pack<kOut == kBfloat16>(x[0], 0.0f));
+    }
+  } else if constexpr (kOut == kFp32) {
+    float* to = static_cast<float*>(base) + at;
+#pragma unroll
+    for (int i = 0; i < kVector; i += 4)
+      *reinterpret_cast<float4*>(to + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+  } else {
+    uint16* to = static_cast<uint16*>(base) + at;
+#pragma unroll
+    for (int i = 0; i < kVector; i += 4)
+      *reinterpret_cast<uint2*>(to + i) = make_uint2(pack<kOut == kBfloat16>(x[i], x[i + 1]),
+                                                     pack<kOut == kBfloat16>(x[i + 2], x[i + 3]));
+  }
+}
+
+struct State {
+  float max = minus_infinity();
+  float sum = 0.0f;
+  float o[kVector] = {};
+};
+
+// One more member; an empty one (lse -inf) adds nothing whatever its o holds.
+__device__ __forceinline__ void add_member(State& state, float lse, float sum, const float* o) {
+  if (lse == minus_infinity()) return;
+  const float max = fmaxf(state.max, lse);
+  const float keep = state_weight(state.max, max), weight = state_weight(lse, max);
+  state.max = max;
+  state.sum = state.sum * keep + sum * weight;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) state.o[i] = state.o[i] * keep + o[i] * weight;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    merge_states(const __grid_constant__ MergeParams p) {
+  __shared__ float shared_state[kGroups][2];
+  __shared__ float shared_o[kGroups][kSpan];
+  const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const int64 unit = static_cast<int64>(blockIdx.x) * (kGroups / p.split) + group / p.split;
+  const int share = group % p.split;
+  const int head_dim = kAnyDim ? p.head_dim : kHeadDim;
+
+  // which list, and where its result goes
+  const int head = unit % p.num_heads;
+  const int64 rest = unit / p.num_heads;
+  const int row = rest / p.chunk_rows, in_chunk = rest - static_cast<int64>(row) * p.chunk_rows;
+  const bool active = row < p.num_rows;
+  int begin = 0, end = 0;
+  int64 out_row = 0;
+  if (active) {
+    begin = p.indptr[row];
+    end = p.indptr[row + 1];
+    if constexpr (kPartials) {
+      const int packed = p.chunks[row] * p.chunk_rows + in_chunk;
+      const int plan_row = packed / p.group_size;
+      out_row = (static_cast<int64>(p.order[plan_row]) * p.num_heads + head) * p.group_size +
+                (packed - plan_row * p.group_size);
+    } else {
+      out_row = static_cast<int64>(row) * p.num_heads + head;
+    }
+  }
+
+  // passes over the head dimension, a span at a time (one, up to 128 or 256 values)
+  const int passes = kAnyDim ? (head_dim + kSpan - 1) / kSpan : kPasses;
+  float into_lse = minus_infinity();
+  if (active && p.into) into_lse = p.lse[out_row];
+  __syncwarp();  // lane 0 overwrites it below
+  for (int pass = 0; pass < passes; ++pass) {
+    const int d = pass * kSpan + lane * kVector;
+    const bool inside = d < head_dim;
+    State state;
+    for (int e = begin + share; e < end; e += p.split * kBatch) {
+      float lse[kBatch], x[kBatch][kVector];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        lse[b] = minus_infinity();
+        const int member = e + b * p.split;
+        if (member < end) {
+          int64 at;
+          if constexpr (kPartials) {
+            at = static_cast<int64>(p.list[member] + in_chunk) * p.num_heads + head;
+          } else {
+            at = static_cast<int64>(member) * p.num_heads + head;
+          }
+          lse[b] = p.lse_in[at];
+          if (inside) read_vector<kIn>(x[b], p.o_in, at * head_dim + d);
+        }
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) add_member(state, lse[b], 1.0f, x[b]);
+    }
+    if (p.into && share == 0 && active && inside) {
+      float x[kVector];
+      read_vector<kOut>(x, p.o, out_row * head_dim + d);
+      add_member(state, into_lse, 1.0f, x);
+    }
+
+    // shares of one list meet
+    if (p.split > 1) {
+      if (share != 0) {
+        if (lane == 0) {
+          shared_state[group][0] = state.max;
+          shared_state[group][1] = state.sum;
+        }
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) shared_o[group][i * kLanes + lane] = state.o[i];
+      }
+      __syncthreads();
+      if (share == 0) {
+        for (int other = group + 1; other < group + p.split; ++other) {
+          float x[kVector];
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) x[i] = shared_o[other][i * kLanes + lane];
+          add_member(state, shared_state[other][0], shared_state[other][1], x);
+        }
+      }
+      __syncthreads();
+    }
+    if (share == 0 && active && inside) {
+      const float inverse = state_inverse(state.sum);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) state.o[i] *= inverse;
+      write_vector(p.o, out_row * head_dim + d, state.o);
+      if (d == 0) p.lse[out_row] = state_merged_lse(state.max, state.sum);
+    }
+  }
+}

@@ -1,0 +1,109 @@
+// Rows in and out of the pool: append, gather, and row copies between pages. All are copies at the
+// memory limit: a thread moves 8 values of K and 8 of V with 8- to 32-byte accesses.
+//
+// TENSOR is the format of the k, v tensors outside the pool, STORE that of the pool.
+#include "storage.cuh"
+
+constexpr int kHeadDim = HEAD_DIM;
+constexpr int kTensor = TENSOR;
+constexpr int kStore = STORE;
+constexpr int kUnits = kHeadDim / 8;
+constexpr int kThreads = 256;
+static_assert(kHeadDim % 8 == 0, "eight values per thread");
+
+struct PoolRows {
+  void* k;  // K of page 0 of the layer
+  void* v;
+  uint32 layer_rows;  // strides in rows of kHeadDim stored elements
+  uint32 page_rows;
+  uint32 token_rows;
+  uint32 head_rows;
+  int page_size;
+  int num_kv_heads;
+  float k_scale;  // real value = stored * scale
+  float v_scale;
+};
+
+__device__ __forceinline__ int64 pool_offset(const PoolRows& pool, int slot, int head, int unit) {
+  const int page = slot / pool.page_size, offset = slot - page * pool.page_size;
+  const uint32 row = page * pool.page_rows + offset * pool.token_rows + head * pool.head_rows;
+  return (static_cast<int64>(row) * kHeadDim + unit * 8) * format_bytes<kStore>();
+}
+
+__device__ __forceinline__ void append_8(void* to, const void* from, float scale) {
+  if constexpr (kTensor == kStore) {
+    *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+  } else {
+    float x[8];
+    read_8<kTensor>(x, from);
+    if (scale != 1.0f) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = __fdiv_rn(x[i], scale);
+    }
+    write_8<kStore>(to, x);
+  }
+}
+
+// Row i of k, v [num_rows, num_kv_heads, kHeadDim] -> token slot slots[i].
+extern "C" __global__ void __launch_bounds__(kThreads)
+    append_rows(const __grid_constant__ PoolRows pool, const void* k, const void* v,
+                const int* slots, int num_rows) {
+  const int64 i = static_cast<int64>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64 head_row = i / kUnits;
+  const int unit = i % kUnits;
+  const int row = head_row / pool.num_kv_heads;
+  if (row >= num_rows) return;
+  const int head = head_row - static_cast<int64>(row) * pool.num_kv_heads;
+  const int64 from = i * 8 * format_bytes<kTensor>();
+  const int64 to = pool_offset(pool, slots[row], head, unit);
+  append_8(static_cast<char*>(pool.k) + to, static_cast<const char*>(k) + from, pool.k_scale);
+  append_8(static_cast<char*>(pool.v) + to, static_cast<const char*>(v) + from, pool.v_scale);
+}
+
+__device__ __forceinline__ void gather_8(void* to, const void* from, float scale) {
+  if constexpr (kTensor == kStore) {
+    *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+  } else {
+    float x[8];
+    read_8<kStore>(x, from);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] *= scale;
+    write_8<kTensor>(to, x);
+  }
+}
+
+// Token slot slots[i] -> row i of k, v [num_rows, num_kv_heads, kHeadDim], dequantised.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    gather_rows(const __grid_constant__ PoolRows pool, void* k, void* v, const int* slots,
+                int num_rows) {
+  const int64 i = static_cast<int64>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64 head_row = i / kUnits;
+  const int unit = i % kUnits;
+  const int row = head_row / pool.num_kv_heads;
+  if (row >= num_rows) return;
+  const int head = head_row - static_cast<int64>(row) * pool.num_kv_heads;
+  const int64 to = i * 8 * format_bytes<kTensor>();
+  const int64 from = pool_offset(pool, slots[row], head, unit);
+  gather_8(static_cast<char*>(k) + to, static_cast<const char*>(pool.k) + from, pool.k_scale);
+  gather_8(static_cast<char*>(v) + to, static_cast<const char*>(pool.v) + from, pool.v_scale);
+}
+
+// First num_rows[x] slots of page src[x] -> page dst[x]; blockIdx = (copy, layer).
+extern "C" __global__ void __launch_bounds__(kThreads)
+    copy_rows(const __grid_constant__ PoolRows pool, const int* src, const int* dst,
+              const int* num_rows) {
+  constexpr int kChunks = kHeadDim * format_bytes<kStore>() / 8;
+  const int64 layer = static_cast<int64>(blockIdx.y) * pool.layer_rows;
+  const int64 from_page = layer + static_cast<int64>(src[blockIdx.x]) * pool.page_rows;
+  const int64 to_page = layer + static_cast<int64>(dst[blockIdx.x]) * pool.page_rows;
+  const int count = num_rows[blockIdx.x] * pool.num_kv_heads * kChunks;
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    const int token = row / pool.num_kv_heads, head = row - token * pool.num_kv_heads;
+    const int64 within = static_cast<int64>(token) * pool.token_rows + head * pool.head_rows;
+    const int64 from = (from_page + within) * kChunks + chunk;
+    const int64 to = (to_page + within) * kChunks + chunk;
+    static_cast<uint2*>(pool.k)[to] = static_cast<const uint2*>(pool.k)[from];
+    static_cast<uint2*>(pool.v)[to] = static_cast<const uint2*>(pool.v)[from];
+  }
+}

@@ -1,0 +1,169 @@
+"""Which specialisations exist and how big they are: tiles, stages and shared memory per device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kernels.backend import NUMPY_DTYPES, DType, Unsupported
+from kernels.compile import Spec, spec
+from kernels.cuda.planner import NARROW_RUN, TileShape
+
+HEAD_DIMS: Final = (64, 80, 96, 128, 192, 256)
+FORMATS: Final[dict[DType, int]] = {"fp16": 0, "bf16": 1, "fp32": 2, "fp8_e4m3": 4, "fp8_e5m2": 5}
+"""The numbers by which the sources know memory formats."""
+
+SHARED_PER_MULTIPROCESSOR: Final = {
+    "sm_80": 167936,
+    "sm_86": 102400,
+    "sm_87": 167936,
+    "sm_89": 102400,
+    "sm_90a": 233472,
+    "sm_100": 233472,
+    "sm_103": 233472,
+    "sm_120": 102400,
+    "sm_121": 102400,
+}
+"""Bytes; each resident block also takes `RESERVED` of it."""
+LEAST_SHARED: Final = 102400
+"""What to count on where an architecture is not listed."""
+RESERVED: Final = 1024
+IN_FLIGHT: Final = 64 * 1024
+"""Bytes a multiprocessor should have under way; with less, one block of deeper rings is better."""
+NARROW_WARPS: Final = 4
+NARROW_TILE: Final = 16
+MOST_STAGES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One attention specialisation and how to launch it."""
+
+    spec: Spec
+    entry: str
+    rows: int
+    threads: int
+    shared_bytes: int
+    blocks: int
+
+
+def row_stride(head_dim: int, dtype: DType) -> int:
+    """Bytes from one stored row to the next in shared memory: an odd number of 16-byte chunks."""
+    return (head_dim * NUMPY_DTYPES[dtype].itemsize // 16 | 1) * 16
+
+
+def query_stride(head_dim: int) -> int:
+    """Bytes from one query row to the next in shared memory."""
+    return head_dim * 2 + 16
+
+
+def definitions(head_dim: int, compute: DType, storage: DType, rare: bool) -> dict[str, int]:
+    """The `-D` names every attention specialisation has."""
+    fp8 = FORMATS[storage] if storage.startswith("fp8") else 0
+    return {"HEAD_DIM": head_dim, "BF16": int(compute == "bf16"), "FP8": fp8, "RARE": int(rare)}
+
+
+def narrow_kernel(
+    arch: str, head_dim: int, compute: DType, storage: DType, rare: bool, row_tiles: int
+) -> Kernel:
+    """The warp-per-worker kernel for 16 * `row_tiles` packed rows."""
+    stage = 2 * NARROW_TILE * row_stride(head_dim, storage)
+    queries = 16 * row_tiles * query_stride(head_dim) if row_tiles > 1 else 0
+    for blocks in (2, 1):
+        block = SHARED_PER_MULTIPROCESSOR.get(arch, LEAST_SHARED) // blocks - RESERVED
+        stages = min(MOST_STAGES, (block // NARROW_WARPS - queries) // stage)
+        if stages >= 2 and (stages - 1) * stage * NARROW_WARPS * blocks >= IN_FLIGHT:
+            break
+    stages = max(2, stages)
+    return Kernel(
+        spec=spec(
+            "attend_narrow",
+            **definitions(head_dim, compute, storage, rare),
+            ROW_TILES=row_tiles,
+            WARPS=NARROW_WARPS,
+            BLOCKS=blocks,
+            STAGES=stages,
+        ),
+        entry="attend_narrow",
+        rows=16 * row_tiles,
+        threads=32 * NARROW_WARPS,
+        shared_bytes=NARROW_WARPS * (stages * stage + queries),
+        blocks=blocks,
+    )
+
+
+def tile_kernel(
+    arch: str, head_dim: int, compute: DType, storage: DType, rare: bool, row_tiles: int
+) -> Kernel:
+    """The block-per-item kernel, of at most 64 * `row_tiles` packed rows, as large as fits."""
+    limit = SHARED_PER_MULTIPROCESSOR.get(arch, LEAST_SHARED)
+    tiles = row_tiles if head_dim <= 128 else 1
+    choices = [(tiles, 4), (1, 4), (1, 2)]
+    sizes = [_tile_bytes(head_dim, storage, m, w) for m, w in choices]
+    best = next(i for i, size in enumerate(sizes) if size + RESERVED <= limit)
+    (m, warps), size = choices[best], sizes[best]
+    blocks = 2 if 2 * (size + RESERVED) <= limit else 1
+    return Kernel(
+        spec=spec(
+            "attend_tile",
+            **definitions(head_dim, compute, storage, rare),
+            ROW_TILES=m,
+            WARPS=warps,
+            BLOCKS=blocks,
+            STAGES=2,
+        ),
+        entry="attend_tile",
+        rows=16 * m * warps,
+        threads=32 * warps,
+        shared_bytes=size,
+        blocks=blocks,
+    )
+
+
+def _tile_bytes(head_dim: int, storage: DType, row_tiles: int, warps: int) -> int:
+    queries = 16 * warps * row_tiles * query_stride(head_dim)
+    return queries + 2 * 2 * 16 * warps * row_stride(head_dim, storage)
+
+
+def attend_kernels(
+    arch: str, head_dim: int, compute: DType, storage: DType, rare: bool
+) -> tuple[Kernel, ...]:
+    """The kernels for growing numbers of packed rows, each row count served by the first fit."""
+    if head_dim not in HEAD_DIMS:
+        raise Unsupported("head_dim", head_dim, f"the CUDA backend has {HEAD_DIMS}")
+    options = (head_dim, compute, storage, rare)
+    narrow = [narrow_kernel(arch, *options, 1)]
+    if head_dim <= 128:
+        narrow.append(narrow_kernel(arch, *options, 2))
+    tiles = [tile_kernel(arch, *options, m) for m in (1, 2)]
+    return (*narrow, *(tiles if tiles[0] != tiles[1] else tiles[:1]))
+
+
+def planner_shape(kernel: Kernel, multiprocessors: int, largest: bool) -> TileShape:
+    """What the planner must know of a kernel; the largest takes every segment left."""
+    narrow = kernel.entry == "attend_narrow"
+    return TileShape(
+        name=kernel.entry,
+        rows=kernel.rows,
+        most_rows=2**30 if largest else kernel.rows,
+        workers=multiprocessors * kernel.blocks * (NARROW_WARPS if narrow else 1),
+        granule=NARROW_TILE if narrow else 64,
+        persistent=narrow,
+        least_run=NARROW_RUN if narrow else 256,
+    )
+
+
+def rows_spec(head_dim: int, tensor: DType, storage: DType) -> Spec:
+    """append_rows, gather_rows and copy_rows between one tensor format and one pool format."""
+    return spec("rows", HEAD_DIM=head_dim, TENSOR=FORMATS[tensor], STORE=FORMATS[storage])
+
+
+def merge_spec(head_dim: int, partials: bool, dtype: DType) -> Spec:
+    """merge_states of float partials into `dtype`, or of `dtype` into itself; head_dim 0: any."""
+    return spec(
+        "merge",
+        HEAD_DIM=head_dim,
+        PARTIALS=int(partials),
+        TENSOR_IN=FORMATS["fp32" if partials else dtype],
+        TENSOR_OUT=FORMATS[dtype],
+    )

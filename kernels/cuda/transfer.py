@@ -1,0 +1,116 @@
+"""Streams, pinned staging and device scratch: bytes on their way between host and device.
+
+Copies in, kernels and copies out run on three streams, ordered by events, so that the copies of one
+call overlap the kernels of its neighbours. Memory that an unfinished copy touches is kept in
+`_inflight` until its event has passed: a dropped `Pending` frees nothing early.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from kernels.backend import Array
+
+MOST_INFLIGHT: Final = 48
+_ALIGNMENT: Final = 256
+
+
+def pinned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An array over pooled pinned memory, which goes back to the pool with the array."""
+    count = int(np.prod(shape, dtype=np.int64))
+    if count == 0:
+        return np.zeros(shape, dtype)
+    memory = cupy.cuda.alloc_pinned_memory(count * dtype.itemsize)
+    return (
+        np.frombuffer(memory, dtype=np.uint8, count=count * dtype.itemsize)
+        .view(dtype)
+        .reshape(shape)
+    )
+
+
+def aligned(size: int) -> int:
+    """`size` rounded up so that the next array of a packed buffer is aligned."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class Transfers:
+    """The three streams, and the lifetime of what they touch."""
+
+    def __init__(self) -> None:
+        self.copy_in = cupy.cuda.Stream(non_blocking=True)
+        self.compute = cupy.cuda.Stream(non_blocking=True)
+        self.copy_out = cupy.cuda.Stream(non_blocking=True)
+        self._inflight: deque[tuple[Any, tuple[object, ...]]] = deque()
+
+    def upload(self, arrays: Sequence[Array]) -> tuple[Any, list[int]]:
+        """Copy arrays into one device buffer: (buffer, device address of each).
+
+        One pinned buffer, one copy, which the compute stream waits for. Whoever launches work on
+        the buffer hands it to `retire` after that.
+        """
+        offsets, size = [], 0
+        for array in arrays:
+            offsets.append(size)
+            size += aligned(array.nbytes)
+        host = pinned((max(size, 1),), np.dtype(np.uint8))
+        for array, offset in zip(arrays, offsets, strict=True):
+            target = host[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
+            np.copyto(target, array)
+        with self.copy_in:
+            buffer = cupy.cuda.alloc(max(size, 1))
+        base: int = buffer.ptr
+        runtime.memcpyAsync(
+            base, host.ctypes.data, size, runtime.memcpyHostToDevice, self.copy_in.ptr
+        )
+        done = self.copy_in.record()
+        self.compute.wait_event(done)
+        self.keep(done, (host, buffer))
+        return buffer, [base + offset for offset in offsets]
+
+    def retire(self, buffer: object) -> None:
+        """Let an uploaded buffer go once what the compute stream has been given so far is done."""
+        self.keep(self.compute.record(), (buffer,))
+
+    def scratch(self, size: int) -> Any:
+        """Device memory of the compute stream's pool: free to be reused there in stream order."""
+        with self.compute:
+            return cupy.cuda.alloc(size)
+
+    def download(self, source: int, targets: Sequence[tuple[Array, int]], owner: object) -> Any:
+        """Start copying device bytes at `source` + offset into pinned arrays; the event to await.
+
+        `owner` keeps the device memory alive; the compute stream's work so far comes first.
+        """
+        self.copy_out.wait_event(self.compute.record())
+        for array, offset in targets:
+            if array.nbytes:
+                runtime.memcpyAsync(
+                    array.ctypes.data,
+                    source + offset,
+                    array.nbytes,
+                    runtime.memcpyDeviceToHost,
+                    self.copy_out.ptr,
+                )
+        done = self.copy_out.record()
+        self.keep(done, (owner, *(array for array, _ in targets)))
+        return done
+
+    def keep(self, event: Any, owners: tuple[object, ...]) -> None:
+        """Hold `owners` until `event` has passed."""
+        while self._inflight and self._inflight[0][0].done:
+            self._inflight.popleft()
+        if len(self._inflight) >= MOST_INFLIGHT:
+            self._inflight.popleft()[0].synchronize()
+        self._inflight.append((event, owners))
+
+    def finish(self) -> None:
+        """Wait for everything."""
+        for stream in (self.copy_in, self.compute, self.copy_out):
+            stream.synchronize()
+        self._inflight.clear()
