@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from service.engine import operations as ops
 from service.engine.attention import attention, cascade, gather, merge, ragged_prefill
-from service.engine.pool import (
+from service.engine.sequences import (
     append,
     create_sequences,
     delete_sequence,
