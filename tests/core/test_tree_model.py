@@ -1,0 +1,231 @@
+"""Random changes to a prefix tree, against lists of tokens in a dict."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from core_pool import TokenPool, int32
+from service.core.errors import (
+    CoreError,
+    InvalidRequest,
+    LengthMismatch,
+    OutOfPages,
+    SequenceExists,
+    UnknownSequence,
+)
+from service.core.plan import make_plan
+from service.core.values import NewSpec
+
+NUM_PAGES = 24
+NUM_LAYERS = 2
+NAMES = st.sampled_from("abcdefg")
+LENGTHS = st.integers(0, 20)
+SPECS = st.builds(NewSpec, NAMES, st.none() | NAMES, st.none() | LENGTHS)
+
+
+class TreeAgainstLists(RuleBasedStateMachine):
+    """`model[name][layer]` is the list of tokens that a sequence holds at a layer."""
+
+    @initialize(page_size=st.sampled_from([1, 2, 3, 4]))
+    def start(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.pool = TokenPool(NUM_PAGES, page_size, NUM_LAYERS)
+        self.model: dict[str, list[list[int]]] = {}
+        self.tokens = itertools.count()
+        self.planned: dict[object, object] = {}
+
+    # Rules. Each says what must be refused, from the model alone, before it asks the tree.
+
+    @rule(specs=st.lists(SPECS, min_size=1, max_size=3))
+    def create(self, specs: list[NewSpec]) -> None:
+        made: dict[str, list[list[int]]] = {}
+        error: type[CoreError] | None = None
+        if len({spec.id for spec in specs}) < len(specs):
+            error = InvalidRequest
+        elif any(spec.id in self.model for spec in specs):
+            error = SequenceExists
+        else:
+            for spec in specs:
+                parent = (self.model | made).get(spec.parent or "")
+                length = spec.length
+                if parent is not None and length is None:
+                    length = min(map(len, parent))
+                if spec.parent is not None and parent is None:
+                    error = error or UnknownSequence
+                elif (length or 0) > (0 if parent is None else min(map(len, parent))):
+                    error = InvalidRequest
+                made[spec.id] = [
+                    tokens[: length or 0] for tokens in parent or [[] for _ in range(NUM_LAYERS)]
+                ]
+        if error is not None:
+            # Of two reasons to refuse either may be given.
+            self.refused((UnknownSequence, error), lambda: self.pool.create(*specs))
+            return
+        tails = sum(len(tokens[0]) % self.page_size > 0 for tokens in made.values())
+        if tails > self.free_pages:
+            self.refused(OutOfPages, lambda: self.pool.create(*specs))
+            return
+        copies = self.pool.create(*specs)
+        assert len(copies) == tails
+        self.model |= made
+
+    @rule(
+        layer=st.integers(0, NUM_LAYERS - 1),
+        counts=st.dictionaries(NAMES, st.integers(0, 9), min_size=1, max_size=4),
+        undone=st.booleans(),
+    )
+    def append(self, layer: int, counts: dict[str, int], undone: bool) -> None:
+        ids, added = list(counts), int32(*counts.values())
+        call = lambda: self.pool.tree.extend(layer, ids, added)  # noqa: E731
+        if not counts.keys() <= self.model.keys():
+            self.refused(UnknownSequence, call)
+            return
+        needed = 0
+        for name, count in counts.items():
+            held = self.num_pages(max(map(len, self.model[name])))
+            needed += max(0, self.num_pages(len(self.model[name][layer]) + count) - held)
+        if needed > self.free_pages:
+            refusal = self.refused(OutOfPages, call)
+            assert (refusal.needed, refusal.free) == (needed, self.free_pages)
+            return
+        extension = call()
+        tokens = [[next(self.tokens) for _ in range(count)] for count in counts.values()]
+        self.pool.stored[layer, extension.slots] = [*itertools.chain(*tokens)]
+        if undone:
+            self.pool.tree.undo(extension)
+            return
+        for name, new in zip(ids, tokens, strict=True):
+            self.model[name][layer] += new
+        assert extension.lengths.tolist() == [len(self.model[name][layer]) for name in ids]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), layer=st.integers(0, NUM_LAYERS - 1), off_by=st.sampled_from([-1, 2]))
+    def append_at_a_wrong_offset(self, data: st.DataObject, layer: int, off_by: int) -> None:
+        ids = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, unique=True))
+        lengths = [len(self.model[name][layer]) for name in ids]
+        believed = int32(*lengths)
+        believed[-1] += off_by
+        ones = np.ones_like(believed)
+        refusal = self.refused(
+            LengthMismatch, lambda: self.pool.tree.extend(layer, ids, ones, believed)
+        )
+        assert refusal.lengths == dict(zip(ids, lengths, strict=True))
+
+    @rule(name=NAMES, length=LENGTHS)
+    def truncate(self, name: str, length: int) -> None:
+        if name not in self.model:
+            self.refused(UnknownSequence, lambda: self.pool.truncate(name, length))
+            return
+        if length > min(map(len, self.model[name])):
+            self.refused(InvalidRequest, lambda: self.pool.truncate(name, length))
+            return
+        before = self.seen()
+        try:
+            self.pool.truncate(name, length)
+        except OutOfPages:
+            assert self.free_pages == 0
+            assert length % self.page_size > 0
+            assert self.seen() == before
+            return
+        for tokens in self.model[name]:
+            del tokens[length:]
+
+    @rule(names=st.lists(NAMES, min_size=1, max_size=3, unique=True))
+    def free(self, names: list[str]) -> None:
+        if not set(names) <= self.model.keys():
+            self.refused(UnknownSequence, lambda: self.pool.tree.free(names))
+            return
+        self.pool.tree.free(names)
+        for name in names:
+            del self.model[name]
+
+    # What holds after every step.
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        tree = self.pool.tree
+        tree.check_integrity()
+        assert [view.id for view in tree.list(None, 100)] == sorted(self.model)
+        for name, layers in self.model.items():
+            view = tree.describe(name)
+            assert view.lengths == tuple(map(len, layers)), name
+            assert view.pages == self.num_pages(max(view.lengths)), name
+
+    @invariant()
+    def every_sequence_reads_back(self) -> None:
+        for name, layers in self.model.items():
+            for layer, tokens in enumerate(layers):
+                assert self.pool.read(name, layer) == tokens, (name, layer)
+                assert self.pool.read_slots(name, layer) == tokens, (name, layer)
+
+    @invariant()
+    def levels_read_back_what_the_flat_table_does(self) -> None:
+        ids = list(self.model)
+        qo_indptr = np.arange(len(ids) + 1, dtype=np.int32)
+        for layer in range(NUM_LAYERS):
+            key = self.pool.tree.plan_key(ids, layer)
+            plan = make_plan(self.pool.tree, ids, layer, qo_indptr, True, "always")
+            expected = [list(map(list, enumerate(self.model[name][layer]))) for name in ids]
+            assert self.pool.expand(plan, True, layer) == expected
+            levels = [
+                (level.kv_indices.tolist(), level.kv_indptr.tolist(), level.qo_indptr.tolist())
+                for level in plan.levels
+            ]
+            assert self.planned.setdefault(key, levels) == levels, "one key, two plans"
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.free_all()
+            self.pool.tree.check_integrity()
+            assert self.free_pages == NUM_PAGES
+            assert self.pool.tree.num_nodes == 0
+
+    # Helpers.
+
+    @property
+    def free_pages(self) -> int:
+        return self.pool.tree.allocator.num_free
+
+    def num_pages(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def seen(self) -> list[object]:
+        """All that a caller can see of the tree."""
+        tree, ids = self.pool.tree, list(self.model)
+        keys = [tree.plan_key(ids, layer) for layer in range(NUM_LAYERS)]
+        pages = [self.pool.pages(name, layer) for name in ids for layer in range(NUM_LAYERS)]
+        free = tree.allocator.free_pages.tolist()
+        return [tree.list(None, 100), keys, pages, free, tree.num_nodes]
+
+    def refused(self, error, call):
+        """The refusal, which must have changed nothing."""
+        before = self.seen()
+        with pytest.raises(error) as refusal:
+            call()
+        assert self.seen() == before
+        return refusal.value
+
+
+def test_any_history_of_changes_leaves_what_lists_in_a_dict_would_hold() -> None:
+    run_state_machine_as_test(
+        TreeAgainstLists,
+        settings=settings(
+            max_examples=500,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
