@@ -9,7 +9,13 @@ from client_stub import Script, ask, problem
 
 from service.core import errors as core
 from service.errors import KINDS as SERVICE_KINDS
-from service.errors import MalformedBody, Overloaded
+from service.errors import (
+    BodyTooLarge,
+    MalformedBody,
+    MethodNotAllowed,
+    Overloaded,
+    UnsupportedMediaType,
+)
 from service.errors import problem as service_problem
 
 
@@ -60,6 +66,15 @@ def test_the_numbers_of_each_error_are_attributes() -> None:
     assert (invalid.field, invalid.rule) == ("q", "must have 3 dimensions")
     assert invalid.value == "[1, 2]"
     assert "must have 3 dimensions" in str(invalid)
+    large = caught(BodyTooLarge("too large", size=10, limit=5))
+    assert isinstance(large, errors.BodyTooLarge)
+    assert (large.size, large.limit) == (10, 5)
+    media = caught(UnsupportedMediaType("text/plain", supported=["application/json"]))
+    assert isinstance(media, errors.UnsupportedMediaType)
+    assert media.supported == ("application/json",)
+    method = caught(MethodNotAllowed("GET", allow=["POST"]))
+    assert isinstance(method, errors.MethodNotAllowed)
+    assert method.allow == ("POST",)
 
 
 def test_the_request_id_and_the_timings_are_on_errors_too() -> None:

@@ -130,6 +130,13 @@ def test_retry_after_is_obeyed(kind: Kind) -> None:
     assert time.monotonic() - began >= 0.2
 
 
+def test_the_fraction_in_the_document_goes_before_the_headers_whole_seconds(kind: Kind) -> None:
+    refusal = problem(429, "overloaded", {"retry-after": "1"}, retry_after_s=0.01)
+    began = time.monotonic()
+    ask(kind, Script(refusal, APPENDED), "append", 0, ["a"], K, K)
+    assert time.monotonic() - began < 1
+
+
 def test_a_retry_after_beyond_the_bound_gives_the_error_at_once(kind: Kind) -> None:
     script = Script(problem(429, "overloaded", {"retry-after": "60"}))
     with pytest.raises(attnd.Overloaded) as caught:
@@ -185,6 +192,18 @@ def test_a_deadline_shortens_the_timeout_of_an_attempt(kind: Kind) -> None:
     ask(kind, script, "decode", 0, ["a"], Q, deadline=1.5)
     timeout = script.requests[0].extensions["timeout"]
     assert 1.0 < timeout["read"] <= 1.5
+
+
+def test_the_service_is_told_what_is_left_of_the_deadline(kind: Kind) -> None:
+    script = Script(problem(429, "overloaded", {"retry-after": "0.1"}), attended())
+    ask(kind, script, "decode", 0, ["a"], Q, deadline=1.5, retries=Retries(1, 0.1, 0.1))
+    first, second = (float(r.headers["x-attnd-deadline-ms"]) for r in script.requests)
+    assert 1400 < first <= 1500
+    assert second <= first - 100
+    ask(kind, script, "decode", 0, ["a"], Q)
+    assert "x-attnd-deadline-ms" not in script.requests[-1].headers
+    ask(kind, script, "decode", 0, ["a"], Q, deadline=1e6)
+    assert float(script.requests[-1].headers["x-attnd-deadline-ms"]) == 3_600_000
 
 
 def test_an_exception_that_is_no_transport_error_passes_through(kind: Kind) -> None:

@@ -10,11 +10,11 @@ AttndError                       request_id
     ├── MalformedBody            400
     ├── UnknownSequence          404 sequences
     ├── NotFound                 404
-    ├── MethodNotAllowed         405
+    ├── MethodNotAllowed         405 allow
     ├── SequenceExists           409 sequences
     ├── LengthMismatch           409 lengths
-    ├── BodyTooLarge             413
-    ├── UnsupportedMediaType     415
+    ├── BodyTooLarge             413 size, limit
+    ├── UnsupportedMediaType     415 supported
     ├── InvalidRequest           422 field, value, rule
     ├── Overloaded               429 retry_after_s
     ├── Internal                 500
@@ -78,6 +78,12 @@ class ServiceError(AttndError):
         """Seconds per stage, as far as the request came (`Server-Timing`)."""
         return self.meta.timings
 
+    @property
+    def retry_after_s(self) -> float | None:
+        """When to come again: the document's own figure, else the `Retry-After` header's."""
+        told = self.problem.get("retry_after_s")
+        return float(told) if isinstance(told, (int, float)) else self.meta.retry_after_s
+
 
 class MalformedBody(ServiceError):
     """The body is not what its media type says."""
@@ -96,7 +102,11 @@ class NotFound(ServiceError):
 
 
 class MethodNotAllowed(ServiceError):
-    """The route is not for this method: another version of attnd."""
+    """The route is not for this method, only for those in `allow`: another version of attnd."""
+
+    @property
+    def allow(self) -> tuple[str, ...]:
+        return tuple(self.problem.get("allow", ()))
 
 
 class SequenceExists(ServiceError):
@@ -116,11 +126,23 @@ class LengthMismatch(ServiceError):
 
 
 class BodyTooLarge(ServiceError):
-    """The body is longer than `server.max_body_bytes`."""
+    """The body has `size` bytes or more, and the service reads at most `limit`."""
+
+    @property
+    def size(self) -> int:
+        return int(self.problem.get("size", 0))
+
+    @property
+    def limit(self) -> int:
+        return int(self.problem.get("limit", 0))
 
 
 class UnsupportedMediaType(ServiceError):
-    """Neither safetensors nor JSON."""
+    """Not one of the media types in `supported`."""
+
+    @property
+    def supported(self) -> tuple[str, ...]:
+        return tuple(self.problem.get("supported", ()))
 
 
 class InvalidRequest(ServiceError):
@@ -142,17 +164,9 @@ class InvalidRequest(ServiceError):
 class Overloaded(ServiceError):
     """The queue is full: come again in `retry_after_s` seconds."""
 
-    @property
-    def retry_after_s(self) -> float | None:
-        return self.meta.retry_after_s
-
 
 class NotReady(ServiceError):
     """Starting, draining, or the device is lost."""
-
-    @property
-    def retry_after_s(self) -> float | None:
-        return self.meta.retry_after_s
 
 
 class DeadlineExceeded(ServiceError):

@@ -6,7 +6,7 @@ The sync and the async client only carry out those steps, so they cannot differ 
 What is sent again, within `Retries.attempts`:
   always      nothing had been sent (connection refused), or the service said 429 or 503
   repeatable  the reply was lost (connection broke): only calls that do no harm twice
-  never       anything else, timeouts included: the time given was used up
+  never       anything else, a timeout after sending included: the time given was used up
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ T = TypeVar("T")
 NOTHING_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 BROKEN: Final = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
 
+MAX_DEADLINE_MS: Final = 3_600_000.0
+"""The longest deadline the service takes; a longer one is only kept here."""
+
 
 @dataclass(frozen=True, slots=True)
 class Retries:
@@ -54,7 +57,7 @@ class Retries:
         """Seconds to wait before attempt number `attempt` (from 1); None: give up."""
         if attempt > self.attempts:
             return None
-        asked = error.meta.retry_after_s if isinstance(error, ServiceError) else None
+        asked = error.retry_after_s if isinstance(error, ServiceError) else None
         if asked is not None:
             return asked if asked <= self.max_wait_s else None
         wait_s = min(self.max_wait_s, self.first_wait_s * 2.0 ** (attempt - 1))
@@ -126,8 +129,12 @@ def exchange(
 
 
 def send(call: Call[T], manner: Manner, request_id: str, left: float | None) -> Send:
+    """One attempt; with `left` seconds to the deadline, the service is told them too."""
     headers = {**call.headers, "x-request-id": request_id}
-    timeout_s = manner.timeout_s if left is None else min(manner.timeout_s, left)
+    timeout_s = manner.timeout_s
+    if left is not None:
+        timeout_s = min(timeout_s, left)
+        headers["x-attnd-deadline-ms"] = f"{min(left * 1e3, MAX_DEADLINE_MS):.3f}"
     return Send(call.method, call.path, call.params, call.body, headers, timeout_s)
 
 
