@@ -62,11 +62,9 @@ class FakeBackend:
     def __init__(self, geometry: PoolGeometry = GEOMETRY, late: bool = False) -> None:
         self.geometry = geometry
         self.late = late
-        self.pool = np.full(
-            (geometry.num_layers, 2, geometry.num_pages * geometry.page_size)
-            + (geometry.num_kv_heads, geometry.head_dim),
-            np.nan,
-        )
+        slots = geometry.num_pages * geometry.page_size
+        shape = (geometry.num_layers, 2, slots, geometry.num_kv_heads, geometry.head_dim)
+        self.pool = np.full(shape, np.nan)
         self.calls: list[str] = []
         self.launches: list[list[Attend]] = []
         self.failures: dict[str, list[Exception | None]] = {}
