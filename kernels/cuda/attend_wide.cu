@@ -16,9 +16,6 @@
 // Specialised by -D: kHeadDim (64, 128, 192, 256), kTileKeys, kStages, kQueryStages, kConsumers, kPageSize
 // (a multiple of 8 that divides kTileKeys; 0: ragged keys), kBf16, kHasMask, kHasSoftCap.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "hopper.cuh"
 #include "state.cuh"
 #include "wgmma.cuh"

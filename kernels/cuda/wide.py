@@ -5,8 +5,7 @@ How to call it (nothing here imports cupy or touches a device, except that maps 
     if wide.supports(arch, head_dim, q_dtype, kv_dtype, page_size, sm_scale):
         # page_size 0: ragged
         v = wide.variant(head_dim, kv_dtype, page_size, has_mask, has_soft_cap)
-        kernel = compiled("attend_wide.cu", v.defines, "sm_90a")  # entry point wide.ENTRY
-        kernel.max_dynamic_shared_size_bytes = v.shared_bytes
+        kernel = library.function(v.spec, wide.ENTRY, v.shared_bytes)
         maps = wide.paged_maps(geometry, pool_pointer)            # once per pool
         maps = wide.ragged_maps(k_ptr, v_ptr, nnz, num_kv_heads, head_dim, dtype, v.tile_keys)
         block = wide.argument_block(q=..., o=..., ...)            # device addresses and numbers
@@ -29,11 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import DType, PoolGeometry
+from kernels.compile import Spec
 
 WideDType = Literal["fp16", "bf16"]
 
 ENTRY: Final = "attend_wide"
-SOURCE: Final = "attend_wide.cu"
 TILE_ROWS: Final = 128
 
 ARGUMENTS: Final = np.dtype(
@@ -90,8 +89,8 @@ class WideVariant:
         return tiles + queries + 2 * 64 + 8 * barriers
 
     @property
-    def defines(self) -> tuple[str, ...]:
-        """Compiler options that make this specialisation."""
+    def spec(self) -> Spec:
+        """What to compile."""
         values = {
             "kHeadDim": self.head_dim,
             "kTileKeys": self.tile_keys,
@@ -103,7 +102,9 @@ class WideVariant:
             "kHasSoftCap": int(self.has_soft_cap),
         }
         bf16 = ("-DkBf16=1",) if self.dtype == "bf16" else ()
-        return (*(f"-D{name}={value}" for name, value in values.items()), *bf16)
+        return Spec(
+            "attend_wide", (*(f"-D{name}={value}" for name, value in values.items()), *bf16)
+        )
 
 
 # head_dim -> (key tile, K/V stages, query stages): what 227 KiB and 232 registers hold.
