@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -77,7 +78,8 @@ class App:
                 status, scope[CODE] = await respond_problem(send, exchange, error)
         route = scope.get("route")
         exchange.op = getattr(route, "name", None) or "unknown"
-        exchange.finish(status, scope.get(CODE, "ok"), self.metrics)
+        code = scope.get(CODE, "ok")
+        asyncio.get_running_loop().call_soon(exchange.finish, status, code, self.metrics)
 
     async def run_lifespan(self, receive: Receive, send: Send) -> None:
         """Start the engine; at the end let it finish what was admitted."""

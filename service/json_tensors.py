@@ -12,7 +12,16 @@ from typing import Any, Final
 import numpy as np
 
 from service.errors import InvalidRequest
-from service.wire import DTYPE_NAMES, DTYPES, MAX_RANK, MAX_TENSORS, Array, Tensors, are_counts
+from service.wire import (
+    DTYPE_NAMES,
+    DTYPES,
+    MAX_RANK,
+    MAX_TENSORS,
+    Array,
+    Tensors,
+    are_counts,
+    is_huge,
+)
 
 SPELLED: Final = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
@@ -44,7 +53,7 @@ def read_tensor(field: str, entry: object) -> Array:
         raise InvalidRequest(
             f"{field}.data", f"{len(data)} numbers", f"shape {shape} needs {math.prod(shape)}"
         )
-    if math.prod(size for size in shape if size) > 2**40:
+    if is_huge(shape):
         raise InvalidRequest(f"{field}.shape", shape, "is too large")
     convert = read_floats if name in FLOATS else read_whole
     return convert(f"{field}.data", data, name).reshape(shape)

@@ -49,6 +49,9 @@ MAX_RANK: Final = 8
 MAX_ELEMENTS: Final = 2**40
 """Bounds the product of the non-zero dimensions, so that no shape can overflow anything."""
 MAX_TENSORS: Final = 64
+LARGEST: Final = 2**63 - 1
+INTEGERS: Final = frozenset({int})
+ENTRY_KEYS: Final = frozenset({"dtype", "shape", "data_offsets"})
 REQUEST_KEY: Final = "request"
 RESPONSE_KEY: Final = "response"
 
@@ -115,7 +118,7 @@ def read_entry(
     name: str, entry: object, room: int
 ) -> tuple[np.dtype[Any], tuple[int, ...], int, int]:
     """dtype, shape and byte range of one tensor, with its size checked against its range."""
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(entry, dict) or entry.keys() != ENTRY_KEYS:
         raise MalformedBody(f"tensor {name!r}: not an object of dtype, shape and data_offsets")
     dtype_name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
@@ -123,7 +126,7 @@ def read_entry(
         raise MalformedBody(f"tensor {name!r}: unknown dtype {dtype_name!r:.40}")
     if not are_counts(shape) or len(shape) > MAX_RANK:
         raise MalformedBody(f"tensor {name!r}: shape is not a list of at most {MAX_RANK} counts")
-    if math.prod(size for size in shape if size) > MAX_ELEMENTS:
+    if is_huge(shape):
         raise MalformedBody(f"tensor {name!r}: the shape is too large")
     if not are_counts(offsets) or len(offsets) != 2:
         raise MalformedBody(f"tensor {name!r}: data_offsets is not a list of two counts")
@@ -142,9 +145,17 @@ def read_entry(
 
 def are_counts(values: object) -> bool:
     """A JSON list of non-negative integers that an int64 can hold (`true` is no integer)."""
-    return isinstance(values, list) and all(
-        type(value) is int and 0 <= value < 2**63 for value in values
-    )
+    if not isinstance(values, list) or not INTEGERS.issuperset(map(type, values)):
+        return False
+    return not values or (min(values) >= 0 and max(values) <= LARGEST)
+
+
+def is_huge(shape: list[int]) -> bool:
+    """Whether the dimensions' product, zeros left out, is more than anything can hold."""
+    elements = 1
+    for size in shape:
+        elements *= size or 1
+    return elements > MAX_ELEMENTS
 
 
 def view(body: Body, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int, name: str) -> Array:
@@ -177,23 +188,27 @@ def write_safetensors(fields: str, tensors: Tensors) -> list[Part]:
     `fields` is the JSON text for `__metadata__["response"]`. Wider dtypes go first, so that every
     tensor lies aligned for whoever maps the body.
     """
-    header: dict[str, Any] = {"__metadata__": {RESPONSE_KEY: fields}}
+    entries = [f'{{"__metadata__":{{"{RESPONSE_KEY}":{quoted(fields)}}}']
     parts: list[Part] = []
-    cursor = 0
-    for name, array in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
-        end = cursor + array.nbytes
-        header[name] = {
-            "dtype": DTYPE_NAMES[array.dtype],
-            "shape": array.shape,
-            "data_offsets": (cursor, end),
-        }
-        cursor = end
+    begin = 0
+    for name, array in sorted(tensors.items(), key=width, reverse=True):
+        end = begin + array.nbytes
+        shape = ",".join(map(str, array.shape))
+        entries.append(
+            f'"{name}":{{"dtype":"{DTYPE_NAMES[array.dtype]}","shape":[{shape}],'
+            f'"data_offsets":[{begin},{end}]}}'
+        )
+        begin = end
         if array.nbytes:
             flat = np.ascontiguousarray(array).reshape(-1)
             parts.append(flat.view(np.uint8).data)
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = ",".join(entries).encode() + b"}"
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little") + text, *parts]
+
+
+def width(item: tuple[str, Array]) -> int:
+    return item[1].itemsize
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -210,6 +225,19 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def refuse_constant(name: str) -> NoReturn:
     raise MalformedBody(f"{name} is not JSON")
+
+
+ENCODER: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
+def dump_json(document: Any) -> str:
+    """Compact ASCII JSON; escapes keep whatever a client sent printable."""
+    return ENCODER.encode(document)
+
+
+def quoted(text: str) -> str:
+    """Text as a JSON string."""
+    return ENCODER.encode(text)
 
 
 DECODER: Final = json.JSONDecoder(object_pairs_hook=unique, parse_constant=refuse_constant)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Sequence
 from typing import Any, Final
@@ -13,7 +12,7 @@ from service.engine.engine import Engine
 from service.engine.operations import Operation, Reply
 from service.http.bodies import PROBLEM
 from service.http.exchange import ClientGone, Exchange, Headers, Receive, Send
-from service.wire import Part
+from service.wire import Part, dump_json
 
 LOG: Final = logging.getLogger("attnd.http")
 JOIN_BYTES: Final = 64 * 2**10
@@ -76,8 +75,7 @@ async def respond_problem(send: Send, exchange: Exchange, error: BaseException) 
 
 
 def dump(document: Any) -> bytes:
-    """Compact ASCII JSON; escapes keep whatever a client sent printable."""
-    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    return dump_json(document).encode()
 
 
 async def submit(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -31,6 +31,7 @@ from service.wire import (
     Message,
     Part,
     Tensors,
+    dump_json,
     load_json,
     read_safetensors,
     write_safetensors,
@@ -120,13 +121,13 @@ class TensorRoutes:
         try:
             content_type, parts = await self.run(route, exchange, receive)
         except ClientGone:
-            exchange.finish(CLIENT_GONE, "client_gone", self.metrics)
-            return
+            status, code = CLIENT_GONE, "client_gone"
         except Exception as error:
             status, code = await respond_problem(send, exchange, error)
         else:
             await respond(send, exchange, status, content_type.encode(), parts)
-        exchange.finish(status, code, self.metrics)
+        # in the loop's next round: what was sent goes out at the end of this one
+        asyncio.get_running_loop().call_soon(exchange.finish, status, code, self.metrics)
 
     async def run(
         self, route: TensorRoute, exchange: Exchange, receive: Receive
@@ -162,9 +163,9 @@ def encode(route: TensorRoute, reply: Reply, content_type: str) -> tuple[str, li
     fields, tensors = route.tell(reply.answer)
     parts: list[Part]
     if content_type == SAFETENSORS:
-        parts = write_safetensors(json.dumps(fields, separators=(",", ":")), tensors)
+        parts = write_safetensors(dump_json(fields), tensors)
     else:
         told = fields | {"tensors": write_tensors(tensors)} if tensors else fields
-        parts = [json.dumps(told, separators=(",", ":"), allow_nan=False).encode()]
+        parts = [dump_json(told).encode()]
     reply.timings.encode += perf_counter() - started
     return content_type, parts
