@@ -23,7 +23,7 @@ SETTINGS = {
     "pool.num-kv-heads": KV_HEADS,
     "pool.head-dim": HEAD_DIM,
     "pool.page-size": 16,
-    "pool.num-pages": 256,
+    "pool.num-pages": 512,
     "pool.dtype": "fp32",
     "backend.kind": "cpu",
 }

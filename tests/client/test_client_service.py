@@ -1,0 +1,326 @@
+"""Both clients against running services: every route, real errors, lost replies, split KV."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attnd
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+from attnd import AsyncClient, AttentionState, CascadeLevel, Client, NewSequence, merge_states
+from numpy.typing import NDArray
+from running_service import connect, service
+
+Array = NDArray[Any]
+LAYERS, KV_HEADS, QUERY_HEADS, HEAD_DIM = 2, 2, 8, 64
+BOUNDS: dict[Any, float] = {np.float32: 1e-5, np.float16: 1e-3, ml_dtypes.bfloat16: 1e-2}
+LN_2 = np.log(2.0)
+
+
+@pytest.fixture(scope="module")
+def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A service on a Unix socket."""
+    with service("--server.uds", str(tmp_path_factory.mktemp("s") / "s")) as where:
+        yield where
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[str]:
+    """Another on a port that the system chose; it reads bodies of at most 1 MiB."""
+    with service("--server.port", "0", "--server.max-body-bytes", str(2**20)) as where:
+        yield where
+
+
+@pytest.fixture
+def client(socket: str) -> Iterator[Client]:
+    with connect(socket) as client:
+        yield client
+        clear(client)
+
+
+@pytest.fixture
+def other(port: str) -> Iterator[Client]:
+    with connect(port) as client:
+        yield client
+        clear(client)
+
+
+def clear(client: Client) -> None:
+    """Delete everything, and see that nothing leaked."""
+    for sequence in list(client.list_sequences(page_size=3)):
+        client.delete_sequence(sequence.id)
+    pool = client.pool()
+    assert (pool.referenced, pool.integrity) == (0, "ok")
+
+
+def rows(seed: int, count: int, heads: int, dtype: Any = np.float32) -> Array:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((count, heads, HEAD_DIM)).astype(dtype)
+
+
+def dense(q: Array, k: Array, v: Array, visible: Array | None = None) -> tuple[Array, Array]:
+    """o and natural lse in float64; visible [queries, keys]."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    scores = np.einsum("qhd,khd->qhk", q, np.repeat(k, group, 1)) * HEAD_DIM**-0.5
+    if visible is not None:
+        scores = np.where(visible[:, None, :], scores, -np.inf)
+    lse = np.logaddexp.reduce(scores, axis=-1)
+    return np.einsum("qhk,khd->qhd", np.exp(scores - lse[..., None]), np.repeat(v, group, 1)), lse
+
+
+def hold(client: Client, name: str, k: Array, v: Array) -> str:
+    """Store k and v as a sequence's layer 0."""
+    client.create_sequence(name)
+    client.append(0, [name], k, v, append_indptr=[0, len(k)], offsets=[0])
+    return name
+
+
+@pytest.mark.parametrize("dtype", list(BOUNDS))
+@pytest.mark.parametrize("cuts", [(0, 700), (1, 700), (350, 351), (699, 700), (17, 500)])
+def test_one_sequence_split_over_two_services_equals_one_holding_it_all(
+    client: Client, other: Client, dtype: Any, cuts: tuple[int, int]
+) -> None:
+    k, v = rows(1, 700, KV_HEADS, dtype), rows(2, 700, KV_HEADS, dtype)
+    q = rows(3, 1, QUERY_HEADS, dtype)
+    first, second = cuts
+    # Three runs on two services: beginning and end on one, the middle on the other.
+    states = [
+        client.decode(0, [hold(client, "begin", k[:first], v[:first])], q).state,
+        other.decode(0, [hold(other, "mid", k[first:second], v[first:second])], q, lse_base="2"),
+        client.decode(0, [hold(client, "end", k[second:], v[second:])], q).state,
+    ]
+    states = [s.state if isinstance(s, attnd.AttentionResult) else s for s in states]
+    merged = merge_states(states)
+    whole = client.decode(0, [hold(client, "whole", k, v)], q)
+    o, lse = dense(q, k, v)
+    case = f"{np.dtype(dtype)} cut at {cuts}"
+    bound = BOUNDS[dtype]
+    np.testing.assert_allclose(merged.o.astype(float), o, rtol=0, atol=bound, err_msg=case)
+    np.testing.assert_allclose(merged.lse, lse, rtol=0, atol=1e-3, err_msg=case)
+    np.testing.assert_allclose(
+        merged.o.astype(float), whole.o.astype(float), rtol=0, atol=bound, err_msg=case
+    )
+    np.testing.assert_allclose(merged.lse, whole.lse, rtol=0, atol=1e-5, err_msg=case)
+
+
+def test_merging_here_and_on_the_service_agree(client: Client) -> None:
+    o = np.stack([rows(i, 5, QUERY_HEADS) for i in range(3)], axis=1)
+    lse = np.random.default_rng(4).standard_normal((5, 3, QUERY_HEADS)).astype(np.float32) * 3
+    lse[0, 1], lse[1] = -np.inf, -np.inf
+    for base in ("e", "2"):
+        theirs = client.merge(o, lse, lse_base=base).state
+        ours = merge_states([AttentionState(o[:, i], lse[:, i], base) for i in range(3)])
+        np.testing.assert_allclose(ours.lse, theirs.lse, atol=1e-6, err_msg=base)
+        np.testing.assert_allclose(
+            ours.o, np.where(np.isneginf(lse[:, :1, :, None]).all(1), 0, theirs.o), atol=1e-6
+        )
+        assert (theirs.o[1] == 0).all()
+    ragged = client.merge(
+        o.reshape(15, QUERY_HEADS, HEAD_DIM), lse.reshape(15, -1), indptr=[0, 3, 15]
+    )
+    assert ragged.o.shape == (2, QUERY_HEADS, HEAD_DIM)
+
+
+def tour(ask: Callable[..., Any]) -> dict[str, Any]:
+    """Every route once; what came back, for comparing."""
+    k, v, q = rows(1, 40, KV_HEADS), rows(2, 40, KV_HEADS), rows(3, 2, QUERY_HEADS)
+    seen: dict[str, Any] = {"info": ask("info").num_layers, "live": ask("live").ok}
+    seen["created"] = ask("create_sequences", [NewSequence("p")])
+    for layer in range(LAYERS):
+        seen[f"append {layer}"] = ask(
+            "append", layer, ["p"], k, v, append_indptr=[0, 40], offsets=[0]
+        )
+    seen["forked"] = ask("create_sequences", [NewSequence("a", "p"), NewSequence("b", "p", 35)])
+    state = ask("decode", 0, ["a", "b"], q, cascade="always")
+    seen["decode"] = (state.o.tolist(), state.lse.tolist(), state.levels, state.cascade)
+    prefill = ask("prefill", 1, ["a", "b"], rows(4, 5, 8), [0, 2, 5], causal=True, window_left=9)
+    seen["prefill"] = prefill.o.tolist()
+    mask = np.random.default_rng(0).random(2 * 40) < 0.5
+    masked = ask("prefill", 0, ["p"], q, [0, 2], mask=mask)
+    packed = ask("prefill", 0, ["p"], q, [0, 2], mask=np.packbits(mask, bitorder="little"))
+    np.testing.assert_allclose(masked.o, dense(q, k, v, mask.reshape(2, 40))[0], atol=1e-5)
+    np.testing.assert_array_equal(masked.o, packed.o)
+    ragged = ask("ragged_prefill", q, k, v, [0, 1, 2], [0, 10, 40], sm_scale=HEAD_DIM**-0.5)
+    np.testing.assert_allclose(ragged.o[1:], dense(q[1:], k[10:], v[10:])[0], atol=1e-5)
+    levels = [CascadeLevel(["p"], [0, 2]), CascadeLevel(["x", "y"], [0, 1, 2])]
+    ask("create_sequences", [NewSequence("x"), NewSequence("y")])
+    ask("append", 0, ["x", "y"], k[:2], v[:2])
+    cascade = ask("cascade", 0, levels, q, return_levels=True)
+    np.testing.assert_allclose(merge_states(cascade.level_states).o, cascade.o, atol=1e-6)
+    gathered = ask("gather", 0, ["p", "y"])
+    np.testing.assert_array_equal(gathered.k[:40], k)
+    seen["gather"] = gathered.kv_indptr.tolist()
+    table = ask("page_table", ["a", "b"])
+    seen["table"] = (table.kv_indptr.tolist(), table.kv_last_page_len.tolist(), len(table.levels))
+    seen["truncate"] = ask("truncate", "a", 7)
+    seen["get"] = ask("get_sequence", "a")
+    seen["page"] = ask("sequence_page", limit=2)
+    seen["pool"] = ask("pool")
+    for name in "pabxy":
+        ask("delete_sequence", name)
+    seen["ready"] = ask("ready").ok
+    seen["metrics"] = "attnd_tokens_appended_total" in ask("metrics")
+    return seen
+
+
+def test_every_route_gives_the_same_to_both_clients_over_tcp_and_a_unix_socket(
+    client: Client, port: str
+) -> None:
+    def blocking(name: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(client, name)(*args, **kwargs)
+
+    with asyncio.Runner() as runner:
+        other = AsyncClient(port)
+
+        def awaiting(name: str, *args: Any, **kwargs: Any) -> Any:
+            async def ask() -> Any:
+                return await getattr(other, name)(*args, **kwargs)
+
+            return runner.run(ask())
+
+        first, second = tour(blocking), tour(awaiting)
+        runner.run(other.aclose())
+    assert first == second
+    assert first["forked"][1].length == 35
+    assert first["page"].next == "b"
+    assert first["pool"].sharing_ratio > 1
+    assert first["decode"][2:] == (2, True)
+
+
+def test_the_async_list_and_many_decodes_at_once_are_right(client: Client, socket: str) -> None:
+    k, v = rows(1, 50, KV_HEADS), rows(2, 50, KV_HEADS)
+    names = [hold(client, f"s{i:02}", k[: i + 1], v[: i + 1]) for i in range(50)]
+    q = rows(3, 1, QUERY_HEADS)
+
+    async def run() -> tuple[list[str], list[attnd.AttentionResult]]:
+        async with AsyncClient(uds=socket.removeprefix("unix:")) as many:
+            listed = [sequence.id async for sequence in many.list_sequences(page_size=7)]
+            return listed, await asyncio.gather(*(many.decode(0, [name], q) for name in names))
+
+    listed, results = asyncio.run(run())
+    assert listed == names
+    for i, result in enumerate(results):
+        np.testing.assert_allclose(
+            result.o, dense(q, k[: i + 1], v[: i + 1])[0], atol=1e-5, err_msg=f"{i + 1} keys"
+        )
+
+
+def test_refusals_of_a_running_service_carry_their_numbers(client: Client, other: Client) -> None:
+    one = rows(1, 1, KV_HEADS)
+    with pytest.raises(attnd.UnknownSequence) as unknown:
+        client.decode(0, ["no", "body"], rows(1, 2, QUERY_HEADS))
+    assert unknown.value.sequences == ("no", "body")
+    client.create_sequence("a")
+    with pytest.raises(attnd.SequenceExists) as exists:
+        client.create_sequence("a")
+    assert exists.value.sequences == ("a",)
+    client.append(0, ["a"], one, one)
+    with pytest.raises(attnd.LengthMismatch) as mismatch:
+        client.append(0, ["a"], one, one, offsets=[5])
+    assert mismatch.value.lengths == {"a": 1}
+    many = np.zeros((129 * 16, KV_HEADS, HEAD_DIM), np.float32)
+    with pytest.raises(attnd.OutOfPages) as pages:
+        client.append(0, ["a"], many, many, append_indptr=[0, len(many)])
+    assert (pages.value.needed, pages.value.free, pages.value.total) == (129, 127, 128)
+    with pytest.raises(attnd.InvalidRequest) as invalid:
+        client.decode(0, ["a"], rows(1, 1, 3))
+    assert invalid.value.field.startswith("q")
+    with pytest.raises(attnd.InvalidRequest, match="F64"):
+        client.decode(0, ["a"], rows(1, 1, QUERY_HEADS, np.float64))
+    with pytest.raises(attnd.BodyTooLarge) as large:
+        other.append(0, ["a"], many, many, append_indptr=[0, len(many)])
+    assert large.value.limit == 2**20
+    assert large.value.size > 2**20
+    assert client.get_sequence("a").lengths == (1, 0)
+
+
+def test_request_ids_and_timings_come_back(client: Client) -> None:
+    named = client.with_options(request_id="step-7", deadline=20)
+    info = named.create_sequence("a")
+    assert info.meta.request_id == "step-7"
+    assert {"queue", "kernel", "encode"} <= set(info.meta.timings)
+    with pytest.raises(attnd.UnknownSequence) as error:
+        named.get_sequence("b")
+    assert error.value.request_id == "step-7"
+    assert client.get_sequence("a").meta.request_id not in ("", "step-7")
+
+
+class Lossy(httpx.BaseTransport):
+    """A connection that breaks once, after the service has carried the request out."""
+
+    def __init__(self, uds: str) -> None:
+        self.inner = httpx.HTTPTransport(uds=uds)
+        self.broken = False
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        response = self.inner.handle_request(request)
+        if self.broken:
+            return response
+        self.broken = True
+        response.read()
+        raise httpx.ReadError("reset by peer", request=request)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def lossy(socket: str) -> Client:
+    return Client(transport=Lossy(socket.removeprefix("unix:")))
+
+
+def test_an_append_whose_reply_was_lost_is_applied_once(client: Client, socket: str) -> None:
+    k = rows(1, 3, KV_HEADS)
+    client.create_sequence("a")
+    with lossy(socket) as broken:
+        result = broken.append(0, ["a"], k, k, append_indptr=[0, 3], offsets=[0])
+    assert result.lengths == (3,)
+    assert client.get_sequence("a").lengths == (3, 0)
+
+
+def test_a_decode_whose_reply_was_lost_appends_once_and_answers(
+    client: Client, socket: str
+) -> None:
+    k, v, q = rows(1, 4, KV_HEADS), rows(2, 4, KV_HEADS), rows(3, 1, QUERY_HEADS)
+    hold(client, "a", k[:3], v[:3])
+    with lossy(socket) as broken:
+        result = broken.decode(0, ["a"], q, k=k[3:], v=v[3:], offsets=[3])
+    np.testing.assert_allclose(result.o, dense(q, k, v)[0], atol=1e-5)
+    assert client.get_sequence("a").lengths == (4, 0)
+
+
+def test_without_offsets_a_lost_reply_is_told_and_nothing_is_sent_twice(
+    client: Client, socket: str
+) -> None:
+    k = rows(1, 1, KV_HEADS)
+    client.create_sequence("a")
+    with lossy(socket) as broken, pytest.raises(attnd.ReplyLost):
+        broken.append(0, ["a"], k, k)
+    assert client.get_sequence("a").lengths == (1, 0)
+
+
+def test_a_delete_whose_reply_was_lost_is_done(client: Client, socket: str) -> None:
+    client.create_sequence("a")
+    with lossy(socket) as broken:
+        broken.delete_sequence("a")
+    assert list(client.list_sequences()) == []
+
+
+def test_the_client_needs_nothing_that_a_service_is_made_of() -> None:
+    heavy = ["torch", "cupy", "fastapi", "pydantic", "service", "kernels", "config"]
+    program = f"import attnd, sys; print([name for name in {heavy} if name in sys.modules])"
+    told = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(attnd.__file__).parents[1],
+    )
+    assert told.stdout.strip() == "[]", told.stdout

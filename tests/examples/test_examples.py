@@ -1,0 +1,109 @@
+"""Every example as its reader runs it: a process of its own, no network, exit status 0."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(*command: str, **environment: str) -> str:
+    """What a command from examples/ prints; fails with all of it when its status is not 0."""
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def python(example: str, *arguments: str) -> str:
+    return run(sys.executable, str(EXAMPLES / example), *arguments)
+
+
+def test_the_readme_lists_every_example() -> None:
+    told = (EXAMPLES / "README.md").read_text()
+    for path in sorted(EXAMPLES.iterdir()):
+        if path.suffix in (".py", ".sh"):
+            assert path.name in told, f"{path.name} is not in examples/README.md"
+
+
+def test_quickstart_shows_levels_and_bytes_saved() -> None:
+    told = python("quickstart.py")
+    assert "4 forks: 67 pages in use" in told, told
+    assert "2 cascade levels" in told, told
+    # 62 shared pages of 16 tokens, read once and not four times, in two layers of 512 bytes
+    assert f"saved reading: {3 * 62 * 16 * 512 * 2}" in told, told
+    assert "409 length_mismatch: true length 1000" in told, told
+    assert "deleted: 0 pages in use" in told, told
+
+
+def test_cascade_shows_three_levels_that_merge_into_the_answer() -> None:
+    told = python("cascade.py")
+    assert "level 2: qo_indptr [0, 1, 2, 3, 4, 5, 6, 7, 8]" in told, told
+    assert "keys read: 1209, where flat decoding reads 5786" in told, told
+
+
+def test_split_kv_equals_one_service_and_float64() -> None:
+    told = python("split_kv.py")
+    assert "against one service holding all: o differs by at most" in told, told
+    assert "against dense float64: o differs by at most" in told, told
+
+
+def test_a_transformers_model_served_generates_what_its_own_attention_does() -> None:
+    told = python("transformers_generate.py")
+    assert "256 of 256 tokens equal to eager attention" in told, told
+    assert told.rstrip().endswith("token for token equal"), told
+    # 12 shared pages of 16 tokens, read once and not eight times, in 4 layers and 32 steps
+    saved = 7 * 12 * 16 * (2 * 2 * 64 * 4) * 4 * 32
+    assert f"saved by sharing: {saved} " in told, told
+    assert re.search(r"8 x 32 tokens at [\d.]+ tokens/s", told), told
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_half_precision_pool_says_where_tokens_differ_and_why(dtype: str) -> None:
+    told = python("transformers_generate.py", "--dtype", dtype)
+    equal = re.search(r"(\d+) of 256 tokens equal", told)
+    assert equal, told
+    assert (int(equal[1]) == 256) == ("diverges at token" not in told), told
+
+
+def test_a_service_for_another_model_is_refused_with_the_command_that_fits() -> None:
+    program = (
+        "from local_service import serve\n"
+        "from attnd import Client\n"
+        "import transformers_generate as example\n"
+        "with serve({'pool.num-layers': 1}) as uds, Client(uds=uds) as client:\n"
+        "    try:\n"
+        "        example.check_pool(client, 'fp32')\n"
+        "    except SystemExit as refused:\n"
+        "        print(refused)\n"
+    )
+    told = run(sys.executable, "-c", program, PYTHONPATH=str(EXAMPLES))
+    assert "--pool.num-kv-heads 2 --pool.head-dim 64" in told, told
+
+
+def test_every_step_of_curl_gets_its_answer() -> None:
+    program = (
+        "from local_service import serve; import os, subprocess, sys\n"
+        "settings = {'pool.num-layers': 1, 'pool.num-kv-heads': 1, 'pool.head-dim': 2}\n"
+        "with serve({**settings, 'pool.dtype': 'fp32'}) as uds:\n"
+        "    os.environ['ATTND_SOCKET'] = uds\n"
+        "    sys.exit(subprocess.run(['examples/curl.sh', 'http://attnd']).returncode)\n"
+    )
+    told = run(sys.executable, "-c", program, PYTHONPATH=str(EXAMPLES))
+    assert '{"status":"ready"}' in told, told
+    assert '"data":[2.0,3.0]' in told, told
+    assert '"lengths":{"prompt":3}' in told, told
+    assert told.rstrip().endswith('"integrity":"ok"}'), told
