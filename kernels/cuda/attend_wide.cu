@@ -62,7 +62,7 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
       const int first_page = tile * kPagesPerTile;
       const int num_pages = min(kPagesPerTile, ceil_div(item.num_keys, kPageSize) - first_page);
       int page = 0;
-      if (lane < num_pages) page = __ldg(arguments.kv_indices + item.kv_begin + first_page + lane);
+      if (lane < num_pages) page = arguments.kv_indices[item.kv_begin + first_page + lane];
       barrier_wait(empty + ring.stage() * 8, ring.parity() ^ 1);
       if (lane == 0) barrier_arrive_expect(barrier, num_pages * kPageBytes);
       __syncwarp();
@@ -135,11 +135,11 @@ __device__ __forceinline__ void stream_queries(const Shared& shared, const WideA
         const int plan_row = packed / group;
         const int head = unit.head * group + packed % group;
         described.source =
-            __ldg(arguments.order + plan_row) * (arguments.num_kv_heads * group) + head;
+            arguments.order[plan_row] * (arguments.num_kv_heads * group) + head;
         described.target = item.partial == kFinal
                                ? described.source
                                : (item.partial + row) * arguments.num_kv_heads + unit.head;
-        described.position = __ldg(arguments.positions + plan_row);
+        described.position = arguments.positions[plan_row];
 #if kHasMask
         described.mask_bit = arguments.mask_row_offsets[plan_row] + item.kv_start;
 #endif
