@@ -7,13 +7,14 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Final
 
 import uvicorn
 
 from config.settings import ServerSettings, Settings, SettingsError, load_settings
+from kernels.backend import Backend
 from service import __version__
 from service.app import create_app
 from service.engine.engine import Engine
@@ -37,11 +38,11 @@ def main(argv: Sequence[str]) -> int:
     return 0 if server.started else 1
 
 
-def make_server(settings: Settings) -> Server:
-    """Everything wired together; nothing runs yet."""
+def make_server(settings: Settings, make: Callable[[], Backend] | None = None) -> Server:
+    """Everything wired together; nothing runs yet. `make` replaces the settings' backend."""
     metrics = Metrics()
     engine = Engine(
-        backend_maker(settings.pool, settings.backend),
+        make or backend_maker(settings.pool, settings.backend),
         queue_depth=settings.server.queue_depth,
         metrics=metrics,
         version=__version__,

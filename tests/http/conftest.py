@@ -1,0 +1,38 @@
+"""Fixtures over a real socket: one service for a whole module, and a fresh client for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import pytest
+from http_service import JSON, SAFETENSORS, Service, serving
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[httpx.Client]:
+    """A client; whatever sequences a test made are deleted after it."""
+    with service.client() as one:
+        yield one
+        while names := [seq["id"] for seq in one.get("/v1/sequences").json()["sequences"]]:
+            for name in names:
+                one.delete(f"/v1/sequences/{name}")
+        pool = one.get("/v1/pool").json()
+        assert (pool["referenced"], pool["integrity"]) == (0, "ok"), pool
+
+
+@pytest.fixture(params=[SAFETENSORS, JSON], ids=["safetensors", "json"])
+def media(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
