@@ -52,10 +52,19 @@ class Leaf:
         """Put `pages` after the first `held` of the table."""
         end = held + pages.size
         if end > self.table.size:
-            grown = np.empty(max(end, 2 * self.table.size), dtype=np.int32)
-            grown[:held] = self.table[:held]
-            self.table = grown
+            self._make_room(held, end)
         self.table[held:end] = pages
+
+    def push_one(self, held: int, page: int) -> None:
+        """As `push`, for one page: what a decode step does to every sequence now and then."""
+        if held == self.table.size:
+            self._make_room(held, held + 1)
+        self.table[held] = page
+
+    def _make_room(self, held: int, end: int) -> None:
+        grown = np.empty(max(end, 2 * held), dtype=np.int32)
+        grown[:held] = self.table[:held]
+        self.table = grown
 
 
 class Links:

@@ -278,16 +278,20 @@ class PrefixTree:
 
     def _grow(self, grown: Indices, missing: Int32) -> None:
         """Give each leaf of the columns `grown` as many fresh pages as it is `missing`."""
+        if grown.size == 0:
+            return
         pages = self.allocator.allocate(int(missing.sum()))
-        ends = np.cumsum(missing).tolist()
-        held = self.books.num_pages[grown].tolist()
-        begin = 0
-        for leaf, have, end in zip(self.books.leaves(grown), held, ends, strict=True):
-            leaf.push(have, pages[begin:end])
-            begin = end
-        if grown.size:
-            self.books.num_pages[grown] += missing
-            self.books.last_page[grown] = pages[np.asarray(ends) - 1]
+        ends = np.cumsum(missing)
+        leaves, held = self.books.leaves(grown), self.books.num_pages[grown].tolist()
+        if pages.size == grown.size:
+            for leaf, have, page in zip(leaves, held, pages.tolist(), strict=True):
+                leaf.push_one(have, page)
+        else:
+            pieces = np.split(pages, ends[:-1])
+            for leaf, have, piece in zip(leaves, held, pieces, strict=True):
+                leaf.push(have, piece)
+        self.books.num_pages[grown] += missing
+        self.books.last_page[grown] = pages[ends - 1]
 
     def _slots_after(self, index: Indices, before: Int32, counts: Int32) -> Int32:
         """Slots of the `counts` tokens after `before`, whose pages are there already."""

@@ -1,4 +1,4 @@
-"""A prefix tree beside a pool of plain token numbers, so that tests can read back what they wrote."""
+"""A prefix tree beside a pool of plain token numbers: what was written can be read back."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The page allocator on its own."""
 
 import pytest
-
 from core_pool import int32
+
 from service.core.allocator import PageAllocator
 from service.core.errors import IntegrityError, OutOfPages
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-
 from core_pool import TokenPool, int32
+
 from service.core.errors import (
     IntegrityError,
     InvalidRequest,
@@ -340,6 +340,19 @@ def test_a_plan_key_changes_when_written_pages_may_have(pool) -> None:
     pool.tree.free(["b"])
     pool.start("b", range(4))
     assert pool.tree.plan_key(["a", "b"], 0) != key
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_plan_key_is_not_used_again_after_a_truncate(pool, shared) -> None:
+    pool.start("a", range(8))
+    if shared:
+        pool.fork("b", "a")
+    key, pages = pool.tree.plan_key(["a"], 0), pool.pages("a")
+    pool.truncate("a", 4)
+    pool.start("c", [0])
+    pool.append("a", range(4, 8))
+    assert pool.pages("a") != pages
+    assert pool.tree.plan_key(["a"], 0) != key
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from core_pool import TokenPool, int32
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -17,7 +18,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from core_pool import TokenPool, int32
 from service.core.errors import (
     CoreError,
     InvalidRequest,

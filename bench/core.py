@@ -1,0 +1,155 @@
+"""How long the core takes on the host: allocator, forks, a decode step's share, cold plans.
+
+    python -m bench.core [--repeats 200] [--write]
+
+Prints the median and the fastest of many repeats, in microseconds; `--write` keeps them in
+bench/results/core.json. Pages hold 16 tokens, batches are 256 sequences unless a row says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from service.core.allocator import PageAllocator
+from service.core.plan import CascadeMode, make_plan
+from service.core.tree import PrefixTree
+from service.core.values import Extension, Int32, NewSpec
+
+RESULTS: Final = Path(__file__).parent / "results" / "core.json"
+PAGE_SIZE: Final = 16
+BATCH: Final = 256
+NUM_PAGES: Final = 1 << 18
+IDS: Final = [f"sequence-{i}" for i in range(BATCH)]
+ONE_EACH: Final[Int32] = np.ones(BATCH, dtype=np.int32)
+ROWS: Final[Int32] = np.arange(BATCH + 1, dtype=np.int32)
+
+Case = tuple[Callable[[], object], Callable[[], object]]
+"""What is timed, and what puts things back after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Microseconds of one call."""
+
+    name: str
+    median_us: float
+    fastest_us: float
+
+
+def nothing() -> None:
+    """Where a call leaves nothing to put back."""
+
+
+def timed(name: str, case: Case, repeats: int, per: int = 1) -> Row:
+    """Time `repeats` calls, each of which does its work `per` times."""
+    call, restore = case
+    seconds = []
+    for _ in range(repeats + 3):
+        begun = time.perf_counter()
+        call()
+        seconds.append((time.perf_counter() - begun) * 1e6 / per)
+        restore()
+    kept = seconds[3:]
+    return Row(name, round(statistics.median(kept), 3), round(min(kept), 3))
+
+
+def tree_of(ids: list[str], tokens: int, parent: str | None = None) -> PrefixTree:
+    """One layer; every sequence `tokens` long, after a 4k prefix if there is a parent."""
+    tree = PrefixTree(NUM_PAGES, PAGE_SIZE, 1)
+    if parent is not None:
+        tree.create([NewSpec(parent)])
+        tree.extend(0, [parent], np.array([4096], dtype=np.int32))
+    tree.create([NewSpec(name, parent) for name in ids])
+    tree.extend(0, ids, np.full(len(ids), tokens, dtype=np.int32))
+    return tree
+
+
+def three_levels() -> PrefixTree:
+    """A 4k root, 32 nodes of 512, and the 256 sequences with 64 of their own."""
+    tree = tree_of([f"node-{i}" for i in range(32)], 512, "root")
+    tree.create([NewSpec(name, f"node-{i // 8}") for i, name in enumerate(IDS)])
+    tree.extend(0, IDS, 64 * ONE_EACH)
+    return tree
+
+
+def allocate_and_free(count: int) -> Case:
+    allocator = PageAllocator(NUM_PAGES)
+    return lambda: allocator.release(allocator.allocate(count)), nothing
+
+
+def long_fork(length: int) -> Case:
+    """A fork of 128k tokens, the last page copied."""
+    tree = PrefixTree(NUM_PAGES, PAGE_SIZE, 1)
+    tree.create([NewSpec("parent")])
+    tree.extend(0, ["parent"], np.array([1 << 17], dtype=np.int32))
+    return lambda: tree.create([NewSpec("child", "parent", length)]), lambda: tree.free(["child"])
+
+
+def decode_step(tokens: int) -> Case:
+    """One token for each of 256 sequences, undone after."""
+    tree = tree_of(IDS, tokens)
+    done: list[Extension] = []
+
+    def extend() -> None:
+        done.append(tree.extend(0, IDS, ONE_EACH))
+
+    return extend, lambda: tree.undo(done.pop())
+
+
+def plan(tree: PrefixTree, mode: CascadeMode, ids: list[str]) -> Case:
+    return lambda: make_plan(tree, ids, 0, ROWS, True, mode), nothing
+
+
+def measure(repeats: int) -> Iterator[Row]:
+    for count in (1, 8192):
+        case = allocate_and_free(count)
+        yield timed(f"allocate and free, per page, {count} at once", case, repeats, count)
+    yield timed("fork 128k tokens at a page's end", long_fork(1 << 17), repeats)
+    yield timed("fork 128k tokens within a page", long_fork((1 << 17) - 1), repeats)
+    yield timed("decode step: extend 256", decode_step(4095), repeats)
+    yield timed("decode step: extend 256, each a new page", decode_step(4096), repeats)
+    flat, shared, three = tree_of(IDS, 4096), tree_of(IDS, 64, "root"), three_levels()
+    yield timed("plan key, 256", (lambda: flat.plan_key(IDS, 0), nothing), repeats)
+    yield timed("cold plan, 256 x 4k, nothing shared", plan(flat, "auto", IDS), repeats)
+    yield timed("cold plan, 256 x (4k shared + 64)", plan(shared, "auto", IDS), repeats)
+    yield timed("the same without cascade", plan(shared, "never", IDS), repeats)
+    yield timed("cold plan, 256 x (4k + 32 x 512 + 64)", plan(three, "auto", IDS), repeats)
+    mixed = [IDS[i] for i in np.random.default_rng(0).permutation(BATCH)]
+    yield timed("the same, ids shuffled", plan(three, "auto", mixed), repeats)
+    yield timed("integrity check, 288 sequences", (three.check_integrity, nothing), repeats // 10)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--write", action="store_true", help="keep the figures")
+    args = parser.parse_args()
+    rows = []
+    print(f"{'median us':>12}{'fastest us':>12}")
+    for row in measure(args.repeats):
+        rows.append(asdict(row))
+        print(f"{row.median_us:12.3f}{row.fastest_us:12.3f}  {row.name}", flush=True)
+    if args.write:
+        about = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": " ".join(["python -m bench.core", *sys.argv[1:]]),
+            "machine": f"{platform.processor() or platform.machine()}, {platform.system()}",
+            "versions": {"python": platform.python_version(), "numpy": np.__version__},
+        }
+        RESULTS.write_text(json.dumps(about | {"rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

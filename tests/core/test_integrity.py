@@ -1,0 +1,132 @@
+"""The integrity check finds every kind of damage, and says it in numbers."""
+
+from collections.abc import Callable
+
+import pytest
+from core_pool import TokenPool, int32
+
+from service.core.errors import IntegrityError
+from service.core.nodes import Leaf, Node
+
+
+def leaf(pool: TokenPool, name: str) -> Leaf:
+    return pool.tree.books.leaf(name)
+
+
+def node(pool: TokenPool) -> Node:
+    """The node that a, b and c share."""
+    found = leaf(pool, "a").parent
+    assert found is not None
+    return found
+
+
+def other_page_in_table(pool: TokenPool) -> None:
+    leaf(pool, "b").table[0] = 9
+
+
+def two_leaves_write_one_page(pool: TokenPool) -> None:
+    leaf(pool, "d").table[0] = leaf(pool, "b").table[2]
+    pool.tree.books.set_num_pages(leaf(pool, "d"), 1)
+
+
+def two_holders_of_one_page(pool: TokenPool) -> None:
+    freed = leaf(pool, "d").table[:1].copy()
+    two_leaves_write_one_page(pool)
+    pool.tree.allocator.release(freed)
+    pool.tree.allocator.retain(leaf(pool, "d").table[:1])
+
+
+def leaf_moved(pool: TokenPool) -> None:
+    leaf(pool, "b").start = 1
+
+
+def leaf_unknown_above(pool: TokenPool) -> None:
+    node(pool).children.remove(leaf(pool, "c"))
+
+
+def leaf_hangs_elsewhere(pool: TokenPool) -> None:
+    leaf(pool, "c").parent = None
+
+
+def node_with_one_child(pool: TokenPool) -> None:
+    node(pool).children.intersection_update({leaf(pool, "a")})
+
+
+def node_lost_a_page(pool: TokenPool) -> None:
+    node(pool).pages = node(pool).pages[:1]
+
+
+def node_without_pages(pool: TokenPool) -> None:
+    node(pool).pages = node(pool).pages[:0]
+
+
+def node_miscounted(pool: TokenPool) -> None:
+    node(pool).children.clear()
+    for name in "abc":
+        leaf(pool, name).parent = None
+
+
+def length_past_the_pages(pool: TokenPool) -> None:
+    pool.tree.books.lengths[0, leaf(pool, "b").index] += 9
+
+
+def length_within_the_shared_part(pool: TokenPool) -> None:
+    pool.tree.books.lengths[1, leaf(pool, "b").index] = 3
+
+
+def another_last_page(pool: TokenPool) -> None:
+    pool.tree.books.last_page[leaf(pool, "b").index] += 1
+
+
+def one_serial_for_two(pool: TokenPool) -> None:
+    pool.tree.books.serials[:] = 7
+
+
+def leaked_page(pool: TokenPool) -> None:
+    pool.tree.allocator.allocate(1)
+
+
+def released_page(pool: TokenPool) -> None:
+    pool.tree.allocator.release(leaf(pool, "d").table[:1])
+
+
+def page_free_twice(pool: TokenPool) -> None:
+    pool.tree.allocator._stack[:2] = int32(15, 15)
+
+
+DAMAGE: list[tuple[Callable[[TokenPool], None], str]] = [
+    (other_page_in_table, "b with 3 pages of 4 differs from its path after page 0"),
+    (two_leaves_write_one_page, r"page \d+ has [02] holders and refcount 1 \(2 such pages\)"),
+    (two_holders_of_one_page, r"page 2 can be written by 2 leaves"),
+    (leaf_moved, "owns them from 1, shares 2"),
+    (leaf_unknown_above, "c with 2 pages of 4 is unknown to its parent"),
+    (leaf_hangs_elsewhere, "has a child that hangs elsewhere"),
+    (node_with_one_child, "the node of pages 0 to 2 of its path has 1 children"),
+    (node_lost_a_page, "owns them from 2, shares 1"),
+    (node_without_pages, "has 0 pages and starts after 0"),
+    (node_miscounted, "1 nodes were counted, 0 hold sequences"),
+    (length_past_the_pages, r"b with 3 pages of 4 has lengths \[20, 11\]"),
+    (length_within_the_shared_part, r"lengths \[11, 3\] owns them from 2, shares 2"),
+    (another_last_page, "b with 3 pages of 4 ends in 2, its books say 3"),
+    (one_serial_for_two, "4 sequences have 1 serials"),
+    (leaked_page, "has 0 holders and refcount 1"),
+    (released_page, "has 1 holders and refcount 0"),
+    (page_free_twice, r"12 pages free \(11 distinct\) \+ 4 referenced != 16 in total"),
+]
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"), [pytest.param(damage, told, id=damage.__name__) for damage, told in DAMAGE]
+)
+def test_damage_is_found_and_told_in_numbers(damage, told) -> None:
+    pool = TokenPool(num_pages=16, page_size=4, num_layers=2)
+    pool.start("a", range(8))
+    pool.fork("b", "a")
+    pool.fork("c", "a")
+    pool.append("b", range(3))
+    pool.start("d", range(2))
+    pool.tree.check_integrity()
+    damage(pool)
+    with pytest.raises(IntegrityError, match=told) as found:
+        pool.tree.check_integrity()
+    assert str(found.value).endswith("this is a bug")
