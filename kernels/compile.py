@@ -81,6 +81,13 @@ def sources_digest() -> str:
     return digest_of(sorted([*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh")]), SOURCES)
 
 
+def kernels_digest() -> str:
+    """Digest of every source file under `kernels/`, Python too: what a measurement was made of."""
+    root = SOURCES.parent
+    kinds = {".py", ".cu", ".cuh"}
+    return digest_of(sorted(f for f in root.rglob("*") if f.suffix in kinds), root)
+
+
 def digest_of(files: Iterable[Path], root: Path) -> str:
     """SHA-256 over the files' paths relative to `root` and their contents, in the order given."""
     digest = hashlib.sha256()

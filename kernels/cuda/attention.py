@@ -44,6 +44,7 @@ class Store:
     dtype: DType
     k_scale: float
     v_scale: float
+    num_pages: int
     contiguous: bool
 
 

@@ -96,13 +96,13 @@ class CudaBackend:
             cupy.cuda.Device(device).use()
             properties = runtime.getDeviceProperties(device)
             self._device: str = properties["name"].decode()
-            self._multiprocessors = int(properties["multiProcessorCount"])
-            self._library = Library(device_arch(device), cache)
-            self._transfers = Transfers()
+            self.multiprocessors = int(properties["multiProcessorCount"])
+            self.library = Library(device_arch(device), cache)
+            self.transfers = Transfers()
             self._pool = self._allocate(poison)
-            self._store = self._pool_store()
-            self._attention = Attention(self._library, self._transfers, self._multiprocessors)
-            self._library.prepare(self._common_specs())
+            self.store = self._pool_store()
+            self.attention = Attention(self.library, self.transfers, self.multiprocessors)
+            self.library.prepare(self._common_specs())
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -119,7 +119,7 @@ class CudaBackend:
         geometry = self._geometry
         size = geometry.num_layers * geometry.num_pages * geometry.page_bytes
         try:
-            pool = self._transfers.scratch(size)
+            pool = self.transfers.scratch(size)
         except cupy.cuda.memory.OutOfMemoryError as error:
             free, total = runtime.memGetInfo()
             raise MemoryError(
@@ -127,7 +127,7 @@ class CudaBackend:
                 "lower pool.num_pages or pool.memory_fraction"
             ) from error
         if poison:
-            pool.memset_async(0xFF, size, self._transfers.compute)
+            pool.memset_async(0xFF, size, self.transfers.compute)
         return pool
 
     def _pool_store(self) -> Store:
@@ -148,6 +148,7 @@ class CudaBackend:
             dtype=g.dtype,
             k_scale=g.k_scale,
             v_scale=g.v_scale,
+            num_pages=g.num_pages,
             contiguous=False,
         )
 
@@ -160,7 +161,7 @@ class CudaBackend:
             for storage in {g.dtype, compute}:
                 for rare in (False, True):
                     for kernel in attend_kernels(
-                        self._library.arch, g.head_dim, compute, storage, rare
+                        self.library.arch, g.head_dim, compute, storage, rare
                     ):
                         specs.append(kernel.spec)
             specs.append(merge_spec(g.head_dim, True, compute))
@@ -200,29 +201,29 @@ class CudaBackend:
         if len(slots) == 0:
             return
         with self.guarded():
-            buffer, (k_at, v_at, slots_at) = self._transfers.upload((k, v, slots))
+            buffer, (k_at, v_at, slots_at) = self.transfers.upload((k, v, slots))
             count = np.int32(len(slots))
-            self._rows(
-                "append_rows",
-                layer,
-                dtype,
-                len(slots),
-                (address(k_at), address(v_at), address(slots_at), count),
-            )
-            self._transfers.retire(buffer)
+            with self.transfers.compute:
+                self.enqueue_rows(
+                    "append_rows",
+                    layer,
+                    dtype,
+                    len(slots),
+                    (address(k_at), address(v_at), address(slots_at), count),
+                )
+            self.transfers.retire(buffer)
 
-    def _rows(
+    def enqueue_rows(
         self, entry: str, layer: int, dtype: DType, rows: int, arguments: tuple[Any, ...]
     ) -> None:
-        """Launch append_rows or gather_rows: a thread per eight values."""
+        """Launch append_rows or gather_rows on the current stream: a thread per eight values."""
         g = self._geometry
-        function = self._library.function(rows_spec(g.head_dim, dtype, g.dtype), entry)
+        function = self.library.function(rows_spec(g.head_dim, dtype, g.dtype), entry)
         threads = rows * g.num_kv_heads * (g.head_dim // 8)
-        with self._transfers.compute:
-            function((-(-threads // 256),), (256,), (self._pool_rows(layer), *arguments))
+        function((-(-threads // 256),), (256,), (self._pool_rows(layer), *arguments))
 
     def _pool_rows(self, layer: int) -> Any:
-        store = self._store
+        store = self.store
         shift = layer * store.layer_bytes
         return params(
             POOL_ROWS,
@@ -249,13 +250,13 @@ class CudaBackend:
         low, high = int(num_rows.min()), int(num_rows.max())
         checks.require(low >= 0 and high <= g.page_size, "num_rows", (low, high), "0..page_size")
         with self.guarded():
-            buffer, at = self._transfers.upload((src_pages, dst_pages, num_rows))
-            function = self._library.function(rows_spec(g.head_dim, "fp16", g.dtype), "copy_rows")
-            with self._transfers.compute:
+            buffer, at = self.transfers.upload((src_pages, dst_pages, num_rows))
+            function = self.library.function(rows_spec(g.head_dim, "fp16", g.dtype), "copy_rows")
+            with self.transfers.compute:
                 function(
                     (len(num_rows), g.num_layers), (256,), (self._pool_rows(0), *map(address, at))
                 )
-            self._transfers.retire(buffer)
+            self.transfers.retire(buffer)
 
     def gather(self, layer: int, slots: Int32, dtype: DType) -> Pending[tuple[Array, Array]]:
         g = self._geometry
@@ -268,23 +269,24 @@ class CudaBackend:
             k, v = pinned(shape, NUMPY_DTYPES[dtype]), pinned(shape, NUMPY_DTYPES[dtype])
             if len(slots) == 0:
                 return Done((k, v))
-            buffer, (slots_at,) = self._transfers.upload((slots,))
+            buffer, (slots_at,) = self.transfers.upload((slots,))
             second = aligned(k.nbytes)
-            out = self._transfers.scratch(2 * second)
-            self._rows(
-                "gather_rows",
-                layer,
-                dtype,
-                len(slots),
-                (
-                    address(out.ptr),
-                    address(out.ptr + second),
-                    address(slots_at),
-                    np.int32(len(slots)),
-                ),
-            )
-            self._transfers.retire(buffer)
-            done = self._transfers.download(out.ptr, ((k, 0), (v, second)), out)
+            out = self.transfers.scratch(2 * second)
+            with self.transfers.compute:
+                self.enqueue_rows(
+                    "gather_rows",
+                    layer,
+                    dtype,
+                    len(slots),
+                    (
+                        address(out.ptr),
+                        address(out.ptr + second),
+                        address(slots_at),
+                        np.int32(len(slots)),
+                    ),
+                )
+            self.transfers.retire(buffer)
+            done = self.transfers.download(out.ptr, ((k, 0), (v, second)), out)
             return _Result(self, done, lambda: (k, v), StageSeconds())
 
     # attention
@@ -316,13 +318,13 @@ class CudaBackend:
         dtype = tensor_dtype(first.q, "q")
         fp8 = self._geometry.dtype.startswith("fp8")
         compute = ("fp16" if dtype == "fp32" else dtype) if fp8 else self._geometry.dtype
-        scene = Scene(self._store, first.q.shape[1], compute, first.scoring, first.mask is not None)
+        scene = Scene(self.store, first.q.shape[1], compute, first.scoring, first.mask is not None)
         plans = [(request.layer, request.plan) for request in requests]
-        resident = self._attention.find(plans, scene)
+        resident = self.attention.find(plans, scene)
         if resident is None:
             for request in requests:
                 checks.check_plan(request, self._geometry)
-            resident = self._attention.make(plans, scene)
+            resident = self.attention.make(plans, scene)
         seconds.plan = perf_counter() - start
         layers = {layer for layer, _ in plans}
         layer = layers.pop() if len(layers) == 1 else 0
@@ -340,7 +342,7 @@ class CudaBackend:
     ) -> Pending[list[AttentionState]]:
         """Upload q and mask, launch, and start the download of o and lse."""
         start = perf_counter()
-        transfers, rows, heads = self._transfers, resident.num_rows, scene.num_qo_heads
+        transfers, rows, heads = self.transfers, resident.num_rows, scene.num_qo_heads
         dtype, compute = q[0].dtype, NUMPY_DTYPES[scene.compute]
         shape = (rows, heads, scene.store.head_dim)
         o, lse = pinned(shape, compute), pinned(shape[:2], np.dtype(np.float32))
@@ -352,7 +354,7 @@ class CudaBackend:
         out = transfers.scratch(second + lse.nbytes)
         seconds.copy_in = perf_counter() - start
         with transfers.compute:
-            self._attention.enqueue(
+            self.attention.enqueue(
                 resident,
                 scene,
                 layer,
@@ -381,16 +383,17 @@ class CudaBackend:
             compute = "fp16" if compute == "fp32" else compute
             kind = NUMPY_DTYPES[compute]
             k, v = request.k.astype(kind, copy=False), request.v.astype(kind, copy=False)
-            buffer, (k_at, v_at) = self._transfers.upload((k, v))
-            store = ragged_store(request, compute, k_at, v_at)
+            buffer, (k_at, v_at) = self.transfers.upload((k, v))
+            store = ragged_store(k.shape[1], k.shape[2], compute, k_at, v_at, len(k))
             scene = Scene(
                 store, request.q.shape[1], compute, request.scoring, request.mask is not None
             )
-            resident = self._attention.make([(0, ragged_plan(request))], scene)
+            plan = ragged_plan(request.qo_indptr, request.kv_indptr, request.causal)
+            resident = self.attention.make([(0, plan)], scene)
             seconds = StageSeconds(plan=perf_counter() - start)
             mask = joined_masks([request.mask] if request.mask is not None else [])
             states = self._run(resident, scene, 0, [request.q], mask, seconds)
-            self._transfers.retire(buffer)
+            self.transfers.retire(buffer)
             return _First(states)
 
     # merge
@@ -411,17 +414,18 @@ class CudaBackend:
             if rows * heads * head_dim == 0:
                 return Done(into or AttentionState(np.zeros(shape, o.dtype), empty_lse(shape)))
             members = (o, lse, indptr) if into is None else (o, lse, indptr, into.o, into.lse)
-            buffer, at = self._transfers.upload(members)
+            buffer, at = self.transfers.upload(members)
             if into is None:
                 size = rows * heads * head_dim * o.dtype.itemsize
-                out = self._transfers.scratch(aligned(size) + rows * heads * 4)
+                out = self.transfers.scratch(aligned(size) + rows * heads * 4)
                 where = [out.ptr, out.ptr + aligned(size)]
             else:
                 out, where = buffer, at[3:]
             longest = int(np.diff(indptr).max())
-            self.enqueue_merge(shape, dtype, at[:3], where, longest, into is not None)
+            with self.transfers.compute:
+                self.enqueue_merge(shape, dtype, at[:3], where, longest, into is not None)
             host = (pinned(shape, o.dtype), pinned(shape[:2], np.dtype(np.float32)))
-            done = self._transfers.download(
+            done = self.transfers.download(
                 where[0], ((host[0], 0), (host[1], where[1] - where[0])), (out, buffer)
             )
 
@@ -443,13 +447,13 @@ class CudaBackend:
         longest: int,
         into: bool = False,
     ) -> None:
-        """Launch a public merge on device addresses: (o, lse, indptr) -> (o, lse) of `shape`."""
+        """Launch a public merge of device addresses (o, lse, indptr) -> (o, lse) of `shape`."""
         rows, heads, head_dim = shape
         special = head_dim == self._geometry.head_dim
         vector = 1 if not special else 4 if dtype == "fp32" else 8
         lanes = min(32, 1 << (-(-head_dim // vector) - 1).bit_length()) if special else 32
         groups = 256 // lanes
-        split = merge_split(longest, rows * heads, groups, self._multiprocessors)
+        split = merge_split(longest, rows * heads, groups, self.multiprocessors)
         block = params(
             MERGE_PARAMS,
             o_in=members[0],
@@ -466,13 +470,12 @@ class CudaBackend:
             into=int(into),
         )
         spec = merge_spec(head_dim if special else 0, False, dtype)
-        function = self._library.function(spec, "merge_states")
-        with self._transfers.compute:
-            function((-(-rows * heads * split // groups),), (256,), (block,))
+        function = self.library.function(spec, "merge_states")
+        function((-(-rows * heads * split // groups),), (256,), (block,))
 
     def close(self) -> None:
         if self._lost is None:
-            self._transfers.finish()
+            self.transfers.finish()
         self._pool = None
         self._lost = "the backend is closed"
 
@@ -541,9 +544,8 @@ def joined_masks(masks: Sequence[Mask]) -> tuple[Array, ...]:
     return bits, np.concatenate(offsets).astype(np.int64, copy=False)
 
 
-def ragged_store(request: RaggedAttend, compute: DType, k: int, v: int) -> Store:
-    """Ragged keys as a pool of one-token pages whose ids are their indices."""
-    _, heads, head_dim = request.k.shape
+def ragged_store(heads: int, head_dim: int, compute: DType, k: int, v: int, tokens: int) -> Store:
+    """Ragged keys at device addresses, as a pool of one-token pages whose ids are their indices."""
     return Store(
         k=k,
         v=v,
@@ -558,22 +560,23 @@ def ragged_store(request: RaggedAttend, compute: DType, k: int, v: int) -> Store
         dtype=compute,
         k_scale=1.0,
         v_scale=1.0,
+        num_pages=tokens,
         contiguous=True,
     )
 
 
-def ragged_plan(request: RaggedAttend) -> Plan:
+def ragged_plan(qo_indptr: Int32, kv_indptr: Int32, causal: bool) -> Plan:
     """One level, one segment per request, pages of one token."""
-    rows = np.diff(request.qo_indptr)
-    keys = np.diff(request.kv_indptr)
+    rows = np.diff(qo_indptr)
+    keys = np.diff(kv_indptr)
     level = Level(
-        qo_indptr=request.qo_indptr,
-        kv_indptr=request.kv_indptr,
+        qo_indptr=qo_indptr,
+        kv_indptr=kv_indptr,
         kv_indices=np.zeros(0, np.int32),
         kv_last_page_len=(keys > 0).astype(np.int32),
         kv_start=np.zeros(len(keys), np.int32),
-        causal=request.causal,
+        causal=causal,
     )
-    inside = np.arange(len(request.q)) - np.repeat(request.qo_indptr[:-1], rows)
+    inside = np.arange(int(qo_indptr[-1])) - np.repeat(qo_indptr[:-1], rows)
     positions = np.repeat(keys - rows, rows) + inside
     return Plan((level,), positions.astype(np.int32))

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from kernels.compile import DEFAULT_CACHE, Spec, cached_path, compile_all, compile_cached
 
-_POINTERS: Final = tuple(
-    "q o lse k v items worker_begin kv_indices order positions mask_bits mask_row_offsets "
-    "partial_o partial_lse".split()
-)
+_ROWS: Final = ("items", "worker_begin", "kv_indices", "order", "positions")
+_MASK: Final = ("mask_bits", "mask_row_offsets")
+_POINTERS: Final = ("q", "o", "lse", "k", "v", *_ROWS, *_MASK, "partial_o", "partial_lse")
 
 ATTEND_PARAMS: Final = np.dtype(
     [
@@ -77,6 +76,11 @@ class Library:
         self._cache = cache
         self._modules: dict[Spec, Any] = {}
         self._functions: dict[tuple[Spec, str], Any] = {}
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """What is loaded."""
+        return tuple(self._modules)
 
     def prepare(self, specs: Sequence[Spec]) -> None:
         """Compile in parallel what the disk cache lacks, and load it all."""

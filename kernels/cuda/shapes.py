@@ -97,8 +97,10 @@ def tile_kernel(
 ) -> Kernel:
     """The block-per-item kernel, of at most 64 * `row_tiles` packed rows, as large as fits."""
     limit = SHARED_PER_MULTIPROCESSOR.get(arch, LEAST_SHARED)
-    tiles = row_tiles if head_dim <= 128 else 1
-    choices = [(tiles, 4), (1, 4), (1, 2)]
+    plain = storage == compute and not rare
+    # two row tiles a warp where 255 registers hold them, two warps where one tile is too much
+    tiles = row_tiles if head_dim == 64 or (head_dim in (80, 128) and plain) else 1
+    choices = [(tiles, 4), (1, 4), (1, 2)][2 if head_dim == 256 and rare else 0 :]
     sizes = [_tile_bytes(head_dim, storage, m, w) for m, w in choices]
     best = next(i for i, size in enumerate(sizes) if size + RESERVED <= limit)
     (m, warps), size = choices[best], sizes[best]

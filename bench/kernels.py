@@ -1,0 +1,215 @@
+"""Times the CUDA kernels on the rows of workloads.json, beside the ceilings of the same machine.
+
+    python bench/kernels.py [--only decode] [--results bench/results/h200.json]
+
+A row's floor is max(bytes / read ceiling, flops / matmul ceiling), with both ceilings measured in
+this run; roofline = floor / time. Times are medians of 7 CUDA graph replays of 6 or more calls over
+working sets colder than the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import cupy
+import numpy as np
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.kernel_rows import Case, Row, build, level_of, row_levels  # noqa: E402
+from bench.machine import provenance  # noqa: E402
+from kernels.backend import Attend, Plan, PoolGeometry, Scoring  # noqa: E402
+from kernels.compile import kernels_digest  # noqa: E402
+from kernels.cuda.attention import Scene  # noqa: E402
+from kernels.cuda.backend import CudaBackend  # noqa: E402
+
+WORKLOADS: Final = Path(__file__).with_name("workloads.json")
+REPLAYS: Final = 7
+
+READ_SOURCE: Final = r"""
+extern "C" __global__ void __launch_bounds__(512)
+read_all(const uint4* x, long long n, uint4* out) {
+  uint4 sum = make_uint4(0, 0, 0, 0);
+  const long long step = (long long)gridDim.x * blockDim.x;
+  long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  for (; i + 7 * step < n; i += 8 * step) {
+    uint4 y[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) y[k] = __ldg(x + i + k * step);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) sum.x ^= y[k].x, sum.y ^= y[k].y, sum.z ^= y[k].z, sum.w ^= y[k].w;
+  }
+  if (sum.x == 0x12345678u && sum.y == 0x9abcdef0u) *out = sum;
+}
+"""
+
+
+def graph_ms(call: Callable[[int], None], calls: int) -> float:
+    """Milliseconds per call: median of graph replays, after a warm-up."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        call(0)
+        stream.synchronize()
+        stream.begin_capture()
+        for i in range(calls):
+            call(i)
+        graph = stream.end_capture()
+        graph.launch(stream)
+        times = []
+        for _ in range(REPLAYS):
+            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+            begin.record(stream)
+            graph.launch(stream)
+            end.record(stream)
+            end.synchronize()
+            times.append(cupy.cuda.get_elapsed_time(begin, end) / calls)
+    return float(median(times))
+
+
+def read_ceiling() -> float:
+    """TB/s of reading 4 GiB with 16-byte loads, the best of a few grid sizes."""
+    size = 1 << 32
+    data = cupy.random.randint(0, 256, size // 64, dtype=cupy.uint8)
+    data = cupy.tile(data, 64)
+    out = cupy.zeros(4, cupy.uint32)
+    kernel = cupy.RawKernel(READ_SOURCE, "read_all")
+    best = 0.0
+    for blocks in (2, 4, 8, 16):
+        grid = cupy.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"] * blocks
+        arguments = (data, np.int64(size // 16), out)
+        ms = graph_ms(lambda i, g=grid, a=arguments: kernel((g,), (512,), a), 4)  # type: ignore[misc]
+        best = max(best, size / ms / 1e9)
+    return best
+
+
+def matmul_ceiling() -> float:
+    """TFLOP/s of an fp16 product of 8192 x 8192 matrices (cuBLAS), float32 accumulation."""
+    n = 8192
+    rng = np.random.default_rng(0)
+    half = [cupy.asarray(rng.standard_normal((n, n), np.float32).astype(np.float16)) for _ in "ab"]
+    out = cupy.empty((n, n), cupy.float16)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        times = []
+        for _ in range(12):
+            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+            begin.record(stream)
+            cupy.matmul(half[0], half[1], out=out)
+            end.record(stream)
+            end.synchronize()
+            times.append(cupy.cuda.get_elapsed_time(begin, end))
+    return 2 * n**3 / median(times[4:]) / 1e9
+
+
+def measure(row: Row, read_tbps: float, matmul_tflops: float) -> Row:
+    """One result row."""
+    ms = timed(build(row))
+    floor = max(row["bytes"] / read_tbps / 1e9, row["flops"] / matmul_tflops / 1e9)
+    result = {
+        "name": row["name"],
+        "ms": round(ms, 5),
+        "tbps": round(row["bytes"] / ms / 1e9, 3),
+        "tflops": round(row["flops"] / ms / 1e9, 1),
+        "floor_ms": round(floor, 5),
+        "roofline": round(floor / ms, 3),
+    }
+    if row["kind"] == "cascade":
+        result["flat_ms"] = round(timed(build(row, flat=True)), 5)
+    return result
+
+
+def timed(case: Case) -> float:
+    ms = graph_ms(case.call, case.calls)
+    del case
+    gc.collect()
+    cupy.get_default_memory_pool().free_all_blocks()
+    return ms
+
+
+def cpu_cost(batch: int = 256, kv_len: int = 1024) -> dict[str, float]:
+    """Microseconds of host time per attention call at `batch`: planned before, and not."""
+    row = {"kind": "decode", "kv_lens": [kv_len] * batch, "page_size": 16}
+    levels, positions, pages = row_levels(row)
+    backend = CudaBackend(PoolGeometry(2, pages, 16, 8, 128))
+    plans = [
+        Plan(tuple(level_of(nodes, 16) for nodes in levels), positions.copy()) for _ in range(24)
+    ]
+    q = np.random.default_rng(0).standard_normal((batch, 32, 128), np.float32).astype(np.float16)
+    scoring = Scoring(128**-0.5)
+    times: dict[str, list[float]] = {"cold_us": [], "cached_us": [], "cached_launch_us": []}
+    for plan in plans:
+        for name in ("cold_us", "cached_us"):
+            start = time.perf_counter()
+            pending = backend.attend([Attend(0, q, plan, scoring)])
+            times[name].append(time.perf_counter() - start)
+            pending.result()
+    scene = Scene(backend.store, 32, "fp16", scoring, False)
+    on_device = cupy.zeros(q.size * 3, cupy.float16).data.ptr
+    for plan in plans:
+        start = time.perf_counter()
+        resident = backend.attention.find([(0, plan)], scene)
+        if resident is None:
+            raise RuntimeError("a plan just used is not cached: this is a bug")
+        with backend.transfers.compute:
+            backend.attention.enqueue(
+                resident, scene, 0, on_device, on_device + q.nbytes, on_device + 2 * q.nbytes
+            )
+        times["cached_launch_us"].append(time.perf_counter() - start)
+        backend.transfers.finish()
+    backend.close()
+    return {name: round(median(values[2:]) * 1e6, 1) for name, values in times.items()}
+
+
+def show(row: Row, result: Row) -> str:
+    flat = f"  flat {result['flat_ms']:.4f}" if "flat_ms" in result else ""
+    met = "" if row["at_least"] is None or result["roofline"] >= row["at_least"] else "  SHORT"
+    return (
+        f"{row['name']:28} {result['ms']:8.4f} ms {result['tbps']:6.2f} TB/s "
+        f"{result['tflops']:6.0f} TFLOP/s  roofline {result['roofline']:5.3f} "
+        f"(at least {row['at_least']}, aim {row['aim']})  "
+        f"FlashInfer {row['flashinfer_ms']:.4f} ms{flat}{met}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--results", type=Path, help="where to write the results as JSON")
+    arguments = parser.parse_args()
+    rows = [r for r in json.loads(WORKLOADS.read_text())["rows"] if arguments.only in r["name"]]
+    device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    read_tbps, matmul_tflops = read_ceiling(), matmul_ceiling()
+    print(f"{device}: read {read_tbps:.2f} TB/s, matmul {matmul_tflops:.0f} TFLOP/s", flush=True)
+    results = []
+    for row in rows:
+        try:
+            results.append(measure(row, read_tbps, matmul_tflops))
+        except Exception as error:
+            print(f"{row['name']:28} failed: {error!r}", flush=True)
+            raise
+        print(show(row, results[-1]), flush=True)
+    cpu = cpu_cost()
+    print("CPU, batch 256: " + ", ".join(f"{k} {v}" for k, v in cpu.items()))
+    if arguments.results:
+        document = provenance(["cupy-cuda13x", "numpy", "cuda-bindings"]) | {
+            "device": device,
+            "kernels_digest": kernels_digest(),
+            "ceilings": {"read_tbps": round(read_tbps, 3), "matmul_tflops": round(matmul_tflops)},
+            "cpu_us": cpu,
+            "rows": results,
+        }
+        arguments.results.parent.mkdir(parents=True, exist_ok=True)
+        arguments.results.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

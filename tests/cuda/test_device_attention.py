@@ -1,0 +1,301 @@
+"""Attention on the device against the float64 oracle: decode and cascade grids, every option."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.gpu
+cupy = pytest.importorskip("cupy")
+
+from kernels.backend import (  # noqa: E402
+    NUMPY_DTYPES,
+    Attend,
+    DType,
+    Mask,
+    Plan,
+    PoolGeometry,
+    RaggedAttend,
+    Scoring,
+)
+
+DTYPES: tuple[DType, ...] = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
+HEADS = ((4, 4), (32, 8), (7, 1), (28, 4), (16, 1), (32, 1), (64, 1))
+
+
+@lru_cache(maxsize=2)
+def backend_of(geometry: PoolGeometry) -> Any:
+    from device_cases import fill
+
+    from kernels.cuda.backend import CudaBackend
+
+    backend = CudaBackend(geometry)
+    fill(backend, 1)
+    return backend
+
+
+def geometry(
+    pages: int,
+    page_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: DType,
+    layout: Any,
+    layers: int = 1,
+) -> PoolGeometry:
+    scale = (0.5, 2.0) if dtype.startswith("fp8") else (1.0, 1.0)
+    return PoolGeometry(
+        layers, pages, page_size, kv_heads, head_dim, layout, dtype, scale[0], scale[1]
+    )
+
+
+def q_dtype_of(dtype: DType, index: int) -> DType:
+    if not dtype.startswith("fp8"):
+        return dtype
+    return ("fp16", "bf16")[index % 2]
+
+
+def check(
+    backend: Any, q: Any, plan: Plan, scoring: Scoring, mask: Mask | None = None, layer: int = 0
+) -> None:
+    from device_cases import assert_close, oracle
+
+    names = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
+    (state,) = backend.attend([Attend(layer, q, plan, scoring, mask)]).result()
+    assert state.o.dtype == q.dtype
+    compute = names[q.dtype]
+    if compute == "fp32" and backend.geometry.dtype == "bf16":
+        compute = "bf16"
+    expected = oracle(backend, layer, q, plan, scoring, mask)
+    if q.dtype == np.float32:
+        expected = oracle(
+            backend,
+            layer,
+            q.astype(NUMPY_DTYPES[compute if compute != "fp32" else "fp16"]),
+            plan,
+            scoring,
+            mask,
+        )
+    assert_close(state, expected, compute)
+
+
+def decode_plan(backend: Any, kv_lens: list[int], seed: int) -> Plan:
+    from device_cases import PagePool, Segment, make_level
+
+    pool = PagePool(backend, np.random.default_rng(seed))
+    segments = [Segment(i, i + 1, n, 0) for i, n in enumerate(kv_lens)]
+    positions = np.array([n - 1 for n in kv_lens], np.int32)
+    return Plan((make_level(segments, pool, len(kv_lens)),), positions)
+
+
+def decode_cases() -> list[Any]:
+    """Every (batch, kv_len, page_size), the other axes taking turns."""
+    cases, i = [], 0
+    for batch in (12, 17, 128):
+        for kv_len in (54, 97, 512, 2048, 16384):
+            for page_size in (1, 8, 16):
+                heads = HEADS[i % len(HEADS)]
+                dim, dtype = (64, 128, 256)[(i // 2) % 3], DTYPES[(i // 3) % 4]
+                layout = ("NHD", "HND")[(i // 5) % 2]
+                if batch * kv_len * heads[1] * dim > 2**30:
+                    heads = (8, 1)
+                cases.append((batch, kv_len, page_size, *heads, dim, dtype, layout))
+                i += 1
+    return cases
+
+
+@pytest.mark.parametrize("case", decode_cases(), ids=lambda c: "-".join(map(str, c)))
+def test_decode_matches_the_oracle(case: Any) -> None:
+    from device_cases import random_q
+
+    batch, kv_len, page_size, qo_heads, kv_heads, dim, dtype, layout = case
+    rng = np.random.default_rng(batch + kv_len)
+    kv_lens = [kv_len] * batch
+    kv_lens[1] = max(1, kv_len - 3)
+    pages = sum(-(-n // page_size) for n in kv_lens) + 3
+    backend = backend_of(geometry(pages, page_size, kv_heads, dim, dtype, layout))
+    q = random_q((batch, qo_heads, dim), q_dtype_of(dtype, batch), rng)
+    check(backend, q, decode_plan(backend, kv_lens, 5), Scoring(dim**-0.5))
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 4), (28, 4), (32, 1), (64, 1), (24, 1)])
+def test_ragged_lengths_of_every_head_dim_and_dtype(dim: int, dtype: DType, heads: Any) -> None:
+    from device_cases import random_q
+
+    kv_lens = [1, 15, 16, 17, 0, 54, 97, 512, 700, 33, 5]
+    backend = backend_of(geometry(400, 5, heads[1], dim, dtype, "NHD"))
+    q = random_q((len(kv_lens), heads[0], dim), q_dtype_of(dtype, dim), np.random.default_rng(dim))
+    check(backend, q, decode_plan(backend, kv_lens, 2), Scoring(dim**-0.5))
+
+
+@pytest.mark.parametrize("window", [-1, 0, 20, 300])
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+@pytest.mark.parametrize("scale", [0.1, -0.2, 0.0])
+def test_window_soft_cap_and_any_scale(window: int, cap: float, scale: float) -> None:
+    from device_cases import random_q
+
+    kv_lens = [1, 15, 17, 0, 97, 512, 2000]
+    backend = backend_of(geometry(400, 16, 2, 128, "fp16", "HND"))
+    q = random_q((len(kv_lens), 8, 128), "fp16", np.random.default_rng(3))
+    plan = decode_plan(backend, kv_lens, 2)
+    check(backend, q, plan, Scoring(scale, cap, window))
+
+
+def prefill_plan(backend: Any, qo_lens: list[int], kv_lens: list[int], causal: bool) -> Plan:
+    from device_cases import PagePool, Segment, make_level
+
+    pool = PagePool(backend, np.random.default_rng(4))
+    bounds = np.cumsum([0, *qo_lens])
+    segments = [Segment(int(bounds[i]), int(bounds[i + 1]), n, 0) for i, n in enumerate(kv_lens)]
+    positions = np.concatenate(
+        [np.arange(k - q, k) for q, k in zip(qo_lens, kv_lens, strict=True)]
+    ).astype(np.int32)
+    return Plan((make_level(segments, pool, int(bounds[-1]), causal),), positions)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("qo_len", [1, 4, 17, 37, 127, 577])
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype", "page_size"),
+    [
+        ((32, 8), 128, "fp16", 16),
+        ((4, 4), 64, "bf16", 1),
+        ((28, 4), 128, "bf16", 5),
+        ((8, 2), 256, "fp16", 16),
+        ((8, 1), 80, "fp8_e4m3", 16),
+        ((8, 8), 128, "fp8_e5m2", 64),
+        ((16, 1), 192, "fp16", 8),
+    ],
+)
+def test_prefill_matches_the_oracle(
+    causal: bool, qo_len: int, heads: Any, dim: int, dtype: DType, page_size: int
+) -> None:
+    from device_cases import random_q
+
+    qo_lens = [qo_len, 3, qo_len, qo_len]
+    kv_lens = [54, 97, 512, 2048]  # with more queries than keys where qo_len is large
+    pages = 3000 // page_size + 16
+    backend = backend_of(geometry(pages, page_size, heads[1], dim, dtype, "NHD"))
+    q = random_q((sum(qo_lens), heads[0], dim), q_dtype_of(dtype, qo_len), np.random.default_rng(9))
+    plan = prefill_plan(backend, qo_lens, kv_lens, causal)
+    check(backend, q, plan, Scoring(dim**-0.5))
+    check(backend, q, plan, Scoring(dim**-0.5, 0.0, 40))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp8_e4m3"])
+@pytest.mark.parametrize("qo_len", [2, 11, 130])
+def test_custom_masks(qo_len: int, dtype: DType) -> None:
+    from device_cases import random_q
+
+    rng = np.random.default_rng(qo_len)
+    qo_lens, kv_lens = [qo_len, qo_len, 1], [33, 300, 64]
+    backend = backend_of(geometry(64, 16, 2, 128, dtype, "NHD"))
+    plan = prefill_plan(backend, qo_lens, kv_lens, causal=False)
+    rows = sum(qo_lens)
+    lengths = np.repeat(kv_lens, qo_lens)
+    offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+    bools = rng.random(int(lengths.sum())) < 0.4
+    bools[offsets[1] : offsets[1] + lengths[1]] = False  # a row that sees nothing
+    mask = Mask(np.packbits(bools, bitorder="little"), offsets)
+    q = random_q((rows, 8, 128), "fp16", rng)
+    check(backend, q, plan, Scoring(128**-0.5), mask)
+    check(backend, q, plan, Scoring(128**-0.5, 3.0, 25), mask)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (32, 8), (7, 1), (8, 1)])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", ["fp16", "fp8_e5m2"])
+def test_cascades_with_rows_missing_levels_and_an_order(
+    depth: int, heads: Any, dtype: DType
+) -> None:
+    from device_cases import PagePool, Segment, make_level, random_q
+
+    rng = np.random.default_rng(depth)
+    rows = 70
+    backend = backend_of(geometry(700, 16, heads[1], 128, dtype, "NHD", layers=2))
+    pool = PagePool(backend, rng)
+    levels, start = [], 0
+    for index in range(depth):
+        count = 1 + 4**index
+        cuts = np.unique(np.concatenate([[0, rows], rng.integers(0, rows, count)]))
+        segments = [
+            Segment(int(a), int(b), int(rng.integers(0, 230)), start)
+            for a, b in pairwise(cuts)
+            if rng.random() > 0.2
+        ]
+        levels.append(make_level(segments, pool, rows))
+        start += 230
+    order = rng.permutation(rows).astype(np.int32)
+    plan = Plan(tuple(levels), np.full(rows, start, np.int32), order)
+    q = random_q((rows, heads[0], 128), q_dtype_of(dtype, 0), rng)
+    check(backend, q, plan, Scoring(128**-0.5), layer=1)
+    check(backend, q, plan, Scoring(128**-0.5, 8.0, 300), layer=1)
+
+
+def test_requests_of_several_layers_and_a_masked_one_come_back_in_order() -> None:
+    from device_cases import assert_close, oracle, random_q
+
+    rng = np.random.default_rng(0)
+    backend = backend_of(geometry(64, 16, 2, 128, "fp16", "NHD", layers=3))
+    scoring = Scoring(0.1)
+    requests = []
+    for layer, kv_lens in ((2, [40, 3]), (0, [0, 7, 100]), (1, [64])):
+        plan = decode_plan(backend, kv_lens, layer)
+        mask = None
+        if layer == 0:
+            offsets = np.array([0, 0, 0], np.int64)
+            mask = Mask(rng.integers(0, 256, 16).astype(np.uint8), offsets)
+        q = random_q((len(kv_lens), 8, 128), "fp16", rng)
+        requests.append(Attend(layer, q, plan, scoring, mask))
+    states = backend.attend(requests).result()
+    for r, state in zip(requests, states, strict=True):
+        assert_close(state, oracle(backend, r.layer, r.q, r.plan, scoring, r.mask), "fp16")
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("heads", [(4, 4), (14, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_ragged_attention(dtype: DType, heads: Any, causal: bool, dim: int) -> None:
+    import torch
+    from device_cases import assert_close, attend_dense, on_device, random_q, visible_keys
+
+    rng = np.random.default_rng(1)
+    backend = backend_of(geometry(8, 16, 1, dim, dtype, "NHD"))
+    qo_lens, kv_lens = [5, 0, 130, 1, 40], [70, 9, 200, 0, 20]
+    qo, kv = np.cumsum([0, *qo_lens]).astype(np.int32), np.cumsum([0, *kv_lens]).astype(np.int32)
+    q = random_q((int(qo[-1]), heads[0], dim), dtype, rng)
+    k = random_q((int(kv[-1]), heads[1], dim), dtype, rng)
+    v = random_q((int(kv[-1]), heads[1], dim), dtype, rng)
+    scoring = Scoring(dim**-0.5)
+    state = backend.attend_ragged(RaggedAttend(q, k, v, qo, kv, causal, scoring)).result()
+    o, lse = torch.zeros(q.shape).double().cuda(), torch.zeros(q.shape[:2]).double().cuda()
+    for b in range(len(qo_lens)):
+        rows, keys = slice(int(qo[b]), int(qo[b + 1])), slice(int(kv[b]), int(kv[b + 1]))
+        own = np.arange(kv_lens[b] - qo_lens[b], kv_lens[b]).astype(np.int32)
+        seen = visible_keys(Plan((), own), slice(None), 0, kv_lens[b], causal, scoring, None)
+        o[rows], lse[rows] = attend_dense(
+            on_device(q[rows]), on_device(k[keys]), on_device(v[keys]), seen, scoring
+        )
+    assert_close(state, (o.cpu().numpy(), lse.cpu().numpy()), dtype)
+
+
+def test_the_same_batch_gives_the_same_numbers_on_every_layer_and_again() -> None:
+    from device_cases import random_q
+
+    backend = backend_of(geometry(600, 16, 8, 128, "fp16", "NHD", layers=2))
+    plan = decode_plan(backend, [3000, 17, 900], 3)
+    q = random_q((3, 32, 128), "fp16", np.random.default_rng(0))
+    first, again = (
+        backend.attend([Attend(1, q, plan, Scoring(0.1))]).result()[0] for _ in range(2)
+    )
+    other = backend.attend([Attend(0, q, plan, Scoring(0.1))]).result()[0]
+    np.testing.assert_array_equal(first.o, again.o)
+    np.testing.assert_array_equal(first.lse, again.lse)
+    assert not np.array_equal(first.o, other.o)

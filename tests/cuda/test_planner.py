@@ -1,0 +1,235 @@
+"""The planner in pure numpy: every visible (row, key) pair once, balanced, merge lists right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.backend import Int32, Level, Plan
+from kernels.cuda.planner import (
+    FINAL,
+    HIDE_FUTURE,
+    HIDE_WINDOW,
+    Problem,
+    TileShape,
+    Work,
+    chunk_rows,
+    make_work,
+)
+
+NARROW_16 = TileShape("narrow16", 16, 16, 132 * 8, 16, True, 128)
+NARROW_32 = TileShape("narrow32", 32, 32, 132 * 8, 16, True, 128)
+WIDE = TileShape("wide", 128, 2**30, 132, 64, False, 256)
+SHAPES = (NARROW_16, NARROW_32, WIDE)
+
+
+def problem(
+    group: int = 4,
+    page_size: int = 16,
+    heads: int = 8,
+    window: int = -1,
+    shapes: tuple[TileShape, ...] = SHAPES,
+) -> Problem:
+    return Problem(group, page_size, heads, window, shapes)
+
+
+def int32(*values: int) -> Int32:
+    return np.array(values, np.int32)
+
+
+def flat_level(kv_lens: list[int], page_size: int, causal: bool = False) -> Level:
+    """One query row per sequence, pages numbered in order."""
+    pages = [-(-n // page_size) for n in kv_lens]
+    return Level(
+        qo_indptr=np.arange(len(kv_lens) + 1, dtype=np.int32),
+        kv_indptr=np.cumsum([0, *pages]).astype(np.int32),
+        kv_indices=np.arange(sum(pages), dtype=np.int32),
+        kv_last_page_len=int32(*((n - 1) % page_size + 1 if n else 0 for n in kv_lens)),
+        kv_start=np.zeros(len(kv_lens), np.int32),
+        causal=causal,
+    )
+
+
+def decode_plan(kv_lens: list[int], page_size: int = 16) -> Plan:
+    return Plan((flat_level(kv_lens, page_size),), int32(*(n - 1 for n in kv_lens)))
+
+
+def expected_pairs(plan: Plan, group: int, page_size: int, window: int) -> set[tuple[int, ...]]:
+    """(packed row, page index over all levels, slot) a row must see, by the definitions."""
+    pairs, base = set(), 0
+    for level in plan.levels:
+        for s in range(len(level.kv_start)):
+            first, stop = int(level.kv_indptr[s]), int(level.kv_indptr[s + 1])
+            keys = max(0, (stop - first - 1) * page_size + int(level.kv_last_page_len[s]))
+            for row in range(int(level.qo_indptr[s]), int(level.qo_indptr[s + 1])):
+                for key in range(keys):
+                    position, own = int(level.kv_start[s]) + key, int(plan.positions[row])
+                    if level.causal and position > own:
+                        continue
+                    if window >= 0 and position < own - window:
+                        continue
+                    page, slot = base + first + key // page_size, key % page_size
+                    pairs |= {(row * group + g, page, slot) for g in range(group)}
+        base += len(level.kv_indices)
+    return pairs
+
+
+def planned_pairs(work: Work, group: int, page_size: int, window: int) -> Counter[tuple[int, ...]]:
+    """The same, as a kernel that follows the items would see them."""
+    pairs: Counter[tuple[int, ...]] = Counter()
+    for launch in work.launches:
+        for _, begin, rows, kv_begin, keys, kv_start, hide, _ in launch.items.tolist():
+            assert rows <= launch.shape.rows, f"{rows} rows in a tile of {launch.shape}"
+            for packed in range(begin, begin + rows):
+                own = int(work.positions[packed // group])
+                for key in range(keys):
+                    if hide & HIDE_FUTURE and kv_start + key > own:
+                        continue
+                    if hide & HIDE_WINDOW and kv_start + key < own - window:
+                        continue
+                    pairs[packed, kv_begin + key // page_size, key % page_size] += 1
+    return pairs
+
+
+def check_merges(work: Work, num_packed: int) -> None:
+    """Every packed row is written exactly once: by one final item, or by one merge list."""
+    merges, written, members = work.merges, Counter[int](), Counter[int]()
+    for launch in work.launches:
+        for item in launch.items.tolist():
+            begin, rows, partial = item[1], item[2], item[7]
+            for i in range(rows):
+                if partial == FINAL:
+                    written[begin + i] += 1
+                else:
+                    members[begin + i, partial + i] += 1
+    for m, chunk in enumerate(merges.chunks.tolist()):
+        for i in range(merges.chunk_rows):
+            row = chunk * merges.chunk_rows + i
+            written[row] += 1
+            for first in merges.members[merges.indptr[m] : merges.indptr[m + 1]].tolist():
+                assert members.pop((row, first + i)) == 1, f"member {first} of row {row}"
+                assert first + i < merges.num_partial_rows
+    assert not members, f"partial rows nobody merges: {list(members)[:4]}"
+    assert written == Counter(range(num_packed))
+
+
+def check(plan: Plan, p: Problem) -> Work:
+    work = make_work([(0, plan)], p)
+    planned = planned_pairs(work, p.group_size, p.page_size, p.window_left)
+    assert max(planned.values(), default=1) == 1, "a pair is attended twice"
+    expected = expected_pairs(plan, p.group_size, p.page_size, p.window_left)
+    assert set(planned) == expected
+    check_merges(work, len(plan.positions) * p.group_size)
+    return work
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A random cascade: levels, positions, in plan order."""
+
+    plan: Plan
+    page_size: int
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Tree:
+    page_size = draw(st.sampled_from([1, 3, 16, 64]))
+    rows = draw(st.integers(0, 12))
+    levels, length = [], np.zeros(rows, np.int64)
+    depth = draw(st.integers(1, 3))
+    for index in range(depth):
+        cuts = sorted(draw(st.lists(st.integers(0, rows), max_size=4)))
+        indptr = [0, *cuts, rows]
+        keys = [draw(st.integers(0, 150)) for _ in indptr[1:]]
+        pages = [-(-k // page_size) for k in keys]
+        starts = []
+        for s, k in enumerate(keys):
+            mine = length[indptr[s] : indptr[s + 1]]
+            starts.append(int(mine.max(initial=0)))
+            length[indptr[s] : indptr[s + 1]] = starts[-1] + k
+        levels.append(
+            Level(
+                qo_indptr=int32(*indptr),
+                kv_indptr=np.cumsum([0, *pages]).astype(np.int32),
+                kv_indices=np.arange(sum(pages), dtype=np.int32),
+                kv_last_page_len=int32(*((k - 1) % page_size + 1 if k else 0 for k in keys)),
+                kv_start=int32(*starts),
+                causal=index == depth - 1 and draw(st.booleans()),
+            )
+        )
+    back = np.array([draw(st.integers(0, 40)) for _ in range(rows)], np.int64)
+    return Tree(Plan(tuple(levels), (length - 1 - back).astype(np.int32)), page_size)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    trees(),
+    st.sampled_from([1, 4, 7, 16, 24]),
+    st.sampled_from([-1, 0, 30]),
+    st.sampled_from([1, 8]),
+)
+def test_every_visible_pair_is_attended_once_and_every_row_written_once(
+    tree: Tree, group: int, window: int, heads: int
+) -> None:
+    check(tree.plan, problem(group, tree.page_size, heads, window))
+
+
+@pytest.mark.parametrize("kv_lens", [[], [0], [1], [16], [17, 0, 5000], [70] * 300])
+def test_decode_batches_are_covered(kv_lens: list[int]) -> None:
+    check(decode_plan(kv_lens), problem(group=1))
+
+
+def test_narrow_workers_get_equal_shares_of_a_skewed_batch() -> None:
+    rng = np.random.default_rng(0)
+    kv_lens = np.exp(rng.uniform(np.log(128), np.log(32768), 128)).astype(int).tolist()
+    (launch, *_) = make_work([(0, decode_plan(kv_lens))], problem()).launches
+    shares = [
+        int(launch.items[a:b, 4].sum())
+        for a, b in zip(launch.worker_begin[:-1], launch.worker_begin[1:], strict=True)
+    ]
+    assert launch.num_workers == 132
+    assert max(shares) <= sum(kv_lens) / 132 + 32, f"{max(shares)} of {sum(kv_lens)} keys"
+
+
+def test_a_short_batch_is_not_cut_into_more_states_than_it_is_worth() -> None:
+    work = make_work([(0, decode_plan([128] * 16))], problem())
+    assert work.launches[0].num_items == 16
+    assert len(work.merges.chunks) == 0
+
+
+def test_a_row_that_sees_nothing_gets_an_empty_merge_list() -> None:
+    work = make_work([(0, decode_plan([0, 16]))], problem())
+    assert work.merges.chunks.tolist() == [0]
+    assert work.merges.indptr.tolist() == [0, 0]
+
+
+def test_causal_prefill_leaves_out_keys_after_each_tile() -> None:
+    level = Level(
+        int32(0, 256), int32(0, 16), np.arange(16, dtype=np.int32), int32(16), int32(0), True
+    )
+    work = make_work([(0, Plan((level,), np.arange(256, dtype=np.int32)))], problem(group=1))
+    wide = work.launches[2].items
+    keys = {begin: int(wide[wide[:, 1] == begin, 4].sum()) for begin in (0, 128)}
+    assert keys == {0: 128, 128: 256}
+    assert (np.diff(wide[:, 4]) <= 0).all(), "the dearest item comes first"
+
+
+def test_requests_of_several_layers_share_one_launch() -> None:
+    plans = [(0, decode_plan([40, 50])), (3, decode_plan([20]))]
+    work = make_work(plans, problem(group=2))
+    items = np.concatenate([launch.items for launch in work.launches])
+    assert dict(zip(items[:, 1].tolist(), items[:, 0].tolist(), strict=True)) == {0: 0, 2: 0, 4: 3}
+    assert work.order.tolist() == [0, 1, 2]
+    assert work.kv_indices.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"), [(1, 1), (4, 4), (7, 7), (8, 8), (16, 16), (24, 12), (32, 16), (17, 1)]
+)
+def test_chunks_divide_the_group_and_fit_a_tile(group: int, expected: int) -> None:
+    assert chunk_rows(group) == expected
