@@ -43,10 +43,14 @@ def processor() -> str:
 
 def command() -> str:
     """The command line that ran, from the repository's root."""
+    spec = sys.modules["__main__"].__spec__
     script = Path(sys.argv[0]).resolve()
     root = RESULTS.parents[1]
-    name = script.relative_to(root) if script.is_relative_to(root) else script.name
-    return shlex.join(["python", str(name), *sys.argv[1:]])
+    if spec is not None:
+        name = ["-m", spec.name]
+    else:
+        name = [str(script.relative_to(root) if script.is_relative_to(root) else script.name)]
+    return shlex.join(["python", *name, *sys.argv[1:]])
 
 
 def version_of(package: str) -> str | None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ def attnd(*options: str) -> Iterator[Server]:
     """The service on its CPU backend, with further command line options."""
     port = free_port()
     arguments = ("-m", "service", "--server.port", str(port), "--backend.kind", "cpu")
-    with running((*arguments, "--log.level", "warning", *options), port) as server:
+    with running((*arguments, *options), port) as server:
         yield server
 
 
@@ -49,7 +50,7 @@ def attnd(*options: str) -> Iterator[Server]:
 def echo() -> Iterator[Server]:
     """The bare echo under the server the service uses, with the same loop and parser."""
     port = free_port()
-    uvicorn = ("-m", "uvicorn", "--app-dir", "bench", "echo:app", "--port", str(port))
+    uvicorn = ("-m", "uvicorn", "bench.echo:app", "--port", str(port))
     quiet = ("--log-level", "warning", "--no-access-log", "--lifespan", "off")
     with running((*uvicorn, "--loop", "uvloop", "--http", "httptools", *quiet), port) as server:
         yield server
@@ -58,18 +59,28 @@ def echo() -> Iterator[Server]:
 @contextmanager
 def running(arguments: Sequence[str], port: int) -> Iterator[Server]:
     """`python *arguments` until the end of the block; then SIGTERM, and its exit is awaited."""
-    started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT)
-    try:
-        wait_ready(process, port)
-        yield Server(port, process.pid, time.perf_counter() - started)
-    finally:
-        process.send_signal(signal.SIGTERM)
+    with tempfile.TemporaryFile() as log:
+        started = time.perf_counter()
+        process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stderr=log)
         try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            wait_ready(process, port)
+            yield Server(port, process.pid, time.perf_counter() - started)
+        except BaseException:
+            log.seek(0)
+            sys.stderr.write(log.read().decode(errors="replace")[-4000:])
+            raise
+        finally:
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, and SIGKILL when that does not end it in time."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def wait_ready(process: subprocess.Popen[bytes], port: int) -> None:

@@ -1,6 +1,6 @@
 """Decode over HTTP against a bare ASGI echo of the same bytes, and the start of the service.
 
-`python bench/service.py` prints a table and writes bench/results/service-cpu.json. In each repeat
+`python -m bench.service` prints a table and writes bench/results/service-cpu.json. In each repeat
 the echo and the service take turns, on one connection (latency) and on several (requests a second).
 "added" is what the service takes at the median beyond the echo and beyond the backend's own time
 (plan + copy-in + kernel + copy-out of Server-Timing). Bodies are fresh random numbers.
@@ -22,10 +22,11 @@ from typing import Any, Final
 
 import numpy as np
 from attnd import Client, NewSequence
-from load import Connection, Run, Sample, crowd, loop
-from machine import RESULTS, provenance, write_results
 from safetensors.numpy import save
-from servers import ROOT, Server, attnd, echo
+
+from bench.load import Connection, Run, Sample, crowd, loop
+from bench.machine import RESULTS, provenance, write_results
+from bench.servers import ROOT, Server, attnd, echo
 
 KV_LEN: Final = 64
 BATCHES: Final = (1, 16, 64)
