@@ -38,11 +38,11 @@ from kernels.backend import (
     StageSeconds,
     Unsupported,
 )
-from kernels.compile import DEFAULT_CACHE, Spec
+from kernels.compile import DEFAULT_CACHE
 from kernels.cuda import checks
 from kernels.cuda.attention import Attention, Resident, Scene, Store, merge_split
 from kernels.cuda.launch import MERGE_PARAMS, POOL_ROWS, Library, device_arch, params
-from kernels.cuda.shapes import HEAD_DIMS, attend_kernels, merge_spec, rows_spec
+from kernels.cuda.shapes import HEAD_DIMS, merge_spec, rows_spec, service_specs
 from kernels.cuda.transfer import Transfers, aligned, pinned
 
 T = TypeVar("T")
@@ -102,7 +102,9 @@ class CudaBackend:
             self._pool = self._allocate(poison)
             self.store = self._pool_store()
             self.attention = Attention(self.library, self.transfers, self.multiprocessors)
-            self.library.prepare(self._common_specs())
+            self.library.prepare(
+                service_specs(self.library.arch, geometry.head_dim, geometry.dtype)
+            )
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -151,24 +153,6 @@ class CudaBackend:
             num_pages=g.num_pages,
             contiguous=False,
         )
-
-    def _common_specs(self) -> list[Spec]:
-        """Everything a service with this pool launches, ragged attention and merges included."""
-        g = self._geometry
-        computes: tuple[DType, ...] = ("fp16", "bf16") if g.dtype.startswith("fp8") else (g.dtype,)
-        specs: list[Spec] = []
-        for compute in computes:
-            for storage in {g.dtype, compute}:
-                for rare in (False, True):
-                    for kernel in attend_kernels(
-                        self.library.arch, g.head_dim, compute, storage, rare
-                    ):
-                        specs.append(kernel.spec)
-            specs.append(merge_spec(g.head_dim, True, compute))
-        for dtype in ("fp16", "bf16", "fp32"):
-            specs += [rows_spec(g.head_dim, dtype, g.dtype)]
-            specs += [merge_spec(d, False, dtype) for d in (g.head_dim, 0)]
-        return list(dict.fromkeys(specs))
 
     @property
     def name(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from kernels.backend import NUMPY_DTYPES, DType, Unsupported
+from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, DType, Unsupported
 from kernels.compile import Spec, spec
 from kernels.cuda.planner import NARROW_RUN, TileShape
 
@@ -169,3 +169,20 @@ def merge_spec(head_dim: int, partials: bool, dtype: DType) -> Spec:
         TENSOR_IN=FORMATS["fp32" if partials else dtype],
         TENSOR_OUT=FORMATS[dtype],
     )
+
+
+def service_specs(arch: str, head_dim: int, dtype: DType) -> tuple[Spec, ...]:
+    """Everything a service with such a pool launches, ragged attention and merges included."""
+    fp8 = dtype.startswith("fp8")
+    computes: tuple[DType, ...] = ("fp16", "bf16") if fp8 else (dtype,)
+    specs: list[Spec] = []
+    for compute in computes:
+        for storage in dict.fromkeys((dtype, compute)):
+            for rare in (False, True):
+                kernels = attend_kernels(arch, head_dim, compute, storage, rare)
+                specs += [kernel.spec for kernel in kernels]
+        specs.append(merge_spec(head_dim, True, compute))
+    for tensor in TENSOR_DTYPES:
+        specs.append(rows_spec(head_dim, tensor, dtype))
+        specs += [merge_spec(dim, False, tensor) for dim in (head_dim, 0)]
+    return tuple(dict.fromkeys(specs))
