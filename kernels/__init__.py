@@ -35,14 +35,8 @@ def make_backend(
 
 def cuda_devices() -> int:
     """How many CUDA devices answer; 0 without cupy, a driver or a device."""
-    try:
-        cupy = importlib.import_module("cupy")
-    except ImportError:
-        return 0
-    try:
-        return int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError:
-        return 0
+    count: int = importlib.import_module("kernels.cuda.devices").count()
+    return count
 
 
 def _make(module: str, cls: str, geometry: PoolGeometry, device: int, poison: bool) -> Backend:

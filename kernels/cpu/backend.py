@@ -29,7 +29,7 @@ from kernels.cpu import state
 from kernels.cpu.attention import attention
 from kernels.cpu.pool import Pool, allocate, pair
 from kernels.cpu.tensors import dtype_name, to_numpy, to_torch
-from kernels.cpu.work import inverse, lay_out
+from kernels.cpu.work import check_range, inverse, lay_out
 
 T = TypeVar("T")
 
@@ -65,6 +65,8 @@ class CpuBackend:
         self._pool.v.write(layer, page, offset, v)
 
     def copy_rows(self, src_pages: Int32, dst_pages: Int32, num_rows: Int32) -> None:
+        check_range("src_pages", src_pages, self._geometry.num_pages)
+        check_range("dst_pages", dst_pages, self._geometry.num_pages)
         first = np.cumsum(num_rows) - num_rows
         offset = torch.from_numpy(np.arange(int(num_rows.sum())) - np.repeat(first, num_rows))
         src, dst = (
@@ -120,6 +122,8 @@ class CpuBackend:
         self._pool = allocate(PoolGeometry(1, 0, 1, 1, 1))
 
     def _split(self, slots: Int32) -> tuple[torch.Tensor, torch.Tensor]:
+        num_slots = self._geometry.num_pages * self._geometry.page_size
+        check_range("slots", slots, num_slots)
         page, offset = np.divmod(slots.astype(np.int64), self._geometry.page_size)
         return torch.from_numpy(page), torch.from_numpy(offset)
 

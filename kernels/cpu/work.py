@@ -87,12 +87,19 @@ def _segments(requests: Sequence[Attend], num_pages: int, page_size: int) -> tup
             same = [np.full(rows.size, flag, np.int64) for flag in flags]
             column = [same[0], row + qo[:-1], rows, page + kv[:-1], runs, keys, level.kv_start]
             columns.append(np.stack([*column, *same[1:]])[:, (rows > 0) & (runs > 0)])
+            check_range("kv_indices", level.kv_indices, num_pages)
             pages.append(level.kv_indices + np.int64(request.layer) * num_pages)
             page += level.kv_indices.size
         row += request.plan.positions.size
     if not columns:
         return Segments(*np.zeros((9, 0), np.int64)), np.zeros(0, np.int64)
     return Segments(*np.concatenate(columns, axis=1)), np.concatenate(pages)
+
+
+def check_range(field: str, values: Array, limit: int) -> None:
+    """Raise `ValueError` unless all are in `0 .. limit - 1`: past it lies another layer's memory."""
+    if values.size and (int(values.min()) < 0 or int(values.max()) >= limit):
+        raise ValueError(f"{field} = {values.min()}..{values.max()}: must be within 0..{limit - 1}")
 
 
 def _batches(

@@ -1,0 +1,175 @@
+"""Cascade against flat decode on the CPU backend: sequences that share a long prefix.
+
+    python bench/cascade_cpu.py [--threads N] [--dtype fp32 ...] [--out FILE]
+
+The same KV, in the same shuffled pages, is attended twice: flat (each sequence reads its whole
+KV) and as a cascade (the shared pages are read once). Before both, the ceilings of the machine are
+measured in the same process: a float32 matrix product, and reading memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kernels import make_backend
+from kernels.backend import NUMPY_DTYPES, Attend, DType, Level, Plan, PoolGeometry, Scoring
+
+PAGE_SIZE = 16
+REPEATS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`sequences` decode one token each: `shared` common tokens, then `own` of their own."""
+
+    sequences: int
+    shared: int
+    own: int
+    num_qo_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+
+    def __str__(self) -> str:
+        heads = f"{self.num_qo_heads}/{self.num_kv_heads} x {self.head_dim}"
+        return f"{self.sequences} x ({self.shared} shared + {self.own}), {heads}"
+
+
+CASES = (Case(32, 4096, 64), Case(32, 4096, 64, num_kv_heads=32), Case(8, 1024, 64))
+
+
+def int32(values: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.ascontiguousarray(values, np.int32)
+
+
+def plans(case: Case, pages: np.ndarray[Any, Any]) -> tuple[Plan, Plan]:
+    """The flat and the cascade plan over the same pages."""
+    common, each = case.shared // PAGE_SIZE, case.own // PAGE_SIZE
+    shared, own = pages[:common], pages[common:].reshape(case.sequences, each)
+    rows, full = np.arange(case.sequences + 1), np.full(case.sequences, PAGE_SIZE)
+    flat = Level(
+        int32(rows),
+        int32(rows * (common + each)),
+        int32(np.concatenate([np.concatenate((shared, mine)) for mine in own])),
+        int32(full),
+        int32(np.zeros(case.sequences)),
+        causal=True,
+    )
+    top = Level(
+        int32([0, case.sequences]),
+        int32([0, common]),
+        int32(shared),
+        int32([PAGE_SIZE]),
+        int32([0]),
+        causal=False,
+    )
+    leaves = Level(
+        int32(rows),
+        int32(rows * each),
+        int32(own.reshape(-1)),
+        int32(full),
+        int32(np.full(case.sequences, case.shared)),
+        causal=True,
+    )
+    positions = int32(np.full(case.sequences, case.shared + case.own - 1))
+    return Plan((flat,), positions), Plan((top, leaves), positions)
+
+
+def median_ms(run: Callable[[], object]) -> float:
+    run()
+    times = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return 1e3 * statistics.median(times)
+
+
+def measure(case: Case, dtype: DType) -> dict[str, Any]:
+    """Median milliseconds of both, and how far apart their results are."""
+    rng = np.random.default_rng(0)
+    num_pages = (case.shared + case.sequences * case.own) // PAGE_SIZE
+    geometry = PoolGeometry(1, num_pages, PAGE_SIZE, case.num_kv_heads, case.head_dim, "NHD", dtype)
+    backend = make_backend("cpu", geometry)
+    shape = (num_pages * PAGE_SIZE, case.num_kv_heads, case.head_dim)
+    k, v = (rng.standard_normal(shape, np.float32) for _ in range(2))
+    backend.append(0, k, v, np.arange(shape[0], dtype=np.int32))
+    q = rng.standard_normal((case.sequences, case.num_qo_heads, case.head_dim), np.float32)
+    flat, cascade = plans(case, rng.permutation(num_pages).astype(np.int32))
+
+    def attend(plan: Plan) -> Any:
+        request = Attend(0, q, plan, Scoring(case.head_dim**-0.5))
+        return backend.attend([request]).result()[0].o
+
+    difference = float(np.abs(attend(flat) - attend(cascade)).max())
+    flat_ms, cascade_ms = median_ms(lambda: attend(flat)), median_ms(lambda: attend(cascade))
+    flat_bytes = case.sequences * (case.shared + case.own) * geometry.token_bytes
+    backend.close()
+    return {
+        "case": str(case),
+        **asdict(case),
+        "dtype": dtype,
+        "flat_ms": round(flat_ms, 2),
+        "cascade_ms": round(cascade_ms, 2),
+        "speedup": round(flat_ms / cascade_ms, 2),
+        "flat_gb_per_s": round(flat_bytes / flat_ms / 1e6, 2),
+        "max_difference": difference,
+    }
+
+
+def ceilings() -> dict[str, float]:
+    """GFLOP/s of a 1024-cubed float32 product; GB/s of summing 256 MiB."""
+    a, big = torch.randn(1024, 1024), torch.ones(64 * 1024 * 1024)
+    product, read = median_ms(lambda: a @ a), median_ms(lambda: big.sum())
+    return {
+        "matmul_gflops": round(2 * 1024**3 / product / 1e6, 1),
+        "read_gb_per_s": round(big.numel() * 4 / read / 1e6, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", nargs="+", choices=list(NUMPY_DTYPES), default=["fp32", "fp16"])
+    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    report = {
+        "device": f"{platform.processor() or platform.machine()}, {options.threads} threads",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "command": "python bench/cascade_cpu.py " + " ".join(sys.argv[1:]),
+        "ceilings": ceilings(),
+        "rows": [],
+    }
+    print(json.dumps({k: v for k, v in report.items() if k != "rows"}))
+    for case in CASES:
+        for dtype in options.dtype:
+            row = measure(case, dtype)
+            report["rows"].append(row)
+            print(
+                f"{row['case']:44} {dtype:9} flat {row['flat_ms']:9.2f} ms  "
+                f"cascade {row['cascade_ms']:8.2f} ms  {row['speedup']:6.2f}x  "
+                f"flat reads {row['flat_gb_per_s']:5.2f} GB/s"
+            )
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The algebra of attention states in numpy, for whoever holds states and no device.
+
+A state is attention over a set of keys: `o` (normalised) and `lse = log sum_j exp(s_j)`, natural
+log. States of the same queries over disjoint sets merge (cascade inference: Ye et al.,
+https://flashinfer.ai/2024/02/02/cascade-inference.html; FlashInfer, arXiv 2501.01005, section 2.2;
+the recurrence is online softmax, Milakov & Gimelshein, arXiv 1805.02867):
+
+    lse = log(exp(lse_a) + exp(lse_b))
+    o   = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b
+
+Merging is commutative and associative, and the empty state `(0, -inf)` is its identity: nothing
+else about the order or the grouping of keys survives in the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kernels.backend import Array, AttentionState, Float32
+
+
+def merge_state(a: AttentionState, b: AttentionState) -> AttentionState:
+    """Merge two states `o [n, H, D]`, `lse [n, H]` of the same rows; o in a's dtype.
+
+    Raises `ValueError` when the shapes differ.
+    """
+    if a.o.shape != b.o.shape:
+        raise ValueError(f"o has shapes {a.o.shape} and {b.o.shape}: must be equal")
+    return merge_states(np.stack((a.o, b.o.astype(a.o.dtype)), 1), np.stack((a.lse, b.lse), 1))
+
+
+def merge_states(o: Array, lse: Float32) -> AttentionState:
+    """Merge the T states of each row: `o [n, T, H, D]`, `lse [n, T, H]`; o in its own dtype.
+
+    T may be 0, which gives the empty state. Raises `ValueError` when lse is not o's shape without
+    its last axis.
+    """
+    _check(o, lse, 4)
+    top = lse.max(axis=1, initial=-np.inf, keepdims=True)
+    weight = np.exp(lse - np.where(np.isneginf(top), 0, top))
+    weighted = weight[..., None] * _filled(o, lse)
+    return _normalise(weighted.sum(axis=1), weight.sum(axis=1), top[:, 0], o.dtype)
+
+
+def merge_state_in_place(state: AttentionState, other: AttentionState) -> None:
+    """Merge `other` into `state`, whose arrays are overwritten."""
+    merged = merge_state(state, other)
+    state.o[...] = merged.o
+    state.lse[...] = merged.lse
+
+
+def merge_ragged_states(o: Array, lse: Float32, indptr: Array) -> AttentionState:
+    """Merge rows `indptr[t]:indptr[t+1]` of `o [nnz, H, D]`, `lse [nnz, H]` into row t of T.
+
+    An empty list gives the empty state. Raises `ValueError` for shapes that disagree, or an indptr
+    that does not start at 0, decreases, or ends elsewhere than nnz.
+    """
+    _check(o, lse, 3)
+    lengths = np.diff(indptr)
+    if indptr[0] != 0 or indptr[-1] != len(o) or bool((lengths < 0).any()):
+        raise ValueError(f"indptr must rise from 0 to {len(o)}, the number of states")
+    lists, shape = np.repeat(np.arange(lengths.size), lengths), (lengths.size, o.shape[1])
+    top = np.full(shape, -np.inf, np.float32)
+    np.maximum.at(top, lists, lse)
+    weight = np.exp(lse - np.where(np.isneginf(top), 0, top)[lists])
+    total, sums = np.zeros(shape, np.float32), np.zeros((*shape, o.shape[2]), np.float32)
+    np.add.at(total, lists, weight)
+    np.add.at(sums, lists, weight[..., None] * _filled(o, lse))
+    return _normalise(sums, total, top, o.dtype)
+
+
+def _filled(o: Array, lse: Array) -> Array:
+    """o in float32, 0 where the state is empty, whatever is there: 0 * NaN must not get in."""
+    filled: Array = np.where(np.isneginf(lse)[..., None], 0, o.astype(np.float32))
+    return filled
+
+
+def _normalise(o: Array, total: Array, top: Array, dtype: np.dtype[Any]) -> AttentionState:
+    """Sums over exp(lse - top) as a state; a total of 0 is the empty state."""
+    some = total > 0
+    divisor = np.where(some, total, 1)
+    lse = np.where(some, top + np.log(divisor), -np.inf).astype(np.float32)
+    return AttentionState((o / divisor[..., None]).astype(dtype), lse)
+
+
+def _check(o: Array, lse: Array, axes: int) -> None:
+    if o.ndim != axes or lse.shape != o.shape[:-1]:
+        raise ValueError(f"o {o.shape}, lse {lse.shape}: lse is o's {axes} axes without the last")
