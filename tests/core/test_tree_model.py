@@ -31,7 +31,9 @@ from service.core.values import NewSpec
 
 NUM_PAGES = 24
 NUM_LAYERS = 2
-NAMES = st.sampled_from("abcdefg")
+ALL_NAMES = list("abcdefg")
+NAMES = st.sampled_from(ALL_NAMES)
+COUNTS = st.integers(0, 9)
 LENGTHS = st.integers(0, 20)
 SPECS = st.builds(NewSpec, NAMES, st.none() | NAMES, st.none() | LENGTHS)
 
@@ -39,17 +41,25 @@ SPECS = st.builds(NewSpec, NAMES, st.none() | NAMES, st.none() | LENGTHS)
 class TreeAgainstLists(RuleBasedStateMachine):
     """`model[name][layer]` is the list of tokens that a sequence holds at a layer."""
 
-    @initialize(page_size=st.sampled_from([1, 2, 3, 4]))
-    def start(self, page_size: int) -> None:
+    @initialize(page_size=st.sampled_from([1, 2, 3, 4]), length=st.integers(0, 12))
+    def start(self, page_size: int, length: int) -> None:
+        """A small family, so that there is something to share from the first step on."""
         self.page_size = page_size
         self.pool = TokenPool(NUM_PAGES, page_size, NUM_LAYERS)
         self.model: dict[str, list[list[int]]] = {}
         self.tokens = itertools.count()
         self.planned: dict[object, object] = {}
+        self.create([NewSpec("a")])
+        for layer in range(NUM_LAYERS):
+            self.append(layer, {"a": length}, undone=False)
+        self.create([NewSpec("b", "a"), NewSpec("c", "a", length // 2)])
 
-    # Rules. Each says what must be refused, from the model alone, before it asks the tree.
+    # Rules. What must be refused is known from the model alone, before the tree is asked.
 
     @rule(specs=st.lists(SPECS, min_size=1, max_size=3))
+    def create_any(self, specs: list[NewSpec]) -> None:
+        self.create(specs)
+
     def create(self, specs: list[NewSpec]) -> None:
         made: dict[str, list[list[int]]] = {}
         error: type[CoreError] | None = None
@@ -82,11 +92,12 @@ class TreeAgainstLists(RuleBasedStateMachine):
         assert len(copies) == tails
         self.model |= made
 
-    @rule(
-        layer=st.integers(0, NUM_LAYERS - 1),
-        counts=st.dictionaries(NAMES, st.integers(0, 9), min_size=1, max_size=4),
-        undone=st.booleans(),
-    )
+    @rule(data=st.data(), layer=st.integers(0, NUM_LAYERS - 1), undone=st.booleans())
+    def append_some(self, data: st.DataObject, layer: int, undone: bool) -> None:
+        names = self.draw_names(data)
+        counts = data.draw(st.lists(COUNTS, min_size=len(names), max_size=len(names)))
+        self.append(layer, dict(zip(names, counts, strict=True)), undone)
+
     def append(self, layer: int, counts: dict[str, int], undone: bool) -> None:
         ids, added = list(counts), int32(*counts.values())
         call = lambda: self.pool.tree.extend(layer, ids, added)  # noqa: E731
@@ -112,6 +123,26 @@ class TreeAgainstLists(RuleBasedStateMachine):
         assert extension.lengths.tolist() == [len(self.model[name][layer]) for name in ids]
 
     @precondition(lambda self: self.model)
+    @rule(data=st.data(), num_forks=st.integers(1, 3))
+    def fork(self, data: st.DataObject, num_forks: int) -> None:
+        names = [name for name in ALL_NAMES if name not in self.model][:num_forks]
+        lengths = {name: min(map(len, layers)) for name, layers in self.model.items()}
+        specs = []
+        for name in names:
+            parent = data.draw(st.sampled_from(sorted(lengths)))
+            lengths[name] = data.draw(st.integers(0, lengths[parent]))
+            specs.append(NewSpec(name, parent, lengths[name]))
+        self.create(specs)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), count=COUNTS)
+    def append_at_every_layer(self, data: st.DataObject, count: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model)))
+        longest = max(map(len, self.model[name]))
+        for layer, tokens in enumerate(self.model[name]):
+            self.append(layer, {name: longest + count - len(tokens)}, undone=False)
+
+    @precondition(lambda self: self.model)
     @rule(data=st.data(), layer=st.integers(0, NUM_LAYERS - 1), off_by=st.sampled_from([-1, 2]))
     def append_at_a_wrong_offset(self, data: st.DataObject, layer: int, off_by: int) -> None:
         ids = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, unique=True))
@@ -124,8 +155,11 @@ class TreeAgainstLists(RuleBasedStateMachine):
         )
         assert refusal.lengths == dict(zip(ids, lengths, strict=True))
 
-    @rule(name=NAMES, length=LENGTHS)
-    def truncate(self, name: str, length: int) -> None:
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        name = self.draw_names(data)[0]
+        longest = min(map(len, self.model.get(name, [[]])))
+        length = data.draw(st.integers(0, longest + 1))
         if name not in self.model:
             self.refused(UnknownSequence, lambda: self.pool.truncate(name, length))
             return
@@ -143,8 +177,9 @@ class TreeAgainstLists(RuleBasedStateMachine):
         for tokens in self.model[name]:
             del tokens[length:]
 
-    @rule(names=st.lists(NAMES, min_size=1, max_size=3, unique=True))
-    def free(self, names: list[str]) -> None:
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        names = self.draw_names(data)[:2]
         if not set(names) <= self.model.keys():
             self.refused(UnknownSequence, lambda: self.pool.tree.free(names))
             return
@@ -195,6 +230,12 @@ class TreeAgainstLists(RuleBasedStateMachine):
 
     # Helpers.
 
+    def draw_names(self, data: st.DataObject) -> list[str]:
+        """One to four names, nearly always of sequences that exist."""
+        known = st.sampled_from(sorted(self.model) or ALL_NAMES)
+        names = known | known | known | known | known | NAMES
+        return data.draw(st.lists(names, min_size=1, max_size=4, unique=True))
+
     @property
     def free_pages(self) -> int:
         return self.pool.tree.allocator.num_free
@@ -224,7 +265,7 @@ def test_any_history_of_changes_leaves_what_lists_in_a_dict_would_hold() -> None
         TreeAgainstLists,
         settings=settings(
             max_examples=500,
-            stateful_step_count=40,
+            stateful_step_count=25,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
