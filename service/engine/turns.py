@@ -50,7 +50,7 @@ def sharing_of(operation: ops.Operation) -> Hashable | None:
         case ops.Attention() | ops.Cascade():
             options = operation.options
             numbers = (options.sm_scale, options.logits_soft_cap, options.window_left)
-            return (operation.q.dtype, *numbers)
+            return (operation.q.dtype, operation.q.shape[1:], *numbers)
         case ops.RaggedPrefill() | ops.Merge() | ops.Gather():
             return id(operation)
         case _:
