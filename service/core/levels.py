@@ -88,8 +88,7 @@ def cut_level(batch: Batch, runs: Runs, causal: bool) -> CascadeLevel:
 def _hides(batch: Batch, bounds: Indices, end: Int32, tokens: Int32) -> bool:
     """Whether some row comes before the last of its segment's `tokens`, which stop at `end`."""
     qo_lens = lens_of(batch.qo_indptr)
-    if (qo_lens <= 1).all():
-        # The only row of a sequence comes last; without keys there is nothing to hide.
+    if qo_lens.size == 0:
         return False
     first = batch.kv_lens - qo_lens
     first[qo_lens == 0] = np.iinfo(np.int32).max

@@ -73,7 +73,9 @@ def make_plan(
     tables = [leaf.table for leaf in leaves]
     batch = Batch(tree.page_size, tables, kv_lens, indptr(qo_lens))
     runs = [_flat_runs(batch)] if segments is None else _runs(segments, batch)
-    cut = [cut_level(batch, level, causal) for level in runs]
+    # The only row of a sequence is its last: no key comes after it.
+    hides = causal and bool((qo_lens > 1).any())
+    cut = [cut_level(batch, level, hides) for level in runs]
     # A level without keys adds nothing, but one level there must be.
     levels = [level for level in cut if level.kv_indices.size] or cut[:1]
     return CascadePlan(
@@ -145,15 +147,15 @@ def _runs(segments: Segments, batch: Batch) -> list[Runs]:
     """The segments of each level, shared ones first."""
     if not segments.shared:
         return [_flat_runs(batch)]
-    own_level = np.array(segments.own_level, dtype=np.int32)
-    own_begin = np.array(segments.own_begin, dtype=np.int32)
-    tables: list[list[tuple[int, int, int, int]]] = [[] for _ in range(1 + max(segments.own_level))]
+    level, num, begin = np.array(segments.own, dtype=np.int32).T
+    own_level, own_begin = np.repeat(level, num), np.repeat(begin, num)
+    tables: list[list[tuple[int, int, int, int]]] = [[] for _ in range(1 + int(level.max()))]
     for s in segments.shared:
         tables[s.level].append((s.first, s.last, s.begin, s.end * batch.page_size))
     runs = []
-    for level, table in enumerate(tables):
+    for depth, table in enumerate(tables):
         first, last, begin, end = np.array(table, dtype=np.int32).reshape(-1, 4).T
-        own = np.flatnonzero(own_level == level).astype(np.int32)
+        own = np.flatnonzero(own_level == depth).astype(np.int32)
         runs.append(
             Runs(
                 np.concatenate((first, own)),

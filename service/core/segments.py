@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from service.core.nodes import Node
 
@@ -19,8 +19,7 @@ length: the 64 tokens are what a worker of a device reads in the microsecond or 
 """
 
 
-@dataclass(frozen=True, slots=True)
-class SharedSegment:
+class SharedSegment(NamedTuple):
     """Pages `begin:end` of the path, seen by the sequences `first:last` in plan order."""
 
     level: int
@@ -30,23 +29,21 @@ class SharedSegment:
     end: int
 
 
+class OwnSegments(NamedTuple):
+    """The next `num` sequences in plan order have their own pages from `begin` on."""
+
+    level: int
+    num: int
+    begin: int
+
+
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Plan place i is sequence `order[i]` of the batch.
-
-    Its own segment, after the shared ones, is at level `own_level[i]` from page `own_begin[i]` on.
-    """
+    """Plan place i is sequence `order[i]` of the batch; `own` covers all places, in order."""
 
     order: list[int]
-    own_level: list[int]
-    own_begin: list[int]
+    own: list[OwnSegments]
     shared: list[SharedSegment]
-
-    def add_own(self, places: list[int], begin: int, level: int) -> None:
-        """The next places in plan order, whose own segments begin alike."""
-        self.order.extend(places)
-        self.own_level.extend([level] * len(places))
-        self.own_begin.extend([begin] * len(places))
 
 
 def cut_segments(
@@ -60,14 +57,15 @@ def cut_segments(
     """
     tree = _batch_tree(parents)
     members, readers = _count(tree, reads)
-    segments = Segments([], [], [], [])
+    segments = Segments([], [], [])
     # What is still to visit, next one last: a part of the tree, the page its segment begins
     # with, the segment's level.
     stack: list[tuple[Node | int | None, int, int]] = [(None, 0, 0)]
     while stack:
         part, begin, level = stack.pop()
         if isinstance(part, int):
-            segments.add_own([part], begin, level)
+            segments.order.append(part)
+            segments.own.append(OwnSegments(level, 1, begin))
             continue
         kids = tree.below[part]
         if part is not None and len(kids) > 1:
@@ -80,7 +78,8 @@ def cut_segments(
         if part in tree.branching:
             stack.extend([(kid, begin, level) for kid in reversed(kids)])
         else:
-            segments.add_own(kids, begin, level)
+            segments.order.extend(kids)
+            segments.own.append(OwnSegments(level, len(kids), begin))
     return segments
 
 
