@@ -79,7 +79,8 @@ class Worker:
         sharing = sharing_of(operation)
         if sharing is not None and self._sharing not in (None, sharing):
             self._submit()
-        if isinstance(operation, BARRIERS):
+        is_barrier = isinstance(operation, BARRIERS)
+        if is_barrier:
             self._submit()
             self._settle(keep=0)
         job = Job(ticket)
@@ -95,8 +96,8 @@ class Worker:
         self._begin(job)
         if sharing is not None and job.error is None:
             self._sharing = sharing
-            if isinstance(job.work, Alone):
-                self._submit()
+        if is_barrier or isinstance(job.work, Alone):
+            self._submit()  # a barrier's reply goes out here: it is never run again
 
     def _begin(self, job: Job) -> None:
         """The turn itself: fills `work`, or `error`."""
@@ -130,8 +131,9 @@ class Worker:
 
     def _start(self, jobs: list[Job]) -> Any:
         """The device work of jobs that go together: one launch, or none (None)."""
-        if isinstance(jobs[0].work, Alone):
-            return jobs[0].work.start()
+        for job in jobs:
+            if isinstance(job.work, Alone):  # then no other of them has a share in a launch
+                return job.work.start()
         attends = [attend for job in jobs for attend in job.attends]
         if not attends:
             return None

@@ -133,6 +133,38 @@ def test_what_changes_or_reads_pages_parts_launches(barrier: ops.Operation) -> N
     with_engine(backend, scenario)
 
 
+def test_a_launch_of_its_own_sees_the_appends_before_it_and_not_those_after() -> None:
+    backend = FakeBackend()
+
+    async def scenario(engine: Engine) -> None:
+        await three_sequences(engine)
+        gather = ops.Gather(0, ("a",), "fp32")
+        merge = ops.Merge(np.ones((1, 1, 4), np.float32), np.zeros((1, 1)), np.array([0, 1]), "e")
+        every = [append("a", 2), gather, append("a", 1, seed=3), merge, gather]
+        replies = [reply.answer for reply in await held_back(engine, backend, *every)]
+        assert backend.calls == ["append", "gather", "append", "merge", "gather"]
+        assert [replies[0], replies[2]] == [ops.Appended((7,)), ops.Appended((8,))]
+        assert (replies[1].k.shape[0], replies[4].k.shape[0]) == (7, 8)
+        np.testing.assert_array_equal(replies[4].k[:7], replies[1].k)
+        assert (replies[3].o == 1).all()
+
+    with_engine(backend, scenario)
+
+
+def test_sequences_that_were_made_stay_made_when_a_launch_behind_them_fails() -> None:
+    backend = FakeBackend()
+
+    async def scenario(engine: Engine) -> None:
+        await three_sequences(engine)
+        backend.failures["attend"] = [None, RuntimeError("a bug"), RuntimeError("again")]
+        new = ops.CreateSequences((ops.NewSequence("c"),))
+        replies = await held_back(engine, backend, new, decode("a", new=True), append("c", 1))
+        assert [type(reply) for reply in replies] == [ops.Reply, Internal, ops.Reply]
+        assert [await length(engine, name) for name in ("a", "c")] == [5, 1]
+
+    with_engine(backend, scenario)
+
+
 def test_two_launches_are_in_flight_while_more_wait_and_never_three() -> None:
     backend = FakeBackend(late=True)
 
