@@ -27,7 +27,8 @@ LABEL org.opencontainers.image.title="attnd" \
 RUN groupadd --gid 10001 attnd \
  && useradd --uid 10001 --gid attnd --create-home --shell /usr/sbin/nologin attnd
 COPY --from=build /opt/attnd /opt/attnd
-ENV PATH=/opt/attnd/bin:$PATH \
+ENV HOME=/home/attnd \
+    PATH=/opt/attnd/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     CUPY_CACHE_DIR=/home/attnd/.cache/cupy \
     ATTND_SERVER__HOST=0.0.0.0 \

@@ -15,9 +15,7 @@ CGROUP: Final = Path("/sys/fs/cgroup")
 def free_bytes(kind: Kind, device: int = 0) -> int:
     """Bytes free now where the backend `kind` keeps its pool."""
     if kind == "cuda":
-        runtime = importlib.import_module("cupy").cuda.runtime
-        runtime.setDevice(device)
-        return int(runtime.memGetInfo()[0])
+        return int(importlib.import_module("kernels.cuda.devices").free_bytes(device))
     return host_free_bytes(MEMINFO, CGROUP)
 
 

@@ -1,4 +1,4 @@
-"""Which CUDA devices answer, asked without assuming that there are any."""
+"""Which CUDA devices answer, asked without assuming that there are any; and what they have free."""
 
 from __future__ import annotations
 
@@ -13,3 +13,11 @@ def count() -> int:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:
         return 0
+
+
+def free_bytes(device: int) -> int:
+    """Bytes of memory that are free on one device now."""
+    import cupy
+
+    with cupy.cuda.Device(device):
+        return int(cupy.cuda.runtime.memGetInfo()[0])
