@@ -44,7 +44,8 @@ class Script:
 
     def fields(self, i: int = -1) -> dict[str, Any]:
         """The JSON fields of a request, whatever its media type."""
-        return self.message(i).fields
+        fields: dict[str, Any] = self.message(i).fields
+        return fields
 
     def message(self, i: int = -1) -> Message:
         request = self.requests[i]

@@ -309,6 +309,16 @@ def test_a_delete_whose_reply_was_lost_is_done(client: Client, socket: str) -> N
     assert list(client.list_sequences()) == []
 
 
+def test_the_readme_program_runs(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = Path(__file__).resolve().parents[2] / "client" / "README.md"
+    program = readme.read_text().split("```python\n")[1].partition("```")[0]
+    connect(port).close()
+    exec(program.replace("http://127.0.0.1:8080", port), {})
+    assert capsys.readouterr().out.startswith("(2, 8, 64) (2, 8) 2 ")
+    with connect(port) as client:
+        clear(client)
+
+
 def test_the_client_needs_nothing_that_a_service_is_made_of() -> None:
     heavy = ["torch", "cupy", "fastapi", "pydantic", "service", "kernels", "config"]
     program = f"import attnd, sys; print([name for name in {heavy} if name in sys.modules])"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -71,7 +72,7 @@ def test_merge_is_commutative_and_associative(seed: int, scale: float, cuts: lis
 @pytest.mark.parametrize("base", ["e", "2"])
 def test_the_empty_state_is_neutral_bit_for_bit(dtype: type, base: LseBase) -> None:
     rng = np.random.default_rng(3)
-    o = rng.standard_normal((5, 2, 8)).astype(dtype)
+    o: NDArray[Any] = rng.standard_normal((5, 2, 8)).astype(dtype)
     state = AttentionState(o, rng.standard_normal((5, 2)).astype(np.float32) * 40, base)
     empty = empty_state(o.shape, dtype, base)
     for merged in (merge_state(empty, state), merge_state(state, empty), merge_states([state])):
