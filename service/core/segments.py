@@ -69,7 +69,9 @@ def cut_segments(
             continue
         kids = tree.below[part]
         if part is not None and len(kids) > 1:
-            saved = (readers[part] - 1) * (part.end - begin) * page_size
+            # Folded, each reading part below would read these pages by itself.
+            parts = sum([(reads[k] if isinstance(k, int) else readers[k] > 0) for k in kids])
+            saved = (parts - 1) * (part.end - begin) * page_size
             if not fold or saved >= SEGMENT_TOKENS + STATE_TOKENS * readers[part]:
                 first = len(segments.order)
                 last = first + members[part]

@@ -130,6 +130,19 @@ def test_sequences_without_rows_do_not_make_sharing_worth_while() -> None:
     assert plan.tokens_read == plan.tokens_flat == 401
 
 
+def test_auto_makes_few_levels_of_a_chain_of_forks_and_still_reads_little() -> None:
+    pool = TokenPool(num_pages=2000, page_size=16)
+    pool.start("s0", range(64))
+    for i in range(1, 100):
+        pool.fork(f"s{i}", f"s{i - 1}")
+        pool.append(f"s{i}", range(64))
+    ids = [f"s{i}" for i in range(100)]
+    auto = make_plan(pool.tree, ids, 0, rows(100), True, "auto")
+    assert make_plan(pool.tree, ids, 0, rows(100), True, "always").num_levels == 100
+    assert auto.num_levels <= 25, "each level has to save what it costs"
+    assert auto.tokens_read < auto.tokens_flat / 5
+
+
 def test_nodes_that_the_batch_sees_alike_are_one_segment() -> None:
     pool = TokenPool(num_pages=64, page_size=4)
     pool.start("a", range(16))
