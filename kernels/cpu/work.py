@@ -97,7 +97,7 @@ def _segments(requests: Sequence[Attend], num_pages: int, page_size: int) -> tup
 
 
 def check_range(field: str, values: Array, limit: int) -> None:
-    """Raise `ValueError` unless all are in `0 .. limit - 1`: past it lies another layer's memory."""
+    """Raise `ValueError` unless all are in `0 .. limit - 1`: beyond is another layer."""
     if values.size and (int(values.min()) < 0 or int(values.max()) >= limit):
         raise ValueError(f"{field} = {values.min()}..{values.max()}: must be within 0..{limit - 1}")
 
