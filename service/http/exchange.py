@@ -23,6 +23,7 @@ Headers = list[tuple[bytes, bytes]]
 ACCESS: Final = logging.getLogger("attnd.access")
 REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 DEADLINE_HEADER: Final = "X-Attnd-Deadline-Ms"
+MIN_DEADLINE_MS: Final = 1.0
 MAX_DEADLINE_MS: Final = 3_600_000.0
 CLIENT_GONE: Final = 499
 """Logged for a client that hung up; nobody is there to read it."""
@@ -99,8 +100,8 @@ class Exchange:
             milliseconds = float(self.deadline)
         except ValueError:
             milliseconds = math.nan
-        if not 0.0 < milliseconds <= MAX_DEADLINE_MS:
-            rule = f"must be milliseconds above 0, at most {MAX_DEADLINE_MS:.0f}"
+        if not MIN_DEADLINE_MS <= milliseconds <= MAX_DEADLINE_MS:
+            rule = f"must be milliseconds, {MIN_DEADLINE_MS:.0f} to {MAX_DEADLINE_MS:.0f}"
             raise InvalidRequest(DEADLINE_HEADER, self.deadline.decode("latin-1"), rule)
         return milliseconds / 1e3
 

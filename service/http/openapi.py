@@ -15,7 +15,7 @@ from pydantic.json_schema import models_json_schema
 from service import __version__, schemas
 from service.errors import KINDS
 from service.http.bodies import JSON, PROBLEM, SAFETENSORS
-from service.http.exchange import DEADLINE_HEADER
+from service.http.exchange import DEADLINE_HEADER, MAX_DEADLINE_MS, MIN_DEADLINE_MS
 from service.http.tensor_docs import DOCS, RouteDoc, TensorDoc
 from service.http.tensor_routes import ROUTES, TensorRoute
 
@@ -106,7 +106,11 @@ def add_headers(operation: Schema) -> None:
                 "required": False,
                 "description": "Milliseconds the operation may wait for its turn; then 504, and "
                 "it has not run. Absent: server.deadline_s.",
-                "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 3600000},
+                "schema": {
+                    "type": "number",
+                    "minimum": MIN_DEADLINE_MS,
+                    "maximum": MAX_DEADLINE_MS,
+                },
             },
         )
     )

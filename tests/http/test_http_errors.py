@@ -456,7 +456,7 @@ def test_query_parameters_that_a_route_does_not_take_are_refused(
     check_problem(client.get(path), 422, "invalid_request")
 
 
-@pytest.mark.parametrize("deadline", ["0", "-1", "soon", "nan", "inf", "1e9", ""])
+@pytest.mark.parametrize("deadline", ["0", "0.5", "-1", "soon", "nan", "inf", "1e9", ""])
 def test_a_deadline_that_is_none_is_refused(client: httpx.Client, deadline: str) -> None:
     headers = {"x-attnd-deadline-ms": deadline}
     create(client, "a")

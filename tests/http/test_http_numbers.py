@@ -9,7 +9,9 @@ import numpy as np
 import oracle
 import pytest
 from http_service import (
+    DTYPES,
     HEAD_DIM,
+    JSON,
     KV_HEADS,
     LSE_TOLERANCE,
     O_TOLERANCE,
@@ -265,17 +267,16 @@ def test_gather_gives_back_what_was_appended(
     np.testing.assert_array_equal(wider["k"], tensors["k"].astype(np.float32))
 
 
-@pytest.mark.parametrize("name", ["F32", "F16"])
-def test_queries_of_either_float_get_outputs_of_their_own(
-    client: httpx.Client, rng: np.random.Generator, name: str
+@pytest.mark.parametrize(("name", "allowed"), [("F32", 1e-3), ("F16", 1e-3), ("BF16", 1e-2)])
+def test_queries_of_any_float_get_outputs_of_their_own(
+    client: httpx.Client, rng: np.random.Generator, name: str, allowed: float
 ) -> None:
     k, v = fill(client, rng, "a", 5)
-    dtype = {"F32": np.float32, "F16": np.float16}[name]
-    q = rows(rng, 1, QO_HEADS).astype(dtype)
-    _, told = ask(client, "/v1/decode", {"layer": 1, "sequences": ["a"]}, {"q": q})
+    q = rows(rng, 1, QO_HEADS).astype(DTYPES[name])
+    _, told = ask(client, "/v1/decode", {"layer": 1, "sequences": ["a"]}, {"q": q}, JSON)
     o, lse = oracle.attend(q, k, v, seen(q, k), sm_scale=SCALE)
-    assert told["o"].dtype == dtype
-    np.testing.assert_allclose(told["o"].astype(np.float64), o, atol=1e-3)
+    assert told["o"].dtype == q.dtype
+    np.testing.assert_allclose(told["o"].astype(np.float64), o, atol=allowed, rtol=allowed)
     np.testing.assert_allclose(told["lse"], lse, atol=1e-3)
 
 

@@ -1,0 +1,179 @@
+"""The OpenAPI document: true of the routes it names, and held to it by schemathesis."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from http_service import (
+    HEAD_DIM,
+    JSON,
+    KV_HEADS,
+    QO_HEADS,
+    SAFETENSORS,
+    WIRE_DTYPE,
+    Service,
+    serving,
+    write_body,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from numpy import zeros
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+TENSOR_ROUTES = {
+    "/v1/append": ({"k", "v"}, set()),
+    "/v1/decode": ({"q", "k", "v"}, {"o", "lse"}),
+    "/v1/prefill": ({"q", "k", "v", "mask", "packed_mask"}, {"o", "lse"}),
+    "/v1/ragged-prefill": ({"q", "k", "v", "mask", "packed_mask"}, {"o", "lse"}),
+    "/v1/cascade": ({"q"}, {"o", "lse", "o.{i}", "lse.{i}"}),
+    "/v1/merge": ({"o", "lse"}, {"o", "lse"}),
+    "/v1/gather": (set(), {"k", "v"}),
+}
+CONTROL_ROUTES = {
+    "/v1/sequences": {"get", "post"},
+    "/v1/sequences/{id}": {"get", "delete"},
+    "/v1/sequences/{id}/truncate": {"post"},
+    "/v1/page-table": {"post"},
+    "/v1/info": {"get"},
+    "/v1/pool": {"get"},
+    "/health/live": {"get"},
+    "/health/ready": {"get"},
+    "/metrics": {"get"},
+}
+DEADLINE = "X-Attnd-Deadline-Ms"
+ERRORS = {"404", "405", "409", "422", "429", "500", "503", "504", "507"}
+
+
+def bodies() -> Iterator[bytes]:
+    """Safetensors bodies for schemathesis: right, nearly right, and noise."""
+    q = zeros((1, QO_HEADS, HEAD_DIM), WIRE_DTYPE)
+    kv = zeros((1, KV_HEADS, HEAD_DIM), WIRE_DTYPE)
+    one = {"layer": 0, "sequences": ["a"]}
+    yield write_body(SAFETENSORS, one, {"q": q})
+    yield write_body(SAFETENSORS, one, {"k": kv, "v": kv})
+    yield write_body(SAFETENSORS, one, {})
+    ragged = {"qo_indptr": [0, 1], "kv_indptr": [0, 1]}
+    yield write_body(SAFETENSORS, ragged, {"q": q, "k": kv, "v": kv})
+    yield write_body(SAFETENSORS, {"indptr": [0, 1]}, {"o": q, "lse": zeros((1, QO_HEADS), "f4")})
+    yield b""
+
+
+schemathesis.openapi.media_type(
+    SAFETENSORS, st.sampled_from(list(bodies())) | st.binary(max_size=64)
+)
+
+
+@pytest.fixture(scope="module")
+def document(service: Service) -> Any:
+    with service.client() as client:
+        return client.get("/openapi.json").json()
+
+
+@pytest.fixture(scope="module")
+def api(service: Service) -> Any:
+    return schemathesis.openapi.from_url(f"{service.url}/openapi.json")
+
+
+OPERATIONS = [
+    (path, method)
+    for path, methods in (CONTROL_ROUTES | {path: {"post"} for path in TENSOR_ROUTES}).items()
+    for method in sorted(methods)
+]
+
+
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+def test_every_answer_is_what_the_document_says(
+    api: Any, path: str, method: str, mode: GenerationMode
+) -> None:
+    operation = api[path][method]
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    def check(case: Any) -> None:
+        (case.headers or {}).pop(DEADLINE, None)  # a short one is a 504, and rightly so
+        case.call_and_validate(checks=CHECKS)
+
+    try:
+        check()
+    except Unsatisfiable:
+        assert mode is GenerationMode.NEGATIVE, "nothing can be wrong with this request"
+
+
+def test_every_route_is_documented(document: Any) -> None:
+    paths = {path: set(entry) for path, entry in document["paths"].items()}
+    assert paths == CONTROL_ROUTES | {path: {"post"} for path in TENSOR_ROUTES}
+
+
+@pytest.mark.parametrize("path", list(TENSOR_ROUTES))
+def test_the_tensors_of_a_route_are_told_for_both_media_types(document: Any, path: str) -> None:
+    operation = document["paths"][path]["post"]
+    for body, names in zip(
+        (operation["requestBody"], operation["responses"]["200"]), TENSOR_ROUTES[path], strict=True
+    ):
+        assert set(body["content"]) == {SAFETENSORS, JSON}
+        binary = body["content"][SAFETENSORS]["schema"]
+        assert set(binary["x-attnd-tensors"]) == names
+        assert binary["format"] == "binary"
+        reference = binary["x-attnd-fields"]["$ref"].rpartition("/")[2]
+        assert reference in document["components"]["schemas"]
+        for name, told in binary["x-attnd-tensors"].items():
+            assert told["dtype"] and told["shape"].startswith("[") and told["description"], name
+        spelled = body["content"][JSON]["schema"]["properties"].get("tensors", {})
+        listed = set(spelled.get("properties", {}))
+        assert listed == {name for name in names if "{" not in name}
+
+
+def test_every_error_is_told_as_a_problem(document: Any) -> None:
+    for path, entry in document["paths"].items():
+        for method, operation in entry.items():
+            wanted = ERRORS | ({"400", "413", "415"} if "requestBody" in operation else set())
+            assert wanted <= set(operation["responses"]), (method, path)
+            for status in wanted:
+                content = operation["responses"][status]["content"]
+                assert set(content) == {"application/problem+json"}, (method, path, status)
+
+
+def test_every_reference_leads_somewhere(document: Any) -> None:
+    text = json.dumps(document)
+    for piece in text.split('"$ref": "')[1:]:
+        target = piece.partition('"')[0]
+        found: Any = document
+        for step in target.removeprefix("#/").split("/"):
+            found = found[step]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[httpx.Client]:
+    """A service with the geometry that the document's examples are for."""
+    shape = ("--pool.num-kv-heads", "1", "--pool.head-dim", "2", "--pool.dtype", "fp32")
+    with serving("--backend.kind", "cpu", *shape) as running, running.client() as client:
+        client.post("/v1/sequences", json={"sequences": [{"id": "chat-1"}]})
+        yield client
+
+
+@pytest.mark.parametrize("path", list(TENSOR_ROUTES))
+def test_the_examples_work(document: Any, tiny: httpx.Client, path: str) -> None:
+    example = document["paths"][path]["post"]["requestBody"]["content"][JSON]["example"]
+    response = tiny.post(path, json=example)
+    assert response.status_code == 200, response.text
