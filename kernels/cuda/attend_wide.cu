@@ -55,28 +55,33 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
   Unit unit;
   while (next_unit(shared, units, unit)) {
     const WorkItem& item = unit.item;
-    for (int tile = ceil_div(item.num_keys, kTileKeys) - 1; tile >= 0; --tile) {
+    for (int tile = tiles_of(item) - 1; tile >= 0; --tile) {
       const unsigned target = tiles + ring.stage() * kTileBytes;
       const unsigned barrier = full + ring.stage() * 8;
 #if kPageSize > 0
       const int first_page = tile * kPagesPerTile;
       const int num_pages = min(kPagesPerTile, ceil_div(item.num_keys, kPageSize) - first_page);
-      int page = 0;
-      if (lane < num_pages) page = arguments.kv_indices[item.kv_begin + first_page + lane];
+      const int* ids = arguments.kv_indices + item.kv_begin + first_page;
+      const int mine = lane < num_pages ? ids[lane] : 0;
+      int pages[kPagesPerTile];
+#pragma unroll
+      for (int i = 0; i < kPagesPerTile; ++i) pages[i] = __shfl_sync(0xffffffffu, mine, i);
       barrier_wait(empty + ring.stage() * 8, ring.parity() ^ 1);
-      if (lane == 0) barrier_arrive_expect(barrier, num_pages * kPageBytes);
-      __syncwarp();
-      for (int i = 0; i < num_pages; ++i) {
-        const int outer = item.layer * arguments.num_pages + __shfl_sync(0xffffffffu, page, i);
-        if (lane == 0) {
-          copy_box(target + i * kPageBytes, map, barrier, 0, 0, unit.head * arguments.head_blocks,
-                   unit.head * arguments.head_groups, outer);
+      if (elect_lane()) {
+        barrier_arrive_expect(barrier, num_pages * kPageBytes);
+#pragma unroll
+        for (int i = 0; i < kPagesPerTile; ++i) {
+          if (i < num_pages) {
+            copy_box(target + i * kPageBytes, map, barrier, 0, 0, unit.head * arguments.head_blocks,
+                     unit.head * arguments.head_groups, item.layer * arguments.num_pages + pages[i]);
+          }
         }
       }
 #else
       barrier_wait(empty + ring.stage() * 8, ring.parity() ^ 1);
-      if (lane == 0) {
+      if (elect_lane()) {
         barrier_arrive_expect(barrier, kTileBytes);
+#pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
           copy_box(target + block * kBlockStride, map, barrier, 0, item.kv_begin + tile * kTileKeys,
                    unit.head * kBlocks + block);
@@ -98,8 +103,10 @@ __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUn
   if (threadIdx.x % 32 == 0) {
     Unit& unit = shared.unit(ring.stage());
     if (number < arguments.num_items * arguments.num_kv_heads) {
-      unit.item = arguments.items[number / arguments.num_kv_heads];
-      unit.head = number % arguments.num_kv_heads;
+      unit.item = arguments.items[kHeadMajor ? number % arguments.num_items
+                                             : number / arguments.num_kv_heads];
+      unit.head =
+          kHeadMajor ? number / arguments.num_items : number % arguments.num_kv_heads;
       next = gridDim.x + atomicAdd(arguments.schedule, 1u);
     } else {
       unit.head = -1;
@@ -121,6 +128,7 @@ __device__ __forceinline__ void stream_queries(const Shared& shared, const WideA
   int number = blockIdx.x;
   Ring<kUnitSlots> units;
   Ring<kQueryStages> ring;
+  Ring<kRowSlots> slots;
   Unit unit;
   for (;;) {
     if (first_row == 0) number = publish_unit(shared, units, number, arguments);
@@ -144,7 +152,7 @@ __device__ __forceinline__ void stream_queries(const Shared& shared, const WideA
         described.mask_bit = arguments.mask_row_offsets[plan_row] + item.kv_start;
 #endif
       }
-      shared.row(ring.stage(), row) = described;
+      shared.row(slots.stage(), row) = described;
     }
     __syncwarp();
     // load q
@@ -154,7 +162,7 @@ __device__ __forceinline__ void stream_queries(const Shared& shared, const WideA
     for (int i = lane; i < kRowsPerWarp * kChunks; i += 32) {
       const int row = first_row + i / kChunks;
       const int chunk = i % kChunks;
-      const int source = shared.row(ring.stage(), row).source;
+      const int source = shared.row(slots.stage(), row).source;
       copy_chunk(target + query_offset(row, chunk),
                  q + static_cast<long long>(max(source, 0)) * kHeadDim + chunk * 8, source >= 0);
     }
@@ -163,6 +171,7 @@ __device__ __forceinline__ void stream_queries(const Shared& shared, const WideA
     __syncwarp();
     if (lane == 0) barrier_arrive(shared.query_full(ring.stage()));
     ring.advance();
+    slots.advance();
   }
 }
 
@@ -183,16 +192,18 @@ __device__ __forceinline__ void release(unsigned barrier) {
 
 // S = Q K^T: 64 rows by kTileKeys keys.
 __device__ __forceinline__ void issue_scores(float (&s)[kScores], unsigned queries, unsigned keys) {
+  const auto a = matrix_descriptor(queries, 16, 1024);
+  const auto b = matrix_descriptor(keys, 16, kGroupStride);
   products_begin();
 #pragma unroll
   for (int step = 0; step < kHeadDim / 16; ++step) {
     const int block = step / 4, inner = step % 4 * 32;
-    const auto a = matrix_descriptor(queries + block * kQueryBlockStride + inner, 16, 1024);
-    const auto b = matrix_descriptor(keys + block * kBlockStride + inner, 16, kGroupStride);
+    const auto a_step = a + (block * kQueryBlockStride + inner) / 16;
+    const auto b_step = b + (block * kBlockStride + inner) / 16;
     if (step == 0) {
-      Wgmma<kTileKeys>::scores(s, a, b);
+      Wgmma<kTileKeys>::scores(s, a_step, b_step);
     } else {
-      Wgmma<kTileKeys>::accumulate_scores(s, a, b);
+      Wgmma<kTileKeys>::accumulate_scores(s, a_step, b_step);
     }
   }
   products_commit();
@@ -201,14 +212,25 @@ __device__ __forceinline__ void issue_scores(float (&s)[kScores], unsigned queri
 // O += P V: 64 rows by kHeadDim, over kTileKeys keys.
 __device__ __forceinline__ void issue_values(float (&o)[kOutputs], const unsigned (&p)[kScores / 2],
                                              unsigned values) {
+  const auto b = matrix_descriptor(values, kBlockStride, kGroupStride);
   products_begin();
 #pragma unroll
   for (int step = 0; step < kTileKeys / 16; ++step) {
-    const auto b = matrix_descriptor(values + step * 2 * kGroupStride, kBlockStride, kGroupStride);
     Wgmma<kHeadDim>::accumulate_values(o, p[4 * step], p[4 * step + 1], p[4 * step + 2],
-                                       p[4 * step + 3], b);
+                                       p[4 * step + 3], b + step * 2 * kGroupStride / 16);
   }
   products_commit();
+}
+
+// Zeroes V rows `valid` and up of the tile to come: slots past the run's end may hold anything, NaN
+// included, and 0 * NaN is NaN. Each warpgroup does it for itself, so that it waits for no other.
+__device__ __forceinline__ void clear_values(const Shared& shared, const Ring<kStages>& values,
+                                             int valid, int consumer) {
+  if (valid >= kTileKeys) return;
+  barrier_wait(shared.values_full(values.stage()), values.parity());
+  clear_rows(shared.values(values.stage()), valid);
+  fence_async_proxy();
+  named_barrier_sync(4 + consumer, 128);
 }
 
 // Scores of the tile that starts at key `begin` to weights.
@@ -223,94 +245,100 @@ __device__ __forceinline__ void soften_tile(float (&s)[kScores], Rows& rows, int
   rows.soften(s, factor);
 }
 
+// A consumer warpgroup's way through all units, as one sequence of key tiles: the scores of the next
+// tile, be it the next unit's first, are always under way with the values of the present one.
 __device__ __forceinline__ void attend_units(const Shared& shared, const WideArguments& arguments) {
-  const int lane = threadIdx.x % 32;
   const int consumer = threadIdx.x / 128 - 1;
-  const int warp_row = consumer * 64 + threadIdx.x / 32 % 4 * 16;  // first of this warp's 16 rows
-  const int row = warp_row + lane / 4;                             // this thread's rows: row, row + 8
+  const int row = consumer * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;  // and row + 8
+  const unsigned my_queries = consumer * kConsumerQueryBytes;
   if (kPingPong && consumer == kConsumers - 1) pass_turn(consumer);
 
   Ring<kUnitSlots> units;
   Ring<kQueryStages> queries;
+  Ring<kRowSlots> slots;
   Ring<kStages> keys, values;
   Unit unit;
-  while (next_unit(shared, units, unit)) {
-    const WorkItem& item = unit.item;
-    barrier_wait(shared.query_full(queries.stage()), queries.parity());
-    const unsigned q = shared.queries(queries.stage()) + consumer * kConsumerQueryBytes;
-    Rows rows(item, arguments, shared, queries.stage(), row);
-    float o[kOutputs];
-#pragma unroll
-    for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
+  if (!next_unit(shared, units, unit)) return;
+  float s[kScores], o[kOutputs], factor[2];
+  unsigned p[kScores / 2];
+  clear(o);
 
-    int tile = ceil_div(item.num_keys, kTileKeys) - 1;
-    if (tile >= 0) {
-      float s[kScores];
-      unsigned p[kScores / 2];
-      float rescale[2];
-      // first tile: its scores alone
-      barrier_wait(shared.keys_full(keys.stage()), keys.parity());
-      take_turn(consumer);
-      issue_scores(s, q, shared.keys(keys.stage()));
-      pass_turn(consumer);
-      products_wait<0>();
-      pin(s);
-      release(shared.keys_empty(keys.stage()));
-      keys.advance();
-      soften_tile(s, rows, tile * kTileKeys, rescale, shared, queries.stage(), row, arguments);
-      pack(s, p);
-      if (item.num_keys % kTileKeys != 0) {
-        barrier_wait(shared.values_full(values.stage()), values.parity());
-        clear_values(shared.values(values.stage()), item.num_keys % kTileKeys, 4 + consumer);
-      }
+  // the first unit's first scores, alone
+  barrier_wait(shared.query_full(queries.stage()), queries.parity());
+  Rows rows(unit.item, arguments, shared, slots.stage(), row);
+  int tile = tiles_of(unit.item) - 1;
+  int valid = unit.item.num_keys - tile * kTileKeys;  // keys of the tile whose values come next
+  bool final = unit.item.partial == kFinal;
+  barrier_wait(shared.keys_full(keys.stage()), keys.parity());
+  take_turn(consumer);
+  issue_scores(s, shared.queries(queries.stage()) + my_queries, shared.keys(keys.stage()));
+  pass_turn(consumer);
+  products_wait<0>();
+  pin(s);
+  release(shared.keys_empty(keys.stage()));
+  keys.advance();
+  soften_tile(s, rows, tile * kTileKeys, factor, shared, slots.stage(), row, arguments);
+  if (tile == 0) release(shared.query_empty(queries.stage()));
+  pack(s, p);
 
-      while (--tile >= 0) {
-        barrier_wait(shared.keys_full(keys.stage()), keys.parity());
-        take_turn(consumer);
-        issue_scores(s, q, shared.keys(keys.stage()));
-        barrier_wait(shared.values_full(values.stage()), values.parity());
-        issue_values(o, p, shared.values(values.stage()));
-        pass_turn(consumer);
-        products_wait<1>();
-        pin(s);
-        release(shared.keys_empty(keys.stage()));
-        keys.advance();
-        soften_tile(s, rows, tile * kTileKeys, rescale, shared, queries.stage(), row, arguments);
-        // A sum is never negative. The branch ends a basic block: without it ptxas moves the wait for
-        // P V up over the softmax, and nothing overlaps.
-        pin(s);
-        if (rows.sum[0] + rows.sum[1] < 0.0f) __trap();
-        products_wait<0>();
-        pin(o);
-        pin(p);
-        release(shared.values_empty(values.stage()));
-        values.advance();
-        rows.rescale(o, rescale);
-        pack(s, p);
-      }
-
-      // last tile: its values alone
-      barrier_wait(shared.values_full(values.stage()), values.parity());
-      take_turn(consumer);
-      issue_values(o, p, shared.values(values.stage()));
-      pass_turn(consumer);
-      products_wait<0>();
-      pin(o);
-      pin(p);
-      release(shared.values_empty(values.stage()));
-      values.advance();
+  for (;;) {
+    const bool switching = tile == 0;
+    Finished finished;
+    if (switching) {
+      finished = rows.finish(slots.stage(), final);
+      if (!next_unit(shared, units, unit)) break;
+      queries.advance();
+      slots.advance();
+      barrier_wait(shared.query_full(queries.stage()), queries.parity());
+      rows = Rows(unit.item, arguments, shared, slots.stage(), row);
+      tile = tiles_of(unit.item);
+      final = unit.item.partial == kFinal;
     }
-    rows.finish();
-    if (item.partial == kFinal) {
-      named_barrier_sync(4 + consumer, 128);  // all four warps are done with this warpgroup's q
-      write_outputs(o, rows, arguments, shared, queries.stage(), warp_row);
+    --tile;
+    barrier_wait(shared.keys_full(keys.stage()), keys.parity());
+    clear_values(shared, values, valid, consumer);
+    valid = switching ? unit.item.num_keys - tile * kTileKeys : kTileKeys;
+
+    take_turn(consumer);
+    issue_scores(s, shared.queries(queries.stage()) + my_queries, shared.keys(keys.stage()));
+    barrier_wait(shared.values_full(values.stage()), values.parity());
+    issue_values(o, p, shared.values(values.stage()));
+    pass_turn(consumer);
+    products_wait<1>();
+    pin(s);
+    release(shared.keys_empty(keys.stage()));
+    keys.advance();
+    if (tile == 0 && !switching) release(shared.query_empty(queries.stage()));
+    soften_tile(s, rows, tile * kTileKeys, factor, shared, slots.stage(), row, arguments);
+    // A sum is never negative. The branch ends a basic block: without it ptxas moves the wait for P V
+    // up over the softmax, and nothing overlaps.
+    pin(s);
+    if (rows.sum[0] + rows.sum[1] < 0.0f) __trap();
+    products_wait<0>();
+    pin(o);
+    pin(p);
+    release(shared.values_empty(values.stage()));
+    values.advance();
+    if (switching) {
+      finished.write(o, arguments, shared, row);
+      clear(o);
+      // only now, because rows of the unit just written are still read above
+      if (tile == 0) release(shared.query_empty(queries.stage()));
     } else {
-      write_partials(o, rows, arguments, shared, queries.stage(), warp_row);
+      rows.rescale(o, factor);
     }
-    __syncwarp();
-    release(shared.query_empty(queries.stage()));
-    queries.advance();
+    pack(s, p);
   }
+
+  // the last unit's last values, alone
+  clear_values(shared, values, valid, consumer);
+  take_turn(consumer);
+  barrier_wait(shared.values_full(values.stage()), values.parity());
+  issue_values(o, p, shared.values(values.stage()));
+  pass_turn(consumer);
+  products_wait<0>();
+  pin(o);
+  rows.finish(slots.stage(), final).write(o, arguments, shared, row);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

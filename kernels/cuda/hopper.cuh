@@ -14,6 +14,20 @@ __device__ __forceinline__ int fresh_lane() {
   return lane;
 }
 
+// True in one lane of the warp, the same each time; ptxas knows what it means, so that instructions
+// with uniform operands need no loop over lanes.
+__device__ __forceinline__ bool elect_lane() {
+  unsigned elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.b32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }

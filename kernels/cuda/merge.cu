@@ -47,22 +47,45 @@ struct MergeParams {
   int into;            // 1: row t of o, lse is one more member of list t
 };
 
+// kVector values as they lie in memory, so that a batch of loads costs few registers.
 template <int kFormat>
-__device__ __forceinline__ void read_vector(float* x, const void* base, int64 at) {
-  if constexpr (kVector == 8) {
-    float y[8];
-    read_8<kFormat>(y, static_cast<const uint16*>(base) + at);
+struct Raw {
+  uint32 word[kVector * format_bytes<kFormat>() > 4 ? kVector * format_bytes<kFormat>() / 4 : 1];
+};
+
+template <int kFormat>
+__device__ __forceinline__ Raw<kFormat> read_raw(const void* base, int64 at) {
+  constexpr int kBytes = kVector * format_bytes<kFormat>();
+  const char* from = static_cast<const char*>(base) + at * format_bytes<kFormat>();
+  Raw<kFormat> raw;
+  if constexpr (kBytes >= 16) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = y[i];
-  } else if constexpr (kVector == 4) {
-    const float4 y = *reinterpret_cast<const float4*>(static_cast<const float*>(base) + at);
-    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
-  } else if constexpr (kFormat == kFp32) {
-    x[0] = static_cast<const float*>(base)[at];
+    for (int i = 0; i < kBytes / 16; ++i) {
+      const uint4 x = __ldg(reinterpret_cast<const uint4*>(from) + i);
+      raw.word[i * 4] = x.x, raw.word[i * 4 + 1] = x.y;
+      raw.word[i * 4 + 2] = x.z, raw.word[i * 4 + 3] = x.w;
+    }
+  } else if constexpr (kBytes == 4) {
+    raw.word[0] = *reinterpret_cast<const uint32*>(from);
   } else {
-    const uint32 y = static_cast<const uint16*>(base)[at];
+    static_assert(kBytes == 2, "one or several values");
+    raw.word[0] = *reinterpret_cast<const uint16*>(from);
+  }
+  return raw;
+}
+
+template <int kFormat>
+__device__ __forceinline__ void convert(float (&x)[kVector], const Raw<kFormat>& raw) {
+  if constexpr (kFormat == kFp32) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = __uint_as_float(raw.word[i]);
+  } else if constexpr (kVector == 1) {
     float unused;
-    unpack<kFormat == kBfloat16>(y, x[0], unused);
+    unpack<kFormat == kBfloat16>(raw.word[0], x[0], unused);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; i += 2)
+      unpack<kFormat == kBfloat16>(raw.word[i / 2], x[i], x[i + 1]);
   }
 }
 
@@ -94,7 +117,8 @@ struct State {
 };
 
 // One more member; an empty one (lse -inf) adds nothing whatever its o holds.
-__device__ __forceinline__ void add_member(State& state, float lse, float sum, const float* o) {
+__device__ __forceinline__ void add_member(State& state, float lse, float sum,
+                                           const float (&o)[kVector]) {
   if (lse == minus_infinity()) return;
   const float max = fmaxf(state.max, lse);
   const float keep = state_weight(state.max, max), weight = state_weight(lse, max);
@@ -104,19 +128,24 @@ __device__ __forceinline__ void add_member(State& state, float lse, float sum, c
   for (int i = 0; i < kVector; ++i) state.o[i] = state.o[i] * keep + o[i] * weight;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kPasses > 1 ? 4 : 5)
     merge_states(const __grid_constant__ MergeParams p) {
   __shared__ float shared_state[kGroups][2];
   __shared__ float shared_o[kGroups][kSpan];
   const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const int64 unit = static_cast<int64>(blockIdx.x) * (kGroups / p.split) + group / p.split;
-  const int share = group % p.split;
+  const uint32 split = p.split;
+  const uint32 unit = blockIdx.x * (kGroups / split) + group / split;  // the host bounds it
+  const int share = group % split;
   const int head_dim = kAnyDim ? p.head_dim : kHeadDim;
 
   // which list, and where its result goes
-  const int head = unit % p.num_heads;
-  const int64 rest = unit / p.num_heads;
-  const int row = rest / p.chunk_rows, in_chunk = rest - static_cast<int64>(row) * p.chunk_rows;
+  const uint32 rest = unit / static_cast<uint32>(p.num_heads);
+  const int head = unit - rest * p.num_heads;
+  int row = rest, in_chunk = 0;
+  if constexpr (kPartials) {
+    row = rest / static_cast<uint32>(p.chunk_rows);
+    in_chunk = rest - row * p.chunk_rows;
+  }
   const bool active = row < p.num_rows;
   int begin = 0, end = 0;
   int64 out_row = 0;
@@ -143,29 +172,33 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const bool inside = d < head_dim;
     State state;
     for (int e = begin + share; e < end; e += p.split * kBatch) {
-      float lse[kBatch], x[kBatch][kVector];
+      float lse[kBatch];
+      Raw<kIn> raw[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        lse[b] = minus_infinity();
         const int member = e + b * p.split;
+        int first = member;
+        lse[b] = minus_infinity();
         if (member < end) {
-          int64 at;
-          if constexpr (kPartials) {
-            at = static_cast<int64>(p.list[member] + in_chunk) * p.num_heads + head;
-          } else {
-            at = static_cast<int64>(member) * p.num_heads + head;
-          }
+          if constexpr (kPartials) first = p.list[member] + in_chunk;
+          const int64 at = static_cast<int64>(first) * p.num_heads + head;
           lse[b] = p.lse_in[at];
-          if (inside) read_vector<kIn>(x[b], p.o_in, at * head_dim + d);
+          if (inside) raw[b] = read_raw<kIn>(p.o_in, at * head_dim + d);
         }
       }
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) add_member(state, lse[b], 1.0f, x[b]);
+      for (int b = 0; b < kBatch; ++b) {
+        float x[kVector];
+        convert<kIn>(x, raw[b]);
+        add_member(state, lse[b], 1.0f, x);
+      }
     }
-    if (p.into && share == 0 && active && inside) {
-      float x[kVector];
-      read_vector<kOut>(x, p.o, out_row * head_dim + d);
-      add_member(state, into_lse, 1.0f, x);
+    if constexpr (!kPartials) {
+      if (p.into && share == 0 && active && inside) {
+        float x[kVector];
+        convert<kOut>(x, read_raw<kOut>(p.o, out_row * head_dim + d));
+        add_member(state, into_lse, 1.0f, x);
+      }
     }
 
     // shares of one list meet

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,29 +113,18 @@ class Work:
     num_rows: int
 
 
-@dataclass(slots=True)
-class _Tiles:
-    """Columns of equal length; `shape` indexes `Problem.shapes`."""
-
-    shape: Int
-    layer: Int
-    row_begin: Int
-    num_rows: Int
-    kv_begin: Int
-    num_keys: Int
-    kv_start: Int
-    least: Int  # least and greatest position among the tile's rows
-    greatest: Int
-    causal: Int
-
-    def select(self, index: NDArray[Any]) -> _Tiles:
-        return _Tiles(*(getattr(self, name)[index] for name in self.__slots__))
-
-    @staticmethod
-    def concatenate(parts: Sequence[_Tiles]) -> _Tiles:
-        return _Tiles(
-            *(np.concatenate([getattr(p, name) for p in parts]) for name in _Tiles.__slots__)
-        )
+# Tiles, and the runs they are cut into, are int64 matrices of one column each and these rows.
+_SHAPE: Final = 0  # index into Problem.shapes
+_LAYER: Final = 1
+_ROW: Final = 2
+_ROWS: Final = 3
+_PAGE: Final = 4
+_KEYS: Final = 5
+_START: Final = 6
+_CAUSAL: Final = 7
+_LEAST: Final = 8  # least and greatest position among the tile's rows
+_GREATEST: Final = 9
+_FIELDS: Final = 10
 
 
 def chunk_rows(group_size: int, rows: int = 16) -> int:
@@ -158,7 +147,7 @@ def make_work(requests: Sequence[tuple[int, Plan]], problem: Problem) -> Work:
         orders.append(order + np.int32(row) if row else order)
         positions.append(plan.positions)
         row += count
-    runs, workers = _cut(_Tiles.concatenate(tiles), problem) if tiles else (None, [])
+    runs, workers = _cut(_beside(tiles), problem)
     launches, merges = _finish(runs, workers, row * problem.group_size, chunk, problem)
     return Work(
         launches=launches,
@@ -176,6 +165,13 @@ def _joined(parts: Sequence[Int32]) -> Int32:
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
 
+def _beside(parts: Sequence[Int]) -> Int:
+    """Matrices of tiles one after another."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts, axis=1) if parts else np.zeros((_FIELDS, 0), np.int64)
+
+
 def _level_tiles(
     layer: int,
     positions: Int32,
@@ -184,109 +180,113 @@ def _level_tiles(
     page: int,
     chunk: int,
     problem: Problem,
-) -> _Tiles:
+) -> Int:
     """Tiles of one level, before runs are cut; `row` and `page` are where the plan's begin."""
-    group = problem.group_size
-    first_row = level.qo_indptr[:-1].astype(np.int64)
-    rows = np.diff(level.qo_indptr).astype(np.int64) * group
-    first_page = level.kv_indptr[:-1].astype(np.int64)
-    pages = np.diff(level.kv_indptr).astype(np.int64)
-    keys = np.where(pages > 0, (pages - 1) * problem.page_size + level.kv_last_page_len, 0)
+    group, shapes = problem.group_size, problem.shapes
+    bounds = level.qo_indptr.astype(np.int64) * group
+    rows = bounds[1:] - bounds[:-1]
+    pages = level.kv_indptr[1:] - level.kv_indptr[:-1]
+    keys = (pages - 1) * problem.page_size + level.kv_last_page_len
+    keys = np.where(pages > 0, keys, 0)
 
     # a segment's kernel, by its packed rows; its tiles hold whole chunks
-    most = np.array([shape.most_rows for shape in problem.shapes])
-    shape = np.minimum(np.searchsorted(most, rows), len(most) - 1)
-    capacity = np.array([s.rows // chunk * chunk for s in problem.shapes], dtype=np.int64)[shape]
+    shape = np.zeros(len(rows), np.int64)
+    for smaller in shapes[:-1]:
+        shape += rows > smaller.most_rows
+    capacity = np.array([s.rows // chunk * chunk for s in shapes], dtype=np.int64)[shape]
     count = np.where(keys > 0, -(-rows // capacity), 0)
+    ends = np.cumsum(count)
+    total = int(ends[-1]) if len(ends) else 0
     segment = np.repeat(np.arange(len(rows)), count)
-    index = np.arange(len(segment)) - np.repeat(np.cumsum(count) - count, count)
-    begin = index * capacity[segment]
-    num = np.minimum(capacity[segment], rows[segment] - begin)
-    begin += first_row[segment] * group
+    within = (np.arange(total) - (ends - count)[segment]) * capacity[segment]
 
-    tiles = _Tiles(
-        shape=shape[segment],
-        layer=np.full(len(segment), layer),
-        row_begin=begin,
-        num_rows=num,
-        kv_begin=first_page[segment] + page,
-        num_keys=keys[segment],
-        kv_start=level.kv_start[segment].astype(np.int64),
-        least=np.zeros(len(segment), np.int64),
-        greatest=np.zeros(len(segment), np.int64),
-        causal=np.full(len(segment), int(level.causal)),
-    )
-    if len(segment) and (level.causal or problem.window_left >= 0):
+    tiles = np.empty((_FIELDS, total), np.int64)
+    tiles[_SHAPE] = shape[segment]
+    tiles[_LAYER] = layer
+    tiles[_ROW] = bounds[:-1][segment] + within
+    tiles[_ROWS] = np.minimum(capacity[segment], rows[segment] - within)
+    tiles[_PAGE] = level.kv_indptr[:-1][segment] + page
+    tiles[_KEYS] = keys[segment]
+    tiles[_START] = level.kv_start[segment]
+    tiles[_CAUSAL] = int(level.causal)
+    tiles[_LEAST:] = 0
+    if total and (level.causal or problem.window_left >= 0):
         tiles = _clip(tiles, positions, problem)
-    tiles.row_begin += row * group
+    tiles[_ROW] += row * group
     return tiles
 
 
-def _clip(tiles: _Tiles, positions: Int32, problem: Problem) -> _Tiles:
+def _clip(tiles: Int, positions: Int32, problem: Problem) -> Int:
     """Drop the keys that no row of a tile sees: those after its last row, those left of windows."""
     group, page_size, window = problem.group_size, problem.page_size, problem.window_left
-    first = tiles.row_begin // group
-    stop = (tiles.row_begin + tiles.num_rows - 1) // group + 1
+    first = tiles[_ROW] // group
+    stop = (tiles[_ROW] + tiles[_ROWS] - 1) // group + 1
     bounds = np.stack([first, stop], 1).ravel()
     padded = np.append(positions, positions[-1:])  # so that `stop` may be the end
-    tiles.least = np.minimum.reduceat(padded, bounds)[::2].astype(np.int64)
-    tiles.greatest = np.maximum.reduceat(padded, bounds)[::2].astype(np.int64)
-    if tiles.causal[0]:
-        tiles.num_keys = np.minimum(tiles.num_keys, tiles.greatest - tiles.kv_start + 1)
+    tiles[_LEAST] = np.minimum.reduceat(padded, bounds)[::2]
+    tiles[_GREATEST] = np.maximum.reduceat(padded, bounds)[::2]
+    if tiles[_CAUSAL, 0]:
+        tiles[_KEYS] = np.minimum(tiles[_KEYS], tiles[_GREATEST] - tiles[_START] + 1)
     if window >= 0:
-        hidden = np.maximum(tiles.least - window - tiles.kv_start, 0) // page_size
-        tiles.kv_begin = tiles.kv_begin + hidden
-        tiles.kv_start = tiles.kv_start + hidden * page_size
-        tiles.num_keys = tiles.num_keys - hidden * page_size
-    return tiles.select(tiles.num_keys > 0)
+        hidden = np.maximum(tiles[_LEAST] - window - tiles[_START], 0) // page_size
+        tiles[_PAGE] += hidden
+        tiles[_START] += hidden * page_size
+        tiles[_KEYS] -= hidden * page_size
+    seen = tiles[_KEYS] > 0
+    return tiles if seen.all() else tiles[:, seen]
 
 
-def _cut(tiles: _Tiles, problem: Problem) -> tuple[_Tiles, list[Int]]:
+def _cut(tiles: Int, problem: Problem) -> tuple[Int, list[Int]]:
     """Cut tiles into runs of balanced cost, shape by shape; with the workers' bounds of each."""
+    counts = np.bincount(tiles[_SHAPE], minlength=len(problem.shapes)).tolist()
     parts, workers = [], []
     for index, shape in enumerate(problem.shapes):
-        mine = tiles if len(problem.shapes) == 1 else tiles.select(tiles.shape == index)
-        runs, bounds = _cut_shape(mine, shape, problem)
-        parts.append(runs)
+        bounds = np.zeros(1, np.int64)
+        if counts[index]:
+            whole = counts[index] == tiles.shape[1]
+            mine = tiles if whole else tiles[:, tiles[_SHAPE] == index]
+            runs, bounds = _cut_shape(mine, shape, problem)
+            parts.append(runs)
         workers.append(bounds)
-    return _Tiles.concatenate(parts), workers
+    return _beside(parts), workers
 
 
-def _cut_shape(tiles: _Tiles, shape: TileShape, problem: Problem) -> tuple[_Tiles, Int]:
+def _cut_shape(tiles: Int, shape: TileShape, problem: Problem) -> tuple[Int, Int]:
     """Lay the tiles end to end in granules and cut where each worker's equal share ends."""
-    if len(tiles.num_keys) == 0:
-        return tiles, np.zeros(1, np.int64)
     page_size = problem.page_size
     granule = page_size * -(-shape.granule // page_size)
-    sizes = -(-tiles.num_keys // granule)
+    sizes = -(-tiles[_KEYS] // granule)
     ends = np.cumsum(sizes)
+    begins = ends - sizes
     total = int(ends[-1])
     workers = max(1, shape.workers // problem.num_kv_heads)
     workers = min(workers, -(-total * granule // shape.least_run), total)
     bounds = np.arange(workers + 1) * total // workers
-    if shape.persistent or _worth_cutting(sizes, total, workers):
-        starts = np.union1d(ends - sizes, bounds[:-1])
-    else:
-        starts = ends - sizes
+    if not shape.persistent and not _worth_cutting(sizes, total, workers):
+        order = np.argsort(-tiles[_KEYS], kind="stable")
+        return tiles[:, order], np.zeros(1, np.int64)
+    starts = np.concatenate([begins, bounds[:-1]])
+    starts.sort()
+    starts = starts[np.append(True, starts[1:] != starts[:-1])]
     tile = np.searchsorted(ends, starts, side="right")
-    offset = (starts - (ends - sizes)[tile]) * granule
+    offset = (starts - begins[tile]) * granule
     length = (np.append(starts[1:], total) - starts) * granule
-    runs = tiles.select(tile)
-    runs.kv_begin = runs.kv_begin + offset // page_size
-    runs.kv_start = runs.kv_start + offset
-    runs.num_keys = np.minimum(length, runs.num_keys - offset)
+    runs = tiles[:, tile]
+    runs[_PAGE] += offset // page_size
+    runs[_START] += offset
+    runs[_KEYS] = np.minimum(length, runs[_KEYS] - offset)
     if shape.persistent:
         return runs, np.searchsorted(starts, bounds)
-    return runs.select(np.argsort(-runs.num_keys, kind="stable")), np.zeros(1, np.int64)
+    return runs[:, np.argsort(-runs[_KEYS], kind="stable")], np.zeros(1, np.int64)
 
 
 def _worth_cutting(sizes: Int, total: int, workers: int) -> bool:
     """Whether whole tiles, dearest first, would leave workers idle at the end."""
-    return bool(sizes.max() * workers * 8 > total)
+    return int(sizes.max()) * workers * 8 > total
 
 
 def _finish(
-    runs: _Tiles | None,
+    runs: Int,
     workers: list[Int],
     num_packed: int,
     chunk: int,
@@ -294,61 +294,65 @@ def _finish(
 ) -> tuple[tuple[Launch, ...], Merges]:
     """Decide which runs are final, number the partial rows, make items and merge lists."""
     num_chunks = num_packed // chunk
-    if runs is None:
-        return (), _merges(np.zeros((0, 2), np.int64), np.arange(num_chunks), chunk, 0)
-    first = runs.row_begin // chunk
-    stop = (runs.row_begin + runs.num_rows) // chunk
-    seen = np.cumsum(
-        np.bincount(first, minlength=num_chunks + 1) - np.bincount(stop, minlength=num_chunks + 1)
-    )
-    shared = np.concatenate([[0], np.cumsum(seen[:-1] > 1)])
+    first = runs[_ROW] // chunk
+    stop = (runs[_ROW] + runs[_ROWS]) // chunk
+    change = np.bincount(first, minlength=num_chunks + 1)
+    change -= np.bincount(stop, minlength=num_chunks + 1)
+    seen = np.cumsum(change)[:-1]
+    shared = np.concatenate([[0], np.cumsum(seen > 1)])
     partial = shared[stop] > shared[first]
-    lengths = np.where(partial, runs.num_rows, 0)
+    lengths = np.where(partial, runs[_ROWS], 0)
     ends = np.cumsum(lengths)
     where = np.where(partial, ends - lengths, FINAL)
 
-    hide = np.where(
-        (runs.causal != 0) & (runs.kv_start + runs.num_keys - 1 > runs.least), HIDE_FUTURE, 0
-    )
-    if problem.window_left >= 0:
-        hide |= np.where(runs.kv_start < runs.greatest - problem.window_left, HIDE_WINDOW, 0)
-    columns = (
-        runs.layer,
-        runs.row_begin,
-        runs.num_rows,
-        runs.kv_begin,
-        runs.num_keys,
-        runs.kv_start,
-        hide,
-        where,
-    )
-    items = np.stack(columns, 1).astype(np.int32)
+    items = np.empty((runs.shape[1], len(ITEM_FIELDS)), np.int32)
+    items[:, :6] = runs[_LAYER:_CAUSAL].T
+    items[:, 6] = _hidden(runs, problem.window_left)
+    items[:, 7] = where
     launches, at = [], 0
-    counts = np.bincount(runs.shape, minlength=len(problem.shapes))
+    counts = np.bincount(runs[_SHAPE], minlength=len(problem.shapes)).tolist()
     for shape, count, bounds in zip(problem.shapes, counts, workers, strict=True):
         launches.append(Launch(shape, items[at : at + count], bounds.astype(np.int32)))
         at += count
 
     # merge lists: one entry per partial run and chunk, gathered by chunk
-    width = np.where(partial, stop - first, 0)
-    run = np.repeat(np.arange(len(width)), width)
-    inside = np.arange(len(run)) - np.repeat(np.cumsum(width) - width, width)
-    entries = np.stack([first[run] + inside, where[run] + inside * chunk], 1)
-    unseen = np.flatnonzero(seen[:-1] == 0)
-    return tuple(launches), _merges(entries, unseen, chunk, int(ends[-1]) if len(ends) else 0)
+    run = np.flatnonzero(partial)
+    width = (stop - first)[run]
+    which = np.repeat(run, width)
+    inside = np.arange(len(which)) - np.repeat(np.cumsum(width) - width, width)
+    merges = _merges(
+        first[which] + inside,
+        where[which] + inside * chunk,
+        np.flatnonzero(seen == 0),
+        chunk,
+        int(ends[-1]) if len(ends) else 0,
+    )
+    return tuple(launches), merges
 
 
-def _merges(entries: Int, unseen: Int, chunk: int, num_partial_rows: int) -> Merges:
+def _hidden(runs: Int, window_left: int) -> Int:
+    """The rules each run still needs, key by key: bits of WorkItem.causal."""
+    hide: Int = runs[_CAUSAL]
+    if window_left < 0 and not hide.any():
+        return hide
+    future = runs[_START] + runs[_KEYS] - 1 > runs[_LEAST]
+    hide = np.where((hide != 0) & future, HIDE_FUTURE, 0)
+    if window_left >= 0:
+        hide |= np.where(runs[_START] < runs[_GREATEST] - window_left, HIDE_WINDOW, 0)
+    return hide
+
+
+def _merges(chunks: Int, members: Int, unseen: Int, chunk: int, num_partial_rows: int) -> Merges:
     """Merge lists from (chunk, partial row) entries, and empty ones for the unseen chunks."""
-    entries = entries[np.argsort(entries[:, 0], kind="stable")]
-    chunks, counts = np.unique(entries[:, 0], return_counts=True)
-    chunks = np.concatenate([chunks, unseen])
-    indptr = np.zeros(len(chunks) + 1, np.int32)
-    np.cumsum(np.concatenate([counts, np.zeros(len(unseen), np.int64)]), out=indptr[1:])
+    order = np.argsort(chunks, kind="stable")
+    chunks = chunks[order]
+    fresh = np.flatnonzero(np.append(True, chunks[1:] != chunks[:-1])) if len(chunks) else order
+    indptr = np.full(len(fresh) + len(unseen) + 1, len(chunks), np.int32)
+    indptr[: len(fresh)] = fresh
     return Merges(
         chunk_rows=chunk,
-        chunks=chunks.astype(np.int32),
+        chunks=np.concatenate([chunks[fresh], unseen]).astype(np.int32),
         indptr=indptr,
-        members=entries[:, 1].astype(np.int32),
+        members=members[order].astype(np.int32),
         num_partial_rows=num_partial_rows,
     )

@@ -25,7 +25,7 @@ struct PoolRows {
 };
 
 __device__ __forceinline__ int64 pool_offset(const PoolRows& pool, int slot, int head, int unit) {
-  const int page = slot / pool.page_size, offset = slot - page * pool.page_size;
+  const int page = static_cast<uint32>(slot) / static_cast<uint32>(pool.page_size), offset = slot - page * pool.page_size;
   const uint32 row = page * pool.page_rows + offset * pool.token_rows + head * pool.head_rows;
   return (static_cast<int64>(row) * kHeadDim + unit * 8) * format_bytes<kStore>();
 }
@@ -48,13 +48,13 @@ __device__ __forceinline__ void append_8(void* to, const void* from, float scale
 extern "C" __global__ void __launch_bounds__(kThreads)
     append_rows(const __grid_constant__ PoolRows pool, const void* k, const void* v,
                 const int* slots, int num_rows) {
-  const int64 i = static_cast<int64>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64 head_row = i / kUnits;
+  const uint32 i = blockIdx.x * kThreads + threadIdx.x;  // the host bounds it
+  const uint32 head_row = i / kUnits;
   const int unit = i % kUnits;
-  const int row = head_row / pool.num_kv_heads;
+  const int row = head_row / static_cast<uint32>(pool.num_kv_heads);
   if (row >= num_rows) return;
-  const int head = head_row - static_cast<int64>(row) * pool.num_kv_heads;
-  const int64 from = i * 8 * format_bytes<kTensor>();
+  const int head = head_row - row * pool.num_kv_heads;
+  const int64 from = static_cast<int64>(i) * 8 * format_bytes<kTensor>();
   const int64 to = pool_offset(pool, slots[row], head, unit);
   append_8(static_cast<char*>(pool.k) + to, static_cast<const char*>(k) + from, pool.k_scale);
   append_8(static_cast<char*>(pool.v) + to, static_cast<const char*>(v) + from, pool.v_scale);
@@ -76,13 +76,13 @@ __device__ __forceinline__ void gather_8(void* to, const void* from, float scale
 extern "C" __global__ void __launch_bounds__(kThreads)
     gather_rows(const __grid_constant__ PoolRows pool, void* k, void* v, const int* slots,
                 int num_rows) {
-  const int64 i = static_cast<int64>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64 head_row = i / kUnits;
+  const uint32 i = blockIdx.x * kThreads + threadIdx.x;  // the host bounds it
+  const uint32 head_row = i / kUnits;
   const int unit = i % kUnits;
-  const int row = head_row / pool.num_kv_heads;
+  const int row = head_row / static_cast<uint32>(pool.num_kv_heads);
   if (row >= num_rows) return;
-  const int head = head_row - static_cast<int64>(row) * pool.num_kv_heads;
-  const int64 to = i * 8 * format_bytes<kTensor>();
+  const int head = head_row - row * pool.num_kv_heads;
+  const int64 to = static_cast<int64>(i) * 8 * format_bytes<kTensor>();
   const int64 from = pool_offset(pool, slots[row], head, unit);
   gather_8(static_cast<char*>(k) + to, static_cast<const char*>(pool.k) + from, pool.k_scale);
   gather_8(static_cast<char*>(v) + to, static_cast<const char*>(pool.v) + from, pool.v_scale);

@@ -84,9 +84,10 @@ class WideVariant:
         """Dynamic shared memory, laid out as `Shared` of wide_tile.cuh."""
         tiles = 2 * self.stages * self.tile_keys * self.head_dim * 2
         row = 24 if self.has_mask else 12
-        queries = self.query_stages * self.tile_rows * (self.head_dim * 2 + row)
+        queries = self.query_stages * self.tile_rows * self.head_dim * 2
+        rows = (self.query_stages + 1) * self.tile_rows * row
         barriers = 4 * self.stages + 2 * self.query_stages + 4
-        return tiles + queries + 2 * 64 + 8 * barriers
+        return tiles + queries + rows + 2 * 64 + 8 * barriers
 
     @property
     def spec(self) -> Spec:

@@ -20,6 +20,9 @@ using Element = unsigned short;  // 16 bits of fp16 or bf16, as kBf16 says: only
 #ifndef kLazyRescale
 #define kLazyRescale 0
 #endif
+#ifndef kHeadMajor
+#define kHeadMajor 0
+#endif
 
 static_assert(kHeadDim % 64 == 0, "a swizzled row of 128 bytes holds 64 elements");
 static_assert(kTileKeys % 16 == 0, "a product takes 16 keys");
@@ -50,8 +53,14 @@ constexpr int kQueryBlockStride = 64 * 128;
 constexpr int kConsumerQueryBytes = kBlocks * kQueryBlockStride;
 constexpr int kQueryBytes = kConsumers * kConsumerQueryBytes;
 constexpr int kUnitSlots = 2;
+constexpr int kRowSlots = kQueryStages + 1;  // rows are needed until o is written, q is not
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Key tiles of an item; one, all hidden, where there are no keys.
+__device__ __forceinline__ int tiles_of(const WorkItem& item) {
+  return max(1, ceil_div(item.num_keys, kTileKeys));
+}
 
 // Byte offset, in a tile of queries, of 16-byte chunk `chunk` of row `row`.
 __device__ __forceinline__ int query_offset(int row, int chunk) {
@@ -108,7 +117,7 @@ struct Shared {
   static constexpr int kQueries = 2 * kStages * kTileBytes;
   static constexpr int kRows = kQueries + kQueryStages * kQueryBytes;
   static constexpr int kUnits =
-      kRows + kQueryStages * kTileRows * int(sizeof(PackedRow));
+      kRows + kRowSlots * kTileRows * int(sizeof(PackedRow));
   static constexpr int kBarriers = kUnits + kUnitSlots * 64;
 
   __device__ __forceinline__ explicit Shared(unsigned char* storage)
@@ -120,8 +129,8 @@ struct Shared {
   __device__ __forceinline__ unsigned queries(int stage) const {
     return address + kQueries + stage * kQueryBytes;
   }
-  __device__ __forceinline__ PackedRow& row(int stage, int row) const {
-    return reinterpret_cast<PackedRow*>(base + kRows)[stage * kTileRows + row];
+  __device__ __forceinline__ PackedRow& row(int slot, int row) const {
+    return reinterpret_cast<PackedRow*>(base + kRows)[slot * kTileRows + row];
   }
   __device__ __forceinline__ Unit& unit(int slot) const {
     return *reinterpret_cast<Unit*>(base + kUnits + slot * 64);
@@ -170,18 +179,15 @@ struct Shared {
   }
 };
 
-// Zeroes V rows `valid` and up of a tile: slots past the run's end may hold anything, NaN included, and
-// 0 * NaN is NaN. Each consumer warpgroup does it for itself, so that it need not wait for another.
-__device__ __forceinline__ void clear_values(unsigned values, int valid, int barrier) {
+// Zeroes rows `valid` and up of a V tile, with the 128 threads of a warpgroup.
+__device__ __forceinline__ void clear_rows(unsigned tile, int valid) {
   const int num_chunks = (kTileKeys - valid) * kBlocks * 8;
   for (int i = threadIdx.x % 128; i < num_chunks; i += 128) {
     const int key = valid + i / (kBlocks * 8), block = i / 8 % kBlocks;
     const unsigned target =
-        values + key / 8 * kGroupStride + block * kBlockStride + key % 8 * 128 + i % 8 * 16;
+        tile + key / 8 * kGroupStride + block * kBlockStride + key % 8 * 128 + i % 8 * 16;
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(target), "r"(0) : "memory");
   }
-  fence_async_proxy();
-  named_barrier_sync(barrier, 128);
 }
 
 // --- a thread's two rows ---------------------------------------------------------------------------------
@@ -195,6 +201,16 @@ __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
+
+// A unit's two rows when their last key is summed: what is left is to write them.
+struct Finished {
+  float inverse[2], lse[2];
+  int slot;
+  bool final;
+
+  __device__ __forceinline__ void write(const float (&o)[kOutputs], const WideArguments& arguments,
+                                        const Shared& shared, int row) const;
+};
 
 // Running softmax of rows `row` and `row + 8`, of which this thread holds every fourth pair of columns.
 // `max` is kept in units of the products; times `scale` it is in base 2.
@@ -276,12 +292,18 @@ struct Rows {
   }
 
   // Completes the sums over the four threads of a row.
-  __device__ __forceinline__ void finish() {
-    sum[0] = quad_sum(sum[0]);
-    sum[1] = quad_sum(sum[1]);
+  __device__ __forceinline__ Finished finish(int slot, bool final) const {
+    Finished finished;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float total = quad_sum(sum[r]);
+      finished.inverse[r] = state_inverse(total);
+      finished.lse[r] = state_lse(max[r] * scale, total);
+    }
+    finished.slot = slot;
+    finished.final = final;
+    return finished;
   }
-
-  __device__ __forceinline__ float lse(int r) const { return state_lse(max[r] * scale, sum[r]); }
 };
 
 #if kHasMask
@@ -324,64 +346,58 @@ __device__ __forceinline__ void pack(const float (&s)[kScores], unsigned (&p)[kS
 
 // --- results -----------------------------------------------------------------------------------------------
 
-// Final rows: through the shared memory of this warp's own queries, so that global writes are whole
-// 16-byte chunks of consecutive addresses.
-__device__ __forceinline__ void write_outputs(const float (&o)[kOutputs], const Rows& rows,
-                                              const WideArguments& arguments, const Shared& shared,
-                                              int stage, int warp_row) {
-  const int lane = fresh_lane();
-  const unsigned staging = shared.queries(stage);
+__device__ __forceinline__ void clear(float (&o)[kOutputs]) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = warp_row + lane / 4 + 8 * r;
-    const float inverse = state_inverse(rows.sum[r]);
-#pragma unroll
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-      const unsigned pair =
-          pack_pair(o[4 * j + 2 * r] * inverse, o[4 * j + 2 * r + 1] * inverse);
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(staging + query_offset(row, j) + lane % 4 * 4),
-                   "r"(pair)
-                   : "memory");
-    }
-    const int index = shared.row(stage, row).target;
-    if (lane % 4 == 0 && index >= 0) arguments.lse[index] = rows.lse(r);
-  }
-  __syncwarp();
-  constexpr int kChunks = kHeadDim / 8;
-#pragma unroll
-  for (int i = 0; i < 16 * kChunks / 32; ++i) {
-    const int row = warp_row + (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
-    const int index = shared.row(stage, row).target;
-    uint4 value;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "r"(staging + query_offset(row, chunk))
-                 : "memory");
-    if (index >= 0) {
-      Element* o_row = static_cast<Element*>(arguments.o) + static_cast<long long>(index) * kHeadDim;
-      *reinterpret_cast<uint4*>(o_row + chunk * 8) = value;
-    }
-  }
+  for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
 }
 
-// Partial rows: float, each quad of threads a full 32-byte sector at a time.
-__device__ __forceinline__ void write_partials(const float (&o)[kOutputs], const Rows& rows,
-                                               const WideArguments& arguments, const Shared& shared,
-                                               int stage, int warp_row) {
-  const int lane = fresh_lane();
+// Each thread of a quad holds word `lane % 4` of four 16-byte chunks; after it, all of chunk `lane % 4`.
+__device__ __forceinline__ uint4 transpose_quad(unsigned a, unsigned b, unsigned c, unsigned d,
+                                                int lane) {
+  const bool odd = lane & 1, high = lane & 2;
+  const unsigned ab = __shfl_xor_sync(0xffffffffu, odd ? a : b, 1);
+  const unsigned cd = __shfl_xor_sync(0xffffffffu, odd ? c : d, 1);
+  a = odd ? ab : a;
+  b = odd ? b : ab;
+  c = odd ? cd : c;
+  d = odd ? d : cd;
+  const unsigned ac = __shfl_xor_sync(0xffffffffu, high ? a : c, 2);
+  const unsigned bd = __shfl_xor_sync(0xffffffffu, high ? b : d, 2);
+  return make_uint4(high ? ac : a, high ? bd : b, high ? c : ac, high ? d : bd);
+}
+
+// Final rows in 16-byte chunks, a quad of threads 64 consecutive bytes at a time; partial rows in
+// float, a quad 32 bytes at a time.
+__device__ __forceinline__ void Finished::write(const float (&o)[kOutputs],
+                                                const WideArguments& arguments,
+                                                const Shared& shared, int row) const {
+  const int part = fresh_lane() % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int index = shared.row(stage, warp_row + lane / 4 + 8 * r).target;
-    if (index >= 0) {
-      const float inverse = state_inverse(rows.sum[r]);
-      float* o_row =
-          arguments.partial_o + static_cast<long long>(index) * kHeadDim + lane % 4 * 2;
+    const int index = shared.row(slot, row + 8 * r).target;
+    const long long offset = static_cast<long long>(index) * kHeadDim;
+    if (final) {
+      Element* o_row = static_cast<Element*>(arguments.o) + offset + part * 8;
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; j += 4) {
+        unsigned words[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int i = 4 * (j + c) + 2 * r;
+          words[c] = pack_pair(o[i] * inverse[r], o[i + 1] * inverse[r]);
+        }
+        const uint4 chunk = transpose_quad(words[0], words[1], words[2], words[3], part);
+        if (index >= 0) *reinterpret_cast<uint4*>(o_row + j * 8) = chunk;
+      }
+    } else if (index >= 0) {
+      float* o_row = arguments.partial_o + offset + part * 2;
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; ++j) {
+        const int i = 4 * j + 2 * r;
         *reinterpret_cast<float2*>(o_row + 8 * j) =
-            make_float2(o[4 * j + 2 * r] * inverse, o[4 * j + 2 * r + 1] * inverse);
+            make_float2(o[i] * inverse[r], o[i + 1] * inverse[r]);
       }
-      if (lane % 4 == 0) arguments.partial_lse[index] = rows.lse(r);
     }
+    if (part == 0 && index >= 0) (final ? arguments.lse : arguments.partial_lse)[index] = lse[r];
   }
 }

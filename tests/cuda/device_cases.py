@@ -132,7 +132,7 @@ def attend_dense(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Float64 state of q [n, Hq, D] over k, v [m, Hkv, D]; visible [n, m]."""
     heads = k.shape[1]
-    grouped = q.view(q.shape[0], heads, -1, q.shape[2])
+    grouped = q.view(q.shape[0], heads, q.shape[1] // heads, q.shape[2])
     s = torch.einsum("nhgd,mhd->nhgm", grouped, k) * scoring.sm_scale
     if scoring.logits_soft_cap > 0:
         s = scoring.logits_soft_cap * torch.tanh(s / scoring.logits_soft_cap)

@@ -28,12 +28,17 @@ HEADS = ((4, 4), (32, 8), (7, 1), (28, 4), (16, 1), (32, 1), (64, 1))
 
 
 @lru_cache(maxsize=2)
-def backend_of(geometry: PoolGeometry) -> Any:
-    from device_cases import fill
-
+def made(geometry: PoolGeometry) -> Any:
     from kernels.cuda.backend import CudaBackend
 
-    backend = CudaBackend(geometry)
+    return CudaBackend(geometry)
+
+
+def backend_of(geometry: PoolGeometry) -> Any:
+    """A backend with every slot live and random: plans poison what they leave dead."""
+    from device_cases import fill
+
+    backend = made(geometry)
     fill(backend, 1)
     return backend
 
@@ -83,10 +88,10 @@ def check(
     assert_close(state, expected, compute)
 
 
-def decode_plan(backend: Any, kv_lens: list[int], seed: int) -> Plan:
+def decode_plan(backend: Any, kv_lens: list[int], seed: int, pool: Any = None) -> Plan:
     from device_cases import PagePool, Segment, make_level
 
-    pool = PagePool(backend, np.random.default_rng(seed))
+    pool = pool or PagePool(backend, np.random.default_rng(seed))
     segments = [Segment(i, i + 1, n, 0) for i, n in enumerate(kv_lens)]
     positions = np.array([n - 1 for n in kv_lens], np.int32)
     return Plan((make_level(segments, pool, len(kv_lens)),), positions)
@@ -239,14 +244,14 @@ def test_cascades_with_rows_missing_levels_and_an_order(
 
 
 def test_requests_of_several_layers_and_a_masked_one_come_back_in_order() -> None:
-    from device_cases import assert_close, oracle, random_q
+    from device_cases import PagePool, assert_close, oracle, random_q
 
     rng = np.random.default_rng(0)
     backend = backend_of(geometry(64, 16, 2, 128, "fp16", "NHD", layers=3))
-    scoring = Scoring(0.1)
+    scoring, pool = Scoring(0.1), PagePool(backend, rng)
     requests = []
     for layer, kv_lens in ((2, [40, 3]), (0, [0, 7, 100]), (1, [64])):
-        plan = decode_plan(backend, kv_lens, layer)
+        plan = decode_plan(backend, kv_lens, layer, pool)
         mask = None
         if layer == 0:
             offsets = np.array([0, 0, 0], np.int64)
