@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import httpx
 import pytest
 
 from config.settings import load_settings
@@ -41,13 +44,42 @@ def test_every_link_leads_to_a_file() -> None:
         assert (ROOT / target).exists(), target
 
 
-def test_the_python_of_the_readme_uses_methods_that_exist() -> None:
-    from attnd import Client
+def serve(monkeypatch: pytest.MonkeyPatch, *options: str) -> Any:
+    """A service of its own, in a context that gives its `port`."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("bench.servers").attnd(*options)
 
+
+def test_the_curl_of_the_readme_gives_what_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = re.search(r'make run ARGS="(.+?)"', README)
+    assert told
+    posts = re.findall(r"^post (\S+) '(.+?)'$", blocks("sh")[1], re.MULTILINE | re.DOTALL)
+    assert [route for route, _ in posts] == ["sequences", "append", "sequences", "decode"]
+    json_body = {"content-type": "application/json"}
+    with (
+        serve(monkeypatch, *told[1].split()) as server,
+        httpx.Client(base_url=f"http://127.0.0.1:{server.port}") as client,
+    ):
+        for route, body in posts:
+            answer = client.post(f"/v1/{route}", content=body, headers=json_body)
+            assert answer.is_success, f"{route}: {answer.text}"
+        pool = client.get("/v1/pool").json()
+    first, second = (answer.json()["tensors"]["o"]["data"][row * 4] for row in (0, 1))
+    near, far = 1 / (1 + math.exp(-4.5)), 1 / (1 + math.exp(4.5))  # scores 9/2 and 0
+    assert first == pytest.approx(near * 1 + far * 5, abs=1e-3)
+    assert second == pytest.approx(far * 1 + near * 5, abs=1e-3)
+    assert pool["sequences"] == 2
+
+
+def test_the_python_of_the_readme_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (source,) = blocks("python")
-    compile(source, "README.md", "exec")
-    for method in re.findall(r"attnd\.(\w+)\(", source):
-        assert hasattr(Client, method), method
+    assert "127.0.0.1:8080" in source
+    with serve(monkeypatch) as server:
+        here = source.replace("127.0.0.1:8080", f"127.0.0.1:{server.port}")
+        exec(compile(here, "README.md", "exec"), {})
+    assert capsys.readouterr().out == "(8, 32, 128) (8, 32) 2\n"
 
 
 def test_every_target_that_the_readme_names_is_in_the_makefile() -> None:
