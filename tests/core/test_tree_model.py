@@ -260,6 +260,7 @@ class TreeAgainstLists(RuleBasedStateMachine):
         return refusal.value
 
 
+@pytest.mark.timeout(900)  # half a minute of CPU time, more on a busy machine
 def test_any_history_of_changes_leaves_what_lists_in_a_dict_would_hold() -> None:
     run_state_machine_as_test(
         TreeAgainstLists,
