@@ -80,7 +80,7 @@ def read_reply(response: httpx.Response, request_id: str, also_answers: tuple[in
         raise ProtocolError(
             f"the answer is not a JSON object: {response.text[:200]}", meta.request_id
         )
-    text = "" if arrays else response.text if media_type.startswith("text/") else ""
+    text = response.text if media_type.startswith("text/") else ""
     return Reply(response.status_code, fields, arrays, text, meta)
 
 
