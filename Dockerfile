@@ -24,8 +24,8 @@ ARG CUDA_ARCHS=sm_80,sm_90a
 LABEL org.opencontainers.image.title="attnd" \
       org.opencontainers.image.description="Attention and KV cache as a service" \
       org.opencontainers.image.licenses="Apache-2.0"
-RUN groupadd --gid 10001 attnd \
- && useradd --uid 10001 --gid attnd --create-home --shell /usr/sbin/nologin attnd
+RUN /usr/sbin/groupadd --gid 10001 attnd \
+ && /usr/sbin/useradd --uid 10001 --gid attnd --create-home --shell /usr/sbin/nologin attnd
 COPY --from=build /opt/attnd /opt/attnd
 ENV HOME=/home/attnd \
     PATH=/opt/attnd/bin:$PATH \
