@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Final
 
@@ -23,6 +24,8 @@ from service.logs import set_up_logs
 from service.metrics import Metrics
 
 LOG: Final = logging.getLogger("attnd")
+KEEP_ALIVE_S: Final = 75
+"""Longer than clients keep idle connections, so that none closes under a request."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,6 +66,7 @@ def uvicorn_config(app: object, server: ServerSettings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(server.drain_timeout_s)),
     )
 
@@ -86,6 +90,11 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             LOG.info("attnd %s serves %s", __version__, self.address())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.config.uds is not None:
+            Path(self.config.uds).unlink(missing_ok=True)
 
     def address(self) -> str:
         """Where the service is, for people and for tests: the port is the one that was bound."""

@@ -128,7 +128,7 @@ async def tell_problem(request: Request, error: Exception) -> Response:
             error = errors.NoSuchRoute(f"{request.url.path}: see /docs")
         case RequestValidationError():
             error = invalid(error.errors())
-    status, code, body, extra = problem_parts(error)
+    status, code, body, extra = problem_parts(error, request.scope[EXCHANGE])
     request.scope[CODE] = code
     headers = {name.decode(): value.decode() for name, value in extra}
     return Response(body, status, headers, media_type=PROBLEM)

@@ -67,8 +67,8 @@ class ConsoleLines(logging.Formatter):
         )
         fields: dict[str, Any] = getattr(record, "fields", {})
         line += "".join([f" {name}={value}" for name, value in fields.items()])
-        if not line.isascii() or "\n" in line:
-            line = line.encode("ascii", "backslashreplace").decode().replace("\n", "\\n")
+        if not line.isprintable():  # a path may hold anything, escape codes for terminals too
+            line = line.encode("unicode_escape").decode("ascii")
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line

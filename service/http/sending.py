@@ -45,7 +45,7 @@ async def respond(
         await send({"type": "http.response.body", "body": part, "more_body": index < last})
 
 
-def problem_parts(error: BaseException) -> tuple[int, str, bytes, Headers]:
+def problem_parts(error: BaseException, exchange: Exchange) -> tuple[int, str, bytes, Headers]:
     """Status, code, body and extra headers that tell an error."""
     kind = errors.kind_of(error)
     document = errors.problem(error)
@@ -58,7 +58,8 @@ def problem_parts(error: BaseException) -> tuple[int, str, bytes, Headers]:
         case errors.NotReady():
             extra.append((b"retry-after", b"1"))
     if kind.status == 500:
-        LOG.error("internal error", exc_info=error)
+        fields = {"id": exchange.request_id.decode("ascii")}
+        LOG.error("internal error", exc_info=error, extra={"fields": fields})
     return kind.status, kind.code, dump(document), extra
 
 
@@ -69,7 +70,7 @@ def retry_after(seconds: float) -> bytes:
 
 async def respond_problem(send: Send, exchange: Exchange, error: BaseException) -> tuple[int, str]:
     """Send an error; answers its status and code."""
-    status, code, body, extra = problem_parts(error)
+    status, code, body, extra = problem_parts(error, exchange)
     await respond(send, exchange, status, PROBLEM.encode(), [body], extra)
     return status, code
 

@@ -169,6 +169,7 @@ def test_it_listens_on_a_unix_socket(tmp_path: Path, rng: np.random.Generator) -
             q = {"q": rows(rng, 1, QO_HEADS)}
             assert ask(client, "/v1/decode", fields, q)[1]["o"].shape[0] == 1
         assert running.stop() == 0
+    assert not path.exists(), "it cleans up after itself"
 
 
 @pytest.mark.parametrize(

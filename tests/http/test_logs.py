@@ -1,0 +1,62 @@
+"""Log lines: one JSON object or one printable line each, whatever is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import logging, sys
+from config.settings import LogSettings
+from service.logs import set_up_logs
+set_up_logs(LogSettings(format=sys.argv[1], level=sys.argv[2]))
+log = logging.getLogger("attnd.test")
+log.debug("quiet")
+log.info("told %s", "once", extra={"fields": {"id": "a\\nb\\x1b", "n": 3}})
+try:
+    raise ValueError("why\\ud800")
+except ValueError:
+    log.exception("failed")
+logging.getLogger("uvicorn.access").info("twice")
+logging.getLogger("uvicorn.error").info("started")
+"""
+
+
+def lines(*arguments: str) -> list[str]:
+    """What a process with these log settings writes (the set-up is for a whole process)."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == ""
+    return done.stderr.splitlines()
+
+
+def test_json_lines_are_objects_with_the_fields_beside() -> None:
+    told, failed = map(json.loads, lines("json", "info"))
+    assert (told["level"], told["logger"], told["message"]) == ("info", "attnd.test", "told once")
+    assert (told["id"], told["n"]) == ("a\nb\x1b", 3)
+    assert told["time"].endswith("+00:00")
+    assert failed["level"] == "error" and "ValueError" in failed["exception"]
+
+
+def test_console_lines_stay_on_their_line() -> None:
+    first, second, *traceback = lines("console", "info")
+    assert first.endswith("info attnd.test: told once id=a\\nb\\x1b n=3")
+    assert second.endswith("error attnd.test: failed")
+    assert traceback[0].startswith("Traceback") and "ValueError" in traceback[-1]
+
+
+@pytest.mark.parametrize(("level", "count"), [("debug", 3), ("info", 2), ("error", 1)])
+def test_the_level_is_the_least_that_is_written(level: str, count: int) -> None:
+    assert len(lines("json", level)) == count
+    assert logging.getLogger("attnd.test").level == logging.NOTSET
