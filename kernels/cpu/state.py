@@ -75,7 +75,8 @@ def merge(o: Array, lse: Array, indptr: Array, into: AttentionState | None) -> A
 def _merge_lists(
     o: torch.Tensor, lse: torch.Tensor, lists: torch.Tensor, num_lists: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    m = torch.full((num_lists, lse.shape[1]), -torch.inf).index_reduce_(0, lists, lse, "amax")
+    m = torch.full((num_lists, lse.shape[1]), -torch.inf)
+    m.scatter_reduce_(0, lists[:, None].expand_as(lse), lse, "amax")
     weight = torch.exp(lse - finite(m)[lists])
     total = torch.zeros_like(m).index_add_(0, lists, weight)
     # an empty state weighs nothing, whatever its o holds: 0 * NaN must not get in
