@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import httpx
 import pytest
 
+from bench.servers import attnd
 from config.settings import load_settings
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -44,20 +44,14 @@ def test_every_link_leads_to_a_file() -> None:
         assert (ROOT / target).exists(), target
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, *options: str) -> Any:
-    """A service of its own, in a context that gives its `port`."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("bench.servers").attnd(*options)
-
-
-def test_the_curl_of_the_readme_gives_what_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_curl_of_the_readme_gives_what_it_should() -> None:
     told = re.search(r'make run ARGS="(.+?)"', README)
     assert told
     posts = re.findall(r"^post (\S+) '(.+?)'$", blocks("sh")[1], re.MULTILINE | re.DOTALL)
     assert [route for route, _ in posts] == ["sequences", "append", "sequences", "decode"]
     json_body = {"content-type": "application/json"}
     with (
-        serve(monkeypatch, *told[1].split()) as server,
+        attnd(*told[1].split()) as server,
         httpx.Client(base_url=f"http://127.0.0.1:{server.port}") as client,
     ):
         for route, body in posts:
@@ -71,12 +65,10 @@ def test_the_curl_of_the_readme_gives_what_it_should(monkeypatch: pytest.MonkeyP
     assert pool["sequences"] == 2
 
 
-def test_the_python_of_the_readme_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (source,) = blocks("python")
     assert "127.0.0.1:8080" in source
-    with serve(monkeypatch) as server:
+    with attnd() as server:
         here = source.replace("127.0.0.1:8080", f"127.0.0.1:{server.port}")
         exec(compile(here, "README.md", "exec"), {})
     assert capsys.readouterr().out == "(8, 32, 128) (8, 32) 2\n"
