@@ -43,7 +43,7 @@ def attend(
     sm_scale: float,
     logits_soft_cap: float = 0.0,
 ) -> State:
-    """`q [n, Hq, D]`, `k, v [m, Hkv, D]`, `seen [n, m]` -> float64 `o [n, Hq, D]`, `lse [n, Hq]`."""
+    """`q [n, Hq, D]`, `k, v [m, Hkv, D]`, `seen [n, m]` -> `o [n, Hq, D]`, `lse [n, Hq]`."""
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     n, heads, _ = q.shape
     group = heads // k.shape[1]

@@ -164,7 +164,7 @@ def _as_paged(request: RaggedAttend) -> tuple[Pool, Attend]:
     )
     plan = Plan((level,), (np.repeat(kv_lens - qo_lens, qo_lens) + within).astype(np.int32))
     paged = Attend(0, request.q, plan, request.scoring, request.mask)
-    return pair(k, v, "NHD", dtype_name(request.k.dtype), (1.0, 1.0)), paged
+    return pair(k, v, "NHD", dtype_name(request.k.dtype)), paged
 
 
 def _timed(run: Callable[[], T]) -> Done[T]:

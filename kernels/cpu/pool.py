@@ -76,10 +76,18 @@ class Pool:
 
 
 def allocate(geometry: PoolGeometry) -> Pool:
-    """One 5-D tensor per layer, `geometry.layer_shape`; memory is taken as pages are written."""
+    """One 5-D tensor per layer, `geometry.layer_shape`; memory is taken as pages are written.
+
+    Raises `MemoryError` when the machine would never have that much.
+    """
     shape = geometry.layer_shape
     dtype = BITS[NUMPY_DTYPES[geometry.dtype].itemsize]
-    whole = torch.empty((geometry.num_layers, *shape), dtype=dtype)
+    try:
+        whole = torch.empty((geometry.num_layers, *shape), dtype=dtype)
+    except RuntimeError as error:
+        size = geometry.num_layers * geometry.num_pages * geometry.page_bytes
+        remedy = "lower pool.num_pages"
+        raise MemoryError(f"the pool needs {size} bytes, more than there are: {remedy}") from error
     flat = whole.view(-1, shape[2] * shape[3] * shape[4])
     k_scale, v_scale = scales(geometry)
     return Pool(
@@ -89,12 +97,11 @@ def allocate(geometry: PoolGeometry) -> Pool:
     )
 
 
-def pair(k: torch.Tensor, v: torch.Tensor, layout: Layout, dtype: DType, scale: Scales) -> Pool:
-    """A pool over 4-D K and V `[pages, ...]` held apart: one layer, nothing copied."""
+def pair(k: torch.Tensor, v: torch.Tensor, layout: Layout, dtype: DType) -> Pool:
+    """A pool over 4-D K and V `[pages, ...]` held apart: one layer, no scales, nothing copied."""
     k_bits, v_bits = k.view(BITS[k.itemsize]), v.view(BITS[v.itemsize])
     stores = [
-        Store(bits[None], bits.flatten(1), 1, 0, layout, dtype, factor)
-        for bits, factor in zip((k_bits, v_bits), scale, strict=True)
+        Store(bits[None], bits.flatten(1), 1, 0, layout, dtype, 1.0) for bits in (k_bits, v_bits)
     ]
     return Pool(stores[0], stores[1], (k_bits, v_bits))
 

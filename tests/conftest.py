@@ -1,0 +1,56 @@
+"""The `backend` fixture: every semantic test of the kernels runs on the cpu and on a device.
+
+Nothing here or under tests/kernels imports the service, so that this part of the suite runs on a
+device machine with pytest, hypothesis, numpy, ml_dtypes, torch and cupy alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kernels import cuda_devices, make_backend
+from kernels.backend import Backend, PoolGeometry
+
+
+@dataclass(slots=True)
+class Backends:
+    """Makes backends of one kind, `"cpu"` or `"cuda"`; all are closed when the test is over."""
+
+    kind: str
+    made: list[Backend] = field(default_factory=list)
+
+    def __call__(self, geometry: PoolGeometry, *, poison: bool = True) -> Backend:
+        """A backend whose dead slots are NaN, so that a read of one shows. May be Unsupported."""
+        backend = make_backend(self.kind, geometry, poison=poison)
+        self.made.append(backend)
+        return backend
+
+    def close_all(self) -> None:
+        while self.made:
+            self.made.pop().close()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backends]:
+    if request.param == "cuda" and not cuda_devices():
+        pytest.skip("no CUDA device")
+    backends = Backends(request.param)
+    yield backends
+    backends.close_all()
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Fresh random data for every test; its seed is printed with a failure."""
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    return np.random.default_rng(seed)

@@ -1,0 +1,195 @@
+"""Random sequences in shuffled pages of a poisoned pool, the plans over them, and the bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+from numpy.typing import NDArray
+
+from kernels.backend import (
+    NUMPY_DTYPES,
+    AttentionState,
+    Backend,
+    DType,
+    Level,
+    Plan,
+    PoolGeometry,
+    Scoring,
+    Unsupported,
+)
+
+Array = NDArray[Any]
+FP8 = ("fp8_e4m3", "fp8_e5m2")
+O_BAR = {"fp32": 1e-5, "fp16": 1e-3, "bf16": 1e-2}
+LSE_BAR = 1e-3
+ULP = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
+
+
+def int32(values: Any) -> NDArray[np.int32]:
+    return np.ascontiguousarray(values, np.int32)
+
+
+def indptr(lengths: Sequence[int]) -> NDArray[np.int32]:
+    return int32(np.concatenate(([0], np.cumsum(lengths))))
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> Array:
+    """Unit-normal values, and read-only, as a request's are."""
+    values = rng.standard_normal(shape, np.float32).astype(NUMPY_DTYPES[dtype])
+    values.flags.writeable = False
+    return values
+
+
+def stored(values: Array, dtype: DType, scale: float) -> Array:
+    """What a pool of `dtype` makes of values, as float64: worked out with ml_dtypes alone."""
+    if dtype not in FP8:
+        return values.astype(NUMPY_DTYPES[dtype]).astype(np.float64)
+    largest = 448.0 if dtype == "fp8_e4m3" else 57344.0
+    scaled = np.clip(values.astype(np.float32) / np.float32(scale), -largest, largest)
+    return scaled.astype(NUMPY_DTYPES[dtype]).astype(np.float64) * scale
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Pages with `k, v [num_keys, heads, dim]` in them, float64, as the pool holds them."""
+
+    pages: NDArray[np.int32]
+    k: Array
+    v: Array
+
+    @property
+    def num_keys(self) -> int:
+        return len(self.k)
+
+
+@dataclass(slots=True)
+class Pooled:
+    """A backend, and pages of it handed out in shuffled order."""
+
+    backend: Backend
+    rng: np.random.Generator
+    dtype: DType
+    free: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free = self.rng.permutation(self.backend.geometry.num_pages).tolist()
+
+    def slots(self, run: Run) -> NDArray[np.int32]:
+        size = self.backend.geometry.page_size
+        return int32((run.pages[:, None] * size + np.arange(size)).reshape(-1)[: run.num_keys])
+
+    def add(self, num_keys: int, layer: int = 0) -> Run:
+        """Append `num_keys` random rows to fresh pages."""
+        g = self.backend.geometry
+        pages = int32([self.free.pop() for _ in range(-(-num_keys // g.page_size))])
+        shape = (num_keys, g.num_kv_heads, g.head_dim)
+        k, v = (normal(self.rng, shape, self.dtype) for _ in range(2))
+        run = Run(pages, stored(k, g.dtype, g.k_scale), stored(v, g.dtype, g.v_scale))
+        self.backend.append(layer, k, v, self.slots(run))
+        return run
+
+    def level(
+        self, runs: Sequence[Run], qo_lens: Sequence[int], starts: Sequence[int], causal: bool
+    ) -> Level:
+        """Segment s: `qo_lens[s]` rows over `runs[s]`, whose first key is at `starts[s]`."""
+        size = self.backend.geometry.page_size
+        return Level(
+            indptr(qo_lens),
+            indptr([len(run.pages) for run in runs]),
+            int32(np.concatenate([run.pages for run in runs])),
+            int32([run.num_keys - max(0, len(run.pages) - 1) * size for run in runs]),
+            int32(starts),
+            causal,
+        )
+
+    def flat(self, runs: Sequence[Run], qo_lens: Sequence[int], causal: bool) -> Plan:
+        """Each run is one sequence's whole KV."""
+        level = self.level(runs, qo_lens, [0] * len(runs), causal)
+        return Plan((level,), positions([run.num_keys for run in runs], qo_lens))
+
+
+def positions(kv_lens: Sequence[int], qo_lens: Sequence[int]) -> NDArray[np.int32]:
+    rows = [kv - qo + np.arange(qo) for kv, qo in zip(kv_lens, qo_lens, strict=True)]
+    return int32(np.concatenate(rows))
+
+
+def expected(
+    q: Array,
+    runs: Sequence[Run],
+    qo_lens: Sequence[int],
+    causal: bool,
+    scoring: Scoring,
+    masks: Sequence[Array] | None = None,
+) -> oracle.State:
+    """The oracle's o and lse for a flat batch."""
+    states, begin = [], 0
+    for b, (run, qo_len) in enumerate(zip(runs, qo_lens, strict=True)):
+        seen = oracle.visible(
+            qo_len,
+            run.num_keys,
+            causal=causal,
+            window_left=scoring.window_left,
+            mask=None if masks is None else masks[b],
+        )
+        rows = q[begin : begin + qo_len]
+        begin += qo_len
+        states.append(
+            oracle.attend(
+                rows,
+                run.k,
+                run.v,
+                seen,
+                sm_scale=scoring.sm_scale,
+                logits_soft_cap=scoring.logits_soft_cap,
+            )
+        )
+    return np.concatenate([o for o, _ in states]), np.concatenate([lse for _, lse in states])
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """How far o and lse may be off. A device computes in the 16-bit format that q and KV share."""
+
+    o: float
+    lse: float
+    ulp: float
+
+
+def bars(kind: str, q: DType, kv: DType) -> Bars:
+    if kind == "cpu":
+        return Bars(O_BAR[q], LSE_BAR, ULP[q])
+    coarse: DType = "bf16" if "bf16" in (q, kv) else "fp16"
+    exact = q != "fp32" and kv in (q, *FP8)
+    return Bars(O_BAR[coarse], LSE_BAR if exact else 50 * LSE_BAR, ULP[coarse])
+
+
+def check(got: AttentionState, want: oracle.State, bar: Bars, case: object = "") -> None:
+    """Empty rows exactly (0, -inf); all others within the bar, plus half an ulp of the result."""
+    o, lse = want
+    empty = np.isneginf(lse)
+    assert got.o.shape == o.shape, f"{case}: o has shape {got.o.shape}, wants {o.shape}"
+    assert got.lse.dtype == np.float32, f"{case}: lse is {got.lse.dtype}"
+    real = got.o.astype(np.float64)
+    assert np.isfinite(real).all(), f"{case}: o has {np.sum(~np.isfinite(real))} not finite"
+    assert np.array_equal(np.isneginf(got.lse), empty), f"{case}: empty rows differ"
+    assert not real[empty].any(), f"{case}: an empty row has o other than 0"
+    off = np.abs(real - o) - bar.ulp * np.abs(o)
+    assert off.max(initial=0) <= bar.o, f"{case}: o is off by {off.max()}, the bar is {bar.o}"
+    off_lse = np.abs(got.lse[~empty] - lse[~empty]).max(initial=0)
+    assert off_lse <= bar.lse, f"{case}: lse is off by {off_lse}, the bar is {bar.lse}"
+
+
+@contextmanager
+def refusals(kind: str, geometry: PoolGeometry) -> Iterator[None]:
+    """Around a case: what a kind says it does not run must be refused, and is then covered."""
+    if kind == "cuda" and geometry.dtype == "fp32":
+        with pytest.raises(Unsupported):
+            yield
+        return
+    yield

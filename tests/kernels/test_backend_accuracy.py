@@ -1,0 +1,68 @@
+"""Error never above twice that of the same computation done by torch in the same dtype."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from pooled import ULP, Pooled, normal, refusals
+
+from kernels.backend import Attend, PoolGeometry, Scoring
+
+TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def torch_attention(q, k, v, dtype) -> np.ndarray:
+    """softmax(q k^T) v step by step in one dtype, heads first."""
+    q, k, v = (torch.from_numpy(np.asarray(x, np.float64)).to(TORCH[dtype]) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    s = (q.transpose(0, 1) @ k.transpose(1, 2)) * q.shape[2] ** -0.5
+    return (s.softmax(-1) @ v).transpose(0, 1).double().numpy()
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (7, 1)])
+@pytest.mark.parametrize("kv_len", [1, 17, 512, 2048])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_error_is_at_most_twice_torchs_in_the_same_dtype(
+    backend, rng, dtype, kv_len, heads
+) -> None:
+    geometry = PoolGeometry(1, 200, 16, heads[1], 128, "NHD", dtype)
+    with refusals(backend.kind, geometry):
+        pooled = Pooled(backend(geometry), rng, dtype)
+        run = pooled.add(kv_len)
+        q = normal(rng, (4, heads[0], 128), dtype)
+        plan = pooled.flat([run], [4], causal=False)
+        got = pooled.backend.attend([Attend(0, q, plan, Scoring(128**-0.5))]).result()[0]
+        seen = np.ones((4, kv_len), bool)
+        want, _ = oracle.attend(q, run.k, run.v, seen, sm_scale=128**-0.5)
+        ours = np.abs(got.o.astype(np.float64) - want).max()
+        theirs = np.abs(torch_attention(q, run.k, run.v, dtype) - want).max()
+        floor = ULP[dtype] * max(1.0, np.abs(want).max())
+        assert ours <= 2 * theirs + floor, f"{dtype} x {kv_len}: {ours} against torch's {theirs}"
+
+
+def test_a_long_prefill_is_tiled_and_stays_within_the_bar(backend, rng) -> None:
+    """Rows x keys would be 2.4 GB of float32 scores here, and the rows are checked by sample."""
+    pooled = Pooled(backend(PoolGeometry(1, 300, 16, 1, 64, "NHD", "fp16")), rng, "fp16")
+    run = pooled.add(4096)
+    q = normal(rng, (4096, 2, 64), "fp16")
+    plan = pooled.flat([run], [4096], causal=True)
+    got = pooled.backend.attend([Attend(0, q, plan, Scoring(0.125))]).result()[0]
+    for i in (0, 1, 511, 512, 513, 2000, 4095):
+        seen = (np.arange(4096) <= i)[None]
+        o, lse = oracle.attend(q[i : i + 1], run.k, run.v, seen, sm_scale=0.125)
+        assert np.abs(got.o[i].astype(np.float64) - o[0]).max() < 2e-3, f"row {i}"
+        assert np.abs(got.lse[i] - lse[0]).max() < 1e-3, f"row {i}"
+
+
+def test_large_scores_neither_overflow_nor_lose_the_sum(backend, rng) -> None:
+    pooled = Pooled(backend(PoolGeometry(1, 8, 16, 1, 64, "NHD", "fp16")), rng, "fp16")
+    run = pooled.add(40)
+    q = normal(rng, (1, 4, 64), "fp16")
+    plan = pooled.flat([run], [1], causal=True)
+    got = pooled.backend.attend([Attend(0, q, plan, Scoring(50.0))]).result()[0]
+    o, lse = oracle.attend(q, run.k, run.v, np.ones((1, 40), bool), sm_scale=50.0)
+    assert np.abs(got.o.astype(np.float64) - o).max() < 5e-3
+    assert np.abs(got.lse / lse - 1).max() < 1e-5

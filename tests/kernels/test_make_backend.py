@@ -1,0 +1,75 @@
+"""`make_backend` and what a backend says of itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pooled import Pooled, int32, normal
+
+from kernels import cuda_devices, make_backend
+from kernels.backend import Attend, DeviceLost, Level, Plan, PoolGeometry, Scoring
+
+GEOMETRY = PoolGeometry(2, 4, 4, 2, 64, "NHD", "fp16")
+
+
+def test_a_backend_names_itself_its_device_and_its_pool(backend) -> None:
+    made = backend(GEOMETRY)
+    assert made.name == backend.kind
+    assert made.device
+    assert made.geometry == GEOMETRY
+
+
+def test_the_cpu_backend_refuses_nothing() -> None:
+    assert make_backend("cpu", GEOMETRY).unsupported == ()
+
+
+def test_auto_is_cuda_where_a_device_answers() -> None:
+    made = make_backend("auto", GEOMETRY)
+    assert made.name == ("cuda" if cuda_devices() else "cpu")
+    made.close()
+
+
+def test_an_unknown_kind_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="tpu"):
+        make_backend("tpu", GEOMETRY)
+
+
+@pytest.mark.skipif(cuda_devices() > 0, reason="there is a CUDA device")
+def test_cuda_without_a_device_says_so() -> None:
+    with pytest.raises(DeviceLost, match="no CUDA device"):
+        make_backend("cuda", GEOMETRY)
+
+
+def test_the_cpu_backend_is_made_without_importing_cupy() -> None:
+    script = (
+        "import sys; from kernels import make_backend; from kernels.backend import PoolGeometry\n"
+        "make_backend('cpu', PoolGeometry(1, 1, 1, 1, 8))\n"
+        "assert 'cupy' not in sys.modules and 'service' not in sys.modules"
+    )
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", script], cwd=root, check=True)
+
+
+@pytest.mark.parametrize("page", [-1, 4])
+def test_a_page_outside_the_pool_is_refused(backend, rng, page) -> None:
+    pooled = Pooled(backend(GEOMETRY), rng, "fp16")
+    level = Level(int32([0, 1]), int32([0, 1]), int32([page]), int32([2]), int32([0]), causal=False)
+    q = normal(rng, (1, 4, 64), "fp16")
+    with pytest.raises(ValueError, match="kv_indices"):
+        pooled.backend.attend([Attend(0, q, Plan((level,), int32([1])), Scoring(1.0))])
+
+
+def test_what_is_returned_belongs_to_the_caller(backend, rng) -> None:
+    pooled = Pooled(backend(GEOMETRY), rng, "fp16")
+    plan = pooled.flat([pooled.add(7)], [1], True)
+    q = normal(rng, (1, 4, 64), "fp16")
+    first = pooled.backend.attend([Attend(0, q, plan, Scoring(1.0))]).result()[0]
+    kept = first.o.copy()
+    pooled.backend.attend([Attend(0, normal(rng, (1, 4, 64), "fp16"), plan, Scoring(1.0))]).result()
+    assert np.array_equal(first.o, kept)
+    first.o[...] = 0
+    first.lse[...] = 0
