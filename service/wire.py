@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, NoReturn
 
 import ml_dtypes
@@ -49,6 +50,8 @@ MAX_RANK: Final = 8
 MAX_ELEMENTS: Final = 2**40
 """Bounds the product of the non-zero dimensions, so that no shape can overflow anything."""
 MAX_TENSORS: Final = 64
+REMEMBERED_BYTES: Final = 1024
+"""Longest fields whose header is remembered when writing."""
 LARGEST: Final = 2**63 - 1
 INTEGERS: Final = frozenset({int})
 ENTRY_KEYS: Final = frozenset({"dtype", "shape", "data_offsets"})
@@ -64,24 +67,24 @@ class Message:
     tensors: Tensors
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a header says, checked against the `room` bytes after it: it may be kept and reused."""
+
+    fields: dict[str, Any]
+    entries: tuple[tuple[str, np.dtype[Any], tuple[int, ...], int], ...]
+    """Name, dtype, shape, and first byte in the data."""
+
+
 def read_safetensors(body: Body) -> Message:
     """Fields and tensors of one request body; raises `MalformedBody`, never anything else."""
-    header, start = read_header(body)
-    metadata = header.pop("__metadata__", {})
-    if len(header) > MAX_TENSORS:
-        raise MalformedBody(f"{len(header)} tensors: at most {MAX_TENSORS}")
-    tensors: Tensors = {}
-    spans: list[tuple[int, int, str]] = []
-    for name, entry in header.items():
-        dtype, shape, begin, end = read_entry(name, entry, len(body) - start)
-        spans.append((begin, end, name))
-        tensors[name] = view(body, dtype, shape, start + begin, name)
-    check_cover(spans, len(body) - start)
-    return Message(read_fields(metadata), tensors)
+    header, start = split(body)
+    layout = read_layout(header, len(body) - start)
+    return Message(layout.fields, place(body, start, layout))
 
 
-def read_header(body: Body) -> tuple[dict[str, Any], int]:
-    """The header's JSON object, and the offset of the first tensor byte."""
+def split(body: Body) -> tuple[bytes, int]:
+    """The header's text, and the offset of the first tensor byte."""
     if len(body) < 8:
         raise MalformedBody(f"{len(body)} bytes: a safetensors body has at least 8")
     length = int.from_bytes(body[:8], "little")
@@ -92,10 +95,33 @@ def read_header(body: Body) -> tuple[dict[str, Any], int]:
         raise MalformedBody(f"header length {length}: only {len(body) - 8} bytes follow")
     if length == 0 or body[8] != 0x7B:
         raise MalformedBody("the safetensors header does not begin with '{'")
-    header = load_json(bytes(body[8:start]), "the safetensors header")
+    return bytes(body[8:start]), start
+
+
+def read_layout(text: bytes, room: int) -> Layout:
+    """A header of a body with `room` bytes of data."""
+    header = load_json(text, "the safetensors header")
     if not isinstance(header, dict):
         raise MalformedBody("the safetensors header is not a JSON object")
-    return header, start
+    metadata = header.pop("__metadata__", {})
+    if len(header) > MAX_TENSORS:
+        raise MalformedBody(f"{len(header)} tensors: at most {MAX_TENSORS}")
+    entries = []
+    spans = []
+    for name, entry in header.items():
+        dtype, shape, begin, end = read_entry(name, entry, room)
+        spans.append((begin, end, name))
+        entries.append((name, dtype, shape, begin))
+    check_cover(spans, room)
+    return Layout(read_fields(metadata), tuple(entries))
+
+
+def place(body: Body, start: int, layout: Layout) -> Tensors:
+    """The tensors of a body whose data begins at `start`."""
+    return {
+        name: view(body, dtype, shape, start + begin, name)
+        for name, dtype, shape, begin in layout.entries
+    }
 
 
 def read_fields(metadata: object) -> dict[str, Any]:
@@ -188,23 +214,35 @@ def write_safetensors(fields: str, tensors: Tensors) -> list[Part]:
     `fields` is the JSON text for `__metadata__["response"]`. Wider dtypes go first, so that every
     tensor lies aligned for whoever maps the body.
     """
-    entries = [f'{{"__metadata__":{{"{RESPONSE_KEY}":{quoted(fields)}}}']
+    shapes = []
     parts: list[Part] = []
-    begin = 0
     for name, array in sorted(tensors.items(), key=width, reverse=True):
-        end = begin + array.nbytes
-        shape = ",".join(map(str, array.shape))
-        entries.append(
-            f'"{name}":{{"dtype":"{DTYPE_NAMES[array.dtype]}","shape":[{shape}],'
-            f'"data_offsets":[{begin},{end}]}}'
-        )
-        begin = end
+        shapes.append((name, array.dtype, array.shape))
         if array.nbytes:
             flat = np.ascontiguousarray(array).reshape(-1)
             parts.append(flat.view(np.uint8).data)
+    write = write_header if len(fields) <= REMEMBERED_BYTES else write_header.__wrapped__
+    return [write(fields, tuple(shapes)), *parts]
+
+
+@lru_cache(maxsize=256)
+def write_header(
+    fields: str, tensors: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]
+) -> bytes:
+    """Length and header of a body of `tensors` (name, dtype, shape); steps repeat their shapes."""
+    entries = [f'{{"__metadata__":{{"{RESPONSE_KEY}":{quoted(fields)}}}']
+    begin = 0
+    for name, dtype, shape in tensors:
+        end = begin + math.prod(shape) * dtype.itemsize
+        sizes = ",".join(map(str, shape))
+        entries.append(
+            f'"{name}":{{"dtype":"{DTYPE_NAMES[dtype]}","shape":[{sizes}],'
+            f'"data_offsets":[{begin},{end}]}}'
+        )
+        begin = end
     text = ",".join(entries).encode() + b"}"
     text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *parts]
+    return len(text).to_bytes(8, "little") + text
 
 
 def width(item: tuple[str, Array]) -> int:

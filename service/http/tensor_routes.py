@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from time import perf_counter
 from typing import Any, Final
 
@@ -28,14 +29,19 @@ from service.json_tensors import read_tensors, write_tensors
 from service.metrics import Metrics
 from service.wire import (
     Body,
-    Message,
+    Layout,
     Part,
     Tensors,
     dump_json,
     load_json,
-    read_safetensors,
+    place,
+    read_layout,
+    split,
     write_safetensors,
 )
+
+REMEMBERED_BYTES: Final = 16 * 2**10
+"""Longest header that is remembered: bounds what 256 of them can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,19 +148,37 @@ class TensorRoutes:
         if self.engine.state != "ready":
             raise NotReady(self.engine.reason)
         body = await read_body(receive, exchange, self.limits[given])
-        message = read_safetensors(body) if given == SAFETENSORS else read_json(body)
-        fields = schemas.validate(route.fields, message.fields)
-        operation = route.build(fields, message.tensors, self.engine.info)
+        read = read_binary if given == SAFETENSORS else read_json
+        fields, tensors = read(route.fields, body)
+        operation = route.build(fields, tensors, self.engine.info)
         reply = await submit(self.engine, operation, exchange, receive, self.deadline_s)
         return encode(route, reply, answer_type(exchange, given))
 
 
-def read_json(body: Body) -> Message:
+def read_binary(model: type[schemas.Fields], body: Body) -> tuple[schemas.Fields, Tensors]:
+    """Fields and tensors of a safetensors body."""
+    header, start = split(body)
+    read = read_head if len(header) <= REMEMBERED_BYTES else read_head.__wrapped__
+    fields, layout = read(model, header, len(body) - start)
+    return fields, place(body, start, layout)
+
+
+@lru_cache(maxsize=256)
+def read_head(
+    model: type[schemas.Fields], header: bytes, room: int
+) -> tuple[schemas.Fields, Layout]:
+    """Fields and layout of a header. Steps repeat theirs byte for byte, so they are remembered."""
+    layout = read_layout(header, room)
+    return schemas.validate(model, layout.fields), layout
+
+
+def read_json(model: type[schemas.Fields], body: Body) -> tuple[schemas.Fields, Tensors]:
     """Fields and `tensors` of a JSON body."""
     fields = load_json(bytes(body), "the body")
     if not isinstance(fields, dict):
         raise MalformedBody("the body is not a JSON object")
-    return Message(fields, read_tensors(fields.pop("tensors", {})))
+    tensors = read_tensors(fields.pop("tensors", {}))
+    return schemas.validate(model, fields), tensors
 
 
 def encode(route: TensorRoute, reply: Reply, content_type: str) -> tuple[str, list[Part]]:
