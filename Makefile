@@ -55,8 +55,12 @@ arrows: $(VENV)/.dev  ## What may import what
 
 check: lint types arrows  ## lint, types, arrows
 
-bench: $(VENV)/.dev  ## Measure the service over HTTP, cascade on the CPU, the core
-	for file in bench/*_cpu.py bench/service.py; do $(BIN)/python $$file || exit 1; done
+bench: $(VENV)/.dev  ## Measure core, CPU cascade and service; tables go to the README
+	mkdir -p bench/results
+	$(BIN)/python -m bench.core --write
+	$(BIN)/python bench/cascade_cpu.py --out bench/results/cascade-cpu.json
+	$(BIN)/python -m bench.service
+	$(BIN)/python -m bench.readme
 
 clean:  ## Remove .venv and every cache
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info client/*.egg-info

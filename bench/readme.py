@@ -19,14 +19,20 @@ Render = Callable[[dict[str, Any]], str]
 
 
 def kernels_table(results: dict[str, Any]) -> str:
-    """Every row of the kernels' run, with the ceilings of the same run."""
-    ceilings = results["ceilings"]
-    lines = ["| workload | ms | TB/s | TFLOP/s | roofline |", "|---|---|---|---|---|"]
+    """Every row of the kernels' run, beside the figure to beat and the ceilings of the same run."""
+    workloads = json.loads((RESULTS.parent / "workloads.json").read_text(encoding="utf-8"))
+    beat = {row["name"]: row.get("flashinfer_ms") for row in workloads["rows"]}
+    lines = [
+        "| workload | ms | TB/s | TFLOP/s | roofline | flat ms | FlashInfer 0.6.13 ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in results["rows"]:
-        tbps, tflops = (f"{row[key]:.2f}" if row.get(key) else "" for key in ("tbps", "tflops"))
         lines.append(
-            f"| {row['name']} | {row['ms']:.4f} | {tbps} | {tflops} | {row['roofline']:.2f} |"
+            f"| {row['name']} | {row['ms']:.4f} | {row['tbps']:.2f} | {row['tflops']:.0f}"
+            f" | {row['roofline']:.2f} | {number(row.get('flat_ms'), '.4f')}"
+            f" | {number(beat.get(row['name']), '.4f')} |"
         )
+    ceilings = results["ceilings"]
     told = (
         f"{results['device']}; {results['date'][:10]}; `{results['command']}`; ceilings of the "
         f"same run: {ceilings['read_tbps']:.2f} TB/s read, {ceilings['matmul_tflops']:.0f} TFLOP/s."
@@ -34,8 +40,36 @@ def kernels_table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", told])
 
 
+def number(value: float | None, how: str) -> str:
+    """A number in a format, or nothing."""
+    return "" if value is None else format(value, how)
+
+
+def cascade_table(results: dict[str, Any]) -> str:
+    """Cascade and flat decode of the same KV on the CPU backend."""
+    lines = ["| sequences | dtype | flat ms | cascade ms | faster |", "|---|---|---|---|---|"]
+    for row in results["rows"]:
+        lines.append(
+            f"| {row['case']} | {row['dtype']} | {row['flat_ms']:.1f} | {row['cascade_ms']:.1f}"
+            f" | **{row['speedup']:.1f}×** |"  # noqa: RUF001
+        )
+    told = f"{results['device']}; {results['date'][:10]}; `{results['command'].strip()}`."
+    return "\n".join([*lines, "", told])
+
+
+def core_table(results: dict[str, Any]) -> str:
+    """The core's share of a step, in microseconds."""
+    lines = ["| what | median µs | fastest µs |", "|---|---|---|"]
+    for row in results["rows"]:
+        lines.append(f"| {row['name']} | {row['median_us']:.2f} | {row['fastest_us']:.2f} |")
+    told = f"{results['machine']}; {results['date'][:10]}; `{results['command']}`."
+    return "\n".join([*lines, "", told])
+
+
 TABLES: Final[dict[str, tuple[Path, Render]]] = {
     "service": (RESULTS / "service-cpu.json", service.table),
+    "cascade_cpu": (RESULTS / "cascade-cpu.json", cascade_table),
+    "core": (RESULTS / "core.json", core_table),
     "kernels": (RESULTS / "h200.json", kernels_table),
 }
 
