@@ -1,6 +1,7 @@
 """The wide kernel alone on a device: states against float64, and TFLOP/s of its real sizes.
 
-`python -m bench.wide check GROUP` prints one line per case and exits 1 if one is wrong;
+`python -m bench.wide check GROUP` prints one line per case and exits 1 if one is wrong
+(`check-pairs`: with blocks in clusters of two);
 `python -m bench.wide time [VARIANT ...] [-- CASE ...]` prints milliseconds and TFLOP/s.
 Work items come from the backend's planner with the wide tile as its only shape; partial states are
 merged here, in torch, so that nothing but the kernel under test is CuPy's.
@@ -54,6 +55,7 @@ class Case:
     granule: int = 128
     shuffled_rows: bool = False
     bucketed: bool = False  # items of about the same cost stay in row order, next to their keys
+    head_block: int = 1
 
     @property
     def group(self) -> int:
@@ -152,12 +154,7 @@ class Bench:
                 self._randn(self.num_pages, *width),
             )
             self.maps = wide.ragged_maps(
-                self.k.data_ptr(),
-                self.v.data_ptr(),
-                self.num_pages,
-                *width,
-                case.dtype,
-                variant.tile_keys,
+                variant, self.k.data_ptr(), self.v.data_ptr(), self.num_pages, case.num_kv_heads
             )
         else:
             self._fill_pool(poison)
@@ -204,7 +201,7 @@ class Bench:
         self.partial_o = torch.full((rows, case.head_dim), float("nan"), device="cuda")
         self.partial_lse = torch.full((rows,), float("nan"), device="cuda")
         self.schedule = torch.zeros(2, dtype=torch.int32, device="cuda")
-        longest = case.shared + max(case.kv_lens)
+        longest = case.shared + max(case.kv_lens) if case.mask else 1
         self.mask = rng.random((case.rows, longest)) < 0.5
         if case.rows > 1:
             self.mask[1] = False
@@ -232,6 +229,7 @@ class Bench:
             num_items=len(items),
             num_kv_heads=case.num_kv_heads,
             group_size=case.group,
+            head_block=case.head_block,
             num_pages=self.num_pages,
         )
 
@@ -424,11 +422,11 @@ def groups() -> dict[str, list[Case]]:
 TOLERANCE: Final = {"fp16": 1e-3, "bf16": 1e-2}
 
 
-def check(name: str) -> int:
+def check(name: str, cluster: int) -> int:
     wrong = 0
     for number, case in enumerate(groups()[name]):
-        variant = case_variant(case)
-        case = dataclasses.replace(case, granule=variant.tile_keys)
+        variant = dataclasses.replace(case_variant(case), cluster=cluster)
+        case = dataclasses.replace(case, granule=variant.tile_keys, tile_rows=variant.tile_rows)
         bench = Bench(case, variant, seed=number, poison=True)
         for repeat in range(2):  # the second finds what the first left in the schedule
             bench.o.fill_(float("nan"))
@@ -475,30 +473,35 @@ def timed_cases() -> dict[str, Case]:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A change to try: the kernel's shape, its definitions, the order of the items."""
+    """A change to try: the kernel's shape, its definitions, the order of the units."""
 
     shape: dict[str, int]
     extra: tuple[str, ...] = ()
     bucketed: bool = False
+    head_block: int = 1
 
 
-_HEAD_MAJOR: Final = ("-DkHeadMajor=1",)
 VARIANTS: Final[dict[str, Variant]] = {
     "base": Variant({}),
-    "heads": Variant({}, _HEAD_MAJOR),
-    "buckets": Variant({}, (), True),
-    "both": Variant({}, _HEAD_MAJOR, True),
-    "no-turns": Variant({}, ("-DkPingPong=0",)),
-    "lazy": Variant({}, ("-DkLazyRescale=1",)),
-    "lazy-heads": Variant({}, ("-DkLazyRescale=1", *_HEAD_MAJOR)),
-    "lazy-both": Variant({}, ("-DkLazyRescale=1", *_HEAD_MAJOR), True),
-    "3-stages": Variant({"stages": 3, "query_stages": 1}),
-    "1-query": Variant({"query_stages": 1}),
-    "160": Variant({"tile_keys": 160, "query_stages": 1}),
-    "176": Variant({"tile_keys": 176, "query_stages": 1}),
-    "96": Variant({"tile_keys": 96, "stages": 3}),
-    "64": Variant({"tile_keys": 64, "stages": 4}),
-    "3-consumers": Variant({"consumers": 3}),
+    "2-heads": Variant({}, head_block=2),
+    "4-heads": Variant({}, head_block=4),
+    "8-heads": Variant({}, head_block=8),
+    "pair-1": Variant({"cluster": 2}, head_block=1),
+    "pair-2": Variant({"cluster": 2}, head_block=2),
+    "pair-4": Variant({"cluster": 2}, head_block=4),
+    "pair-8": Variant({"cluster": 2}, head_block=8),
+    "pair-4-half": Variant({"cluster": 2}, ("-DkHalfTiles=1",), head_block=4),
+    "pair-4-no-turns": Variant({"cluster": 2}, ("-DkPingPong=0",), head_block=4),
+    "4-buckets": Variant({}, (), True, 4),
+    "8-buckets": Variant({}, (), True, 8),
+    "no-turns": Variant({}, ("-DkPingPong=0",), head_block=4),
+    "lazy": Variant({}, ("-DkLazyRescale=1",), head_block=4),
+    "half": Variant({}, ("-DkHalfTiles=1",), head_block=4),
+    "1-query": Variant({"query_stages": 1}, head_block=4),
+    "144": Variant({"tile_keys": 144}, head_block=4),
+    "160": Variant({"tile_keys": 160, "query_stages": 1}, head_block=4),
+    "96": Variant({"tile_keys": 96, "stages": 3}, head_block=4),
+    "3-consumers": Variant({"consumers": 3}, head_block=4),
 }
 
 
@@ -534,7 +537,9 @@ def time_cases(variants: list[str], cases: list[str]) -> None:
                 case,
                 granule=variant.tile_keys,
                 tile_rows=variant.tile_rows,
+                workers=SMS // variant.cluster,
                 bucketed=change.bucketed,
+                head_block=min(change.head_block, case.num_kv_heads),
             )
             try:
                 bench = Bench(case, variant, seed=1, poison=False)
@@ -555,8 +560,9 @@ def time_cases(variants: list[str], cases: list[str]) -> None:
 
 def main(arguments: list[str]) -> int:
     started = time.time()
-    if arguments[0] == "check":
-        wrong = sum(check(name) for name in arguments[1:] or groups())
+    if arguments[0].startswith("check"):
+        cluster = 2 if arguments[0] == "check-pairs" else 1
+        wrong = sum(check(name, cluster) for name in arguments[1:] or groups())
         print(f"{wrong} wrong, {time.time() - started:.0f} s")
         return 1 if wrong else 0
     chosen = arguments[1:]

@@ -33,15 +33,38 @@ struct Ring {
   __device__ __forceinline__ void advance() { ++uses; }
 };
 
+__device__ __forceinline__ void arrive_at(unsigned barrier, int rank) {
+  if (kCluster > 1) {
+    barrier_arrive_at(barrier, rank);
+  } else {
+    barrier_arrive(barrier);
+  }
+}
+
 // Takes the next unit's description out of its slot; false when there is no further unit.
 __device__ __forceinline__ bool next_unit(const Shared& shared, Ring<kUnitSlots>& ring,
                                           Unit& unit) {
-  barrier_wait(shared.unit_full(ring.stage()), ring.parity());
+  if (kCluster > 1) {
+    barrier_wait_cluster(shared.unit_full(ring.stage()), ring.parity());
+  } else {
+    barrier_wait(shared.unit_full(ring.stage()), ring.parity());
+  }
   unit = shared.unit(ring.stage());
   __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(shared.unit_empty(ring.stage()));
+  if (threadIdx.x % 32 == 0) arrive_at(shared.unit_empty(ring.stage()), 0);
   ring.advance();
   return unit.head >= 0;
+}
+
+// A box for this block, or for both of the cluster.
+template <typename... Coordinates>
+__device__ __forceinline__ void copy_tile_box(unsigned target, const TensorMap* map, unsigned barrier,
+                                              Coordinates... coordinates) {
+  if constexpr (kCluster > 1) {
+    copy_box_to_both(target, map, barrier, coordinates...);
+  } else {
+    copy_box(target, map, barrier, coordinates...);
+  }
 }
 
 // One warp streams the K (or V) tiles of every unit, last tile first.
@@ -49,6 +72,7 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
                                              unsigned tiles, unsigned full, unsigned empty,
                                              const WideArguments& arguments) {
   const int lane = threadIdx.x % 32;
+  const int rank = kCluster > 1 ? cluster_rank() : 0;
   if (lane == 0) prefetch_map(map);
   Ring<kUnitSlots> units;
   Ring<kStages> ring;
@@ -71,9 +95,10 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
         barrier_arrive_expect(barrier, num_pages * kPageBytes);
 #pragma unroll
         for (int i = 0; i < kPagesPerTile; ++i) {
-          if (i < num_pages) {
-            copy_box(target + i * kPageBytes, map, barrier, 0, 0, unit.head * arguments.head_blocks,
-                     unit.head * arguments.head_groups, item.layer * arguments.num_pages + pages[i]);
+          if (i < num_pages && (kCluster == 1 || i % kCluster == rank)) {
+            copy_tile_box(target + i * kPageBytes, map, barrier, 0, 0,
+                          unit.head * arguments.head_blocks, unit.head * arguments.head_groups,
+                          item.layer * arguments.num_pages + pages[i]);
           }
         }
       }
@@ -83,8 +108,9 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
         barrier_arrive_expect(barrier, kTileBytes);
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
-          copy_box(target + block * kBlockStride, map, barrier, 0, item.kv_begin + tile * kTileKeys,
-                   unit.head * kBlocks + block);
+          const int first = rank * (kTileKeys / kCluster);
+          copy_tile_box(target + block * kBlockStride + first * 128, map, barrier, 0,
+                        item.kv_begin + tile * kTileKeys + first, unit.head * kBlocks + block);
         }
       }
 #endif
@@ -94,26 +120,36 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
 }
 
 // Publishes unit `number` of the list and returns the number of the next: the CTA's first is its own
-// number, the rest come from the launch's counter. The last CTA to finish puts the counter back to 0 for
-// the next launch.
+// number, the rest come from the launch's counter. The list goes through all items for the first
+// `head_block` kv heads, then for the next ones: what is read together then fits the L2 cache. The last
+// CTA to finish puts the counter back to 0 for the next launch.
 __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUnitSlots>& ring,
                                             int number, const WideArguments& arguments) {
   barrier_wait(shared.unit_empty(ring.stage()), ring.parity() ^ 1);
   int next = 0;
   if (threadIdx.x % 32 == 0) {
-    Unit& unit = shared.unit(ring.stage());
+    Unit unit;
+    unit.head = -1;
     if (number < arguments.num_items * arguments.num_kv_heads) {
-      unit.item = arguments.items[kHeadMajor ? number % arguments.num_items
-                                             : number / arguments.num_kv_heads];
-      unit.head =
-          kHeadMajor ? number / arguments.num_items : number % arguments.num_kv_heads;
-      next = gridDim.x + atomicAdd(arguments.schedule, 1u);
+      const int turn = number / (arguments.num_items * arguments.head_block);
+      const int inner = number % (arguments.num_items * arguments.head_block);
+      unit.item = arguments.items[inner / arguments.head_block];
+      unit.head = turn * arguments.head_block + inner % arguments.head_block;
+      next = gridDim.x / kCluster + atomicAdd(arguments.schedule, 1u);
     } else {
-      unit.head = -1;
-      const unsigned last = gridDim.x - 1;
+      const unsigned last = gridDim.x / kCluster - 1;
       if (atomicInc(arguments.schedule + 1, last) == last) atomicExch(arguments.schedule, 0u);
     }
-    barrier_arrive(shared.unit_full(ring.stage()));
+    shared.unit(ring.stage()) = unit;
+    if (kCluster > 1) {
+      const int* words = reinterpret_cast<const int*>(&unit);
+#pragma unroll
+      for (int i = 0; i < int(sizeof(Unit) / 4); ++i) {
+        store_at(shared.unit_address(ring.stage()) + 4 * i, 1, words[i]);
+      }
+      barrier_arrive_at(shared.unit_full(ring.stage()), 1);
+    }
+    arrive_at(shared.unit_full(ring.stage()), 0);
   }
   return __shfl_sync(0xffffffffu, next, 0);
 }
@@ -125,28 +161,30 @@ __device__ __forceinline__ void stream_queries(const Shared& shared, const WideA
   const int first_row = (threadIdx.x / 32 - 2) * kRowsPerWarp;
   const Element* q = static_cast<const Element*>(arguments.q);
   const int group = arguments.group_size;
-  int number = blockIdx.x;
+  const int rank = kCluster > 1 ? cluster_rank() : 0;
+  int number = blockIdx.x / kCluster;
   Ring<kUnitSlots> units;
   Ring<kQueryStages> ring;
   Ring<kRowSlots> slots;
   Unit unit;
   for (;;) {
-    if (first_row == 0) number = publish_unit(shared, units, number, arguments);
+    if (first_row == 0 && rank == 0) number = publish_unit(shared, units, number, arguments);
     if (!next_unit(shared, units, unit)) return;
     const WorkItem& item = unit.item;
     barrier_wait(shared.query_empty(ring.stage()), ring.parity() ^ 1);
     // where each row comes from and goes, and its position
     for (int row = first_row + lane; row < first_row + kRowsPerWarp; row += 32) {
       PackedRow described = {-1, -1, 0};
-      if (row < item.num_rows) {
-        const int packed = item.row_begin + row;
+      const int tile_row = rank * kTileRows + row;
+      if (tile_row < item.num_rows) {
+        const int packed = item.row_begin + tile_row;
         const int plan_row = packed / group;
         const int head = unit.head * group + packed % group;
         described.source =
             arguments.order[plan_row] * (arguments.num_kv_heads * group) + head;
         described.target = item.partial == kFinal
                                ? described.source
-                               : (item.partial + row) * arguments.num_kv_heads + unit.head;
+                               : (item.partial + tile_row) * arguments.num_kv_heads + unit.head;
         described.position = arguments.positions[plan_row];
 #if kHasMask
         described.mask_bit = arguments.mask_row_offsets[plan_row] + item.kv_start;
@@ -190,6 +228,11 @@ __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
+// The same for a K or V tile, which every block of the cluster writes parts of.
+__device__ __forceinline__ void release_tile(unsigned barrier) {
+  if (threadIdx.x % 32 < kCluster) arrive_at(barrier, threadIdx.x % 32);
+}
+
 // S = Q K^T: 64 rows by kTileKeys keys.
 __device__ __forceinline__ void issue_scores(float (&s)[kScores], unsigned queries, unsigned keys) {
   const auto a = matrix_descriptor(queries, 16, 1024);
@@ -211,13 +254,20 @@ __device__ __forceinline__ void issue_scores(float (&s)[kScores], unsigned queri
 
 // O += P V: 64 rows by kHeadDim, over kTileKeys keys.
 __device__ __forceinline__ void issue_values(float (&o)[kOutputs], const unsigned (&p)[kScores / 2],
-                                             unsigned values) {
+                                             unsigned values, int valid) {
   const auto b = matrix_descriptor(values, kBlockStride, kGroupStride);
   products_begin();
 #pragma unroll
-  for (int step = 0; step < kTileKeys / 16; ++step) {
+  for (int step = 0; step < kTileKeys / 32; ++step) {
     Wgmma<kHeadDim>::accumulate_values(o, p[4 * step], p[4 * step + 1], p[4 * step + 2],
                                        p[4 * step + 3], b + step * 2 * kGroupStride / 16);
+  }
+  if (kHalfTiles != 1 || valid > kTileKeys / 2) {
+#pragma unroll
+    for (int step = kTileKeys / 32; step < kTileKeys / 16; ++step) {
+      Wgmma<kHeadDim>::accumulate_values(o, p[4 * step], p[4 * step + 1], p[4 * step + 2],
+                                         p[4 * step + 3], b + step * 2 * kGroupStride / 16);
+    }
   }
   products_commit();
 }
@@ -275,7 +325,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
   pass_turn(consumer);
   products_wait<0>();
   pin(s);
-  release(shared.keys_empty(keys.stage()));
+  release_tile(shared.keys_empty(keys.stage()));
   keys.advance();
   soften_tile(s, rows, tile * kTileKeys, factor, shared, slots.stage(), row, arguments);
   if (tile == 0) release(shared.query_empty(queries.stage()));
@@ -297,16 +347,15 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
     --tile;
     barrier_wait(shared.keys_full(keys.stage()), keys.parity());
     clear_values(shared, values, valid, consumer);
-    valid = switching ? unit.item.num_keys - tile * kTileKeys : kTileKeys;
-
     take_turn(consumer);
     issue_scores(s, shared.queries(queries.stage()) + my_queries, shared.keys(keys.stage()));
     barrier_wait(shared.values_full(values.stage()), values.parity());
-    issue_values(o, p, shared.values(values.stage()));
+    issue_values(o, p, shared.values(values.stage()), valid);
+    valid = switching ? unit.item.num_keys - tile * kTileKeys : kTileKeys;
     pass_turn(consumer);
     products_wait<1>();
     pin(s);
-    release(shared.keys_empty(keys.stage()));
+    release_tile(shared.keys_empty(keys.stage()));
     keys.advance();
     if (tile == 0 && !switching) release(shared.query_empty(queries.stage()));
     soften_tile(s, rows, tile * kTileKeys, factor, shared, slots.stage(), row, arguments);
@@ -317,7 +366,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
     products_wait<0>();
     pin(o);
     pin(p);
-    release(shared.values_empty(values.stage()));
+    release_tile(shared.values_empty(values.stage()));
     values.advance();
     if (switching) {
       finished.write(o, arguments, shared, row);
@@ -334,14 +383,14 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
   clear_values(shared, values, valid, consumer);
   take_turn(consumer);
   barrier_wait(shared.values_full(values.stage()), values.parity());
-  issue_values(o, p, shared.values(values.stage()));
+  issue_values(o, p, shared.values(values.stage()), valid);
   pass_turn(consumer);
   products_wait<0>();
   pin(o);
   rows.finish(slots.stage(), final).write(o, arguments, shared, row);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     attend_wide(const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
                 const __grid_constant__ WideArguments arguments) {
   extern __shared__ __align__(1024) unsigned char storage[];
@@ -349,6 +398,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (shared.address % 1024 != 0) __trap();  // swizzled groups repeat with the address
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
+  if (kCluster > 1) cluster_sync();  // nobody arrives at a barrier that is not there yet
 
   if (threadIdx.x < 128) {
     give_registers<kProducerRegisters>();
@@ -366,4 +416,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     take_registers<kConsumerRegisters>();
     attend_units(shared, arguments);
   }
+  if (kCluster > 1) cluster_sync();  // nor at one that is gone
 }

@@ -64,6 +64,7 @@ __device__ __forceinline__ void pin(unsigned (&values)[kCount]) {
 #define WGMMA_OUT40(c, d) WGMMA_OUT32(c, d, 0), WGMMA_OUT8(c, d, 32)
 #define WGMMA_OUT48(c, d) WGMMA_OUT40(c, d), WGMMA_OUT8(c, d, 40)
 #define WGMMA_OUT64(c, d) WGMMA_OUT32(c, d, 0), WGMMA_OUT32(c, d, 32)
+#define WGMMA_OUT72(c, d) WGMMA_OUT64(c, d), WGMMA_OUT8(c, d, 64)
 #define WGMMA_OUT80(c, d) WGMMA_OUT64(c, d), WGMMA_OUT8(c, d, 64), WGMMA_OUT8(c, d, 72)
 #define WGMMA_OUT88(c, d) WGMMA_OUT80(c, d), WGMMA_OUT8(c, d, 80)
 #define WGMMA_OUT96(c, d) WGMMA_OUT64(c, d), WGMMA_OUT32(c, d, 64)
@@ -77,6 +78,7 @@ __device__ __forceinline__ void pin(unsigned (&values)[kCount]) {
 #define WGMMA_REGS48 WGMMA_REGS40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define WGMMA_REGS64                                                                               \
   WGMMA_REGS48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WGMMA_REGS72 WGMMA_REGS64 ",%64,%65,%66,%67,%68,%69,%70,%71"
 #define WGMMA_REGS80                                                                               \
   WGMMA_REGS64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define WGMMA_REGS88 WGMMA_REGS80 ",%80,%81,%82,%83,%84,%85,%86,%87"
@@ -126,6 +128,7 @@ WGMMA_DEFINE(64, 32, WGMMA_OUT32_0, WGMMA_REGS32, "%32", "%33", "%34", "%35", "%
 WGMMA_DEFINE(80, 40, WGMMA_OUT40, WGMMA_REGS40, "%40", "%41", "%42", "%43", "%44")
 WGMMA_DEFINE(96, 48, WGMMA_OUT48, WGMMA_REGS48, "%48", "%49", "%50", "%51", "%52")
 WGMMA_DEFINE(128, 64, WGMMA_OUT64, WGMMA_REGS64, "%64", "%65", "%66", "%67", "%68")
+WGMMA_DEFINE(144, 72, WGMMA_OUT72, WGMMA_REGS72, "%72", "%73", "%74", "%75", "%76")
 WGMMA_DEFINE(160, 80, WGMMA_OUT80, WGMMA_REGS80, "%80", "%81", "%82", "%83", "%84")
 WGMMA_DEFINE(176, 88, WGMMA_OUT88, WGMMA_REGS88, "%88", "%89", "%90", "%91", "%92")
 WGMMA_DEFINE(192, 96, WGMMA_OUT96, WGMMA_REGS96, "%96", "%97", "%98", "%99", "%100")

@@ -7,7 +7,7 @@ How to call it (nothing here imports cupy or touches a device, except that maps 
         v = wide.variant(head_dim, kv_dtype, page_size, has_mask, has_soft_cap)
         kernel = library.function(v.spec, wide.ENTRY, v.shared_bytes)
         maps = wide.paged_maps(geometry, pool_pointer)            # once per pool
-        maps = wide.ragged_maps(k_ptr, v_ptr, nnz, num_kv_heads, head_dim, dtype, v.tile_keys)
+        maps = wide.ragged_maps(v, k_ptr, v_ptr, nnz, num_kv_heads)
         block = wide.argument_block(q=..., o=..., ...)            # device addresses and numbers
         wide.launch(kernel, v, maps, block, num_multiprocessors)  # on CuPy's current stream
 
@@ -43,7 +43,7 @@ ARGUMENTS: Final = np.dtype(
         ("sm_scale", np.float32),
         ("soft_cap", np.float32),
         *((name, np.int32) for name in ("window_left", "num_items", "num_kv_heads", "group_size")),
-        *((name, np.int32) for name in ("num_pages", "head_blocks", "head_groups")),
+        *((name, np.int32) for name in ("head_block", "num_pages", "head_blocks", "head_groups")),
     ],
     align=True,
 )
@@ -69,11 +69,12 @@ class WideVariant:
     stages: int = 2
     query_stages: int = 2
     consumers: int = 2
+    cluster: int = 1
 
     @property
     def tile_rows(self) -> int:
-        """Packed rows per item, at most: 64 per consumer warpgroup."""
-        return 64 * self.consumers
+        """Packed rows per item, at most: 64 per consumer warpgroup of the cluster's blocks."""
+        return 64 * self.consumers * self.cluster
 
     @property
     def threads(self) -> int:
@@ -83,9 +84,9 @@ class WideVariant:
     def shared_bytes(self) -> int:
         """Dynamic shared memory, laid out as `Shared` of wide_tile.cuh."""
         tiles = 2 * self.stages * self.tile_keys * self.head_dim * 2
-        row = 24 if self.has_mask else 12
-        queries = self.query_stages * self.tile_rows * self.head_dim * 2
-        rows = (self.query_stages + 1) * self.tile_rows * row
+        block_rows = 64 * self.consumers
+        queries = self.query_stages * block_rows * self.head_dim * 2
+        rows = (self.query_stages + 1) * block_rows * (24 if self.has_mask else 12)
         barriers = 4 * self.stages + 2 * self.query_stages + 4
         return tiles + queries + rows + 2 * 64 + 8 * barriers
 
@@ -98,6 +99,7 @@ class WideVariant:
             "kStages": self.stages,
             "kQueryStages": self.query_stages,
             "kConsumers": self.consumers,
+            "kCluster": self.cluster,
             "kPageSize": self.page_size,
             "kHasMask": int(self.has_mask),
             "kHasSoftCap": int(self.has_soft_cap),
@@ -186,11 +188,16 @@ def paged_shape(geometry: PoolGeometry) -> _MapShape:
     )
 
 
-def ragged_shape(nnz: int, num_kv_heads: int, head_dim: int, tile_keys: int) -> _MapShape:
-    """Ragged keys as (64 dims, rows, blocks of 64 of all heads); one box is half a tile or less."""
-    row = num_kv_heads * head_dim * 2
+def ragged_shape(nnz: int, num_kv_heads: int, variant: WideVariant) -> _MapShape:
+    """Ragged keys as (64 dims, rows, blocks of 64 of all heads).
+
+    One box is 64 dims of a tile, or of what one block of a cluster loads of it.
+    """
+    width = num_kv_heads * variant.head_dim
     return _MapShape(
-        extents=(64, nnz, num_kv_heads * head_dim // 64), strides=(row, 128), box=(64, tile_keys, 1)
+        extents=(64, nnz, width // 64),
+        strides=(width * 2, 128),
+        box=(64, variant.tile_keys // variant.cluster, 1),
     )
 
 
@@ -211,17 +218,13 @@ def paged_maps(geometry: PoolGeometry, pool: int) -> TensorMaps:
 
 
 def ragged_maps(
-    keys: int,
-    values: int,
-    nnz: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: DType,
-    tile_keys: int,
+    variant: WideVariant, keys: int, values: int, nnz: int, num_kv_heads: int
 ) -> TensorMaps:
     """Maps of contiguous `k, v [nnz, num_kv_heads, head_dim]` at two device addresses."""
-    shape = ragged_shape(nnz, num_kv_heads, head_dim, tile_keys)
-    return TensorMaps(_encode(shape, keys, dtype), _encode(shape, values, dtype), 0, 0)
+    shape = ragged_shape(nnz, num_kv_heads, variant)
+    return TensorMaps(
+        _encode(shape, keys, variant.dtype), _encode(shape, values, variant.dtype), 0, 0
+    )
 
 
 def _encode(shape: _MapShape, address: int, dtype: DType) -> NDArray[Any]:
@@ -271,8 +274,9 @@ def launch(
     units = int(block["num_items"][0]) * int(block["num_kv_heads"][0])
     if units == 0:
         return
+    clusters = min(units, num_multiprocessors // variant.cluster)
     kernel(
-        (min(units, num_multiprocessors),),
+        (clusters * variant.cluster,),
         (variant.threads,),
         (maps.keys, maps.values, block),
         shared_mem=variant.shared_bytes,

@@ -20,8 +20,12 @@ using Element = unsigned short;  // 16 bits of fp16 or bf16, as kBf16 says: only
 #ifndef kLazyRescale
 #define kLazyRescale 0
 #endif
-#ifndef kHeadMajor
-#define kHeadMajor 0
+
+#ifndef kCluster
+#define kCluster 1
+#endif
+#ifndef kHalfTiles
+#define kHalfTiles 0
 #endif
 
 static_assert(kHeadDim % 64 == 0, "a swizzled row of 128 bytes holds 64 elements");
@@ -34,7 +38,9 @@ constexpr int kPageBytes = kPageSize * kHeadDim * 2;
 static_assert(kPagesPerTile <= 32, "one page id per lane");
 #endif
 
-constexpr int kTileRows = 64 * kConsumers;
+static_assert(kCluster == 1 || kCluster == 2, "blocks that share each K and V tile they load");
+
+constexpr int kTileRows = 64 * kConsumers;  // of one block; an item has kCluster times as many
 constexpr int kThreads = 128 * (kConsumers + 1);
 // 65536 registers: what the data movers give up, the consumers take.
 constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
@@ -88,6 +94,7 @@ struct WideArguments {
   int num_items;
   int num_kv_heads;
   int group_size;
+  int head_block;                     // kv heads worked on together; divides num_kv_heads
   int num_pages;                      // pages of one layer: outer map index = layer * num_pages + page
   int head_blocks;                    // what a kv head adds to the map's third coordinate (NHD) ...
   int head_groups;                    // ... or to its fourth (HND); the other one is 0
@@ -135,6 +142,9 @@ struct Shared {
   __device__ __forceinline__ Unit& unit(int slot) const {
     return *reinterpret_cast<Unit*>(base + kUnits + slot * 64);
   }
+  __device__ __forceinline__ unsigned unit_address(int slot) const {
+    return address + kUnits + slot * 64;
+  }
   __device__ __forceinline__ unsigned barrier(int index) const {
     return address + kBarriers + index * 8;
   }
@@ -164,8 +174,8 @@ struct Shared {
     for (int stage = 0; stage < kStages; ++stage) {
       barrier_init(keys_full(stage), 1);
       barrier_init(values_full(stage), 1);
-      barrier_init(keys_empty(stage), 4 * kConsumers);
-      barrier_init(values_empty(stage), 4 * kConsumers);
+      barrier_init(keys_empty(stage), kCluster * 4 * kConsumers);
+      barrier_init(values_empty(stage), kCluster * 4 * kConsumers);
     }
     for (int stage = 0; stage < kQueryStages; ++stage) {
       barrier_init(query_full(stage), 2);
@@ -173,7 +183,7 @@ struct Shared {
     }
     for (int slot = 0; slot < kUnitSlots; ++slot) {
       barrier_init(unit_full(slot), 1);
-      barrier_init(unit_empty(slot), kThreads / 32);
+      barrier_init(unit_empty(slot), kCluster * kThreads / 32);
     }
     barrier_init_fence();
   }
