@@ -54,11 +54,13 @@ class Store:
         """
         runs, per_run = pages.shape
         units = self.flat.index_select(0, pages.reshape(-1) * self.step + self.first)
-        values = widen(units, self.dtype).view(runs, per_run, *self.bits.shape[2:])
-        if self.layout == "HND":
-            values = values.transpose(2, 3)
-        keys = values.flatten(1, 2)[:, :num_keys]
-        return keys.transpose(1, 2).flatten(0, 1)
+        stored = units.view(runs, per_run, *self.bits.shape[2:])
+        by_token = stored if self.layout == "NHD" else stored.transpose(2, 3)
+        if runs == 1 and self.dtype == "fp32" and self.layout == "NHD":  # needs no second pass
+            keys = by_token.view(torch.float32).flatten(1, 2)[0].transpose(0, 1)
+        else:
+            keys = widen(by_token.permute(0, 3, 1, 2, 4), self.dtype).flatten(2, 3).flatten(0, 1)
+        return keys[:, :num_keys]
 
 
 @dataclass(frozen=True, slots=True)
