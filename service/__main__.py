@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -14,7 +15,13 @@ from typing import Final
 
 import uvicorn
 
-from config.settings import ServerSettings, Settings, SettingsError, load_settings
+from config.settings import (
+    ServerSettings,
+    Settings,
+    SettingsError,
+    let_idle_threads_sleep,
+    load_settings,
+)
 from kernels.backend import Backend
 from service import __version__
 from service.app import create_app
@@ -30,6 +37,7 @@ KEEP_ALIVE_S: Final = 75
 
 def main(argv: Sequence[str]) -> int:
     """Serve until SIGTERM or SIGINT; the process's exit status."""
+    let_idle_threads_sleep()
     try:
         settings = load_settings(argv)
     except SettingsError as error:
@@ -71,6 +79,12 @@ def uvicorn_config(app: object, server: ServerSettings) -> uvicorn.Config:
     )
 
 
+def settle() -> None:
+    """Leave what the start made out of all later collections: they would pause for its size."""
+    gc.collect()
+    gc.freeze()
+
+
 class Server(uvicorn.Server):
     """uvicorn that goes on answering while the engine drains, so that nothing admitted is lost.
 
@@ -81,6 +95,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
         self.engine = engine
+        self.settled = False
         self.draining: asyncio.Task[None] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.drain_timeout_s = float(config.timeout_graceful_shutdown or 1)
@@ -90,6 +105,12 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             LOG.info("attnd %s serves %s", __version__, self.address())
+
+    async def on_tick(self, counter: int) -> bool:
+        if not self.settled and self.engine.state == "ready":
+            self.settled = True
+            settle()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
