@@ -186,6 +186,12 @@ class Settings(BaseSettings):
         return (env_settings, init_settings)
 
 
+def let_idle_threads_sleep() -> None:
+    """Call before torch is imported: its OpenMP threads, which would spin between operations and
+    so take the cores from the event loop, sleep instead. What the environment says goes first."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 def load_settings(argv: Sequence[str] = ()) -> Settings:
     """Settings from YAML, environment and command line; `--help` prints them all and exits.
 
