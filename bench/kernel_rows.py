@@ -149,6 +149,7 @@ def backend_for(row: Row, pages: int, layers: int) -> CudaBackend:
             page_size=row["page_size"],
             num_kv_heads=row["num_kv_heads"],
             head_dim=row["head_dim"],
+            layout=row.get("layout", "NHD"),
             dtype=row["kv_dtype"],
         )
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import product
 from pathlib import Path
 
 from kernels.backend import NUMPY_DTYPES
@@ -18,15 +19,16 @@ def main(argv: list[str] | None = None) -> int:
     build.add_argument("--arch", default=",".join(ARCHITECTURES), help="comma-separated targets")
     build.add_argument("--head-dim", default="128", help=f"comma-separated, of {HEAD_DIMS}")
     build.add_argument("--dtype", default="fp16,bf16", help="comma-separated pool dtypes")
+    build.add_argument("--page-size", default="16", help="comma-separated")
     build.add_argument("--cache", type=Path, default=DEFAULT_CACHE)
     build.add_argument("--jobs", type=int, help="kernels compiled at once; default: the cores")
     arguments = parser.parse_args(argv)
     dims = [int(dim) for dim in arguments.head_dim.split(",")]
     dtypes = [name for name in NUMPY_DTYPES if name in arguments.dtype.split(",")]
+    sizes = [int(size) for size in arguments.page_size.split(",")]
     for arch in arguments.arch.split(","):
-        wanted = {
-            s: None for dim in dims for dtype in dtypes for s in service_specs(arch, dim, dtype)
-        }
+        pools = product(dims, dtypes, sizes)
+        wanted = dict.fromkeys(s for pool in pools for s in service_specs(arch, *pool))
         try:
             compiled = compile_all(list(wanted), arch, arguments.cache, arguments.jobs)
         except CompileError as error:

@@ -7,28 +7,34 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
+import cupy
 import numpy as np
-from numpy.typing import NDArray
 
-from kernels.backend import DType, Plan, Scoring
+from kernels.backend import DType, Plan, PoolGeometry, Scoring
+from kernels.cuda import wide
 from kernels.cuda.launch import ATTEND_PARAMS, MERGE_PARAMS, Library, params
-from kernels.cuda.planner import Launch, Merges, Problem, TileShape, Work, make_work
-from kernels.cuda.shapes import Kernel, attend_kernels, merge_spec, planner_shape
+from kernels.cuda.planner import Launch, Merges, Problem, Work, make_work
+from kernels.cuda.shapes import Kernel, attend_kernels, merge_launch, planner_shape, wide_variant
+from kernels.cuda.steps import Call, MergeStep, MmaStep, Step, WideStep
 from kernels.cuda.transfer import Transfers
 
 RESIDENT_PLANS: Final = 64
+MOST_HEADS: Final = 4096
+"""Counters for chunks handed out: one per kv head."""
 _LOG2E: Final = 1 / np.log(2)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Store:
     """Where K and V are: device addresses, strides in rows of head_dim elements, dtype, scales.
 
-    `layer_bytes` separates layers; `contiguous` means that a page id is its own index.
+    `layer_bytes` separates layers; `contiguous` means that a page id is its own index. `maps`
+    makes Hopper's tensor maps of one layer, or of all for None.
     """
 
     k: int
@@ -46,6 +52,7 @@ class Store:
     v_scale: float
     num_pages: int
     contiguous: bool
+    maps: Callable[[int | None], wide.TensorMaps]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +71,41 @@ class Scene:
         scoring = self.scoring
         return self.masked or scoring.logits_soft_cap > 0 or scoring.sm_scale <= 0
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """One kernel launch of a resident plan; `block` is edited in place for each call."""
-
-    function: Any
-    grid: int
-    threads: int
-    shared_bytes: int
-    block: NDArray[Any]
+    @property
+    def group_size(self) -> int:
+        return self.num_qo_heads // self.store.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resident:
-    """A batch's plan on the device. `plans` are kept so that their identity stays theirs."""
+    """A batch's plan on the device. `plans` are kept so that their identity stays theirs.
+
+    `beside` steps run beside `steps`, on another stream; `merge` comes after all of them.
+    """
 
     plans: tuple[Plan, ...]
     buffer: Any
     steps: tuple[Step, ...]
-    merge: Step | None
+    beside: tuple[Step, ...]
+    merge: MergeStep | None
     num_rows: int
     partial_rows: int
+
+
+class PoolMaps:
+    """Tensor maps of a pool, made when first asked for: one per layer, and one of all layers."""
+
+    def __init__(self, geometry: PoolGeometry, address: int) -> None:
+        self._geometry, self._address = geometry, address
+        self._made: dict[int | None, wide.TensorMaps] = {}
+
+    def __call__(self, layer: int | None) -> wide.TensorMaps:
+        found = self._made.get(layer)
+        if found is None:
+            step = self._geometry.num_pages * self._geometry.page_bytes
+            found = wide.paged_maps(self._geometry, self._address + (layer or 0) * step)
+            self._made[layer] = found
+        return found
 
 
 class Attention:
@@ -98,13 +118,11 @@ class Attention:
         self._residents: OrderedDict[tuple[object, ...], Resident] = OrderedDict()
         self._partial: Any = None
         self._partial_bytes = 0
-
-    def kernels(self, scene: Scene) -> tuple[Kernel, ...]:
-        """The attention kernels of a scene. Raises Unsupported for a head_dim that has none."""
-        store = scene.store
-        return attend_kernels(
-            self._library.arch, store.head_dim, scene.compute, store.dtype, scene.rare
-        )
+        with transfers.compute:
+            self._schedule = cupy.zeros(3 * MOST_HEADS, cupy.uint32)
+        # less urgent than the compute stream: narrow blocks take their multiprocessors first
+        self._beside = cupy.cuda.Stream(non_blocking=True, priority=0)
+        self._fork, self._join = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
 
     def find(self, requests: Sequence[tuple[int, Plan]], scene: Scene) -> Resident | None:
         """The resident form of (layer, plan) requests, if it was made before.
@@ -118,7 +136,10 @@ class Attention:
         return found
 
     def make(self, requests: Sequence[tuple[int, Plan]], scene: Scene) -> Resident:
-        """Plan and upload; kept for `find` unless the store is a passing one."""
+        """Plan and upload; kept for `find` unless the store is a passing one.
+
+        Raises Unsupported for a head_dim that has no kernels.
+        """
         made = self._make(_layered(requests), scene)
         if not scene.store.contiguous:
             self._residents[_key(requests, scene)] = made
@@ -127,60 +148,73 @@ class Attention:
         return made
 
     def _make(self, requests: Sequence[tuple[int, Plan]], scene: Scene) -> Resident:
-        store = scene.store
-        kernels = self.kernels(scene)
-        shapes = self._shapes(kernels)
+        store, arch = scene.store, self._library.arch
+        page_size = 0 if store.contiguous else store.page_size
+        options = (arch, store.head_dim, scene.compute, store.dtype)
+        variant = wide_variant(*options, page_size, scene.scoring, scene.masked)
+        kernels = attend_kernels(*options, scene.rare, variant)
         problem = Problem(
-            group_size=scene.num_qo_heads // store.num_kv_heads,
+            group_size=scene.group_size,
             page_size=store.page_size,
             num_kv_heads=store.num_kv_heads,
             window_left=scene.scoring.window_left,
-            shapes=shapes,
+            shapes=tuple(
+                planner_shape(
+                    kernel,
+                    store.head_dim,
+                    store.dtype,
+                    self._multiprocessors,
+                    largest=kernel is kernels[-1],
+                )
+                for kernel in kernels
+            ),
         )
-        work = make_work(requests, problem)
-        return self._upload(requests, work, scene, dict(zip(shapes, kernels, strict=True)))
-
-    def _shapes(self, kernels: Sequence[Kernel]) -> tuple[TileShape, ...]:
-        last = len(kernels) - 1
-        return tuple(
-            planner_shape(kernel, self._multiprocessors, largest=i == last)
-            for i, kernel in enumerate(kernels)
-        )
+        return self._upload(requests, make_work(requests, problem), scene, kernels, variant)
 
     def _upload(
         self,
         requests: Sequence[tuple[int, Plan]],
         work: Work,
         scene: Scene,
-        kernels: dict[TileShape, Kernel],
+        kernels: Sequence[Kernel],
+        variant: wide.WideVariant | None,
     ) -> Resident:
-        launches = [launch for launch in work.launches if launch.num_items]
         merges = work.merges
         arrays = [work.order, work.positions, work.kv_indices]
         arrays += [merges.indptr, merges.members, merges.chunks]
-        for launch in launches:
-            arrays += [launch.items, launch.worker_begin]
+        for launch in work.launches:
+            arrays += [launch.items, launch.chunk_begin]
         buffer, at = self._transfers.upload(arrays)
-        shared = {"order": at[0], "positions": at[1], "kv_indices": at[2]}
-        if scene.store.contiguous:
-            shared["kv_indices"] = 0
-        steps = []
-        for i, launch in enumerate(launches):
-            places = shared | {"items": at[6 + 2 * i], "worker_begin": at[7 + 2 * i]}
-            steps.append(self._step(launch, kernels[launch.shape], scene, places))
+        shared = {"order": at[0], "positions": at[1]}
+        shared["kv_indices"] = 0 if scene.store.contiguous else at[2]
+        narrow: list[Step] = []
+        others: list[Step] = []
+        for i, (launch, kernel) in enumerate(zip(work.launches, kernels, strict=True)):
+            if launch.num_items == 0:
+                continue
+            places = shared | {"items": at[6 + 2 * i]}
+            places["schedule"] = self._schedule.data.ptr + 4 * MOST_HEADS * min(i, 2)
+            if kernel.entry == wide.ENTRY and variant is not None:
+                others.append(self._wide_step(launch, kernel, variant, scene, places))
+                continue
+            places["chunk_begin"] = at[7 + 2 * i]
+            step = self._mma_step(launch, kernel, scene, places)
+            (narrow if launch.shape.persistent else others).append(step)
         merge = self._merge_step(merges, scene, at[0], at[3:6]) if len(merges.chunks) else None
         return Resident(
             plans=tuple(plan for _, plan in requests),
             buffer=buffer,
-            steps=tuple(steps),
+            steps=tuple(narrow or others),
+            beside=tuple(others if narrow else ()),
             merge=merge,
             num_rows=work.num_rows,
             partial_rows=merges.num_partial_rows,
         )
 
-    def _step(self, launch: Launch, kernel: Kernel, scene: Scene, places: dict[str, int]) -> Step:
+    def _mma_step(
+        self, launch: Launch, kernel: Kernel, scene: Scene, places: dict[str, int]
+    ) -> MmaStep:
         store, scoring = scene.store, scene.scoring
-        narrow = launch.shape.persistent
         scale = scoring.sm_scale * store.k_scale
         block = params(
             ATTEND_PARAMS,
@@ -190,32 +224,52 @@ class Attention:
             token_rows=store.token_rows,
             head_rows=store.head_rows,
             page_size=store.page_size,
-            num_workers=launch.num_workers if narrow else launch.num_items,
+            num_workers=launch.num_workers,
+            num_chunks=launch.num_chunks,
             num_kv_heads=store.num_kv_heads,
-            group_size=scene.num_qo_heads // store.num_kv_heads,
+            group_size=scene.group_size,
             scale=scale,
             scale2=scale * _LOG2E,
             soft_cap=scoring.logits_soft_cap,
             v_scale=store.v_scale,
             window_left=scoring.window_left,
         )
-        units = (launch.num_workers if narrow else launch.num_items) * store.num_kv_heads
-        warps = kernel.threads // 32
-        return Step(
-            function=self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes),
-            grid=-(-units // warps) if narrow else units,
-            threads=kernel.threads,
-            shared_bytes=kernel.shared_bytes,
-            block=block,
-        )
+        grid = launch.num_items * store.num_kv_heads
+        if launch.shape.persistent:
+            grid = -(-launch.num_workers * store.num_kv_heads // (kernel.threads // 32))
+        function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
+        return MmaStep(function, grid, kernel.threads, kernel.shared_bytes, block)
 
-    def _merge_step(self, merges: Merges, scene: Scene, order: int, at: Sequence[int]) -> Step:
+    def _wide_step(
+        self,
+        launch: Launch,
+        kernel: Kernel,
+        variant: wide.WideVariant,
+        scene: Scene,
+        places: dict[str, int],
+    ) -> WideStep:
+        store, scoring = scene.store, scene.scoring
+        block = wide.argument_block(
+            **places,
+            sm_scale=scoring.sm_scale * store.k_scale,
+            soft_cap=scoring.logits_soft_cap,
+            window_left=scoring.window_left,
+            num_items=launch.num_items,
+            num_kv_heads=store.num_kv_heads,
+            group_size=scene.group_size,
+            head_block=store.num_kv_heads,
+            num_pages=store.num_pages,
+        )
+        function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
+        launcher = partial(_launch_wide, function, variant, self._multiprocessors)
+        return WideStep(launcher, block, store.maps)
+
+    def _merge_step(self, merges: Merges, scene: Scene, order: int, at: Sequence[int]) -> MergeStep:
         store = scene.store
-        group = scene.num_qo_heads // store.num_kv_heads
-        lanes = 32 if store.head_dim > 64 else 16
-        groups = 256 // lanes
         units = len(merges.chunks) * merges.chunk_rows * store.num_kv_heads
-        split = merge_split(merges.longest, units, groups, self._multiprocessors)
+        how = merge_launch(
+            store.head_dim, True, scene.compute, units, merges.longest, self._multiprocessors
+        )
         block = params(
             MERGE_PARAMS,
             indptr=at[0],
@@ -224,20 +278,19 @@ class Attention:
             order=order,
             num_rows=len(merges.chunks),
             num_heads=store.num_kv_heads,
-            group_size=group,
+            group_size=scene.group_size,
             chunk_rows=merges.chunk_rows,
             head_dim=store.head_dim,
-            split=split,
+            split=how.split,
         )
-        spec = merge_spec(store.head_dim, True, scene.compute)
-        function = self._library.function(spec, "merge_states")
-        return Step(function, -(-units * split // groups), 256, 0, block)
+        function = self._library.function(how.spec, "merge_states")
+        return MergeStep(function, how.grid, how.threads, block)
 
     def enqueue(
         self,
         resident: Resident,
         scene: Scene,
-        layer: int,
+        layer: int | None,
         q: int,
         o: int,
         lse: int,
@@ -245,24 +298,27 @@ class Attention:
     ) -> None:
         """Launch on the current stream. q, o, lse: device addresses; mask: bits and offsets.
 
-        `layer` is that of the requests when they share one, else 0.
+        `layer` is that of the requests when they share one, else None.
         """
         store = scene.store
         partial_o, partial_lse = self._partials(resident, store)
-        shift = layer * store.layer_bytes
+        shift = (layer or 0) * store.layer_bytes
+        k, v = store.k + shift, store.v + shift
+        call = Call(layer, q, o, lse, k, v, mask[0], mask[1], partial_o, partial_lse)
+        if resident.beside:
+            stream = cupy.cuda.get_current_stream()
+            self._fork.record(stream)
         for step in resident.steps:
-            block = step.block
-            block["q"], block["o"], block["lse"] = q, o, lse
-            block["k"], block["v"] = store.k + shift, store.v + shift
-            block["partial_o"], block["partial_lse"] = partial_o, partial_lse
-            block["mask_bits"], block["mask_row_offsets"] = mask
-            step.function((step.grid,), (step.threads,), (block,), shared_mem=step.shared_bytes)
-        merge = resident.merge
-        if merge is not None:
-            block = merge.block
-            block["o_in"], block["lse_in"] = partial_o, partial_lse
-            block["o"], block["lse"] = o, lse
-            merge.function((merge.grid,), (merge.threads,), (block,))
+            step.launch(call)
+        if resident.beside:
+            with self._beside:
+                self._beside.wait_event(self._fork)
+                for step in resident.beside:
+                    step.launch(call)
+                self._join.record(self._beside)
+            stream.wait_event(self._join)
+        if resident.merge is not None:
+            resident.merge.launch(call)
 
     def _partials(self, resident: Resident, store: Store) -> tuple[int, int]:
         """Device addresses for the batch's partial states, from one buffer that only grows."""
@@ -275,12 +331,14 @@ class Attention:
         return base, base + rows * store.head_dim * 4
 
 
-def merge_split(longest: int, units: int, groups: int, multiprocessors: int) -> int:
-    """Shares per list: long lists are shared while that does not make more blocks than fit."""
-    split = 1
-    while split < groups and longest >= 8 * split and units * split < multiprocessors * 8 * groups:
-        split *= 2
-    return split
+def _launch_wide(
+    function: Any,
+    variant: wide.WideVariant,
+    multiprocessors: int,
+    maps: wide.TensorMaps,
+    block: Any,
+) -> None:
+    wide.launch(function, variant, maps, block, multiprocessors)
 
 
 def _layered(requests: Sequence[tuple[int, Plan]]) -> list[tuple[int, Plan]]:

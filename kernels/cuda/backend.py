@@ -39,10 +39,10 @@ from kernels.backend import (
     Unsupported,
 )
 from kernels.compile import DEFAULT_CACHE
-from kernels.cuda import checks
-from kernels.cuda.attention import Attention, Resident, Scene, Store, merge_split
+from kernels.cuda import checks, wide
+from kernels.cuda.attention import Attention, PoolMaps, Resident, Scene, Store
 from kernels.cuda.launch import MERGE_PARAMS, POOL_ROWS, Library, device_arch, params
-from kernels.cuda.shapes import HEAD_DIMS, merge_spec, rows_spec, service_specs
+from kernels.cuda.shapes import HEAD_DIMS, merge_launch, rows_spec, service_specs
 from kernels.cuda.transfer import Transfers, aligned, pinned
 
 T = TypeVar("T")
@@ -103,7 +103,9 @@ class CudaBackend:
             self.store = self._pool_store()
             self.attention = Attention(self.library, self.transfers, self.multiprocessors)
             self.library.prepare(
-                service_specs(self.library.arch, geometry.head_dim, geometry.dtype)
+                service_specs(
+                    self.library.arch, geometry.head_dim, geometry.dtype, geometry.page_size
+                )
             )
 
     @contextmanager
@@ -152,6 +154,7 @@ class CudaBackend:
             v_scale=g.v_scale,
             num_pages=g.num_pages,
             contiguous=False,
+            maps=PoolMaps(g, self._pool.ptr),
         )
 
     @property
@@ -200,11 +203,14 @@ class CudaBackend:
     def enqueue_rows(
         self, entry: str, layer: int, dtype: DType, rows: int, arguments: tuple[Any, ...]
     ) -> None:
-        """Launch append_rows or gather_rows on the current stream: a thread per eight values."""
+        """Launch append_rows or gather_rows on the current stream: 8 or 16 values a thread."""
         g = self._geometry
+        if rows * g.num_kv_heads * g.head_dim >= 2**32:
+            raise Unsupported("rows", rows, "fewer than 2^32 values of k at a time")
         function = self.library.function(rows_spec(g.head_dim, dtype, g.dtype), entry)
         threads = rows * g.num_kv_heads * (g.head_dim // 8)
-        function((-(-threads // 256),), (256,), (self._pool_rows(layer), *arguments))
+        per_block = 512 if entry == "append_rows" else 256
+        function((-(-threads // per_block),), (256,), (self._pool_rows(layer), *arguments))
 
     def _pool_rows(self, layer: int) -> Any:
         store = self.store
@@ -311,7 +317,7 @@ class CudaBackend:
             resident = self.attention.make(plans, scene)
         seconds.plan = perf_counter() - start
         layers = {layer for layer, _ in plans}
-        layer = layers.pop() if len(layers) == 1 else 0
+        layer = layers.pop() if len(layers) == 1 else None
         mask = joined_masks([r.mask for r in requests if r.mask is not None])
         return self._run(resident, scene, layer, q, mask, seconds)
 
@@ -319,7 +325,7 @@ class CudaBackend:
         self,
         resident: Resident,
         scene: Scene,
-        layer: int,
+        layer: int | None,
         q: Sequence[Array],
         mask: tuple[Array, ...],
         seconds: StageSeconds,
@@ -433,11 +439,8 @@ class CudaBackend:
     ) -> None:
         """Launch a public merge of device addresses (o, lse, indptr) -> (o, lse) of `shape`."""
         rows, heads, head_dim = shape
-        special = head_dim == self._geometry.head_dim
-        vector = 1 if not special else 4 if dtype == "fp32" else 8
-        lanes = min(32, 1 << (-(-head_dim // vector) - 1).bit_length()) if special else 32
-        groups = 256 // lanes
-        split = merge_split(longest, rows * heads, groups, self.multiprocessors)
+        special = head_dim if head_dim == self._geometry.head_dim else 0
+        how = merge_launch(special, False, dtype, rows * heads, longest, self.multiprocessors)
         block = params(
             MERGE_PARAMS,
             o_in=members[0],
@@ -450,12 +453,11 @@ class CudaBackend:
             group_size=1,
             chunk_rows=1,
             head_dim=head_dim,
-            split=split,
+            split=how.split,
             into=int(into),
         )
-        spec = merge_spec(head_dim if special else 0, False, dtype)
-        function = self.library.function(spec, "merge_states")
-        function((-(-rows * heads * split // groups),), (256,), (block,))
+        function = self.library.function(how.spec, "merge_states")
+        function((how.grid,), (how.threads,), (block,))
 
     def close(self) -> None:
         if self._lost is None:
@@ -546,7 +548,16 @@ def ragged_store(heads: int, head_dim: int, compute: DType, k: int, v: int, toke
         v_scale=1.0,
         num_pages=tokens,
         contiguous=True,
+        maps=lambda layer: ragged_maps(k, v, tokens, heads, head_dim, compute),
     )
+
+
+def ragged_maps(
+    k: int, v: int, tokens: int, heads: int, head_dim: int, compute: DType
+) -> wide.TensorMaps:
+    """Hopper's tensor maps of ragged keys."""
+    shape = wide.variant(head_dim, "bf16" if compute == "bf16" else "fp16", 0)
+    return wide.ragged_maps(shape, k, v, tokens, heads)
 
 
 def ragged_plan(qo_indptr: Int32, kv_indptr: Int32, causal: bool) -> Plan:

@@ -2,10 +2,11 @@
 // one state, members weighted by e^lse. Bound by memory: each member is read once.
 //
 // A group of kLanes lanes owns one list, or one of `split` shares of it; members go by batches of
-// kBatch so that their loads are in flight together. Shares meet in shared memory.
+// BATCH so that their loads are in flight together. Shares meet in shared memory.
 //
 // PARTIALS 1: the attention kernels' float partial rows, lists of chunks of packed rows (work.cuh).
 // PARTIALS 0: the public merge, row t's members are rows indptr[t] : indptr[t + 1].
+// BATCH 2: lists are short and many, blocks of 256 threads; else up to 1024.
 // HEAD_DIM 0: any head_dim, given at run time, one value per lane and step.
 #include "state.cuh"
 #include "storage.cuh"
@@ -16,8 +17,8 @@ constexpr int kIn = TENSOR_IN;
 constexpr int kOut = TENSOR_OUT;
 constexpr bool kAnyDim = kHeadDim == 0;
 constexpr int kVector = kAnyDim ? 1 : kIn == kFp32 ? 4 : 8;
-constexpr int kThreads = 256;
-constexpr int kBatch = 4;
+constexpr int kMostThreads = BATCH > 2 ? 1024 : 256;
+constexpr int kBatch = BATCH;
 
 constexpr int lanes_for(int values) {
   int lanes = 1;
@@ -27,7 +28,7 @@ constexpr int lanes_for(int values) {
 constexpr int kLanes = kAnyDim ? 32 : lanes_for((kHeadDim + kVector - 1) / kVector);
 constexpr int kSpan = kLanes * kVector;                            // values per pass of a group
 constexpr int kPasses = kAnyDim ? 1 : (kHeadDim + kSpan - 1) / kSpan;
-constexpr int kGroups = kThreads / kLanes;
+constexpr int kMostGroups = kMostThreads / kLanes;
 
 struct MergeParams {
   const void* o_in;
@@ -43,7 +44,7 @@ struct MergeParams {
   int group_size;      // partials: query heads per kv head
   int chunk_rows;      // partials: packed rows per chunk; else 1
   int head_dim;        // of o, when HEAD_DIM is 0
-  int split;           // shares per list: a power of two, at most kGroups
+  int split;           // shares per list: a power of two, at most a block's groups
   int into;            // 1: row t of o, lse is one more member of list t
 };
 
@@ -116,25 +117,37 @@ struct State {
   float o[kVector] = {};
 };
 
-// One more member; an empty one (lse -inf) adds nothing whatever its o holds.
-__device__ __forceinline__ void add_member(State& state, float lse, float sum,
-                                           const float (&o)[kVector]) {
-  if (lse == minus_infinity()) return;
-  const float max = fmaxf(state.max, lse);
-  const float keep = state_weight(state.max, max), weight = state_weight(lse, max);
-  state.max = max;
-  state.sum = state.sum * keep + sum * weight;
+// kCount more members at once; an empty one (lse -inf) adds nothing whatever its o holds.
+template <int kCount>
+__device__ __forceinline__ void add_members(State& state, const float (&lse)[kCount],
+                                            const float (&sum)[kCount],
+                                            float (&o)[kCount][kVector]) {
+  float max = state.max;
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) state.o[i] = state.o[i] * keep + o[i] * weight;
+  for (int b = 0; b < kCount; ++b) max = fmaxf(max, lse[b]);
+  const float keep = state_weight(state.max, max);
+  state.max = max;
+  state.sum *= keep;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) state.o[i] *= keep;
+#pragma unroll
+  for (int b = 0; b < kCount; ++b) {
+    const float weight = state_weight(lse[b], max);
+    state.sum = fmaf(sum[b], weight, state.sum);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i)
+      state.o[i] = fmaf(weight > 0.0f ? o[b][i] : 0.0f, weight, state.o[i]);
+  }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kPasses > 1 ? 4 : 5)
+extern "C" __global__ void __launch_bounds__(kMostThreads, kMostThreads == 1024 ? 1 : 6)
     merge_states(const __grid_constant__ MergeParams p) {
-  __shared__ float shared_state[kGroups][2];
-  __shared__ float shared_o[kGroups][kSpan];
+  __shared__ float shared_state[kMostGroups][2];
+  __shared__ float shared_o[kMostGroups][kSpan];
   const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const uint32 split = p.split;
-  const uint32 unit = blockIdx.x * (kGroups / split) + group / split;  // the host bounds it
+  const uint32 groups = blockDim.x / kLanes;
+  const uint32 unit = blockIdx.x * (groups / split) + group / split;  // the host bounds it
   const int share = group % split;
   const int head_dim = kAnyDim ? p.head_dim : kHeadDim;
 
@@ -186,18 +199,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kPasses > 1 ? 4 : 5)
           if (inside) raw[b] = read_raw<kIn>(p.o_in, at * head_dim + d);
         }
       }
+      float x[kBatch][kVector], one[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        float x[kVector];
-        convert<kIn>(x, raw[b]);
-        add_member(state, lse[b], 1.0f, x);
+        convert<kIn>(x[b], raw[b]);
+        one[b] = 1.0f;
       }
+      add_members<kBatch>(state, lse, one, x);
     }
     if constexpr (!kPartials) {
       if (p.into && share == 0 && active && inside) {
-        float x[kVector];
-        convert<kOut>(x, read_raw<kOut>(p.o, out_row * head_dim + d));
-        add_member(state, into_lse, 1.0f, x);
+        float x[1][kVector];
+        convert<kOut>(x[0], read_raw<kOut>(p.o, out_row * head_dim + d));
+        add_members<1>(state, {into_lse}, {1.0f}, x);
       }
     }
 
@@ -214,10 +228,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kPasses > 1 ? 4 : 5)
       __syncthreads();
       if (share == 0) {
         for (int other = group + 1; other < group + p.split; ++other) {
-          float x[kVector];
+          float x[1][kVector];
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) x[i] = shared_o[other][i * kLanes + lane];
-          add_member(state, shared_state[other][0], shared_state[other][1], x);
+          for (int i = 0; i < kVector; ++i) x[0][i] = shared_o[other][i * kLanes + lane];
+          add_members<1>(state, {shared_state[other][0]}, {shared_state[other][1]}, x);
         }
       }
       __syncthreads();

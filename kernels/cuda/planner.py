@@ -2,8 +2,9 @@
 
 Tiles first: each level's segments are cut into tiles of packed rows (plan rows x group), each with
 the keys that at least one of its rows can see. Then runs: tiles are laid end to end per kernel and
-cut where an equal share of the keys ends, so that all workers finish together. Rows that end up
-with more than one run, or none, go on merge lists. See work.cuh for the words.
+cut into chunks, the first round equal shares of most of the keys, later rounds smaller ones for
+whoever is free, so that all workers finish together. Rows that end up with more than one run, or
+none, go on merge lists. See work.cuh for the words.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ NARROW_RUN: Final = 128
 class TileShape:
     """One kernel as the planner sees it: its tile, and how many tiles the device runs at once.
 
-    `persistent` kernels take whole worker lists; the others take items, dearest first. Runs are
-    cut at multiples of `granule` keys and of whole pages. Segments of at most `most_rows` packed
-    rows go to the first shape that takes them.
+    `persistent` kernels take chunks of items; the others take items, dearest first. Runs are cut at
+    multiples of `granule` keys and of whole pages. Segments of at most `most_rows` packed rows go
+    to the first shape that takes them. The first round of chunks covers `first_round` of the keys,
+    each later one `later_rounds` of what is left, until chunks would be under `least_chunk`
+    granules. `key_cost` is the time of one key of one tile on one of `workers`, in any unit that
+    all shapes share.
     """
 
     name: str
@@ -52,6 +56,10 @@ class TileShape:
     granule: int
     persistent: bool
     least_run: int
+    first_round: float = 1.0
+    later_rounds: float = 0.4
+    least_chunk: int = 4
+    key_cost: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +75,24 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """Items of one kernel: int32 [num_items, 8] as in work.cuh; narrow: worker_begin [W + 1]."""
+    """Items of one kernel: int32 [num_items, 8] as in work.cuh.
+
+    Persistent kernels: chunk c is items `chunk_begin[c]:chunk_begin[c + 1]`, and each of
+    `num_workers` workers starts with the chunk of its own number.
+    """
 
     shape: TileShape
     items: Int32
-    worker_begin: Int32
+    chunk_begin: Int32
+    num_workers: int
 
     @property
     def num_items(self) -> int:
         return len(self.items)
 
     @property
-    def num_workers(self) -> int:
-        return len(self.worker_begin) - 1
+    def num_chunks(self) -> int:
+        return len(self.chunk_begin) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,8 +160,8 @@ def make_work(requests: Sequence[tuple[int, Plan]], problem: Problem) -> Work:
         orders.append(order + np.int32(row) if row else order)
         positions.append(plan.positions)
         row += count
-    runs, workers = _cut(_beside(tiles), problem)
-    launches, merges = _finish(runs, workers, row * problem.group_size, chunk, problem)
+    cuts = _cut(_beside(tiles), problem)
+    launches, merges = _finish(cuts, row * problem.group_size, chunk, problem)
     return Work(
         launches=launches,
         merges=merges,
@@ -236,35 +249,48 @@ def _clip(tiles: Int, positions: Int32, problem: Problem) -> Int:
     return tiles if seen.all() else tiles[:, seen]
 
 
-def _cut(tiles: Int, problem: Problem) -> tuple[Int, list[Int]]:
-    """Cut tiles into runs of balanced cost, shape by shape; with the workers' bounds of each."""
-    counts = np.bincount(tiles[_SHAPE], minlength=len(problem.shapes)).tolist()
-    parts, workers = [], []
-    for index, shape in enumerate(problem.shapes):
-        bounds = np.zeros(1, np.int64)
-        if counts[index]:
-            whole = counts[index] == tiles.shape[1]
-            mine = tiles if whole else tiles[:, tiles[_SHAPE] == index]
-            runs, bounds = _cut_shape(mine, shape, problem)
-            parts.append(runs)
-        workers.append(bounds)
-    return _beside(parts), workers
+@dataclass(slots=True)
+class _Cut:
+    """Runs of one shape; `chunk_begin` and `workers` are for persistent kernels."""
+
+    runs: Int
+    chunk_begin: Int
+    workers: int
 
 
-def _cut_shape(tiles: Int, shape: TileShape, problem: Problem) -> tuple[Int, Int]:
-    """Lay the tiles end to end in granules and cut where each worker's equal share ends."""
-    page_size = problem.page_size
+def _cut(tiles: Int, problem: Problem) -> list[_Cut]:
+    """Cut tiles into runs of balanced cost, shape by shape.
+
+    A persistent kernel runs beside the others and gets its share of the device by its cost.
+    """
+    shapes = problem.shapes
+    mine = [tiles[:, tiles[_SHAPE] == index] for index in range(len(shapes))]
+    cost = [int(t[_KEYS].sum()) * s.key_cost for t, s in zip(mine, shapes, strict=True)]
+    kept = sum(c for c, s in zip(cost, shapes, strict=True) if s.persistent)
+    share = kept / max(sum(cost), 1e-9)
+    cuts = []
+    for part, shape in zip(mine, shapes, strict=True):
+        workers = max(1, shape.workers // problem.num_kv_heads)
+        if shape.persistent:
+            workers = max(1, round(workers * share))
+        cuts.append(_cut_shape(part, shape, workers, problem.page_size))
+    return cuts
+
+
+def _cut_shape(tiles: Int, shape: TileShape, workers: int, page_size: int) -> _Cut:
+    """Lay the tiles end to end in granules and cut them into rounds of chunks."""
+    if tiles.shape[1] == 0:
+        return _Cut(tiles, np.zeros(1, np.int64), 0)
     granule = page_size * -(-shape.granule // page_size)
     sizes = -(-tiles[_KEYS] // granule)
     ends = np.cumsum(sizes)
     begins = ends - sizes
     total = int(ends[-1])
-    workers = max(1, shape.workers // problem.num_kv_heads)
     workers = min(workers, -(-total * granule // shape.least_run), total)
-    bounds = np.arange(workers + 1) * total // workers
     if not shape.persistent and not _worth_cutting(sizes, total, workers):
         order = np.argsort(-tiles[_KEYS], kind="stable")
-        return tiles[:, order], np.zeros(1, np.int64)
+        return _Cut(tiles[:, order], np.zeros(1, np.int64), workers)
+    bounds = _chunk_bounds(total, workers, shape)
     starts = np.concatenate([begins, bounds[:-1]])
     starts.sort()
     starts = starts[np.append(True, starts[1:] != starts[:-1])]
@@ -276,8 +302,22 @@ def _cut_shape(tiles: Int, shape: TileShape, problem: Problem) -> tuple[Int, Int
     runs[_START] += offset
     runs[_KEYS] = np.minimum(length, runs[_KEYS] - offset)
     if shape.persistent:
-        return runs, np.searchsorted(starts, bounds)
-    return runs[:, np.argsort(-runs[_KEYS], kind="stable")], np.zeros(1, np.int64)
+        return _Cut(runs, np.searchsorted(starts, bounds), workers)
+    return _Cut(runs[:, np.argsort(-runs[_KEYS], kind="stable")], np.zeros(1, np.int64), workers)
+
+
+def _chunk_bounds(total: int, workers: int, shape: TileShape) -> Int:
+    """Where chunks begin and end on a line of `total` granules: rounds of `workers` chunks."""
+    if shape.first_round >= 1.0 or total < 6 * shape.least_chunk * workers:
+        return np.arange(workers + 1) * total // workers
+    cuts = [0, int(total * shape.first_round)]
+    while (left := total - cuts[-1]) > 0:
+        size = max(int(left * shape.later_rounds), shape.least_chunk * workers)
+        cuts.append(total if left < 2 * shape.least_chunk * workers else cuts[-1] + size)
+    rounds = np.array(cuts)
+    ramp = np.arange(workers) / workers
+    bounds = rounds[:-1, None] + (np.diff(rounds)[:, None] * ramp).astype(np.int64)
+    return np.append(bounds.ravel(), total)
 
 
 def _worth_cutting(sizes: Int, total: int, workers: int) -> bool:
@@ -286,21 +326,21 @@ def _worth_cutting(sizes: Int, total: int, workers: int) -> bool:
 
 
 def _finish(
-    runs: Int,
-    workers: list[Int],
+    cuts: list[_Cut],
     num_packed: int,
     chunk: int,
     problem: Problem,
 ) -> tuple[tuple[Launch, ...], Merges]:
     """Decide which runs are final, number the partial rows, make items and merge lists."""
+    runs = _beside([cut.runs for cut in cuts])
     num_chunks = num_packed // chunk
     first = runs[_ROW] // chunk
-    stop = (runs[_ROW] + runs[_ROWS]) // chunk
+    past = (runs[_ROW] + runs[_ROWS]) // chunk
     change = np.bincount(first, minlength=num_chunks + 1)
-    change -= np.bincount(stop, minlength=num_chunks + 1)
+    change -= np.bincount(past, minlength=num_chunks + 1)
     seen = np.cumsum(change)[:-1]
     shared = np.concatenate([[0], np.cumsum(seen > 1)])
-    partial = shared[stop] > shared[first]
+    partial = shared[past] > shared[first]
     lengths = np.where(partial, runs[_ROWS], 0)
     ends = np.cumsum(lengths)
     where = np.where(partial, ends - lengths, FINAL)
@@ -310,14 +350,15 @@ def _finish(
     items[:, 6] = _hidden(runs, problem.window_left)
     items[:, 7] = where
     launches, at = [], 0
-    counts = np.bincount(runs[_SHAPE], minlength=len(problem.shapes)).tolist()
-    for shape, count, bounds in zip(problem.shapes, counts, workers, strict=True):
-        launches.append(Launch(shape, items[at : at + count], bounds.astype(np.int32)))
-        at += count
+    for shape, cut in zip(problem.shapes, cuts, strict=True):
+        stop = at + cut.runs.shape[1]
+        bounds = cut.chunk_begin.astype(np.int32)
+        launches.append(Launch(shape, items[at:stop], bounds, cut.workers))
+        at = stop
 
     # merge lists: one entry per partial run and chunk, gathered by chunk
     run = np.flatnonzero(partial)
-    width = (stop - first)[run]
+    width = (past - first)[run]
     which = np.repeat(run, width)
     inside = np.arange(len(which)) - np.repeat(np.cumsum(width) - width, width)
     merges = _merges(

@@ -30,12 +30,25 @@ __device__ __forceinline__ int64 pool_offset(const PoolRows& pool, int slot, int
   return (static_cast<int64>(row) * kHeadDim + unit * 8) * format_bytes<kStore>();
 }
 
-__device__ __forceinline__ void append_8(void* to, const void* from, float scale) {
+// Eight values of a tensor in registers: loaded for K and V both before either is stored.
+struct Eight {
+  uint4 word[kTensor == kFp32 ? 2 : 1];
+};
+
+__device__ __forceinline__ Eight load_8(const void* base, int64 at) {
+  const uint4* from = reinterpret_cast<const uint4*>(static_cast<const char*>(base) + at);
+  Eight x;
+  x.word[0] = __ldcs(from);
+  if constexpr (kTensor == kFp32) x.word[1] = __ldcs(from + 1);
+  return x;
+}
+
+__device__ __forceinline__ void append_8(void* to, const Eight& from, float scale) {
   if constexpr (kTensor == kStore) {
-    *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+    *static_cast<uint4*>(to) = from.word[0];
   } else {
     float x[8];
-    read_8<kTensor>(x, from);
+    read_8<kTensor>(x, from.word);
     if (scale != 1.0f) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) x[i] = __fdiv_rn(x[i], scale);
@@ -44,20 +57,35 @@ __device__ __forceinline__ void append_8(void* to, const void* from, float scale
   }
 }
 
-// Row i of k, v [num_rows, num_kv_heads, kHeadDim] -> token slot slots[i].
+// Row i of k, v [num_rows, num_kv_heads, kHeadDim] -> token slot slots[i]. A thread has kPerThread
+// times eight values, a block's worth apart.
 extern "C" __global__ void __launch_bounds__(kThreads)
     append_rows(const __grid_constant__ PoolRows pool, const void* k, const void* v,
                 const int* slots, int num_rows) {
-  const uint32 i = blockIdx.x * kThreads + threadIdx.x;  // the host bounds it
-  const uint32 head_row = i / kUnits;
-  const int unit = i % kUnits;
-  const int row = head_row / static_cast<uint32>(pool.num_kv_heads);
-  if (row >= num_rows) return;
-  const int head = head_row - row * pool.num_kv_heads;
-  const int64 from = static_cast<int64>(i) * 8 * format_bytes<kTensor>();
-  const int64 to = pool_offset(pool, slots[row], head, unit);
-  append_8(static_cast<char*>(pool.k) + to, static_cast<const char*>(k) + from, pool.k_scale);
-  append_8(static_cast<char*>(pool.v) + to, static_cast<const char*>(v) + from, pool.v_scale);
+  constexpr int kPerThread = 2;
+  const uint32 heads = pool.num_kv_heads;
+  const uint32 total = num_rows * heads * kUnits;  // the host bounds it
+  const uint32 first = blockIdx.x * (kThreads * kPerThread) + threadIdx.x;
+  Eight keys[kPerThread], values[kPerThread];
+  int64 to[kPerThread];
+#pragma unroll
+  for (int n = 0; n < kPerThread; ++n) {
+    const uint32 i = first + n * kThreads;
+    if (i < total) {
+      const int64 from = static_cast<int64>(i) * 8 * format_bytes<kTensor>();
+      keys[n] = load_8(k, from);
+      values[n] = load_8(v, from);
+      const uint32 head_row = i / kUnits, row = head_row / heads;
+      to[n] = pool_offset(pool, slots[row], head_row - row * heads, i % kUnits);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kPerThread; ++n) {
+    if (first + n * kThreads < total) {
+      append_8(static_cast<char*>(pool.k) + to[n], keys[n], pool.k_scale);
+      append_8(static_cast<char*>(pool.v) + to[n], values[n], pool.v_scale);
+    }
+  }
 }
 
 __device__ __forceinline__ void gather_8(void* to, const void* from, float scale) {

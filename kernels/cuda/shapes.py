@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, DType, Unsupported
+from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, DType, Scoring, Unsupported
 from kernels.compile import Spec, spec
+from kernels.cuda import wide
 from kernels.cuda.planner import NARROW_RUN, TileShape
 
 HEAD_DIMS: Final = (64, 80, 96, 128, 192, 256)
@@ -24,10 +25,10 @@ SHARED_PER_MULTIPROCESSOR: Final = {
     "sm_120": 102400,
     "sm_121": 102400,
 }
-"""Bytes; each resident block also takes `RESERVED` of it."""
+"""Bytes; each resident block also takes `RESERVED` of it, static shared memory included."""
 LEAST_SHARED: Final = 102400
 """What to count on where an architecture is not listed."""
-RESERVED: Final = 1024
+RESERVED: Final = 1280
 IN_FLIGHT: Final = 64 * 1024
 """Bytes a multiprocessor should have under way; with less, one block of deeper rings is better."""
 NARROW_WARPS: Final = 4
@@ -68,7 +69,8 @@ def narrow_kernel(
 ) -> Kernel:
     """The warp-per-worker kernel for 16 * `row_tiles` packed rows."""
     stage = 2 * NARROW_TILE * row_stride(head_dim, storage)
-    queries = 16 * row_tiles * query_stride(head_dim) if row_tiles > 1 else 0
+    shared = row_tiles > 1 or (rare and head_dim == 256)  # as kQueryInShared
+    queries = 16 * row_tiles * query_stride(head_dim) if shared else 0
     for blocks in (2, 1):
         block = SHARED_PER_MULTIPROCESSOR.get(arch, LEAST_SHARED) // blocks - RESERVED
         stages = min(MOST_STAGES, (block // NARROW_WARPS - queries) // stage)
@@ -127,31 +129,80 @@ def _tile_bytes(head_dim: int, storage: DType, row_tiles: int, warps: int) -> in
     return queries + 2 * 2 * 16 * warps * row_stride(head_dim, storage)
 
 
+def wide_variant(
+    arch: str,
+    head_dim: int,
+    compute: DType,
+    storage: DType,
+    page_size: int,
+    scoring: Scoring,
+    masked: bool,
+) -> wide.WideVariant | None:
+    """Hopper's specialisation for such work, if it runs it; `page_size` 0 is ragged."""
+    if not wide.supports(arch, head_dim, compute, storage, page_size, scoring.sm_scale):
+        return None
+    dtype: wide.WideDType = "bf16" if compute == "bf16" else "fp16"
+    return wide.variant(head_dim, dtype, page_size, masked, scoring.logits_soft_cap > 0)
+
+
+def wide_kernel(variant: wide.WideVariant) -> Kernel:
+    return Kernel(
+        spec=variant.spec,
+        entry=wide.ENTRY,
+        rows=variant.tile_rows,
+        threads=variant.threads,
+        shared_bytes=variant.shared_bytes,
+        blocks=1,
+    )
+
+
 def attend_kernels(
-    arch: str, head_dim: int, compute: DType, storage: DType, rare: bool
+    arch: str,
+    head_dim: int,
+    compute: DType,
+    storage: DType,
+    rare: bool,
+    variant: wide.WideVariant | None = None,
 ) -> tuple[Kernel, ...]:
-    """The kernels for growing numbers of packed rows, each row count served by the first fit."""
+    """The kernels for growing numbers of packed rows, each row count served by the first fit.
+
+    Segments that the narrow kernels do not take are Hopper's `variant`'s, or the tile kernels'.
+    """
     if head_dim not in HEAD_DIMS:
         raise Unsupported("head_dim", head_dim, f"the CUDA backend has {HEAD_DIMS}")
     options = (head_dim, compute, storage, rare)
     narrow = [narrow_kernel(arch, *options, 1)]
     if head_dim <= 128:
         narrow.append(narrow_kernel(arch, *options, 2))
+    if variant is not None:
+        return (*narrow, wide_kernel(variant))
     tiles = [tile_kernel(arch, *options, m) for m in (1, 2)]
     return (*narrow, *(tiles if tiles[0] != tiles[1] else tiles[:1]))
 
 
-def planner_shape(kernel: Kernel, multiprocessors: int, largest: bool) -> TileShape:
-    """What the planner must know of a kernel; the largest takes every segment left."""
-    narrow = kernel.entry == "attend_narrow"
+def planner_shape(
+    kernel: Kernel, head_dim: int, storage: DType, multiprocessors: int, largest: bool
+) -> TileShape:
+    """What the planner must know of a kernel; the largest takes every segment left.
+
+    Costs of a key are seconds of the whole device: bytes at what its multiprocessors could take if
+    memory were no limit, or flops at what the kernel reaches.
+    """
+    narrow, wide = kernel.entry == "attend_narrow", kernel.entry == "attend_wide"
+    token_bytes = 2 * head_dim * NUMPY_DTYPES[storage].itemsize
+    flops = 4 * head_dim * kernel.rows
     return TileShape(
         name=kernel.entry,
         rows=kernel.rows,
         most_rows=2**30 if largest else kernel.rows,
         workers=multiprocessors * kernel.blocks * (NARROW_WARPS if narrow else 1),
-        granule=NARROW_TILE if narrow else 64,
+        granule=NARROW_TILE if narrow else 128 if wide else 64,
         persistent=narrow,
         least_run=NARROW_RUN if narrow else 256,
+        first_round=0.7 if narrow else 0.5,
+        later_rounds=0.4 if narrow else 0.5,
+        least_chunk=4 if narrow else 16,
+        key_cost=token_bytes / 8.7e12 if narrow else flops / (620e12 if wide else 320e12),
     )
 
 
@@ -160,10 +211,41 @@ def rows_spec(head_dim: int, tensor: DType, storage: DType) -> Spec:
     return spec("rows", HEAD_DIM=head_dim, TENSOR=FORMATS[tensor], STORE=FORMATS[storage])
 
 
-def merge_spec(head_dim: int, partials: bool, dtype: DType) -> Spec:
+@dataclass(frozen=True, slots=True)
+class MergeLaunch:
+    """How to launch a merge of `units` lists: kernel, block, grid and shares per list."""
+
+    spec: Spec
+    threads: int
+    grid: int
+    split: int
+
+
+def merge_launch(
+    head_dim: int, partials: bool, dtype: DType, units: int, longest: int, multiprocessors: int
+) -> MergeLaunch:
+    """Long lists are shared by groups of lanes while that leaves no more groups than fit at once.
+
+    Raises Unsupported when there are more lists than a launch can number.
+    """
+    if units >= 2**31:
+        raise Unsupported("lists", units, "at most 2^31 rows times heads in one merge")
+    vector = 1 if head_dim == 0 else 4 if partials or dtype == "fp32" else 8
+    lanes = min(32, 1 << (max(1, -(-head_dim // vector)) - 1).bit_length()) if head_dim else 32
+    batch, threads = (2, 256) if longest <= 2 else (4, 1024 if longest >= 32 else 256)
+    groups, split = threads // lanes, 1
+    most = 1024 * multiprocessors // lanes
+    while split < groups and longest >= 8 * split and units * split < most:
+        split *= 2
+    grid = -(-units * split // groups)
+    return MergeLaunch(merge_spec(head_dim, partials, dtype, batch), threads, grid, split)
+
+
+def merge_spec(head_dim: int, partials: bool, dtype: DType, batch: int) -> Spec:
     """merge_states of float partials into `dtype`, or of `dtype` into itself; head_dim 0: any."""
     return spec(
         "merge",
+        BATCH=batch,
         HEAD_DIM=head_dim,
         PARTIALS=int(partials),
         TENSOR_IN=FORMATS["fp32" if partials else dtype],
@@ -171,7 +253,7 @@ def merge_spec(head_dim: int, partials: bool, dtype: DType) -> Spec:
     )
 
 
-def service_specs(arch: str, head_dim: int, dtype: DType) -> tuple[Spec, ...]:
+def service_specs(arch: str, head_dim: int, dtype: DType, page_size: int) -> tuple[Spec, ...]:
     """Everything a service with such a pool launches, ragged attention and merges included."""
     fp8 = dtype.startswith("fp8")
     computes: tuple[DType, ...] = ("fp16", "bf16") if fp8 else (dtype,)
@@ -181,8 +263,22 @@ def service_specs(arch: str, head_dim: int, dtype: DType) -> tuple[Spec, ...]:
             for rare in (False, True):
                 kernels = attend_kernels(arch, head_dim, compute, storage, rare)
                 specs += [kernel.spec for kernel in kernels]
-        specs.append(merge_spec(head_dim, True, compute))
+            specs += _wide_specs(arch, head_dim, compute, storage, page_size)
+        specs += [merge_spec(head_dim, True, compute, batch) for batch in (2, 4)]
     for tensor in TENSOR_DTYPES:
         specs.append(rows_spec(head_dim, tensor, dtype))
-        specs += [merge_spec(dim, False, tensor) for dim in (head_dim, 0)]
+        specs += [merge_spec(dim, False, tensor, b) for dim in (head_dim, 0) for b in (2, 4)]
     return tuple(dict.fromkeys(specs))
+
+
+def _wide_specs(
+    arch: str, head_dim: int, compute: DType, storage: DType, page_size: int
+) -> list[Spec]:
+    """Hopper's kernels for a pool's pages and for ragged keys, with and without mask and cap."""
+    variants = [
+        wide_variant(arch, head_dim, compute, storage, size, Scoring(1.0, cap), masked)
+        for size in (page_size, 0)
+        for cap in (0.0, 1.0)
+        for masked in (False, True)
+    ]
+    return [variant.spec for variant in variants if variant is not None]

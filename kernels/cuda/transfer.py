@@ -44,7 +44,7 @@ class Transfers:
 
     def __init__(self) -> None:
         self.copy_in = cupy.cuda.Stream(non_blocking=True)
-        self.compute = cupy.cuda.Stream(non_blocking=True)
+        self.compute = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self.copy_out = cupy.cuda.Stream(non_blocking=True)
         self._inflight: deque[tuple[Any, tuple[object, ...]]] = deque()
 
