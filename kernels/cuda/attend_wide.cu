@@ -19,6 +19,7 @@
 #include "hopper.cuh"
 #include "state.cuh"
 #include "wgmma.cuh"
+#include "wide_rows.cuh"
 #include "wide_tile.cuh"
 #include "work.cuh"
 
@@ -33,38 +34,15 @@ struct Ring {
   __device__ __forceinline__ void advance() { ++uses; }
 };
 
-__device__ __forceinline__ void arrive_at(unsigned barrier, int rank) {
-  if (kCluster > 1) {
-    barrier_arrive_at(barrier, rank);
-  } else {
-    barrier_arrive(barrier);
-  }
-}
-
 // Takes the next unit's description out of its slot; false when there is no further unit.
 __device__ __forceinline__ bool next_unit(const Shared& shared, Ring<kUnitSlots>& ring,
                                           Unit& unit) {
-  if (kCluster > 1) {
-    barrier_wait_cluster(shared.unit_full(ring.stage()), ring.parity());
-  } else {
-    barrier_wait(shared.unit_full(ring.stage()), ring.parity());
-  }
+  barrier_wait(shared.unit_full(ring.stage()), ring.parity());
   unit = shared.unit(ring.stage());
   __syncwarp();
-  if (threadIdx.x % 32 == 0) arrive_at(shared.unit_empty(ring.stage()), 0);
+  if (threadIdx.x % 32 == 0) barrier_arrive(shared.unit_empty(ring.stage()));
   ring.advance();
   return unit.head >= 0;
-}
-
-// A box for this block, or for both of the cluster.
-template <typename... Coordinates>
-__device__ __forceinline__ void copy_tile_box(unsigned target, const TensorMap* map, unsigned barrier,
-                                              Coordinates... coordinates) {
-  if constexpr (kCluster > 1) {
-    copy_box_to_both(target, map, barrier, coordinates...);
-  } else {
-    copy_box(target, map, barrier, coordinates...);
-  }
 }
 
 // One warp streams the K (or V) tiles of every unit, last tile first.
@@ -72,7 +50,6 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
                                              unsigned tiles, unsigned full, unsigned empty,
                                              const WideArguments& arguments) {
   const int lane = threadIdx.x % 32;
-  const int rank = kCluster > 1 ? cluster_rank() : 0;
   if (lane == 0) prefetch_map(map);
   Ring<kUnitSlots> units;
   Ring<kStages> ring;
@@ -95,10 +72,10 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
         barrier_arrive_expect(barrier, num_pages * kPageBytes);
 #pragma unroll
         for (int i = 0; i < kPagesPerTile; ++i) {
-          if (i < num_pages && (kCluster == 1 || i % kCluster == rank)) {
-            copy_tile_box(target + i * kPageBytes, map, barrier, 0, 0,
-                          unit.head * arguments.head_blocks, unit.head * arguments.head_groups,
-                          item.layer * arguments.num_pages + pages[i]);
+          if (i < num_pages) {
+            copy_box(target + i * kPageBytes, map, barrier, 0, 0, unit.head * arguments.head_blocks,
+                     unit.head * arguments.head_groups,
+                     item.layer * arguments.num_pages + pages[i]);
           }
         }
       }
@@ -108,9 +85,8 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
         barrier_arrive_expect(barrier, kTileBytes);
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
-          const int first = rank * (kTileKeys / kCluster);
-          copy_tile_box(target + block * kBlockStride + first * 128, map, barrier, 0,
-                        item.kv_begin + tile * kTileKeys + first, unit.head * kBlocks + block);
+          copy_box(target + block * kBlockStride, map, barrier, 0, item.kv_begin + tile * kTileKeys,
+                   unit.head * kBlocks + block);
         }
       }
 #endif
@@ -128,28 +104,19 @@ __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUn
   barrier_wait(shared.unit_empty(ring.stage()), ring.parity() ^ 1);
   int next = 0;
   if (threadIdx.x % 32 == 0) {
-    Unit unit;
-    unit.head = -1;
+    Unit& unit = shared.unit(ring.stage());
     if (number < arguments.num_items * arguments.num_kv_heads) {
       const int turn = number / (arguments.num_items * arguments.head_block);
       const int inner = number % (arguments.num_items * arguments.head_block);
       unit.item = arguments.items[inner / arguments.head_block];
       unit.head = turn * arguments.head_block + inner % arguments.head_block;
-      next = gridDim.x / kCluster + atomicAdd(arguments.schedule, 1u);
+      next = gridDim.x + atomicAdd(arguments.schedule, 1u);
     } else {
-      const unsigned last = gridDim.x / kCluster - 1;
+      unit.head = -1;
+      const unsigned last = gridDim.x - 1;
       if (atomicInc(arguments.schedule + 1, last) == last) atomicExch(arguments.schedule, 0u);
     }
-    shared.unit(ring.stage()) = unit;
-    if (kCluster > 1) {
-      const int* words = reinterpret_cast<const int*>(&unit);
-#pragma unroll
-      for (int i = 0; i < int(sizeof(Unit) / 4); ++i) {
-        store_at(shared.unit_address(ring.stage()) + 4 * i, 1, words[i]);
-      }
-      barrier_arrive_at(shared.unit_full(ring.stage()), 1);
-    }
-    arrive_at(shared.unit_full(ring.stage()), 0);
+    barrier_arrive(shared.unit_full(ring.stage()));
   }
   return __shfl_sync(0xffffffffu, next, 0);
 }
@@ -161,30 +128,29 @@ __device__ __forceinline__ void stream_queries(const Shared& shared, const WideA
   const int first_row = (threadIdx.x / 32 - 2) * kRowsPerWarp;
   const Element* q = static_cast<const Element*>(arguments.q);
   const int group = arguments.group_size;
-  const int rank = kCluster > 1 ? cluster_rank() : 0;
-  int number = blockIdx.x / kCluster;
+  int number = blockIdx.x;
   Ring<kUnitSlots> units;
   Ring<kQueryStages> ring;
   Ring<kRowSlots> slots;
   Unit unit;
   for (;;) {
-    if (first_row == 0 && rank == 0) number = publish_unit(shared, units, number, arguments);
+    if (first_row == 0) number = publish_unit(shared, units, number, arguments);
     if (!next_unit(shared, units, unit)) return;
     const WorkItem& item = unit.item;
     barrier_wait(shared.query_empty(ring.stage()), ring.parity() ^ 1);
     // where each row comes from and goes, and its position
+#pragma unroll 1
     for (int row = first_row + lane; row < first_row + kRowsPerWarp; row += 32) {
       PackedRow described = {-1, -1, 0};
-      const int tile_row = rank * kTileRows + row;
-      if (tile_row < item.num_rows) {
-        const int packed = item.row_begin + tile_row;
+      if (row < item.num_rows) {
+        const int packed = item.row_begin + row;
         const int plan_row = packed / group;
         const int head = unit.head * group + packed % group;
         described.source =
             arguments.order[plan_row] * (arguments.num_kv_heads * group) + head;
         described.target = item.partial == kFinal
                                ? described.source
-                               : (item.partial + tile_row) * arguments.num_kv_heads + unit.head;
+                               : (item.partial + row) * arguments.num_kv_heads + unit.head;
         described.position = arguments.positions[plan_row];
 #if kHasMask
         described.mask_bit = arguments.mask_row_offsets[plan_row] + item.kv_start;
@@ -217,20 +183,15 @@ __device__ __forceinline__ void stream_queries(const Shared& shared, const WideA
 
 // The tensor cores go round the warpgroups: each waits for its turn, issues, and passes the turn on.
 __device__ __forceinline__ void take_turn(int consumer) {
-  if (kPingPong) named_barrier_sync(1 + consumer, 256);
+  named_barrier_sync(1 + consumer, 256);
 }
 
 __device__ __forceinline__ void pass_turn(int consumer) {
-  if (kPingPong) named_barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
+  named_barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
 }
 
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-}
-
-// The same for a K or V tile, which every block of the cluster writes parts of.
-__device__ __forceinline__ void release_tile(unsigned barrier) {
-  if (threadIdx.x % 32 < kCluster) arrive_at(barrier, threadIdx.x % 32);
 }
 
 // S = Q K^T: 64 rows by kTileKeys keys.
@@ -254,20 +215,13 @@ __device__ __forceinline__ void issue_scores(float (&s)[kScores], unsigned queri
 
 // O += P V: 64 rows by kHeadDim, over kTileKeys keys.
 __device__ __forceinline__ void issue_values(float (&o)[kOutputs], const unsigned (&p)[kScores / 2],
-                                             unsigned values, int valid) {
+                                             unsigned values) {
   const auto b = matrix_descriptor(values, kBlockStride, kGroupStride);
   products_begin();
 #pragma unroll
-  for (int step = 0; step < kTileKeys / 32; ++step) {
+  for (int step = 0; step < kTileKeys / 16; ++step) {
     Wgmma<kHeadDim>::accumulate_values(o, p[4 * step], p[4 * step + 1], p[4 * step + 2],
                                        p[4 * step + 3], b + step * 2 * kGroupStride / 16);
-  }
-  if (kHalfTiles != 1 || valid > kTileKeys / 2) {
-#pragma unroll
-    for (int step = kTileKeys / 32; step < kTileKeys / 16; ++step) {
-      Wgmma<kHeadDim>::accumulate_values(o, p[4 * step], p[4 * step + 1], p[4 * step + 2],
-                                         p[4 * step + 3], b + step * 2 * kGroupStride / 16);
-    }
   }
   products_commit();
 }
@@ -301,7 +255,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
   const int consumer = threadIdx.x / 128 - 1;
   const int row = consumer * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;  // and row + 8
   const unsigned my_queries = consumer * kConsumerQueryBytes;
-  if (kPingPong && consumer == kConsumers - 1) pass_turn(consumer);
+  if (consumer == kConsumers - 1) pass_turn(consumer);
 
   Ring<kUnitSlots> units;
   Ring<kQueryStages> queries;
@@ -325,7 +279,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
   pass_turn(consumer);
   products_wait<0>();
   pin(s);
-  release_tile(shared.keys_empty(keys.stage()));
+  release(shared.keys_empty(keys.stage()));
   keys.advance();
   soften_tile(s, rows, tile * kTileKeys, factor, shared, slots.stage(), row, arguments);
   if (tile == 0) release(shared.query_empty(queries.stage()));
@@ -350,12 +304,12 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
     take_turn(consumer);
     issue_scores(s, shared.queries(queries.stage()) + my_queries, shared.keys(keys.stage()));
     barrier_wait(shared.values_full(values.stage()), values.parity());
-    issue_values(o, p, shared.values(values.stage()), valid);
+    issue_values(o, p, shared.values(values.stage()));
     valid = switching ? unit.item.num_keys - tile * kTileKeys : kTileKeys;
     pass_turn(consumer);
     products_wait<1>();
     pin(s);
-    release_tile(shared.keys_empty(keys.stage()));
+    release(shared.keys_empty(keys.stage()));
     keys.advance();
     if (tile == 0 && !switching) release(shared.query_empty(queries.stage()));
     soften_tile(s, rows, tile * kTileKeys, factor, shared, slots.stage(), row, arguments);
@@ -366,7 +320,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
     products_wait<0>();
     pin(o);
     pin(p);
-    release_tile(shared.values_empty(values.stage()));
+    release(shared.values_empty(values.stage()));
     values.advance();
     if (switching) {
       finished.write(o, arguments, shared, row);
@@ -383,14 +337,14 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
   clear_values(shared, values, valid, consumer);
   take_turn(consumer);
   barrier_wait(shared.values_full(values.stage()), values.parity());
-  issue_values(o, p, shared.values(values.stage()), valid);
+  issue_values(o, p, shared.values(values.stage()));
   pass_turn(consumer);
   products_wait<0>();
   pin(o);
   rows.finish(slots.stage(), final).write(o, arguments, shared, row);
 }
 
-extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attend_wide(const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
                 const __grid_constant__ WideArguments arguments) {
   extern __shared__ __align__(1024) unsigned char storage[];
@@ -398,7 +352,6 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
   if (shared.address % 1024 != 0) __trap();  // swizzled groups repeat with the address
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
-  if (kCluster > 1) cluster_sync();  // nobody arrives at a barrier that is not there yet
 
   if (threadIdx.x < 128) {
     give_registers<kProducerRegisters>();
@@ -416,5 +369,4 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     take_registers<kConsumerRegisters>();
     attend_units(shared, arguments);
   }
-  if (kCluster > 1) cluster_sync();  // nor at one that is gone
 }

@@ -47,19 +47,6 @@ __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the same barrier of block `rank` of the cluster; what this thread wrote there is visible to
-// whoever waits with `barrier_wait_cluster`.
-__device__ __forceinline__ void barrier_arrive_at(unsigned barrier, int rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
-      "}\n" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
 // Arrives and adds `bytes` to what the copy engine must still deliver in this phase.
 __device__ __forceinline__ void barrier_arrive_expect(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
@@ -77,46 +64,6 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
       "@!done bra wait_loop;\n"
       "}\n" ::"r"(barrier),
       "r"(parity)
-      : "memory");
-}
-
-// The same, for what another block of the cluster wrote.
-__device__ __forceinline__ void barrier_wait_cluster(unsigned barrier, unsigned parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "wait_loop:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra wait_loop;\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-// --- clusters ----------------------------------------------------------------------------------------
-
-__device__ __forceinline__ int cluster_rank() {
-  int rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// All threads of all blocks of the cluster.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release;\n"
-      "barrier.cluster.wait.acquire;" ::
-          : "memory");
-}
-
-__device__ __forceinline__ void store_at(unsigned address, int rank, int value) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "st.shared::cluster.b32 [remote], %2;\n"
-      "}\n" ::"r"(address),
-      "r"(rank), "r"(value)
       : "memory");
 }
 
@@ -141,27 +88,6 @@ __device__ __forceinline__ void copy_box(unsigned target, const TensorMap* map, 
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(target),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-      : "memory");
-}
-
-// To the same place, and the same barrier, in both blocks of a cluster of two.
-__device__ __forceinline__ void copy_box_to_both(unsigned target, const TensorMap* map,
-                                                 unsigned barrier, int c0, int c1, int c2) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(target),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(static_cast<unsigned short>(3))
-      : "memory");
-}
-
-__device__ __forceinline__ void copy_box_to_both(unsigned target, const TensorMap* map,
-                                                 unsigned barrier, int c0, int c1, int c2, int c3,
-                                                 int c4) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(target),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4),
-      "h"(static_cast<unsigned short>(3))
       : "memory");
 }
 

@@ -9,6 +9,7 @@ How to call it (nothing here imports cupy or touches a device, except that maps 
         maps = wide.paged_maps(geometry, pool_pointer)            # once per pool
         maps = wide.ragged_maps(v, k_ptr, v_ptr, nnz, num_kv_heads)
         block = wide.argument_block(q=..., o=..., ...)            # device addresses and numbers
+        block["head_block"] = wide.heads_together(num_kv_heads, num_items, num_runs)  # or 1
         wide.launch(kernel, v, maps, block, num_multiprocessors)  # on CuPy's current stream
 
 Items are cut to at most `v.tile_rows` packed rows, best sorted by cost, dearest first; any number
@@ -69,12 +70,11 @@ class WideVariant:
     stages: int = 2
     query_stages: int = 2
     consumers: int = 2
-    cluster: int = 1
 
     @property
     def tile_rows(self) -> int:
-        """Packed rows per item, at most: 64 per consumer warpgroup of the cluster's blocks."""
-        return 64 * self.consumers * self.cluster
+        """Packed rows per item, at most: 64 per consumer warpgroup."""
+        return 64 * self.consumers
 
     @property
     def threads(self) -> int:
@@ -84,9 +84,8 @@ class WideVariant:
     def shared_bytes(self) -> int:
         """Dynamic shared memory, laid out as `Shared` of wide_tile.cuh."""
         tiles = 2 * self.stages * self.tile_keys * self.head_dim * 2
-        block_rows = 64 * self.consumers
-        queries = self.query_stages * block_rows * self.head_dim * 2
-        rows = (self.query_stages + 1) * block_rows * (24 if self.has_mask else 12)
+        queries = self.query_stages * self.tile_rows * self.head_dim * 2
+        rows = (self.query_stages + 1) * self.tile_rows * (24 if self.has_mask else 12)
         barriers = 4 * self.stages + 2 * self.query_stages + 4
         return tiles + queries + rows + 2 * 64 + 8 * barriers
 
@@ -99,7 +98,6 @@ class WideVariant:
             "kStages": self.stages,
             "kQueryStages": self.query_stages,
             "kConsumers": self.consumers,
-            "kCluster": self.cluster,
             "kPageSize": self.page_size,
             "kHasMask": int(self.has_mask),
             "kHasSoftCap": int(self.has_soft_cap),
@@ -191,13 +189,13 @@ def paged_shape(geometry: PoolGeometry) -> _MapShape:
 def ragged_shape(nnz: int, num_kv_heads: int, variant: WideVariant) -> _MapShape:
     """Ragged keys as (64 dims, rows, blocks of 64 of all heads).
 
-    One box is 64 dims of a tile, or of what one block of a cluster loads of it.
+    One box is 64 dims of a tile.
     """
     width = num_kv_heads * variant.head_dim
     return _MapShape(
         extents=(64, nnz, width // 64),
         strides=(width * 2, 128),
-        box=(64, variant.tile_keys // variant.cluster, 1),
+        box=(64, variant.tile_keys, 1),
     )
 
 
@@ -253,6 +251,16 @@ def _encode(shape: _MapShape, address: int, dtype: DType) -> NDArray[Any]:
     return np.frombuffer(ctypes.string_at(int(tensor_map.getPtr()), 128), MAP).copy()
 
 
+def heads_together(num_kv_heads: int, num_items: int, num_runs: int) -> int:
+    """How many kv heads the CTAs work on at a time (`head_block`), by row tiles per run of keys.
+
+    Measured: tiles that read the same keys at the same time find them in the L2 cache, so few heads
+    are best; but with hundreds of tiles on one run, all CTAs would read the same lines at once.
+    """
+    wanted = 4 if num_items > 128 * num_runs else 2
+    return max(n for n in (1, 2, 4) if n <= wanted and num_kv_heads % n == 0)
+
+
 def argument_block(**fields: float) -> NDArray[Any]:
     """One `ARGUMENTS` element; a field not named is 0 (a null pointer). Edit it at will."""
     block = np.zeros(1, ARGUMENTS)
@@ -269,14 +277,14 @@ def launch(
     num_multiprocessors: int,
 ) -> None:
     """Enqueue one launch on CuPy's current stream; `block` is copied before this returns."""
+    block["head_block"] = np.maximum(block["head_block"], 1)
     block["head_blocks"] = maps.head_blocks
     block["head_groups"] = maps.head_groups
     units = int(block["num_items"][0]) * int(block["num_kv_heads"][0])
     if units == 0:
         return
-    clusters = min(units, num_multiprocessors // variant.cluster)
     kernel(
-        (clusters * variant.cluster,),
+        (min(units, num_multiprocessors),),
         (variant.threads,),
         (maps.keys, maps.values, block),
         shared_mem=variant.shared_bytes,

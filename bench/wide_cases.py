@@ -1,0 +1,211 @@
+"""Batches for the wide kernel alone: shapes, plans, work items, and which are checked and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from kernels.backend import Level, Plan
+from kernels.cuda import wide
+from kernels.cuda.planner import Problem, TileShape, Work, make_work
+
+SMS: Final = 132
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One batch.
+
+    `qo_lens[b]` queries of a sequence whose own keys number `kv_lens[b]`, positions aligned at the
+    end; with `shared` > 0 a first level of that many keys is shared by every row, in front.
+    """
+
+    name: str
+    qo_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    shared: int = 0
+    own_level: bool = True
+    num_qo_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 128
+    page_size: int = 16
+    layout: str = "NHD"
+    dtype: str = "fp16"
+    causal: bool = True
+    window: int = -1
+    soft_cap: float = 0.0
+    mask: bool = False
+    ragged: bool = False
+    workers: int = SMS
+    tile_rows: int = 128
+    granule: int = 128
+    shuffled_rows: bool = False
+    bucketed: bool = False  # items of about the same cost stay in row order, next to their keys
+    head_block: int = 0  # 0: as wide.heads_together says
+
+    @property
+    def group(self) -> int:
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        return sum(self.qo_lens)
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds times two over visible pairs only, as attention is usually counted."""
+        pairs = self.rows * self.shared
+        if self.own_level:
+            for qo, kv in zip(self.qo_lens, self.kv_lens, strict=True):
+                pairs += sum(max(0, kv - qo + i + 1) for i in range(qo)) if self.causal else qo * kv
+        return 4 * self.num_qo_heads * self.head_dim * pairs
+
+
+def positions(case: Case) -> Any:
+    return np.concatenate(
+        [
+            case.shared + kv - qo + np.arange(qo)
+            for qo, kv in zip(case.qo_lens, case.kv_lens, strict=True)
+        ]
+    ).astype(np.int32)
+
+
+def make_plan(case: Case, rng: np.random.Generator) -> tuple[Plan, int]:
+    """The plan and how many pages it uses; page ids are shuffled, or rows where keys are ragged."""
+    size = 1 if case.ragged else case.page_size
+    runs = [case.shared] if case.shared else []
+    runs += list(case.kv_lens) if case.own_level else []
+    pages = [-(-run // size) for run in runs]
+    total = sum(pages)
+    ids = np.arange(total) if case.ragged else rng.permutation(total)
+    ids = ids.astype(np.int32)
+    levels, used = [], 0
+    if case.shared:
+        levels.append(
+            _level([0, case.rows], [pages[0]], [case.shared], size, ids[: pages[0]], [0], False)
+        )
+        used = pages[0]
+    if case.own_level:
+        qo = np.concatenate([[0], np.cumsum(case.qo_lens)])
+        own = pages[1 if case.shared else 0 :]
+        start = [case.shared] * len(case.kv_lens)
+        levels.append(_level(qo, own, list(case.kv_lens), size, ids[used:], start, case.causal))
+    order = rng.permutation(case.rows).astype(np.int32) if case.shuffled_rows else None
+    return Plan(tuple(levels), positions(case), order), total
+
+
+def _level(
+    qo: Any, pages: list[int], lens: list[int], size: int, ids: Any, start: list[int], causal: bool
+) -> Level:
+    last = [length - (n - 1) * size if n else 0 for n, length in zip(pages, lens, strict=True)]
+    return Level(
+        np.asarray(qo, np.int32),
+        np.concatenate([[0], np.cumsum(pages)]).astype(np.int32),
+        ids,
+        np.asarray(last, np.int32),
+        np.asarray(start, np.int32),
+        causal,
+    )
+
+
+def make_items(case: Case, plan: Plan) -> Work:
+    shape = TileShape(
+        "wide", case.tile_rows, 2**30, case.workers, case.granule, False, case.granule
+    )
+    size = 1 if case.ragged else case.page_size
+    return make_work(
+        [(0, plan)], Problem(case.group, size, case.num_kv_heads, case.window, (shape,))
+    )
+
+
+def case_variant(case: Case) -> wide.WideVariant:
+    page = 0 if case.ragged else case.page_size
+    return wide.variant(case.head_dim, case.dtype, page, case.mask, case.soft_cap > 0)  # type: ignore[arg-type]
+
+
+# --- checked ------------------------------------------------------------------------------------
+
+
+def grid(**fixed: Any) -> Iterator[Case]:
+    """Short and long, ragged and aligned query and key counts, in one batch and alone."""
+    for qo, kv in (((1,), (54,)), ((37, 1, 128), (97, 16, 512)), ((577, 17), (2048, 17))):
+        for causal in (True, False):
+            yield Case(f"{qo}x{kv}", qo, kv, causal=causal, **fixed)
+    yield Case("kv<qo", (127, 40), (54, 1), **fixed)
+    yield Case("split", (200,), (2048,), causal=True, workers=512, **fixed)
+
+
+def groups() -> dict[str, list[Case]]:
+    one = {"num_qo_heads": 1, "num_kv_heads": 1}
+    return {
+        "first": [
+            Case("1 tile", (64,), (128,), causal=False, **one),
+            Case("128 rows", (128,), (128,), causal=False, **one),
+            Case("2 tiles", (128,), (256,), causal=False, **one),
+            Case("partial tile", (100,), (300,), causal=False, **one),
+            Case("causal", (256,), (256,), **one),
+            *grid(),
+        ],
+        "layouts": [
+            *grid(layout="HND", page_size=32),
+            *grid(page_size=64, dtype="bf16"),
+            *grid(page_size=8, layout="HND", shuffled_rows=True),
+        ],
+        "ragged": [*grid(ragged=True), *grid(ragged=True, dtype="bf16", shuffled_rows=True)],
+        "dims": [
+            *grid(head_dim=64),
+            *grid(head_dim=192),
+            *grid(head_dim=256, layout="HND"),
+            *grid(head_dim=64, ragged=True),
+            *grid(num_qo_heads=7, num_kv_heads=1),
+        ],
+        "rare": [
+            *grid(window=33),
+            *grid(window=200, page_size=64),
+            *grid(soft_cap=5.0),
+            *grid(mask=True),
+            *grid(mask=True, window=100, soft_cap=30.0, layout="HND"),
+            *grid(mask=True, ragged=True),
+        ],
+        "sanitized": [
+            Case("partial tile", (100,), (300,), **one),
+            Case("split", (40, 3), (700, 20), num_qo_heads=2, num_kv_heads=1, workers=64),
+        ],
+        "cascade": [
+            Case("two levels", (1,) * 40, (50,) * 40, shared=1000, shuffled_rows=True),
+            Case("uneven", (3, 1, 20), (5, 100, 333), shared=4096, workers=1024),
+            Case("window", (3, 1, 20), (5, 100, 333), shared=1000, window=150),
+            Case("mask", (30, 1, 20), (50, 100, 333), shared=1000, mask=True),
+        ],
+    }
+
+
+# --- timed --------------------------------------------------------------------------------------
+
+_SKEWED: Final = (
+    *(203, 897, 385, 1198, 1332, 87, 68, 3723, 225, 199, 8020, 626),
+    *(3704, 645, 1421, 132, 1393, 4318, 810, 2334, 1663, 87, 2534, 1126),
+)
+_HEADS: Final = {"num_qo_heads": 32, "num_kv_heads": 8}
+
+
+def timed_cases() -> dict[str, Case]:
+    decode = (1,) * 256
+    return {
+        "1x8k": Case("1x8k", (8192,), (8192,), **_HEADS),
+        "16x1k": Case("16x1k", (1024,) * 16, (1024,) * 16, **_HEADS),
+        "8x512": Case("8x512", (512,) * 8, (8704,) * 8, **_HEADS),
+        "skewed": Case("skewed", _SKEWED, _SKEWED, **_HEADS),
+        "1x8k-ragged": Case("1x8k-ragged", (8192,), (8192,), ragged=True, **_HEADS),
+        "16x1k-ragged": Case("16x1k-ragged", (1024,) * 16, (1024,) * 16, ragged=True, **_HEADS),
+        "8x512-ragged": Case("8x512-ragged", (512,) * 8, (8704,) * 8, ragged=True, **_HEADS),
+        "skewed-ragged": Case("skewed-ragged", _SKEWED, _SKEWED, ragged=True, **_HEADS),
+        "gqa-32k": Case("gqa-32k", decode, (1,) * 256, 32768, False, causal=False, **_HEADS),
+        "mha-32k": Case("mha-32k", decode, (1,) * 256, 32768, False, 32, 32, causal=False),
+        "1x8k-64": Case("1x8k-64", (8192,), (8192,), head_dim=64, **_HEADS),
+        "1x8k-256": Case("1x8k-256", (8192,), (8192,), head_dim=256, **_HEADS),
+        "1x8k-mask": Case("1x8k-mask", (2048,), (8192,), mask=True, **_HEADS),
+    }
