@@ -257,7 +257,9 @@ class Attention:
             num_items=launch.num_items,
             num_kv_heads=store.num_kv_heads,
             group_size=scene.group_size,
-            head_block=store.num_kv_heads,
+            head_block=wide.heads_together(
+                store.num_kv_heads, launch.num_items, len(np.unique(launch.items[:, 3]))
+            ),
             num_pages=store.num_pages,
         )
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
