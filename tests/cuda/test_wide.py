@@ -1,0 +1,119 @@
+"""The wide kernel's host side: resources of every specialisation, tensor maps, argument layout."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from kernels.backend import Layout, PoolGeometry
+from kernels.compile import SOURCES, compile_spec
+from kernels.cuda import wide
+
+HEAD_DIMS = (64, 128, 192, 256)
+PLAIN = [wide.variant(d, "fp16", page) for d in HEAD_DIMS for page in (0, 16)]
+OTHERS = [
+    *(wide.variant(128, "fp16", page) for page in (8, 32, 64)),
+    *(wide.variant(d, "bf16", 16) for d in HEAD_DIMS),
+    *(wide.variant(d, "bf16", 0) for d in (64, 128)),
+    *(wide.variant(d, "fp16", 16, has_mask=True) for d in HEAD_DIMS),
+    *(wide.variant(d, "fp16", 16, has_soft_cap=True) for d in HEAD_DIMS),
+    wide.variant(128, "fp16", 0, has_mask=True, has_soft_cap=True),
+    wide.variant(64, "bf16", 64, has_mask=True, has_soft_cap=True),
+]
+
+
+@pytest.mark.parametrize("variant", PLAIN + OTHERS, ids=lambda variant: str(variant.spec))
+def test_every_specialisation_compiles_without_spills_or_serialised_products(
+    variant: wide.WideVariant,
+) -> None:
+    compiled = compile_spec(variant.spec, "sm_90a")
+    resources = compiled.resources
+    assert resources.spill_bytes == 0, resources
+    assert resources.stack_bytes == 0, resources
+    assert resources.registers <= 65536 // variant.threads, resources
+    assert "C75" not in compiled.log, compiled.log  # ptxas says when it serialises wgmma
+    assert variant.shared_bytes <= wide.SHARED_LIMIT
+
+
+def test_arguments_have_the_fields_of_the_struct_in_its_order() -> None:
+    text = (SOURCES / "wide_tile.cuh").read_text()
+    body = re.search(r"struct WideArguments \{(.*?)\n\};", text, re.DOTALL)
+    assert body is not None
+    declared = re.findall(r"^  [\w ]+?\*? (\w+);", body[1], re.MULTILINE)
+    assert declared == list(wide.ARGUMENTS.names or ())
+    pointers = [name for name in declared if wide.ARGUMENTS[name] == np.uint64]
+    assert pointers == re.findall(r"^  [\w ]+\* (\w+);", body[1], re.MULTILINE)
+    assert wide.ARGUMENTS.isalignedstruct
+
+
+def box_offsets(shape: wide._MapShape, corner: tuple[int, ...]) -> np.ndarray:
+    """Byte offsets in memory of a box's elements, in the order they land in shared memory."""
+    grid = np.indices(shape.box[::-1]).reshape(len(shape.box), -1)[::-1]
+    at = grid + np.array(corner)[:, None]
+    assert (at < np.array(shape.extents)[:, None]).all(), (shape, corner)
+    return (at * np.array((2, *shape.strides))[:, None]).sum(0)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page_size", [8, 16, 64])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_page_lands_as_groups_of_eight_keys_by_blocks_of_64_dims(
+    layout: Layout, page_size: int, head_dim: int
+) -> None:
+    g = PoolGeometry(2, 3, page_size, 4, head_dim, layout, "fp16")
+    elements = np.arange(g.num_layers * np.prod(g.layer_shape)).reshape(2, *g.layer_shape)
+    if layout == "HND":
+        elements = elements.swapaxes(3, 4)  # [layer, page, k or v, slot, head, dim]
+    shape = wide.paged_shape(g)
+    nhd = layout == "NHD"
+    blocks = head_dim // 64 if nhd else 0
+    groups = 0 if nhd else page_size // 8
+    for layer, page, head in ((0, 0, 0), (1, 2, 3), (0, 1, 2)):
+        corner = (0, 0, head * blocks, head * groups, layer * g.num_pages + page)
+        wanted = elements[layer, page, 0, :, head]  # [slot, dim]
+        wanted = wanted.reshape(page_size // 8, 8, head_dim // 64, 64).swapaxes(1, 2)
+        assert (box_offsets(shape, corner) == 2 * wanted.ravel()).all(), corner
+
+
+def test_ragged_keys_land_as_blocks_of_64_dims() -> None:
+    variant = wide.variant(128, "fp16", 0)
+    shape = wide.ragged_shape(1000, 4, variant)
+    elements = np.arange(1000 * 4 * 128).reshape(1000, 4, 128)
+    wanted = elements[37 : 37 + variant.tile_keys, 3, 64:]
+    assert (box_offsets(shape, (0, 37, 3 * 2 + 1)) == 2 * wanted.ravel()).all()
+
+
+def test_what_the_kernel_does_not_take_is_left_to_the_other_kernel() -> None:
+    assert wide.supports("sm_90a", 128, "fp16", "fp16", 16, 0.1)
+    assert wide.supports("sm_90a", 64, "bf16", "bf16", 0, 0.1)
+    refused = [
+        ("sm_100", 128, "fp16", "fp16", 16, 0.1),
+        ("sm_90a", 80, "fp16", "fp16", 16, 0.1),
+        ("sm_90a", 128, "bf16", "fp16", 16, 0.1),
+        ("sm_90a", 128, "fp16", "fp8_e4m3", 16, 0.1),
+        ("sm_90a", 128, "fp16", "fp16", 5, 0.1),
+        ("sm_90a", 128, "fp16", "fp16", 16, 0.0),
+        ("sm_90a", 128, "fp16", "fp16", 16, -0.1),
+    ]
+    for case in refused:
+        assert not wide.supports(*case), case  # type: ignore[arg-type]
+
+
+def test_heads_worked_on_together_divide_the_heads() -> None:
+    for heads in range(1, 33):
+        for items, runs in ((16, 1), (200, 1), (2000, 500)):
+            assert heads % wide.heads_together(heads, items, runs) == 0, (heads, items, runs)
+    assert wide.heads_together(8, 256, 1) == 4
+    assert wide.heads_together(8, 512, 16) == 2
+
+
+def test_no_work_launches_nothing() -> None:
+    def kernel(*_: object, **__: object) -> None:
+        raise AssertionError("launched")
+
+    block = wide.argument_block(num_items=0, num_kv_heads=8)
+    none = np.zeros(1, wide.MAP)
+    maps = wide.TensorMaps(none, none, 1, 0)
+    wide.launch(kernel, wide.variant(128, "fp16", 16), maps, block, 132)
