@@ -18,72 +18,112 @@ constexpr int kM = ROW_TILES;
 constexpr int kWarps = WARPS;
 constexpr int kStages = STAGES;
 constexpr int kThreads = kWarps * 32;
-constexpr bool kQueryInShared = kM > 1 || (kRare && kHeadDim == 256);  // else in registers
+constexpr bool kQueryInShared = kM > 1 || kHeadDim > 128;  // else in registers
+constexpr bool kQueryAhead = !kQueryInShared;               // and the next item's too
+constexpr int kRows = kM * 16;
 constexpr int kTile = 16;
 constexpr int kTileBytes = kTile * kRowStride;
 constexpr int kStageBytes = 2 * kTileBytes;
-constexpr int kQueryBytes = kQueryInShared ? kM * 16 * kQueryStride : 0;
-constexpr int kWarpBytes = kStages * kStageBytes + kQueryBytes;
-constexpr int kQueue = 16;  // items between the loading side and the arithmetic: at most kStages + 1
-static_assert(kStages + 2 <= kQueue, "an item has at least one tile");
-
+constexpr int kQueryBytes = kQueryInShared ? kRows * kQueryStride : 0;
+constexpr int kQueue = kStages <= 5 ? 8 : 16;
+static_assert(kStages + 3 <= kQueue, "items have at least one tile; one more is known ahead");
 constexpr int kNoItem = -1;
 
-__device__ __forceinline__ WorkItem read_item(const WorkItem* items, int index) {
-  const int4* at = reinterpret_cast<const int4*>(items + index);
-  const int4 a = at[0], b = at[1];
-  return WorkItem{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-}
+// What the arithmetic needs to know of an item, all of it fetched before its turn comes: at the
+// memory limit a dependent read takes microseconds.
+struct Entry {
+  int item[8];  // the WorkItem; item[0] = kNoItem ends the queue
+  int query[kRows];
+  int position[kRows];
+#if RARE
+  int64 mask[kRows];
+#endif
+};
+constexpr int kWarpBytes = kStages * kStageBytes + kQueryBytes + kQueue * sizeof(Entry);
 
-// Walks a worker's items ahead of the loads. What the next item needs is fetched in steps, one per
-// tile, so that each step's latency passes while tiles are computed.
+// Walks a worker's items ahead of the loads and queues what it learns. The next item's facts are
+// fetched in steps, one per tile, so that each step's latency passes while tiles are computed.
 struct ItemWalker {
-  enum Step { kTicket, kFields, kReady };
+  enum Step { kTicket, kFields, kRowFacts, kPublish, kReady };
 
-  int item, stop;        // current item, end of its chunk
-  int next, next_stop;   // the same of the next item; next is kNoItem when there is none
-  Step step;             // what of the next item is to be fetched
+  Entry* queue;
+  int head;
+  int pushed;           // entries queued
+  int next, next_stop;  // the next item, and the end of its chunk; next is kNoItem after the last
+  Step step;            // what of the next item is to be fetched
   uint32 ticket;
-  int4 head;             // first half of the next item: layer, .., .., kv_begin
-  int keys;
+  int word;             // lane l: word l % 8 of the next item
+  int order, position;  // lane l: of row l of the next item
+  int64 mask;
+
+  __device__ __forceinline__ int field(int index) const {
+    return __shfl_sync(kAllLanes, word, index);
+  }
 
   __device__ __forceinline__ void start(const AttendParams& p, int worker) {
-    item = kNoItem;
+    pushed = 0;
     next = p.chunk_begin[worker];
     next_stop = p.chunk_begin[worker + 1];
     step = kFields;
   }
 
+  // One step towards a queued next item.
   __device__ __forceinline__ void prepare(const AttendParams& p) {
+    const int lane = threadIdx.x & 31;
+    Entry& entry = queue[pushed % kQueue];
     if (step == kTicket) {
-      ticket = __shfl_sync(kAllLanes, ticket, 0) + p.num_workers;
-      next = kNoItem;
-      step = kReady;
-      if (ticket < p.num_chunks) {
-        next = p.chunk_begin[ticket];
-        next_stop = p.chunk_begin[ticket + 1];
+      const uint32 chunk = __shfl_sync(kAllLanes, ticket, 0) + p.num_workers;
+      if (chunk < p.num_chunks) {
+        next = p.chunk_begin[chunk];
+        next_stop = p.chunk_begin[chunk + 1];
         step = kFields;
+      } else {
+        next = kNoItem;
+        if (lane < kRows) entry.query[lane] = -1;
+        if (lane == 0) entry.item[0] = kNoItem;
+        ++pushed;
+        step = kReady;
       }
     } else if (step == kFields) {
-      head = reinterpret_cast<const int4*>(p.items + next)[0];
-      keys = p.items[next].num_keys;
+      word = reinterpret_cast<const int*>(p.items + next)[lane & 7];
+      step = kRowFacts;
+    } else if (step == kRowFacts) {
+      const int begin = field(1), count = field(2);
+      if (lane < count) {
+        const int row = (begin + lane) / p.group_size;
+        order = p.order[row];
+        position = p.positions[row];
+        if (kRare && p.mask_bits != nullptr) mask = p.mask_row_offsets[row];
+      }
+      step = kPublish;
+    } else if (step == kPublish) {
+      const int packed = field(1) + lane, count = field(2);
+      if (lane < 8) entry.item[lane] = word;
+      if (lane < kRows) {
+        entry.query[lane] = -1;
+        entry.position[lane] = 0;
+        if (lane < count) {
+          entry.query[lane] = query_row(p, packed, packed / p.group_size, order, head);
+          entry.position[lane] = position;
+#if RARE
+          entry.mask[lane] = mask;
+#endif
+        }
+      }
+      ++pushed;
       step = kReady;
     }
   }
 
-  // Make the next item the current one (kNoItem: there is none) and begin to look for its successor.
-  __device__ __forceinline__ void advance(const AttendParams& p, int kv_head) {
-    while (step != kReady) prepare(p);
-    item = next;
-    stop = next_stop;
-    if (item == kNoItem) return;
-    if (item + 1 < stop) {
-      next = item + 1;
+  // The next item becomes the one that is loaded: begin to look for its successor.
+  __device__ __forceinline__ void advance(const AttendParams& p) {
+    if (next + 1 < next_stop) {
+      ++next;
       step = kFields;
     } else {
       step = kTicket;
       ticket = 0;
-      if ((threadIdx.x & 31) == 0) ticket = atomicInc(p.schedule + kv_head, p.num_chunks - 1);
+      if ((threadIdx.x & 31) == 0) ticket = atomicInc(p.schedule + head, p.num_chunks - 1);
     }
   }
 };
@@ -91,7 +131,6 @@ struct ItemWalker {
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     attend_narrow(const __grid_constant__ AttendParams p) {
   extern __shared__ __align__(128) char shared[];
-  __shared__ int queues[kWarps][kQueue];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int unit = blockIdx.x * kWarps + warp;
   const int worker = unit / p.num_kv_heads, head = unit - worker * p.num_kv_heads;
@@ -100,23 +139,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   char* own = shared + warp * kWarpBytes;
   const uint32 ring = shared_address(own);
   const uint32 query_at = ring + kStages * kStageBytes;
-  int* queue = queues[warp];
+  Entry* queue = reinterpret_cast<Entry*>(own + kStages * kStageBytes + kQueryBytes);
 
   // the loading side: which tile to look up next
   ItemWalker walker;
+  walker.queue = queue;
+  walker.head = head;
   walker.start(p, worker);
   TokenLoader loader;
-  int load_begin = 0, load_keys = 0, load_first = 0, pushed = 0;
+  int load_begin = 0, load_keys = 0, load_first = 0;
+  bool loading = true;
   const auto look_up_next = [&]() {
-    if (load_first >= load_keys && (pushed == 0 || walker.item != kNoItem)) {
+    if (load_first >= load_keys && loading) {
       while (walker.step != ItemWalker::kReady) walker.prepare(p);
-      load_begin = walker.head.w;
-      load_keys = walker.next == kNoItem ? 0 : walker.keys;
+      loading = walker.next != kNoItem;
       load_first = 0;
-      loader.start(p, walker.head.x, head);
-      walker.advance(p, head);
-      if (lane == 0) queue[pushed % kQueue] = walker.item;
-      ++pushed;
+      load_keys = 0;
+      if (loading) {
+        load_begin = walker.field(3);
+        load_keys = walker.field(4);
+        loader.start(p, walker.field(0), head);
+        walker.advance(p);
+      }
     } else {
       walker.prepare(p);
     }
@@ -124,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     load_first += kTile;
   };
   const auto copy_next = [&](int stage) {
-    if (walker.item != kNoItem) {
+    if (loading) {
       const uint32 at = ring + stage * kStageBytes;
       loader.copy(p, at, at + kTileBytes);
     }
@@ -141,23 +185,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
   const float c = kRare ? 1.0f : p.scale2;
   int stage = 0;
+  uint32 ahead[kQueryAhead ? kSteps : 1][4];  // Q of the next item
+  bool have_ahead = false;
   for (int popped = 0;; ++popped) {
     // the next item, its rows and queries
     __syncwarp();
-    const int index = queue[popped % kQueue];
-    if (index == kNoItem) break;
-    const WorkItem item = read_item(p.items, index);
+    const Entry& entry = queue[popped % kQueue];
+    if (entry.item[0] == kNoItem) break;
+    const WorkItem item{entry.item[0], entry.item[1], entry.item[2], entry.item[3],
+                        entry.item[4], entry.item[5], entry.item[6], entry.item[7]};
     Rows<kM> rows;
-    find_rows(rows, p, item, 0, head);
+#pragma unroll
+    for (int r = 0; r < kM * 2; ++r) {
+      rows.query[r] = entry.query[r * 8 + (lane >> 2)];
+      rows.position[r] = entry.position[r * 8 + (lane >> 2)];
+#if RARE
+      rows.mask[r] = entry.mask[r * 8 + (lane >> 2)];
+#endif
+    }
     uint32 q[kQueryInShared ? 1 : kSteps][kM][4];
     if constexpr (kQueryInShared) {
-      __syncwarp();
-      stage_queries(own + kStages * kStageBytes, p, item, 0, kM * 16, head, lane, 32);
+      stage_queries(own + kStages * kStageBytes, p, kRows, lane, 32,
+                    [&](int row) { return entry.query[row]; });
       __syncwarp();
     } else {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-        load_query(q[step][0], p, rows.query[0], rows.query[1], step);
+      for (int step = 0; step < kSteps; ++step) {
+        if (kQueryAhead && have_ahead) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) q[step][0][i] = ahead[kQueryAhead ? step : 0][i];
+        } else {
+          load_query(q[step][0], p, rows.query[0], rows.query[1], step);
+        }
+      }
+      have_ahead = false;
     }
     Accumulator<kM> acc;
     clear(acc);
@@ -165,6 +226,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     for (int first = 0; first < item.num_keys; first += kTile) {
       copy_async_wait<kStages - 2>();
       __syncwarp();
+      if constexpr (kQueryAhead) {
+        if (!have_ahead && walker.pushed > popped + 1) {
+          const Entry& after = queue[(popped + 1) % kQueue];
+          const int row0 = after.query[lane >> 2], row1 = after.query[8 + (lane >> 2)];
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) load_query(ahead[step], p, row0, row1, step);
+          have_ahead = true;
+        }
+      }
       copy_next(stage == 0 ? kStages - 1 : stage - 1);
       look_up_next();
 

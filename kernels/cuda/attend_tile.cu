@@ -49,9 +49,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   }
 
   // rows and queries
-  stage_queries(shared, p, item, 0, kRows, head, threadIdx.x, kThreads);
+  const auto plan_row_of = [&](int row) { return (item.row_begin + row) / p.group_size; };
+  const auto query_of = [&](int row) {
+    if (row >= item.num_rows) return -1;
+    const int plan_row = plan_row_of(row);
+    return query_row(p, item.row_begin + row, plan_row, p.order[plan_row], head);
+  };
+  stage_queries(shared, p, kRows, threadIdx.x, kThreads, query_of);
   Rows<kM> rows;
-  find_rows(rows, p, item, own_row, head);
+#pragma unroll
+  for (int r = 0; r < kM * 2; ++r) {
+    const int row = own_row + r * 8 + (lane >> 2);
+    rows.query[r] = query_of(row);
+    rows.position[r] = 0;
+    rows.mask[r] = 0;
+    if (row < item.num_rows) {
+      rows.position[r] = p.positions[plan_row_of(row)];
+      if (kRare && p.mask_bits != nullptr) rows.mask[r] = p.mask_row_offsets[plan_row_of(row)];
+    }
+  }
   int first_position = 0x7fffffff, last_position = static_cast<int>(0x80000000);
 #pragma unroll
   for (int r = 0; r < kM * 2; ++r)

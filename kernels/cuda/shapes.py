@@ -25,10 +25,10 @@ SHARED_PER_MULTIPROCESSOR: Final = {
     "sm_120": 102400,
     "sm_121": 102400,
 }
-"""Bytes; each resident block also takes `RESERVED` of it, static shared memory included."""
+"""Bytes; each resident block also takes `RESERVED` of it."""
 LEAST_SHARED: Final = 102400
 """What to count on where an architecture is not listed."""
-RESERVED: Final = 1280
+RESERVED: Final = 1024
 IN_FLIGHT: Final = 64 * 1024
 """Bytes a multiprocessor should have under way; with less, one block of deeper rings is better."""
 NARROW_WARPS: Final = 4
@@ -69,14 +69,20 @@ def narrow_kernel(
 ) -> Kernel:
     """The warp-per-worker kernel for 16 * `row_tiles` packed rows."""
     stage = 2 * NARROW_TILE * row_stride(head_dim, storage)
-    shared = row_tiles > 1 or (rare and head_dim == 256)  # as kQueryInShared
-    queries = 16 * row_tiles * query_stride(head_dim) if shared else 0
+    rows = 16 * row_tiles
+    shared = row_tiles > 1 or head_dim > 128  # as kQueryInShared
+    queries = rows * query_stride(head_dim) if shared else 0
+    entry = 32 + rows * (16 if rare else 8)
+    per_multiprocessor = SHARED_PER_MULTIPROCESSOR.get(arch, LEAST_SHARED)
     for blocks in (2, 1):
-        block = SHARED_PER_MULTIPROCESSOR.get(arch, LEAST_SHARED) // blocks - RESERVED
-        stages = min(MOST_STAGES, (block // NARROW_WARPS - queries) // stage)
+        warp = (per_multiprocessor // blocks - RESERVED) // NARROW_WARPS - queries
+        stages = min(MOST_STAGES, (warp - 16 * entry) // stage)
+        if stages <= 5:  # a shorter queue does
+            stages = min(5, (warp - 8 * entry) // stage)
         if stages >= 2 and (stages - 1) * stage * NARROW_WARPS * blocks >= IN_FLIGHT:
             break
     stages = max(2, stages)
+    queue = entry * (8 if stages <= 5 else 16)
     return Kernel(
         spec=spec(
             "attend_narrow",
@@ -89,7 +95,7 @@ def narrow_kernel(
         entry="attend_narrow",
         rows=16 * row_tiles,
         threads=32 * NARROW_WARPS,
-        shared_bytes=NARROW_WARPS * (stages * stage + queries),
+        shared_bytes=NARROW_WARPS * (stages * stage + queries + queue),
         blocks=blocks,
     )
 
@@ -172,7 +178,7 @@ def attend_kernels(
         raise Unsupported("head_dim", head_dim, f"the CUDA backend has {HEAD_DIMS}")
     options = (head_dim, compute, storage, rare)
     narrow = [narrow_kernel(arch, *options, 1)]
-    if head_dim <= 128:
+    if head_dim < 128 or (head_dim == 128 and not rare):  # what 255 registers hold
         narrow.append(narrow_kernel(arch, *options, 2))
     if variant is not None:
         return (*narrow, wide_kernel(variant))

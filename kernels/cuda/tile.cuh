@@ -60,25 +60,10 @@ __device__ __forceinline__ void clear(Accumulator<kM>& acc) {
   }
 }
 
-template <int kM>
-__device__ __forceinline__ void find_rows(Rows<kM>& rows, const AttendParams& p,
-                                          const WorkItem& item, int first_row, int head) {
-  const int g = (threadIdx.x & 31) >> 2;
-#pragma unroll
-  for (int r = 0; r < kM * 2; ++r) {
-    const int in_tile = first_row + r * 8 + g;
-    rows.query[r] = -1;
-    rows.position[r] = 0;
-    rows.mask[r] = 0;
-    if (in_tile < item.num_rows) {
-      const int packed = item.row_begin + in_tile;
-      const int row = packed / p.group_size;
-      rows.query[r] = (p.order[row] * p.num_kv_heads + head) * p.group_size +
-                      (packed - row * p.group_size);
-      rows.position[r] = p.positions[row];
-      if (kRare && p.mask_bits != nullptr) rows.mask[r] = p.mask_row_offsets[row];
-    }
-  }
+// Row of q and o, in heads, of a packed row.
+__device__ __forceinline__ int query_row(const AttendParams& p, int packed, int plan_row, int order,
+                                         int head) {
+  return (order * p.num_kv_heads + head) * p.group_size + (packed - plan_row * p.group_size);
 }
 
 // Q operand of one k step straight from global memory; rows past the tile's end are zero.
@@ -105,20 +90,17 @@ __device__ __forceinline__ void load_query(uint32 (&a)[4], const AttendParams& p
 }
 
 // Q rows -> shared memory, by `threads` threads, 16 dims at a time, in the order the k steps want.
-__device__ __forceinline__ void stage_queries(char* shared, const AttendParams& p,
-                                              const WorkItem& item, int first_row, int num_rows,
-                                              int head, int thread, int threads) {
+// `query_of(row)` is the tile's row in q (in heads), or -1.
+template <typename QueryOf>
+__device__ __forceinline__ void stage_queries(char* shared, const AttendParams& p, int num_rows,
+                                              int thread, int threads, const QueryOf& query_of) {
   for (int i = thread; i < num_rows * kSteps; i += threads) {
     const int row = i / kSteps, step = i % kSteps;
+    const int query = query_of(row);
     uint4 x = make_uint4(0, 0, 0, 0), y = x;
-    if (first_row + row < item.num_rows) {
-      const int packed = item.row_begin + first_row + row;
-      const int plan_row = packed / p.group_size;
-      const int64 query = static_cast<int64>(p.order[plan_row] * p.num_kv_heads + head) *
-                              p.group_size +
-                          (packed - plan_row * p.group_size);
-      const uint4* at = reinterpret_cast<const uint4*>(static_cast<const char*>(p.q) +
-                                                       query * (kHeadDim * 2) + step * 32);
+    if (query >= 0) {
+      const uint4* at = reinterpret_cast<const uint4*>(
+          static_cast<const char*>(p.q) + static_cast<int64>(query) * (kHeadDim * 2) + step * 32);
       x = at[0];
       y = at[1];
     }
