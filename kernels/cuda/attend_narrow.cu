@@ -2,11 +2,11 @@
 // keep bytes in flight.
 //
 // One warp is one worker: it takes chunks (runs of work items) of one kv head, has a private ring of
-// kStages tiles of 16 tokens (K and V) in shared memory, and never meets a barrier. Loads run
-// kStages - 1 tiles ahead of the arithmetic and straight across the ends of items and chunks, so the
-// ring is full from a worker's first tile to its last. Worker w of head h is warp
+// kStages tiles of 16 tokens (K and V) in shared memory, and never meets a barrier. A slot is refilled
+// as soon as its K, then its V, is used, straight across the ends of items and chunks, so the ring is
+// full from a worker's first tile to its last. Worker w of head h is warp
 // w * num_kv_heads + h of the grid: neighbouring warps read the neighbouring heads of the same tokens,
-// and the same page ids. kM * 16 packed rows ride on each tile; 8 warps of 3 stages keep 128 KB in
+// and the same page ids. kM * 16 packed rows ride on each tile; 8 warps of 3 stages keep 170 KB in
 // flight per multiprocessor.
 //
 // Chunk w, the largest, is worker w's own; the rest is handed out, because multiprocessors differ in
@@ -123,7 +123,8 @@ struct ItemWalker {
     } else {
       step = kTicket;
       ticket = 0;
-      if ((threadIdx.x & 31) == 0) ticket = atomicInc(p.schedule + head, p.num_chunks - 1);
+      if ((threadIdx.x & 31) == 0 && p.num_chunks > p.num_workers)
+        ticket = atomicInc(p.schedule + head, p.num_chunks - 1);
     }
   }
 };
@@ -167,20 +168,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     loader.look_up(p, load_begin, load_keys, load_first);
     load_first += kTile;
   };
-  const auto copy_next = [&](int stage) {
-    if (loading) {
-      const uint32 at = ring + stage * kStageBytes;
-      loader.copy(p, at, at + kTileBytes);
-    }
+  uint32 load_row = TokenLoader::kNoRow;  // of the tile whose copies are being started
+  const auto copy_keys = [&](int stage) {
+    load_row = loader.locate(p);
+    if (loading) copy_rows_async(ring + stage * kStageBytes, p.k, load_row);
     copy_async_commit();
   };
+  const auto copy_values = [&](int stage) {
+    if (loading) copy_rows_async(ring + stage * kStageBytes + kTileBytes, p.v, load_row);
+    copy_async_commit();
+    look_up_next();
+  };
 
-  // fill the ring
+  // fill the ring: two groups of copies per tile, K and V
   look_up_next();
 #pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) {
-    copy_next(stage);
-    look_up_next();
+  for (int stage = 0; stage < kStages; ++stage) {
+    copy_keys(stage);
+    copy_values(stage);
   }
 
   const float c = kRare ? 1.0f : p.scale2;
@@ -224,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     clear(acc);
 
     for (int first = 0; first < item.num_keys; first += kTile) {
-      copy_async_wait<kStages - 2>();
+      copy_async_wait<2 * kStages - 1>();
       __syncwarp();
       if constexpr (kQueryAhead) {
         if (!have_ahead && walker.pushed > popped + 1) {
@@ -235,8 +240,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           have_ahead = true;
         }
       }
-      copy_next(stage == 0 ? kStages - 1 : stage - 1);
-      look_up_next();
 
       // scores
       const uint32 keys = ring + stage * kStageBytes;
@@ -254,13 +257,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           score_step<kM, kTile>(s, q[step], keys, step);
         }
       }
+      __syncwarp();
+      copy_keys(stage);
       if constexpr (kRare) cap_scores<kM, kTile>(s, p);
       if (first + kTile > item.num_keys || item.causal != 0 || kRare)
         hide_scores<kM, kTile>(s, rows, item, first, p);
 
       // softmax and values
       soften<kM, kTile>(s, acc, c);
+      copy_async_wait<2 * kStages - 1>();
+      __syncwarp();
       weigh_values<kM, kTile>(acc, s, keys + kTileBytes);
+      __syncwarp();
+      copy_values(stage);
       stage = stage == kStages - 1 ? 0 : stage + 1;
     }
     write_state(acc, rows, p, item, 0, head, c);

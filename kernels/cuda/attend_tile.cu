@@ -37,7 +37,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const auto copy_next = [&](int stage) {
     if (load_tile <= num_tiles) {
       const uint32 at = ring + stage * kStageBytes + warp * 16 * kRowStride;
-      loader.copy(p, at, at + kTileBytes);
+      const uint32 row = loader.locate(p);
+      copy_rows_async(at, p.k, row);
+      copy_rows_async(at + kTileBytes, p.v, row);
     }
     copy_async_commit();
   };

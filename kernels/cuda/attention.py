@@ -18,7 +18,7 @@ import numpy as np
 from kernels.backend import DType, Plan, PoolGeometry, Scoring
 from kernels.cuda import wide
 from kernels.cuda.launch import ATTEND_PARAMS, MERGE_PARAMS, Library, params
-from kernels.cuda.planner import Launch, Merges, Problem, Work, make_work
+from kernels.cuda.planner import KV_BEGIN, Launch, Merges, Problem, Work, make_work
 from kernels.cuda.shapes import Kernel, attend_kernels, merge_launch, planner_shape, wide_variant
 from kernels.cuda.steps import Call, MergeStep, MmaStep, Step, WideStep
 from kernels.cuda.transfer import Transfers
@@ -249,6 +249,7 @@ class Attention:
         places: dict[str, int],
     ) -> WideStep:
         store, scoring = scene.store, scene.scoring
+        runs = len(np.unique(launch.items[:, KV_BEGIN]))
         block = wide.argument_block(
             **places,
             sm_scale=scoring.sm_scale * store.k_scale,
@@ -257,9 +258,7 @@ class Attention:
             num_items=launch.num_items,
             num_kv_heads=store.num_kv_heads,
             group_size=scene.group_size,
-            head_block=wide.heads_together(
-                store.num_kv_heads, launch.num_items, len(np.unique(launch.items[:, 3]))
-            ),
+            head_block=wide.heads_together(store.num_kv_heads, launch.num_items, runs),
             num_pages=store.num_pages,
         )
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
@@ -306,7 +305,7 @@ class Attention:
         partial_o, partial_lse = self._partials(resident, store)
         shift = (layer or 0) * store.layer_bytes
         k, v = store.k + shift, store.v + shift
-        call = Call(layer, q, o, lse, k, v, mask[0], mask[1], partial_o, partial_lse)
+        call = Call(layer, k, v, (q, o, lse, *mask, partial_o, partial_lse))
         if resident.beside:
             stream = cupy.cuda.get_current_stream()
             self._fork.record(stream)

@@ -62,7 +62,7 @@ __device__ __forceinline__ Raw<kFormat> read_raw(const void* base, int64 at) {
   if constexpr (kBytes >= 16) {
 #pragma unroll
     for (int i = 0; i < kBytes / 16; ++i) {
-      const uint4 x = __ldg(reinterpret_cast<const uint4*>(from) + i);
+      const uint4 x = __ldcs(reinterpret_cast<const uint4*>(from) + i);
       raw.word[i * 4] = x.x, raw.word[i * 4 + 1] = x.y;
       raw.word[i * 4 + 2] = x.z, raw.word[i * 4 + 3] = x.w;
     }

@@ -30,6 +30,7 @@ ITEM_FIELDS: Final = (
     "causal",
     "partial",
 )
+KV_BEGIN: Final = ITEM_FIELDS.index("kv_begin")
 FINAL: Final = -1
 HIDE_FUTURE: Final = 1
 HIDE_WINDOW: Final = 2
@@ -45,7 +46,8 @@ class TileShape:
     multiples of `granule` keys and of whole pages. Segments of at most `most_rows` packed rows go
     to the first shape that takes them. The first round of chunks covers `first_round` of the keys,
     each later one `later_rounds` of what is left, until chunks would be under `least_chunk`
-    granules. `key_cost` is the time of one key of one tile on one of `workers`, in any unit that
+    granules; items of the others, where they must be cut, make `waves` turns of all workers.
+    `key_cost` is the time of one key of one tile on one of `workers`, in any unit that
     all shapes share.
     """
 
@@ -59,6 +61,7 @@ class TileShape:
     first_round: float = 1.0
     later_rounds: float = 0.4
     least_chunk: int = 4
+    waves: int = 3
     key_cost: float = 1.0
 
 
@@ -249,7 +252,7 @@ def _clip(tiles: Int, positions: Int32, problem: Problem) -> Int:
     return tiles if seen.all() else tiles[:, seen]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Cut:
     """Runs of one shape; `chunk_begin` and `workers` are for persistent kernels."""
 
@@ -286,10 +289,9 @@ def _cut_shape(tiles: Int, shape: TileShape, workers: int, page_size: int) -> _C
     ends = np.cumsum(sizes)
     begins = ends - sizes
     total = int(ends[-1])
+    if not shape.persistent:
+        return _Cut(_cut_evenly(tiles, sizes, granule, shape, workers, page_size), ends[:0], 0)
     workers = min(workers, -(-total * granule // shape.least_run), total)
-    if not shape.persistent and not _worth_cutting(sizes, total, workers):
-        order = np.argsort(-tiles[_KEYS], kind="stable")
-        return _Cut(tiles[:, order], np.zeros(1, np.int64), workers)
     bounds = _chunk_bounds(total, workers, shape)
     starts = np.concatenate([begins, bounds[:-1]])
     starts.sort()
@@ -301,9 +303,30 @@ def _cut_shape(tiles: Int, shape: TileShape, workers: int, page_size: int) -> _C
     runs[_PAGE] += offset // page_size
     runs[_START] += offset
     runs[_KEYS] = np.minimum(length, runs[_KEYS] - offset)
-    if shape.persistent:
-        return _Cut(runs, np.searchsorted(starts, bounds), workers)
-    return _Cut(runs[:, np.argsort(-runs[_KEYS], kind="stable")], np.zeros(1, np.int64), workers)
+    return _Cut(runs, np.searchsorted(starts, bounds), workers)
+
+
+def _cut_evenly(
+    tiles: Int, sizes: Int, granule: int, shape: TileShape, workers: int, page_size: int
+) -> Int:
+    """Cut tiles that would leave workers idle at the end; dearest first, sharers of keys together.
+
+    Tiles of one segment are cut alike, so that their runs of the same keys follow each other.
+    """
+    total = int(sizes.sum())
+    if int(sizes.max()) * workers * 8 > total:
+        length = max(-(-total // (workers * shape.waves)), -(-shape.least_run // granule))
+        count = -(-sizes // length)
+        piece = -(-sizes // count)
+        count = -(-sizes // piece)
+        tile = np.repeat(np.arange(len(count)), count)
+        offset = np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
+        offset *= piece[tile] * granule
+        tiles = tiles[:, tile]
+        tiles[_PAGE] += offset // page_size
+        tiles[_START] += offset
+        tiles[_KEYS] = np.minimum(piece[tile] * granule, tiles[_KEYS] - offset)
+    return tiles[:, np.lexsort((tiles[_ROW], tiles[_PAGE], -tiles[_KEYS]))]
 
 
 def _chunk_bounds(total: int, workers: int, shape: TileShape) -> Int:
@@ -318,11 +341,6 @@ def _chunk_bounds(total: int, workers: int, shape: TileShape) -> Int:
     ramp = np.arange(workers) / workers
     bounds = rounds[:-1, None] + (np.diff(rounds)[:, None] * ramp).astype(np.int64)
     return np.append(bounds.ravel(), total)
-
-
-def _worth_cutting(sizes: Int, total: int, workers: int) -> bool:
-    """Whether whole tiles, dearest first, would leave workers idle at the end."""
-    return int(sizes.max()) * workers * 8 > total
 
 
 def _finish(

@@ -205,9 +205,6 @@ def planner_shape(
         granule=NARROW_TILE if narrow else 128 if wide else 64,
         persistent=narrow,
         least_run=NARROW_RUN if narrow else 256,
-        first_round=0.7 if narrow else 0.5,
-        later_rounds=0.4 if narrow else 0.5,
-        least_chunk=4 if narrow else 16,
         key_cost=token_bytes / 8.7e12 if narrow else flops / (620e12 if wide else 320e12),
     )
 
@@ -238,9 +235,10 @@ def merge_launch(
         raise Unsupported("lists", units, "at most 2^31 rows times heads in one merge")
     vector = 1 if head_dim == 0 else 4 if partials or dtype == "fp32" else 8
     lanes = min(32, 1 << (max(1, -(-head_dim // vector)) - 1).bit_length()) if head_dim else 32
-    batch, threads = (2, 256) if longest <= 2 else (4, 1024 if longest >= 32 else 256)
+    few = units * lanes < 2**14 and longest >= 32
+    batch, threads = (2, 256) if longest <= 2 else (4, 1024 if few else 256)
     groups, split = threads // lanes, 1
-    most = 1024 * multiprocessors // lanes
+    most = 512 * multiprocessors // lanes
     while split < groups and longest >= 8 * split and units * split < most:
         split *= 2
     grid = -(-units * split // groups)

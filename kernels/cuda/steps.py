@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cuda.launch import ATTEND_PARAMS, MERGE_PARAMS
-from kernels.cuda.wide import ARGUMENTS, TensorMaps
+from kernels.cuda.wide import TensorMaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +21,9 @@ class Call:
     """Device addresses of one call; `layer` is that of all requests, or None: items name theirs."""
 
     layer: int | None
-    q: int
-    o: int
-    lse: int
     k: int
     v: int
-    mask_bits: int
-    mask_row_offsets: int
-    partial_o: int
-    partial_lse: int
+    common: tuple[int, int, int, int, int, int, int]  # as _CALL below
 
 
 class Step(Protocol):
@@ -39,21 +32,12 @@ class Step(Protocol):
         ...
 
 
-def words(block: NDArray[Any]) -> NDArray[np.uint64]:
-    """The struct as 64-bit words: its pointers come first."""
-    return block.view(np.uint64)
-
-
-def positions(dtype: np.dtype[Any], names: tuple[str, ...]) -> list[int]:
-    """Which 64-bit words of a struct the named pointers are."""
-    fields: Any = dtype.fields
-    return [fields[name][1] // 8 for name in names]
+def slots(block: NDArray[Any], names: tuple[str, ...]) -> tuple[NDArray[np.uint64], ...]:
+    """One-element views of the named pointers of a struct: the cheapest thing to write to."""
+    return tuple(block[name] for name in names)
 
 
 _CALL = ("q", "o", "lse", "mask_bits", "mask_row_offsets", "partial_o", "partial_lse")
-_ATTEND_WORDS = positions(ATTEND_PARAMS, (*_CALL, "k", "v"))
-_WIDE_WORDS = positions(ARGUMENTS, _CALL)
-_MERGE_WORDS = positions(MERGE_PARAMS, ("o_in", "lse_in", "o", "lse"))
 
 
 class MmaStep:
@@ -63,20 +47,12 @@ class MmaStep:
         self, function: Any, grid: int, threads: int, shared_bytes: int, block: NDArray[Any]
     ) -> None:
         self._function, self._grid, self._threads = function, (grid,), (threads,)
-        self._shared_bytes, self._arguments, self._words = shared_bytes, (block,), words(block)
+        self._shared_bytes, self._arguments = shared_bytes, (block,)
+        self._slots = slots(block, (*_CALL, "k", "v"))
 
     def launch(self, call: Call) -> None:
-        self._words[_ATTEND_WORDS] = (
-            call.q,
-            call.o,
-            call.lse,
-            call.mask_bits,
-            call.mask_row_offsets,
-            call.partial_o,
-            call.partial_lse,
-            call.k,
-            call.v,
-        )
+        for slot, value in zip(self._slots, (*call.common, call.k, call.v), strict=True):
+            slot[0] = value
         self._function(self._grid, self._threads, self._arguments, shared_mem=self._shared_bytes)
 
 
@@ -89,18 +65,12 @@ class WideStep:
         block: NDArray[Any],
         maps: Callable[[int | None], TensorMaps],
     ) -> None:
-        self._launch, self._block, self._words, self._maps = launch, block, words(block), maps
+        self._launch, self._block, self._maps = launch, block, maps
+        self._slots = slots(block, _CALL)
 
     def launch(self, call: Call) -> None:
-        self._words[_WIDE_WORDS] = (
-            call.q,
-            call.o,
-            call.lse,
-            call.mask_bits,
-            call.mask_row_offsets,
-            call.partial_o,
-            call.partial_lse,
-        )
+        for slot, value in zip(self._slots, call.common, strict=True):
+            slot[0] = value
         self._launch(self._maps(call.layer), self._block)
 
 
@@ -109,8 +79,11 @@ class MergeStep:
 
     def __init__(self, function: Any, grid: int, threads: int, block: NDArray[Any]) -> None:
         self._function, self._grid, self._threads = function, (grid,), (threads,)
-        self._arguments, self._words = (block,), words(block)
+        self._arguments = (block,)
+        self._slots = slots(block, ("o_in", "lse_in", "o", "lse"))
 
     def launch(self, call: Call) -> None:
-        self._words[_MERGE_WORDS] = (call.partial_o, call.partial_lse, call.o, call.lse)
+        _, o, lse, _, _, partial_o, partial_lse = call.common
+        for slot, value in zip(self._slots, (partial_o, partial_lse, o, lse), strict=True):
+            slot[0] = value
         self._function(self._grid, self._threads, self._arguments)

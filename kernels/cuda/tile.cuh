@@ -349,23 +349,26 @@ struct TokenLoader {
     }
   }
 
-  // Start copying the tokens looked up; tokens that are not there become zeros.
-  __device__ __forceinline__ void copy(const AttendParams& p, uint32 keys, uint32 values) const {
-    const int lane = threadIdx.x & 31;
-    uint32 row = kNoRow;
-    if (page_index >= 0) row = base + page * p.page_rows + offset * p.token_rows;
-    constexpr int kCopies = 16 * kChunks;
-#pragma unroll
-    for (int i = 0; i < (kCopies + 31) / 32; ++i) {
-      const int n = i * 32 + lane;
-      const int token = n / kChunks, chunk = n % kChunks;
-      const uint32 from = __shfl_sync(kAllLanes, row, token & 15);
-      if (kCopies % 32 != 0 && n >= kCopies) continue;
-      const bool valid = from != kNoRow;
-      const int64 at = static_cast<int64>(valid ? from : 0) * kRowBytes + chunk * 16;
-      const uint32 to = token * kRowStride + chunk * 16;
-      copy_async_16(keys + to, static_cast<const char*>(p.k) + at, valid);
-      copy_async_16(values + to, static_cast<const char*>(p.v) + at, valid);
-    }
+  // Where the tokens looked up are in the pool, lane by lane.
+  __device__ __forceinline__ uint32 locate(const AttendParams& p) const {
+    return page_index < 0 ? kNoRow : base + page * p.page_rows + offset * p.token_rows;
   }
 };
+
+// Start copying 16 rows of K or V (`from`: page 0 of it) to shared memory, one warp; lane l and
+// l + 16 know the row of token l. Tokens that are not there become zeros.
+__device__ __forceinline__ void copy_rows_async(uint32 shared, const void* from, uint32 row) {
+  const int lane = threadIdx.x & 31;
+  constexpr int kCopies = 16 * kChunks;
+#pragma unroll
+  for (int i = 0; i < (kCopies + 31) / 32; ++i) {
+    const int n = i * 32 + lane;
+    const int token = n / kChunks, chunk = n % kChunks;
+    const uint32 at = __shfl_sync(kAllLanes, row, token & 15);
+    if (kCopies % 32 != 0 && n >= kCopies) continue;
+    const bool valid = at != TokenLoader::kNoRow;
+    const char* source = static_cast<const char*>(from) +
+                         (static_cast<int64>(valid ? at : 0) * kRowBytes + chunk * 16);
+    copy_async_16(shared + token * kRowStride + chunk * 16, source, valid);
+  }
+}

@@ -25,7 +25,7 @@ from kernels.cuda.planner import (
 
 NARROW_16 = TileShape("narrow16", 16, 16, 132 * 8, 16, True, 128, 0.7)
 NARROW_32 = TileShape("narrow32", 32, 32, 132 * 8, 16, True, 128, 0.7)
-WIDE = TileShape("wide", 128, 2**30, 132, 64, False, 256, 0.5, key_cost=2.0)
+WIDE = TileShape("wide", 128, 2**30, 132, 64, False, 256, key_cost=2.0)
 SHAPES = (NARROW_16, NARROW_32, WIDE)
 
 
