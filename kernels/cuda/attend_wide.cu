@@ -39,8 +39,7 @@ __device__ __forceinline__ bool next_unit(const Shared& shared, Ring<kUnitSlots>
                                           Unit& unit) {
   barrier_wait(shared.unit_full(ring.stage()), ring.parity());
   unit = shared.unit(ring.stage());
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(shared.unit_empty(ring.stage()));
+  barrier_arrive(shared.unit_empty(ring.stage()));
   ring.advance();
   return unit.head >= 0;
 }
@@ -172,8 +171,7 @@ __device__ __forceinline__ void stream_queries(const Shared& shared, const WideA
     }
     copy_chunks_wait();
     fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared.query_full(ring.stage()));
+    barrier_arrive(shared.query_full(ring.stage()));
     ring.advance();
     slots.advance();
   }
@@ -190,6 +188,7 @@ __device__ __forceinline__ void pass_turn(int consumer) {
   named_barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
 }
 
+// This warp no longer needs a K or V tile.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
@@ -282,7 +281,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
   release(shared.keys_empty(keys.stage()));
   keys.advance();
   soften_tile(s, rows, tile * kTileKeys, factor, shared, slots.stage(), row, arguments);
-  if (tile == 0) release(shared.query_empty(queries.stage()));
+  if (tile == 0) barrier_arrive(shared.query_empty(queries.stage()));
   pack(s, p);
 
   for (;;) {
@@ -311,7 +310,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
     pin(s);
     release(shared.keys_empty(keys.stage()));
     keys.advance();
-    if (tile == 0 && !switching) release(shared.query_empty(queries.stage()));
+    if (tile == 0 && !switching) barrier_arrive(shared.query_empty(queries.stage()));
     soften_tile(s, rows, tile * kTileKeys, factor, shared, slots.stage(), row, arguments);
     // A sum is never negative. The branch ends a basic block: without it ptxas moves the wait for P V
     // up over the softmax, and nothing overlaps.
@@ -326,7 +325,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
       finished.write(o, arguments, shared, row);
       clear(o);
       // only now, because rows of the unit just written are still read above
-      if (tile == 0) release(shared.query_empty(queries.stage()));
+      if (tile == 0) barrier_arrive(shared.query_empty(queries.stage()));
     } else {
       rows.rescale(o, factor);
     }

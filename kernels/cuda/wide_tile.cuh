@@ -150,7 +150,9 @@ struct Shared {
     return barrier(4 * kStages + 2 * kQueryStages + kUnitSlots + slot);
   }
 
-  // Full rings complete by bytes (or by a writer's arrival), empty ones by one arrival per reading warp.
+  // K and V tiles: full by the copy engine's bytes, empty by one arrival per warp, whose lanes have
+  // waited for the same products. What threads write and read themselves, queries, their rows and
+  // units: by an arrival of each of those threads.
   __device__ __forceinline__ void init_barriers() const {
     for (int stage = 0; stage < kStages; ++stage) {
       barrier_init(keys_full(stage), 1);
@@ -159,12 +161,12 @@ struct Shared {
       barrier_init(values_empty(stage), 4 * kConsumers);
     }
     for (int stage = 0; stage < kQueryStages; ++stage) {
-      barrier_init(query_full(stage), 2);
-      barrier_init(query_empty(stage), 4 * kConsumers);
+      barrier_init(query_full(stage), 2 * 32);
+      barrier_init(query_empty(stage), 128 * kConsumers);
     }
     for (int slot = 0; slot < kUnitSlots; ++slot) {
       barrier_init(unit_full(slot), 1);
-      barrier_init(unit_empty(slot), kThreads / 32);
+      barrier_init(unit_empty(slot), kThreads);
     }
     barrier_init_fence();
   }
