@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -24,6 +23,7 @@ from service.http.exchange import (
     Scope,
     Send,
 )
+from service.http.ledger import Ledger
 from service.http.openapi import DESCRIPTION, document
 from service.http.sending import problem_parts, respond_problem
 from service.http.tensor_routes import ROUTES, TensorRoutes
@@ -44,9 +44,9 @@ class App:
     def __init__(self, settings: Settings, engine: Engine, metrics: Metrics) -> None:
         self.settings = settings
         self.engine = engine
-        self.metrics = metrics
-        self.tensors = TensorRoutes(engine, metrics, settings.server)
-        self.control = make_control(Control(engine, metrics, settings.server))
+        self.ledger = Ledger(metrics)
+        self.tensors = TensorRoutes(engine, self.ledger, settings.server)
+        self.control = make_control(Control(engine, metrics, self.ledger, settings.server))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -79,7 +79,7 @@ class App:
         route = scope.get("route")
         exchange.op = getattr(route, "name", None) or "unknown"
         code = scope.get(CODE, "ok")
-        asyncio.get_running_loop().call_soon(exchange.finish, status, code, self.metrics)
+        self.ledger.add(exchange, status, code)
 
     async def run_lifespan(self, receive: Receive, send: Send) -> None:
         """Start the engine; at the end let it finish what was admitted."""
@@ -90,6 +90,7 @@ class App:
                 await send({"type": "lifespan.startup.complete"})
             elif event["type"] == "lifespan.shutdown":
                 await self.engine.drain(self.settings.server.drain_timeout_s)
+                self.ledger.settle()
                 await send({"type": "lifespan.shutdown.complete"})
                 return
 

@@ -17,6 +17,7 @@ from service.http import answers
 from service.http.bodies import JSON, MAX_JSON_BYTES, media_type, read_body
 from service.http.checks import check_ids, check_layer
 from service.http.exchange import Exchange
+from service.http.ledger import Ledger
 from service.http.sending import dump, submit
 from service.metrics import Metrics
 from service.wire import load_json
@@ -42,6 +43,7 @@ class Control:
 
     engine: Engine
     metrics: Metrics
+    ledger: Ledger
     server: ServerSettings
 
     async def ask(self, request: Request, operation: ops.Operation) -> Any:
@@ -237,6 +239,7 @@ def health_routes(control: Control) -> APIRouter:
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     async def metrics() -> Response:
+        control.ledger.settle()
         body, content_type = control.metrics.render()
         return Response(body, headers={"content-type": content_type})
 

@@ -50,12 +50,14 @@ class Exchange:
         "path",
         "query",
         "request_id",
+        "seconds",
         "started",
         "timings",
     )
 
     def __init__(self, scope: Scope, op: str) -> None:
         self.started = perf_counter()
+        self.seconds = 0.0
         self.op = op
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -124,10 +126,13 @@ class Exchange:
             spent.encode * 1e3,
         )
 
-    def finish(self, status: int, code: str, metrics: Metrics) -> None:
+    def end(self) -> None:
+        """The answer is out: stop the clock."""
+        self.seconds = perf_counter() - self.started
+
+    def tell(self, status: int, code: str, metrics: Metrics) -> None:
         """Count the request and write its access line; `code` is "ok" or an error's."""
-        seconds = perf_counter() - self.started
-        metrics.observe(self.op, code, seconds, self.timings)
+        metrics.observe(self.op, code, self.seconds, self.timings)
         level = logging.DEBUG if self.op in QUIET and status == 200 else logging.INFO
         if not ACCESS.isEnabledFor(level):
             return
@@ -138,6 +143,6 @@ class Exchange:
             "path": self.path,
             "status": status,
             "code": code,
-            "duration_ms": round(seconds * 1e3, 3),
+            "duration_ms": round(self.seconds * 1e3, 3),
         }
         ACCESS.log(level, "request", extra={"fields": told})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,9 +23,9 @@ from service.http.bodies import (
     read_body,
 )
 from service.http.exchange import CLIENT_GONE, ClientGone, Exchange, Receive, Scope, Send
+from service.http.ledger import Ledger
 from service.http.sending import respond, respond_problem, submit
 from service.json_tensors import read_tensors, write_tensors
-from service.metrics import Metrics
 from service.wire import (
     Body,
     Layout,
@@ -111,9 +110,9 @@ ROUTES: Final[dict[str, TensorRoute]] = {
 class TensorRoutes:
     """Answers the requests to `ROUTES`."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, server: ServerSettings) -> None:
+    def __init__(self, engine: Engine, ledger: Ledger, server: ServerSettings) -> None:
         self.engine = engine
-        self.metrics = metrics
+        self.ledger = ledger
         self.deadline_s = server.deadline_s
         self.limits = {
             SAFETENSORS: server.max_body_bytes,
@@ -132,8 +131,7 @@ class TensorRoutes:
             status, code = await respond_problem(send, exchange, error)
         else:
             await respond(send, exchange, status, content_type.encode(), parts)
-        # in the loop's next round: what was sent goes out at the end of this one
-        asyncio.get_running_loop().call_soon(exchange.finish, status, code, self.metrics)
+        self.ledger.add(exchange, status, code)
 
     async def run(
         self, route: TensorRoute, exchange: Exchange, receive: Receive
