@@ -37,9 +37,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const auto copy_next = [&](int stage) {
     if (load_tile <= num_tiles) {
       const uint32 at = ring + stage * kStageBytes + warp * 16 * kRowStride;
-      const uint32 row = loader.locate(p);
-      copy_rows_async(at, p.k, row);
-      copy_rows_async(at + kTileBytes, p.v, row);
+      loader.copy(p, at, at + kTileBytes);
     }
     copy_async_commit();
   };
@@ -51,25 +49,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   }
 
   // rows and queries
-  const auto plan_row_of = [&](int row) { return (item.row_begin + row) / p.group_size; };
-  const auto query_of = [&](int row) {
-    if (row >= item.num_rows) return -1;
-    const int plan_row = plan_row_of(row);
-    return query_row(p, item.row_begin + row, plan_row, p.order[plan_row], head);
-  };
-  stage_queries(shared, p, kRows, threadIdx.x, kThreads, query_of);
+  stage_queries(shared, p, item, 0, kRows, head, threadIdx.x, kThreads);
   Rows<kM> rows;
-#pragma unroll
-  for (int r = 0; r < kM * 2; ++r) {
-    const int row = own_row + r * 8 + (lane >> 2);
-    rows.query[r] = query_of(row);
-    rows.position[r] = 0;
-    rows.mask[r] = 0;
-    if (row < item.num_rows) {
-      rows.position[r] = p.positions[plan_row_of(row)];
-      if (kRare && p.mask_bits != nullptr) rows.mask[r] = p.mask_row_offsets[plan_row_of(row)];
-    }
-  }
+  find_rows(rows, p, item, own_row, head);
   int first_position = 0x7fffffff, last_position = static_cast<int>(0x80000000);
 #pragma unroll
   for (int r = 0; r < kM * 2; ++r)

@@ -24,8 +24,6 @@ from kernels.cuda.steps import Call, MergeStep, MmaStep, Step, WideStep
 from kernels.cuda.transfer import Transfers
 
 RESIDENT_PLANS: Final = 64
-MOST_HEADS: Final = 4096
-"""Counters for chunks handed out: one per kv head."""
 _LOG2E: Final = 1 / np.log(2)
 
 
@@ -119,7 +117,7 @@ class Attention:
         self._partial: Any = None
         self._partial_bytes = 0
         with transfers.compute:
-            self._schedule = cupy.zeros(3 * MOST_HEADS, cupy.uint32)
+            self._schedule = cupy.zeros(2, cupy.uint32)
         # less urgent than the compute stream: narrow blocks take their multiprocessors first
         self._beside = cupy.cuda.Stream(non_blocking=True, priority=0)
         self._fork, self._join = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
@@ -183,7 +181,7 @@ class Attention:
         arrays = [work.order, work.positions, work.kv_indices]
         arrays += [merges.indptr, merges.members, merges.chunks]
         for launch in work.launches:
-            arrays += [launch.items, launch.chunk_begin]
+            arrays += [launch.items, launch.worker_begin]
         buffer, at = self._transfers.upload(arrays)
         shared = {"order": at[0], "positions": at[1]}
         shared["kv_indices"] = 0 if scene.store.contiguous else at[2]
@@ -193,11 +191,11 @@ class Attention:
             if launch.num_items == 0:
                 continue
             places = shared | {"items": at[6 + 2 * i]}
-            places["schedule"] = self._schedule.data.ptr + 4 * MOST_HEADS * min(i, 2)
             if kernel.entry == wide.ENTRY and variant is not None:
+                places["schedule"] = self._schedule.data.ptr
                 others.append(self._wide_step(launch, kernel, variant, scene, places))
                 continue
-            places["chunk_begin"] = at[7 + 2 * i]
+            places["worker_begin"] = at[7 + 2 * i]
             step = self._mma_step(launch, kernel, scene, places)
             (narrow if launch.shape.persistent else others).append(step)
         merge = self._merge_step(merges, scene, at[0], at[3:6]) if len(merges.chunks) else None
@@ -225,7 +223,6 @@ class Attention:
             head_rows=store.head_rows,
             page_size=store.page_size,
             num_workers=launch.num_workers,
-            num_chunks=launch.num_chunks,
             num_kv_heads=store.num_kv_heads,
             group_size=scene.group_size,
             scale=scale,

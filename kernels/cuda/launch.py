@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kernels.compile import DEFAULT_CACHE, Spec, cached_path, compile_all, compile_cached
 
-_ROWS: Final = ("items", "chunk_begin", "schedule", "kv_indices", "order", "positions")
+_ROWS: Final = ("items", "worker_begin", "kv_indices", "order", "positions")
 _MASK: Final = ("mask_bits", "mask_row_offsets")
 _POINTERS: Final = ("q", "o", "lse", "k", "v", *_ROWS, *_MASK, "partial_o", "partial_lse")
 
@@ -20,7 +20,7 @@ ATTEND_PARAMS: Final = np.dtype(
     [
         *((name, np.uint64) for name in _POINTERS),
         *((f"{name}_rows", np.uint32) for name in ("layer", "page", "token", "head")),
-        *((name, np.int32) for name in ("page_size", "num_workers", "num_chunks")),
+        *((name, np.int32) for name in ("page_size", "num_workers")),
         *((name, np.int32) for name in ("num_kv_heads", "group_size")),
         *((name, np.float32) for name in ("scale", "scale2", "soft_cap", "v_scale")),
         ("window_left", np.int32),

@@ -11,8 +11,7 @@ struct AttendParams {
   const void* k;       // K of page 0 of the launch's base layer
   const void* v;       // V of the same page
   const WorkItem* items;
-  const int* chunk_begin;    // narrow kernel: chunk c is items chunk_begin[c] : chunk_begin[c + 1]
-  uint32* schedule;          // narrow kernel: per kv head, chunks handed out; 0 between launches
+  const int* worker_begin;   // narrow kernel: worker w owns items worker_begin[w] : worker_begin[w + 1]
   const int* kv_indices;     // page ids; null: page id = its index
   const int* order;          // plan row -> row of q, o, lse
   const int* positions;      // per plan row
@@ -26,8 +25,7 @@ struct AttendParams {
   uint32 token_rows;
   uint32 head_rows;
   int page_size;
-  int num_workers;     // narrow kernel: workers per kv head; worker w begins with chunk w
-  int num_chunks;      // narrow kernel: at least num_workers
+  int num_workers;     // narrow kernel: workers per kv head
   int num_kv_heads;
   int group_size;
   float scale;         // sm_scale * k_scale, natural

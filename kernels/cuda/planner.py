@@ -2,9 +2,8 @@
 
 Tiles first: each level's segments are cut into tiles of packed rows (plan rows x group), each with
 the keys that at least one of its rows can see. Then runs: tiles are laid end to end per kernel and
-cut into chunks, the first round equal shares of most of the keys, later rounds smaller ones for
-whoever is free, so that all workers finish together. Rows that end up with more than one run, or
-none, go on merge lists. See work.cuh for the words.
+cut where an equal share of the keys ends, so that all workers finish together. Rows that end up
+with more than one run, or none, go on merge lists. See work.cuh for the words.
 """
 
 from __future__ import annotations
@@ -42,13 +41,10 @@ NARROW_RUN: Final = 128
 class TileShape:
     """One kernel as the planner sees it: its tile, and how many tiles the device runs at once.
 
-    `persistent` kernels take chunks of items; the others take items, dearest first. Runs are cut at
-    multiples of `granule` keys and of whole pages. Segments of at most `most_rows` packed rows go
-    to the first shape that takes them. The first round of chunks covers `first_round` of the keys,
-    each later one `later_rounds` of what is left, until chunks would be under `least_chunk`
-    granules; items of the others, where they must be cut, make `waves` turns of all workers.
-    `key_cost` is the time of one key of one tile on one of `workers`, in any unit that
-    all shapes share.
+    `persistent` kernels take a worker's list of items; the others take items, dearest first, and
+    where these must be cut they make `waves` turns of all workers. Runs are cut at multiples of
+    `granule` keys and of whole pages. Segments of at most `most_rows` packed rows go to the first
+    shape that takes them. `key_cost` is what one key of one tile costs of the whole device's time.
     """
 
     name: str
@@ -58,9 +54,6 @@ class TileShape:
     granule: int
     persistent: bool
     least_run: int
-    first_round: float = 1.0
-    later_rounds: float = 0.4
-    least_chunk: int = 4
     waves: int = 3
     key_cost: float = 1.0
 
@@ -80,22 +73,20 @@ class Problem:
 class Launch:
     """Items of one kernel: int32 [num_items, 8] as in work.cuh.
 
-    Persistent kernels: chunk c is items `chunk_begin[c]:chunk_begin[c + 1]`, and each of
-    `num_workers` workers starts with the chunk of its own number.
+    Persistent kernels: worker w owns items `worker_begin[w]:worker_begin[w + 1]`.
     """
 
     shape: TileShape
     items: Int32
-    chunk_begin: Int32
-    num_workers: int
+    worker_begin: Int32
 
     @property
     def num_items(self) -> int:
         return len(self.items)
 
     @property
-    def num_chunks(self) -> int:
-        return len(self.chunk_begin) - 1
+    def num_workers(self) -> int:
+        return len(self.worker_begin) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,11 +245,10 @@ def _clip(tiles: Int, positions: Int32, problem: Problem) -> Int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cut:
-    """Runs of one shape; `chunk_begin` and `workers` are for persistent kernels."""
+    """Runs of one shape; `worker_begin` is for persistent kernels."""
 
     runs: Int
-    chunk_begin: Int
-    workers: int
+    worker_begin: Int
 
 
 def _cut(tiles: Int, problem: Problem) -> list[_Cut]:
@@ -281,18 +271,18 @@ def _cut(tiles: Int, problem: Problem) -> list[_Cut]:
 
 
 def _cut_shape(tiles: Int, shape: TileShape, workers: int, page_size: int) -> _Cut:
-    """Lay the tiles end to end in granules and cut them into rounds of chunks."""
+    """Lay the tiles end to end in granules and cut where each worker's equal share ends."""
     if tiles.shape[1] == 0:
-        return _Cut(tiles, np.zeros(1, np.int64), 0)
+        return _Cut(tiles, np.zeros(1, np.int64))
     granule = page_size * -(-shape.granule // page_size)
     sizes = -(-tiles[_KEYS] // granule)
     ends = np.cumsum(sizes)
     begins = ends - sizes
     total = int(ends[-1])
     if not shape.persistent:
-        return _Cut(_cut_evenly(tiles, sizes, granule, shape, workers, page_size), ends[:0], 0)
+        return _Cut(_cut_evenly(tiles, sizes, granule, shape, workers, page_size), ends[:1])
     workers = min(workers, -(-total * granule // shape.least_run), total)
-    bounds = _chunk_bounds(total, workers, shape)
+    bounds = np.arange(workers + 1) * total // workers
     starts = np.concatenate([begins, bounds[:-1]])
     starts.sort()
     starts = starts[np.append(True, starts[1:] != starts[:-1])]
@@ -303,7 +293,7 @@ def _cut_shape(tiles: Int, shape: TileShape, workers: int, page_size: int) -> _C
     runs[_PAGE] += offset // page_size
     runs[_START] += offset
     runs[_KEYS] = np.minimum(length, runs[_KEYS] - offset)
-    return _Cut(runs, np.searchsorted(starts, bounds), workers)
+    return _Cut(runs, np.searchsorted(starts, bounds))
 
 
 def _cut_evenly(
@@ -327,20 +317,6 @@ def _cut_evenly(
         tiles[_START] += offset
         tiles[_KEYS] = np.minimum(piece[tile] * granule, tiles[_KEYS] - offset)
     return tiles[:, np.lexsort((tiles[_ROW], tiles[_PAGE], -tiles[_KEYS]))]
-
-
-def _chunk_bounds(total: int, workers: int, shape: TileShape) -> Int:
-    """Where chunks begin and end on a line of `total` granules: rounds of `workers` chunks."""
-    if shape.first_round >= 1.0 or total < 6 * shape.least_chunk * workers:
-        return np.arange(workers + 1) * total // workers
-    cuts = [0, int(total * shape.first_round)]
-    while (left := total - cuts[-1]) > 0:
-        size = max(int(left * shape.later_rounds), shape.least_chunk * workers)
-        cuts.append(total if left < 2 * shape.least_chunk * workers else cuts[-1] + size)
-    rounds = np.array(cuts)
-    ramp = np.arange(workers) / workers
-    bounds = rounds[:-1, None] + (np.diff(rounds)[:, None] * ramp).astype(np.int64)
-    return np.append(bounds.ravel(), total)
 
 
 def _finish(
@@ -370,8 +346,7 @@ def _finish(
     launches, at = [], 0
     for shape, cut in zip(problem.shapes, cuts, strict=True):
         stop = at + cut.runs.shape[1]
-        bounds = cut.chunk_begin.astype(np.int32)
-        launches.append(Launch(shape, items[at:stop], bounds, cut.workers))
+        launches.append(Launch(shape, items[at:stop], cut.worker_begin.astype(np.int32)))
         at = stop
 
     # merge lists: one entry per partial run and chunk, gathered by chunk

@@ -69,20 +69,15 @@ def narrow_kernel(
 ) -> Kernel:
     """The warp-per-worker kernel for 16 * `row_tiles` packed rows."""
     stage = 2 * NARROW_TILE * row_stride(head_dim, storage)
-    rows = 16 * row_tiles
     shared = row_tiles > 1 or head_dim > 128  # as kQueryInShared
-    queries = rows * query_stride(head_dim) if shared else 0
-    entry = 32 + rows * (16 if rare else 8)
+    queries = 16 * row_tiles * query_stride(head_dim) if shared else 0
     per_multiprocessor = SHARED_PER_MULTIPROCESSOR.get(arch, LEAST_SHARED)
     for blocks in (2, 1):
         warp = (per_multiprocessor // blocks - RESERVED) // NARROW_WARPS - queries
-        stages = min(MOST_STAGES, (warp - 16 * entry) // stage)
-        if stages <= 5:  # a shorter queue does
-            stages = min(5, (warp - 8 * entry) // stage)
+        stages = min(MOST_STAGES, warp // stage)
         if stages >= 2 and (stages - 1) * stage * NARROW_WARPS * blocks >= IN_FLIGHT:
             break
     stages = max(2, stages)
-    queue = entry * (8 if stages <= 5 else 16)
     return Kernel(
         spec=spec(
             "attend_narrow",
@@ -95,7 +90,7 @@ def narrow_kernel(
         entry="attend_narrow",
         rows=16 * row_tiles,
         threads=32 * NARROW_WARPS,
-        shared_bytes=NARROW_WARPS * (stages * stage + queries + queue),
+        shared_bytes=NARROW_WARPS * (stages * stage + queries),
         blocks=blocks,
     )
 

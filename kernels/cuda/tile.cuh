@@ -60,10 +60,25 @@ __device__ __forceinline__ void clear(Accumulator<kM>& acc) {
   }
 }
 
-// Row of q and o, in heads, of a packed row.
-__device__ __forceinline__ int query_row(const AttendParams& p, int packed, int plan_row, int order,
-                                         int head) {
-  return (order * p.num_kv_heads + head) * p.group_size + (packed - plan_row * p.group_size);
+template <int kM>
+__device__ __forceinline__ void find_rows(Rows<kM>& rows, const AttendParams& p,
+                                          const WorkItem& item, int first_row, int head) {
+  const int g = (threadIdx.x & 31) >> 2;
+#pragma unroll
+  for (int r = 0; r < kM * 2; ++r) {
+    const int in_tile = first_row + r * 8 + g;
+    rows.query[r] = -1;
+    rows.position[r] = 0;
+    rows.mask[r] = 0;
+    if (in_tile < item.num_rows) {
+      const int packed = item.row_begin + in_tile;
+      const int row = packed / p.group_size;
+      rows.query[r] = (p.order[row] * p.num_kv_heads + head) * p.group_size +
+                      (packed - row * p.group_size);
+      rows.position[r] = p.positions[row];
+      if (kRare && p.mask_bits != nullptr) rows.mask[r] = p.mask_row_offsets[row];
+    }
+  }
 }
 
 // Q operand of one k step straight from global memory; rows past the tile's end are zero.
@@ -90,17 +105,20 @@ __device__ __forceinline__ void load_query(uint32 (&a)[4], const AttendParams& p
 }
 
 // Q rows -> shared memory, by `threads` threads, 16 dims at a time, in the order the k steps want.
-// `query_of(row)` is the tile's row in q (in heads), or -1.
-template <typename QueryOf>
-__device__ __forceinline__ void stage_queries(char* shared, const AttendParams& p, int num_rows,
-                                              int thread, int threads, const QueryOf& query_of) {
+__device__ __forceinline__ void stage_queries(char* shared, const AttendParams& p,
+                                              const WorkItem& item, int first_row, int num_rows,
+                                              int head, int thread, int threads) {
   for (int i = thread; i < num_rows * kSteps; i += threads) {
     const int row = i / kSteps, step = i % kSteps;
-    const int query = query_of(row);
     uint4 x = make_uint4(0, 0, 0, 0), y = x;
-    if (query >= 0) {
-      const uint4* at = reinterpret_cast<const uint4*>(
-          static_cast<const char*>(p.q) + static_cast<int64>(query) * (kHeadDim * 2) + step * 32);
+    if (first_row + row < item.num_rows) {
+      const int packed = item.row_begin + first_row + row;
+      const int plan_row = packed / p.group_size;
+      const int64 query = static_cast<int64>(p.order[plan_row] * p.num_kv_heads + head) *
+                              p.group_size +
+                          (packed - plan_row * p.group_size);
+      const uint4* at = reinterpret_cast<const uint4*>(static_cast<const char*>(p.q) +
+                                                       query * (kHeadDim * 2) + step * 32);
       x = at[0];
       y = at[1];
     }
@@ -349,26 +367,23 @@ struct TokenLoader {
     }
   }
 
-  // Where the tokens looked up are in the pool, lane by lane.
-  __device__ __forceinline__ uint32 locate(const AttendParams& p) const {
-    return page_index < 0 ? kNoRow : base + page * p.page_rows + offset * p.token_rows;
+  // Start copying the tokens looked up; tokens that are not there become zeros.
+  __device__ __forceinline__ void copy(const AttendParams& p, uint32 keys, uint32 values) const {
+    const int lane = threadIdx.x & 31;
+    uint32 row = kNoRow;
+    if (page_index >= 0) row = base + page * p.page_rows + offset * p.token_rows;
+    constexpr int kCopies = 16 * kChunks;
+#pragma unroll
+    for (int i = 0; i < (kCopies + 31) / 32; ++i) {
+      const int n = i * 32 + lane;
+      const int token = n / kChunks, chunk = n % kChunks;
+      const uint32 from = __shfl_sync(kAllLanes, row, token & 15);
+      if (kCopies % 32 != 0 && n >= kCopies) continue;
+      const bool valid = from != kNoRow;
+      const int64 at = static_cast<int64>(valid ? from : 0) * kRowBytes + chunk * 16;
+      const uint32 to = token * kRowStride + chunk * 16;
+      copy_async_16(keys + to, static_cast<const char*>(p.k) + at, valid);
+      copy_async_16(values + to, static_cast<const char*>(p.v) + at, valid);
+    }
   }
 };
-
-// Start copying 16 rows of K or V (`from`: page 0 of it) to shared memory, one warp; lane l and
-// l + 16 know the row of token l. Tokens that are not there become zeros.
-__device__ __forceinline__ void copy_rows_async(uint32 shared, const void* from, uint32 row) {
-  const int lane = threadIdx.x & 31;
-  constexpr int kCopies = 16 * kChunks;
-#pragma unroll
-  for (int i = 0; i < (kCopies + 31) / 32; ++i) {
-    const int n = i * 32 + lane;
-    const int token = n / kChunks, chunk = n % kChunks;
-    const uint32 at = __shfl_sync(kAllLanes, row, token & 15);
-    if (kCopies % 32 != 0 && n >= kCopies) continue;
-    const bool valid = at != TokenLoader::kNoRow;
-    const char* source = static_cast<const char*>(from) +
-                         (static_cast<int64>(valid ? at : 0) * kRowBytes + chunk * 16);
-    copy_async_16(shared + token * kRowStride + chunk * 16, source, valid);
-  }
-}
