@@ -54,7 +54,7 @@ class TileShape:
     granule: int
     persistent: bool
     least_run: int
-    waves: int = 3
+    waves: int = 2
     key_cost: float = 1.0
 
 

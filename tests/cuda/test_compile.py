@@ -1,0 +1,66 @@
+"""Every specialisation compiles for every architecture without a GPU, and none spills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kernels.backend import DType
+from kernels.compile import ARCHITECTURES, CompileError, Spec, compile_all, compile_spec, spec
+from kernels.cuda.shapes import HEAD_DIMS, attend_kernels, service_specs
+
+# (compute, storage): every code path of the formats, the rest differ in a constant
+FORMATS: tuple[tuple[DType, DType], ...] = (("fp16", "fp16"), ("fp16", "fp8_e4m3"))
+WORST: tuple[tuple[DType, DType], ...] = (("bf16", "fp8_e5m2"),)
+
+
+def specs_for(arch: str) -> list[Spec]:
+    """The default pool's kernels, and the attention kernels of every head_dim the tests use."""
+    specs = [*service_specs(arch, 128, "fp16", 16), *service_specs(arch, 64, "bf16", 16)]
+    for head_dim in HEAD_DIMS:
+        for formats in FORMATS if head_dim not in (64, 128) else (*FORMATS, *WORST):
+            for rare in (False, True):
+                specs += [k.spec for k in attend_kernels(arch, head_dim, *formats, rare)]
+    return list(dict.fromkeys(specs))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_specialisation_compiles_without_spills(arch: str) -> None:
+    spilled = []
+    for compiled in compile_all(specs_for(arch), arch, cache=None, workers=2):
+        resources = compiled.resources
+        print(f"{arch} {resources.registers:3} registers  {compiled.spec}")
+        if resources.spill_bytes or resources.stack_bytes:
+            spilled.append(f"{compiled.spec}: {resources}")
+    assert not spilled, "\n".join([f"{arch} puts registers into local memory:", *spilled])
+
+
+def test_a_source_that_does_not_compile_shows_the_compiler_log() -> None:
+    with pytest.raises(CompileError, match=r"(?s)HEAD_DIM=17.*whole matrix fragments"):
+        compile_spec(
+            spec(
+                "attend_tile",
+                HEAD_DIM=17,
+                BF16=0,
+                FP8=0,
+                RARE=0,
+                ROW_TILES=1,
+                WARPS=4,
+                BLOCKS=1,
+                STAGES=2,
+            ),
+            "sm_80",
+        )
+
+
+def test_a_compiled_kernel_is_found_in_the_cache(tmp_path: Path) -> None:
+    wanted = spec("rows", HEAD_DIM=64, TENSOR=0, STORE=0)
+    (first,) = compile_all([wanted], "sm_80", tmp_path)
+    (cubin,) = tmp_path.rglob("*.cubin")
+    cubin.write_bytes(b"what the cache holds")
+    (again,) = compile_all([wanted], "sm_80", tmp_path)
+    assert again.cubin == b"what the cache holds"
+    assert again.resources == first.resources
+    assert not list(tmp_path.rglob("tmp*")), "a temporary file was left"
