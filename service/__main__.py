@@ -74,6 +74,7 @@ def uvicorn_config(app: object, server: ServerSettings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(server.drain_timeout_s)),
     )

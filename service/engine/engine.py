@@ -87,7 +87,8 @@ class Engine:
         Raises `Overloaded`, `NotReady`, `DeadlineExceeded`, `Internal`, and the core's refusals.
         """
         now = time.monotonic()
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Reply] = loop.create_future()
         deadline = math.inf if deadline_s is None else now + deadline_s
         ticket = Ticket(operation, future, now, deadline)
         try:
@@ -98,6 +99,9 @@ class Engine:
         except NotReady:
             self._metrics.rejected("not_ready")
             raise
+        # Last in the loop's round: woken sooner, the worker would wait for the interpreter's lock,
+        # and it would begin before the round's other requests are there to share its launch.
+        loop.call_soon(self._inbox.wake)
         self._metrics.inflight(1)
         try:
             return await future

@@ -56,7 +56,7 @@ class Inbox:
             self._changed.notify()
 
     def put(self, ticket: Ticket) -> None:
-        """Let a ticket wait. Raises `Overloaded` when full, `NotReady` when closed."""
+        """Let a ticket wait; `wake` must follow. Raises `Overloaded`, `NotReady` when closed."""
         with self._changed:
             if self._closed is not None:
                 raise NotReady(self._closed)
@@ -67,6 +67,10 @@ class Inbox:
                     retry_after_s=self._retry_after_s(),
                 )
             self._tickets.append(ticket)
+
+    def wake(self) -> None:
+        """Let the worker see what was put."""
+        with self._changed:
             self._changed.notify()
 
     def discard(self, ticket: Ticket) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
+from random import getrandbits
 from time import perf_counter
 from typing import Any, Final
 
@@ -82,7 +82,7 @@ class Exchange:
                 case b"x-attnd-deadline-ms":
                     self.deadline = value
         valid = REQUEST_ID.fullmatch(request_id)
-        self.request_id = request_id if valid else uuid.uuid4().hex.encode()
+        self.request_id = request_id if valid else b"%032x" % getrandbits(128)
 
     @property
     def content_length(self) -> int | None:
