@@ -257,7 +257,11 @@ def _cut(tiles: Int, problem: Problem) -> list[_Cut]:
     A persistent kernel runs beside the others and gets its share of the device by its cost.
     """
     shapes = problem.shapes
-    mine = [tiles[:, tiles[_SHAPE] == index] for index in range(len(shapes))]
+    counts = np.bincount(tiles[_SHAPE], minlength=len(shapes)).tolist()
+    mine = [
+        tiles if count == tiles.shape[1] else tiles[:, tiles[_SHAPE] == index if count else []]
+        for index, count in enumerate(counts)
+    ]
     cost = [int(t[_KEYS].sum()) * s.key_cost for t, s in zip(mine, shapes, strict=True)]
     kept = sum(c for c, s in zip(cost, shapes, strict=True) if s.persistent)
     share = kept / max(sum(cost), 1e-9)

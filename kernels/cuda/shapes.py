@@ -100,10 +100,12 @@ def tile_kernel(
 ) -> Kernel:
     """The block-per-item kernel, of at most 64 * `row_tiles` packed rows, as large as fits."""
     limit = SHARED_PER_MULTIPROCESSOR.get(arch, LEAST_SHARED)
-    plain = storage == compute and not rare
     # two row tiles a warp where 255 registers hold them, two warps where one tile is too much
-    tiles = row_tiles if head_dim == 64 or (head_dim in (80, 128) and plain) else 1
-    choices = [(tiles, 4), (1, 4), (1, 2)][2 if head_dim == 256 and rare else 0 :]
+    hard = (storage != compute) + rare
+    roomy = {64: 1, 80: 0, 128: -1 if arch.startswith("sm_10") else 0}.get(head_dim, -1)
+    tiles = row_tiles if hard <= roomy else 1
+    crowded = (head_dim == 256 and rare) or (head_dim == 192 and hard == 2)
+    choices = [(tiles, 4), (1, 4), (1, 2)][2 if crowded else 0 :]
     sizes = [_tile_bytes(head_dim, storage, m, w) for m, w in choices]
     best = next(i for i, size in enumerate(sizes) if size + RESERVED <= limit)
     (m, warps), size = choices[best], sizes[best]
