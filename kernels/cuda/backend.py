@@ -7,12 +7,12 @@ for float32 q). Ragged float32 is rounded to fp16. o comes back in q's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import cupy
 import numpy as np
@@ -29,46 +29,25 @@ from kernels.backend import (
     DType,
     Float32,
     Int32,
-    Level,
     Mask,
     Pending,
-    Plan,
     PoolGeometry,
     RaggedAttend,
     StageSeconds,
     Unsupported,
 )
 from kernels.compile import DEFAULT_CACHE
-from kernels.cuda import checks, wide
+from kernels.cuda import checks
 from kernels.cuda.attention import Attention, PoolMaps, Resident, Scene, Store
 from kernels.cuda.launch import MERGE_PARAMS, POOL_ROWS, Library, device_arch, params
+from kernels.cuda.pending import First, Mixed, Result
+from kernels.cuda.ragged import ragged_plan, ragged_store
 from kernels.cuda.shapes import HEAD_DIMS, merge_launch, rows_spec, service_specs
 from kernels.cuda.transfer import Transfers, aligned, pinned
 
-T = TypeVar("T")
 _DTYPE_NAMES: dict[np.dtype[Any], DType] = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
 MASK_PADDING = 32
 """Readable bytes that kernels may touch past a mask's last bit."""
-
-
-class _Result(Generic[T]):
-    """A `Pending` that waits for an event and then makes its value."""
-
-    def __init__(
-        self, backend: CudaBackend, event: Any, make: Callable[[], T], seconds: StageSeconds
-    ) -> None:
-        self._backend, self._event, self._make, self._seconds = backend, event, make, seconds
-
-    @property
-    def seconds(self) -> StageSeconds:
-        return self._seconds
-
-    def result(self) -> T:
-        with self._backend.guarded():
-            start = perf_counter()
-            self._event.synchronize()
-            self._seconds.kernel += perf_counter() - start
-            return self._make()
 
 
 class CudaBackend:
@@ -277,7 +256,7 @@ class CudaBackend:
                 )
             self.transfers.retire(buffer)
             done = self.transfers.download(out.ptr, ((k, 0), (v, second)), out)
-            return _Result(self, done, lambda: (k, v), StageSeconds())
+            return Result(self.guarded, done, lambda: (k, v), StageSeconds())
 
     # attention
 
@@ -300,7 +279,7 @@ class CudaBackend:
             self.attend([r for r, m in zip(requests, masked, strict=True) if m is kind])
             for kind in (False, True)
         ]
-        return _Mixed(parts, masked)
+        return Mixed(parts, masked)
 
     def _attend(self, requests: Sequence[Attend]) -> Pending[list[AttentionState]]:
         seconds, start = StageSeconds(), perf_counter()
@@ -361,7 +340,7 @@ class CudaBackend:
             bounds = np.cumsum([0, *(len(part) for part in q)])
             return [AttentionState(whole[a:b], lse[a:b]) for a, b in pairwise(bounds)]
 
-        return _Result(self, done, states, seconds)
+        return Result(self.guarded, done, states, seconds)
 
     def attend_ragged(self, request: RaggedAttend) -> Pending[AttentionState]:
         checks.check_ragged(request)
@@ -384,7 +363,7 @@ class CudaBackend:
             mask = joined_masks([request.mask] if request.mask is not None else [])
             states = self._run(resident, scene, 0, [request.q], mask, seconds)
             self.transfers.retire(buffer)
-            return _First(states)
+            return First(states)
 
     # merge
 
@@ -426,7 +405,7 @@ class CudaBackend:
             np.copyto(into.lse, host[1])
             return into
 
-        return _Result(self, done, state, StageSeconds())
+        return Result(self.guarded, done, state, StageSeconds())
 
     def enqueue_merge(
         self,
@@ -466,40 +445,6 @@ class CudaBackend:
         self._lost = "the backend is closed"
 
 
-class _First:
-    """The only state of a list."""
-
-    def __init__(self, states: Pending[list[AttentionState]]) -> None:
-        self._states = states
-
-    @property
-    def seconds(self) -> StageSeconds:
-        return self._states.seconds
-
-    def result(self) -> AttentionState:
-        return self._states.result()[0]
-
-
-class _Mixed:
-    """Answers of unmasked and masked requests, put back in the order asked."""
-
-    def __init__(
-        self, parts: Sequence[Pending[list[AttentionState]]], masked: Sequence[bool]
-    ) -> None:
-        self._parts, self._masked = parts, masked
-
-    @property
-    def seconds(self) -> StageSeconds:
-        a, b = (part.seconds for part in self._parts)
-        return StageSeconds(
-            a.plan + b.plan, a.copy_in + b.copy_in, a.kernel + b.kernel, a.copy_out + b.copy_out
-        )
-
-    def result(self) -> list[AttentionState]:
-        answers = [iter(part.result()) for part in self._parts]
-        return [next(answers[int(masked)]) for masked in self._masked]
-
-
 def address(value: int) -> np.uint64:
     """A device address as a kernel argument."""
     return np.uint64(value)
@@ -528,50 +473,3 @@ def joined_masks(masks: Sequence[Mask]) -> tuple[Array, ...]:
         bits[start : start + len(mask.bits)] = mask.bits
     offsets = [m.row_offsets + 8 * s for m, s in zip(masks, starts[:-1], strict=True)]
     return bits, np.concatenate(offsets).astype(np.int64, copy=False)
-
-
-def ragged_store(heads: int, head_dim: int, compute: DType, k: int, v: int, tokens: int) -> Store:
-    """Ragged keys at device addresses, as a pool of one-token pages whose ids are their indices."""
-    return Store(
-        k=k,
-        v=v,
-        layer_bytes=0,
-        layer_rows=0,
-        page_rows=heads,
-        token_rows=heads,
-        head_rows=1,
-        page_size=1,
-        num_kv_heads=heads,
-        head_dim=head_dim,
-        dtype=compute,
-        k_scale=1.0,
-        v_scale=1.0,
-        num_pages=tokens,
-        contiguous=True,
-        maps=lambda layer: ragged_maps(k, v, tokens, heads, head_dim, compute),
-    )
-
-
-def ragged_maps(
-    k: int, v: int, tokens: int, heads: int, head_dim: int, compute: DType
-) -> wide.TensorMaps:
-    """Hopper's tensor maps of ragged keys."""
-    shape = wide.variant(head_dim, "bf16" if compute == "bf16" else "fp16", 0)
-    return wide.ragged_maps(shape, k, v, tokens, heads)
-
-
-def ragged_plan(qo_indptr: Int32, kv_indptr: Int32, causal: bool) -> Plan:
-    """One level, one segment per request, pages of one token."""
-    rows = np.diff(qo_indptr)
-    keys = np.diff(kv_indptr)
-    level = Level(
-        qo_indptr=qo_indptr,
-        kv_indptr=kv_indptr,
-        kv_indices=np.zeros(0, np.int32),
-        kv_last_page_len=(keys > 0).astype(np.int32),
-        kv_start=np.zeros(len(keys), np.int32),
-        causal=causal,
-    )
-    inside = np.arange(int(qo_indptr[-1])) - np.repeat(qo_indptr[:-1], rows)
-    positions = np.repeat(keys - rows, rows) + inside
-    return Plan((level,), positions.astype(np.int32))
