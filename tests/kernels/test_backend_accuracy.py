@@ -28,19 +28,27 @@ def torch_attention(q, k, v, dtype) -> np.ndarray:
 def test_error_is_at_most_twice_torchs_in_the_same_dtype(
     backend, rng, dtype, kv_len, heads
 ) -> None:
+    """By root mean square: the greatest error of a draw is one unlucky element's, ours or torch's,
+    and is held to the absolute bar by the grid.
+    """
     geometry = PoolGeometry(1, 200, 16, heads[1], 128, "NHD", dtype)
+    rows = 64
     with refusals(backend.kind, geometry):
         pooled = Pooled(backend(geometry), rng, dtype)
         run = pooled.add(kv_len)
-        q = normal(rng, (4, heads[0], 128), dtype)
-        plan = pooled.flat([run], [4], causal=False)
+        q = normal(rng, (rows, heads[0], 128), dtype)
+        plan = pooled.flat([run], [rows], causal=False)
         got = pooled.backend.attend([Attend(0, q, plan, Scoring(128**-0.5))]).result()[0]
-        seen = np.ones((4, kv_len), bool)
+        seen = np.ones((rows, kv_len), bool)
         want, _ = oracle.attend(q, run.k, run.v, seen, sm_scale=128**-0.5)
-        ours = np.abs(got.o.astype(np.float64) - want).max()
-        theirs = np.abs(torch_attention(q, run.k, run.v, dtype) - want).max()
-        floor = ULP[dtype] * max(1.0, np.abs(want).max())
+        ours = rms(got.o.astype(np.float64) - want)
+        theirs = rms(torch_attention(q, run.k, run.v, dtype) - want)
+        floor = ULP[dtype] * rms(want) / 4
         assert ours <= 2 * theirs + floor, f"{dtype} x {kv_len}: {ours} against torch's {theirs}"
+
+
+def rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
 
 
 def test_a_long_prefill_is_tiled_and_stays_within_the_bar(backend, rng) -> None:
