@@ -28,8 +28,8 @@ def torch_attention(q, k, v, dtype) -> np.ndarray:
 def test_error_is_at_most_twice_torchs_in_the_same_dtype(
     backend, rng, dtype, kv_len, heads
 ) -> None:
-    """By root mean square: the greatest error of a draw is one unlucky element's, ours or torch's,
-    and is held to the absolute bar by the grid.
+    """By root mean square, and for 16-bit formats by the greatest error too: float32's greatest is
+    one unlucky element's, ours or torch's, and is held to the absolute bar by the grid.
     """
     geometry = PoolGeometry(1, 200, 16, heads[1], 128, "NHD", dtype)
     rows = 64
@@ -41,14 +41,20 @@ def test_error_is_at_most_twice_torchs_in_the_same_dtype(
         got = pooled.backend.attend([Attend(0, q, plan, Scoring(128**-0.5))]).result()[0]
         seen = np.ones((rows, kv_len), bool)
         want, _ = oracle.attend(q, run.k, run.v, seen, sm_scale=128**-0.5)
-        ours = rms(got.o.astype(np.float64) - want)
-        theirs = rms(torch_attention(q, run.k, run.v, dtype) - want)
-        floor = ULP[dtype] * rms(want) / 4
-        assert ours <= 2 * theirs + floor, f"{dtype} x {kv_len}: {ours} against torch's {theirs}"
+        ours = got.o.astype(np.float64) - want
+        theirs = torch_attention(q, run.k, run.v, dtype) - want
+        for error in (rms,) if dtype == "fp32" else (rms, greatest):
+            floor = ULP[dtype] * (rms(want) / 4 if error is rms else max(1.0, greatest(want)))
+            told = f"{dtype} x {kv_len}: {error(ours)} against torch's {error(theirs)}"
+            assert error(ours) <= 2 * error(theirs) + floor, told
 
 
 def rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(x))))
+
+
+def greatest(x: np.ndarray) -> float:
+    return float(np.abs(x).max())
 
 
 def test_a_long_prefill_is_tiled_and_stays_within_the_bar(backend, rng) -> None:
