@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from service.core.errors import InvalidRequest
 from service.core.levels import Batch, CascadeLevel, Runs, cut_level
@@ -16,7 +15,6 @@ from service.core.ragged import Int32, indptr, lens_of, ramps
 from service.core.segments import Segments, cut_segments
 from service.core.tree import PrefixTree
 
-Int64 = NDArray[np.int64]
 CascadeMode = Literal["auto", "always", "never"]
 
 
@@ -119,22 +117,6 @@ def explicit_levels(
         tokens_read=sum(level.tokens_read for level in cut),
         tokens_flat=_flat_tokens(batches),
     )
-
-
-def key_offsets(qo_indptr: Int32, kv_lens: Int32, order: Int32 | None, padded: bool) -> Int64:
-    """Where each plan row's part of a ragged mask starts: int64 [n], in elements (bits).
-
-    The mask has `qo_len * kv_len` elements for each sequence of the request, row by row; `padded`
-    rounds every sequence's up to whole bytes.
-    """
-    qo_lens = lens_of(qo_indptr).astype(np.int64)
-    sizes = qo_lens * kv_lens
-    if padded:
-        sizes = -(-sizes // 8) * 8
-    base = np.cumsum(sizes) - sizes
-    row = np.arange(int(qo_lens.sum()), dtype=np.int64) - np.repeat(qo_indptr[:-1], qo_lens)
-    offsets: Int64 = np.repeat(base, qo_lens) + row * np.repeat(kv_lens, qo_lens)
-    return offsets if order is None else offsets[order]
 
 
 def _flat_runs(batch: Batch) -> Runs:

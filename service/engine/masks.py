@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import Int32, Mask
+from kernels.masks import mask_row_offsets, packbits
 from service.core.errors import InvalidRequest
-from service.core.plan import key_offsets
 
 
 def ragged_mask(
@@ -24,9 +24,9 @@ def ragged_mask(
     qo_lens = np.diff(qo_indptr).astype(np.int64)
     areas = qo_lens * kv_lens
     check_size(mask, packed, int(((areas + 7) // 8 if packed else areas).sum()))
-    flat = mask.reshape(-1).view(np.uint8)
-    bits = flat if packed else np.packbits(flat, bitorder="little")
-    return Mask(bits, key_offsets(qo_indptr, kv_lens, order, packed))
+    bits = mask.reshape(-1).view(np.uint8) if packed else packbits(mask)
+    offsets = mask_row_offsets(qo_lens, kv_lens, padded=packed)
+    return Mask(bits, offsets if order is None else offsets[order])
 
 
 def check_size(mask: NDArray[Any], packed: bool, needed: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from service.core.errors import InvalidRequest, UnknownSequence
 from service.core.levels import CascadeLevel
-from service.core.plan import explicit_levels, key_offsets, make_plan
+from service.core.plan import explicit_levels, make_plan
 from service.core.values import NewSpec
 
 MODES = ("auto", "always", "never")
@@ -274,27 +274,6 @@ def test_every_row_sees_every_token_once_and_in_order_in_every_mode(
             len(pool.read(name)) for name, qo_len in zip(ids, qo_lens, strict=True) if qo_len
         )
     assert read["always"] <= read["auto"] <= read["never"] == plan.tokens_flat
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    lens=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=5),
-    padded=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_key_offsets_find_each_rows_part_of_a_ragged_mask(lens, padded, seed) -> None:
-    expected, at = [], 0
-    for qo_len, kv_len in lens:
-        expected += [at + i * kv_len for i in range(qo_len)]
-        at += qo_len * kv_len
-        at += -at % 8 if padded else 0
-    qo_indptr = int32(0, *np.cumsum([qo_len for qo_len, _ in lens]))
-    kv_lens = int32(*(kv_len for _, kv_len in lens))
-    order = np.random.default_rng(seed).permutation(len(expected)).astype(np.int32)
-    assert key_offsets(qo_indptr, kv_lens, None, padded).tolist() == expected
-    shuffled = key_offsets(qo_indptr, kv_lens, order, padded)
-    assert shuffled.dtype == np.int64
-    assert shuffled.tolist() == [expected[row] for row in order]
 
 
 # Explicit levels.
