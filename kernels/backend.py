@@ -3,6 +3,10 @@
 Host (numpy) arrays go in and come out; device arrays never leave `kernels/`. All index arrays are
 int32 and C-contiguous. Everything here is a value: a backend may keep a reference to a `Plan` and
 use its identity as a cache key, because a plan never changes after it is made.
+
+Scores, softmax and sums are float32. A backend may multiply in a 16-bit format: that of the keys if
+it is one, else q's, or fp16 where q is float32 too. It then rounds q, and ragged k and v, to that
+format first, and o on its way to q's dtype; its error is what it adds to that.
 """
 
 from __future__ import annotations
@@ -65,6 +69,11 @@ class PoolGeometry:
     dtype: DType = "fp16"
     k_scale: float = 1.0
     v_scale: float = 1.0
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """(k_scale, v_scale) where they apply: (1, 1) unless the pool is fp8."""
+        return (self.k_scale, self.v_scale) if self.dtype.startswith("fp8") else (1.0, 1.0)
 
     @property
     def token_bytes(self) -> int:
@@ -144,7 +153,10 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attend:
-    """Attention of `q [n, num_qo_heads, head_dim]` over pooled KV of one layer."""
+    """Attention of `q [n, num_qo_heads, head_dim]` over pooled KV of one layer.
+
+    q may be of another dtype than the pool.
+    """
 
     layer: int
     q: Array

@@ -9,8 +9,6 @@ import torch
 from kernels.backend import NUMPY_DTYPES, Array, DType, Layout, PoolGeometry
 from kernels.cpu.tensors import BITS, narrow, to_torch, widen
 
-Scales = tuple[float, float]
-
 
 @dataclass(frozen=True, slots=True)
 class Store:
@@ -91,7 +89,7 @@ def allocate(geometry: PoolGeometry) -> Pool:
         remedy = "lower pool.num_pages"
         raise MemoryError(f"the pool needs {size} bytes, more than there are: {remedy}") from error
     flat = whole.view(-1, shape[2] * shape[3] * shape[4])
-    k_scale, v_scale = scales(geometry)
+    k_scale, v_scale = geometry.scales
     return Pool(
         Store(whole[:, :, 0], flat, 2, 0, geometry.layout, geometry.dtype, k_scale),
         Store(whole[:, :, 1], flat, 2, 1, geometry.layout, geometry.dtype, v_scale),
@@ -106,10 +104,3 @@ def pair(k: torch.Tensor, v: torch.Tensor, layout: Layout, dtype: DType) -> Pool
         Store(bits[None], bits.flatten(1), 1, 0, layout, dtype, 1.0) for bits in (k_bits, v_bits)
     ]
     return Pool(stores[0], stores[1], (k_bits, v_bits))
-
-
-def scales(geometry: PoolGeometry) -> Scales:
-    """(k_scale, v_scale), which only fp8 storage has."""
-    if geometry.dtype in ("fp8_e4m3", "fp8_e5m2"):
-        return geometry.k_scale, geometry.v_scale
-    return 1.0, 1.0

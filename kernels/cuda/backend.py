@@ -117,6 +117,7 @@ class CudaBackend:
         g = self._geometry
         half = g.page_size * g.num_kv_heads
         nhd = g.layout == "NHD"
+        k_scale, v_scale = g.scales
         return Store(
             k=self._pool.ptr,
             v=self._pool.ptr + g.page_bytes // 2,
@@ -129,8 +130,8 @@ class CudaBackend:
             num_kv_heads=g.num_kv_heads,
             head_dim=g.head_dim,
             dtype=g.dtype,
-            k_scale=g.k_scale,
-            v_scale=g.v_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
             num_pages=g.num_pages,
             contiguous=False,
             maps=PoolMaps(g, self._pool.ptr),
