@@ -234,12 +234,7 @@ def append_case(row: Row) -> Case:
             i % layers,
             "fp16",
             rows,
-            (
-                np.uint64(k.data.ptr + at),
-                np.uint64(v.data.ptr + at),
-                np.uint64(slots_at.data.ptr),
-                np.int32(rows),
-            ),
+            (k.data.ptr + at, v.data.ptr + at, slots_at.data.ptr),
         )
 
     return Case(call, max(6, layers), (backend, k, v, slots_at))

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import numpy as np
 
-from kernels.backend import Array, Attend, Int32, Level, PoolGeometry, RaggedAttend, Unsupported
+from kernels.backend import (
+    NUMPY_DTYPES,
+    TENSOR_DTYPES,
+    Array,
+    Attend,
+    AttentionState,
+    DType,
+    Float32,
+    Int32,
+    Level,
+    PoolGeometry,
+    RaggedAttend,
+    Unsupported,
+)
+
+_DTYPES: Final[dict[np.dtype[Any], DType]] = {NUMPY_DTYPES[name]: name for name in TENSOR_DTYPES}
 
 
 def require(holds: bool, field: str, value: object, rule: str) -> None:
     """Raise ValueError naming a field, its value and the rule it breaks."""
     if not holds:
         raise ValueError(f"{field} = {value}: {rule}")
+
+
+def tensor_dtype(array: Array, field: str) -> DType:
+    """The contract's name of a tensor's dtype. Raises Unsupported for any other."""
+    name = _DTYPES.get(array.dtype)
+    if name is None:
+        raise Unsupported(field, array.dtype, f"tensors are {', '.join(TENSOR_DTYPES)}")
+    return name
 
 
 def check_layer(layer: int, geometry: PoolGeometry) -> None:
@@ -94,5 +119,16 @@ def check_ragged(request: RaggedAttend) -> None:
     check_indptr(request.kv_indptr, len(k), "kv_indptr")
     good = len(request.qo_indptr) == len(request.kv_indptr)
     require(good, "kv_indptr", len(request.kv_indptr), "as many requests as qo_indptr")
-    if k.dtype.itemsize == 1:
-        raise Unsupported("k", k.dtype, "ragged keys are fp16, bf16 or fp32")
+
+
+def check_states(o: Array, lse: Float32, indptr: Int32, into: AttentionState | None) -> DType:
+    """Shapes of states to merge, and of those to merge them into; the dtype of o."""
+    require(o.ndim == 3, "o", o.shape, "[nnz, heads, head_dim]")
+    require(lse.shape == o.shape[:2], "lse", lse.shape, f"{o.shape[:2]}")
+    check_indptr(indptr, len(o), "indptr")
+    if into is not None:
+        shape = (len(indptr) - 1, *o.shape[1:])
+        good = into.o.shape == shape and into.o.dtype == o.dtype
+        require(good, "into.o", into.o.shape, f"{shape} of {o.dtype}")
+        require(into.lse.shape == shape[:2], "into.lse", into.lse.shape, f"{shape[:2]}")
+    return tensor_dtype(o, "o")
