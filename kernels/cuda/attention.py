@@ -18,9 +18,10 @@ import numpy as np
 from kernels.backend import DType, Plan, PoolGeometry, Scoring
 from kernels.cuda import wide
 from kernels.cuda.launch import ATTEND_PARAMS, MERGE_PARAMS, Library, params
-from kernels.cuda.planner import KV_BEGIN, Launch, Merges, Problem, Work, make_work
+from kernels.cuda.planner import Launch, Merges, Work, make_work
 from kernels.cuda.shapes import Kernel, attend_kernels, merge_launch, planner_shape, wide_variant
 from kernels.cuda.steps import Call, MergeStep, MmaStep, Step, WideStep
+from kernels.cuda.tiles import PAGE, Problem, chunk_rows
 from kernels.cuda.transfer import Transfers
 
 RESIDENT_PLANS: Final = 64
@@ -107,12 +108,18 @@ class PoolMaps:
 
 
 class Attention:
-    """Plans, caches and launches attention over one store."""
+    """Plans, caches and launches attention over one store.
+
+    For plans made from then on, `fuse_merges` says whether narrow kernels may merge their own
+    partial states, and `team` forces how many warps share an item: both are for measurements.
+    """
 
     def __init__(self, library: Library, transfers: Transfers, multiprocessors: int) -> None:
         self._library = library
         self._transfers = transfers
         self._multiprocessors = multiprocessors
+        self.fuse_merges = True
+        self.team: int | None = None
         self._residents: OrderedDict[tuple[object, ...], Resident] = OrderedDict()
         self._partial: Any = None
         self._partial_bytes = 0
@@ -166,6 +173,7 @@ class Attention:
                 )
                 for kernel in kernels
             ),
+            team=self.team,
         )
         return self._upload(requests, make_work(requests, problem), scene, kernels, variant)
 
@@ -178,27 +186,37 @@ class Attention:
         variant: wide.WideVariant | None,
     ) -> Resident:
         merges = work.merges
+        fused = self.fuse_merges and _fusible(work)
         arrays = [work.order, work.positions, work.kv_indices]
-        arrays += [merges.indptr, merges.members, merges.chunks]
+        arrays += [merges.indptr, merges.members]
+        arrays += [merges.list_of_chunk() if fused else merges.chunks]
+        arrivals = len(merges.chunks) * scene.store.num_kv_heads if fused else 0
+        arrays += [np.zeros(arrivals, np.int32)]
         for launch in work.launches:
             arrays += [launch.items, launch.worker_begin]
         buffer, at = self._transfers.upload(arrays)
         shared = {"order": at[0], "positions": at[1]}
         shared["kv_indices"] = 0 if scene.store.contiguous else at[2]
+        lists = {"merge_indptr": at[3], "merge_members": at[4], "merge_of_chunk": at[5]}
+        lists["merge_arrivals"] = at[6]
         narrow: list[Step] = []
         others: list[Step] = []
         for i, (launch, kernel) in enumerate(zip(work.launches, kernels, strict=True)):
             if launch.num_items == 0:
                 continue
-            places = shared | {"items": at[6 + 2 * i]}
+            places = shared | {"items": at[7 + 2 * i]}
             if kernel.entry == wide.ENTRY and variant is not None:
                 places["schedule"] = self._schedule.data.ptr
                 others.append(self._wide_step(launch, kernel, variant, scene, places))
                 continue
-            places["worker_begin"] = at[7 + 2 * i]
+            places["worker_begin"] = at[8 + 2 * i]
+            if fused:
+                places |= lists
             step = self._mma_step(launch, kernel, scene, places)
             (narrow if launch.shape.persistent else others).append(step)
-        merge = self._merge_step(merges, scene, at[0], at[3:6]) if len(merges.chunks) else None
+        merge = None
+        if len(merges.chunks) and not fused:
+            merge = self._merge_step(merges, scene, at[0], at[3:6])
         return Resident(
             plans=tuple(plan for _, plan in requests),
             buffer=buffer,
@@ -230,10 +248,12 @@ class Attention:
             soft_cap=scoring.logits_soft_cap,
             v_scale=store.v_scale,
             window_left=scoring.window_left,
+            team=launch.team,
+            chunk_rows=chunk_rows(scene.group_size),
         )
         grid = launch.num_items * store.num_kv_heads
         if launch.shape.persistent:
-            grid = -(-launch.num_workers * store.num_kv_heads // (kernel.threads // 32))
+            grid = -(-launch.num_workers * store.num_kv_heads * launch.team * 32 // kernel.threads)
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
         return MmaStep(function, grid, kernel.threads, kernel.shared_bytes, block)
 
@@ -246,7 +266,7 @@ class Attention:
         places: dict[str, int],
     ) -> WideStep:
         store, scoring = scene.store, scene.scoring
-        runs = len(np.unique(launch.items[:, KV_BEGIN]))
+        runs = len(np.unique(launch.items[:, PAGE]))
         block = wide.argument_block(
             **places,
             sm_scale=scoring.sm_scale * store.k_scale,
@@ -327,6 +347,12 @@ class Attention:
             self._partial_bytes = size
         base = self._partial.ptr if self._partial is not None else 0
         return base, base + rows * store.head_dim * 4
+
+
+def _fusible(work: Work) -> bool:
+    """Whether the work's one kernel can merge all partial states itself, and there are some."""
+    active = [launch.shape.persistent for launch in work.launches if launch.num_items]
+    return active == [True] and len(work.merges.chunks) > 0 and not work.merges.any_empty
 
 
 def _launch_wide(

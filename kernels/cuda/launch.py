@@ -14,7 +14,9 @@ from kernels.compile import DEFAULT_CACHE, Spec, cached_path, compile_all, compi
 
 _ROWS: Final = ("items", "worker_begin", "kv_indices", "order", "positions")
 _MASK: Final = ("mask_bits", "mask_row_offsets")
-_POINTERS: Final = ("q", "o", "lse", "k", "v", *_ROWS, *_MASK, "partial_o", "partial_lse")
+_MERGES: Final = ("merge_of_chunk", "merge_indptr", "merge_members", "merge_arrivals")
+_PARTIALS: Final = ("partial_o", "partial_lse")
+_POINTERS: Final = ("q", "o", "lse", "k", "v", *_ROWS, *_MASK, *_PARTIALS, *_MERGES)
 
 ATTEND_PARAMS: Final = np.dtype(
     [
@@ -23,7 +25,7 @@ ATTEND_PARAMS: Final = np.dtype(
         *((name, np.int32) for name in ("page_size", "num_workers")),
         *((name, np.int32) for name in ("num_kv_heads", "group_size")),
         *((name, np.float32) for name in ("scale", "scale2", "soft_cap", "v_scale")),
-        ("window_left", np.int32),
+        *((name, np.int32) for name in ("window_left", "team", "chunk_rows")),
     ],
     align=True,
 )

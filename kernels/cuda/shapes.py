@@ -8,7 +8,7 @@ from typing import Final
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, DType, Scoring, Unsupported
 from kernels.compile import Spec, spec
 from kernels.cuda import wide
-from kernels.cuda.planner import NARROW_RUN, TileShape
+from kernels.cuda.tiles import TileShape
 
 HEAD_DIMS: Final = (64, 80, 96, 128, 192, 256)
 FORMATS: Final[dict[DType, int]] = {"fp16": 0, "bf16": 1, "fp32": 2, "fp8_e4m3": 4, "fp8_e5m2": 5}
@@ -31,7 +31,12 @@ LEAST_SHARED: Final = 102400
 RESERVED: Final = 1024
 IN_FLIGHT: Final = 64 * 1024
 """Bytes a multiprocessor should have under way; with less, one block of deeper rings is better."""
-NARROW_WARPS: Final = 4
+NARROW_BLOCKS: Final[dict[str, tuple[tuple[int, int], ...]]] = {}
+"""Warps of a narrow block and blocks per multiprocessor, the best first; see `DEFAULT_BLOCKS`."""
+DEFAULT_BLOCKS: Final = ((4, 2), (4, 1))
+"""For architectures not listed. The last is taken where no earlier one keeps enough under way."""
+NARROW_RUN: Final = 128
+"""Keys under which another narrow worker is not worth its partial state."""
 NARROW_TILE: Final = 16
 MOST_STAGES: Final = 8
 
@@ -67,15 +72,15 @@ def definitions(head_dim: int, compute: DType, storage: DType, rare: bool) -> di
 def narrow_kernel(
     arch: str, head_dim: int, compute: DType, storage: DType, rare: bool, row_tiles: int
 ) -> Kernel:
-    """The warp-per-worker kernel for 16 * `row_tiles` packed rows."""
+    """The kernel of teams of warps for 16 * `row_tiles` packed rows."""
     stage = 2 * NARROW_TILE * row_stride(head_dim, storage)
     shared = row_tiles > 1 or head_dim > 128  # as kQueryInShared
     queries = 16 * row_tiles * query_stride(head_dim) if shared else 0
     per_multiprocessor = SHARED_PER_MULTIPROCESSOR.get(arch, LEAST_SHARED)
-    for blocks in (2, 1):
-        warp = (per_multiprocessor // blocks - RESERVED) // NARROW_WARPS - queries
-        stages = min(MOST_STAGES, warp // stage)
-        if stages >= 2 and (stages - 1) * stage * NARROW_WARPS * blocks >= IN_FLIGHT:
+    for warps, blocks in NARROW_BLOCKS.get(arch, DEFAULT_BLOCKS):
+        own = (per_multiprocessor // blocks - RESERVED) // warps - queries
+        stages = min(MOST_STAGES, own // stage)
+        if stages >= 2 and (stages - 1) * stage * warps * blocks >= IN_FLIGHT:
             break
     stages = max(2, stages)
     return Kernel(
@@ -83,14 +88,14 @@ def narrow_kernel(
             "attend_narrow",
             **definitions(head_dim, compute, storage, rare),
             ROW_TILES=row_tiles,
-            WARPS=NARROW_WARPS,
+            WARPS=warps,
             BLOCKS=blocks,
             STAGES=stages,
         ),
         entry="attend_narrow",
         rows=16 * row_tiles,
-        threads=32 * NARROW_WARPS,
-        shared_bytes=NARROW_WARPS * (stages * stage + queries),
+        threads=32 * warps,
+        shared_bytes=warps * (stages * stage + queries),
         blocks=blocks,
     )
 
@@ -194,15 +199,17 @@ def planner_shape(
     narrow, wide = kernel.entry == "attend_narrow", kernel.entry == "attend_wide"
     token_bytes = 2 * head_dim * NUMPY_DTYPES[storage].itemsize
     flops = 4 * head_dim * kernel.rows
+    warps = kernel.threads // 32 if narrow else 1
     return TileShape(
         name=kernel.entry,
         rows=kernel.rows,
         most_rows=2**30 if largest else kernel.rows,
-        workers=multiprocessors * kernel.blocks * (NARROW_WARPS if narrow else 1),
+        workers=multiprocessors * kernel.blocks * warps,
         granule=NARROW_TILE if narrow else 128 if wide else 64,
         persistent=narrow,
         least_run=NARROW_RUN if narrow else 256,
         key_cost=token_bytes / 8.7e12 if narrow else flops / (620e12 if wide else 320e12),
+        most_team=warps & -warps,
     )
 
 

@@ -12,19 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.backend import Int32, Level, Plan
-from kernels.cuda.planner import (
-    FINAL,
-    HIDE_FUTURE,
-    HIDE_WINDOW,
-    Problem,
-    TileShape,
-    Work,
-    chunk_rows,
-    make_work,
-)
+from kernels.cuda.planner import Work, make_work
+from kernels.cuda.runs import SNAP
+from kernels.cuda.tiles import FINAL, HIDE_FUTURE, HIDE_WINDOW, Problem, TileShape, chunk_rows
 
-NARROW_16 = TileShape("narrow16", 16, 16, 132 * 8, 16, True, 128)
-NARROW_32 = TileShape("narrow32", 32, 32, 132 * 8, 16, True, 128)
+NARROW_16 = TileShape("narrow16", 16, 16, 132 * 8, 16, True, 128, most_team=8)
+NARROW_32 = TileShape("narrow32", 32, 32, 132 * 8, 16, True, 128, most_team=8)
 WIDE = TileShape("wide", 128, 2**30, 132, 64, False, 256, key_cost=2.0)
 SHAPES = (NARROW_16, NARROW_32, WIDE)
 
@@ -35,8 +28,9 @@ def problem(
     heads: int = 8,
     window: int = -1,
     shapes: tuple[TileShape, ...] = SHAPES,
+    team: int | None = None,
 ) -> Problem:
-    return Problem(group, page_size, heads, window, shapes)
+    return Problem(group, page_size, heads, window, shapes, team)
 
 
 def int32(*values: int) -> Int32:
@@ -173,11 +167,39 @@ def trees(draw: st.DrawFn) -> Tree:
     st.sampled_from([1, 4, 7, 16, 24]),
     st.sampled_from([-1, 0, 30]),
     st.sampled_from([1, 8]),
+    st.sampled_from([None, 1, 4]),
 )
 def test_every_visible_pair_is_attended_once_and_every_row_written_once(
-    tree: Tree, group: int, window: int, heads: int
+    tree: Tree, group: int, window: int, heads: int, team: int | None
 ) -> None:
-    check(tree.plan, problem(group, tree.page_size, heads, window))
+    check(tree.plan, problem(group, tree.page_size, heads, window, team=team))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=30),
+    st.sampled_from([1, 5, 16, 64]),
+    st.sampled_from([1, 8, 32]),
+    st.sampled_from([None, 1, 2, 8]),
+)
+def test_decode_items_cover_each_sequence_in_order_and_no_worker_is_empty(
+    kv_lens: list[int], page_size: int, heads: int, team: int | None
+) -> None:
+    plan = decode_plan(kv_lens, page_size)
+    work = make_work([(0, plan)], problem(4, page_size, heads, team=team))
+    check_merges(work, len(kv_lens) * 4)
+    launch, at = work.launches[0], dict.fromkeys(range(len(kv_lens)), 0)
+    assert launch.worker_begin[0] == 0 and launch.worker_begin[-1] == launch.num_items
+    assert (np.diff(launch.worker_begin) > 0).all(), f"idle workers: {launch.worker_begin}"
+    assert launch.num_workers * launch.team <= max(launch.team, NARROW_16.workers // heads)
+    for _, row, _, kv_begin, keys, kv_start, _, _ in launch.items.tolist():
+        sequence = row // 4
+        assert kv_start == at[sequence], f"sequence {sequence} has a gap or an overlap"
+        assert kv_start % page_size == 0
+        first = int(plan.levels[0].kv_indptr[sequence])
+        assert kv_begin == first + kv_start // page_size
+        at[sequence] += keys
+    assert at == dict(enumerate(kv_lens))
 
 
 @pytest.mark.parametrize("kv_lens", [[], [0], [1], [16], [17, 0, 5000], [70] * 300])
@@ -191,8 +213,74 @@ def test_narrow_workers_get_equal_shares_of_a_skewed_batch() -> None:
     (launch, *_) = make_work([(0, decode_plan(kv_lens))], problem()).launches
     shares = [int(launch.items[a:b, 4].sum()) for a, b in pairwise(launch.worker_begin)]
     assert launch.num_workers == 132
+    assert launch.team == 1
     slack = 16 * (1 + max(np.diff(launch.worker_begin)))  # partly filled granules
-    assert max(shares) <= sum(kv_lens) / 132 + slack, f"{max(shares)} of {sum(kv_lens)} keys"
+    most = sum(kv_lens) / 132 * (1 + 2 * SNAP) + slack
+    assert max(shares) <= most, f"{max(shares)} of {sum(kv_lens)} keys"
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "heads", "team", "workers", "items"),
+    [
+        (16, 128, 8, 8, 16, 16),
+        (1, 32768, 8, 8, 16, 16),
+        (1, 131072, 8, 8, 16, 16),
+        (64, 4096, 8, 2, 64, 64),
+        (256, 1024, 8, 1, 128, 256),
+        (64, 4096, 32, 1, 32, 64),
+        (8, 8192, 8, 8, 16, 16),
+        (1, 16, 8, 1, 1, 1),
+        (1, 128, 8, 8, 1, 1),
+    ],
+)
+def test_equal_sequences_are_cut_alike_or_not_at_all(
+    batch: int, keys: int, heads: int, team: int, workers: int, items: int
+) -> None:
+    work = make_work([(0, decode_plan([keys] * batch))], problem(heads=heads))
+    launch = work.launches[0]
+    assert (launch.team, launch.num_workers, launch.num_items) == (team, workers, items)
+    assert len(work.merges.chunks) == (batch if items > batch else 0)
+    assert len(set(launch.items[:, 4].tolist())) == 1, "runs differ"
+
+
+def test_sequences_that_differ_by_a_few_tokens_count_as_equal() -> None:
+    kv_lens = [4000 + i for i in range(64)]
+    work = make_work([(0, decode_plan(kv_lens))], problem())
+    assert work.launches[0].items[:, 4].tolist() == kv_lens
+    assert work.merges.num_partial_rows == 0
+
+
+def test_a_share_that_ends_near_a_sequence_ends_with_it() -> None:
+    kv_lens = [16000, 15840, 32000, 48000]  # the first share of two would end 80 keys further on
+    shape = TileShape("narrow", 16, 16, 7, 16, True, 128)
+    work = make_work([(0, decode_plan(kv_lens))], problem(heads=1, shapes=(shape, WIDE)))
+    launch = work.launches[0]
+    assert launch.num_workers == 7
+    first, second = launch.items[0].tolist(), launch.items[1].tolist()
+    assert (first[1], first[4], first[7]) == (0, 16000, FINAL)
+    assert (second[1], second[4], second[7]) == (4, 15840, FINAL)
+
+
+def test_short_sequences_of_any_length_are_not_cut_when_each_has_a_team() -> None:
+    kv_lens = [20 + 3 * i for i in range(64)]
+    work = make_work([(0, decode_plan(kv_lens))], problem())
+    assert work.launches[0].items[:, 4].tolist() == kv_lens
+    assert work.launches[0].num_workers == 64
+
+
+def test_each_chunk_finds_its_merge_list() -> None:
+    merges = make_work([(0, decode_plan([16384, 16, 16384]))], problem()).merges
+    assert not merges.any_empty
+    lists = merges.list_of_chunk()
+    assert len(lists) == 3 and lists.dtype == np.int32
+    assert lists[1] == -1, "the short sequence is one run"
+    assert merges.chunks[lists[[0, 2]]].tolist() == [0, 2]
+
+
+def test_an_empty_merge_list_is_told_apart() -> None:
+    assert make_work([(0, decode_plan([32768, 0]))], problem()).merges.any_empty
+    assert make_work([(0, decode_plan([0, 16]))], problem()).merges.any_empty
+    assert not make_work([(0, decode_plan([16]))], problem()).merges.any_empty
 
 
 def test_narrow_work_beside_wide_work_takes_its_share_of_the_device() -> None:

@@ -1,0 +1,181 @@
+"""Levels -> tiles: each level's segments cut into tiles of packed rows for the kernel that fits.
+
+A tile is one column of an int32 matrix whose first rows are the fields of a work item, in order, so
+that finished tiles become items by one transposed copy; see work.cuh for the words.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.backend import Int32, Level
+
+Int = NDArray[np.signedinteger[Any]]
+
+ITEM_FIELDS: Final = (
+    "layer",
+    "row_begin",
+    "num_rows",
+    "kv_begin",
+    "num_keys",
+    "kv_start",
+    "causal",
+    "partial",
+)
+LAYER, ROW, ROWS, PAGE, KEYS, START, CAUSAL, PARTIAL = range(8)
+LEAST, GREATEST = 8, 9  # least and greatest position among the tile's rows
+SHAPE = 10  # index into Problem.shapes
+FIELDS: Final = 11
+FINAL: Final = -1
+HIDE_FUTURE: Final = 1
+HIDE_WINDOW: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """One kernel as the planner sees it: its tile, and how many workers the device runs at once.
+
+    `persistent` kernels take a worker's list of items; the others take items, dearest first, and
+    where these must be cut they make `waves` turns of all workers. Up to `most_team` workers of a
+    persistent kernel share an item as one team. Runs are cut at multiples of `granule` keys and of
+    whole pages. Segments of at most `most_rows` packed rows go to the first shape that takes them.
+    `key_cost` is what one key of one tile costs of the whole device's time.
+    """
+
+    name: str
+    rows: int
+    most_rows: int
+    workers: int
+    granule: int
+    persistent: bool
+    least_run: int
+    waves: int = 2
+    key_cost: float = 1.0
+    most_team: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What the planner needs to know besides the plans; `team` forces the size of teams."""
+
+    group_size: int
+    page_size: int
+    num_kv_heads: int
+    window_left: int
+    shapes: tuple[TileShape, ...]
+    team: int | None = None
+
+
+def chunk_rows(group_size: int, rows: int = 16) -> int:
+    """Packed rows that always travel together: the largest divisor of the group within `rows`."""
+    return max(d for d in range(1, min(group_size, rows) + 1) if group_size % d == 0)
+
+
+def beside(parts: Sequence[Int]) -> Int:
+    """Matrices of tiles one after another."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts, axis=1) if parts else np.zeros((FIELDS, 0), np.int32)
+
+
+def level_tiles(
+    layer: int, positions: Int32, level: Level, row: int, page: int, chunk: int, problem: Problem
+) -> Int:
+    """Tiles of one level, before runs are cut; `row` and `page` are where the plan's begin."""
+    group, qo, kv = problem.group_size, level.qo_indptr, level.kv_indptr
+    tiles = np.empty((FIELDS, len(level.kv_start)), np.int32)  # a tile per segment, to begin with
+    if tiles.shape[1] == 0:
+        return tiles
+    rows, keys = tiles[ROWS], tiles[KEYS]
+    np.subtract(qo[1:], qo[:-1], out=rows)
+    rows *= group
+    np.subtract(kv[1:], kv[:-1], out=keys)
+    keys -= 1
+    keys *= problem.page_size
+    keys += level.kv_last_page_len  # below 1 where there are no pages
+    np.multiply(qo[:-1], group, out=tiles[ROW])
+    np.add(kv[:-1], page, out=tiles[PAGE])
+    tiles[START] = level.kv_start
+    tiles[LAYER] = layer
+    tiles[CAUSAL] = level.causal
+    tiles[PARTIAL:SHAPE] = FINAL
+
+    least = int(np.minimum.reduce(rows))
+    if least < 1 or int(np.minimum.reduce(keys)) < 1:
+        tiles = tiles[:, (rows > 0) & (keys > 0)]
+        if tiles.shape[1] == 0:
+            return tiles
+        least = int(np.minimum.reduce(tiles[ROWS]))
+    tiles = _fit(tiles, least, int(np.maximum.reduce(tiles[ROWS])), chunk, problem.shapes)
+    if level.causal or problem.window_left >= 0:
+        tiles = _clip(tiles, positions, problem)
+    if row:
+        tiles[ROW] += row * group
+    return tiles
+
+
+def _fit(tiles: Int, least: int, most: int, chunk: int, shapes: Sequence[TileShape]) -> Int:
+    """Choose each segment's kernel by its packed rows, and cut it into tiles of whole chunks.
+
+    `least` and `most` are the fewest and the most rows of a segment.
+    """
+    takes = [shape.most_rows for shape in shapes[:-1]]
+    capacities = [shape.rows // chunk * chunk for shape in shapes]
+    first, last = bisect_left(takes, least), bisect_left(takes, most)
+    tiles[SHAPE] = first if first == last else np.searchsorted(takes, tiles[ROWS])
+    if first == last and most <= capacities[first]:
+        return tiles
+    capacity = np.array(capacities, np.int32)[tiles[SHAPE]]
+    count = -(-tiles[ROWS] // capacity)
+    ends = np.cumsum(count)
+    segment = np.repeat(np.arange(len(count)), count)
+    capacity = capacity[segment]
+    within = (np.arange(len(segment)) - (ends - count)[segment]) * capacity
+    tiles = tiles[:, segment]
+    tiles[ROW] += within
+    tiles[ROWS] = np.minimum(capacity, tiles[ROWS] - within)
+    return tiles
+
+
+def _clip(tiles: Int, positions: Int32, problem: Problem) -> Int:
+    """Drop the keys that no row of a tile sees: those after its last row, those left of windows."""
+    group, page_size, window = problem.group_size, problem.page_size, problem.window_left
+    bounds = np.empty((tiles.shape[1], 2), np.intp)
+    np.floor_divide(tiles[ROW], group, out=bounds[:, 0])
+    np.floor_divide(tiles[ROW] + (tiles[ROWS] - 1), group, out=bounds[:, 1])
+    bounds[:, 1] += 1
+    padded = np.append(positions, positions[-1:])  # so that the second may be the end
+    where = bounds.reshape(-1)
+    tiles[LEAST] = np.minimum.reduceat(padded, where)[::2]
+    tiles[GREATEST] = np.maximum.reduceat(padded, where)[::2]
+    if tiles[CAUSAL, 0]:
+        np.minimum(tiles[KEYS], tiles[GREATEST] - tiles[START] + 1, out=tiles[KEYS])
+    if window >= 0:
+        start = tiles[START].astype(np.int64)
+        hidden = np.maximum(tiles[LEAST] - start - window, 0) // page_size
+        tiles[PAGE] += hidden
+        hidden *= page_size
+        tiles[START] += hidden
+        tiles[KEYS] -= hidden
+    if int(np.minimum.reduce(tiles[KEYS])) > 0:
+        return tiles
+    return tiles[:, tiles[KEYS] > 0]
+
+
+def hidden_rules(runs: Int, window_left: int) -> Int:
+    """The rules each run still needs, key by key: bits of WorkItem.causal."""
+    hide: Int = runs[CAUSAL]
+    if window_left < 0 and not hide.any():
+        return hide
+    future = runs[START] + runs[KEYS] - 1 > runs[LEAST]
+    hide = np.where((hide != 0) & future, HIDE_FUTURE, 0)
+    if window_left >= 0:
+        start = runs[START].astype(np.int64)
+        hide |= np.where(start + window_left < runs[GREATEST], HIDE_WINDOW, 0)
+    return hide
