@@ -69,23 +69,10 @@ def check(
 ) -> None:
     from device_cases import assert_close, oracle
 
-    names = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
     (state,) = backend.attend([Attend(layer, q, plan, scoring, mask)]).result()
     assert state.o.dtype == q.dtype
-    compute = names[q.dtype]
-    if compute == "fp32" and backend.geometry.dtype == "bf16":
-        compute = "bf16"
-    expected = oracle(backend, layer, q, plan, scoring, mask)
-    if q.dtype == np.float32:
-        expected = oracle(
-            backend,
-            layer,
-            q.astype(NUMPY_DTYPES[compute if compute != "fp32" else "fp16"]),
-            plan,
-            scoring,
-            mask,
-        )
-    assert_close(state, expected, compute)
+    dtype = "bf16" if q.dtype == NUMPY_DTYPES["bf16"] else "fp16"
+    assert_close(state, oracle(backend, layer, q, plan, scoring, mask), dtype)
 
 
 def decode_plan(backend: Any, kv_lens: list[int], seed: int, pool: Any = None) -> Plan:

@@ -154,23 +154,35 @@ def expected(
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """How far o and lse may be off. A device computes in the 16-bit format that q and KV share."""
+    """How far o and lse may be off what the oracle makes of the operands `as_computed`."""
 
     o: float
     lse: float
     ulp: float
 
 
-def bars(kind: str, q: DType, kv: DType) -> Bars:
+def compute_dtype(kind: str, q: DType, kv: DType) -> DType:
+    """What a kind of backend multiplies in, by the contract: the cpu float32, a device 16 bits."""
     if kind == "cpu":
+        return "fp32"
+    return next((dtype for dtype in (kv, q) if dtype in ("fp16", "bf16")), "fp16")
+
+
+def as_computed(kind: str, values: Array, q: DType, kv: DType) -> Array:
+    """q, or ragged k or v, rounded as the contract says that a kind of backend rounds them."""
+    return values.astype(NUMPY_DTYPES[compute_dtype(kind, q, kv)])
+
+
+def bars(kind: str, q: DType, kv: DType) -> Bars:
+    """The bar of q's dtype, or of the coarser one computed in, from which o is rounded again."""
+    compute = compute_dtype(kind, q, kv)
+    if kind == "cpu" or compute == q:
         return Bars(O_BAR[q], LSE_BAR, ULP[q])
-    coarse: DType = "bf16" if "bf16" in (q, kv) else "fp16"
-    exact = q != "fp32" and kv in (q, *FP8)
-    return Bars(O_BAR[coarse], LSE_BAR if exact else 50 * LSE_BAR, ULP[coarse])
+    return Bars(max(O_BAR[q], O_BAR[compute]), LSE_BAR, ULP[q] + ULP[compute])
 
 
 def check(got: AttentionState, want: oracle.State, bar: Bars, case: object = "") -> None:
-    """Empty rows exactly (0, -inf); all others within the bar, plus half an ulp of the result."""
+    """Empty rows exactly (0, -inf); all others within the bar, plus the rounding of the result."""
     o, lse = want
     empty = np.isneginf(lse)
     assert got.o.shape == o.shape, f"{case}: o has shape {got.o.shape}, wants {o.shape}"

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from pairwise import cover, label
-from pooled import Pooled, Run, bars, check, expected, indptr, normal, refusals
+from pooled import Pooled, Run, as_computed, bars, check, expected, indptr, normal, refusals
 
 from kernels.backend import Attend, PoolGeometry, RaggedAttend, Scoring
 from kernels.masks import make_mask
@@ -83,8 +83,9 @@ def test_decode_is_within_the_bar(backend, rng, case) -> None:
         plan = pooled.flat(runs, ones, causal=True)
         got = pooled.backend.attend([Attend(1, q, plan, scoring)]).result()[0]
         assert got.o.dtype == q.dtype
-        want = expected(q, runs, ones, True, scoring)
-        check(got, want, bars(backend.kind, case["q_dtype"], case["dtype"]), case)
+        dtypes = case["q_dtype"], case["dtype"]
+        want = expected(as_computed(backend.kind, q, *dtypes), runs, ones, True, scoring)
+        check(got, want, bars(backend.kind, *dtypes), case)
 
 
 @pytest.mark.parametrize("case", PREFILL, ids=label)
@@ -100,8 +101,10 @@ def test_paged_prefill_is_within_the_bar(backend, rng, case) -> None:
         scoring = Scoring(case["head_dim"] ** -0.5, case["cap"], case["window"])
         plan = pooled.flat(runs, qo_lens, case["causal"])
         got = pooled.backend.attend([Attend(0, q, plan, scoring, mask)]).result()[0]
-        want = expected(q, runs, qo_lens, case["causal"], scoring, masks)
-        check(got, want, bars(backend.kind, case["q_dtype"], case["dtype"]), case)
+        dtypes = case["q_dtype"], case["dtype"]
+        rounded = as_computed(backend.kind, q, *dtypes)
+        want = expected(rounded, runs, qo_lens, case["causal"], scoring, masks)
+        check(got, want, bars(backend.kind, *dtypes), case)
 
 
 @pytest.mark.parametrize("case", RAGGED, ids=label)
@@ -113,11 +116,12 @@ def test_ragged_prefill_is_within_the_bar(backend, rng, case) -> None:
     k, v = (normal(rng, (sum(kv_lens), kv_heads, dim), dtype) for _ in range(2))
     ends = indptr(kv_lens)
     none = np.zeros(0, np.int32)
-    runs = [Run(none, k[a:b], v[a:b]) for a, b in pairwise(ends)]
+    rounded = [as_computed(backend.kind, x, dtype, dtype) for x in (q, k, v)]
+    runs = [Run(none, rounded[1][a:b], rounded[2][a:b]) for a, b in pairwise(ends)]
     masks = random_masks(rng, qo_lens, kv_lens) if case["masked"] else None
     mask = masks and make_mask(np.concatenate([m.ravel() for m in masks]), qo_lens, kv_lens)
     scoring = Scoring(dim**-0.5, case["cap"], case["window"])
     request = RaggedAttend(q, k, v, indptr(qo_lens), ends, case["causal"], scoring, mask)
     got = maker.attend_ragged(request).result()
-    want = expected(q, runs, qo_lens, case["causal"], scoring, masks)
+    want = expected(rounded[0], runs, qo_lens, case["causal"], scoring, masks)
     check(got, want, bars(backend.kind, dtype, dtype), case)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,34 @@ import pytest
 from pooled import Pooled, int32, normal
 
 from kernels import cuda_devices, make_backend
-from kernels.backend import Attend, DeviceLost, Level, Plan, PoolGeometry, Scoring
+from kernels.backend import (
+    NUMPY_DTYPES,
+    Attend,
+    Backend,
+    DeviceLost,
+    Level,
+    Plan,
+    PoolGeometry,
+    RaggedAttend,
+    Scoring,
+    Unsupported,
+)
 
 GEOMETRY = PoolGeometry(2, 4, 4, 2, 64, "NHD", "fp16")
+
+
+def attend_ragged_fp8(made: Backend) -> None:
+    q, ends = np.ones((1, 2, 64), np.float16), int32([0, 1])
+    kv = np.ones((1, 2, 64), NUMPY_DTYPES["fp8_e4m3"])
+    made.attend_ragged(RaggedAttend(q, kv, kv, ends, ends, True, Scoring(1.0))).result()
+
+
+ATTEMPTS = {
+    "pools of fp32": lambda make: make(PoolGeometry(1, 2, 4, 2, 64, "NHD", "fp32")),
+    "head_dim other than": lambda make: make(PoolGeometry(1, 2, 4, 2, 72, "NHD", "fp16")),
+    "ragged keys of fp8": lambda make: attend_ragged_fp8(make(GEOMETRY)),
+    "gather into fp8": lambda make: make(GEOMETRY).gather(0, int32([0]), "fp8_e5m2").result(),
+}
 
 
 def test_a_backend_names_itself_its_device_and_its_pool(backend) -> None:
@@ -25,6 +51,20 @@ def test_a_backend_names_itself_its_device_and_its_pool(backend) -> None:
 
 def test_the_cpu_backend_refuses_nothing() -> None:
     assert make_backend("cpu", GEOMETRY).unsupported == ()
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_what_a_backend_lists_as_unsupported_is_refused_and_the_rest_runs(backend, attempt) -> None:
+    listed = any(line.startswith(attempt) for line in backend(GEOMETRY).unsupported)
+    with pytest.raises(Unsupported) if listed else nullcontext():
+        ATTEMPTS[attempt](backend)
+
+
+def test_every_refusal_a_backend_lists_is_tried_here(backend) -> None:
+    untried = [
+        line for line in backend(GEOMETRY).unsupported if not line.startswith(tuple(ATTEMPTS))
+    ]
+    assert untried == []
 
 
 def test_auto_is_cuda_where_a_device_answers() -> None:
