@@ -79,6 +79,26 @@ def test_a_half_precision_pool_says_where_tokens_differ_and_why(dtype: str) -> N
     assert (int(equal[1]) == 256) == ("diverges at token" not in told), told
 
 
+def test_logits_too_far_apart_end_with_a_failure_and_near_ties_do_not() -> None:
+    program = (
+        "import torch, transformers_generate as example\n"
+        "logits = torch.eye(32) * torch.linspace(0.9, 1.0, 32)\n"
+        "reference = example.Generation([list(range(32))], [logits])\n"
+        "flipped = [*range(9), 3, *range(10, 32)]\n"
+        "example.compare(example.Generation([flipped], [logits - 0.04]), reference, 'fp16')\n"
+        "for off, tokens, dtype in [(0.06, range(32), 'fp16'), (0, flipped, 'fp32')]:\n"
+        "    try:\n"
+        "        example.compare(example.Generation([tokens], [logits + off]), reference, dtype)\n"
+        "    except SystemExit as failed:\n"
+        "        print(failed)\n"
+    )
+    told = run(sys.executable, "-c", program, PYTHONPATH=str(EXAMPLES))
+    assert "continuation 0 diverges at token 9: 3 for 9, whose logits are 9.3e-01 apart" in told
+    assert "equal but for near-ties\n" in told, told
+    assert "FAILED: logits may differ by 0.05 at fp16" in told, told
+    assert "FAILED: logits may differ by 0.001 at fp32" in told, told
+
+
 def test_a_service_for_another_model_is_refused_with_the_command_that_fits() -> None:
     program = (
         "from local_service import serve\n"
