@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import NUMPY_DTYPES, DType, Int32, Level, Plan, PoolGeometry, Scoring
-from kernels.cuda.attention import Resident, Scene
 from kernels.cuda.backend import CudaBackend
+from kernels.cuda.kit import Resident
 from kernels.cuda.ragged import ragged_plan, ragged_store
+from kernels.cuda.scene import Scene
 
 COLD_BYTES: Final = 400_000_000
 """Consecutive calls go over at least this much, several times the L2 cache."""

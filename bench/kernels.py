@@ -29,8 +29,8 @@ from bench.kernel_rows import Case, Row, build, level_of, row_levels  # noqa: E4
 from bench.machine import provenance  # noqa: E402
 from kernels.backend import Attend, Plan, PoolGeometry, Scoring  # noqa: E402
 from kernels.compile import kernels_digest  # noqa: E402
-from kernels.cuda.attention import Scene  # noqa: E402
 from kernels.cuda.backend import CudaBackend  # noqa: E402
+from kernels.cuda.scene import Scene  # noqa: E402
 
 WORKLOADS: Final = Path(__file__).with_name("workloads.json")
 REPLAYS: Final = 7

@@ -10,7 +10,8 @@ import numpy as np
 
 from kernels.backend import Level, Plan
 from kernels.cuda import wide
-from kernels.cuda.planner import Problem, TileShape, Work, make_work
+from kernels.cuda.planner import Work, make_work
+from kernels.cuda.tiles import Problem, TileShape
 
 SMS: Final = 132
 

@@ -36,13 +36,15 @@ from kernels.backend import (
 )
 from kernels.compile import DEFAULT_CACHE
 from kernels.cuda import checks
-from kernels.cuda.attention import Attention, Resident, Scene
+from kernels.cuda.attention import Attention
+from kernels.cuda.kit import Resident
 from kernels.cuda.launch import Library, device_arch
 from kernels.cuda.merges import Merging
 from kernels.cuda.pending import First, Mixed, Result
 from kernels.cuda.pool import allocate, pool_store
 from kernels.cuda.ragged import ragged_plan, ragged_store
 from kernels.cuda.rows import Rows
+from kernels.cuda.scene import Scene
 from kernels.cuda.shapes import HEAD_DIMS, service_specs
 from kernels.cuda.transfer import Transfers, aligned, pinned
 

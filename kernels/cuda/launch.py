@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import cupy
 import numpy as np
+from cupy_backends.cuda.api import driver
 from numpy.typing import NDArray
 
 from kernels.compile import DEFAULT_CACHE, Spec, cached_path, compile_all, compile_cached
@@ -69,6 +70,34 @@ def device_arch(device: int) -> str:
     """The architecture to compile for; Hopper's own instructions need the `a`."""
     capability: str = cupy.cuda.Device(device).compute_capability
     return "sm_90a" if capability == "90" else f"sm_{capability}"
+
+
+class Launcher:
+    """One kernel launch with everything but the stream settled, at a fraction of CuPy's own cost.
+
+    `blocks` are the kernel's arguments, one array per argument, read anew by each launch; the
+    kernel is one of `Library.function`.
+    """
+
+    __slots__ = ("_addresses", "_blocks", "_kernel", "_settled", "_where")
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        blocks: tuple[NDArray[Any], ...],
+    ) -> None:
+        self._kernel, self._blocks = kernel, blocks  # kept alive: what follows are addresses
+        self._addresses = np.array([block.ctypes.data for block in blocks], np.uint64)
+        self._settled = (kernel.kernel.ptr, grid, 1, 1, threads, 1, 1, shared_bytes)
+        self._where = self._addresses.ctypes.data
+
+    def __call__(self) -> None:
+        """Enqueue on CuPy's current stream."""
+        stream = cupy.cuda.get_current_stream().ptr
+        driver.launchKernel(*self._settled, stream, self._where, 0)
 
 
 class Library:

@@ -8,7 +8,8 @@ import cupy
 from cupy.cuda import runtime
 
 from kernels.backend import PoolGeometry
-from kernels.cuda.attention import PoolMaps, Store
+from kernels.cuda import wide
+from kernels.cuda.scene import Store
 from kernels.cuda.transfer import Transfers
 
 POISON = 0xFF
@@ -57,3 +58,19 @@ def pool_store(geometry: PoolGeometry, address: int) -> Store:
         contiguous=False,
         maps=PoolMaps(geometry, address),
     )
+
+
+class PoolMaps:
+    """Tensor maps of a pool, made when first asked for: one per layer, and one of all layers."""
+
+    def __init__(self, geometry: PoolGeometry, address: int) -> None:
+        self._geometry, self._address = geometry, address
+        self._made: dict[int | None, wide.TensorMaps] = {}
+
+    def __call__(self, layer: int | None) -> wide.TensorMaps:
+        found = self._made.get(layer)
+        if found is None:
+            step = self._geometry.num_pages * self._geometry.page_bytes
+            found = wide.paged_maps(self._geometry, self._address + (layer or 0) * step)
+            self._made[layer] = found
+        return found

@@ -6,7 +6,7 @@ import numpy as np
 
 from kernels.backend import DType, Int32, Level, Plan
 from kernels.cuda import wide
-from kernels.cuda.attention import Store
+from kernels.cuda.scene import Store
 
 
 def ragged_store(heads: int, head_dim: int, compute: DType, k: int, v: int, tokens: int) -> Store:

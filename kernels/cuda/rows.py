@@ -18,9 +18,9 @@ from kernels.backend import (
     Unsupported,
 )
 from kernels.cuda import checks
-from kernels.cuda.attention import Store
 from kernels.cuda.launch import POOL_ROWS, Library, params
 from kernels.cuda.pending import Guard, Result
+from kernels.cuda.scene import Store
 from kernels.cuda.shapes import rows_spec
 from kernels.cuda.transfer import Transfers, aligned, pinned
 

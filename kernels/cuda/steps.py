@@ -7,23 +7,38 @@ a call writes the few addresses that changed and launches.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from struct import Struct
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.cuda.launch import ATTEND_PARAMS, Launcher
 from kernels.cuda.wide import TensorMaps
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """Device addresses of one call; `layer` is that of all requests, or None: items name theirs."""
 
     layer: int | None
+    q: int
+    o: int
+    lse: int
     k: int
     v: int
-    common: tuple[int, int, int, int, int, int, int]  # as _CALL below
+    mask_bits: int
+    mask_row_offsets: int
+    partial_o: int
+    partial_lse: int
+
+
+TENSORS: Final = Call._fields[1:6]
+"""Fields of a call, and the first fields of `AttendParams`, in this order."""
+SCRATCH: Final = Call._fields[6:]
+"""The others, which stand together in `AttendParams` too."""
+_WRITE_TENSORS: Final = Struct("5Q").pack_into
+_WRITE_FOUR: Final = Struct("4Q").pack_into
+_SCRATCH_AT: Final = ATTEND_PARAMS.fields[SCRATCH[0]][1] if ATTEND_PARAMS.fields else 0
 
 
 class Step(Protocol):
@@ -32,28 +47,19 @@ class Step(Protocol):
         ...
 
 
-def slots(block: NDArray[Any], names: tuple[str, ...]) -> tuple[NDArray[np.uint64], ...]:
-    """One-element views of the named pointers of a struct: the cheapest thing to write to."""
-    return tuple(block[name] for name in names)
-
-
-_CALL = ("q", "o", "lse", "mask_bits", "mask_row_offsets", "partial_o", "partial_lse")
-
-
 class MmaStep:
-    """attend_narrow or attend_tile."""
+    """attend_narrow or attend_tile; `block` is an `ATTEND_PARAMS`."""
 
     def __init__(
         self, function: Any, grid: int, threads: int, shared_bytes: int, block: NDArray[Any]
     ) -> None:
-        self._function, self._grid, self._threads = function, (grid,), (threads,)
-        self._shared_bytes, self._arguments = shared_bytes, (block,)
-        self._slots = slots(block, (*_CALL, "k", "v"))
+        self._launch = Launcher(function, grid, threads, shared_bytes, (block,))
+        self._bytes = block.view(np.uint8).data
 
     def launch(self, call: Call) -> None:
-        for slot, value in zip(self._slots, (*call.common, call.k, call.v), strict=True):
-            slot[0] = value
-        self._function(self._grid, self._threads, self._arguments, shared_mem=self._shared_bytes)
+        _WRITE_TENSORS(self._bytes, 0, *call[1:6])
+        _WRITE_FOUR(self._bytes, _SCRATCH_AT, *call[6:])
+        self._launch()
 
 
 class WideStep:
@@ -66,24 +72,21 @@ class WideStep:
         maps: Callable[[int | None], TensorMaps],
     ) -> None:
         self._launch, self._block, self._maps = launch, block, maps
-        self._slots = slots(block, _CALL)
+        self._slots = tuple(block[name] for name in ("q", "o", "lse", *SCRATCH))
 
     def launch(self, call: Call) -> None:
-        for slot, value in zip(self._slots, call.common, strict=True):
+        for slot, value in zip(self._slots, (*call[1:4], *call[6:]), strict=True):
             slot[0] = value
         self._launch(self._maps(call.layer), self._block)
 
 
 class MergeStep:
-    """merge_states over the partial rows."""
+    """merge_states over the partial rows; `block` is a `MERGE_PARAMS`."""
 
     def __init__(self, function: Any, grid: int, threads: int, block: NDArray[Any]) -> None:
-        self._function, self._grid, self._threads = function, (grid,), (threads,)
-        self._arguments = (block,)
-        self._slots = slots(block, ("o_in", "lse_in", "o", "lse"))
+        self._launch = Launcher(function, grid, threads, 0, (block,))
+        self._bytes = block.view(np.uint8).data
 
     def launch(self, call: Call) -> None:
-        _, o, lse, _, _, partial_o, partial_lse = call.common
-        for slot, value in zip(self._slots, (partial_o, partial_lse, o, lse), strict=True):
-            slot[0] = value
-        self._function(self._grid, self._threads, self._arguments)
+        _WRITE_FOUR(self._bytes, 0, call.partial_o, call.partial_lse, call.o, call.lse)
+        self._launch()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from math import prod
 from typing import Any, Final
 
 import cupy
@@ -23,7 +24,7 @@ _ALIGNMENT: Final = 256
 
 def pinned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """An array over pooled pinned memory, which goes back to the pool with the array."""
-    count = int(np.prod(shape, dtype=np.int64))
+    count = prod(shape)
     if count == 0:
         return np.zeros(shape, dtype)
     memory = cupy.cuda.alloc_pinned_memory(count * dtype.itemsize)
@@ -37,6 +38,11 @@ def pinned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 def aligned(size: int) -> int:
     """`size` rounded up so that the next array of a packed buffer is aligned."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _mark(stream: Any) -> Any:
+    """An event that passes when what the stream has been given so far is done."""
+    return stream.record(cupy.cuda.Event(disable_timing=True))
 
 
 class Transfers:
@@ -58,24 +64,22 @@ class Transfers:
         for array in arrays:
             offsets.append(size)
             size += aligned(array.nbytes)
-        host = pinned((max(size, 1),), np.dtype(np.uint8))
+        host = cupy.cuda.alloc_pinned_memory(max(size, 1))
         for array, offset in zip(arrays, offsets, strict=True):
-            target = host[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
-            np.copyto(target, array)
+            if array.size:
+                np.ndarray(array.shape, array.dtype, host, offset)[...] = array
         with self.copy_in:
             buffer = cupy.cuda.alloc(max(size, 1))
         base: int = buffer.ptr
-        runtime.memcpyAsync(
-            base, host.ctypes.data, size, runtime.memcpyHostToDevice, self.copy_in.ptr
-        )
-        done = self.copy_in.record()
+        runtime.memcpyAsync(base, host.ptr, size, runtime.memcpyHostToDevice, self.copy_in.ptr)
+        done = _mark(self.copy_in)
         self.compute.wait_event(done)
         self.keep(done, (host, buffer))
         return buffer, [base + offset for offset in offsets]
 
     def retire(self, buffer: object) -> None:
         """Let an uploaded buffer go once what the compute stream has been given so far is done."""
-        self.keep(self.compute.record(), (buffer,))
+        self.keep(_mark(self.compute), (buffer,))
 
     def scratch(self, size: int) -> Any:
         """Device memory of the compute stream's pool: free to be reused there in stream order."""
@@ -87,7 +91,7 @@ class Transfers:
 
         `owner` keeps the device memory alive; the compute stream's work so far comes first.
         """
-        self.copy_out.wait_event(self.compute.record())
+        self.copy_out.wait_event(_mark(self.compute))
         for array, offset in targets:
             if array.nbytes:
                 runtime.memcpyAsync(
@@ -97,7 +101,7 @@ class Transfers:
                     runtime.memcpyDeviceToHost,
                     self.copy_out.ptr,
                 )
-        done = self.copy_out.record()
+        done = _mark(self.copy_out)
         self.keep(done, (owner, *(array for array, _ in targets)))
         return done
 

@@ -1,0 +1,248 @@
+"""From work items to launches that are ready to go: the kernels of one scene, given a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.backend import Plan
+from kernels.cuda import wide
+from kernels.cuda.launch import ATTEND_PARAMS, MERGE_PARAMS, Library, params
+from kernels.cuda.planner import Launch, Merges, Work, make_work
+from kernels.cuda.scene import Scene
+from kernels.cuda.shapes import Kernel, attend_kernels, merge_launch, planner_shape, wide_variant
+from kernels.cuda.steps import MergeStep, MmaStep, Step, WideStep
+from kernels.cuda.tiles import PAGE, Problem, chunk_rows
+from kernels.cuda.transfer import Transfers
+
+_LOG2E: Final = 1 / np.log(2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resident:
+    """A batch's plan on the device. `plans` are kept so that their identity stays theirs.
+
+    `beside` steps run beside `steps`, on another stream; `merge` comes after all of them.
+    """
+
+    plans: tuple[Plan, ...]
+    buffer: Any
+    steps: tuple[Step, ...]
+    beside: tuple[Step, ...]
+    merge: MergeStep | None
+    num_rows: int
+    partial_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Device addresses of a plan's arrays; `lists` are those of the merge lists, with arrivals."""
+
+    order: int
+    positions: int
+    kv_indices: int
+    indptr: int
+    members: int
+    chunks: int
+    arrivals: int
+
+
+class Kit:
+    """What all plans of one scene share: kernels, the planner's problem, structs half filled.
+
+    `schedule` is the wide kernel's counters on the device. Raises Unsupported for a head_dim that
+    has no kernels.
+    """
+
+    def __init__(self, scene: Scene, library: Library, multiprocessors: int, schedule: int) -> None:
+        store = scene.store
+        self._scene, self._library = scene, library
+        self._multiprocessors, self._schedule = multiprocessors, schedule
+        page_size = 0 if store.contiguous else store.page_size
+        options = (library.arch, store.head_dim, scene.compute, store.dtype)
+        self._variant = wide_variant(*options, page_size, scene.scoring, scene.masked)
+        self._kernels = attend_kernels(*options, scene.rare, self._variant)
+        last, device = self._kernels[-1], (store.head_dim, store.dtype, multiprocessors)
+        self._problem = Problem(
+            group_size=scene.group_size,
+            page_size=store.page_size,
+            num_kv_heads=store.num_kv_heads,
+            window_left=scene.scoring.window_left,
+            shapes=tuple(planner_shape(k, *device, largest=k is last) for k in self._kernels),
+        )
+        self._block = _scene_block(scene)
+
+    def make(
+        self,
+        requests: Sequence[tuple[int, Plan]],
+        transfers: Transfers,
+        fuse: bool,
+        team: int | None,
+    ) -> Resident:
+        """Plan, upload and lay out the launches of (layer, plan) requests.
+
+        `fuse` lets the narrow kernel merge partial states itself; `team` forces the size of teams.
+        """
+        problem = self._problem if team is None else replace(self._problem, team=team)
+        work = make_work(requests, problem)
+        merges = work.merges
+        fused = fuse and _fusible(work)
+        arrivals = len(merges.chunks) * problem.num_kv_heads if fused else 0
+        arrays = [work.order, work.positions, work.kv_indices, merges.indptr, merges.members]
+        arrays += [merges.list_of_chunk() if fused else merges.chunks, np.zeros(arrivals, np.int32)]
+        active = [
+            (launch, kernel)
+            for launch, kernel in zip(work.launches, self._kernels, strict=True)
+            if launch.num_items
+        ]
+        first = len(arrays)
+        for launch, _ in active:
+            arrays += [launch.items, launch.worker_begin]
+        buffer, at = transfers.upload(arrays)
+        if self._scene.store.contiguous:
+            at[2] = 0
+        places = _Places(*at[:first])
+        narrow: list[Step] = []
+        others: list[Step] = []
+        for i, (launch, kernel) in enumerate(active):
+            items, worker_begin = at[first + 2 * i], at[first + 2 * i + 1]
+            if kernel.entry == wide.ENTRY and self._variant is not None:
+                others.append(self._wide_step(launch, kernel, self._variant, places, items))
+                continue
+            step = self._mma_step(launch, kernel, places, items, worker_begin, fused)
+            (narrow if launch.shape.persistent else others).append(step)
+        apart = len(merges.chunks) > 0 and not fused
+        return Resident(
+            plans=tuple(plan for _, plan in requests),
+            buffer=buffer,
+            steps=tuple(narrow or others),
+            beside=tuple(others if narrow else ()),
+            merge=self._merge_step(merges, places) if apart else None,
+            num_rows=work.num_rows,
+            partial_rows=merges.num_partial_rows,
+        )
+
+    def _mma_step(
+        self,
+        launch: Launch,
+        kernel: Kernel,
+        places: _Places,
+        items: int,
+        worker_begin: int,
+        fused: bool,
+    ) -> MmaStep:
+        block = self._block.copy()
+        block["items"], block["worker_begin"] = items, worker_begin
+        block["kv_indices"] = places.kv_indices
+        block["order"], block["positions"] = places.order, places.positions
+        block["num_workers"], block["team"] = launch.num_workers, launch.team
+        if fused:
+            block["merge_indptr"], block["merge_members"] = places.indptr, places.members
+            block["merge_of_chunk"] = places.chunks
+            block["merge_arrivals"] = places.arrivals
+        heads = self._problem.num_kv_heads
+        grid = launch.num_items * heads
+        if launch.shape.persistent:
+            grid = -(-launch.num_workers * heads * launch.team * 32 // kernel.threads)
+        function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
+        return MmaStep(function, grid, kernel.threads, kernel.shared_bytes, block)
+
+    def _wide_step(
+        self,
+        launch: Launch,
+        kernel: Kernel,
+        variant: wide.WideVariant,
+        places: _Places,
+        items: int,
+    ) -> WideStep:
+        store, scoring = self._scene.store, self._scene.scoring
+        runs = len(np.unique(launch.items[:, PAGE]))
+        block = wide.argument_block(
+            items=items,
+            kv_indices=places.kv_indices,
+            order=places.order,
+            positions=places.positions,
+            schedule=self._schedule,
+            sm_scale=scoring.sm_scale * store.k_scale,
+            soft_cap=scoring.logits_soft_cap,
+            window_left=scoring.window_left,
+            num_items=launch.num_items,
+            num_kv_heads=store.num_kv_heads,
+            group_size=self._scene.group_size,
+            head_block=wide.heads_together(store.num_kv_heads, launch.num_items, runs),
+            num_pages=store.num_pages,
+        )
+        function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
+        launcher = partial(_launch_wide, function, variant, self._multiprocessors)
+        return WideStep(launcher, block, store.maps)
+
+    def _merge_step(self, merges: Merges, places: _Places) -> MergeStep:
+        store = self._scene.store
+        units = len(merges.chunks) * merges.chunk_rows * store.num_kv_heads
+        how = merge_launch(
+            store.head_dim,
+            True,
+            self._scene.compute,
+            units,
+            merges.longest,
+            self._multiprocessors,
+        )
+        block = params(
+            MERGE_PARAMS,
+            indptr=places.indptr,
+            list=places.members,
+            chunks=places.chunks,
+            order=places.order,
+            num_rows=len(merges.chunks),
+            num_heads=store.num_kv_heads,
+            group_size=self._scene.group_size,
+            chunk_rows=merges.chunk_rows,
+            head_dim=store.head_dim,
+            split=how.split,
+        )
+        function = self._library.function(how.spec, "merge_states")
+        return MergeStep(function, how.grid, how.threads, block)
+
+
+def _scene_block(scene: Scene) -> NDArray[Any]:
+    """`AttendParams` as far as the scene decides it."""
+    store, scoring = scene.store, scene.scoring
+    scale = scoring.sm_scale * store.k_scale
+    return params(
+        ATTEND_PARAMS,
+        layer_rows=store.layer_rows,
+        page_rows=store.page_rows,
+        token_rows=store.token_rows,
+        head_rows=store.head_rows,
+        page_size=store.page_size,
+        num_kv_heads=store.num_kv_heads,
+        group_size=scene.group_size,
+        scale=scale,
+        scale2=scale * _LOG2E,
+        soft_cap=scoring.logits_soft_cap,
+        v_scale=store.v_scale,
+        window_left=scoring.window_left,
+        chunk_rows=chunk_rows(scene.group_size),
+    )
+
+
+def _fusible(work: Work) -> bool:
+    """Whether the work's one kernel can merge all partial states itself, and there are some."""
+    if len(work.merges.chunks) == 0 or work.merges.any_empty:
+        return False
+    return [launch.shape.persistent for launch in work.launches if launch.num_items] == [True]
+
+
+def _launch_wide(
+    function: Any,
+    variant: wide.WideVariant,
+    multiprocessors: int,
+    maps: wide.TensorMaps,
+    block: NDArray[Any],
+) -> None:
+    wide.launch(function, variant, maps, block, multiprocessors)

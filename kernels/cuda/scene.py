@@ -1,0 +1,56 @@
+"""What a batch attends over and how it scores: everything but the plans that decides its work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kernels.backend import DType, Scoring
+from kernels.cuda import wide
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Store:
+    """Where K and V are: device addresses, strides in rows of head_dim elements, dtype, scales.
+
+    `layer_bytes` separates layers; `contiguous` means that a page id is its own index. `maps`
+    makes Hopper's tensor maps of one layer, or of all for None.
+    """
+
+    k: int
+    v: int
+    layer_bytes: int
+    layer_rows: int
+    page_rows: int
+    token_rows: int
+    head_rows: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: DType
+    k_scale: float
+    v_scale: float
+    num_pages: int
+    contiguous: bool
+    maps: Callable[[int | None], wide.TensorMaps]
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What, besides the plans, decides the work and the kernels of a batch."""
+
+    store: Store
+    num_qo_heads: int
+    compute: DType
+    scoring: Scoring
+    masked: bool
+
+    @property
+    def rare(self) -> bool:
+        """Whether the common kernels do not do: see RARE in tile.cuh."""
+        scoring = self.scoring
+        return self.masked or scoring.logits_soft_cap > 0 or scoring.sm_scale <= 0
+
+    @property
+    def group_size(self) -> int:
+        return self.num_qo_heads // self.store.num_kv_heads
