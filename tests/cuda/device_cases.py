@@ -76,12 +76,19 @@ def fill(backend: CudaBackend, seed: int) -> None:
     """Unit-normal real values everywhere."""
     pool = pool_tensor(backend)
     generator = torch.Generator("cuda").manual_seed(seed)
+    k_scale, v_scale = scales(backend)
     for layer in pool:
         values = torch.randn(layer.shape, device="cuda", generator=generator)
-        values[:, 0] /= backend.geometry.k_scale
-        values[:, 1] /= backend.geometry.v_scale
+        values[:, 0] /= k_scale
+        values[:, 1] /= v_scale
         layer.copy_(values.to(layer.dtype))
     torch.cuda.synchronize()
+
+
+def scales(backend: CudaBackend) -> tuple[float, float]:
+    """What stored K and V times gives the real ones."""
+    g = backend.geometry
+    return (g.k_scale, g.v_scale) if g.dtype in ("fp8_e4m3", "fp8_e5m2") else (1.0, 1.0)
 
 
 def poison(backend: CudaBackend, page: int, first: int) -> None:
@@ -185,6 +192,7 @@ def oracle(
 ) -> tuple[Array, Array]:
     """Float64 (o, lse) of what `attend` computes, in q's row order."""
     g = backend.geometry
+    k_scale, v_scale = scales(backend)
     pool = pool_tensor(backend)[layer]
     order = np.arange(len(q)) if plan.order is None else plan.order
     rows = on_device(q[order])
@@ -200,8 +208,8 @@ def oracle(
             stored = pool[torch.from_numpy(pages.astype(np.int64)).cuda()].double()
             if g.layout == "HND":
                 stored = stored.transpose(2, 3)
-            k = stored[:, 0].reshape(-1, g.num_kv_heads, g.head_dim)[:keys] * g.k_scale
-            v = stored[:, 1].reshape(-1, g.num_kv_heads, g.head_dim)[:keys] * g.v_scale
+            k = stored[:, 0].reshape(-1, g.num_kv_heads, g.head_dim)[:keys] * k_scale
+            v = stored[:, 1].reshape(-1, g.num_kv_heads, g.head_dim)[:keys] * v_scale
             start = int(level.kv_start[s])
             seen = visible_keys(plan, mine, start, keys, level.causal, scoring, mask)
             state = attend_dense(rows[mine], k, v, seen, scoring)

@@ -52,10 +52,7 @@ def geometry(
     layout: Any,
     layers: int = 1,
 ) -> PoolGeometry:
-    scale = (0.5, 2.0) if dtype.startswith("fp8") else (1.0, 1.0)
-    return PoolGeometry(
-        layers, pages, page_size, kv_heads, head_dim, layout, dtype, scale[0], scale[1]
-    )
+    return PoolGeometry(layers, pages, page_size, kv_heads, head_dim, layout, dtype, 0.5, 2.0)
 
 
 def q_dtype_of(dtype: DType, index: int) -> DType:
