@@ -69,8 +69,7 @@ class CudaBackend:
     ) -> None:
         if geometry.dtype == "fp32":
             raise Unsupported("dtype", "fp32", "the CUDA backend stores fp16, bf16 or fp8")
-        if geometry.head_dim not in HEAD_DIMS:
-            raise Unsupported("head_dim", geometry.head_dim, f"the CUDA backend has {HEAD_DIMS}")
+        checks.check_head_dim(geometry.head_dim)
         self._geometry = geometry
         self._lost: str | None = None
         with self.guarded():
@@ -222,8 +221,6 @@ class CudaBackend:
 
     def attend_ragged(self, request: RaggedAttend) -> Pending[AttentionState]:
         checks.check_ragged(request)
-        if request.k.shape[2] not in HEAD_DIMS:
-            raise Unsupported("head_dim", request.k.shape[2], f"the CUDA backend has {HEAD_DIMS}")
         dtypes = checks.tensor_dtype(request.q, "q"), checks.tensor_dtype(request.k, "k")
         compute = compute_dtype(*dtypes)
         with self.guarded():

@@ -20,6 +20,7 @@ from kernels.backend import (
     RaggedAttend,
     Unsupported,
 )
+from kernels.cuda.shapes import HEAD_DIMS
 
 _DTYPES: Final[dict[np.dtype[Any], DType]] = {NUMPY_DTYPES[name]: name for name in TENSOR_DTYPES}
 
@@ -36,6 +37,12 @@ def tensor_dtype(array: Array, field: str) -> DType:
     if name is None:
         raise Unsupported(field, array.dtype, f"tensors are {', '.join(TENSOR_DTYPES)}")
     return name
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raises Unsupported for a head_dim that has no kernels."""
+    if head_dim not in HEAD_DIMS:
+        raise Unsupported("head_dim", head_dim, f"the CUDA backend has {HEAD_DIMS}")
 
 
 def check_layer(layer: int, geometry: PoolGeometry) -> None:
@@ -109,7 +116,7 @@ def check_plan(request: Attend, geometry: PoolGeometry) -> None:
 
 
 def check_ragged(request: RaggedAttend) -> None:
-    """Shapes and indptr of a ragged request."""
+    """Shapes and indptr of a ragged request, whose head_dim need not be the pool's."""
     q, k, v = request.q, request.k, request.v
     require(q.ndim == 3 and k.ndim == 3, "q, k", (q.ndim, k.ndim), "three dimensions")
     require(k.shape == v.shape and k.dtype == v.dtype, "k, v", (k.shape, v.shape), "alike")
@@ -119,6 +126,7 @@ def check_ragged(request: RaggedAttend) -> None:
     check_indptr(request.kv_indptr, len(k), "kv_indptr")
     good = len(request.qo_indptr) == len(request.kv_indptr)
     require(good, "kv_indptr", len(request.kv_indptr), "as many requests as qo_indptr")
+    check_head_dim(k.shape[2])
 
 
 def check_states(o: Array, lse: Float32, indptr: Int32, into: AttentionState | None) -> DType:
