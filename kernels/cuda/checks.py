@@ -57,10 +57,15 @@ def check_slots(slots: Int32, geometry: PoolGeometry) -> None:
         require(low >= 0 and high < most, "slots", (low, high), f"0..{most - 1}")
 
 
+def _most(values: Int32) -> int:
+    """The greatest value, where any negative one counts as beyond all others: one pass for both."""
+    return int(np.maximum.reduce(values.view(np.uint32)))
+
+
 def check_pages(pages: Int32, geometry: PoolGeometry, field: str) -> None:
-    if len(pages):
-        low, high = int(pages.min()), int(pages.max())
-        require(low >= 0 and high < geometry.num_pages, field, (low, high), "not in the pool")
+    if len(pages) and _most(pages) >= geometry.num_pages:
+        bad = (int(pages.min()), int(pages.max()))
+        require(False, field, bad, f"pages are 0..{geometry.num_pages - 1}")
 
 
 def check_kv(k: Array, v: Array, geometry: PoolGeometry, rows: int) -> None:
@@ -72,7 +77,8 @@ def check_kv(k: Array, v: Array, geometry: PoolGeometry, rows: int) -> None:
 def check_indptr(indptr: Int32, end: int, field: str) -> None:
     """Starts at 0, never decreases, ends at `end`."""
     good = len(indptr) > 0 and int(indptr[0]) == 0 and int(indptr[-1]) == end
-    require(good and bool((np.diff(indptr) >= 0).all()), field, "indptr", f"0 .. {end}, rising")
+    falls = np.count_nonzero(indptr[1:] < indptr[:-1])
+    require(good and not falls, field, "indptr", f"0 .. {end}, rising")
 
 
 def check_level(level: Level, rows: int, geometry: PoolGeometry) -> None:
@@ -85,10 +91,11 @@ def check_level(level: Level, rows: int, geometry: PoolGeometry) -> None:
     require(len(level.kv_indptr) == segments + 1, "kv_indptr", "length", f"{segments} segments")
     check_pages(level.kv_indices, geometry, "kv_indices")
     if segments:
-        pages = np.diff(level.kv_indptr)
-        last = level.kv_last_page_len
-        good = np.where(pages > 0, (last >= 1) & (last <= geometry.page_size), last == 0)
-        require(bool(good.all()), "kv_last_page_len", last[~good][:4], "1..page_size, 0 if empty")
+        last, filled = level.kv_last_page_len, level.kv_indptr[1:] > level.kv_indptr[:-1]
+        good = _most(last) <= geometry.page_size and not np.count_nonzero((last != 0) != filled)
+        if not good:
+            bad = (last < 0) | (last > geometry.page_size) | ((last != 0) != filled)
+            require(False, "kv_last_page_len", last[bad][:4], "1..page_size, 0 if empty")
 
 
 def check_attend(request: Attend, geometry: PoolGeometry) -> None:

@@ -5,22 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import Plan
 from kernels.cuda import wide
-from kernels.cuda.launch import ATTEND_PARAMS, MERGE_PARAMS, Library, params
+from kernels.cuda.launch import ATTEND_PARAMS, MERGE_PARAMS, Launcher, Library, params, writer
 from kernels.cuda.planner import Launch, Merges, Work, make_work
 from kernels.cuda.scene import Scene
 from kernels.cuda.shapes import Kernel, attend_kernels, merge_launch, planner_shape, wide_variant
 from kernels.cuda.steps import MergeStep, MmaStep, Step, WideStep
-from kernels.cuda.tiles import PAGE, Problem, chunk_rows
+from kernels.cuda.tiles import PAGE, Problem
 from kernels.cuda.transfer import Transfers
 
 _LOG2E: Final = 1 / np.log(2)
+_write_arrays: Final = writer(
+    ATTEND_PARAMS, "items", "worker_begin", "kv_indices", "order", "positions"
+)
+_write_lists: Final = writer(
+    ATTEND_PARAMS, "merge_of_chunk", "merge_indptr", "merge_members", "merge_arrivals"
+)
+_write_workers: Final = writer(ATTEND_PARAMS, "num_workers")
+_write_team: Final = writer(ATTEND_PARAMS, "team")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,8 +47,7 @@ class Resident:
     partial_rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
+class _Places(NamedTuple):
     """Device addresses of a plan's arrays; `lists` are those of the merge lists, with arrivals."""
 
     order: int
@@ -75,7 +82,7 @@ class Kit:
             window_left=scene.scoring.window_left,
             shapes=tuple(planner_shape(k, *device, largest=k is last) for k in self._kernels),
         )
-        self._block = _scene_block(scene)
+        self._block = _scene_block(scene, self._problem.chunk)
 
     def make(
         self,
@@ -91,26 +98,19 @@ class Kit:
         problem = self._problem if team is None else replace(self._problem, team=team)
         work = make_work(requests, problem)
         merges = work.merges
-        fused = fuse and _fusible(work)
+        fused = fuse and self._fusible(work)
         arrivals = len(merges.chunks) * problem.num_kv_heads if fused else 0
-        arrays = [work.order, work.positions, work.kv_indices, merges.indptr, merges.members]
+        arrays = [launch.items.reshape(-1) for launch in work.launches]
+        arrays += [work.order, work.positions, work.kv_indices, merges.indptr, merges.members]
         arrays += [merges.list_of_chunk() if fused else merges.chunks, np.zeros(arrivals, np.int32)]
-        active = [
-            (launch, kernel)
-            for launch, kernel in zip(work.launches, self._kernels, strict=True)
-            if launch.num_items
-        ]
-        first = len(arrays)
-        for launch, _ in active:
-            arrays += [launch.items, launch.worker_begin]
-        buffer, at = transfers.upload(arrays)
-        if self._scene.store.contiguous:
-            at[2] = 0
-        places = _Places(*at[:first])
+        arrays += [launch.worker_begin for launch in work.launches]
+        buffer, at = transfers.upload_ints(arrays)
+        count = len(work.launches)
+        places = _Places(*at[count : count + 7])
         narrow: list[Step] = []
         others: list[Step] = []
-        for i, (launch, kernel) in enumerate(active):
-            items, worker_begin = at[first + 2 * i], at[first + 2 * i + 1]
+        for launch, items, worker_begin in zip(work.launches, at, at[count + 7 :], strict=False):
+            kernel = self._kernels[launch.index]
             if kernel.entry == wide.ENTRY and self._variant is not None:
                 others.append(self._wide_step(launch, kernel, self._variant, places, items))
                 continue
@@ -127,6 +127,12 @@ class Kit:
             partial_rows=merges.num_partial_rows,
         )
 
+    def _fusible(self, work: Work) -> bool:
+        """Whether the work's one kernel can merge all partial states itself, and there are some."""
+        if len(work.merges.chunks) == 0 or work.merges.any_empty or len(work.launches) > 1:
+            return False
+        return work.launches[0].shape.persistent
+
     def _mma_step(
         self,
         launch: Launch,
@@ -136,21 +142,21 @@ class Kit:
         worker_begin: int,
         fused: bool,
     ) -> MmaStep:
-        block = self._block.copy()
-        block["items"], block["worker_begin"] = items, worker_begin
-        block["kv_indices"] = places.kv_indices
-        block["order"], block["positions"] = places.order, places.positions
-        block["num_workers"], block["team"] = launch.num_workers, launch.team
-        if fused:
-            block["merge_indptr"], block["merge_members"] = places.indptr, places.members
-            block["merge_of_chunk"] = places.chunks
-            block["merge_arrivals"] = places.arrivals
         heads = self._problem.num_kv_heads
         grid = launch.num_items * heads
         if launch.shape.persistent:
             grid = -(-launch.num_workers * heads * launch.team * 32 // kernel.threads)
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
-        return MmaStep(function, grid, kernel.threads, kernel.shared_bytes, block)
+        launcher = Launcher(function, grid, kernel.threads, kernel.shared_bytes, self._block)
+        pages = 0 if self._scene.store.contiguous else places.kv_indices
+        arrays = (items, worker_begin, pages, places.order, places.positions)
+        _write_arrays(launcher.memory, *arrays)
+        _write_workers(launcher.memory, launch.num_workers)
+        _write_team(launcher.memory, launch.team)
+        if fused:
+            lists = (places.chunks, places.indptr, places.members, places.arrivals)
+            _write_lists(launcher.memory, *lists)
+        return MmaStep(launcher)
 
     def _wide_step(
         self,
@@ -164,7 +170,7 @@ class Kit:
         runs = len(np.unique(launch.items[:, PAGE]))
         block = wide.argument_block(
             items=items,
-            kv_indices=places.kv_indices,
+            kv_indices=0 if store.contiguous else places.kv_indices,
             order=places.order,
             positions=places.positions,
             schedule=self._schedule,
@@ -206,10 +212,10 @@ class Kit:
             split=how.split,
         )
         function = self._library.function(how.spec, "merge_states")
-        return MergeStep(function, how.grid, how.threads, block)
+        return MergeStep(Launcher(function, how.grid, how.threads, 0, block))
 
 
-def _scene_block(scene: Scene) -> NDArray[Any]:
+def _scene_block(scene: Scene, chunk: int) -> NDArray[Any]:
     """`AttendParams` as far as the scene decides it."""
     store, scoring = scene.store, scene.scoring
     scale = scoring.sm_scale * store.k_scale
@@ -227,15 +233,8 @@ def _scene_block(scene: Scene) -> NDArray[Any]:
         soft_cap=scoring.logits_soft_cap,
         v_scale=store.v_scale,
         window_left=scoring.window_left,
-        chunk_rows=chunk_rows(scene.group_size),
+        chunk_rows=chunk,
     )
-
-
-def _fusible(work: Work) -> bool:
-    """Whether the work's one kernel can merge all partial states itself, and there are some."""
-    if len(work.merges.chunks) == 0 or work.merges.any_empty:
-        return False
-    return [launch.shape.persistent for launch in work.launches if launch.num_items] == [True]
 
 
 def _launch_wide(

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from kernels.backend import Int32, Plan
-from kernels.cuda.runs import Cut, cut
+from kernels.cuda.runs import cut
 from kernels.cuda.tiles import (
+    CAUSAL,
     FINAL,
     ITEM_FIELDS,
     PARTIAL,
@@ -25,20 +27,24 @@ from kernels.cuda.tiles import (
     Problem,
     TileShape,
     beside,
-    chunk_rows,
     hidden_rules,
     level_tiles,
 )
 
+NOTHING: Final = np.zeros(0, np.int32)
+NO_LISTS: Final = np.zeros(1, np.int32)
+"""The indptr of no lists."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """Items of one kernel: int32 [num_items, 8] as in work.cuh.
+    """Items of one kernel, `Problem.shapes[index]`: int32 [num_items, 8] as in work.cuh.
 
     Persistent kernels: worker w, a team of `team` warps, owns items
     `worker_begin[w]:worker_begin[w + 1]`.
     """
 
+    index: int
     shape: TileShape
     items: Int32
     worker_begin: Int32
@@ -86,7 +92,10 @@ class Merges:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """Everything a batch needs on the device; row arrays run over all plans, one after another."""
+    """Everything a batch needs on the device; row arrays run over all plans, one after another.
+
+    `launches` has those of `Problem.shapes` that have items.
+    """
 
     launches: tuple[Launch, ...]
     merges: Merges
@@ -98,23 +107,37 @@ class Work:
 
 def make_work(requests: Sequence[tuple[int, Plan]], problem: Problem) -> Work:
     """Work for (layer, plan) requests of one scoring, rows packed one plan after another."""
-    chunk = chunk_rows(problem.group_size)
+    chunk = problem.chunk
     tiles, orders, positions, indices = [], [], [], []
     row = page = 0
+    ruled = problem.window_left >= 0
     for layer, plan in requests:
         count = len(plan.positions)
         for level in plan.levels:
             tiles.append(level_tiles(layer, plan.positions, level, row, page, chunk, problem))
             indices.append(level.kv_indices)
             page += len(level.kv_indices)
+            ruled |= level.causal
         order = np.arange(count, dtype=np.int32) if plan.order is None else plan.order
         orders.append(order + np.int32(row) if row else order)
         positions.append(plan.positions)
         row += count
     cuts = cut(beside(tiles), problem)
-    launches, merges = _finish(cuts, row * problem.group_size, chunk, problem)
+    runs = beside([part.runs for part in cuts])
+    where, merges = _merge_lists(runs, row * problem.group_size, chunk)
+    items = np.ascontiguousarray(runs[: len(ITEM_FIELDS)].T)
+    if where is not None:
+        items[:, PARTIAL] = where
+    if ruled:
+        items[:, CAUSAL] = hidden_rules(runs, problem.window_left)
+    launches, at = [], 0
+    for part in cuts:
+        stop = at + part.runs.shape[1]
+        shape, mine = problem.shapes[part.index], items[at:stop]
+        launches.append(Launch(part.index, shape, mine, part.worker_begin, part.team))
+        at = stop
     return Work(
-        launches=launches,
+        launches=tuple(launches),
         merges=merges,
         order=_joined(orders),
         positions=_joined(positions),
@@ -129,35 +152,6 @@ def _joined(parts: Sequence[Int32]) -> Int32:
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
 
-def _finish(
-    cuts: list[Cut],
-    num_packed: int,
-    chunk: int,
-    problem: Problem,
-) -> tuple[tuple[Launch, ...], Merges]:
-    """Decide which runs are final, number the partial rows, make items and merge lists."""
-    some = [part.runs for part in cuts if part.runs.shape[1]]
-    runs = beside(some)
-    num_chunks = num_packed // chunk
-    if _once_each(runs, num_packed):
-        empty = np.zeros(0, np.int32)
-        merges = Merges(chunk, num_chunks, empty, np.zeros(1, np.int32), empty, 0)
-        where = None
-    else:
-        where, merges = _merge_lists(runs, num_chunks, chunk)
-    items = np.ascontiguousarray(runs[: len(ITEM_FIELDS)].T)
-    items[:, 6] = hidden_rules(runs, problem.window_left)
-    if where is not None:
-        items[:, PARTIAL] = where
-    launches, at = [], 0
-    for shape, part in zip(problem.shapes, cuts, strict=True):
-        stop = at + part.runs.shape[1]
-        begin = part.worker_begin.astype(np.int32)
-        launches.append(Launch(shape, items[at:stop], begin, part.team))
-        at = stop
-    return tuple(launches), merges
-
-
 def _once_each(runs: Int, num_packed: int) -> bool:
     """Whether the runs' rows follow each other from the first row to the last: all are final."""
     if runs.shape[1] == 0:
@@ -165,11 +159,17 @@ def _once_each(runs: Int, num_packed: int) -> bool:
     first, stop = runs[ROW], runs[ROW] + runs[ROWS]
     if first[0] != 0 or stop[-1] != num_packed:
         return False
-    return bool((first[1:] == stop[:-1]).all())
+    return not np.count_nonzero(first[1:] != stop[:-1])
 
 
-def _merge_lists(runs: Int, num_chunks: int, chunk: int) -> tuple[Int, Merges]:
-    """First partial row of each run, or FINAL, and the lists of chunks that are merged."""
+def _merge_lists(runs: Int, num_packed: int, chunk: int) -> tuple[Int | None, Merges]:
+    """First partial row of each run, or FINAL, and the lists of chunks that are merged.
+
+    None where every run is final.
+    """
+    num_chunks = num_packed // chunk
+    if _once_each(runs, num_packed):
+        return None, Merges(chunk, num_chunks, NOTHING, NO_LISTS, NOTHING, 0)
     first = runs[ROW] // chunk
     past = (runs[ROW] + runs[ROWS]) // chunk
     change = np.bincount(first, minlength=num_chunks + 1)

@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from kernels.backend import Int32
 from kernels.cuda.tiles import KEYS, PAGE, ROW, SHAPE, START, Int, Problem, TileShape
 
 EQUAL: Final = 1.03
@@ -26,43 +27,47 @@ SNAP: Final = 0.03
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Runs of one shape; `worker_begin` and `team` are for persistent kernels.
+    """Runs for `Problem.shapes[index]`; `worker_begin` and `team` are for persistent kernels.
 
     Team w owns runs `worker_begin[w]:worker_begin[w + 1]`; `team` workers share each run.
     """
 
+    index: int
     runs: Int
-    worker_begin: Int
+    worker_begin: Int32
     team: int = 1
 
 
 def cut(tiles: Int, problem: Problem) -> list[Cut]:
-    """Runs of every shape; a persistent kernel beside another gets its share of the device."""
-    shapes = problem.shapes
-    counts = np.bincount(tiles[SHAPE], minlength=len(shapes)).tolist()
+    """Runs of every shape that has tiles; persistent kernels get their share beside the others."""
+    counts = np.bincount(tiles[SHAPE]).tolist()
     mine = [
-        tiles if count == tiles.shape[1] else tiles[:, tiles[SHAPE] == index if count else []]
+        (tiles if count == tiles.shape[1] else tiles[:, tiles[SHAPE] == index], index)
         for index, count in enumerate(counts)
+        if count
     ]
-    share = _persistent_share(mine, shapes) if len(shapes) > counts.count(0) + 1 else 1.0
+    share = _persistent_share(mine, problem) if len(mine) > 1 else 1.0
     cuts = []
-    for part, shape in zip(mine, shapes, strict=True):
+    for part, index in mine:
+        shape = problem.shapes[index]
         workers = max(1, shape.workers // problem.num_kv_heads)
-        if part.shape[1] == 0:
-            cuts.append(Cut(part, np.zeros(1, np.int32)))
-        elif shape.persistent:
-            cuts.append(_deal(part, shape, max(1, round(workers * share)), problem))
+        if shape.persistent:
+            cuts.append(_deal(part, index, max(1, round(workers * share)), problem))
         else:
             runs = _cut_evenly(part, shape, workers, problem.page_size)
-            cuts.append(Cut(runs, np.zeros(1, np.int32)))
+            cuts.append(Cut(index, runs, np.zeros(1, np.int32)))
     return cuts
 
 
-def _persistent_share(mine: list[Int], shapes: tuple[TileShape, ...]) -> float:
+def _persistent_share(parts: list[tuple[Int, int]], problem: Problem) -> float:
     """What part of the batch's cost the persistent kernels have."""
-    cost = [int(t[KEYS].sum()) * s.key_cost for t, s in zip(mine, shapes, strict=True)]
-    kept = sum(c for c, s in zip(cost, shapes, strict=True) if s.persistent)
-    return kept / max(sum(cost), 1e-9)
+    kept = whole = 0.0
+    for tiles, index in parts:
+        shape = problem.shapes[index]
+        cost = int(tiles[KEYS].sum()) * shape.key_cost
+        whole += cost
+        kept += cost if shape.persistent else 0.0
+    return kept / whole
 
 
 def _granule(shape: TileShape, page_size: int) -> int:
@@ -70,37 +75,39 @@ def _granule(shape: TileShape, page_size: int) -> int:
     return page_size * -(-shape.granule // page_size)
 
 
-def _deal(tiles: Int, shape: TileShape, workers: int, problem: Problem) -> Cut:
+def _deal(tiles: Int, index: int, workers: int, problem: Problem) -> Cut:
     """Deal tiles to teams of `workers`, whole ones or runs of one length where that fills them."""
+    shape = problem.shapes[index]
     granule = _granule(shape, problem.page_size)
     sizes = -(-tiles[KEYS] // granule)
     num_tiles, largest = len(sizes), int(np.maximum.reduce(sizes))
     total = int(np.add.reduce(sizes))
     useful = max(1, -(-largest * granule // shape.granule))  # one tile of keys for each worker
-    most = min(shape.most_team, useful, max(1, workers // num_tiles))
-    team = min(problem.team or _floor_power(most), shape.most_team)
-    teams = max(1, workers // team)
+    most = min(useful, max(1, workers // num_tiles))
+    team = problem.team or max(size for size in shape.teams if size <= most)
     worth = -(-total * granule // shape.least_run)  # more would not be worth their partial states
+    alike = largest * num_tiles <= EQUAL * total
 
-    if num_tiles > teams:
-        each = -(-num_tiles // teams)
-        used = -(-num_tiles // each)
-        alike = largest * num_tiles <= EQUAL * total
-        if alike and num_tiles >= FILLED * each * used and used >= BUSY * teams:
-            return Cut(tiles, np.append(np.arange(0, num_tiles, each), num_tiles), team)
+    if num_tiles > workers // team:
+        for size in shape.teams if alike and problem.team is None else (team,):
+            teams = max(1, workers // size)
+            each = -(-num_tiles // teams)
+            used = -(-num_tiles // each)
+            if alike and num_tiles >= FILLED * each * used and used >= BUSY * teams:
+                begin = np.arange(0, used * each + 1, each, dtype=np.int32)
+                begin[-1] = num_tiles
+                return Cut(index, tiles, begin, size)
     elif largest * granule <= shape.least_run * team:
-        return Cut(tiles, np.arange(num_tiles + 1), team)
-    elif largest * num_tiles <= EQUAL * total:
+        return Cut(index, tiles, np.arange(num_tiles + 1, dtype=np.int32), team)
+    elif alike:
+        teams = workers // team
         pieces = min(teams // num_tiles, max(1, worth // num_tiles))
         if pieces * num_tiles >= BUSY * min(teams, worth):
             runs = _cut_alike(tiles, sizes, pieces, granule, problem.page_size)
-            return Cut(runs, np.arange(runs.shape[1] + 1), team)
-    return _equal_shares(tiles, sizes, min(teams, worth, total), granule, problem.page_size, team)
-
-
-def _floor_power(most: int) -> int:
-    """The greatest power of two within `most`."""
-    return 1 << (most.bit_length() - 1)
+            return Cut(index, runs, np.arange(runs.shape[1] + 1, dtype=np.int32), team)
+    teams = min(max(1, workers // team), worth, total)
+    runs, begin = _equal_shares(tiles, sizes, teams, granule, problem.page_size)
+    return Cut(index, runs, begin, team)
 
 
 def _cut_alike(tiles: Int, sizes: Int, pieces: int, granule: int, page_size: int) -> Int:
@@ -117,9 +124,12 @@ def _cut_alike(tiles: Int, sizes: Int, pieces: int, granule: int, page_size: int
 
 
 def _equal_shares(
-    tiles: Int, sizes: Int, teams: int, granule: int, page_size: int, team: int
-) -> Cut:
-    """Lay the tiles end to end and cut where each team's equal share ends, or a tile close by."""
+    tiles: Int, sizes: Int, teams: int, granule: int, page_size: int
+) -> tuple[Int, Int32]:
+    """Lay the tiles end to end and cut where each team's equal share ends, or a tile close by.
+
+    Returns the runs and where each team's begin.
+    """
     ends = np.cumsum(sizes)
     begins = ends - sizes
     total = int(ends[-1])
@@ -134,7 +144,7 @@ def _equal_shares(
     tile = np.searchsorted(ends, starts, side="right")
     length = np.append(starts[1:], total) - starts
     runs = _runs(tiles, tile, starts - begins[tile], length, granule, page_size)
-    return Cut(runs, np.searchsorted(starts, bounds), team)
+    return runs, np.searchsorted(starts, bounds).astype(np.int32)
 
 
 def _runs(tiles: Int, tile: Int, offset: Int, length: Int, granule: int, page_size: int) -> Int:

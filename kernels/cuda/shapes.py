@@ -209,7 +209,7 @@ def planner_shape(
         persistent=narrow,
         least_run=NARROW_RUN if narrow else 256,
         key_cost=token_bytes / 8.7e12 if narrow else flops / (620e12 if wide else 320e12),
-        most_team=warps & -warps,
+        teams=tuple(t for t in range(1, warps + 1) if warps % t == 0),
     )
 
 

@@ -1,19 +1,17 @@
 """Launches of one batch: what stays the same from call to call is laid out once, the rest patched.
 
-A step is one kernel launch. Its argument struct is a numpy array that lives as long as the plan;
-a call writes the few addresses that changed and launches.
+A step is one kernel launch. Its argument struct lives as long as the plan; a call writes the few
+addresses that changed and launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from struct import Struct
 from typing import Any, Final, NamedTuple, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cuda.launch import ATTEND_PARAMS, Launcher
+from kernels.cuda.launch import ATTEND_PARAMS, MERGE_PARAMS, Launcher, writer
 from kernels.cuda.wide import TensorMaps
 
 
@@ -32,13 +30,10 @@ class Call(NamedTuple):
     partial_lse: int
 
 
-TENSORS: Final = Call._fields[1:6]
-"""Fields of a call, and the first fields of `AttendParams`, in this order."""
-SCRATCH: Final = Call._fields[6:]
-"""The others, which stand together in `AttendParams` too."""
-_WRITE_TENSORS: Final = Struct("5Q").pack_into
-_WRITE_FOUR: Final = Struct("4Q").pack_into
-_SCRATCH_AT: Final = ATTEND_PARAMS.fields[SCRATCH[0]][1] if ATTEND_PARAMS.fields else 0
+_SCRATCH: Final = Call._fields[6:]
+_write_tensors: Final = writer(ATTEND_PARAMS, *Call._fields[1:6])
+_write_scratch: Final = writer(ATTEND_PARAMS, *_SCRATCH)
+_write_states: Final = writer(MERGE_PARAMS, "o_in", "lse_in", "o", "lse")
 
 
 class Step(Protocol):
@@ -48,18 +43,16 @@ class Step(Protocol):
 
 
 class MmaStep:
-    """attend_narrow or attend_tile; `block` is an `ATTEND_PARAMS`."""
+    """attend_narrow or attend_tile, launched with `AttendParams`."""
 
-    def __init__(
-        self, function: Any, grid: int, threads: int, shared_bytes: int, block: NDArray[Any]
-    ) -> None:
-        self._launch = Launcher(function, grid, threads, shared_bytes, (block,))
-        self._bytes = block.view(np.uint8).data
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
 
     def launch(self, call: Call) -> None:
-        _WRITE_TENSORS(self._bytes, 0, *call[1:6])
-        _WRITE_FOUR(self._bytes, _SCRATCH_AT, *call[6:])
-        self._launch()
+        launcher = self._launcher
+        _write_tensors(launcher.memory, *call[1:6])
+        _write_scratch(launcher.memory, *call[6:])
+        launcher()
 
 
 class WideStep:
@@ -72,7 +65,7 @@ class WideStep:
         maps: Callable[[int | None], TensorMaps],
     ) -> None:
         self._launch, self._block, self._maps = launch, block, maps
-        self._slots = tuple(block[name] for name in ("q", "o", "lse", *SCRATCH))
+        self._slots = tuple(block[name] for name in ("q", "o", "lse", *_SCRATCH))
 
     def launch(self, call: Call) -> None:
         for slot, value in zip(self._slots, (*call[1:4], *call[6:]), strict=True):
@@ -81,12 +74,12 @@ class WideStep:
 
 
 class MergeStep:
-    """merge_states over the partial rows; `block` is a `MERGE_PARAMS`."""
+    """merge_states over the partial rows, launched with `MergeParams`."""
 
-    def __init__(self, function: Any, grid: int, threads: int, block: NDArray[Any]) -> None:
-        self._launch = Launcher(function, grid, threads, 0, (block,))
-        self._bytes = block.view(np.uint8).data
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
 
     def launch(self, call: Call) -> None:
-        _WRITE_FOUR(self._bytes, 0, call.partial_o, call.partial_lse, call.o, call.lse)
-        self._launch()
+        launcher = self._launcher
+        _write_states(launcher.memory, call.partial_o, call.partial_lse, call.o, call.lse)
+        launcher()

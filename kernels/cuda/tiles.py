@@ -42,10 +42,11 @@ class TileShape:
     """One kernel as the planner sees it: its tile, and how many workers the device runs at once.
 
     `persistent` kernels take a worker's list of items; the others take items, dearest first, and
-    where these must be cut they make `waves` turns of all workers. Up to `most_team` workers of a
-    persistent kernel share an item as one team. Runs are cut at multiples of `granule` keys and of
-    whole pages. Segments of at most `most_rows` packed rows go to the first shape that takes them.
-    `key_cost` is what one key of one tile costs of the whole device's time.
+    where these must be cut they make `waves` turns of all workers. So many workers of a persistent
+    kernel as `teams` names, growing from 1, may share an item as one team. Runs are cut at
+    multiples of `granule` keys and of whole pages. Segments of at most `most_rows` packed rows go
+    to the first shape that takes them. `key_cost` is what one key of one tile costs of the whole
+    device's time.
     """
 
     name: str
@@ -57,7 +58,7 @@ class TileShape:
     least_run: int
     waves: int = 2
     key_cost: float = 1.0
-    most_team: int = 1
+    teams: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,13 @@ class Problem:
     shapes: tuple[TileShape, ...]
     team: int | None = None
 
+    @property
+    def chunk(self) -> int:
+        """Packed rows that always travel together, whichever kernel has them."""
+        return chunk_rows(self.group_size, min(shape.rows for shape in self.shapes))
 
-def chunk_rows(group_size: int, rows: int = 16) -> int:
+
+def chunk_rows(group_size: int, rows: int) -> int:
     """Packed rows that always travel together: the largest divisor of the group within `rows`."""
     return max(d for d in range(1, min(group_size, rows) + 1) if group_size % d == 0)
 
@@ -89,7 +95,7 @@ def level_tiles(
 ) -> Int:
     """Tiles of one level, before runs are cut; `row` and `page` are where the plan's begin."""
     group, qo, kv = problem.group_size, level.qo_indptr, level.kv_indptr
-    tiles = np.empty((FIELDS, len(level.kv_start)), np.int32)  # a tile per segment, to begin with
+    tiles = np.zeros((FIELDS, len(level.kv_start)), np.int32)  # a tile per segment, to begin with
     if tiles.shape[1] == 0:
         return tiles
     rows, keys = tiles[ROWS], tiles[KEYS]
@@ -102,9 +108,11 @@ def level_tiles(
     np.multiply(qo[:-1], group, out=tiles[ROW])
     np.add(kv[:-1], page, out=tiles[PAGE])
     tiles[START] = level.kv_start
-    tiles[LAYER] = layer
-    tiles[CAUSAL] = level.causal
-    tiles[PARTIAL:SHAPE] = FINAL
+    if layer:
+        tiles[LAYER] = layer
+    if level.causal:
+        tiles[CAUSAL] = HIDE_FUTURE
+    tiles[PARTIAL] = FINAL
 
     least = int(np.minimum.reduce(rows))
     if least < 1 or int(np.minimum.reduce(keys)) < 1:
@@ -128,7 +136,10 @@ def _fit(tiles: Int, least: int, most: int, chunk: int, shapes: Sequence[TileSha
     takes = [shape.most_rows for shape in shapes[:-1]]
     capacities = [shape.rows // chunk * chunk for shape in shapes]
     first, last = bisect_left(takes, least), bisect_left(takes, most)
-    tiles[SHAPE] = first if first == last else np.searchsorted(takes, tiles[ROWS])
+    if first != last:
+        tiles[SHAPE] = np.searchsorted(takes, tiles[ROWS])
+    elif first:
+        tiles[SHAPE] = first
     if first == last and most <= capacities[first]:
         return tiles
     capacity = np.array(capacities, np.int32)[tiles[SHAPE]]
@@ -170,11 +181,8 @@ def _clip(tiles: Int, positions: Int32, problem: Problem) -> Int:
 
 def hidden_rules(runs: Int, window_left: int) -> Int:
     """The rules each run still needs, key by key: bits of WorkItem.causal."""
-    hide: Int = runs[CAUSAL]
-    if window_left < 0 and not hide.any():
-        return hide
     future = runs[START] + runs[KEYS] - 1 > runs[LEAST]
-    hide = np.where((hide != 0) & future, HIDE_FUTURE, 0)
+    hide: Int = np.where((runs[CAUSAL] != 0) & future, HIDE_FUTURE, 0)
     if window_left >= 0:
         start = runs[START].astype(np.int64)
         hide |= np.where(start + window_left < runs[GREATEST], HIDE_WINDOW, 0)

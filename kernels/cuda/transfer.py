@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from kernels.backend import Array
+from kernels.backend import Array, Int32
 
 MOST_INFLIGHT: Final = 48
 _ALIGNMENT: Final = 256
@@ -68,14 +69,29 @@ class Transfers:
         for array, offset in zip(arrays, offsets, strict=True):
             if array.size:
                 np.ndarray(array.shape, array.dtype, host, offset)[...] = array
+        buffer = self._send(host, size)
+        base: int = buffer.ptr
+        return buffer, [base + offset for offset in offsets]
+
+    def upload_ints(self, arrays: Sequence[Int32]) -> tuple[Any, list[int]]:
+        """`upload` of flat int32 arrays, back to back: only the first is aligned to more."""
+        counts = [len(array) for array in arrays]
+        total = sum(counts)
+        host = cupy.cuda.alloc_pinned_memory(max(4 * total, 1))
+        np.concatenate(arrays, out=np.ndarray((total,), np.int32, host))
+        buffer = self._send(host, 4 * total)
+        return buffer, [buffer.ptr + 4 * begin for begin in accumulate(counts[:-1], initial=0)]
+
+    def _send(self, host: Any, size: int) -> Any:
+        """Start copying pinned bytes to new device memory; the compute stream waits for it."""
         with self.copy_in:
             buffer = cupy.cuda.alloc(max(size, 1))
-        base: int = buffer.ptr
-        runtime.memcpyAsync(base, host.ptr, size, runtime.memcpyHostToDevice, self.copy_in.ptr)
+        stream = self.copy_in.ptr
+        runtime.memcpyAsync(buffer.ptr, host.ptr, size, runtime.memcpyHostToDevice, stream)
         done = _mark(self.copy_in)
         self.compute.wait_event(done)
         self.keep(done, (host, buffer))
-        return buffer, [base + offset for offset in offsets]
+        return buffer
 
     def retire(self, buffer: object) -> None:
         """Let an uploaded buffer go once what the compute stream has been given so far is done."""

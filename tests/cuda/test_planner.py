@@ -16,8 +16,8 @@ from kernels.cuda.planner import Work, make_work
 from kernels.cuda.runs import SNAP
 from kernels.cuda.tiles import FINAL, HIDE_FUTURE, HIDE_WINDOW, Problem, TileShape, chunk_rows
 
-NARROW_16 = TileShape("narrow16", 16, 16, 132 * 8, 16, True, 128, most_team=8)
-NARROW_32 = TileShape("narrow32", 32, 32, 132 * 8, 16, True, 128, most_team=8)
+NARROW_16 = TileShape("narrow16", 16, 16, 132 * 8, 16, True, 128, teams=(1, 2, 4, 8))
+NARROW_32 = TileShape("narrow32", 32, 32, 132 * 8, 16, True, 128, teams=(1, 2, 4, 8))
 WIDE = TileShape("wide", 128, 2**30, 132, 64, False, 256, key_cost=2.0)
 SHAPES = (NARROW_16, NARROW_32, WIDE)
 
@@ -289,7 +289,7 @@ def test_narrow_work_beside_wide_work_takes_its_share_of_the_device() -> None:
         int32(0, 64), int32(0, 256), np.arange(256, dtype=np.int32), int32(16), int32(0), False
     )
     work = make_work([(0, Plan((top, shared), np.full(64, 8191, np.int32)))], problem())
-    narrow, _, wide = work.launches
+    narrow, wide = work.launches
     cost = 2.0 * 2 * 4096 / (64 * 4096 + 2.0 * 2 * 4096)
     assert narrow.num_workers == round(132 * (1 - cost))
     assert wide.num_items >= 2
@@ -312,7 +312,7 @@ def test_causal_prefill_leaves_out_keys_after_each_tile() -> None:
         int32(0, 256), int32(0, 16), np.arange(16, dtype=np.int32), int32(16), int32(0), True
     )
     work = make_work([(0, Plan((level,), np.arange(256, dtype=np.int32)))], problem(group=1))
-    wide = work.launches[2].items
+    wide = work.launches[0].items
     keys = {begin: int(wide[wide[:, 1] == begin, 4].sum()) for begin in (0, 128)}
     assert keys == {0: 128, 128: 256}
     assert (np.diff(wide[:, 4]) <= 0).all(), "the dearest item comes first"
@@ -331,4 +331,4 @@ def test_requests_of_several_layers_share_one_launch() -> None:
     ("group", "expected"), [(1, 1), (4, 4), (7, 7), (8, 8), (16, 16), (24, 12), (32, 16), (17, 1)]
 )
 def test_chunks_divide_the_group_and_fit_a_tile(group: int, expected: int) -> None:
-    assert chunk_rows(group) == expected
+    assert chunk_rows(group, 16) == expected

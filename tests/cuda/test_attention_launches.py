@@ -1,0 +1,210 @@
+"""Plans to launches without a device: what the driver is given, and who merges partial states."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")  # which needs no device for what follows
+
+from kernels.backend import Level, Plan, Scoring
+from kernels.compile import Spec
+from kernels.cuda import attention as attention_module
+from kernels.cuda import launch as launch_module
+from kernels.cuda.attention import Attention
+from kernels.cuda.launch import ATTEND_PARAMS, MERGE_PARAMS, writer
+from kernels.cuda.scene import Scene, Store
+
+STREAM = 77
+
+
+@dataclass
+class Driver:
+    """Keeps the arguments of each launch, the struct as it is at that moment."""
+
+    arch: str = "sm_80"
+    launches: list[tuple[str, tuple[int, ...], Any]] = field(default_factory=list)
+    entries: list[str] = field(default_factory=list)
+
+    def function(self, spec: Spec, entry: str, shared_bytes: int = 0) -> Any:
+        self.entries.append(entry)
+        return SimpleNamespace(kernel=SimpleNamespace(ptr=len(self.entries) - 1))
+
+    def launchKernel(self, function: int, *settled: int) -> None:
+        *shape, stream, where, extra = settled
+        assert (stream, extra) == (STREAM, 0)
+        entry = self.entries[function]
+        dtype = MERGE_PARAMS if entry == "merge_states" else ATTEND_PARAMS
+        (address,) = (ctypes.c_uint64 * 1).from_address(where)
+        struct = np.frombuffer(ctypes.string_at(address, dtype.itemsize), dtype)[0]
+        self.launches.append((entry, tuple(shape), struct))
+
+
+class Memory:
+    """Stands for Transfers: uploads lie where a test can read them back."""
+
+    def __init__(self) -> None:
+        self.compute = self._nothing()
+        self.uploads: list[np.ndarray[Any, Any]] = []
+
+    @contextmanager
+    def _nothing(self) -> Iterator[None]:
+        yield
+
+    def upload_ints(self, arrays: Sequence[Any]) -> tuple[Any, list[int]]:
+        whole = np.concatenate(arrays).astype(np.int32)
+        self.uploads.append(whole)
+        base = whole.ctypes.data
+        counts = [len(array) for array in arrays]
+        return whole, [base + 4 * at for at in accumulate(counts[:-1], initial=0)]
+
+    def scratch(self, size: int) -> Any:
+        return SimpleNamespace(ptr=1 << 40)
+
+    def retire(self, buffer: object) -> None:
+        """Nothing is ever freed here."""
+
+
+def ints_at(address: int, count: int) -> list[int]:
+    return list((ctypes.c_int32 * count).from_address(int(address)))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    stream = SimpleNamespace(ptr=STREAM)
+    cuda = SimpleNamespace(
+        get_current_stream=lambda: stream,
+        Stream=lambda **_: stream,
+        Event=lambda **_: None,
+    )
+    zeros = SimpleNamespace(data=SimpleNamespace(ptr=5))
+    fake = SimpleNamespace(cuda=cuda, zeros=lambda *_: zeros, uint32=np.uint32)
+    monkeypatch.setattr(attention_module, "cupy", fake)
+    monkeypatch.setattr(launch_module, "cupy", fake)
+    monkeypatch.setattr(launch_module, "driver", made)
+    return made
+
+
+@pytest.fixture
+def attention(driver: Driver) -> Attention:
+    return Attention(driver, Memory(), 132)  # type: ignore[arg-type]
+
+
+def scene() -> Scene:
+    store = Store(
+        k=1 << 30,
+        v=(1 << 30) + 4096,
+        layer_bytes=1 << 20,
+        layer_rows=1 << 12,
+        page_rows=256,
+        token_rows=8,
+        head_rows=1,
+        page_size=16,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype="fp16",
+        k_scale=1.0,
+        v_scale=1.0,
+        num_pages=1 << 16,
+        contiguous=False,
+        maps=lambda layer: pytest.fail("no wide kernel here"),
+    )
+    return Scene(store, 32, "fp16", Scoring(0.125), False)
+
+
+def decode_plan(kv_lens: list[int]) -> Plan:
+    pages = [-(-n // 16) for n in kv_lens]
+    last = [(n - 1) % 16 + 1 if n else 0 for n in kv_lens]
+    level = Level(
+        qo_indptr=np.arange(len(kv_lens) + 1, dtype=np.int32),
+        kv_indptr=np.cumsum([0, *pages]).astype(np.int32),
+        kv_indices=np.arange(sum(pages), dtype=np.int32),
+        kv_last_page_len=np.array(last, np.int32),
+        kv_start=np.zeros(len(kv_lens), np.int32),
+        causal=False,
+    )
+    return Plan((level,), np.array(kv_lens, np.int32) - 1)
+
+
+def launched(attention: Attention, driver: Driver, kv_lens: list[int]) -> list[Any]:
+    """(entry, shape, struct) of each launch for such a batch, at layer 2."""
+    where = scene()
+    resident = attention.make([(2, decode_plan(kv_lens))], where)
+    driver.launches.clear()
+    attention.enqueue(resident, where, 2, 11, 12, 13, (14, 15))
+    return driver.launches
+
+
+def test_a_launch_gets_the_addresses_of_its_call(attention: Attention, driver: Driver) -> None:
+    ((entry, shape, struct),) = launched(attention, driver, [1024] * 256)
+    assert entry == "attend_narrow"
+    assert [int(struct[name]) for name in ("q", "o", "lse")] == [11, 12, 13]
+    assert int(struct["k"]) == (1 << 30) + 2 * (1 << 20)
+    assert int(struct["v"]) - int(struct["k"]) == 4096
+    assert [int(struct["mask_bits"]), int(struct["mask_row_offsets"])] == [14, 15]
+    assert [int(struct[name]) for name in ("partial_o", "merge_of_chunk")] == [0, 0]
+    workers, team, threads = int(struct["num_workers"]), int(struct["team"]), shape[3]
+    assert shape[0] == -(-workers * team * 8 * 32 // threads)
+    assert ints_at(struct["items"], 5) == [0, 0, 4, 0, 1024]
+    assert ints_at(struct["worker_begin"], workers + 1)[-1] == 256
+    assert ints_at(struct["kv_indices"], 3) == [0, 1, 2]
+    assert ints_at(struct["order"], 256) == list(range(256))
+    assert ints_at(struct["positions"], 1) == [1023]
+
+
+def test_the_narrow_kernel_is_given_its_merge_lists(attention: Attention, driver: Driver) -> None:
+    ((entry, _, struct),) = launched(attention, driver, [32768, 32768])
+    assert (entry, int(struct["chunk_rows"])) == ("attend_narrow", 4)
+    assert ints_at(struct["merge_of_chunk"], 2) == [0, 1]
+    indptr = ints_at(struct["merge_indptr"], 3)
+    assert indptr[0] == 0 and indptr[1] * 2 == indptr[2] > 2
+    members = ints_at(struct["merge_members"], indptr[2])
+    assert sorted(members) == list(range(0, 4 * indptr[2], 4))
+    assert ints_at(struct["merge_arrivals"], 2 * 8) == [0] * 16
+    assert int(struct["partial_lse"]) - int(struct["partial_o"]) == 4 * indptr[2] * 8 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("kv_lens", "fuse"), [([32768], False), ([32768, 0], True), ([16, 0], True)]
+)
+def test_a_merge_of_its_own_follows_where_the_kernel_cannot(
+    attention: Attention, driver: Driver, kv_lens: list[int], fuse: bool
+) -> None:
+    attention.fuse_merges = fuse
+    (_, _, struct), (entry, _, merge) = launched(attention, driver, kv_lens)
+    assert entry == "merge_states"
+    assert int(struct["merge_of_chunk"]) == 0
+    assert [int(merge[name]) for name in ("o", "lse")] == [12, 13]
+    assert int(merge["o_in"]) == int(struct["partial_o"])
+    assert int(merge["lse_in"]) == int(struct["partial_lse"])
+
+
+def test_a_forced_team_is_what_plans_get(attention: Attention, driver: Driver) -> None:
+    attention.team = 2
+    ((_, _, struct),) = launched(attention, driver, [32768])
+    assert int(struct["team"]) == 2
+
+
+def test_a_plan_is_found_again_for_any_layer(attention: Attention) -> None:
+    plan, where = decode_plan([40, 50]), scene()
+    assert attention.find([(0, plan)], where) is None
+    made = attention.make([(0, plan)], where)
+    assert attention.find([(3, plan)], where) is made
+    assert attention.find([(0, decode_plan([40, 50]))], where) is None
+    both = attention.make([(0, plan), (1, plan)], where)
+    assert attention.find([(0, plan), (1, plan)], where) is both
+    assert attention.find([(1, plan), (1, plan)], where) is None
+
+
+def test_only_neighbouring_fields_are_written_together() -> None:
+    with pytest.raises(RuntimeError, match="this is a bug"):
+        writer(ATTEND_PARAMS, "q", "lse")
