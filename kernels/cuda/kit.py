@@ -82,7 +82,7 @@ class Kit:
             window_left=scene.scoring.window_left,
             shapes=tuple(planner_shape(k, *device, largest=k is last) for k in self._kernels),
         )
-        self._block = _scene_block(scene, self._problem.chunk)
+        self._struct = _scene_struct(scene, self._problem.chunk)
 
     def make(
         self,
@@ -147,7 +147,7 @@ class Kit:
         if launch.shape.persistent:
             grid = -(-launch.num_workers * heads * launch.team * 32 // kernel.threads)
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
-        launcher = Launcher(function, grid, kernel.threads, kernel.shared_bytes, self._block)
+        launcher = Launcher(function, grid, kernel.threads, kernel.shared_bytes, self._struct)
         pages = 0 if self._scene.store.contiguous else places.kv_indices
         arrays = (items, worker_begin, pages, places.order, places.positions)
         _write_arrays(launcher.memory, *arrays)
@@ -212,14 +212,14 @@ class Kit:
             split=how.split,
         )
         function = self._library.function(how.spec, "merge_states")
-        return MergeStep(Launcher(function, how.grid, how.threads, 0, block))
+        return MergeStep(Launcher(function, how.grid, how.threads, 0, block.tobytes()))
 
 
-def _scene_block(scene: Scene, chunk: int) -> NDArray[Any]:
+def _scene_struct(scene: Scene, chunk: int) -> bytes:
     """`AttendParams` as far as the scene decides it."""
     store, scoring = scene.store, scene.scoring
     scale = scoring.sm_scale * store.k_scale
-    return params(
+    block = params(
         ATTEND_PARAMS,
         layer_rows=store.layer_rows,
         page_rows=store.page_rows,
@@ -235,6 +235,7 @@ def _scene_block(scene: Scene, chunk: int) -> NDArray[Any]:
         window_left=scoring.window_left,
         chunk_rows=chunk,
     )
+    return block.tobytes()
 
 
 def _launch_wide(

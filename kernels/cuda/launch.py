@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import addressof, c_char
 from pathlib import Path
 from struct import Struct
 from typing import Any, Final
@@ -58,6 +59,7 @@ POOL_ROWS: Final = np.dtype(
 )
 """`PoolRows` of rows.cu."""
 
+_POINTER: Final = Struct("=Q")
 _LETTERS: Final = {
     np.dtype(np.uint64): "Q",
     np.dtype(np.uint32): "I",
@@ -106,21 +108,20 @@ class Launcher:
     """A launch of a kernel whose one argument is a struct, all of it settled but the stream.
 
     Goes to the driver at a fraction of what CuPy's call costs. `memory` is the launch's own struct,
-    a copy of `block`: write to it between launches.
+    a copy of `struct` that may be written to between launches.
     """
 
-    __slots__ = ("_kernel", "_settled", "_where", "_words", "memory")
+    __slots__ = ("_kernel", "_settled", "_where", "memory")
 
     def __init__(
-        self, kernel: Any, grid: int, threads: int, shared_bytes: int, block: NDArray[Any]
+        self, kernel: Any, grid: int, threads: int, shared_bytes: int, struct: bytes
     ) -> None:
-        count = block.nbytes // 8
-        self._words = np.empty(count + 1, np.uint64)  # the struct and, for the driver, its address
-        self._words[:count] = block.view(np.uint64)
-        self.memory = self._words.data.cast("B")
-        address = self._words.ctypes.data
-        self._words[count] = address
-        self._where = address + 8 * count
+        size = len(struct)
+        self.memory = bytearray(size + 8)  # the struct and, for the driver, its address
+        self.memory[:size] = struct
+        address = addressof(c_char.from_buffer(self.memory))
+        _POINTER.pack_into(self.memory, size, address)
+        self._where = address + size
         self._kernel = kernel  # kept alive: what follows is only its address
         self._settled = (kernel.kernel.ptr, grid, 1, 1, threads, 1, 1, shared_bytes)
 

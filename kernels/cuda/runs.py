@@ -77,62 +77,68 @@ def _granule(shape: TileShape, page_size: int) -> int:
 
 def _deal(tiles: Int, index: int, workers: int, problem: Problem) -> Cut:
     """Deal tiles to teams of `workers`, whole ones or runs of one length where that fills them."""
-    shape = problem.shapes[index]
-    granule = _granule(shape, problem.page_size)
-    sizes = -(-tiles[KEYS] // granule)
-    num_tiles, largest = len(sizes), int(np.maximum.reduce(sizes))
-    total = int(np.add.reduce(sizes))
-    useful = max(1, -(-largest * granule // shape.granule))  # one tile of keys for each worker
-    most = min(useful, max(1, workers // num_tiles))
-    team = problem.team or max(size for size in shape.teams if size <= most)
-    worth = -(-total * granule // shape.least_run)  # more would not be worth their partial states
+    shape, keys = problem.shapes[index], tiles[KEYS]
+    num_tiles, largest, total = len(keys), int(np.maximum.reduce(keys)), int(np.add.reduce(keys))
     alike = largest * num_tiles <= EQUAL * total
+    # no more workers to a tile than it has granules for, or than all tiles leave it
+    most = max(1, min(-(-largest // shape.granule), workers // num_tiles))
+    team = problem.team or max(size for size in shape.teams if size <= most)
+    teams = max(1, workers // team)
+    worth = -(-total // shape.least_run)  # more would not be worth their partial states
 
-    if num_tiles > workers // team:
-        for size in shape.teams if alike and problem.team is None else (team,):
-            teams = max(1, workers // size)
-            each = -(-num_tiles // teams)
-            used = -(-num_tiles // each)
-            if alike and num_tiles >= FILLED * each * used and used >= BUSY * teams:
-                begin = np.arange(0, used * each + 1, each, dtype=np.int32)
-                begin[-1] = num_tiles
-                return Cut(index, tiles, begin, size)
-    elif largest * granule <= shape.least_run * team:
-        return Cut(index, tiles, np.arange(num_tiles + 1, dtype=np.int32), team)
+    if num_tiles > teams:
+        for size in (shape.teams if problem.team is None else (team,)) if alike else ():
+            if each := _whole_each(num_tiles, max(1, workers // size)):
+                return Cut(index, tiles, _bounds(num_tiles, each), size)
+    elif largest <= shape.least_run * team:
+        return Cut(index, tiles, _bounds(num_tiles, 1), team)
     elif alike:
-        teams = workers // team
         pieces = min(teams // num_tiles, max(1, worth // num_tiles))
         if pieces * num_tiles >= BUSY * min(teams, worth):
-            runs = _cut_alike(tiles, sizes, pieces, granule, problem.page_size)
-            return Cut(index, runs, np.arange(runs.shape[1] + 1, dtype=np.int32), team)
-    teams = min(max(1, workers // team), worth, total)
-    runs, begin = _equal_shares(tiles, sizes, teams, granule, problem.page_size)
+            runs = _cut_alike(tiles, pieces, _granule(shape, problem.page_size), problem.page_size)
+            return Cut(index, runs, _bounds(runs.shape[1], 1), team)
+    granule = _granule(shape, problem.page_size)
+    runs, begin = _equal_shares(tiles, min(teams, worth), granule, problem.page_size)
     return Cut(index, runs, begin, team)
 
 
-def _cut_alike(tiles: Int, sizes: Int, pieces: int, granule: int, page_size: int) -> Int:
+def _whole_each(num_tiles: int, teams: int) -> int:
+    """How many whole tiles to give each team, or 0 where that would leave teams idle."""
+    each = -(-num_tiles // teams)
+    used = -(-num_tiles // each)
+    return each if num_tiles >= FILLED * each * used and used >= BUSY * teams else 0
+
+
+def _bounds(count: int, each: int) -> Int32:
+    """Where each team's runs begin when it has `each` of `count`, the last one what is left."""
+    bounds = np.arange(0, count + each, each, dtype=np.int32)
+    bounds[-1] = count
+    return bounds
+
+
+def _cut_alike(tiles: Int, pieces: int, granule: int, page_size: int) -> Int:
     """Every tile cut into as many runs, `pieces` or as many granules as the shortest tile has."""
+    sizes = -(-tiles[KEYS] // granule)
     pieces = min(pieces, int(np.minimum.reduce(sizes)))
     if pieces == 1:
         return tiles
     bounds = sizes[:, None] * np.arange(pieces + 1) // pieces
     offset = bounds[:, :-1].reshape(-1)
     length = bounds[:, 1:].reshape(-1) - offset
-    return _runs(
-        tiles, np.repeat(np.arange(len(sizes)), pieces), offset, length, granule, page_size
-    )
+    tile = np.repeat(np.arange(len(sizes)), pieces)
+    return _runs(tiles, tile, offset, length, granule, page_size)
 
 
-def _equal_shares(
-    tiles: Int, sizes: Int, teams: int, granule: int, page_size: int
-) -> tuple[Int, Int32]:
+def _equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple[Int, Int32]:
     """Lay the tiles end to end and cut where each team's equal share ends, or a tile close by.
 
     Returns the runs and where each team's begin.
     """
+    sizes = -(-tiles[KEYS] // granule)
     ends = np.cumsum(sizes)
     begins = ends - sizes
     total = int(ends[-1])
+    teams = min(teams, total)
     bounds = np.arange(teams + 1) * total // teams
     tile = np.searchsorted(ends, bounds)
     before, after = begins[tile], ends[tile]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -78,6 +79,7 @@ class Problem:
         return chunk_rows(self.group_size, min(shape.rows for shape in self.shapes))
 
 
+@cache
 def chunk_rows(group_size: int, rows: int) -> int:
     """Packed rows that always travel together: the largest divisor of the group within `rows`."""
     return max(d for d in range(1, min(group_size, rows) + 1) if group_size % d == 0)
