@@ -96,18 +96,39 @@ def level_tiles(
     layer: int, positions: Int32, level: Level, row: int, page: int, chunk: int, problem: Problem
 ) -> Int:
     """Tiles of one level, before runs are cut; `row` and `page` are where the plan's begin."""
-    group, qo, kv = problem.group_size, level.qo_indptr, level.kv_indptr
-    tiles = np.zeros((FIELDS, len(level.kv_start)), np.int32)  # a tile per segment, to begin with
+    group = problem.group_size
+    tiles = _segments(layer, level, page, problem)
     if tiles.shape[1] == 0:
         return tiles
+    least = int(np.minimum.reduce(tiles[ROWS]))
+    if least < 1 or int(np.minimum.reduce(tiles[KEYS])) < 1:
+        tiles = tiles[:, (tiles[ROWS] > 0) & (tiles[KEYS] > 0)]
+        if tiles.shape[1] == 0:
+            return tiles
+        least = int(np.minimum.reduce(tiles[ROWS]))
+    most = least
+    if least * tiles.shape[1] != int(level.qo_indptr[-1]) * group:  # else all have the same
+        most = int(np.maximum.reduce(tiles[ROWS]))
+    tiles = _fit(tiles, least, most, chunk, problem.shapes)
+    if level.causal or problem.window_left >= 0:
+        tiles = _clip(tiles, positions, problem)
+    if row:
+        tiles[ROW] += row * group
+    return tiles
+
+
+def _segments(layer: int, level: Level, page: int, problem: Problem) -> Int:
+    """One tile per segment of a level, whatever its rows and keys; below 1 key: no pages."""
+    qo, kv = level.qo_indptr, level.kv_indptr
+    tiles = np.zeros((FIELDS, len(level.kv_start)), np.int32)
     rows, keys = tiles[ROWS], tiles[KEYS]
     np.subtract(qo[1:], qo[:-1], out=rows)
-    rows *= group
+    rows *= problem.group_size
     np.subtract(kv[1:], kv[:-1], out=keys)
     keys -= 1
     keys *= problem.page_size
-    keys += level.kv_last_page_len  # below 1 where there are no pages
-    np.multiply(qo[:-1], group, out=tiles[ROW])
+    keys += level.kv_last_page_len
+    np.multiply(qo[:-1], problem.group_size, out=tiles[ROW])
     np.add(kv[:-1], page, out=tiles[PAGE])
     tiles[START] = level.kv_start
     if layer:
@@ -115,18 +136,6 @@ def level_tiles(
     if level.causal:
         tiles[CAUSAL] = HIDE_FUTURE
     tiles[PARTIAL] = FINAL
-
-    least = int(np.minimum.reduce(rows))
-    if least < 1 or int(np.minimum.reduce(keys)) < 1:
-        tiles = tiles[:, (rows > 0) & (keys > 0)]
-        if tiles.shape[1] == 0:
-            return tiles
-        least = int(np.minimum.reduce(tiles[ROWS]))
-    tiles = _fit(tiles, least, int(np.maximum.reduce(tiles[ROWS])), chunk, problem.shapes)
-    if level.causal or problem.window_left >= 0:
-        tiles = _clip(tiles, positions, problem)
-    if row:
-        tiles[ROW] += row * group
     return tiles
 
 

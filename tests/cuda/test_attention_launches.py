@@ -41,11 +41,24 @@ class Driver:
     def launchKernel(self, function: int, *settled: int) -> None:
         *shape, stream, where, extra = settled
         assert (stream, extra) == (STREAM, 0)
+        self._keep(function, tuple(shape), where)
+
+    def launch_kernel_ex(self, config: int, function: int, where: int, extra: None) -> int:
+        """As `cuLaunchKernelEx`, for a `CUlaunchConfig` at an address."""
+        shape = tuple((ctypes.c_uint32 * 7).from_address(config))
+        assert ctypes.c_uint64.from_address(config + 32).value == STREAM
+        self._keep(function, shape, where)
+        return 0
+
+    def check_status(self, status: int) -> None:
+        assert status == 0
+
+    def _keep(self, function: int, shape: tuple[int, ...], where: int) -> None:
         entry = self.entries[function]
         dtype = MERGE_PARAMS if entry == "merge_states" else ATTEND_PARAMS
-        (address,) = (ctypes.c_uint64 * 1).from_address(where)
+        address = ctypes.c_uint64.from_address(where).value
         struct = np.frombuffer(ctypes.string_at(address, dtype.itemsize), dtype)[0]
-        self.launches.append((entry, tuple(shape), struct))
+        self.launches.append((entry, shape, struct))
 
 
 class Memory:
@@ -91,6 +104,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(attention_module, "cupy", fake)
     monkeypatch.setattr(launch_module, "cupy", fake)
     monkeypatch.setattr(launch_module, "driver", made)
+    monkeypatch.setattr(
+        launch_module, "_launch_kernel_ex", lambda: made.launch_kernel_ex, raising=False
+    )
     return made
 
 
