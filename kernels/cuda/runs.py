@@ -85,12 +85,14 @@ def _deal(tiles: Int, index: int, workers: int, problem: Problem) -> Cut:
     team = problem.team or max(size for size in shape.teams if size <= most)
     teams = max(1, workers // team)
     worth = -(-total // shape.least_run)  # more would not be worth their partial states
+    # keys of a tile that its team alone gets through before a merge of several teams' states would
+    short = shape.least_run * (team if 2 * num_tiles > teams else max(1, team // 4))
 
     if num_tiles > teams:
         for size in (shape.teams if problem.team is None else (team,)) if alike else ():
             if each := _whole_each(num_tiles, max(1, workers // size)):
                 return Cut(index, tiles, _bounds(num_tiles, each), size)
-    elif largest <= shape.least_run * team:
+    elif largest <= short:
         return Cut(index, tiles, _bounds(num_tiles, 1), team)
     elif alike:
         pieces = min(teams // num_tiles, max(1, worth // num_tiles))

@@ -231,6 +231,10 @@ def test_narrow_workers_get_equal_shares_of_a_skewed_batch() -> None:
         (8, 8192, 8, 8, 16, 16),
         (1, 16, 8, 1, 1, 1),
         (1, 128, 8, 8, 1, 1),
+        (1, 256, 8, 8, 1, 1),
+        (1, 1024, 8, 8, 8, 8),
+        (8, 1024, 8, 8, 16, 16),
+        (12, 1024, 8, 8, 12, 12),
     ],
 )
 def test_equal_sequences_are_cut_alike_or_not_at_all(
