@@ -50,6 +50,7 @@ class Variant:
     shape: dict[str, int]
     bucketed: bool = False
     head_block: int = 0
+    skip: bool = True
 
 
 VARIANTS: Final[dict[str, Variant]] = {
@@ -59,6 +60,7 @@ VARIANTS: Final[dict[str, Variant]] = {
     "4-heads": Variant({}, head_block=4),
     "8-heads": Variant({}, head_block=8),
     "buckets": Variant({}, True),
+    "no-skip": Variant({}, skip=False),
     "1-query": Variant({"query_stages": 1}),
     "144": Variant({"tile_keys": 144}),
     "160": Variant({"tile_keys": 160, "query_stages": 1}),
@@ -102,7 +104,7 @@ def time_cases(variants: list[str], cases: list[str]) -> None:
                 head_block=min(change.head_block, case.num_kv_heads),
             )
             try:
-                bench = Bench(case, variant, seed=1, poison=False)
+                bench = Bench(case, variant, seed=1, poison=False, skip=change.skip)
                 kernel = load(variant)
                 bench.launch(kernel)
                 bench.torch.cuda.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,6 +15,8 @@ from kernels.cuda.planner import Work, make_work
 from kernels.cuda.tiles import Problem, TileShape
 
 SMS: Final = 132
+DOCUMENTS: Final = 8
+"""Blocks of a mask of documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Case:
     causal: bool = True
     window: int = -1
     soft_cap: float = 0.0
-    mask: bool = False
+    mask: str = ""  # how a custom mask looks, see `mask_of`; "": there is none
     ragged: bool = False
     workers: int = SMS
     tile_rows: int = 128
@@ -57,7 +60,14 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Multiply-adds times two over visible pairs only, as attention is usually counted."""
+        """Multiply-adds times two over visible pairs only, as attention is usually counted.
+
+        Of masks, documents and the causal one count; a random one is dense work with holes.
+        """
+        if self.mask == "documents":
+            return 4 * self.num_qo_heads * self.head_dim * self.rows * self.kv_lens[0] // DOCUMENTS
+        if self.mask == "causal":
+            return dataclasses.replace(self, mask="", causal=True).flops
         pairs = self.rows * self.shared
         if self.own_level:
             for qo, kv in zip(self.qo_lens, self.kv_lens, strict=True):
@@ -122,9 +132,42 @@ def make_items(case: Case, plan: Plan) -> Work:
     )
 
 
+def mask_of(case: Case, keys: int, rng: np.random.Generator) -> Any:
+    """bool [rows, keys], True = visible. In all but "causal" and "documents" row 1 sees nothing.
+
+    random: half of all pairs; documents: as many equal blocks on the diagonal; causal: what the
+    causal rule leaves; islands: a few squares, whole tiles and whole rows hidden between them;
+    corners: one pair in each 128 rows by 512 keys, the last row and the last key of a tile; hidden:
+    nothing at all.
+    """
+    rows, own = np.arange(case.rows)[:, None], positions(case)[:, None]
+    key = np.arange(keys)[None]
+    if case.mask == "random":
+        seen = rng.random((case.rows, keys)) < 0.5
+    elif case.mask == "documents":
+        seen = (own * DOCUMENTS // keys) == (key * DOCUMENTS // keys)
+    elif case.mask == "causal":
+        seen = key <= own
+    elif case.mask == "islands":
+        seen = ((rows // 24) * 7 + (key // 40) * 3) % 11 == 0
+    elif case.mask == "corners":
+        seen = (rows % 32 == 31) & (key % 512 == 127 + 128 * (rows // 32 % 4))
+    else:
+        seen = np.zeros((case.rows, keys), bool)
+    if case.mask not in ("causal", "documents") and case.rows > 1:
+        seen[1] = False
+    return seen
+
+
 def case_variant(case: Case) -> wide.WideVariant:
     page = 0 if case.ragged else case.page_size
-    return wide.variant(case.head_dim, case.dtype, page, case.mask, case.soft_cap > 0)  # type: ignore[arg-type]
+    return wide.variant(
+        case.head_dim,
+        case.dtype,  # type: ignore[arg-type]
+        page,
+        bool(case.mask),
+        case.soft_cap > 0,
+    )
 
 
 # --- checked ------------------------------------------------------------------------------------
@@ -141,6 +184,7 @@ def grid(**fixed: Any) -> Iterator[Case]:
 
 def groups() -> dict[str, list[Case]]:
     one = {"num_qo_heads": 1, "num_kv_heads": 1}
+    long = {"num_qo_heads": 4, "num_kv_heads": 1, "workers": 1}  # runs of more than 32 key tiles
     return {
         "first": [
             Case("1 tile", (64,), (128,), causal=False, **one),
@@ -167,9 +211,21 @@ def groups() -> dict[str, list[Case]]:
             *grid(window=33),
             *grid(window=200, page_size=64),
             *grid(soft_cap=5.0),
-            *grid(mask=True),
-            *grid(mask=True, window=100, soft_cap=30.0, layout="HND"),
-            *grid(mask=True, ragged=True),
+            *grid(mask="random"),
+            *grid(mask="random", window=100, soft_cap=30.0, layout="HND"),
+            *grid(mask="random", ragged=True),
+        ],
+        "skipped": [
+            *grid(mask="islands"),
+            *grid(mask="corners", ragged=True),
+            *grid(mask="documents", head_dim=64, page_size=32),
+            *grid(mask="islands", head_dim=256, window=150),
+            *grid(mask="causal", head_dim=192),
+            *grid(mask="hidden"),
+            Case("long", (1200, 7), (9000, 5000), mask="islands", causal=False, **long),
+            Case("long, corners", (1200, 7), (9000, 5000), mask="corners", **long),
+            Case("long, hidden", (1200,), (9000,), mask="hidden", causal=False, **long),
+            Case("long, cut", (300, 7), (9000, 5000), mask="islands", workers=512, **one),
         ],
         "sanitized": [
             Case("partial tile", (100,), (300,), **one),
@@ -179,7 +235,8 @@ def groups() -> dict[str, list[Case]]:
             Case("two levels", (1,) * 40, (50,) * 40, shared=1000, shuffled_rows=True),
             Case("uneven", (3, 1, 20), (5, 100, 333), shared=4096, workers=1024),
             Case("window", (3, 1, 20), (5, 100, 333), shared=1000, window=150),
-            Case("mask", (30, 1, 20), (50, 100, 333), shared=1000, mask=True),
+            Case("mask", (30, 1, 20), (50, 100, 333), shared=1000, mask="random"),
+            Case("islands", (30, 1, 90), (50, 100, 333), shared=4000, mask="islands"),
         ],
     }
 
@@ -208,5 +265,7 @@ def timed_cases() -> dict[str, Case]:
         "mha-32k": Case("mha-32k", decode, (1,) * 256, 32768, False, 32, 32, causal=False),
         "1x8k-64": Case("1x8k-64", (8192,), (8192,), head_dim=64, **_HEADS),
         "1x8k-256": Case("1x8k-256", (8192,), (8192,), head_dim=256, **_HEADS),
-        "1x8k-mask": Case("1x8k-mask", (2048,), (8192,), mask=True, **_HEADS),
+        "2k-mask": Case("2k-mask", (2048,), (8192,), mask="random", **_HEADS),
+        "8x1k-mask": Case("8x1k-mask", (8192,), (8192,), mask="documents", causal=False, **_HEADS),
+        "1x8k-mask": Case("1x8k-mask", (8192,), (8192,), mask="causal", causal=False, **_HEADS),
     }

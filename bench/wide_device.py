@@ -6,19 +6,27 @@ from typing import Any
 
 import numpy as np
 
-from bench.wide_cases import SMS, Case, make_items, make_plan
+from bench.wide_cases import SMS, Case, make_items, make_plan, mask_of
 from kernels.backend import Level, PoolGeometry
 from kernels.compile import Spec, compile_spec
-from kernels.cuda import wide
+from kernels.cuda import visible, wide
 
 
 class Bench:
     """One case on the device: inputs, launch, merge, and the reference."""
 
-    def __init__(self, case: Case, variant: wide.WideVariant, seed: int, poison: bool) -> None:
+    def __init__(
+        self,
+        case: Case,
+        variant: wide.WideVariant,
+        seed: int,
+        poison: bool,
+        skip: bool = True,
+    ) -> None:
+        """`skip` False: a custom mask's tiles are all visited, and cut, without a look at it."""
         import torch
 
-        self.torch, self.case, self.variant = torch, case, variant
+        self.torch, self.case, self.variant, self.skip = torch, case, variant, skip
         torch.manual_seed(seed)
         rng = np.random.default_rng(seed)
         self.plan, self.num_pages = make_plan(case, rng)
@@ -82,14 +90,26 @@ class Bench:
         self.partial_lse = torch.full((rows,), float("nan"), device="cuda")
         self.schedule = torch.zeros(2, dtype=torch.int32, device="cuda")
         longest = case.shared + max(case.kv_lens) if case.mask else 1
-        self.mask = rng.random((case.rows, longest)) < 0.5
-        if case.rows > 1:
-            self.mask[1] = False
+        self.mask = mask_of(case, longest, rng)
         padded = np.zeros((case.rows, longest + 3), bool)  # rows start at odd bits
         padded[:, :longest] = self.mask
         bits = np.packbits(padded.ravel(), bitorder="little")
         self.bits = device(np.concatenate([bits, np.zeros(64, np.uint8)]))
         self.bit_offsets = device(np.arange(case.rows, dtype=np.int64) * (longest + 3))
+        words = visible.table_words(items, self.variant.tile_keys)
+        size = max(1, len(items)) * words * 2
+        self.visible = torch.full((size,), -1, dtype=torch.int32, device="cuda")
+        self.finder = visible.block(
+            items=self.items.data_ptr(),
+            positions=self.positions.data_ptr(),
+            mask_bits=self.bits.data_ptr(),
+            mask_row_offsets=self.bit_offsets.data_ptr(),
+            tiles=self.visible.data_ptr(),
+            words=words,
+            tile_keys=self.variant.tile_keys,
+            group_size=case.group,
+            window_left=case.window,
+        )
         self.block = wide.argument_block(
             q=self.q.data_ptr(),
             o=self.o.data_ptr(),
@@ -100,6 +120,8 @@ class Bench:
             positions=self.positions.data_ptr(),
             mask_bits=self.bits.data_ptr(),
             mask_row_offsets=self.bit_offsets.data_ptr(),
+            visible=self.visible.data_ptr(),
+            visible_words=words,
             partial_o=self.partial_o.data_ptr(),
             partial_lse=self.partial_lse.data_ptr(),
             schedule=self.schedule.data_ptr(),
@@ -118,6 +140,8 @@ class Bench:
         import cupy
 
         with cupy.cuda.Stream.from_external(self.torch.cuda.current_stream()):
+            if self.case.mask and self.skip and len(self.items):
+                visible.launch(load_spec(visible.SPEC, visible.ENTRY), self.finder, len(self.items))
             wide.launch(kernel, self.variant, self.maps, self.block, SMS)
 
     def merge(self) -> None:
@@ -220,16 +244,22 @@ _LOADED: dict[Spec, Any] = {}
 
 def load(variant: wide.WideVariant) -> Any:
     """The variant's kernel, compiled now and loaded once."""
+    return load_spec(variant.spec, wide.ENTRY, variant.shared_bytes)
+
+
+def load_spec(spec: Spec, entry: str, shared_bytes: int = 0) -> Any:
+    """A kernel with its dynamic shared memory, compiled now and loaded once."""
     import os
     import tempfile
 
     import cupy
 
-    if variant.spec not in _LOADED:
+    if spec not in _LOADED:
         with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
-            file.write(compile_spec(variant.spec, "sm_90a").cubin)
-        kernel = cupy.RawModule(path=file.name).get_function(wide.ENTRY)
-        kernel.max_dynamic_shared_size_bytes = variant.shared_bytes
+            file.write(compile_spec(spec, "sm_90a").cubin)
+        kernel = cupy.RawModule(path=file.name).get_function(entry)
+        if shared_bytes:
+            kernel.max_dynamic_shared_size_bytes = shared_bytes
         os.unlink(file.name)
-        _LOADED[variant.spec] = kernel
-    return _LOADED[variant.spec]
+        _LOADED[spec] = kernel
+    return _LOADED[spec]

@@ -44,10 +44,25 @@ __device__ __forceinline__ bool next_unit(const Shared& shared, Ring<kUnitSlots>
   return unit.head >= 0;
 }
 
+// Tells the consumers which tile comes in a stage of keys; its barrier hands it over.
+__device__ __forceinline__ void publish_visit(const Shared& shared, int stage, const Way& way) {
+#if kHasMask
+  shared.visit(stage) = KeyTile::pack(way);
+#endif
+}
+
+// The tile whose keys have arrived in a stage.
+__device__ __forceinline__ void visit_next(KeyTile& tile, const Shared& shared, int stage) {
+  tile.advance(kHasMask ? shared.visit(stage) : 0);
+}
+
 // One warp streams the K (or V) tiles of every unit, last tile first.
+template <bool kOfKeys>
 __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorMap* map,
-                                             unsigned tiles, unsigned full, unsigned empty,
                                              const WideArguments& arguments) {
+  const unsigned tiles = kOfKeys ? shared.keys(0) : shared.values(0);
+  const unsigned full = kOfKeys ? shared.keys_full(0) : shared.values_full(0);
+  const unsigned empty = kOfKeys ? shared.keys_empty(0) : shared.values_empty(0);
   const int lane = threadIdx.x % 32;
   if (lane == 0) prefetch_map(map);
   Ring<kUnitSlots> units;
@@ -55,7 +70,8 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
   Unit unit;
   while (next_unit(shared, units, unit)) {
     const WorkItem& item = unit.item;
-    for (int tile = tiles_of(item) - 1; tile >= 0; --tile) {
+    for (Way way(unit, arguments); way.tile >= 0; way.advance()) {
+      const int tile = way.tile;
       const unsigned target = tiles + ring.stage() * kTileBytes;
       const unsigned barrier = full + ring.stage() * 8;
 #if kPageSize > 0
@@ -68,6 +84,7 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
       for (int i = 0; i < kPagesPerTile; ++i) pages[i] = __shfl_sync(0xffffffffu, mine, i);
       barrier_wait(empty + ring.stage() * 8, ring.parity() ^ 1);
       if (elect_lane()) {
+        if (kOfKeys) publish_visit(shared, ring.stage(), way);
         barrier_arrive_expect(barrier, num_pages * kPageBytes);
 #pragma unroll
         for (int i = 0; i < kPagesPerTile; ++i) {
@@ -81,6 +98,7 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
 #else
       barrier_wait(empty + ring.stage() * 8, ring.parity() ^ 1);
       if (elect_lane()) {
+        if (kOfKeys) publish_visit(shared, ring.stage(), way);
         barrier_arrive_expect(barrier, kTileBytes);
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
@@ -107,7 +125,8 @@ __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUn
     if (number < arguments.num_items * arguments.num_kv_heads) {
       const int turn = number / (arguments.num_items * arguments.head_block);
       const int inner = number % (arguments.num_items * arguments.head_block);
-      unit.item = arguments.items[inner / arguments.head_block];
+      unit.index = inner / arguments.head_block;
+      unit.item = arguments.items[unit.index];
       unit.head = turn * arguments.head_block + inner % arguments.head_block;
       next = gridDim.x + atomicAdd(arguments.schedule, 1u);
     } else {
@@ -236,14 +255,16 @@ __device__ __forceinline__ void clear_values(const Shared& shared, const Ring<kS
   named_barrier_sync(4 + consumer, 128);
 }
 
-// Scores of the tile that starts at key `begin` to weights.
-__device__ __forceinline__ void soften_tile(float (&s)[kScores], Rows& rows, int begin,
+// Scores of a tile to weights.
+__device__ __forceinline__ void soften_tile(float (&s)[kScores], Rows& rows, const KeyTile& tile,
                                             float (&factor)[2], const Shared& shared, int stage,
                                             int row, const WideArguments& arguments) {
   rows.cap(s);
-  rows.hide(s, begin);
+  rows.hide(s, tile.index * kTileKeys);
 #if kHasMask
-  hide_masked(s, begin, shared, stage, row, arguments.mask_bits);
+  if (tile.cut) {
+    hide_masked(s, tile.index * kTileKeys, shared, stage, row, arguments.mask_bits);
+  }
 #endif
   rows.soften(s, factor);
 }
@@ -269,10 +290,12 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
   // the first unit's first scores, alone
   barrier_wait(shared.query_full(queries.stage()), queries.parity());
   Rows rows(unit.item, arguments, shared, slots.stage(), row);
-  int tile = tiles_of(unit.item) - 1;
-  int valid = unit.item.num_keys - tile * kTileKeys;  // keys of the tile whose values come next
   bool final = unit.item.partial == kFinal;
+  KeyTile tile;
+  tile.enter(unit.item);
   barrier_wait(shared.keys_full(keys.stage()), keys.parity());
+  visit_next(tile, shared, keys.stage());
+  int valid = unit.item.num_keys - tile.index * kTileKeys;  // keys of the tile whose values come next
   take_turn(consumer);
   issue_scores(s, shared.queries(queries.stage()) + my_queries, shared.keys(keys.stage()));
   pass_turn(consumer);
@@ -280,12 +303,12 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
   pin(s);
   release(shared.keys_empty(keys.stage()));
   keys.advance();
-  soften_tile(s, rows, tile * kTileKeys, factor, shared, slots.stage(), row, arguments);
-  if (tile == 0) barrier_arrive(shared.query_empty(queries.stage()));
+  soften_tile(s, rows, tile, factor, shared, slots.stage(), row, arguments);
+  if (tile.is_last()) barrier_arrive(shared.query_empty(queries.stage()));
   pack(s, p);
 
   for (;;) {
-    const bool switching = tile == 0;
+    const bool switching = tile.is_last();
     Finished finished;
     if (switching) {
       finished = rows.finish(slots.stage(), final);
@@ -294,24 +317,24 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
       slots.advance();
       barrier_wait(shared.query_full(queries.stage()), queries.parity());
       rows = Rows(unit.item, arguments, shared, slots.stage(), row);
-      tile = tiles_of(unit.item);
+      tile.enter(unit.item);
       final = unit.item.partial == kFinal;
     }
-    --tile;
     barrier_wait(shared.keys_full(keys.stage()), keys.parity());
+    visit_next(tile, shared, keys.stage());
     clear_values(shared, values, valid, consumer);
     take_turn(consumer);
     issue_scores(s, shared.queries(queries.stage()) + my_queries, shared.keys(keys.stage()));
     barrier_wait(shared.values_full(values.stage()), values.parity());
     issue_values(o, p, shared.values(values.stage()));
-    valid = switching ? unit.item.num_keys - tile * kTileKeys : kTileKeys;
+    valid = switching ? unit.item.num_keys - tile.index * kTileKeys : kTileKeys;
     pass_turn(consumer);
     products_wait<1>();
     pin(s);
     release(shared.keys_empty(keys.stage()));
     keys.advance();
-    if (tile == 0 && !switching) barrier_arrive(shared.query_empty(queries.stage()));
-    soften_tile(s, rows, tile * kTileKeys, factor, shared, slots.stage(), row, arguments);
+    if (tile.is_last() && !switching) barrier_arrive(shared.query_empty(queries.stage()));
+    soften_tile(s, rows, tile, factor, shared, slots.stage(), row, arguments);
     // A sum is never negative. The branch ends a basic block: without it ptxas moves the wait for P V
     // up over the softmax, and nothing overlaps.
     pin(s);
@@ -325,7 +348,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
       finished.write(o, arguments, shared, row);
       clear(o);
       // only now, because rows of the unit just written are still read above
-      if (tile == 0) barrier_arrive(shared.query_empty(queries.stage()));
+      if (tile.is_last()) barrier_arrive(shared.query_empty(queries.stage()));
     } else {
       rows.rescale(o, factor);
     }
@@ -356,11 +379,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     give_registers<kProducerRegisters>();
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
-      stream_tiles(shared, &key_map, shared.keys(0), shared.keys_full(0), shared.keys_empty(0),
-                   arguments);
+      stream_tiles<true>(shared, &key_map, arguments);
     } else if (warp == 1) {
-      stream_tiles(shared, &value_map, shared.values(0), shared.values_full(0), shared.values_empty(0),
-                   arguments);
+      stream_tiles<false>(shared, &value_map, arguments);
     } else {
       stream_queries(shared, arguments);
     }

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import Plan
-from kernels.cuda import wide
+from kernels.cuda import visible, wide
 from kernels.cuda.launch import ATTEND_PARAMS, MERGE_PARAMS, Launcher, Library, params, writer
 from kernels.cuda.planner import Launch, Merges, Work, make_work
 from kernels.cuda.scene import Scene
 from kernels.cuda.shapes import Kernel, attend_kernels, merge_launch, planner_shape, wide_variant
-from kernels.cuda.steps import MergeStep, MmaStep, Step, WideStep
+from kernels.cuda.steps import MergeStep, MmaStep, Step, VisibleStep, WideStep
 from kernels.cuda.tiles import PAGE, Problem
 from kernels.cuda.transfer import Transfers
 
@@ -111,10 +111,14 @@ class Kit:
         others: list[Step] = []
         for launch, items, worker_begin in zip(work.launches, at, at[count + 7 :], strict=False):
             kernel = self._kernels[launch.index]
+            finder = None
+            if self._scene.masked and not launch.shape.persistent:
+                finder = self._visible_step(launch, kernel, places, items, transfers)
+                others.append(finder)
             if kernel.entry == wide.ENTRY and self._variant is not None:
-                others.append(self._wide_step(launch, kernel, self._variant, places, items))
+                others.append(self._wide_step(launch, kernel, self._variant, places, items, finder))
                 continue
-            step = self._mma_step(launch, kernel, places, items, worker_begin, fused)
+            step = self._mma_step(launch, kernel, places, items, worker_begin, fused, finder)
             (narrow if launch.shape.persistent else others).append(step)
         apart = len(merges.chunks) > 0 and not fused
         return Resident(
@@ -133,6 +137,26 @@ class Kit:
             return False
         return work.launches[0].shape.persistent
 
+    def _visible_step(
+        self, launch: Launch, kernel: Kernel, places: _Places, items: int, transfers: Transfers
+    ) -> VisibleStep:
+        """What finds the key tiles that a mask leaves something of, for a kernel of many rows."""
+        tile_keys = kernel.threads // 2  # as kTile of attend_tile.cu
+        if kernel.entry == wide.ENTRY and self._variant is not None:
+            tile_keys = self._variant.tile_keys
+        memory = transfers.scratch(visible.table_bytes(launch.items, tile_keys))
+        block = visible.block(
+            items=items,
+            positions=places.positions,
+            tiles=memory.ptr,
+            words=visible.table_words(launch.items, tile_keys),
+            tile_keys=tile_keys,
+            group_size=self._scene.group_size,
+            window_left=self._scene.scoring.window_left,
+        )
+        function = self._library.function(visible.SPEC, visible.ENTRY)
+        return VisibleStep(function, block, launch.num_items, memory)
+
     def _mma_step(
         self,
         launch: Launch,
@@ -141,13 +165,18 @@ class Kit:
         items: int,
         worker_begin: int,
         fused: bool,
+        finder: VisibleStep | None,
     ) -> MmaStep:
         heads = self._problem.num_kv_heads
         grid = launch.num_items * heads
         if launch.shape.persistent:
             grid = -(-launch.num_workers * heads * launch.team * 32 // kernel.threads)
+        struct = self._struct
+        if not launch.shape.persistent:  # TileParams of attend_tile.cu
+            at = (finder.address, finder.words) if finder is not None else (0, 0)
+            struct += visible.table(*at).tobytes()
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
-        launcher = Launcher(function, grid, kernel.threads, kernel.shared_bytes, self._struct)
+        launcher = Launcher(function, grid, kernel.threads, kernel.shared_bytes, struct)
         pages = 0 if self._scene.store.contiguous else places.kv_indices
         arrays = (items, worker_begin, pages, places.order, places.positions)
         _write_arrays(launcher.memory, *arrays)
@@ -165,6 +194,7 @@ class Kit:
         variant: wide.WideVariant,
         places: _Places,
         items: int,
+        finder: VisibleStep | None,
     ) -> WideStep:
         store, scoring = self._scene.store, self._scene.scoring
         runs = len(np.unique(launch.items[:, PAGE]))
@@ -182,6 +212,8 @@ class Kit:
             group_size=self._scene.group_size,
             head_block=wide.heads_together(store.num_kv_heads, launch.num_items, runs),
             num_pages=store.num_pages,
+            visible=finder.address if finder is not None else 0,
+            visible_words=finder.words if finder is not None else 0,
         )
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
         launcher = partial(_launch_wide, function, variant, self._multiprocessors)

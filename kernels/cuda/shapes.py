@@ -7,7 +7,7 @@ from typing import Final
 
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, DType, Scoring, Unsupported
 from kernels.compile import Spec, spec
-from kernels.cuda import wide
+from kernels.cuda import visible, wide
 from kernels.cuda.tiles import TileShape
 
 HEAD_DIMS: Final = (64, 80, 96, 128, 192, 256)
@@ -109,7 +109,8 @@ def tile_kernel(
     hard = (storage != compute) + rare
     roomy = {64: 1, 80: 0, 128: -1 if arch.startswith("sm_10") else 0}.get(head_dim, -1)
     tiles = row_tiles if hard <= roomy else 1
-    crowded = (head_dim == 256 and rare) or (head_dim == 192 and hard == 2)
+    crowded = head_dim == 256 and rare
+    crowded |= head_dim == 192 and (hard == 2 or (rare and arch == "sm_90a"))
     choices = [(tiles, 4), (1, 4), (1, 2)][2 if crowded else 0 :]
     sizes = [_tile_bytes(head_dim, storage, m, w) for m, w in choices]
     best = next(i for i, size in enumerate(sizes) if size + RESERVED <= limit)
@@ -265,7 +266,7 @@ def service_specs(arch: str, head_dim: int, dtype: DType, page_size: int) -> tup
     """Everything a service with such a pool launches, ragged attention and merges included."""
     fp8 = dtype.startswith("fp8")
     computes: tuple[DType, ...] = ("fp16", "bf16") if fp8 else (dtype,)
-    specs: list[Spec] = []
+    specs = [visible.SPEC]
     for compute in computes:
         for storage in dict.fromkeys((dtype, compute)):
             for rare in (False, True):

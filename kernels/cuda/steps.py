@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
+from kernels.cuda import visible
 from kernels.cuda.launch import ATTEND_PARAMS, MERGE_PARAMS, Launcher, writer
 from kernels.cuda.wide import TensorMaps
 
@@ -71,6 +72,21 @@ class WideStep:
         for slot, value in zip(self._slots, (*call[1:4], *call[6:]), strict=True):
             slot[0] = value
         self._launch(self._maps(call.layer), self._block)
+
+
+class VisibleStep:
+    """find_visible for one launch's items: the table is where `address` and `words` say."""
+
+    def __init__(self, function: Any, block: NDArray[Any], num_items: int, memory: Any) -> None:
+        """`block` is one element of `visible.PARAMS`, but for the mask; `memory` is the table's."""
+        self._function, self._block, self._num_items = function, block, num_items
+        self._memory = memory  # kept alive
+        self.address, self.words = int(block["tiles"][0]), int(block["words"][0])
+
+    def launch(self, call: Call) -> None:
+        self._block["mask_bits"] = call.mask_bits
+        self._block["mask_row_offsets"] = call.mask_row_offsets
+        visible.launch(self._function, self._block, self._num_items)
 
 
 class MergeStep:

@@ -16,8 +16,9 @@ Items are cut to at most `v.tile_rows` packed rows, best sorted by cost, dearest
 of keys, zero included (such rows get the empty state). Items whose rows share keys should stand
 next to each other: they then meet in the L2 cache. `schedule` is two uint32 that are zero at first;
 the kernel leaves them zero, and launches that may overlap must not share them. Mask bits start at a
-multiple of 4 bytes and need 32 readable bytes after the last. For ragged keys `kv_begin` is the
-first key's row in k and v.
+multiple of 4 bytes and need 32 readable bytes after the last; a masked launch comes after
+`kernels.cuda.visible` has filled the table at `visible`, for key tiles of `v.tile_keys`. For ragged
+keys `kv_begin` is the first key's row in k and v.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ TILE_ROWS: Final = 128
 ARGUMENTS: Final = np.dtype(
     [
         *((name, np.uint64) for name in ("q", "o", "lse", "items", "kv_indices", "order")),
-        *((name, np.uint64) for name in ("positions", "mask_bits", "mask_row_offsets")),
+        *((name, np.uint64) for name in ("positions", "mask_bits", "mask_row_offsets", "visible")),
         *((name, np.uint64) for name in ("partial_o", "partial_lse", "schedule")),
         ("sm_scale", np.float32),
         ("soft_cap", np.float32),
         *((name, np.int32) for name in ("window_left", "num_items", "num_kv_heads", "group_size")),
         *((name, np.int32) for name in ("head_block", "num_pages", "head_blocks", "head_groups")),
+        ("visible_words", np.int32),
     ],
     align=True,
 )
@@ -87,7 +89,8 @@ class WideVariant:
         queries = self.query_stages * self.tile_rows * self.head_dim * 2
         rows = (self.query_stages + 1) * self.tile_rows * (24 if self.has_mask else 12)
         barriers = 4 * self.stages + 2 * self.query_stages + 4
-        return tiles + queries + rows + 2 * 64 + 8 * barriers
+        visits = 4 * self.stages if self.has_mask else 0
+        return tiles + queries + rows + 2 * 64 + 8 * barriers + visits
 
     @property
     def spec(self) -> Spec:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hopper.cuh"
+#include "visible.cuh"
 #include "work.cuh"
 
 using Element = unsigned short;  // 16 bits of fp16 or bf16, as kBf16 says: only moved, never computed on
@@ -69,6 +70,7 @@ struct WideArguments {
   const int* positions;               // by plan row
   const unsigned* mask_bits;          // padded by 32 readable bytes
   const long long* mask_row_offsets;  // by plan row
+  const VisibleTiles* visible;        // visible_words for each item
   float* partial_o;
   float* partial_lse;
   unsigned* schedule;                 // two counters, zero between launches
@@ -82,11 +84,75 @@ struct WideArguments {
   int num_pages;                      // pages of one layer: outer map index = layer * num_pages + page
   int head_blocks;                    // what a kv head adds to the map's third coordinate (NHD) ...
   int head_groups;                    // ... or to its fourth (HND); the other one is 0
+  int visible_words;
 };
 
 struct Unit {
   WorkItem item;
-  int head;  // kv head; -1: no further unit
+  int head;   // kv head; -1: no further unit
+  int index;  // of the item
+};
+
+// The way of a unit through its key tiles, from the last to the first, past those which a custom mask
+// hides whole. Every unit visits a tile, be it one in which everything is hidden.
+struct Way {
+  int tile;  // where it is; -1: past the end
+  int next;  // where it goes from there; -1: nowhere
+#if kHasMask
+  const VisibleTiles* visible;
+#endif
+
+  __device__ __forceinline__ Way(const Unit& unit, const WideArguments& arguments) {
+#if kHasMask
+    visible = arguments.visible + static_cast<long long>(unit.index) * arguments.visible_words;
+#endif
+    tile = max(before(tiles_of(unit.item)), 0);
+    next = before(tile);
+  }
+
+  __device__ __forceinline__ void advance() {
+    tile = next;
+    next = before(tile);
+  }
+
+ private:
+  // The last tile to visit of those before `tile`; -1: none.
+  __device__ __forceinline__ int before(int tile) const {
+#if kHasMask
+    for (int word = (tile - 1) >> 5; word >= 0; --word) {
+      unsigned seen = visible[word].seen;
+      if (word == tile >> 5) seen &= (1u << (tile & 31)) - 1;
+      if (seen != 0) return word * 32 + 31 - __clz(seen);
+    }
+    return -1;
+#else
+    return tile - 1;
+#endif
+  }
+};
+
+// A tile on the way, as the consumers know it. With a mask, the warp that streams K tells them.
+struct KeyTile {
+  int index;
+#if kHasMask
+  bool last, cut;  // the unit's last one; the mask hides some of it
+
+  static __device__ __forceinline__ int pack(const Way& way) {
+    const int cut = way.visible[way.tile >> 5].cut >> (way.tile & 31) & 1;
+    return way.tile << 2 | (way.next < 0 ? 2 : 0) | cut;
+  }
+  __device__ __forceinline__ void enter(const WorkItem&) {}
+  __device__ __forceinline__ void advance(int packed) {
+    index = packed >> 2;
+    last = packed & 2;
+    cut = packed & 1;
+  }
+  __device__ __forceinline__ bool is_last() const { return last; }
+#else
+  __device__ __forceinline__ void enter(const WorkItem& item) { index = tiles_of(item); }
+  __device__ __forceinline__ void advance(int) { --index; }
+  __device__ __forceinline__ bool is_last() const { return index == 0; }
+#endif
 };
 
 // One packed row of a unit, in rows of [rows * heads, head_dim].
@@ -110,6 +176,7 @@ struct Shared {
   static constexpr int kUnits =
       kRows + kRowSlots * kTileRows * int(sizeof(PackedRow));
   static constexpr int kBarriers = kUnits + kUnitSlots * 64;
+  static constexpr int kVisits = kBarriers + 8 * (4 * kStages + 2 * kQueryStages + 2 * kUnitSlots);
 
   __device__ __forceinline__ explicit Shared(unsigned char* storage)
       : base(storage), address(shared_address(storage)) {}
@@ -125,6 +192,10 @@ struct Shared {
   }
   __device__ __forceinline__ Unit& unit(int slot) const {
     return *reinterpret_cast<Unit*>(base + kUnits + slot * 64);
+  }
+  // Which tile is in a stage, as KeyTile packs it; with a mask only.
+  __device__ __forceinline__ int& visit(int stage) const {
+    return reinterpret_cast<int*>(base + kVisits)[stage];
   }
   __device__ __forceinline__ unsigned barrier(int index) const {
     return address + kBarriers + index * 8;

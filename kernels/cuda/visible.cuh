@@ -1,0 +1,16 @@
+// What a custom mask leaves of each key tile of a work item: found by visible.cu before the attention of a
+// masked batch, read by the kernels of many query rows, which then neither load nor multiply a tile that
+// none of its rows sees, and look at mask bits only where there is one to obey.
+#pragma once
+
+// 32 consecutive key tiles of an item, a bit each, the first in bit 0.
+struct VisibleTiles {
+  unsigned seen;  // some row sees some key
+  unsigned cut;   // the mask hides a key that the other rules and the run's end leave to its row
+};
+
+// Of a launch: `words` elements for each item, in the order of the items.
+struct VisibleTable {
+  const VisibleTiles* tiles;  // null: no custom mask, every tile is visited
+  int words;
+};
