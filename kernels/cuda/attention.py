@@ -26,15 +26,13 @@ MOST_KITS: Final = 64
 class Attention:
     """Plans, caches and launches attention over one store.
 
-    For plans made from then on, `fuse_merges` says whether narrow kernels may merge their own
-    partial states, and `team` forces how many warps share an item: both are for measurements.
+    `team` forces how many warps share an item in plans made from then on: for measurements.
     """
 
     def __init__(self, library: Library, transfers: Transfers, multiprocessors: int) -> None:
         self._library = library
         self._transfers = transfers
         self._multiprocessors = multiprocessors
-        self.fuse_merges = True
         self.team: int | None = None
         self._residents: OrderedDict[tuple[object, ...], Resident] = OrderedDict()
         self._kits: dict[Scene, Kit] = {}
@@ -63,7 +61,7 @@ class Attention:
         Raises Unsupported for a head_dim that has no kernels.
         """
         kit = self._kit(scene)
-        made = kit.make(_layered(requests), self._transfers, self.fuse_merges, self.team)
+        made = kit.make(_layered(requests), self._transfers, self.team)
         if not scene.store.contiguous:
             self._residents[_key(requests, scene)] = made
             if len(self._residents) > RESIDENT_PLANS:

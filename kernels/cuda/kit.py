@@ -12,8 +12,16 @@ from numpy.typing import NDArray
 
 from kernels.backend import Plan
 from kernels.cuda import visible, wide
-from kernels.cuda.launch import ATTEND_PARAMS, MERGE_PARAMS, Launcher, Library, params, writer
-from kernels.cuda.planner import Launch, Merges, Work, make_work
+from kernels.cuda.launch import (
+    ATTEND_PARAMS,
+    MERGE_PARAMS,
+    Launcher,
+    Library,
+    OverlappingLauncher,
+    params,
+    writer,
+)
+from kernels.cuda.planner import Launch, Merges, make_work
 from kernels.cuda.scene import Scene
 from kernels.cuda.shapes import Kernel, attend_kernels, merge_launch, planner_shape, wide_variant
 from kernels.cuda.steps import MergeStep, MmaStep, Step, VisibleStep, WideStep
@@ -23,9 +31,6 @@ from kernels.cuda.transfer import Transfers
 _LOG2E: Final = 1 / np.log(2)
 _write_arrays: Final = writer(
     ATTEND_PARAMS, "items", "worker_begin", "kv_indices", "order", "positions"
-)
-_write_lists: Final = writer(
-    ATTEND_PARAMS, "merge_of_chunk", "merge_indptr", "merge_members", "merge_arrivals"
 )
 _write_workers: Final = writer(ATTEND_PARAMS, "num_workers")
 _write_team: Final = writer(ATTEND_PARAMS, "team")
@@ -48,7 +53,7 @@ class Resident:
 
 
 class _Places(NamedTuple):
-    """Device addresses of a plan's arrays; `lists` are those of the merge lists, with arrivals."""
+    """Device addresses of a plan's arrays, the last three those of its merge lists."""
 
     order: int
     positions: int
@@ -56,7 +61,6 @@ class _Places(NamedTuple):
     indptr: int
     members: int
     chunks: int
-    arrivals: int
 
 
 class Kit:
@@ -82,34 +86,31 @@ class Kit:
             window_left=scene.scoring.window_left,
             shapes=tuple(planner_shape(k, *device, largest=k is last) for k in self._kernels),
         )
-        self._struct = _scene_struct(scene, self._problem.chunk)
+        self._struct = _scene_struct(scene)
 
     def make(
         self,
         requests: Sequence[tuple[int, Plan]],
         transfers: Transfers,
-        fuse: bool,
         team: int | None,
     ) -> Resident:
         """Plan, upload and lay out the launches of (layer, plan) requests.
 
-        `fuse` lets the narrow kernel merge partial states itself; `team` forces the size of teams.
+        `team` forces the size of teams.
         """
         problem = self._problem if team is None else replace(self._problem, team=team)
         work = make_work(requests, problem)
         merges = work.merges
-        fused = fuse and self._fusible(work)
-        arrivals = len(merges.chunks) * problem.num_kv_heads if fused else 0
         arrays = [launch.items.reshape(-1) for launch in work.launches]
         arrays += [work.order, work.positions, work.kv_indices, merges.indptr, merges.members]
-        arrays += [merges.list_of_chunk() if fused else merges.chunks, np.zeros(arrivals, np.int32)]
+        arrays.append(merges.chunks)
         arrays += [launch.worker_begin for launch in work.launches]
         buffer, at = transfers.upload_ints(arrays)
         count = len(work.launches)
-        places = _Places(*at[count : count + 7])
+        places = _Places(*at[count : count + 6])
         narrow: list[Step] = []
         others: list[Step] = []
-        for launch, items, worker_begin in zip(work.launches, at, at[count + 7 :], strict=False):
+        for launch, items, worker_begin in zip(work.launches, at, at[count + 6 :], strict=False):
             kernel = self._kernels[launch.index]
             finder = None
             if self._scene.masked and not launch.shape.persistent:
@@ -118,24 +119,18 @@ class Kit:
             if kernel.entry == wide.ENTRY and self._variant is not None:
                 others.append(self._wide_step(launch, kernel, self._variant, places, items, finder))
                 continue
-            step = self._mma_step(launch, kernel, places, items, worker_begin, fused, finder)
+            step = self._mma_step(launch, kernel, places, items, worker_begin, finder)
             (narrow if launch.shape.persistent else others).append(step)
-        apart = len(merges.chunks) > 0 and not fused
+        alone = not (narrow and others)
         return Resident(
             plans=tuple(plan for _, plan in requests),
             buffer=buffer,
             steps=tuple(narrow or others),
             beside=tuple(others if narrow else ()),
-            merge=self._merge_step(merges, places) if apart else None,
+            merge=self._merge_step(merges, places, alone) if len(merges.chunks) else None,
             num_rows=work.num_rows,
             partial_rows=merges.num_partial_rows,
         )
-
-    def _fusible(self, work: Work) -> bool:
-        """Whether the work's one kernel can merge all partial states itself, and there are some."""
-        if len(work.merges.chunks) == 0 or work.merges.any_empty or len(work.launches) > 1:
-            return False
-        return work.launches[0].shape.persistent
 
     def _visible_step(
         self, launch: Launch, kernel: Kernel, places: _Places, items: int, transfers: Transfers
@@ -164,7 +159,6 @@ class Kit:
         places: _Places,
         items: int,
         worker_begin: int,
-        fused: bool,
         finder: VisibleStep | None,
     ) -> MmaStep:
         heads = self._problem.num_kv_heads
@@ -178,13 +172,11 @@ class Kit:
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
         launcher = Launcher(function, grid, kernel.threads, kernel.shared_bytes, struct)
         pages = 0 if self._scene.store.contiguous else places.kv_indices
-        arrays = (items, worker_begin, pages, places.order, places.positions)
+        lists = 0 if launch.one_each else worker_begin
+        arrays = (items, lists, pages, places.order, places.positions)
         _write_arrays(launcher.memory, *arrays)
         _write_workers(launcher.memory, launch.num_workers)
         _write_team(launcher.memory, launch.team)
-        if fused:
-            lists = (places.chunks, places.indptr, places.members, places.arrivals)
-            _write_lists(launcher.memory, *lists)
         return MmaStep(launcher)
 
     def _wide_step(
@@ -219,7 +211,8 @@ class Kit:
         launcher = partial(_launch_wide, function, variant, self._multiprocessors)
         return WideStep(launcher, block, store.maps)
 
-    def _merge_step(self, merges: Merges, places: _Places) -> MergeStep:
+    def _merge_step(self, merges: Merges, places: _Places, alone: bool) -> MergeStep:
+        """`alone`: what it waits for is all on one stream, so that its start can overlap that."""
         store = self._scene.store
         units = len(merges.chunks) * merges.chunk_rows * store.num_kv_heads
         how = merge_launch(
@@ -244,10 +237,11 @@ class Kit:
             split=how.split,
         )
         function = self._library.function(how.spec, "merge_states")
-        return MergeStep(Launcher(function, how.grid, how.threads, 0, block.tobytes()))
+        make = OverlappingLauncher if alone and self._library.overlaps else Launcher
+        return MergeStep(make(function, how.grid, how.threads, 0, block.tobytes()))
 
 
-def _scene_struct(scene: Scene, chunk: int) -> bytes:
+def _scene_struct(scene: Scene) -> bytes:
     """`AttendParams` as far as the scene decides it."""
     store, scoring = scene.store, scene.scoring
     scale = scoring.sm_scale * store.k_scale
@@ -265,7 +259,6 @@ def _scene_struct(scene: Scene, chunk: int) -> bytes:
         soft_cap=scoring.logits_soft_cap,
         v_scale=store.v_scale,
         window_left=scoring.window_left,
-        chunk_rows=chunk,
     )
     return block.tobytes()
 

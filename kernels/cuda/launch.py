@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import addressof, c_char
+from ctypes import CDLL, POINTER, Structure, addressof, c_char, c_uint, c_void_p, pointer
 from pathlib import Path
 from struct import Struct
 from typing import Any, Final
@@ -17,9 +18,8 @@ from kernels.compile import DEFAULT_CACHE, Spec, cached_path, compile_all, compi
 
 _ROWS: Final = ("items", "worker_begin", "kv_indices", "order", "positions")
 _MASK: Final = ("mask_bits", "mask_row_offsets")
-_MERGES: Final = ("merge_of_chunk", "merge_indptr", "merge_members", "merge_arrivals")
 _PARTIALS: Final = ("partial_o", "partial_lse")
-_POINTERS: Final = ("q", "o", "lse", "k", "v", *_ROWS, *_MASK, *_PARTIALS, *_MERGES)
+_POINTERS: Final = ("q", "o", "lse", "k", "v", *_ROWS, *_MASK, *_PARTIALS)
 
 ATTEND_PARAMS: Final = np.dtype(
     [
@@ -28,7 +28,7 @@ ATTEND_PARAMS: Final = np.dtype(
         *((name, np.int32) for name in ("page_size", "num_workers")),
         *((name, np.int32) for name in ("num_kv_heads", "group_size")),
         *((name, np.float32) for name in ("scale", "scale2", "soft_cap", "v_scale")),
-        *((name, np.int32) for name in ("window_left", "team", "chunk_rows")),
+        *((name, np.int32) for name in ("window_left", "team")),
     ],
     align=True,
 )
@@ -131,11 +131,66 @@ class Launcher:
         driver.launchKernel(*self._settled, stream, self._where, 0)
 
 
+class _Attribute(Structure):
+    """`CUlaunchAttribute`, whose value is a union of 64 bytes."""
+
+    _fields_ = (("id", c_uint), ("padding", c_uint), ("value", c_uint * 16))
+
+
+class _Config(Structure):
+    """`CUlaunchConfig`."""
+
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", POINTER(_Attribute)),
+        ("num_attributes", c_uint),
+    )
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
+
+
+@functools.cache
+def _launch_kernel_ex() -> Any:
+    """The driver's `cuLaunchKernelEx`, which CuPy has no binding of."""
+    launch = CDLL("libcuda.so.1").cuLaunchKernelEx
+    launch.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p)
+    return launch
+
+
+class OverlappingLauncher(Launcher):
+    """A launch that may begin while its predecessor on the stream still runs.
+
+    The kernel calls `wait_for_predecessor` (mma.cuh) in every thread before it touches anything
+    that others write.
+    """
+
+    __slots__ = ("_attribute", "_config", "_where_all")
+
+    def __init__(
+        self, kernel: Any, grid: int, threads: int, shared_bytes: int, struct: bytes
+    ) -> None:
+        super().__init__(kernel, grid, threads, shared_bytes, struct)
+        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (c_uint * 16)(1))
+        sizes = ((c_uint * 3)(grid, 1, 1), (c_uint * 3)(threads, 1, 1), shared_bytes)
+        self._config = _Config(*sizes, None, pointer(self._attribute), 1)
+        self._where_all = (addressof(self._config), kernel.kernel.ptr, self._where, None)
+
+    def __call__(self) -> None:
+        self._config.stream = cupy.cuda.get_current_stream().ptr
+        driver.check_status(_launch_kernel_ex()(*self._where_all))
+
+
 class Library:
     """Loaded kernels of one device, compiled on first use when `prepare` did not see them."""
 
     def __init__(self, arch: str, cache: Path = DEFAULT_CACHE) -> None:
         self.arch = arch
+        self.overlaps = int("".join(filter(str.isdigit, arch))) >= 90
+        """Whether the device can start a kernel while its predecessor ends."""
         self._cache = cache
         self._modules: dict[Spec, Any] = {}
         self._functions: dict[tuple[Spec, str], Any] = {}

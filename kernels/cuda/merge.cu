@@ -177,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, kMostThreads == 1024 
 
   // passes over the head dimension, a span at a time (one, up to 128 or 256 values)
   const int passes = kAnyDim ? (head_dim + kSpan - 1) / kSpan : kPasses;
+  wait_for_predecessor();  // what is read above was there before it
   float into_lse = minus_infinity();
   if (active && p.into) into_lse = p.lse[out_row];
   __syncwarp();  // lane 0 overwrites it below

@@ -17,6 +17,19 @@ __device__ __forceinline__ uint32 shared_address(const void* p) {
   return static_cast<uint32>(__cvta_generic_to_shared(p));
 }
 
+// A kernel launched to overlap its predecessor: the next one may start its prologue; what earlier
+// kernels wrote may be read and overwritten. Elsewhere these do nothing.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // 16 bytes global -> shared, past L1; zeros are written when `valid` is false (nothing is read).
 __device__ __forceinline__ void copy_async_16(uint32 dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),

@@ -11,7 +11,7 @@ struct AttendParams {
   const void* k;       // K of page 0 of the launch's base layer
   const void* v;       // V of the same page
   const WorkItem* items;
-  const int* worker_begin;   // narrow kernel: worker w owns items worker_begin[w] : worker_begin[w + 1]
+  const int* worker_begin;   // narrow kernel: team w owns items worker_begin[w] : worker_begin[w + 1]
   const int* kv_indices;     // page ids; null: page id = its index
   const int* order;          // plan row -> row of q, o, lse
   const int* positions;      // per plan row
@@ -25,7 +25,7 @@ struct AttendParams {
   uint32 token_rows;
   uint32 head_rows;
   int page_size;
-  int num_workers;     // narrow kernel: workers per kv head
+  int num_workers;     // narrow kernel: teams per kv head
   int num_kv_heads;
   int group_size;
   float scale;         // sm_scale * k_scale, natural
@@ -33,4 +33,5 @@ struct AttendParams {
   float soft_cap;      // 0: none
   float v_scale;
   int window_left;     // meaningful where an item asks for kHideWindow
+  int team;            // narrow kernel: warps that share an item; divides the block's
 };

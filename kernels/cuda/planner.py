@@ -58,6 +58,11 @@ class Launch:
     def num_workers(self) -> int:
         return len(self.worker_begin) - 1
 
+    @property
+    def one_each(self) -> bool:
+        """Whether every worker has one item, worker w item w."""
+        return self.num_workers == self.num_items  # no worker is without items
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merges:
@@ -68,7 +73,6 @@ class Merges:
     """
 
     chunk_rows: int
-    num_chunks: int
     chunks: Int32
     indptr: Int32
     members: Int32
@@ -77,17 +81,6 @@ class Merges:
     @property
     def longest(self) -> int:
         return int(np.diff(self.indptr).max(initial=0))
-
-    @property
-    def any_empty(self) -> bool:
-        """Whether a chunk sees nothing, so that no work item leads to it."""
-        return len(self.chunks) > 0 and int(self.indptr[-1]) == int(self.indptr[-2])
-
-    def list_of_chunk(self) -> Int32:
-        """Each packed chunk's merge list, or -1: int32 [num_chunks]."""
-        lists = np.full(self.num_chunks, -1, np.int32)
-        lists[self.chunks] = np.arange(len(self.chunks), dtype=np.int32)
-        return lists
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,11 +160,11 @@ def _merge_lists(runs: Int, num_packed: int, chunk: int) -> tuple[Int | None, Me
 
     None where every run is final.
     """
-    num_chunks = num_packed // chunk
     if _once_each(runs, num_packed):
-        return None, Merges(chunk, num_chunks, NOTHING, NO_LISTS, NOTHING, 0)
+        return None, Merges(chunk, NOTHING, NO_LISTS, NOTHING, 0)
     first = runs[ROW] // chunk
     past = (runs[ROW] + runs[ROWS]) // chunk
+    num_chunks = num_packed // chunk
     change = np.bincount(first, minlength=num_chunks + 1)
     change -= np.bincount(past, minlength=num_chunks + 1)
     seen = np.cumsum(change)[:-1]
@@ -196,7 +189,6 @@ def _merge_lists(runs: Int, num_packed: int, chunk: int) -> tuple[Int | None, Me
     indptr[: len(fresh)] = fresh
     merges = Merges(
         chunk_rows=chunk,
-        num_chunks=num_chunks,
         chunks=np.concatenate([chunks[fresh], unseen]).astype(np.int32),
         indptr=indptr,
         members=members[order].astype(np.int32),

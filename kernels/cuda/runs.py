@@ -17,7 +17,7 @@ from kernels.cuda.tiles import KEYS, PAGE, ROW, SHAPE, START, Int, Problem, Tile
 
 EQUAL: Final = 1.03
 """Tiles are of one size when the largest is at most this many times the mean."""
-BUSY: Final = 0.9
+BUSY: Final = 0.95
 """Share of the workers that whole tiles, or tiles cut alike, must occupy."""
 FILLED: Final = 0.95
 """Share of the places for whole tiles, a few per worker, that must be taken."""
@@ -80,9 +80,7 @@ def _deal(tiles: Int, index: int, workers: int, problem: Problem) -> Cut:
     shape, keys = problem.shapes[index], tiles[KEYS]
     num_tiles, largest, total = len(keys), int(np.maximum.reduce(keys)), int(np.add.reduce(keys))
     alike = largest * num_tiles <= EQUAL * total
-    # no more workers to a tile than it has granules for, or than all tiles leave it
-    most = max(1, min(-(-largest // shape.granule), workers // num_tiles))
-    team = problem.team or max(size for size in shape.teams if size <= most)
+    team = problem.team or _team(shape, -(-largest // shape.granule), workers // num_tiles)
     teams = max(1, workers // team)
     worth = -(-total // shape.least_run)  # more would not be worth their partial states
     # keys of a tile that its team alone gets through before a merge of several teams' states would
@@ -102,6 +100,12 @@ def _deal(tiles: Int, index: int, workers: int, problem: Problem) -> Cut:
     granule = _granule(shape, problem.page_size)
     runs, begin = _equal_shares(tiles, min(teams, worth), granule, problem.page_size)
     return Cut(index, runs, begin, team)
+
+
+def _team(shape: TileShape, useful: int, most: int) -> int:
+    """The smallest team with the `useful` workers that a tile has granules for, or the largest."""
+    fit = [size for size in shape.teams if size <= max(1, most)]
+    return next((size for size in fit if size >= useful), fit[-1])
 
 
 def _whole_each(num_tiles: int, teams: int) -> int:

@@ -29,16 +29,13 @@ SHARED_PER_MULTIPROCESSOR: Final = {
 LEAST_SHARED: Final = 102400
 """What to count on where an architecture is not listed."""
 RESERVED: Final = 1024
-IN_FLIGHT: Final = 64 * 1024
-"""Bytes a multiprocessor should have under way; with less, one block of deeper rings is better."""
-NARROW_BLOCKS: Final[dict[str, tuple[tuple[int, int], ...]]] = {}
-"""Warps of a narrow block and blocks per multiprocessor, the best first; see `DEFAULT_BLOCKS`."""
-DEFAULT_BLOCKS: Final = ((4, 2), (4, 1))
-"""For architectures not listed. The last is taken where no earlier one keeps enough under way."""
+NARROW_BLOCKS: Final = {1: ((12, 1), (4, 1)), 2: ((8, 1), (4, 1))}
+"""Warps of a narrow block and blocks a multiprocessor, the first that fits, by tiles of 8 rows."""
+LONG_ROWS: Final = 128
+"""Above this head_dim the narrow kernel has registers for 8 rows and 8 warps only."""
 NARROW_RUN: Final = 128
 """Keys under which another narrow worker is not worth its partial state."""
 NARROW_TILE: Final = 16
-MOST_STAGES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +69,16 @@ def definitions(head_dim: int, compute: DType, storage: DType, rare: bool) -> di
 def narrow_kernel(
     arch: str, head_dim: int, compute: DType, storage: DType, rare: bool, row_tiles: int
 ) -> Kernel:
-    """The kernel of teams of warps for 16 * `row_tiles` packed rows."""
-    stage = 2 * NARROW_TILE * row_stride(head_dim, storage)
-    shared = row_tiles > 1 or head_dim > 128  # as kQueryInShared
-    queries = 16 * row_tiles * query_stride(head_dim) if shared else 0
-    per_multiprocessor = SHARED_PER_MULTIPROCESSOR.get(arch, LEAST_SHARED)
-    for warps, blocks in NARROW_BLOCKS.get(arch, DEFAULT_BLOCKS):
-        own = (per_multiprocessor // blocks - RESERVED) // warps - queries
-        stages = min(MOST_STAGES, own // stage)
-        if stages >= 2 and (stages - 1) * stage * warps * blocks >= IN_FLIGHT:
-            break
-    stages = max(2, stages)
+    """The kernel of teams of warps for 8 * `row_tiles` packed rows."""
+    limit = SHARED_PER_MULTIPROCESSOR.get(arch, LEAST_SHARED)
+    rows = 8 * row_tiles
+    # kWarpBytes of attend_narrow.cu: queries, a row tile's states, maxima and sums, row numbers
+    own = head_dim * 32 + 8 * (head_dim + 4) * 4 + 64 + rows * 4
+    # 168 registers hold neither long rows, nor what is rare, nor bf16 out of fp8 beside 128 dims
+    hard = rare or (compute == "bf16" and compute != storage)
+    roomy = head_dim > LONG_ROWS or (head_dim == LONG_ROWS and hard)
+    choices = NARROW_BLOCKS[2 if roomy else row_tiles]
+    warps, blocks = next(c for c in choices if c[1] * (c[0] * own + RESERVED) <= limit)
     return Kernel(
         spec=spec(
             "attend_narrow",
@@ -90,12 +86,11 @@ def narrow_kernel(
             ROW_TILES=row_tiles,
             WARPS=warps,
             BLOCKS=blocks,
-            STAGES=stages,
         ),
         entry="attend_narrow",
-        rows=16 * row_tiles,
+        rows=rows,
         threads=32 * warps,
-        shared_bytes=warps * (stages * stage + queries),
+        shared_bytes=warps * own,
         blocks=blocks,
     )
 
@@ -181,7 +176,7 @@ def attend_kernels(
         raise Unsupported("head_dim", head_dim, f"the CUDA backend has {HEAD_DIMS}")
     options = (head_dim, compute, storage, rare)
     narrow = [narrow_kernel(arch, *options, 1)]
-    if head_dim < 128 or (head_dim == 128 and not rare):  # what 255 registers hold
+    if head_dim <= LONG_ROWS:
         narrow.append(narrow_kernel(arch, *options, 2))
     if variant is not None:
         return (*narrow, wide_kernel(variant))
@@ -209,7 +204,7 @@ def planner_shape(
         granule=NARROW_TILE if narrow else 128 if wide else 64,
         persistent=narrow,
         least_run=NARROW_RUN if narrow else 256,
-        key_cost=token_bytes / 8.7e12 if narrow else flops / (620e12 if wide else 320e12),
+        key_cost=token_bytes / 6.2e12 if narrow else flops / (620e12 if wide else 320e12),
         teams=tuple(t for t in range(1, warps + 1) if warps % t == 0),
     )
 

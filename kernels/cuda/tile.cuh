@@ -9,22 +9,9 @@
 #pragma once
 
 #include "params.cuh"
+#include "shape.cuh"
 #include "state.cuh"
 
-#ifndef HEAD_DIM
-#error "specialise with -DHEAD_DIM=... -DBF16=0|1 -DFP8=0|4|5 -DRARE=0|1"
-#endif
-
-constexpr int kHeadDim = HEAD_DIM;
-constexpr bool kBf16 = BF16 != 0;
-constexpr int kFp8 = FP8;
-constexpr bool kRare = RARE != 0;  // soft cap, custom mask, or a scale that is not positive
-constexpr bool kIsFp8 = kFp8 != 0;
-static_assert(kHeadDim % 16 == 0 && kHeadDim <= 256, "whole matrix fragments");
-
-constexpr int kSteps = kHeadDim / 16;                  // k steps of QK^T, column pairs of PV
-constexpr int kElementBytes = kIsFp8 ? 1 : 2;
-constexpr int kRowBytes = kHeadDim * kElementBytes;    // one token's K or V of one head
 constexpr int kChunks = kRowBytes / 16;
 // An odd number of 16-byte chunks per row puts any 8 consecutive rows in 8 different bank groups.
 constexpr int kRowStride = (kChunks | 1) * 16;

@@ -1,4 +1,4 @@
-"""Plans to launches without a device: what the driver is given, and who merges partial states."""
+"""Plans to launches without a device: what the driver is given, call by call."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ class Driver:
     """Keeps the arguments of each launch, the struct as it is at that moment."""
 
     arch: str = "sm_80"
+    overlaps: bool = True
     launches: list[tuple[str, tuple[int, ...], Any]] = field(default_factory=list)
     entries: list[str] = field(default_factory=list)
+    overlapping: list[str] = field(default_factory=list)
 
     def function(self, spec: Spec, entry: str, shared_bytes: int = 0) -> Any:
         self.entries.append(entry)
@@ -47,6 +49,7 @@ class Driver:
         """As `cuLaunchKernelEx`, for a `CUlaunchConfig` at an address."""
         shape = tuple((ctypes.c_uint32 * 7).from_address(config))
         assert ctypes.c_uint64.from_address(config + 32).value == STREAM
+        self.overlapping.append(self.entries[function])
         self._keep(function, shape, where)
         return 0
 
@@ -104,9 +107,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(attention_module, "cupy", fake)
     monkeypatch.setattr(launch_module, "cupy", fake)
     monkeypatch.setattr(launch_module, "driver", made)
-    monkeypatch.setattr(
-        launch_module, "_launch_kernel_ex", lambda: made.launch_kernel_ex, raising=False
-    )
+    monkeypatch.setattr(launch_module, "_launch_kernel_ex", lambda: made.launch_kernel_ex)
     return made
 
 
@@ -167,7 +168,7 @@ def test_a_launch_gets_the_addresses_of_its_call(attention: Attention, driver: D
     assert int(struct["k"]) == (1 << 30) + 2 * (1 << 20)
     assert int(struct["v"]) - int(struct["k"]) == 4096
     assert [int(struct["mask_bits"]), int(struct["mask_row_offsets"])] == [14, 15]
-    assert [int(struct[name]) for name in ("partial_o", "merge_of_chunk")] == [0, 0]
+    assert [int(struct[name]) for name in ("partial_o", "partial_lse")] == [0, 0]
     workers, team, threads = int(struct["num_workers"]), int(struct["team"]), shape[3]
     assert shape[0] == -(-workers * team * 8 * 32 // threads)
     assert ints_at(struct["items"], 5) == [0, 0, 4, 0, 1024]
@@ -177,36 +178,44 @@ def test_a_launch_gets_the_addresses_of_its_call(attention: Attention, driver: D
     assert ints_at(struct["positions"], 1) == [1023]
 
 
-def test_the_narrow_kernel_is_given_its_merge_lists(attention: Attention, driver: Driver) -> None:
-    ((entry, _, struct),) = launched(attention, driver, [32768, 32768])
-    assert (entry, int(struct["chunk_rows"])) == ("attend_narrow", 4)
-    assert ints_at(struct["merge_of_chunk"], 2) == [0, 1]
-    indptr = ints_at(struct["merge_indptr"], 3)
-    assert indptr[0] == 0 and indptr[1] * 2 == indptr[2] > 2
-    members = ints_at(struct["merge_members"], indptr[2])
-    assert sorted(members) == list(range(0, 4 * indptr[2], 4))
-    assert ints_at(struct["merge_arrivals"], 2 * 8) == [0] * 16
-    assert int(struct["partial_lse"]) - int(struct["partial_o"]) == 4 * indptr[2] * 8 * 128 * 4
+def test_workers_of_one_item_each_need_no_list(attention: Attention, driver: Driver) -> None:
+    ((_, _, struct),) = launched(attention, driver, [4096] * 64)
+    assert (int(struct["num_workers"]), int(struct["worker_begin"])) == (64, 0)
 
 
 @pytest.mark.parametrize(
-    ("kv_lens", "fuse"), [([32768], False), ([32768, 0], True), ([16, 0], True)]
+    ("kv_lens", "chunks"), [([32768], [0]), ([32768, 32768], [0, 1]), ([16, 0], [1])]
 )
-def test_a_merge_of_its_own_follows_where_the_kernel_cannot(
-    attention: Attention, driver: Driver, kv_lens: list[int], fuse: bool
+def test_a_merge_follows_where_rows_have_several_states_or_none(
+    attention: Attention, driver: Driver, kv_lens: list[int], chunks: list[int]
 ) -> None:
-    attention.fuse_merges = fuse
     (_, _, struct), (entry, _, merge) = launched(attention, driver, kv_lens)
     assert entry == "merge_states"
-    assert int(struct["merge_of_chunk"]) == 0
     assert [int(merge[name]) for name in ("o", "lse")] == [12, 13]
     assert int(merge["o_in"]) == int(struct["partial_o"])
     assert int(merge["lse_in"]) == int(struct["partial_lse"])
+    assert int(merge["order"]) == int(struct["order"])
+    assert int(merge["num_rows"]) == len(chunks)
+    assert ints_at(merge["chunks"], len(chunks)) == chunks
+    indptr = ints_at(merge["indptr"], len(chunks) + 1)
+    rows = int(merge["chunk_rows"])
+    members = sorted(ints_at(merge["list"], indptr[-1]))
+    assert members == list(range(0, rows * indptr[-1], rows))
+    if members:
+        floats = (int(merge["lse_in"]) - int(merge["o_in"])) // 4
+        assert floats == rows * indptr[-1] * 8 * 128
+
+
+def test_the_merge_may_start_while_the_kernel_before_it_ends(
+    attention: Attention, driver: Driver
+) -> None:
+    launched(attention, driver, [32768])
+    assert driver.overlapping == ["merge_states"]
 
 
 def test_a_forced_team_is_what_plans_get(attention: Attention, driver: Driver) -> None:
     attention.team = 2
-    ((_, _, struct),) = launched(attention, driver, [32768])
+    (_, _, struct), _ = launched(attention, driver, [32768])
     assert int(struct["team"]) == 2
 
 

@@ -272,21 +272,6 @@ def test_short_sequences_of_any_length_are_not_cut_when_each_has_a_team() -> Non
     assert work.launches[0].num_workers == 64
 
 
-def test_each_chunk_finds_its_merge_list() -> None:
-    merges = make_work([(0, decode_plan([16384, 16, 16384]))], problem()).merges
-    assert not merges.any_empty
-    lists = merges.list_of_chunk()
-    assert len(lists) == 3 and lists.dtype == np.int32
-    assert lists[1] == -1, "the short sequence is one run"
-    assert merges.chunks[lists[[0, 2]]].tolist() == [0, 2]
-
-
-def test_an_empty_merge_list_is_told_apart() -> None:
-    assert make_work([(0, decode_plan([32768, 0]))], problem()).merges.any_empty
-    assert make_work([(0, decode_plan([0, 16]))], problem()).merges.any_empty
-    assert not make_work([(0, decode_plan([16]))], problem()).merges.any_empty
-
-
 def test_narrow_work_beside_wide_work_takes_its_share_of_the_device() -> None:
     shared = flat_level([4096] * 64, 16)
     top = Level(
