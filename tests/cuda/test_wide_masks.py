@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kernels.compile import ARCHITECTURES, SOURCES, compile_spec
-from kernels.cuda import visible
+pytest.importorskip("cupy")  # which needs no device for what follows
+
+from kernels.backend import Level, Plan, Scoring
+from kernels.compile import ARCHITECTURES, SOURCES, Spec, compile_spec
+from kernels.cuda import kit as kit_module
+from kernels.cuda import visible, wide
+from kernels.cuda.kit import Kit
+from kernels.cuda.launch import ATTEND_PARAMS
+from kernels.cuda.scene import Scene, Store
+from kernels.cuda.steps import Call
 
 
 def items_of(*num_keys: int) -> np.ndarray:
@@ -56,3 +67,104 @@ def test_the_finder_compiles_without_spills(arch: str) -> None:
     assert resources.stack_bytes == 0, resources
     assert resources.spill_bytes == 0, resources
     assert resources.registers <= 65536 // visible.THREADS, resources
+
+
+@dataclass
+class Settled:
+    """Stands for a Launcher."""
+
+    device: Device
+    entry: str
+    grid: int
+    memory: bytearray
+
+    def __call__(self) -> None:
+        self.device.launches.append((self.entry, self.grid, bytes(self.memory)))
+
+
+class Device:
+    """Stands for the library and the transfers: keeps what each launch was given."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+        self.launches: list[tuple[str, int, bytes]] = []
+
+    def function(self, spec: Spec, entry: str, shared_bytes: int = 0) -> Any:
+        def launch(grid: Any, threads: Any, arguments: Any, shared_mem: int = 0) -> None:
+            self.launches.append((entry, grid[0], arguments[-1].tobytes()))
+
+        launch.entry = entry  # type: ignore[attr-defined]
+        return launch
+
+    def launcher(self, function: Any, grid: int, _: int, __: int, struct: bytes) -> Any:
+        return Settled(self, function.entry, grid, bytearray(struct))
+
+    def upload_ints(self, arrays: Any) -> tuple[Any, list[int]]:
+        return None, [1000 * (i + 1) for i in range(len(arrays))]
+
+    def scratch(self, size: int) -> Any:
+        return SimpleNamespace(ptr=77 << 20, size=size)
+
+
+def masked_launches(
+    device: Device, monkeypatch: pytest.MonkeyPatch, masked: bool
+) -> list[tuple[str, int, bytes]]:
+    """Launches of 512 rows over 10000 keys with 2 query heads on 1 kv head."""
+    monkeypatch.setattr(kit_module, "Launcher", device.launcher)
+    none = np.zeros(1, wide.MAP)
+    maps = wide.TensorMaps(none, none, 2, 0)
+    strides = {"layer_bytes": 0, "layer_rows": 0, "page_rows": 32, "token_rows": 1, "head_rows": 1}
+    pool = {"page_size": 16, "num_kv_heads": 1, "head_dim": 128, "dtype": "fp16", "num_pages": 625}
+    rest = {"k_scale": 1.0, "v_scale": 1.0, "contiguous": False, "maps": lambda layer: maps}
+    scene = Scene(Store(k=1, v=2, **strides, **pool, **rest), 2, "fp16", Scoring(0.1), masked)
+    level = Level(
+        qo_indptr=np.array([0, 512], np.int32),
+        kv_indptr=np.array([0, 625], np.int32),
+        kv_indices=np.arange(625, dtype=np.int32),
+        kv_last_page_len=np.array([16], np.int32),
+        kv_start=np.zeros(1, np.int32),
+        causal=False,
+    )
+    plan = Plan((level,), np.arange(512, dtype=np.int32))
+    kit = Kit(scene, device, 2, 0)  # type: ignore[arg-type]
+    resident = kit.make([(0, plan)], device, team=None)  # type: ignore[arg-type]
+    call = Call(0, 1, 2, 3, 4, 5, 606, 707, 0, 0)
+    for step in (*resident.steps, *resident.beside):
+        step.launch(call)
+    return device.launches
+
+
+@pytest.mark.parametrize(
+    ("arch", "entry", "tile_keys"), [("sm_90a", "attend_wide", 128), ("sm_80", "attend_tile", 64)]
+)
+def test_a_masked_batch_finds_its_tiles_and_hands_their_table_on(
+    arch: str, entry: str, tile_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finder, attend = masked_launches(Device(arch), monkeypatch, masked=True)
+    assert (finder[0], attend[0]) == ("find_visible", entry)
+    found = np.frombuffer(finder[2], visible.PARAMS)[0]
+    assert (int(found["tile_keys"]), int(found["group_size"])) == (tile_keys, 2)
+    assert (int(found["mask_bits"]), int(found["mask_row_offsets"])) == (606, 707)
+    words = int(found["words"])
+    assert words == -(-10000 // (32 * tile_keys))
+    if entry == "attend_wide":
+        block = np.frombuffer(attend[2], wide.ARGUMENTS)[0]
+        handed = (int(block["visible"]), int(block["visible_words"]))
+        items, num_items = int(block["items"]), int(block["num_items"])
+    else:
+        table = np.frombuffer(attend[2][ATTEND_PARAMS.itemsize :][: visible.TABLE.itemsize])
+        handed = tuple(int(x) for x in table.view(visible.TABLE)[0])
+        items = int(np.frombuffer(attend[2][: ATTEND_PARAMS.itemsize], ATTEND_PARAMS)[0]["items"])
+        num_items = attend[1]
+    assert handed == (77 << 20, words) == (int(found["tiles"]), words)
+    assert int(found["items"]) == items
+    assert finder[1] == num_items * words
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+def test_a_batch_without_a_mask_looks_for_nothing(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((entry, _, struct),) = masked_launches(Device(arch), monkeypatch, masked=False)
+    if entry == "attend_tile":
+        assert struct[ATTEND_PARAMS.itemsize :] == bytes(visible.TABLE.itemsize)
