@@ -191,10 +191,12 @@ __device__ __forceinline__ void write_state(const Accumulator<kN>& acc, const At
     for (int unit = team.rank * 32 + lane; unit < units; unit += team.size * 32) {
       const int row = unit / (kHeadDim / 4), dim = unit % (kHeadDim / 4) * 4;
       float max = minus_infinity();
+#pragma unroll 4
       for (int w = 0; w < team.size; ++w)
         max = fmaxf(max, Own{leader.at + w * kWarpBytes}.max_sum(row)[0]);
       float sum = 0.0f;
       float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
       for (int w = 0; w < team.size; ++w) {
         const Own member{leader.at + w * kWarpBytes};
         const float2 state = *reinterpret_cast<const float2*>(member.max_sum(row));
@@ -266,7 +268,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const Team team{p.team, warp % p.team, 1 + warp / p.team};
   const int worker = unit / p.num_kv_heads, head = unit - worker * p.num_kv_heads;
   launch_dependents();
-  if (worker >= p.num_workers) return;
+  if (worker >= p.num_workers) {
+    wait_for_predecessor();
+    return;
+  }
   int begin = worker, end = worker + 1;  // an item each where there is no list
   if (p.worker_begin != nullptr) {
     begin = p.worker_begin[worker];
@@ -293,6 +298,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     walk.first += stride;
     walk.settle(p, head, start);
   };
+  wait_for_predecessor();  // up to here, only the plan was read
   load_keys(k, p, row, more);
   if constexpr (!kTakeTurns) load_values(v, p, row, more);
   Queries queries;

@@ -21,7 +21,7 @@ from kernels.cuda.launch import (
     params,
     writer,
 )
-from kernels.cuda.planner import Launch, Merges, make_work
+from kernels.cuda.planner import Launch, Merges, Work, make_work
 from kernels.cuda.scene import Scene
 from kernels.cuda.shapes import Kernel, attend_kernels, merge_launch, planner_shape, wide_variant
 from kernels.cuda.steps import MergeStep, MmaStep, Step, VisibleStep, WideStep
@@ -108,6 +108,7 @@ class Kit:
         buffer, at = transfers.upload_ints(arrays)
         count = len(work.launches)
         places = _Places(*at[count : count + 6])
+        make = self._launcher_type(work)
         narrow: list[Step] = []
         others: list[Step] = []
         for launch, items, worker_begin in zip(work.launches, at, at[count + 6 :], strict=False):
@@ -119,18 +120,27 @@ class Kit:
             if kernel.entry == wide.ENTRY and self._variant is not None:
                 others.append(self._wide_step(launch, kernel, self._variant, places, items, finder))
                 continue
-            step = self._mma_step(launch, kernel, places, items, worker_begin, finder)
+            step = self._mma_step(launch, kernel, places, items, worker_begin, finder, make)
             (narrow if launch.shape.persistent else others).append(step)
-        alone = not (narrow and others)
         return Resident(
             plans=tuple(plan for _, plan in requests),
             buffer=buffer,
             steps=tuple(narrow or others),
             beside=tuple(others if narrow else ()),
-            merge=self._merge_step(merges, places, alone) if len(merges.chunks) else None,
+            merge=self._merge_step(merges, places, make) if len(merges.chunks) else None,
             num_rows=work.num_rows,
             partial_rows=merges.num_partial_rows,
         )
+
+    def _launcher_type(self, work: Work) -> type[Launcher]:
+        """How the narrow kernel is launched, and the merge.
+
+        Where these two are the whole batch, each may begin while its predecessor ends: the plan is
+        read meanwhile. Alone, the narrow kernel is faster when it begins after it (measured).
+        """
+        shapes = [launch.shape for launch in work.launches]
+        both = len(work.merges.chunks) > 0 and len(shapes) == 1 and shapes[0].persistent
+        return OverlappingLauncher if both and self._library.overlaps else Launcher
 
     def _visible_step(
         self, launch: Launch, kernel: Kernel, places: _Places, items: int, transfers: Transfers
@@ -160,6 +170,7 @@ class Kit:
         items: int,
         worker_begin: int,
         finder: VisibleStep | None,
+        make: type[Launcher],
     ) -> MmaStep:
         heads = self._problem.num_kv_heads
         grid = launch.num_items * heads
@@ -170,7 +181,7 @@ class Kit:
             at = (finder.address, finder.words) if finder is not None else (0, 0)
             struct += visible.table(*at).tobytes()
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
-        launcher = Launcher(function, grid, kernel.threads, kernel.shared_bytes, struct)
+        launcher = make(function, grid, kernel.threads, kernel.shared_bytes, struct)
         pages = 0 if self._scene.store.contiguous else places.kv_indices
         lists = 0 if launch.one_each else worker_begin
         arrays = (items, lists, pages, places.order, places.positions)
@@ -211,8 +222,7 @@ class Kit:
         launcher = partial(_launch_wide, function, variant, self._multiprocessors)
         return WideStep(launcher, block, store.maps)
 
-    def _merge_step(self, merges: Merges, places: _Places, alone: bool) -> MergeStep:
-        """`alone`: what it waits for is all on one stream, so that its start can overlap that."""
+    def _merge_step(self, merges: Merges, places: _Places, make: type[Launcher]) -> MergeStep:
         store = self._scene.store
         units = len(merges.chunks) * merges.chunk_rows * store.num_kv_heads
         how = merge_launch(
@@ -237,7 +247,6 @@ class Kit:
             split=how.split,
         )
         function = self._library.function(how.spec, "merge_states")
-        make = OverlappingLauncher if alone and self._library.overlaps else Launcher
         return MergeStep(make(function, how.grid, how.threads, 0, block.tobytes()))
 
 

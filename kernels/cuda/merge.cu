@@ -1,12 +1,14 @@
-// Variable-length merge of attention states: for each (row, head) a list of members (o, lse) becomes
-// one state, members weighted by e^lse. Bound by memory: each member is read once.
+// Variable-length merge of attention states: for each (row, head) a list of members (o, lse)
+// becomes one state, members weighted by e^lse. Bound by memory: each member is read once.
 //
 // A group of kLanes lanes owns one list, or one of `split` shares of it; members go by batches of
-// BATCH so that their loads are in flight together. Shares meet in shared memory.
+// BATCH so that their loads are in flight together. Shares meet in shared memory. Short lists give
+// a lane two 16-byte vectors of each member: with one, instructions are half of what limits.
 //
 // PARTIALS 1: the attention kernels' float partial rows, lists of chunks of packed rows (work.cuh).
 // PARTIALS 0: the public merge, row t's members are rows indptr[t] : indptr[t + 1].
-// BATCH 2: lists are short and many, blocks of 256 threads; else up to 1024.
+// BATCH 2: no list has more than two members, so one batch and no shares, blocks of 256 threads;
+// else up to 1024.
 // HEAD_DIM 0: any head_dim, given at run time, one value per lane and step.
 #include "state.cuh"
 #include "storage.cuh"
@@ -17,16 +19,20 @@ constexpr int kIn = TENSOR_IN;
 constexpr int kOut = TENSOR_OUT;
 constexpr bool kAnyDim = kHeadDim == 0;
 constexpr int kVector = kAnyDim ? 1 : kIn == kFp32 ? 4 : 8;
-constexpr int kMostThreads = BATCH > 2 ? 1024 : 256;
 constexpr int kBatch = BATCH;
+constexpr bool kShort = BATCH == 2;
+constexpr int kUnits = kShort && !kAnyDim ? 2 : 1;  // vectors of a member per lane and pass
+constexpr int kValues = kUnits * kVector;
+constexpr int kMostThreads = kShort ? 256 : 1024;
 
 constexpr int lanes_for(int values) {
   int lanes = 1;
   while (lanes < 32 && lanes < values) lanes *= 2;
   return lanes;
 }
-constexpr int kLanes = kAnyDim ? 32 : lanes_for((kHeadDim + kVector - 1) / kVector);
-constexpr int kSpan = kLanes * kVector;                            // values per pass of a group
+constexpr int kLanes = kAnyDim ? 32 : lanes_for((kHeadDim + kValues - 1) / kValues);
+constexpr int kStep = kLanes * kVector;  // from a lane's vector to its next
+constexpr int kSpan = kStep * kUnits;    // values per pass of a group
 constexpr int kPasses = kAnyDim ? 1 : (kHeadDim + kSpan - 1) / kSpan;
 constexpr int kMostGroups = kMostThreads / kLanes;
 
@@ -62,7 +68,8 @@ __device__ __forceinline__ Raw<kFormat> read_raw(const void* base, int64 at) {
   if constexpr (kBytes >= 16) {
 #pragma unroll
     for (int i = 0; i < kBytes / 16; ++i) {
-      const uint4 x = __ldcs(reinterpret_cast<const uint4*>(from) + i);
+      const uint4* unit = reinterpret_cast<const uint4*>(from) + i;
+      const uint4 x = kShort ? *unit : __ldcs(unit);  // as measured
       raw.word[i * 4] = x.x, raw.word[i * 4 + 1] = x.y;
       raw.word[i * 4 + 2] = x.z, raw.word[i * 4 + 3] = x.w;
     }
@@ -75,18 +82,23 @@ __device__ __forceinline__ Raw<kFormat> read_raw(const void* base, int64 at) {
   return raw;
 }
 
+// 0 where the member is not `live`, whatever it holds.
 template <int kFormat>
-__device__ __forceinline__ void convert(float (&x)[kVector], const Raw<kFormat>& raw) {
+__device__ __forceinline__ void convert(float* x, const Raw<kFormat>& raw, bool live) {
+  constexpr int kWords = sizeof(raw.word) / 4;
+  uint32 word[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) word[i] = live ? raw.word[i] : 0;
   if constexpr (kFormat == kFp32) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] = __uint_as_float(raw.word[i]);
+    for (int i = 0; i < kVector; ++i) x[i] = __uint_as_float(word[i]);
   } else if constexpr (kVector == 1) {
     float unused;
-    unpack<kFormat == kBfloat16>(raw.word[0], x[0], unused);
+    unpack<kFormat == kBfloat16>(word[0], x[0], unused);
   } else {
 #pragma unroll
     for (int i = 0; i < kVector; i += 2)
-      unpack<kFormat == kBfloat16>(raw.word[i / 2], x[i], x[i + 1]);
+      unpack<kFormat == kBfloat16>(word[i / 2], x[i], x[i + 1]);
   }
 }
 
@@ -103,52 +115,70 @@ __device__ __forceinline__ void write_vector(void* base, int64 at, const float* 
     for (int i = 0; i < kVector; i += 4)
       *reinterpret_cast<float4*>(to + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
   } else {
+    constexpr bool kBrain = kOut == kBfloat16;
     uint16* to = static_cast<uint16*>(base) + at;
-#pragma unroll
-    for (int i = 0; i < kVector; i += 4)
-      *reinterpret_cast<uint2*>(to + i) = make_uint2(pack<kOut == kBfloat16>(x[i], x[i + 1]),
-                                                     pack<kOut == kBfloat16>(x[i + 2], x[i + 3]));
+    const uint32 a = pack<kBrain>(x[0], x[1]), b = pack<kBrain>(x[2], x[3]);
+    if constexpr (kVector == 8) {
+      *reinterpret_cast<uint4*>(to) =
+          make_uint4(a, b, pack<kBrain>(x[4], x[5]), pack<kBrain>(x[6], x[7]));
+    } else {
+      *reinterpret_cast<uint2*>(to) = make_uint2(a, b);
+    }
   }
 }
 
 struct State {
   float max = minus_infinity();
   float sum = 0.0f;
-  float o[kVector] = {};
+  float o[kValues] = {};
 };
 
-// kCount more members at once; an empty one (lse -inf) adds nothing whatever its o holds.
-template <int kCount>
-__device__ __forceinline__ void add_members(State& state, const float (&lse)[kCount],
-                                            const float (&sum)[kCount],
-                                            float (&o)[kCount][kVector]) {
-  float max = state.max;
+// Brings a state to a maximum of at least `max`.
+__device__ __forceinline__ void raise(State& state, float max) {
+  if (state.max != minus_infinity()) {
+    max = fmaxf(max, state.max);
+    const float keep = state_weight(state.max, max);
+    state.sum *= keep;
 #pragma unroll
-  for (int b = 0; b < kCount; ++b) max = fmaxf(max, lse[b]);
-  const float keep = state_weight(state.max, max);
+    for (int i = 0; i < kValues; ++i) state.o[i] *= keep;
+  }
   state.max = max;
-  state.sum *= keep;
+}
+
+// kCount more members at once; one without weight (lse -inf) adds nothing whatever its o holds.
+template <int kFormat, int kCount>
+__device__ __forceinline__ void add_members(State& state, const float (&lse)[kCount],
+                                            const Raw<kFormat> (&raw)[kCount][kUnits]) {
+  float max = lse[0];
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) state.o[i] *= keep;
+  for (int b = 1; b < kCount; ++b) max = fmaxf(max, lse[b]);
+  raise(state, max);
 #pragma unroll
   for (int b = 0; b < kCount; ++b) {
-    const float weight = state_weight(lse[b], max);
-    state.sum = fmaf(sum[b], weight, state.sum);
+    const float weight = state_weight(lse[b], state.max);
+    state.sum += weight;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i)
-      state.o[i] = fmaf(weight > 0.0f ? o[b][i] : 0.0f, weight, state.o[i]);
+    for (int u = 0; u < kUnits; ++u) {
+      float x[kVector];
+      convert<kFormat>(x, raw[b][u], weight > 0.0f);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        state.o[u * kVector + i] = fmaf(x[i], weight, state.o[u * kVector + i]);
+    }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kMostThreads, kMostThreads == 1024 ? 1 : 6)
+extern "C" __global__ void __launch_bounds__(kMostThreads)
     merge_states(const __grid_constant__ MergeParams p) {
-  __shared__ float shared_state[kMostGroups][2];
-  __shared__ float shared_o[kMostGroups][kSpan];
+  launch_dependents();
+  __shared__ float shared_state[kShort ? 1 : kMostGroups][2];
+  __shared__ float shared_o[kShort ? 1 : kMostGroups][kSpan];
   const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const uint32 split = p.split;
+  const uint32 split = kShort ? 1 : p.split;
+  const int shift = 31 - __clz(split);  // split is a power of two
   const uint32 groups = blockDim.x / kLanes;
-  const uint32 unit = blockIdx.x * (groups / split) + group / split;  // the host bounds it
-  const int share = group % split;
+  const uint32 unit = blockIdx.x * (groups >> shift) + (group >> shift);  // the host bounds it
+  const int share = group & (split - 1);
   const int head_dim = kAnyDim ? p.head_dim : kHeadDim;
 
   // which list, and where its result goes
@@ -183,65 +213,71 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, kMostThreads == 1024 
   __syncwarp();  // lane 0 overwrites it below
   for (int pass = 0; pass < passes; ++pass) {
     const int d = pass * kSpan + lane * kVector;
-    const bool inside = d < head_dim;
     State state;
-    for (int e = begin + share; e < end; e += p.split * kBatch) {
+    int e = begin + share;
+    do {
       float lse[kBatch];
-      Raw<kIn> raw[kBatch];
+      Raw<kIn> raw[kBatch][kUnits];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        const int member = e + b * p.split;
-        int first = member;
+        const int member = e + b * split;
         lse[b] = minus_infinity();
         if (member < end) {
+          int first = member;
           if constexpr (kPartials) first = p.list[member] + in_chunk;
           const int64 at = static_cast<int64>(first) * p.num_heads + head;
           lse[b] = p.lse_in[at];
-          if (inside) raw[b] = read_raw<kIn>(p.o_in, at * head_dim + d);
+#pragma unroll
+          for (int u = 0; u < kUnits; ++u)
+            if (d + u * kStep < head_dim)
+              raw[b][u] = read_raw<kIn>(p.o_in, at * head_dim + d + u * kStep);
         }
       }
-      float x[kBatch][kVector], one[kBatch];
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        convert<kIn>(x[b], raw[b]);
-        one[b] = 1.0f;
-      }
-      add_members<kBatch>(state, lse, one, x);
-    }
+      add_members<kIn>(state, lse, raw);
+      e += split * kBatch;
+    } while (!kShort && e < end);
     if constexpr (!kPartials) {
-      if (p.into && share == 0 && active && inside) {
-        float x[1][kVector];
-        convert<kOut>(x[0], read_raw<kOut>(p.o, out_row * head_dim + d));
-        add_members<1>(state, {into_lse}, {1.0f}, x);
+      if (p.into && share == 0 && active) {
+        Raw<kOut> raw[1][kUnits];
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u)
+          if (d + u * kStep < head_dim)
+            raw[0][u] = read_raw<kOut>(p.o, out_row * head_dim + d + u * kStep);
+        add_members<kOut>(state, {into_lse}, raw);
       }
     }
 
     // shares of one list meet
-    if (p.split > 1) {
+    if (split > 1) {
       if (share != 0) {
         if (lane == 0) {
           shared_state[group][0] = state.max;
           shared_state[group][1] = state.sum;
         }
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) shared_o[group][i * kLanes + lane] = state.o[i];
+        for (int i = 0; i < kValues; ++i) shared_o[group][i * kLanes + lane] = state.o[i];
       }
       __syncthreads();
       if (share == 0) {
-        for (int other = group + 1; other < group + p.split; ++other) {
-          float x[1][kVector];
+        for (int other = group + 1; other < group + split; ++other) {
+          raise(state, shared_state[other][0]);
+          const float weight = state_weight(shared_state[other][0], state.max);
+          state.sum = fmaf(shared_state[other][1], weight, state.sum);
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) x[0][i] = shared_o[other][i * kLanes + lane];
-          add_members<1>(state, {shared_state[other][0]}, {shared_state[other][1]}, x);
+          for (int i = 0; i < kValues; ++i)
+            state.o[i] = fmaf(shared_o[other][i * kLanes + lane], weight, state.o[i]);
         }
       }
       __syncthreads();
     }
-    if (share == 0 && active && inside) {
+    if (share == 0 && active) {
       const float inverse = state_inverse(state.sum);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) state.o[i] *= inverse;
-      write_vector(p.o, out_row * head_dim + d, state.o);
+      for (int i = 0; i < kValues; ++i) state.o[i] *= inverse;
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u)
+        if (d + u * kStep < head_dim)
+          write_vector(p.o, out_row * head_dim + d + u * kStep, state.o + u * kVector);
       if (d == 0) p.lse[out_row] = state_merged_lse(state.max, state.sum);
     }
   }

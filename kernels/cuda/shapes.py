@@ -74,10 +74,9 @@ def narrow_kernel(
     rows = 8 * row_tiles
     # kWarpBytes of attend_narrow.cu: queries, a row tile's states, maxima and sums, row numbers
     own = head_dim * 32 + 8 * (head_dim + 4) * 4 + 64 + rows * 4
-    # 168 registers hold neither long rows, nor what is rare, nor bf16 out of fp8 beside 128 dims
-    hard = rare or (compute == "bf16" and compute != storage)
-    roomy = head_dim > LONG_ROWS or (head_dim == LONG_ROWS and hard)
-    choices = NARROW_BLOCKS[2 if roomy else row_tiles]
+    # 168 registers hold neither long rows, nor 128 dims of what is rare or has to be converted
+    hard = head_dim == LONG_ROWS and (rare or storage != compute)
+    choices = NARROW_BLOCKS[2 if hard or head_dim > LONG_ROWS else row_tiles]
     warps, blocks = next(c for c in choices if c[1] * (c[0] * own + RESERVED) <= limit)
     return Kernel(
         spec=spec(
@@ -233,10 +232,13 @@ def merge_launch(
     """
     if units >= 2**31:
         raise Unsupported("lists", units, "at most 2^31 rows times heads in one merge")
+    batch = 2 if longest <= 2 else 4
     vector = 1 if head_dim == 0 else 4 if partials or dtype == "fp32" else 8
+    if batch == 2 and head_dim:
+        vector *= 2  # kUnits of merge.cu
     lanes = min(32, 1 << (max(1, -(-head_dim // vector)) - 1).bit_length()) if head_dim else 32
     few = units * lanes < 2**14 and longest >= 32
-    batch, threads = (2, 256) if longest <= 2 else (4, 1024 if few else 256)
+    threads = 1024 if few and batch > 2 else 256
     groups, split = threads // lanes, 1
     most = 512 * multiprocessors // lanes
     while split < groups and longest >= 8 * split and units * split < most:

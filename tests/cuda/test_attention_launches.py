@@ -210,7 +210,7 @@ def test_the_merge_may_start_while_the_kernel_before_it_ends(
     attention: Attention, driver: Driver
 ) -> None:
     launched(attention, driver, [32768])
-    assert driver.overlapping == ["merge_states"]
+    assert driver.overlapping == ["attend_narrow", "merge_states"]
 
 
 def test_a_forced_team_is_what_plans_get(attention: Attention, driver: Driver) -> None:
