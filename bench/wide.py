@@ -47,7 +47,7 @@ def check(name: str) -> int:
 class Variant:
     """A change to try: the kernel's shape, the order of the units."""
 
-    shape: dict[str, int]
+    shape: dict[str, int | bool]
     bucketed: bool = False
     head_block: int = 0
     skip: bool = True
@@ -62,8 +62,9 @@ VARIANTS: Final[dict[str, Variant]] = {
     "buckets": Variant({}, True),
     "no-skip": Variant({}, skip=False),
     "1-query": Variant({"query_stages": 1}),
-    "144": Variant({"tile_keys": 144}),
-    "160": Variant({"tile_keys": 160, "query_stages": 1}),
+    "shared-q": Variant({"query_registers": False}),
+    "144": Variant({"tile_keys": 144, "query_registers": False}),
+    "160": Variant({"tile_keys": 160, "query_stages": 1, "query_registers": False}),
     "96": Variant({"tile_keys": 96, "stages": 3}),
 }
 

@@ -205,6 +205,9 @@ def groups() -> dict[str, list[Case]]:
             *grid(head_dim=192),
             *grid(head_dim=256, layout="HND"),
             *grid(head_dim=64, ragged=True),
+            *grid(head_dim=64, page_size=8, layout="HND", dtype="bf16"),
+            *grid(head_dim=64, page_size=64),
+            *grid(head_dim=64, soft_cap=5.0),
             *grid(num_qo_heads=7, num_kv_heads=1),
         ],
         "rare": [
@@ -219,6 +222,7 @@ def groups() -> dict[str, list[Case]]:
             *grid(mask="islands"),
             *grid(mask="corners", ragged=True),
             *grid(mask="documents", head_dim=64, page_size=32),
+            *grid(mask="islands", page_size=8),
             *grid(mask="islands", head_dim=256, window=150),
             *grid(mask="causal", head_dim=192),
             *grid(mask="hidden"),

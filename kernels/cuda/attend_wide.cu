@@ -14,7 +14,8 @@
 // L2; q once, o or partial states once. Scores and sums are float32, P is rounded to the element type.
 //
 // Specialised by -D: kHeadDim (64, 128, 192, 256), kTileKeys, kStages, kQueryStages, kConsumers, kPageSize
-// (a multiple of 8 that divides kTileKeys; 0: ragged keys), kBf16, kHasMask, kHasSoftCap.
+// (a multiple of 8 that divides kTileKeys; 0: ragged keys), kBf16, kHasMask, kHasSoftCap,
+// kQueriesInRegisters (the scores' products take Q from there; shared memory only passes it on).
 
 #include "hopper.cuh"
 #include "state.cuh"
@@ -79,19 +80,26 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
       const int num_pages = min(kPagesPerTile, ceil_div(item.num_keys, kPageSize) - first_page);
       const int* ids = arguments.kv_indices + item.kv_begin + first_page;
       const int mine = lane < num_pages ? ids[lane] : 0;
-      int pages[kPagesPerTile];
 #pragma unroll
-      for (int i = 0; i < kPagesPerTile; ++i) pages[i] = __shfl_sync(0xffffffffu, mine, i);
-      barrier_wait(empty + ring.stage() * 8, ring.parity() ^ 1);
-      if (elect_lane()) {
-        if (kOfKeys) publish_visit(shared, ring.stage(), way);
-        barrier_arrive_expect(barrier, num_pages * kPageBytes);
+      for (int first = 0; first < kPagesPerTile; first += kPagesAtOnce) {
+        int pages[kPagesAtOnce];
 #pragma unroll
-        for (int i = 0; i < kPagesPerTile; ++i) {
-          if (i < num_pages) {
-            copy_box(target + i * kPageBytes, map, barrier, 0, 0, unit.head * arguments.head_blocks,
-                     unit.head * arguments.head_groups,
-                     item.layer * arguments.num_pages + pages[i]);
+        for (int i = 0; i < kPagesAtOnce; ++i) {
+          pages[i] = __shfl_sync(0xffffffffu, mine, first + i);
+        }
+        if (first == 0) barrier_wait(empty + ring.stage() * 8, ring.parity() ^ 1);
+        if (elect_lane()) {
+          if (first == 0) {
+            if (kOfKeys) publish_visit(shared, ring.stage(), way);
+            barrier_arrive_expect(barrier, num_pages * kPageBytes);
+          }
+#pragma unroll
+          for (int i = 0; i < kPagesAtOnce; ++i) {
+            if (first + i < num_pages) {
+              copy_box(target + (first + i) * kPageBytes, map, barrier, 0, 0,
+                       unit.head * arguments.head_blocks, unit.head * arguments.head_groups,
+                       item.layer * arguments.num_pages + pages[i]);
+            }
           }
         }
       }
@@ -212,9 +220,37 @@ __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
-// S = Q K^T: 64 rows by kTileKeys keys.
-__device__ __forceinline__ void issue_scores(float (&s)[kScores], unsigned queries, unsigned keys) {
-  const auto a = matrix_descriptor(queries, 16, 1024);
+// This thread's first row of the tile (the other is 8 further); computed anew each time where registers
+// are short.
+__device__ __forceinline__ int my_row() {
+  int thread = threadIdx.x;
+  if (kQueriesInRegisters) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return (thread / 128 - 1) * 64 + thread / 32 % 4 * 16 + thread % 32 / 4;
+}
+
+using Queries = unsigned[kHeadDim / 16][4];
+
+// A fragments of this warp's 16 rows of q, kept in registers for the whole unit.
+__device__ __forceinline__ void load_queries(Queries& q, const Shared& shared,
+                                             const Ring<kQueryStages>& queries) {
+  const unsigned tile = shared.queries(queries.stage());
+  const int lane = fresh_lane();
+  const int row = my_row() / 16 * 16 + lane % 16;
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const unsigned source = tile + query_offset(row, 2 * step + lane / 16);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(q[step][0]), "=r"(q[step][1]), "=r"(q[step][2]), "=r"(q[step][3])
+                 : "r"(source)
+                 : "memory");
+  }
+  barrier_arrive(shared.query_empty(queries.stage()));
+}
+
+// S = Q K^T: 64 rows by kTileKeys keys; q from registers, or from its tile.
+__device__ __forceinline__ void issue_scores(float (&s)[kScores], const Queries& q, unsigned tile,
+                                             unsigned keys) {
+  const auto a = matrix_descriptor(tile, 16, 1024);
   const auto b = matrix_descriptor(keys, 16, kGroupStride);
   products_begin();
 #pragma unroll
@@ -222,7 +258,13 @@ __device__ __forceinline__ void issue_scores(float (&s)[kScores], unsigned queri
     const int block = step / 4, inner = step % 4 * 32;
     const auto a_step = a + (block * kQueryBlockStride + inner) / 16;
     const auto b_step = b + (block * kBlockStride + inner) / 16;
-    if (step == 0) {
+    if constexpr (kQueriesInRegisters) {
+      if (step == 0) {
+        Wgmma<kTileKeys>::template scores_registers<true>(s, q[step], b_step);
+      } else {
+        Wgmma<kTileKeys>::template scores_registers<false>(s, q[step], b_step);
+      }
+    } else if (step == 0) {
       Wgmma<kTileKeys>::scores(s, a_step, b_step);
     } else {
       Wgmma<kTileKeys>::accumulate_scores(s, a_step, b_step);
@@ -258,12 +300,12 @@ __device__ __forceinline__ void clear_values(const Shared& shared, const Ring<kS
 // Scores of a tile to weights.
 __device__ __forceinline__ void soften_tile(float (&s)[kScores], Rows& rows, const KeyTile& tile,
                                             float (&factor)[2], const Shared& shared, int stage,
-                                            int row, const WideArguments& arguments) {
+                                            const WideArguments& arguments) {
   rows.cap(s);
   rows.hide(s, tile.index * kTileKeys);
 #if kHasMask
   if (tile.cut) {
-    hide_masked(s, tile.index * kTileKeys, shared, stage, row, arguments.mask_bits);
+    hide_masked(s, tile.index * kTileKeys, shared, stage, my_row(), arguments.mask_bits);
   }
 #endif
   rows.soften(s, factor);
@@ -273,7 +315,6 @@ __device__ __forceinline__ void soften_tile(float (&s)[kScores], Rows& rows, con
 // tile, be it the next unit's first, are always under way with the values of the present one.
 __device__ __forceinline__ void attend_units(const Shared& shared, const WideArguments& arguments) {
   const int consumer = threadIdx.x / 128 - 1;
-  const int row = consumer * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;  // and row + 8
   const unsigned my_queries = consumer * kConsumerQueryBytes;
   if (consumer == kConsumers - 1) pass_turn(consumer);
 
@@ -285,11 +326,13 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
   if (!next_unit(shared, units, unit)) return;
   float s[kScores], o[kOutputs], factor[2];
   unsigned p[kScores / 2];
+  Queries q;
   clear(o);
 
   // the first unit's first scores, alone
   barrier_wait(shared.query_full(queries.stage()), queries.parity());
-  Rows rows(unit.item, arguments, shared, slots.stage(), row);
+  if (kQueriesInRegisters) load_queries(q, shared, queries);
+  Rows rows(unit.item, arguments, shared, slots.stage(), my_row());
   bool final = unit.item.partial == kFinal;
   KeyTile tile;
   tile.enter(unit.item);
@@ -297,14 +340,14 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
   visit_next(tile, shared, keys.stage());
   int valid = unit.item.num_keys - tile.index * kTileKeys;  // keys of the tile whose values come next
   take_turn(consumer);
-  issue_scores(s, shared.queries(queries.stage()) + my_queries, shared.keys(keys.stage()));
+  issue_scores(s, q, shared.queries(queries.stage()) + my_queries, shared.keys(keys.stage()));
   pass_turn(consumer);
   products_wait<0>();
   pin(s);
   release(shared.keys_empty(keys.stage()));
   keys.advance();
-  soften_tile(s, rows, tile, factor, shared, slots.stage(), row, arguments);
-  if (tile.is_last()) barrier_arrive(shared.query_empty(queries.stage()));
+  soften_tile(s, rows, tile, factor, shared, slots.stage(), arguments);
+  if (tile.is_last() && !kQueriesInRegisters) barrier_arrive(shared.query_empty(queries.stage()));
   pack(s, p);
 
   for (;;) {
@@ -316,7 +359,8 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
       queries.advance();
       slots.advance();
       barrier_wait(shared.query_full(queries.stage()), queries.parity());
-      rows = Rows(unit.item, arguments, shared, slots.stage(), row);
+      if (kQueriesInRegisters) load_queries(q, shared, queries);
+      rows = Rows(unit.item, arguments, shared, slots.stage(), my_row());
       tile.enter(unit.item);
       final = unit.item.partial == kFinal;
     }
@@ -324,7 +368,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
     visit_next(tile, shared, keys.stage());
     clear_values(shared, values, valid, consumer);
     take_turn(consumer);
-    issue_scores(s, shared.queries(queries.stage()) + my_queries, shared.keys(keys.stage()));
+    issue_scores(s, q, shared.queries(queries.stage()) + my_queries, shared.keys(keys.stage()));
     barrier_wait(shared.values_full(values.stage()), values.parity());
     issue_values(o, p, shared.values(values.stage()));
     valid = switching ? unit.item.num_keys - tile.index * kTileKeys : kTileKeys;
@@ -333,8 +377,10 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
     pin(s);
     release(shared.keys_empty(keys.stage()));
     keys.advance();
-    if (tile.is_last() && !switching) barrier_arrive(shared.query_empty(queries.stage()));
-    soften_tile(s, rows, tile, factor, shared, slots.stage(), row, arguments);
+    if (tile.is_last() && !switching && !kQueriesInRegisters) {
+      barrier_arrive(shared.query_empty(queries.stage()));
+    }
+    soften_tile(s, rows, tile, factor, shared, slots.stage(), arguments);
     // A sum is never negative. The branch ends a basic block: without it ptxas moves the wait for P V
     // up over the softmax, and nothing overlaps.
     pin(s);
@@ -345,10 +391,10 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
     release(shared.values_empty(values.stage()));
     values.advance();
     if (switching) {
-      finished.write(o, arguments, shared, row);
+      finished.write(o, arguments, shared, my_row());
       clear(o);
       // only now, because rows of the unit just written are still read above
-      if (tile.is_last()) barrier_arrive(shared.query_empty(queries.stage()));
+      if (tile.is_last() && !kQueriesInRegisters) barrier_arrive(shared.query_empty(queries.stage()));
     } else {
       rows.rescale(o, factor);
     }
@@ -363,7 +409,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WideArg
   pass_turn(consumer);
   products_wait<0>();
   pin(o);
-  rows.finish(slots.stage(), final).write(o, arguments, shared, row);
+  rows.finish(slots.stage(), final).write(o, arguments, shared, my_row());
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

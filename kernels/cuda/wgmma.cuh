@@ -1,9 +1,10 @@
 // Warpgroup matrix products: m64nNk16, 16-bit operands, float accumulators.
 //
 // `Wgmma<N>::scores` multiplies two shared-memory operands whose k is contiguous (A = Q, B = K) and
-// starts a new sum; `accumulate_scores` adds to it; `accumulate_values` has A in registers (P) and B
-// with n contiguous (V, transposed by the instruction, not by a copy). Accumulator i of a thread
-// holds row lane / 4 + 8 * (i / 2 % 2) of its warp's 16, column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
+// starts a new sum; `accumulate_scores` adds to it; `scores_registers` does either with A in registers;
+// `accumulate_values` has A in registers (P) and B with n contiguous (V, transposed by the instruction,
+// not by a copy). Accumulator i of a thread holds row lane / 4 + 8 * (i / 2 % 2) of its warp's 16,
+// column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
 #pragma once
 
 #ifdef kBf16
@@ -113,6 +114,21 @@ struct Wgmma;
                    ", p, 1, 1, 0, 0;}\n"                                                           \
                    : OUT(WGMMA_READ_WRITE, d)                                                      \
                    : "l"(a), "l"(b));                                                              \
+    }                                                                                              \
+    template <bool kFirst>                                                                         \
+    static __device__ __forceinline__ void scores_registers(                                       \
+        float (&d)[COUNT], const unsigned (&a)[4], unsigned long long b) {                         \
+      if (kFirst) {                                                                                \
+        asm volatile("{.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n" WGMMA_OP(N, REGS) "{" A0 "," A1 "," \
+                     A2 "," A3 "}," A4 ", p, 1, 1, 0;}\n"                                          \
+                     : OUT(WGMMA_WRITE, d)                                                         \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                        \
+      } else {                                                                                     \
+        asm volatile("{.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n" WGMMA_OP(N, REGS) "{" A0 "," A1 "," \
+                     A2 "," A3 "}," A4 ", p, 1, 1, 0;}\n"                                          \
+                     : OUT(WGMMA_READ_WRITE, d)                                                    \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                        \
+      }                                                                                            \
     }                                                                                              \
     static __device__ __forceinline__ void accumulate_values(                                      \
         float (&d)[COUNT], unsigned a0, unsigned a1, unsigned a2, unsigned a3,                     \

@@ -72,6 +72,7 @@ class WideVariant:
     stages: int = 2
     query_stages: int = 2
     consumers: int = 2
+    query_registers: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -87,7 +88,8 @@ class WideVariant:
         """Dynamic shared memory, laid out as `Shared` of wide_tile.cuh."""
         tiles = 2 * self.stages * self.tile_keys * self.head_dim * 2
         queries = self.query_stages * self.tile_rows * self.head_dim * 2
-        rows = (self.query_stages + 1) * self.tile_rows * (24 if self.has_mask else 12)
+        slots = self.query_stages + 1 + self.query_registers
+        rows = slots * self.tile_rows * (24 if self.has_mask else 12)
         barriers = 4 * self.stages + 2 * self.query_stages + 4
         visits = 4 * self.stages if self.has_mask else 0
         return tiles + queries + rows + 2 * 64 + 8 * barriers + visits
@@ -102,6 +104,7 @@ class WideVariant:
             "kQueryStages": self.query_stages,
             "kConsumers": self.consumers,
             "kPageSize": self.page_size,
+            "kQueriesInRegisters": int(self.query_registers),
             "kHasMask": int(self.has_mask),
             "kHasSoftCap": int(self.has_soft_cap),
         }
@@ -111,8 +114,12 @@ class WideVariant:
         )
 
 
-# head_dim -> (key tile, K/V stages, query stages): what 227 KiB and 232 registers hold.
-_SHAPES: Final = {64: (128, 3, 2), 128: (128, 2, 2), 192: (64, 3, 1), 256: (64, 2, 1)}
+# head_dim -> (key tile, K/V stages, query stages): what 227 KiB and 232 registers hold; and up to
+# which head_dim they hold queries in registers. A mask or a soft cap needs registers of its own.
+_RARE: Final = {64: (128, 3, 2), 128: (128, 2, 2), 192: (64, 3, 1), 256: (64, 2, 1)}
+_RARE_IN_REGISTERS: Final = 64
+_PLAIN: Final = {**_RARE, 64: (192, 2, 2)}
+_PLAIN_IN_REGISTERS: Final = 128
 _PAGE_SIZES: Final = (0, 8, 16, 32, 64)
 
 
@@ -130,7 +137,7 @@ def supports(
     """
     return (
         arch == "sm_90a"
-        and head_dim in _SHAPES
+        and head_dim in _PLAIN
         and q_dtype == kv_dtype
         and kv_dtype in ("fp16", "bf16")
         and page_size in _PAGE_SIZES
@@ -146,9 +153,11 @@ def variant(
     has_soft_cap: bool = False,
 ) -> WideVariant:
     """The tuned specialisation for supported work."""
-    tile_keys, stages, query_stages = _SHAPES[head_dim]
+    rare = has_mask or has_soft_cap
+    in_registers = head_dim <= (_RARE_IN_REGISTERS if rare else _PLAIN_IN_REGISTERS)
+    sizes = (_RARE if rare else _PLAIN)[head_dim]
     return WideVariant(
-        head_dim, dtype, page_size, has_mask, has_soft_cap, tile_keys, stages, query_stages
+        head_dim, dtype, page_size, has_mask, has_soft_cap, *sizes, query_registers=in_registers
     )
 
 

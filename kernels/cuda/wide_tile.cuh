@@ -13,7 +13,9 @@ using Element = unsigned short;  // 16 bits of fp16 or bf16, as kBf16 says: only
 #ifndef kHasSoftCap
 #define kHasSoftCap 0
 #endif
-
+#ifndef kQueriesInRegisters
+#define kQueriesInRegisters 0
+#endif
 
 static_assert(kHeadDim % 64 == 0, "a swizzled row of 128 bytes holds 64 elements");
 static_assert(kTileKeys % 16 == 0, "a product takes 16 keys");
@@ -23,6 +25,9 @@ static_assert(kTileKeys % kPageSize == 0, "a tile is whole pages");
 constexpr int kPagesPerTile = kTileKeys / kPageSize;
 constexpr int kPageBytes = kPageSize * kHeadDim * 2;
 static_assert(kPagesPerTile <= 32, "one page id per lane");
+// Page ids that the lane which copies them holds at a time: more than 12 are too many registers.
+constexpr int kPagesAtOnce = kPagesPerTile > 12 ? 8 : kPagesPerTile;
+static_assert(kPagesPerTile % kPagesAtOnce == 0, "whole turns");
 #endif
 
 constexpr int kTileRows = 64 * kConsumers;
@@ -44,7 +49,8 @@ constexpr int kQueryBlockStride = 64 * 128;
 constexpr int kConsumerQueryBytes = kBlocks * kQueryBlockStride;
 constexpr int kQueryBytes = kConsumers * kConsumerQueryBytes;
 constexpr int kUnitSlots = 2;
-constexpr int kRowSlots = kQueryStages + 1;  // rows are needed until o is written, q is not
+// Rows are needed until o is written; q only until its last scores, or until it is in registers.
+constexpr int kRowSlots = kQueryStages + 1 + kQueriesInRegisters;
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 

@@ -14,13 +14,16 @@ from kernels.cuda import wide
 HEAD_DIMS = (64, 128, 192, 256)
 PLAIN = [wide.variant(d, "fp16", page) for d in HEAD_DIMS for page in (0, 16)]
 OTHERS = [
-    *(wide.variant(128, "fp16", page) for page in (8, 32, 64)),
+    *(wide.variant(d, "fp16", page) for d in (64, 128) for page in (8, 32, 64)),
+    *(wide.variant(d, "fp16", 8, has_mask=True) for d in (64, 128)),
     *(wide.variant(d, "bf16", 16) for d in HEAD_DIMS),
-    *(wide.variant(d, "bf16", 0) for d in (64, 128)),
+    *(wide.variant(d, "bf16", page) for d in (64, 128) for page in (0, 8)),
     *(wide.variant(d, "fp16", 16, has_mask=True) for d in HEAD_DIMS),
     *(wide.variant(d, "fp16", 16, has_soft_cap=True) for d in HEAD_DIMS),
     wide.variant(128, "fp16", 0, has_mask=True, has_soft_cap=True),
+    wide.variant(64, "fp16", 0, has_mask=True),
     wide.variant(64, "bf16", 64, has_mask=True, has_soft_cap=True),
+    wide.variant(64, "bf16", 8, has_mask=True, has_soft_cap=True),
 ]
 
 
@@ -35,6 +38,14 @@ def test_every_specialisation_compiles_without_spills_or_serialised_products(
     assert resources.registers <= 65536 // variant.threads, resources
     assert "C75" not in compiled.log, compiled.log  # ptxas says when it serialises wgmma
     assert variant.shared_bytes <= wide.SHARED_LIMIT
+
+
+def test_queries_are_in_registers_where_there_is_room_for_them() -> None:
+    for head_dim, plain, rare in ((64, 192, 128), (128, 128, 128), (192, 64, 64), (256, 64, 64)):
+        for mask, cap in ((False, False), (True, False), (False, True), (True, True)):
+            made = wide.variant(head_dim, "fp16", 16, mask, cap)
+            assert made.tile_keys == (rare if mask or cap else plain), made
+            assert made.query_registers == (head_dim <= (64 if mask or cap else 128)), made
 
 
 def test_arguments_have_the_fields_of_the_struct_in_its_order() -> None:
