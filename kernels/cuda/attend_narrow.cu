@@ -78,34 +78,28 @@ __device__ __forceinline__ RowPlace find_row(const AttendParams& p, const Run& r
 // A page's id is read one tile ahead of that. Tokens past a run's end are its last one again: their
 // scores are hidden, and what is weighed by 0 is a value of the same run, never dead memory.
 struct Walk {
-  int item, end;      // of the tile looked up
-  int first, keys;    // its first token, and the run's length
+  int item, end;     // of the tile looked up
+  int first, keys;   // its first token, and the run's length
   int kv_begin;
-  uint32 base;        // row of layer and head
-  int next_layer, next_begin, next_keys;
-  int page, offset;   // of this lane's token; the id is in flight
+  uint32 base;       // row of layer and head
+  int page, offset;  // of this lane's token; the id is in flight
 
-  __device__ __forceinline__ void peek(const AttendParams& p) {
-    if (item + 1 < end) {
-      const int4 next = reinterpret_cast<const int4*>(p.items + item + 1)[0];
-      next_layer = next.x;
-      next_begin = next.w;
-      next_keys = p.items[item + 1].num_keys;
-    }
-  }
-  // Enter the item last peeked at.
   __device__ __forceinline__ void enter(const AttendParams& p, int head, int start) {
-    ++item;
-    first = start;
-    keys = next_keys;
-    kv_begin = next_begin;
-    base = next_layer * p.layer_rows + head * p.head_rows;
-    peek(p);
+    if (item < end) {
+      const int4 a = reinterpret_cast<const int4*>(p.items + item)[0];
+      first = start;
+      keys = p.items[item].num_keys;
+      kv_begin = a.w;
+      base = a.x * p.layer_rows + head * p.head_rows;
+    }
   }
   __device__ __forceinline__ bool more() const { return item < end; }
   // Go to the first tile at or after `first`, and start looking it up.
   __device__ __forceinline__ void settle(const AttendParams& p, int head, int start) {
-    while (item < end && first >= keys) enter(p, head, start);
+    while (item < end && first >= keys) {
+      ++item;
+      enter(p, head, start);
+    }
     if (item < end) {
       const int token = min(first + static_cast<int>(threadIdx.x & (kTile - 1)), keys - 1);
       const int index = static_cast<uint32>(token) / static_cast<uint32>(p.page_size);
@@ -281,11 +275,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
   // the order of these matters: each read of a chain goes out before another chain is waited for
   Walk walk;
-  walk.item = begin - 1;
+  walk.item = begin;
   walk.end = end;
-  walk.first = walk.keys = 0;
   const int start = team.rank * kTile, stride = team.size * kTile;
-  walk.peek(p);
+  walk.enter(p, head, start);
   walk.settle(p, head, start);
   RowPlace place = find_row(p, read_run(p, begin, end), head);
   for (int i = lane; i < kQueryBytes / 16; i += 32)  // rows past kRows stay 0

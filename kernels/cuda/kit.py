@@ -146,16 +146,13 @@ class Kit:
         self, launch: Launch, kernel: Kernel, places: _Places, items: int, transfers: Transfers
     ) -> VisibleStep:
         """What finds the key tiles that a mask leaves something of, for a kernel of many rows."""
-        tile_keys = kernel.threads // 2  # as kTile of attend_tile.cu
-        if kernel.entry == wide.ENTRY and self._variant is not None:
-            tile_keys = self._variant.tile_keys
-        memory = transfers.scratch(visible.table_bytes(launch.items, tile_keys))
+        memory = transfers.scratch(visible.table_bytes(launch.items, kernel.tile_keys))
         block = visible.block(
             items=items,
             positions=places.positions,
             tiles=memory.ptr,
-            words=visible.table_words(launch.items, tile_keys),
-            tile_keys=tile_keys,
+            words=visible.table_words(launch.items, kernel.tile_keys),
+            tile_keys=kernel.tile_keys,
             group_size=self._scene.group_size,
             window_left=self._scene.scoring.window_left,
         )

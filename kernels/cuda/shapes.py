@@ -40,7 +40,7 @@ NARROW_TILE: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One attention specialisation and how to launch it."""
+    """One attention specialisation and how to launch it; it takes `tile_keys` keys at a time."""
 
     spec: Spec
     entry: str
@@ -48,6 +48,7 @@ class Kernel:
     threads: int
     shared_bytes: int
     blocks: int
+    tile_keys: int
 
 
 def row_stride(head_dim: int, dtype: DType) -> int:
@@ -74,8 +75,10 @@ def narrow_kernel(
     rows = 8 * row_tiles
     # kWarpBytes of attend_narrow.cu: queries, a row tile's states, maxima and sums, row numbers
     own = head_dim * 32 + 8 * (head_dim + 4) * 4 + 64 + rows * 4
-    # 168 registers hold neither long rows, nor 128 dims of what is rare or has to be converted
+    # 168 registers hold neither long rows, nor 128 dims of what is rare or has to be converted;
+    # for sm_100 and later the compiler takes a few more
     hard = head_dim == LONG_ROWS and (rare or storage != compute)
+    hard = hard or (arch.startswith("sm_1") and head_dim >= 96)
     choices = NARROW_BLOCKS[2 if hard or head_dim > LONG_ROWS else row_tiles]
     warps, blocks = next(c for c in choices if c[1] * (c[0] * own + RESERVED) <= limit)
     return Kernel(
@@ -91,6 +94,7 @@ def narrow_kernel(
         threads=32 * warps,
         shared_bytes=warps * own,
         blocks=blocks,
+        tile_keys=NARROW_TILE,
     )
 
 
@@ -124,6 +128,7 @@ def tile_kernel(
         threads=32 * warps,
         shared_bytes=size,
         blocks=blocks,
+        tile_keys=16 * warps,
     )
 
 
@@ -156,6 +161,7 @@ def wide_kernel(variant: wide.WideVariant) -> Kernel:
         threads=variant.threads,
         shared_bytes=variant.shared_bytes,
         blocks=1,
+        tile_keys=variant.tile_keys,
     )
 
 
@@ -200,7 +206,7 @@ def planner_shape(
         rows=kernel.rows,
         most_rows=2**30 if largest else kernel.rows,
         workers=multiprocessors * kernel.blocks * warps,
-        granule=NARROW_TILE if narrow else 128 if wide else 64,
+        granule=kernel.tile_keys,
         persistent=narrow,
         least_run=NARROW_RUN if narrow else 256,
         key_cost=token_bytes / 6.2e12 if narrow else flops / (620e12 if wide else 320e12),
