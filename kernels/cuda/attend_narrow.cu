@@ -25,8 +25,8 @@ static_assert(kN == 1 || kN == 2, "one fragment of Q");
 // A warp's part of shared memory.
 struct Own {
   char* at;
-  __device__ __forceinline__ char* queries() const { return at; }                // fragments
-  __device__ __forceinline__ float* o(int row) const {                           // of a row tile
+  __device__ __forceinline__ char* queries() const { return at; }  // as fragments
+  __device__ __forceinline__ float* o(int row) const {  // of a row tile
     return reinterpret_cast<float*>(at + kQueryBytes) + row * kStateStride;
   }
   __device__ __forceinline__ float* max_sum(int row) const {
@@ -261,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int unit = (blockIdx.x * kWarps + warp) / p.team;
   const Team team{p.team, warp % p.team, 1 + warp / p.team};
   const int worker = unit / p.num_kv_heads, head = unit - worker * p.num_kv_heads;
-  launch_dependents();
+  launch_dependents();  // the merge, or the next call: it waits for this grid before it reads states
   if (worker >= p.num_workers) {
     wait_for_predecessor();
     return;
@@ -283,6 +283,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   RowPlace place = find_row(p, read_run(p, begin, end), head);
   for (int i = lane; i < kQueryBytes / 16; i += 32)  // rows past kRows stay 0
     reinterpret_cast<uint4*>(own.queries())[i] = make_uint4(0, 0, 0, 0);
+  __syncwarp();
   Keys k;
   Values v;
   uint32 row = walk.row(p);  // of the tile to load next

@@ -29,7 +29,7 @@ SHARED_PER_MULTIPROCESSOR: Final = {
 LEAST_SHARED: Final = 102400
 """What to count on where an architecture is not listed."""
 RESERVED: Final = 1024
-NARROW_BLOCKS: Final = {1: ((12, 1), (4, 1)), 2: ((8, 1), (4, 1))}
+NARROW_BLOCKS: Final = {1: ((12, 1), (8, 1), (4, 1)), 2: ((8, 1), (6, 1), (4, 1))}
 """Warps of a narrow block and blocks a multiprocessor, the first that fits, by tiles of 8 rows."""
 LONG_ROWS: Final = 128
 """Above this head_dim the narrow kernel has registers for 8 rows and 8 warps only."""
