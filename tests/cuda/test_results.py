@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+from bench.plot import draw
 from kernels.compile import kernels_digest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,3 +25,16 @@ def test_every_workload_has_its_row() -> None:
     rows = {row["name"] for row in json.loads(RESULTS.read_text())["rows"]}
     wanted = json.loads((ROOT / "bench" / "workloads.json").read_text())["rows"]
     assert {row["name"] for row in wanted} <= rows
+
+
+def test_the_picture_shows_every_row_and_its_fraction(tmp_path: Path) -> None:
+    results = json.loads(RESULTS.read_text())
+    workloads = json.loads((ROOT / "bench" / "workloads.json").read_text())["rows"]
+    drawn = tmp_path / "now.svg"
+    draw(results, workloads, drawn)
+    for picture in (drawn, RESULTS.with_suffix(".svg")):
+        text = picture.read_text()
+        for row in results["rows"]:
+            assert f">{row['name']}<" in text, f"{row['name']} is not in {picture.name}"
+        shown = sorted(re.findall(r">(\d\.\d\d)<", text))
+        assert shown == sorted(f"{row['roofline']:.2f}" for row in results["rows"]), picture.name
