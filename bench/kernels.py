@@ -1,6 +1,6 @@
 """Times the CUDA kernels on the rows of workloads.json, beside the ceilings of the same machine.
 
-    python bench/kernels.py [--only decode] [--results bench/results/h200.json]
+    python bench/kernels.py [--only decode] [--mma-sync] [--results bench/results/h200.json]
 
 A row's floor is max(bytes / read ceiling, flops / matmul ceiling), with both ceilings measured in
 this run; roofline = floor / time. Times are medians of 7 CUDA graph replays of 6 or more calls over
@@ -29,6 +29,7 @@ from bench.kernel_rows import Case, Row, build, level_of, row_levels  # noqa: E4
 from bench.machine import provenance  # noqa: E402
 from kernels.backend import Attend, Plan, PoolGeometry, Scoring  # noqa: E402
 from kernels.compile import kernels_digest  # noqa: E402
+from kernels.cuda import wide  # noqa: E402
 from kernels.cuda.backend import CudaBackend  # noqa: E402
 from kernels.cuda.scene import Scene  # noqa: E402
 
@@ -194,7 +195,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--results", type=Path, help="where to write the results as JSON")
+    parser.add_argument(
+        "--mma-sync", action="store_true", help="many rows without Hopper's own kernel"
+    )
     arguments = parser.parse_args()
+    if arguments.mma_sync:
+        if arguments.results:
+            parser.error("--results are of the kernels that the service runs, not of --mma-sync")
+        wide.supports = lambda *_: False  # type: ignore[assignment]
     rows = [r for r in json.loads(WORKLOADS.read_text())["rows"] if arguments.only in r["name"]]
     device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     read_tbps, matmul_tflops = read_ceiling(), matmul_ceiling()
