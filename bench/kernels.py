@@ -26,14 +26,13 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.kernel_rows import Case, Row, build, level_of, row_levels  # noqa: E402
-from bench.machine import provenance  # noqa: E402
+from bench.machine import provenance, workloads  # noqa: E402
 from kernels.backend import Attend, Plan, PoolGeometry, Scoring  # noqa: E402
 from kernels.compile import kernels_digest  # noqa: E402
 from kernels.cuda import wide  # noqa: E402
 from kernels.cuda.backend import CudaBackend  # noqa: E402
 from kernels.cuda.scene import Scene  # noqa: E402
 
-WORKLOADS: Final = Path(__file__).with_name("workloads.json")
 REPLAYS: Final = 7
 HOST_CALLS: Final = 40
 """Plans of which each makes one cold and one cached call; two more come first, untimed."""
@@ -203,7 +202,7 @@ def main() -> None:
         if arguments.results:
             parser.error("--results are of the kernels that the service runs, not of --mma-sync")
         wide.supports = lambda *_: False  # type: ignore[assignment]
-    rows = [r for r in json.loads(WORKLOADS.read_text())["rows"] if arguments.only in r["name"]]
+    rows = [r for r in workloads() if arguments.only in r["name"]]
     device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     read_tbps, matmul_tflops = read_ceiling(), matmul_ceiling()
     print(f"{device}: read {read_tbps:.2f} TB/s, matmul {matmul_tflops:.0f} TFLOP/s", flush=True)

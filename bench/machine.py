@@ -15,6 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 RESULTS: Final = Path(__file__).with_name("results")
+WORKLOADS: Final = Path(__file__).with_name("workloads.json")
+
+
+def workloads() -> list[dict[str, Any]]:
+    """The rows of workloads.json: what the kernels are timed on, and the figures to beat."""
+    rows: list[dict[str, Any]] = json.loads(WORKLOADS.read_text(encoding="utf-8"))["rows"]
+    return rows
 
 
 def provenance(packages: Sequence[str]) -> dict[str, Any]:

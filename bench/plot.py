@@ -15,9 +15,8 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from bench.machine import RESULTS
+from bench.machine import RESULTS, workloads
 
-WORKLOADS: Final = RESULTS.parent / "workloads.json"
 COLOURS: Final = {
     "decode": "#3b6ea5",
     "cascade": "#4c956c",
@@ -27,9 +26,9 @@ COLOURS: Final = {
 }
 
 
-def draw(results: dict[str, Any], workloads: list[dict[str, Any]], path: Path) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     """The picture of a results file's rows, in their order, as SVG at `path`."""
-    known = {row["name"]: row for row in workloads}
+    known = {row["name"]: row for row in workloads()}
     rows = results["rows"][::-1]  # the first row is the topmost
     names = [row["name"] for row in rows]
     heights = range(len(rows))
@@ -55,8 +54,7 @@ def draw(results: dict[str, Any], workloads: list[dict[str, Any]], path: Path) -
 
 def main() -> None:
     results = json.loads((RESULTS / "h200.json").read_text(encoding="utf-8"))
-    workloads = json.loads(WORKLOADS.read_text(encoding="utf-8"))["rows"]
-    draw(results, workloads, RESULTS / "h200.svg")
+    draw(results, RESULTS / "h200.svg")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench import service
-from bench.machine import RESULTS
+from bench.machine import RESULTS, workloads
 
 README: Final = RESULTS.parents[1] / "README.md"
 Render = Callable[[dict[str, Any]], str]
@@ -20,8 +20,7 @@ Render = Callable[[dict[str, Any]], str]
 
 def kernels_table(results: dict[str, Any]) -> str:
     """Every row of the kernels' run, beside the figure to beat and the ceilings of the same run."""
-    workloads = json.loads((RESULTS.parent / "workloads.json").read_text(encoding="utf-8"))
-    beat = {row["name"]: row.get("flashinfer_ms") for row in workloads["rows"]}
+    beat = {row["name"]: row.get("flashinfer_ms") for row in workloads()}
     lines = [
         "| workload | ms | TB/s | TFLOP/s | roofline | flat ms | FlashInfer 0.6.13 ms |",
         "|---|---|---|---|---|---|---|",

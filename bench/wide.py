@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from bench.wide_cases import case_variant, groups, timed_cases
-from bench.wide_device import Bench, load
+from bench.wide_device import Bench, launch_errors, load
 
 TOLERANCE: Final = {"fp16": 1e-3, "bf16": 1e-2}
 
@@ -25,16 +25,7 @@ TOLERANCE: Final = {"fp16": 1e-3, "bf16": 1e-2}
 def check(name: str) -> int:
     wrong = 0
     for number, case in enumerate(groups()[name]):
-        variant = case_variant(case)
-        case = dataclasses.replace(case, granule=variant.tile_keys)
-        bench = Bench(case, variant, seed=number, poison=True)
-        for repeat in range(2):  # the second finds what the first left in the schedule
-            bench.o.fill_(float("nan"))
-            bench.lse.fill_(float("nan"))
-            bench.launch(load(variant))
-            bench.torch.cuda.synchronize()
-            bench.merge()
-            error_o, error_lse = bench.errors()
+        for repeat, (error_o, error_lse) in enumerate(launch_errors(case, number)):
             bad = not (error_o <= TOLERANCE[case.dtype] and error_lse <= 1e-3)
             wrong += bad
             if bad or repeat == 0:

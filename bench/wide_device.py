@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from bench.wide_cases import SMS, Case, make_items, make_plan, mask_of
+from bench.wide_cases import SMS, Case, case_variant, make_items, make_plan, mask_of
 from kernels.backend import Level, PoolGeometry
 from kernels.compile import Spec, compile_spec
 from kernels.cuda import visible, wide
@@ -237,6 +239,20 @@ class Bench:
         worst_o = ((got_o - o).abs() / o.abs().clamp(min=1.0)).max()
         worst = worst_lse.max() if worst_lse.numel() else torch.zeros(())
         return tuple(float("inf") if x.isnan() else float(x) for x in (worst_o, worst))  # type: ignore[return-value]
+
+
+def launch_errors(case: Case, seed: int) -> Iterator[tuple[float, float]]:
+    """`Bench.errors` of two launches: the second finds what the first left in the unit counters."""
+    variant = case_variant(case)
+    case = dataclasses.replace(case, granule=variant.tile_keys)
+    bench = Bench(case, variant, seed=seed, poison=True)
+    for _ in range(2):
+        bench.o.fill_(float("nan"))
+        bench.lse.fill_(float("nan"))
+        bench.launch(load(variant))
+        bench.torch.cuda.synchronize()
+        bench.merge()
+        yield bench.errors()
 
 
 _LOADED: dict[Spec, Any] = {}

@@ -60,27 +60,12 @@ RESPONSE_KEY: Final = "response"
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """A body taken apart. Tensors are read-only views onto the body where alignment allows."""
-
-    fields: dict[str, Any]
-    tensors: Tensors
-
-
-@dataclass(frozen=True, slots=True)
 class Layout:
     """What a header says, checked against the `room` bytes after it: it may be kept and reused."""
 
     fields: dict[str, Any]
     entries: tuple[tuple[str, np.dtype[Any], tuple[int, ...], int], ...]
     """Name, dtype, shape, and first byte in the data."""
-
-
-def read_safetensors(body: Body) -> Message:
-    """Fields and tensors of one request body; raises `MalformedBody`, never anything else."""
-    header, start = split(body)
-    layout = read_layout(header, len(body) - start)
-    return Message(layout.fields, place(body, start, layout))
 
 
 def split(body: Body) -> tuple[bytes, int]:
@@ -117,7 +102,7 @@ def read_layout(text: bytes, room: int) -> Layout:
 
 
 def place(body: Body, start: int, layout: Layout) -> Tensors:
-    """The tensors of a body whose data begins at `start`."""
+    """The tensors of a body whose data begins at `start`, as read-only views where aligned."""
     return {
         name: view(body, dtype, shape, start + begin, name)
         for name, dtype, shape, begin in layout.entries

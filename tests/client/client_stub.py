@@ -12,8 +12,7 @@ import numpy as np
 import safetensors.numpy
 from attnd import AsyncClient, Client, Retries
 from numpy.typing import NDArray
-
-from service.wire import Message, read_safetensors
+from wire_messages import Message, read_safetensors
 
 Kind = Literal["sync", "async"]
 KINDS: tuple[Kind, ...] = ("sync", "async")

@@ -10,8 +10,9 @@ import pytest
 import safetensors
 import safetensors.numpy
 from attnd import tensors
+from wire_messages import read_safetensors
 
-from service.wire import read_safetensors, write_safetensors
+from service.wire import write_safetensors
 
 
 def reply_body(fields: object, arrays: dict[str, np.ndarray]) -> bytes:

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flat_plans import decode_plan
 
 pytest.importorskip("cupy")  # which needs no device for what follows
 
-from kernels.backend import Level, Plan, Scoring
+from kernels.backend import Scoring
 from kernels.compile import Spec
 from kernels.cuda import attention as attention_module
 from kernels.cuda import launch as launch_module
@@ -136,20 +137,6 @@ def scene() -> Scene:
         maps=lambda layer: pytest.fail("no wide kernel here"),
     )
     return Scene(store, 32, "fp16", Scoring(0.125), False)
-
-
-def decode_plan(kv_lens: list[int]) -> Plan:
-    pages = [-(-n // 16) for n in kv_lens]
-    last = [(n - 1) % 16 + 1 if n else 0 for n in kv_lens]
-    level = Level(
-        qo_indptr=np.arange(len(kv_lens) + 1, dtype=np.int32),
-        kv_indptr=np.cumsum([0, *pages]).astype(np.int32),
-        kv_indices=np.arange(sum(pages), dtype=np.int32),
-        kv_last_page_len=np.array(last, np.int32),
-        kv_start=np.zeros(len(kv_lens), np.int32),
-        causal=False,
-    )
-    return Plan((level,), np.array(kv_lens, np.int32) - 1)
 
 
 def launched(attention: Attention, driver: Driver, kv_lens: list[int]) -> list[Any]:

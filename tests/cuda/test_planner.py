@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from flat_plans import decode_plan, flat_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,23 +36,6 @@ def problem(
 
 def int32(*values: int) -> Int32:
     return np.array(values, np.int32)
-
-
-def flat_level(kv_lens: list[int], page_size: int, causal: bool = False) -> Level:
-    """One query row per sequence, pages numbered in order."""
-    pages = [-(-n // page_size) for n in kv_lens]
-    return Level(
-        qo_indptr=np.arange(len(kv_lens) + 1, dtype=np.int32),
-        kv_indptr=np.cumsum([0, *pages]).astype(np.int32),
-        kv_indices=np.arange(sum(pages), dtype=np.int32),
-        kv_last_page_len=int32(*((n - 1) % page_size + 1 if n else 0 for n in kv_lens)),
-        kv_start=np.zeros(len(kv_lens), np.int32),
-        causal=causal,
-    )
-
-
-def decode_plan(kv_lens: list[int], page_size: int = 16) -> Plan:
-    return Plan((flat_level(kv_lens, page_size),), int32(*(n - 1 for n in kv_lens)))
 
 
 def expected_pairs(plan: Plan, group: int, page_size: int, window: int) -> set[tuple[int, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from itertools import product
 
@@ -13,7 +12,6 @@ from bench.wide_cases import Case, case_variant, groups
 pytestmark = pytest.mark.gpu
 BAR = {"fp16": 1e-3, "bf16": 1e-2}
 LSE_BAR = 1e-3
-REPEATS = 2  # the second launch finds what the first left in the unit counters
 
 
 def published_grid() -> Iterator[Case]:
@@ -32,19 +30,9 @@ def published_grid() -> Iterator[Case]:
 
 
 def states_are_right(case: Case) -> None:
-    from bench.wide_device import Bench, load
+    from bench.wide_device import launch_errors
 
-    variant = case_variant(case)
-    bench = Bench(
-        dataclasses.replace(case, granule=variant.tile_keys), variant, seed=1, poison=True
-    )
-    for _ in range(REPEATS):
-        bench.o.fill_(float("nan"))
-        bench.lse.fill_(float("nan"))
-        bench.launch(load(variant))
-        bench.torch.cuda.synchronize()
-        bench.merge()
-        error_o, error_lse = bench.errors()
+    for error_o, error_lse in launch_errors(case, seed=1):
         assert error_o <= BAR[case.dtype], (error_o, case)
         assert error_lse <= LSE_BAR, (error_lse, case)
 

@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wire_messages import read_safetensors
 
 from service.errors import InvalidRequest, MalformedBody
 from service.json_tensors import read_tensors, write_tensors
@@ -20,7 +21,6 @@ from service.wire import (
     DTYPES,
     MAX_HEADER_BYTES,
     load_json,
-    read_safetensors,
     write_safetensors,
 )
 
