@@ -12,6 +12,8 @@ from bench.wide_cases import SMS, Case, case_variant, make_items, make_plan, mas
 from kernels.backend import Level, PoolGeometry
 from kernels.compile import Spec, compile_spec
 from kernels.cuda import visible, wide
+from kernels.cuda.structs import params
+from kernels.cuda.tensor_maps import paged_maps, ragged_maps, ragged_shape
 
 
 class Bench:
@@ -43,9 +45,8 @@ class Bench:
                 self._randn(self.num_pages, *width),
                 self._randn(self.num_pages, *width),
             )
-            self.maps = wide.ragged_maps(
-                variant, self.k.data_ptr(), self.v.data_ptr(), self.num_pages, case.num_kv_heads
-            )
+            shape = ragged_shape(self.num_pages, *width, variant.tile_keys)
+            self.maps = ragged_maps(shape, self.k.data_ptr(), self.v.data_ptr(), case.dtype)
         else:
             self._fill_pool(poison)
         self._upload(rng)
@@ -75,7 +76,7 @@ class Bench:
                     if end > level.kv_indptr[s]:
                         slots[int(level.kv_indices[end - 1]), :, int(last) :] = float("nan")
         self.pool, self.slots = pool, slots
-        self.maps = wide.paged_maps(geometry, pool.data_ptr())
+        self.maps = paged_maps(geometry, pool.data_ptr())
 
     def _upload(self, rng: np.random.Generator) -> None:
         case, torch, work = self.case, self.torch, self.work
@@ -101,7 +102,8 @@ class Bench:
         words = visible.table_words(items, self.variant.tile_keys)
         size = max(1, len(items)) * words * 2
         self.visible = torch.full((size,), -1, dtype=torch.int32, device="cuda")
-        self.finder = visible.block(
+        self.finder = params(
+            visible.PARAMS,
             items=self.items.data_ptr(),
             positions=self.positions.data_ptr(),
             mask_bits=self.bits.data_ptr(),
@@ -112,7 +114,8 @@ class Bench:
             group_size=case.group,
             window_left=case.window,
         )
-        self.block = wide.argument_block(
+        self.block = params(
+            wide.ARGUMENTS,
             q=self.q.data_ptr(),
             o=self.o.data_ptr(),
             lse=self.lse.data_ptr(),
@@ -136,15 +139,27 @@ class Bench:
             head_block=case.head_block
             or wide.heads_together(case.num_kv_heads, len(items), len(np.unique(items[:, 3]))),
             num_pages=self.num_pages,
+            head_blocks=self.maps.head_blocks,
+            head_groups=self.maps.head_groups,
         )
 
     def launch(self, kernel: Any) -> None:
+        """What the backend's steps do: the table of a mask's tiles, then attention."""
         import cupy
 
+        from kernels.cuda.launch import Launcher
+
+        count, variant = len(self.items), self.variant
+        if count == 0:
+            return
         with cupy.cuda.Stream.from_external(self.torch.cuda.current_stream()):
-            if self.case.mask and self.skip and len(self.items):
-                visible.launch(load_spec(visible.SPEC, visible.ENTRY), self.finder, len(self.items))
-            wide.launch(kernel, self.variant, self.maps, self.block, SMS)
+            if self.case.mask and self.skip:
+                finder = load_spec(visible.SPEC, visible.ENTRY)
+                grid = count * int(self.finder["words"][0])
+                Launcher(finder, grid, visible.THREADS, 0, self.finder.tobytes())()
+            struct = self.maps.packed + self.block.tobytes()
+            sizes = (min(count * self.case.num_kv_heads, SMS), variant.threads)
+            Launcher(kernel, *sizes, variant.shared_bytes, struct, wide.PARAMETERS)()
 
     def merge(self) -> None:
         """What the backend's merge kernel does: each listed chunk from its partial states."""

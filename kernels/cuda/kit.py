@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kernels.backend import Plan
 from kernels.cuda import visible, wide
-from kernels.cuda.launch import (
-    ATTEND_PARAMS,
-    MERGE_PARAMS,
-    Launcher,
-    Library,
-    OverlappingLauncher,
-    params,
-    writer,
-)
+from kernels.cuda.launch import Launcher, Library, OverlappingLauncher
 from kernels.cuda.planner import Launch, Merges, Work, make_work
 from kernels.cuda.scene import Scene
 from kernels.cuda.shapes import Kernel, attend_kernels, merge_launch, planner_shape, wide_variant
 from kernels.cuda.steps import MergeStep, MmaStep, Step, VisibleStep, WideStep
+from kernels.cuda.structs import ATTEND_PARAMS, MERGE_PARAMS, params, writer
 from kernels.cuda.tiles import PAGE, Problem
 from kernels.cuda.transfer import Transfers
 
@@ -76,8 +67,8 @@ class Kit:
         self._multiprocessors, self._schedule = multiprocessors, schedule
         page_size = 0 if store.contiguous else store.page_size
         options = (library.arch, store.head_dim, scene.compute, store.dtype)
-        self._variant = wide_variant(*options, page_size, scene.scoring, scene.masked)
-        self._kernels = attend_kernels(*options, scene.rare, self._variant)
+        variant = wide_variant(*options, page_size, scene.scoring, scene.masked)
+        self._kernels = attend_kernels(*options, scene.rare, variant)
         last, device = self._kernels[-1], (store.head_dim, store.dtype, multiprocessors)
         self._problem = Problem(
             group_size=scene.group_size,
@@ -117,8 +108,8 @@ class Kit:
             if self._scene.masked and not launch.shape.persistent:
                 finder = self._visible_step(launch, kernel, places, items, transfers)
                 others.append(finder)
-            if kernel.entry == wide.ENTRY and self._variant is not None:
-                others.append(self._wide_step(launch, kernel, self._variant, places, items, finder))
+            if kernel.entry == wide.ENTRY:
+                others.append(self._wide_step(launch, kernel, places, items, finder))
                 continue
             step = self._mma_step(launch, kernel, places, items, worker_begin, finder, make)
             (narrow if launch.shape.persistent else others).append(step)
@@ -146,18 +137,22 @@ class Kit:
         self, launch: Launch, kernel: Kernel, places: _Places, items: int, transfers: Transfers
     ) -> VisibleStep:
         """What finds the key tiles that a mask leaves something of, for a kernel of many rows."""
-        memory = transfers.scratch(visible.table_bytes(launch.items, kernel.tile_keys))
-        block = visible.block(
+        words = visible.table_words(launch.items, kernel.tile_keys)
+        memory = transfers.scratch(launch.num_items * words * visible.ELEMENT_BYTES)
+        block = params(
+            visible.PARAMS,
             items=items,
             positions=places.positions,
             tiles=memory.ptr,
-            words=visible.table_words(launch.items, kernel.tile_keys),
+            words=words,
             tile_keys=kernel.tile_keys,
             group_size=self._scene.group_size,
             window_left=self._scene.scoring.window_left,
         )
         function = self._library.function(visible.SPEC, visible.ENTRY)
-        return VisibleStep(function, block, launch.num_items, memory)
+        grid = launch.num_items * words
+        launcher = Launcher(function, grid, visible.THREADS, 0, block.tobytes())
+        return VisibleStep(launcher, memory, words)
 
     def _mma_step(
         self,
@@ -175,8 +170,8 @@ class Kit:
             grid = -(-launch.num_workers * heads * launch.team * 32 // kernel.threads)
         struct = self._struct
         if not launch.shape.persistent:  # TileParams of attend_tile.cu
-            at = (finder.address, finder.words) if finder is not None else (0, 0)
-            struct += visible.table(*at).tobytes()
+            tiles, words = (finder.address, finder.words) if finder is not None else (0, 0)
+            struct += params(visible.TABLE, tiles=tiles, words=words).tobytes()
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
         launcher = make(function, grid, kernel.threads, kernel.shared_bytes, struct)
         pages = 0 if self._scene.store.contiguous else places.kv_indices
@@ -191,14 +186,14 @@ class Kit:
         self,
         launch: Launch,
         kernel: Kernel,
-        variant: wide.WideVariant,
         places: _Places,
         items: int,
         finder: VisibleStep | None,
     ) -> WideStep:
         store, scoring = self._scene.store, self._scene.scoring
         runs = len(np.unique(launch.items[:, PAGE]))
-        block = wide.argument_block(
+        block = params(
+            wide.ARGUMENTS,
             items=items,
             kv_indices=0 if store.contiguous else places.kv_indices,
             order=places.order,
@@ -216,8 +211,16 @@ class Kit:
             visible_words=finder.words if finder is not None else 0,
         )
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
-        launcher = partial(_launch_wide, function, variant, self._multiprocessors)
-        return WideStep(launcher, block, store.maps)
+        grid = min(launch.num_items * store.num_kv_heads, self._multiprocessors)
+        launcher = Launcher(
+            function,
+            grid,
+            kernel.threads,
+            kernel.shared_bytes,
+            bytes(wide.ARGUMENTS_AT) + block.tobytes(),
+            wide.PARAMETERS,
+        )
+        return WideStep(launcher, lambda layer: store.maps(layer, kernel.tile_keys))
 
     def _merge_step(self, merges: Merges, places: _Places, make: type[Launcher]) -> MergeStep:
         store = self._scene.store
@@ -253,12 +256,7 @@ def _scene_struct(scene: Scene) -> bytes:
     scale = scoring.sm_scale * store.k_scale
     block = params(
         ATTEND_PARAMS,
-        layer_rows=store.layer_rows,
-        page_rows=store.page_rows,
-        token_rows=store.token_rows,
-        head_rows=store.head_rows,
-        page_size=store.page_size,
-        num_kv_heads=store.num_kv_heads,
+        **store.strides,
         group_size=scene.group_size,
         scale=scale,
         scale2=scale * _LOG2E,
@@ -267,13 +265,3 @@ def _scene_struct(scene: Scene) -> bytes:
         window_left=scoring.window_left,
     )
     return block.tobytes()
-
-
-def _launch_wide(
-    function: Any,
-    variant: wide.WideVariant,
-    multiprocessors: int,
-    maps: wide.TensorMaps,
-    block: NDArray[Any],
-) -> None:
-    wide.launch(function, variant, maps, block, multiprocessors)

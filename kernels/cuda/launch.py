@@ -1,79 +1,20 @@
-"""Kernels on the device: loading what `kernels.compile` made, and the structs they take."""
+"""Kernels on the device: loading what `kernels.compile` made, and launching it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from ctypes import CDLL, POINTER, Structure, addressof, c_char, c_uint, c_void_p, pointer
 from pathlib import Path
 from struct import Struct
 from typing import Any, Final
 
 import cupy
-import numpy as np
 from cupy_backends.cuda.api import driver
-from numpy.typing import NDArray
 
 from kernels.compile import DEFAULT_CACHE, Spec, cached_path, compile_all, compile_cached
 
-_ROWS: Final = ("items", "worker_begin", "kv_indices", "order", "positions")
-_MASK: Final = ("mask_bits", "mask_row_offsets")
-_PARTIALS: Final = ("partial_o", "partial_lse")
-_POINTERS: Final = ("q", "o", "lse", "k", "v", *_ROWS, *_MASK, *_PARTIALS)
-
-ATTEND_PARAMS: Final = np.dtype(
-    [
-        *((name, np.uint64) for name in _POINTERS),
-        *((f"{name}_rows", np.uint32) for name in ("layer", "page", "token", "head")),
-        *((name, np.int32) for name in ("page_size", "num_workers")),
-        *((name, np.int32) for name in ("num_kv_heads", "group_size")),
-        *((name, np.float32) for name in ("scale", "scale2", "soft_cap", "v_scale")),
-        *((name, np.int32) for name in ("window_left", "team")),
-    ],
-    align=True,
-)
-"""`AttendParams` of params.cuh, field by field."""
-
-MERGE_PARAMS: Final = np.dtype(
-    [
-        *((name, np.uint64) for name in ("o_in", "lse_in", "o", "lse")),
-        *((name, np.uint64) for name in ("indptr", "list", "chunks", "order")),
-        *((name, np.int32) for name in ("num_rows", "num_heads", "group_size", "chunk_rows")),
-        *((name, np.int32) for name in ("head_dim", "split", "into")),
-    ],
-    align=True,
-)
-"""`MergeParams` of merge.cu."""
-
-POOL_ROWS: Final = np.dtype(
-    [
-        ("k", np.uint64),
-        ("v", np.uint64),
-        *((f"{name}_rows", np.uint32) for name in ("layer", "page", "token", "head")),
-        ("page_size", np.int32),
-        ("num_kv_heads", np.int32),
-        ("k_scale", np.float32),
-        ("v_scale", np.float32),
-    ],
-    align=True,
-)
-"""`PoolRows` of rows.cu."""
-
 _POINTER: Final = Struct("=Q")
-_LETTERS: Final = {
-    np.dtype(np.uint64): "Q",
-    np.dtype(np.uint32): "I",
-    np.dtype(np.int32): "i",
-    np.dtype(np.float32): "f",
-}
-
-
-def params(dtype: np.dtype[Any], **fields: float) -> NDArray[Any]:
-    """One struct as a one-element array, passed to kernels by value; unnamed fields are 0."""
-    block = np.zeros(1, dtype)
-    for name, value in fields.items():
-        block[name] = value
-    return block
 
 
 def device_arch(device: int) -> str:
@@ -82,45 +23,32 @@ def device_arch(device: int) -> str:
     return "sm_90a" if capability == "90" else f"sm_{capability}"
 
 
-def writer(dtype: np.dtype[Any], *names: str) -> Callable[..., None]:
-    """A function (memory, *values) that writes neighbouring fields of a struct at once.
-
-    By far the cheapest way: numpy takes longer for one field than this for nine.
-    """
-    known: Mapping[str, Any] = dtype.fields or {}
-    start = at = known[names[0]][1]
-    letters = "="
-    for name in names:
-        kind, offset = known[name][:2]
-        if offset != at:
-            raise RuntimeError(f"{name} is at {offset}, its neighbour ends at {at}: this is a bug")
-        at += kind.itemsize
-        letters += _LETTERS[kind]
-    pack = Struct(letters).pack_into
-
-    def write(memory: Any, *values: float) -> None:
-        pack(memory, start, *values)
-
-    return write
-
-
 class Launcher:
-    """A launch of a kernel whose one argument is a struct, all of it settled but the stream.
+    """A launch of a kernel, all of it settled but the stream.
 
-    Goes to the driver at a fraction of what CuPy's call costs. `memory` is the launch's own struct,
-    a copy of `struct` that may be written to between launches.
+    Goes to the driver at a fraction of what CuPy's call costs. `memory` is the launch's own copy of
+    `struct`, which may be written to between launches; the kernel's parameters, structs by value,
+    begin at the offsets `parameters` of it.
     """
 
     __slots__ = ("_kernel", "_settled", "_where", "memory")
 
     def __init__(
-        self, kernel: Any, grid: int, threads: int, shared_bytes: int, struct: bytes
+        self,
+        kernel: Any,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        struct: bytes,
+        parameters: tuple[int, ...] = (0,),
     ) -> None:
         size = len(struct)
-        self.memory = bytearray(size + 8)  # the struct and, for the driver, its address
+        # the struct and, for the driver, the addresses of its parts
+        self.memory = bytearray(size + 8 * len(parameters))
         self.memory[:size] = struct
         address = addressof(c_char.from_buffer(self.memory))
-        _POINTER.pack_into(self.memory, size, address)
+        for i, offset in enumerate(parameters):
+            _POINTER.pack_into(self.memory, size + 8 * i, address + offset)
         self._where = address + size
         self._kernel = kernel  # kept alive: what follows is only its address
         self._settled = (kernel.kernel.ptr, grid, 1, 1, threads, 1, 1, shared_bytes)

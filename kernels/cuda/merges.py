@@ -17,9 +17,10 @@ from kernels.backend import (
     StageSeconds,
 )
 from kernels.cuda import checks
-from kernels.cuda.launch import MERGE_PARAMS, Library, params
+from kernels.cuda.launch import Library
 from kernels.cuda.pending import Guard, Result
 from kernels.cuda.shapes import merge_launch
+from kernels.cuda.structs import MERGE_PARAMS, params
 from kernels.cuda.transfer import Transfers, aligned, pinned
 
 FLOAT32 = np.dtype(np.float32)

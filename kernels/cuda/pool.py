@@ -8,8 +8,8 @@ import cupy
 from cupy.cuda import runtime
 
 from kernels.backend import PoolGeometry
-from kernels.cuda import wide
 from kernels.cuda.scene import Store
+from kernels.cuda.tensor_maps import TensorMaps, paged_maps
 from kernels.cuda.transfer import Transfers
 
 POISON = 0xFF
@@ -61,16 +61,19 @@ def pool_store(geometry: PoolGeometry, address: int) -> Store:
 
 
 class PoolMaps:
-    """Tensor maps of a pool, made when first asked for: one per layer, and one of all layers."""
+    """Tensor maps of a pool, made when first asked for: one per layer, and one of all layers.
+
+    A box is a page, whatever the kernel's tiles.
+    """
 
     def __init__(self, geometry: PoolGeometry, address: int) -> None:
         self._geometry, self._address = geometry, address
-        self._made: dict[int | None, wide.TensorMaps] = {}
+        self._made: dict[int | None, TensorMaps] = {}
 
-    def __call__(self, layer: int | None) -> wide.TensorMaps:
+    def __call__(self, layer: int | None, _: int) -> TensorMaps:
         found = self._made.get(layer)
         if found is None:
             step = self._geometry.num_pages * self._geometry.page_bytes
-            found = wide.paged_maps(self._geometry, self._address + (layer or 0) * step)
+            found = paged_maps(self._geometry, self._address + (layer or 0) * step)
             self._made[layer] = found
         return found

@@ -5,12 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from kernels.backend import DType, Int32, Level, Plan
-from kernels.cuda import wide
 from kernels.cuda.scene import Store
+from kernels.cuda.tensor_maps import TensorMaps, ragged_maps, ragged_shape
 
 
 def ragged_store(heads: int, head_dim: int, compute: DType, k: int, v: int, tokens: int) -> Store:
     """Ragged keys at device addresses, as a pool of one-token pages whose ids are their indices."""
+
+    def maps(_: int | None, tile_keys: int) -> TensorMaps:
+        return ragged_maps(ragged_shape(tokens, heads, head_dim, tile_keys), k, v, compute)
+
     return Store(
         k=k,
         v=v,
@@ -27,16 +31,8 @@ def ragged_store(heads: int, head_dim: int, compute: DType, k: int, v: int, toke
         v_scale=1.0,
         num_pages=tokens,
         contiguous=True,
-        maps=lambda layer: ragged_maps(k, v, tokens, heads, head_dim, compute),
+        maps=maps,
     )
-
-
-def ragged_maps(
-    k: int, v: int, tokens: int, heads: int, head_dim: int, compute: DType
-) -> wide.TensorMaps:
-    """Hopper's tensor maps of ragged keys."""
-    shape = wide.variant(head_dim, "bf16" if compute == "bf16" else "fp16", 0)
-    return wide.ragged_maps(shape, k, v, tokens, heads)
 
 
 def ragged_plan(qo_indptr: Int32, kv_indptr: Int32, causal: bool) -> Plan:

@@ -18,10 +18,11 @@ from kernels.backend import (
     Unsupported,
 )
 from kernels.cuda import checks
-from kernels.cuda.launch import POOL_ROWS, Library, params
+from kernels.cuda.launch import Library
 from kernels.cuda.pending import Guard, Result
 from kernels.cuda.scene import Store
 from kernels.cuda.shapes import rows_spec
+from kernels.cuda.structs import POOL_ROWS, params
 from kernels.cuda.transfer import Transfers, aligned, pinned
 
 THREADS = 256
@@ -119,12 +120,7 @@ class Rows:
             POOL_ROWS,
             k=store.k + shift,
             v=store.v + shift,
-            layer_rows=store.layer_rows,
-            page_rows=store.page_rows,
-            token_rows=store.token_rows,
-            head_rows=store.head_rows,
-            page_size=store.page_size,
-            num_kv_heads=store.num_kv_heads,
+            **store.strides,
             k_scale=store.k_scale,
             v_scale=store.v_scale,
         )

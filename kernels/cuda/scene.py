@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kernels.backend import DType, Scoring
-from kernels.cuda import wide
+from kernels.cuda.tensor_maps import TensorMaps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Store:
     """Where K and V are: device addresses, strides in rows of head_dim elements, dtype, scales.
 
-    `layer_bytes` separates layers; `contiguous` means that a page id is its own index. `maps`
-    makes Hopper's tensor maps of one layer, or of all for None.
+    `layer_bytes` separates layers; `contiguous` means that a page id is its own index. `maps` makes
+    Hopper's tensor maps of one layer, or of all for None, for a kernel that takes so many keys at a
+    time: it waits for as many as one box of a map brings.
     """
 
     k: int
@@ -32,7 +33,19 @@ class Store:
     v_scale: float
     num_pages: int
     contiguous: bool
-    maps: Callable[[int | None], wide.TensorMaps]
+    maps: Callable[[int | None, int], TensorMaps]
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """What finds the row of a token, by the names that all kernels' structs have for it."""
+        return {
+            "layer_rows": self.layer_rows,
+            "page_rows": self.page_rows,
+            "token_rows": self.token_rows,
+            "head_rows": self.head_rows,
+            "page_size": self.page_size,
+            "num_kv_heads": self.num_kv_heads,
+        }
 
 
 @dataclass(frozen=True, slots=True)

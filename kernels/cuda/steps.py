@@ -7,13 +7,13 @@ addresses that changed and launches.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
-from numpy.typing import NDArray
-
-from kernels.cuda import visible
-from kernels.cuda.launch import ATTEND_PARAMS, MERGE_PARAMS, Launcher, writer
-from kernels.cuda.wide import TensorMaps
+from kernels.cuda import visible, wide
+from kernels.cuda.launch import Launcher
+from kernels.cuda.structs import ATTEND_PARAMS, MERGE_PARAMS, writer
+from kernels.cuda.tensor_maps import TensorMaps
 
 
 class Call(NamedTuple):
@@ -31,10 +31,17 @@ class Call(NamedTuple):
     partial_lse: int
 
 
-_SCRATCH: Final = Call._fields[6:]
-_write_tensors: Final = writer(ATTEND_PARAMS, *Call._fields[1:6])
-_write_scratch: Final = writer(ATTEND_PARAMS, *_SCRATCH)
+_MASK: Final = ("mask_bits", "mask_row_offsets")
+_PARTIALS: Final = ("partial_o", "partial_lse")
+_write_tensors: Final = writer(ATTEND_PARAMS, "q", "o", "lse", "k", "v")
+_write_scratch: Final = writer(ATTEND_PARAMS, *_MASK, *_PARTIALS)
 _write_states: Final = writer(MERGE_PARAMS, "o_in", "lse_in", "o", "lse")
+_write_table_mask: Final = writer(visible.PARAMS, *_MASK)
+_wide_writer: Final = partial(writer, wide.ARGUMENTS, base=wide.ARGUMENTS_AT)
+_write_wide_rows: Final = _wide_writer("q", "o", "lse")
+_write_wide_mask: Final = _wide_writer(*_MASK)
+_write_wide_partials: Final = _wide_writer(*_PARTIALS)
+_write_wide_heads: Final = _wide_writer("head_blocks", "head_groups")
 
 
 class Step(Protocol):
@@ -59,34 +66,32 @@ class MmaStep:
 class WideStep:
     """attend_wide; `maps` gives the tensor maps of a layer, or of all layers for None."""
 
-    def __init__(
-        self,
-        launch: Callable[[TensorMaps, NDArray[Any]], None],
-        block: NDArray[Any],
-        maps: Callable[[int | None], TensorMaps],
-    ) -> None:
-        self._launch, self._block, self._maps = launch, block, maps
-        self._slots = tuple(block[name] for name in ("q", "o", "lse", *_SCRATCH))
+    def __init__(self, launcher: Launcher, maps: Callable[[int | None], TensorMaps]) -> None:
+        self._launcher, self._maps = launcher, maps
 
     def launch(self, call: Call) -> None:
-        for slot, value in zip(self._slots, (*call[1:4], *call[6:]), strict=True):
-            slot[0] = value
-        self._launch(self._maps(call.layer), self._block)
+        launcher, maps = self._launcher, self._maps(call.layer)
+        launcher.memory[: wide.ARGUMENTS_AT] = maps.packed
+        _write_wide_heads(launcher.memory, maps.head_blocks, maps.head_groups)
+        _write_wide_rows(launcher.memory, call.q, call.o, call.lse)
+        _write_wide_mask(launcher.memory, call.mask_bits, call.mask_row_offsets)
+        _write_wide_partials(launcher.memory, call.partial_o, call.partial_lse)
+        launcher()
 
 
 class VisibleStep:
-    """find_visible for one launch's items: the table is where `address` and `words` say."""
+    """find_visible for one launch's items: it fills the table at `address`, of `words` an item."""
 
-    def __init__(self, function: Any, block: NDArray[Any], num_items: int, memory: Any) -> None:
-        """`block` is one element of `visible.PARAMS`, but for the mask; `memory` is the table's."""
-        self._function, self._block, self._num_items = function, block, num_items
-        self._memory = memory  # kept alive
-        self.address, self.words = int(block["tiles"][0]), int(block["words"][0])
+    def __init__(self, launcher: Launcher, memory: Any, words: int) -> None:
+        """`launcher` takes `visible.PARAMS`; `memory` is the table's."""
+        self._launcher, self._memory = launcher, memory
+        self.address: int = memory.ptr
+        self.words = words
 
     def launch(self, call: Call) -> None:
-        self._block["mask_bits"] = call.mask_bits
-        self._block["mask_row_offsets"] = call.mask_row_offsets
-        visible.launch(self._function, self._block, self._num_items)
+        launcher = self._launcher
+        _write_table_mask(launcher.memory, call.mask_bits, call.mask_row_offsets)
+        launcher()
 
 
 class MergeStep:

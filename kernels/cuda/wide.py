@@ -1,36 +1,26 @@
-"""The Hopper kernel for many query rows, from Python: what it takes, its tensor maps, its launch.
+"""The Hopper kernel for many query rows, from Python: when it may run, its variants, what it takes.
 
-How to call it (nothing here imports cupy or touches a device, except that maps need the driver):
+Nothing here imports cupy or touches a device.
 
-    if wide.supports(arch, head_dim, q_dtype, kv_dtype, page_size, sm_scale):
-        # page_size 0: ragged
-        v = wide.variant(head_dim, kv_dtype, page_size, has_mask, has_soft_cap)
-        kernel = library.function(v.spec, wide.ENTRY, v.shared_bytes)
-        maps = wide.paged_maps(geometry, pool_pointer)            # once per pool
-        maps = wide.ragged_maps(v, k_ptr, v_ptr, nnz, num_kv_heads)
-        block = wide.argument_block(q=..., o=..., ...)            # device addresses and numbers
-        block["head_block"] = wide.heads_together(num_kv_heads, num_items, num_runs)  # or 1
-        wide.launch(kernel, v, maps, block, num_multiprocessors)  # on CuPy's current stream
-
-Items are cut to at most `v.tile_rows` packed rows, best sorted by cost, dearest first; any number
-of keys, zero included (such rows get the empty state). Items whose rows share keys should stand
-next to each other: they then meet in the L2 cache. `schedule` is two uint32 that are zero at first;
-the kernel leaves them zero, and launches that may overlap must not share them. Mask bits start at a
-multiple of 4 bytes and need 32 readable bytes after the last; a masked launch comes after
-`kernels.cuda.visible` has filled the table at `visible`, for key tiles of `v.tile_keys`. For ragged
-keys `kv_begin` is the first key's row in k and v.
+Items are cut to at most `WideVariant.tile_rows` packed rows, best sorted by cost, dearest first;
+any number of keys, zero included (such rows get the empty state). Items whose rows share keys
+should stand next to each other: they then meet in the L2 cache. `schedule` is two uint32 that are
+zero at first; the kernel leaves them zero, and launches that may overlap must not share them. Mask
+bits start at a multiple of 4 bytes and need 32 readable bytes after the last; a masked launch comes
+after `kernels.cuda.visible` has filled the table at `visible`, for its `tile_keys`. For ragged keys
+`kv_begin` is the first key's row in k and v.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kernels.backend import DType, PoolGeometry
+from kernels.backend import DType
 from kernels.compile import Spec
+from kernels.cuda.tensor_maps import MAP_BYTES
 
 WideDType = Literal["fp16", "bf16"]
 
@@ -52,8 +42,9 @@ ARGUMENTS: Final = np.dtype(
 )
 """`WideArguments` of wide_tile.cuh, field by field."""
 
-MAP: Final = np.dtype("V128")
-"""A tensor map by value."""
+ARGUMENTS_AT: Final = 2 * MAP_BYTES
+PARAMETERS: Final = (0, MAP_BYTES, ARGUMENTS_AT)
+"""Where the kernel's parameters begin in its launch's memory: both maps, then `ARGUMENTS`."""
 
 SHARED_LIMIT: Final = 232448
 """Dynamic shared memory one block may have on compute capability 9.0, in bytes."""
@@ -161,108 +152,6 @@ def variant(
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorMaps:
-    """Maps of K and V (each one element of `MAP`) and what a kv head adds to their coordinates."""
-
-    keys: NDArray[Any]
-    values: NDArray[Any]
-    head_blocks: int
-    head_groups: int
-
-
-@dataclass(frozen=True, slots=True)
-class _MapShape:
-    """Extents and strides (bytes; the first dimension's is implied) of a map, and its box."""
-
-    extents: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-
-
-def paged_shape(geometry: PoolGeometry) -> _MapShape:
-    """A pool as (64 dims, 8 slots, blocks of 64, groups of 8 slots, pages of all layers).
-
-    One box is one page of one kv head: `[page_size / 8, head_dim / 64, 8, 64]` in shared memory. In
-    NHD the heads lie in the third dimension, in HND in the fourth.
-    """
-    g = geometry
-    blocks, groups = g.head_dim // 64, g.page_size // 8
-    page = g.page_size * g.num_kv_heads * g.head_dim * 2
-    slot = (g.num_kv_heads if g.layout == "NHD" else 1) * g.head_dim * 2
-    heads = (g.num_kv_heads, 1) if g.layout == "NHD" else (1, g.num_kv_heads)
-    return _MapShape(
-        extents=(64, 8, blocks * heads[0], groups * heads[1], g.num_layers * g.num_pages),
-        strides=(slot, 128, 8 * slot, 2 * page),
-        box=(64, 8, blocks, groups, 1),
-    )
-
-
-def ragged_shape(nnz: int, num_kv_heads: int, variant: WideVariant) -> _MapShape:
-    """Ragged keys as (64 dims, rows, blocks of 64 of all heads).
-
-    One box is 64 dims of a tile.
-    """
-    width = num_kv_heads * variant.head_dim
-    return _MapShape(
-        extents=(64, nnz, width // 64),
-        strides=(width * 2, 128),
-        box=(64, variant.tile_keys, 1),
-    )
-
-
-def paged_maps(geometry: PoolGeometry, pool: int) -> TensorMaps:
-    """Maps of the whole pool, every layer: `pool` is the device address of its one allocation.
-
-    Raises RuntimeError when the driver refuses the map.
-    """
-    shape = paged_shape(geometry)
-    value_offset = geometry.page_size * geometry.num_kv_heads * geometry.head_dim * 2
-    nhd = geometry.layout == "NHD"
-    return TensorMaps(
-        keys=_encode(shape, pool, geometry.dtype),
-        values=_encode(shape, pool + value_offset, geometry.dtype),
-        head_blocks=geometry.head_dim // 64 if nhd else 0,
-        head_groups=0 if nhd else geometry.page_size // 8,
-    )
-
-
-def ragged_maps(
-    variant: WideVariant, keys: int, values: int, nnz: int, num_kv_heads: int
-) -> TensorMaps:
-    """Maps of contiguous `k, v [nnz, num_kv_heads, head_dim]` at two device addresses."""
-    shape = ragged_shape(nnz, num_kv_heads, variant)
-    return TensorMaps(
-        _encode(shape, keys, variant.dtype), _encode(shape, values, variant.dtype), 0, 0
-    )
-
-
-def _encode(shape: _MapShape, address: int, dtype: DType) -> NDArray[Any]:
-    import ctypes
-
-    from cuda.bindings import driver
-
-    types = driver.CUtensorMapDataType
-    status, tensor_map = driver.cuTensorMapEncodeTiled(
-        types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-        if dtype == "fp16"
-        else types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        len(shape.extents),
-        address,
-        [driver.cuuint64_t(extent) for extent in shape.extents],
-        [driver.cuuint64_t(stride) for stride in shape.strides],
-        [driver.cuuint32_t(extent) for extent in shape.box],
-        [driver.cuuint32_t(1)] * len(shape.extents),
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"tensor map {shape} at {address:#x}: the driver says {status.name}")
-    return np.frombuffer(ctypes.string_at(int(tensor_map.getPtr()), 128), MAP).copy()
-
-
 def heads_together(num_kv_heads: int, num_items: int, num_runs: int) -> int:
     """How many kv heads the CTAs work on at a time (`head_block`), by row tiles per run of keys.
 
@@ -271,33 +160,3 @@ def heads_together(num_kv_heads: int, num_items: int, num_runs: int) -> int:
     """
     wanted = 4 if num_items > 128 * num_runs else 2
     return max(n for n in (1, 2, 4) if n <= wanted and num_kv_heads % n == 0)
-
-
-def argument_block(**fields: float) -> NDArray[Any]:
-    """One `ARGUMENTS` element; a field not named is 0 (a null pointer). Edit it at will."""
-    block = np.zeros(1, ARGUMENTS)
-    for name, value in fields.items():
-        block[name] = value
-    return block
-
-
-def launch(
-    kernel: Any,
-    variant: WideVariant,
-    maps: TensorMaps,
-    block: NDArray[Any],
-    num_multiprocessors: int,
-) -> None:
-    """Enqueue one launch on CuPy's current stream; `block` is copied before this returns."""
-    block["head_block"] = np.maximum(block["head_block"], 1)
-    block["head_blocks"] = maps.head_blocks
-    block["head_groups"] = maps.head_groups
-    units = int(block["num_items"][0]) * int(block["num_kv_heads"][0])
-    if units == 0:
-        return
-    kernel(
-        (min(units, num_multiprocessors),),
-        (variant.threads,),
-        (maps.keys, maps.values, block),
-        shared_mem=variant.shared_bytes,
-    )

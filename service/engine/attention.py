@@ -101,27 +101,10 @@ def ragged_prefill(store: Store, operation: ops.RaggedPrefill, _: ops.Timings) -
         mask=mask,
     )
 
-    request = past_boxes(store.backend.name, request)
-
     def finish(state: AttentionState) -> ops.Attended:
         return attended(state, options.lse_base, 1, False)
 
     return Alone(lambda: store.backend.attend_ragged(request), finish)
-
-
-def past_boxes(backend: str, request: RaggedAttend) -> RaggedAttend:
-    """The same attention, asked for so that the `cuda` backend does not hang on it.
-
-    Its Hopper kernel loads ragged keys of head_dim 64 in boxes of 192, but with a mask or a soft
-    cap waits for tiles of 128, and so for ever. It leaves scales that are not positive to the other
-    kernels, and (-q) . k times -sm_scale is q . k times sm_scale, exactly.
-    """
-    scoring = request.scoring
-    rare = request.mask is not None or scoring.logits_soft_cap > 0
-    if backend != "cuda" or request.q.shape[2] != 64 or not rare or scoring.sm_scale <= 0:
-        return request
-    turned = replace(scoring, sm_scale=-scoring.sm_scale)
-    return replace(request, q=-request.q, scoring=turned)
 
 
 def cascade(store: Store, operation: ops.Cascade, timings: ops.Timings) -> Work:

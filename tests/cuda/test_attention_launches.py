@@ -21,8 +21,8 @@ from kernels.compile import Spec
 from kernels.cuda import attention as attention_module
 from kernels.cuda import launch as launch_module
 from kernels.cuda.attention import Attention
-from kernels.cuda.launch import ATTEND_PARAMS, MERGE_PARAMS, writer
 from kernels.cuda.scene import Scene, Store
+from kernels.cuda.structs import ATTEND_PARAMS, MERGE_PARAMS, writer
 
 STREAM = 77
 
@@ -134,7 +134,7 @@ def scene() -> Scene:
         v_scale=1.0,
         num_pages=1 << 16,
         contiguous=False,
-        maps=lambda layer: pytest.fail("no wide kernel here"),
+        maps=lambda *_: pytest.fail("no wide kernel here"),
     )
     return Scene(store, 32, "fp16", Scoring(0.125), False)
 

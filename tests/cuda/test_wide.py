@@ -9,7 +9,7 @@ import pytest
 
 from kernels.backend import Layout, PoolGeometry
 from kernels.compile import SOURCES, compile_spec
-from kernels.cuda import wide
+from kernels.cuda import tensor_maps, wide
 
 HEAD_DIMS = (64, 128, 192, 256)
 PLAIN = [wide.variant(d, "fp16", page) for d in HEAD_DIMS for page in (0, 16)]
@@ -59,7 +59,7 @@ def test_arguments_have_the_fields_of_the_struct_in_its_order() -> None:
     assert wide.ARGUMENTS.isalignedstruct
 
 
-def box_offsets(shape: wide._MapShape, corner: tuple[int, ...]) -> np.ndarray:
+def box_offsets(shape: tensor_maps.MapShape, corner: tuple[int, ...]) -> np.ndarray:
     """Byte offsets in memory of a box's elements, in the order they land in shared memory."""
     grid = np.indices(shape.box[::-1]).reshape(len(shape.box), -1)[::-1]
     at = grid + np.array(corner)[:, None]
@@ -77,7 +77,7 @@ def test_a_page_lands_as_groups_of_eight_keys_by_blocks_of_64_dims(
     elements = np.arange(g.num_layers * np.prod(g.layer_shape)).reshape(2, *g.layer_shape)
     if layout == "HND":
         elements = elements.swapaxes(3, 4)  # [layer, page, k or v, slot, head, dim]
-    shape = wide.paged_shape(g)
+    shape = tensor_maps.paged_shape(g)
     nhd = layout == "NHD"
     blocks = head_dim // 64 if nhd else 0
     groups = 0 if nhd else page_size // 8
@@ -90,7 +90,7 @@ def test_a_page_lands_as_groups_of_eight_keys_by_blocks_of_64_dims(
 
 def test_ragged_keys_land_as_blocks_of_64_dims() -> None:
     variant = wide.variant(128, "fp16", 0)
-    shape = wide.ragged_shape(1000, 4, variant)
+    shape = tensor_maps.ragged_shape(1000, 4, 128, variant.tile_keys)
     elements = np.arange(1000 * 4 * 128).reshape(1000, 4, 128)
     wanted = elements[37 : 37 + variant.tile_keys, 3, 64:]
     assert (box_offsets(shape, (0, 37, 3 * 2 + 1)) == 2 * wanted.ravel()).all()
@@ -118,13 +118,3 @@ def test_heads_worked_on_together_divide_the_heads() -> None:
             assert heads % wide.heads_together(heads, items, runs) == 0, (heads, items, runs)
     assert wide.heads_together(8, 256, 1) == 4
     assert wide.heads_together(8, 512, 16) == 2
-
-
-def test_no_work_launches_nothing() -> None:
-    def kernel(*_: object, **__: object) -> None:
-        raise AssertionError("launched")
-
-    block = wide.argument_block(num_items=0, num_kv_heads=8)
-    none = np.zeros(1, wide.MAP)
-    maps = wide.TensorMaps(none, none, 1, 0)
-    wide.launch(kernel, wide.variant(128, "fp16", 16), maps, block, 132)

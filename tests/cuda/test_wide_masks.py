@@ -15,11 +15,13 @@ pytest.importorskip("cupy")  # which needs no device for what follows
 from kernels.backend import Level, Plan, Scoring
 from kernels.compile import ARCHITECTURES, SOURCES, Spec, compile_spec
 from kernels.cuda import kit as kit_module
-from kernels.cuda import visible, wide
+from kernels.cuda import tensor_maps, visible, wide
 from kernels.cuda.kit import Kit
-from kernels.cuda.launch import ATTEND_PARAMS
+from kernels.cuda.ragged import ragged_plan, ragged_store
 from kernels.cuda.scene import Scene, Store
 from kernels.cuda.steps import Call
+from kernels.cuda.structs import ATTEND_PARAMS
+from kernels.cuda.tensor_maps import MapShape, TensorMaps
 
 
 def items_of(*num_keys: int) -> np.ndarray:
@@ -35,7 +37,6 @@ def test_a_table_has_words_for_the_longest_run_of_any_item(
     num_keys: tuple[int, ...], words: int
 ) -> None:
     assert visible.table_words(items_of(*num_keys), 128) == words
-    assert visible.table_bytes(items_of(*num_keys), 128) == 8 * words * len(num_keys)
 
 
 def fields(source: str, struct: str) -> list[tuple[str, bool]]:
@@ -77,27 +78,29 @@ class Settled:
     entry: str
     grid: int
     memory: bytearray
+    parameters: tuple[int, ...]
 
     def __call__(self) -> None:
-        self.device.launches.append((self.entry, self.grid, bytes(self.memory)))
+        last = bytes(self.memory[self.parameters[-1] :])
+        self.device.launches.append((self.entry, self.grid, last))
 
 
 class Device:
-    """Stands for the library and the transfers: keeps what each launch was given."""
+    """Stands for the library and the transfers: keeps what each launch got as its last struct."""
 
     def __init__(self, arch: str) -> None:
         self.arch = arch
         self.launches: list[tuple[str, int, bytes]] = []
+        self.specs: list[Spec] = []
 
-    def function(self, spec: Spec, entry: str, shared_bytes: int = 0) -> Any:
-        def launch(grid: Any, threads: Any, arguments: Any, shared_mem: int = 0) -> None:
-            self.launches.append((entry, grid[0], arguments[-1].tobytes()))
+    def function(self, spec: Spec, entry: str, shared_bytes: int = 0) -> str:
+        self.specs.append(spec)
+        return entry
 
-        launch.entry = entry  # type: ignore[attr-defined]
-        return launch
-
-    def launcher(self, function: Any, grid: int, _: int, __: int, struct: bytes) -> Any:
-        return Settled(self, function.entry, grid, bytearray(struct))
+    def launcher(
+        self, entry: str, grid: int, _: int, __: int, struct: bytes, parameters: Any = (0,)
+    ) -> Settled:
+        return Settled(self, entry, grid, bytearray(struct), parameters)
 
     def upload_ints(self, arrays: Any) -> tuple[Any, list[int]]:
         return None, [1000 * (i + 1) for i in range(len(arrays))]
@@ -111,11 +114,10 @@ def masked_launches(
 ) -> list[tuple[str, int, bytes]]:
     """Launches of 512 rows over 10000 keys with 2 query heads on 1 kv head."""
     monkeypatch.setattr(kit_module, "Launcher", device.launcher)
-    none = np.zeros(1, wide.MAP)
-    maps = wide.TensorMaps(none, none, 2, 0)
+    maps = TensorMaps(bytes(wide.ARGUMENTS_AT), 2, 0)
     strides = {"layer_bytes": 0, "layer_rows": 0, "page_rows": 32, "token_rows": 1, "head_rows": 1}
     pool = {"page_size": 16, "num_kv_heads": 1, "head_dim": 128, "dtype": "fp16", "num_pages": 625}
-    rest = {"k_scale": 1.0, "v_scale": 1.0, "contiguous": False, "maps": lambda layer: maps}
+    rest = {"k_scale": 1.0, "v_scale": 1.0, "contiguous": False, "maps": lambda *_: maps}
     scene = Scene(Store(k=1, v=2, **strides, **pool, **rest), 2, "fp16", Scoring(0.1), masked)
     level = Level(
         qo_indptr=np.array([0, 512], np.int32),
@@ -149,6 +151,9 @@ def test_a_masked_batch_finds_its_tiles_and_hands_their_table_on(
     assert words == -(-10000 // (32 * tile_keys))
     if entry == "attend_wide":
         block = np.frombuffer(attend[2], wide.ARGUMENTS)[0]
+        assert (int(block["head_blocks"]), int(block["head_groups"])) == (2, 0)
+        assert [int(block[name]) for name in ("q", "o", "lse")] == [1, 2, 3]
+        assert (int(block["mask_bits"]), int(block["mask_row_offsets"])) == (606, 707)
         handed = (int(block["visible"]), int(block["visible_words"]))
         items, num_items = int(block["items"]), int(block["num_items"])
     else:
@@ -168,3 +173,30 @@ def test_a_batch_without_a_mask_looks_for_nothing(
     ((entry, _, struct),) = masked_launches(Device(arch), monkeypatch, masked=False)
     if entry == "attend_tile":
         assert struct[ATTEND_PARAMS.itemsize :] == bytes(visible.TABLE.itemsize)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("cap", [0.0, 30.0], ids=["", "capped"])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_a_box_of_ragged_keys_is_what_the_kernel_waits_for(
+    head_dim: int, cap: float, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boxes: list[tuple[int, ...]] = []
+
+    def encode(shape: MapShape, address: int, dtype: str) -> bytes:
+        boxes.append(shape.box)
+        return bytes(tensor_maps.MAP_BYTES)
+
+    device = Device("sm_90a")
+    monkeypatch.setattr(kit_module, "Launcher", device.launcher)
+    monkeypatch.setattr(tensor_maps, "_encode", encode)
+    store = ragged_store(1, head_dim, "fp16", 1 << 20, 1 << 21, 300)
+    indptr = np.array([0, 300], np.int32)
+    kit = Kit(Scene(store, 1, "fp16", Scoring(0.1, cap), masked), device, 2, 0)  # type: ignore[arg-type]
+    plan = ragged_plan(indptr, indptr, causal=True)
+    resident = kit.make([(0, plan)], device, team=None)  # type: ignore[arg-type]
+    for step in (*resident.steps, *resident.beside):
+        step.launch(Call(0, 1, 2, 3, 4, 5, 606, 707, 0, 0))
+    (kernel,) = (spec for spec in device.specs if spec.source == "attend_wide")
+    tile = next(o.split("=")[1] for o in kernel.options if o.startswith("-DkTileKeys="))
+    assert boxes == [(64, int(tile), 1)] * 2

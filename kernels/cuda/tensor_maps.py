@@ -1,0 +1,117 @@
+"""Hopper's tensor maps of K and V: how the copy engine finds a page, or a tile of ragged keys.
+
+Nothing here imports cupy; making a map needs the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Final
+
+from kernels.backend import DType, PoolGeometry
+
+MAP_BYTES: Final = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorMaps:
+    """A map of K and one of V, `packed` one after the other as the wide kernel takes them.
+
+    A kv head adds `head_blocks` to their third coordinate and `head_groups` to their fourth.
+    """
+
+    packed: bytes
+    head_blocks: int
+    head_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class MapShape:
+    """Extents and strides (bytes; the first dimension's is implied) of a map, and its box."""
+
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+def paged_shape(geometry: PoolGeometry) -> MapShape:
+    """A pool as (64 dims, 8 slots, blocks of 64, groups of 8 slots, pages of all layers).
+
+    One box is one page of one kv head: `[page_size / 8, head_dim / 64, 8, 64]` in shared memory. In
+    NHD the heads lie in the third dimension, in HND in the fourth.
+    """
+    g = geometry
+    blocks, groups = g.head_dim // 64, g.page_size // 8
+    page = g.page_size * g.num_kv_heads * g.head_dim * 2
+    slot = (g.num_kv_heads if g.layout == "NHD" else 1) * g.head_dim * 2
+    heads = (g.num_kv_heads, 1) if g.layout == "NHD" else (1, g.num_kv_heads)
+    return MapShape(
+        extents=(64, 8, blocks * heads[0], groups * heads[1], g.num_layers * g.num_pages),
+        strides=(slot, 128, 8 * slot, 2 * page),
+        box=(64, 8, blocks, groups, 1),
+    )
+
+
+def ragged_shape(tokens: int, num_kv_heads: int, head_dim: int, tile_keys: int) -> MapShape:
+    """Ragged keys as (64 dims, rows, blocks of 64 of all heads).
+
+    One box is 64 dims of a tile of the kernel that waits for it.
+    """
+    width = num_kv_heads * head_dim
+    return MapShape(
+        extents=(64, tokens, width // 64),
+        strides=(width * 2, 128),
+        box=(64, tile_keys, 1),
+    )
+
+
+def paged_maps(geometry: PoolGeometry, pool: int) -> TensorMaps:
+    """Maps of a whole pool, every layer: `pool` is the device address of its one allocation.
+
+    Raises RuntimeError when the driver refuses the map.
+    """
+    shape = paged_shape(geometry)
+    value_offset = geometry.page_size * geometry.num_kv_heads * geometry.head_dim * 2
+    nhd = geometry.layout == "NHD"
+    return TensorMaps(
+        packed=_both(shape, (pool, pool + value_offset), geometry.dtype),
+        head_blocks=geometry.head_dim // 64 if nhd else 0,
+        head_groups=0 if nhd else geometry.page_size // 8,
+    )
+
+
+def ragged_maps(shape: MapShape, keys: int, values: int, dtype: DType) -> TensorMaps:
+    """Maps of contiguous `k, v [tokens, num_kv_heads, head_dim]` at two device addresses.
+
+    Raises RuntimeError when the driver refuses the map.
+    """
+    return TensorMaps(packed=_both(shape, (keys, values), dtype), head_blocks=0, head_groups=0)
+
+
+def _both(shape: MapShape, addresses: tuple[int, int], dtype: DType) -> bytes:
+    return b"".join(_encode(shape, address, dtype) for address in addresses)
+
+
+def _encode(shape: MapShape, address: int, dtype: DType) -> bytes:
+    from cuda.bindings import driver
+
+    types = driver.CUtensorMapDataType
+    status, tensor_map = driver.cuTensorMapEncodeTiled(
+        types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+        if dtype == "fp16"
+        else types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        len(shape.extents),
+        address,
+        [driver.cuuint64_t(extent) for extent in shape.extents],
+        [driver.cuuint64_t(stride) for stride in shape.strides],
+        [driver.cuuint32_t(extent) for extent in shape.box],
+        [driver.cuuint32_t(1)] * len(shape.extents),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"tensor map {shape} at {address:#x}: the driver says {status.name}")
+    return ctypes.string_at(int(tensor_map.getPtr()), MAP_BYTES)
