@@ -16,9 +16,11 @@ from kernels.cuda.scene import Scene
 from kernels.cuda.shapes import Kernel, attend_kernels, merge_launch, planner_shape, wide_variant
 from kernels.cuda.steps import MergeStep, MmaStep, Step, VisibleStep, WideStep
 from kernels.cuda.structs import ATTEND_PARAMS, MERGE_PARAMS, params, writer
-from kernels.cuda.tiles import PAGE, Problem
+from kernels.cuda.tiles import KEYS, PAGE, Problem
 from kernels.cuda.transfer import Transfers
 
+SHORT_LAUNCH: Final = 512
+"""Keys a warp up to which a launch gains by beginning while its predecessor ends."""
 _LOG2E: Final = 1 / np.log(2)
 _write_arrays: Final = writer(
     ATTEND_PARAMS, "items", "worker_begin", "kv_indices", "order", "positions"
@@ -127,11 +129,16 @@ class Kit:
         """How the narrow kernel is launched, and the merge.
 
         Where these two are the whole batch, each may begin while its predecessor ends: the plan is
-        read meanwhile. Alone, the narrow kernel is faster when it begins after it (measured).
+        read meanwhile. A long launch of the narrow kernel alone is faster when it begins after it
+        (measured).
         """
-        shapes = [launch.shape for launch in work.launches]
-        both = len(work.merges.chunks) > 0 and len(shapes) == 1 and shapes[0].persistent
-        return OverlappingLauncher if both and self._library.overlaps else Launcher
+        if len(work.launches) != 1 or not self._library.overlaps:
+            return Launcher
+        (launch,) = work.launches
+        warps = launch.num_workers * launch.team
+        short = int(launch.items[:, KEYS].sum()) <= SHORT_LAUNCH * warps
+        overlaps = launch.shape.persistent and (short or len(work.merges.chunks) > 0)
+        return OverlappingLauncher if overlaps else Launcher
 
     def _visible_step(
         self, launch: Launch, kernel: Kernel, places: _Places, items: int, transfers: Transfers

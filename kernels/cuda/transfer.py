@@ -20,6 +20,9 @@ from cupy.cuda import runtime
 from kernels.backend import Array, Int32
 
 MOST_INFLIGHT: Final = 48
+LEAST_PINNED: Final = 1 << 12
+RESERVED: Final = 1 << 24
+"""Bytes that a stream's pool of device memory holds from the start, to carve requests from."""
 _ALIGNMENT: Final = 256
 
 
@@ -28,12 +31,21 @@ def pinned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     count = prod(shape)
     if count == 0:
         return np.zeros(shape, dtype)
-    memory = cupy.cuda.alloc_pinned_memory(count * dtype.itemsize)
+    memory = _pinned_memory(count * dtype.itemsize)
     return (
         np.frombuffer(memory, dtype=np.uint8, count=count * dtype.itemsize)
         .view(dtype)
         .reshape(shape)
     )
+
+
+def _pinned_memory(size: int) -> Any:
+    """Pooled pinned memory of at least so many bytes.
+
+    CuPy's pool gives a block again only for its very size, and never back: with powers of two it
+    soon has one for every request, and holds no more than twice what was in use at a time.
+    """
+    return cupy.cuda.alloc_pinned_memory(max(LEAST_PINNED, 1 << (size - 1).bit_length()))
 
 
 def aligned(size: int) -> int:
@@ -54,6 +66,9 @@ class Transfers:
         self.compute = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self.copy_out = cupy.cuda.Stream(non_blocking=True)
         self._inflight: deque[tuple[Any, tuple[object, ...]]] = deque()
+        for stream in (self.copy_in, self.compute):
+            with stream:
+                cupy.cuda.alloc(RESERVED)  # goes to the stream's pool at once
 
     def upload(self, arrays: Sequence[Array]) -> tuple[Any, list[int]]:
         """Copy arrays into one device buffer: (buffer, device address of each).
@@ -65,7 +80,7 @@ class Transfers:
         for array in arrays:
             offsets.append(size)
             size += aligned(array.nbytes)
-        host = cupy.cuda.alloc_pinned_memory(max(size, 1))
+        host = _pinned_memory(size)
         for array, offset in zip(arrays, offsets, strict=True):
             if array.size:
                 np.ndarray(array.shape, array.dtype, host, offset)[...] = array
@@ -77,7 +92,7 @@ class Transfers:
         """`upload` of flat int32 arrays, back to back: only the first is aligned to more."""
         counts = [len(array) for array in arrays]
         total = sum(counts)
-        host = cupy.cuda.alloc_pinned_memory(max(4 * total, 1))
+        host = _pinned_memory(4 * total)
         np.concatenate(arrays, out=np.ndarray((total,), np.int32, host))
         buffer = self._send(host, 4 * total)
         return buffer, [buffer.ptr + 4 * begin for begin in accumulate(counts[:-1], initial=0)]

@@ -200,6 +200,26 @@ def test_the_merge_may_start_while_the_kernel_before_it_ends(
     assert driver.overlapping == ["attend_narrow", "merge_states"]
 
 
+@pytest.mark.parametrize(
+    ("kv_lens", "overlapping"),
+    [([128] * 16, ["attend_narrow"]), ([1024] * 64, ["attend_narrow"]), ([4096] * 64, [])],
+    ids=["16x128", "64x1k", "64x4k"],
+)
+def test_a_short_launch_may_start_while_the_call_before_it_ends(
+    attention: Attention, driver: Driver, kv_lens: list[int], overlapping: list[str]
+) -> None:
+    assert len(launched(attention, driver, kv_lens)) == 1
+    assert driver.overlapping == overlapping
+
+
+def test_no_launch_starts_early_where_the_device_cannot(
+    attention: Attention, driver: Driver
+) -> None:
+    driver.overlaps = False
+    launched(attention, driver, [128] * 16)
+    assert driver.overlapping == []
+
+
 def test_a_forced_team_is_what_plans_get(attention: Attention, driver: Driver) -> None:
     attention.team = 2
     (_, _, struct), _ = launched(attention, driver, [32768])

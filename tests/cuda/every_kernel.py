@@ -1,0 +1,204 @@
+"""Every CUDA kernel on small inputs, against the oracle: what compute-sanitizer is given to run.
+
+    compute-sanitizer --tool memcheck python tests/cuda/every_kernel.py
+
+Each pool's geometry picks other specialisations: few and many rows, 16-bit and fp8 storage, masks
+and soft caps, whole pages by TMA and odd ones without, rows in K's and V's own registers or turns.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/kernels")]
+
+import oracle  # noqa: E402
+from pooled import (  # noqa: E402
+    Array,
+    Pooled,
+    Run,
+    as_computed,
+    bars,
+    check,
+    expected,
+    indptr,
+    int32,
+    normal,
+    positions,
+)
+
+from kernels import BackendKind, make_backend  # noqa: E402
+from kernels.backend import (  # noqa: E402
+    Attend,
+    AttentionState,
+    Backend,
+    DType,
+    Layout,
+    Mask,
+    Plan,
+    PoolGeometry,
+    RaggedAttend,
+    Scoring,
+)
+from kernels.compile import SOURCES  # noqa: E402
+from kernels.masks import make_mask  # noqa: E402
+
+QO_HEADS, KV_HEADS = 4, 1
+LENGTHS = [70, 0, 33, 16]
+Pools = list[tuple[int, DType, DType, Layout, int]]
+POOLS: Pools = [
+    (128, "fp16", "fp16", "NHD", 16),
+    (64, "bf16", "bf16", "HND", 8),
+    (80, "fp8_e4m3", "fp16", "NHD", 5),
+    (256, "fp16", "fp16", "HND", 1),
+]
+"""head_dim, dtype of the pool, of q, layout, page_size."""
+
+
+class Small:
+    """One pool, and small attention over it of every kind."""
+
+    def __init__(self, backend: Backend, dtype: DType, rng: np.random.Generator) -> None:
+        self.kind, self.backend, self.dtype, self.rng = backend.name, backend, dtype, rng
+        self.pooled = Pooled(backend, rng, dtype)
+        self.geometry = backend.geometry
+
+    def query(self, rows: int) -> Array:
+        return normal(self.rng, (rows, QO_HEADS, self.geometry.head_dim), self.dtype)
+
+    def equals(self, got: AttentionState, want: oracle.State, case: object) -> None:
+        check(got, want, bars(self.kind, self.dtype, self.geometry.dtype), (self.geometry, case))
+
+    def computed(self, q: Array) -> Array:
+        return as_computed(self.kind, q, self.dtype, self.geometry.dtype)
+
+    def attend(self, runs: list[Run], qo_len: int, scoring: Scoring, masked: bool) -> None:
+        """`qo_len` causal rows on every run that has keys, one on the others."""
+        qo_lens = [qo_len if run.num_keys >= qo_len else 1 for run in runs]
+        kv_lens = [run.num_keys for run in runs]
+        q, masks, mask = self.query(sum(qo_lens)), None, None
+        if masked:
+            masks, mask = self.masks(qo_lens, kv_lens)
+        plan = self.pooled.flat(runs, qo_lens, causal=True)
+        (state,) = self.backend.attend([Attend(1, q, plan, scoring, mask)]).result()
+        want = expected(self.computed(q), runs, qo_lens, True, scoring, masks)
+        self.equals(state, want, (qo_len, scoring, masked))
+
+    def masks(self, qo_lens: list[int], kv_lens: list[int]) -> tuple[list[Array], Mask]:
+        pairs = zip(qo_lens, kv_lens, strict=True)
+        masks = [self.rng.random(qo * kv) < 0.7 for qo, kv in pairs]
+        return masks, make_mask(np.concatenate(masks), int32(qo_lens), int32(kv_lens))
+
+    def share(self, scoring: Scoring) -> None:
+        """Two levels: 12 sequences on one run, each with a run of its own."""
+        size, batch = self.geometry.page_size, 12
+        shared = self.pooled.add(size * -(-64 // size), 1)
+        own = [self.pooled.add(5 + 3 * i, 1) for i in range(batch)]
+        levels = (
+            self.pooled.level([shared], [batch], [0], False),
+            self.pooled.level(own, [1] * batch, [shared.num_keys] * batch, False),
+        )
+        whole = [
+            Run(int32([]), np.concatenate([shared.k, run.k]), np.concatenate([shared.v, run.v]))
+            for run in own
+        ]
+        ones = [1] * batch
+        plan = Plan(levels, positions([run.num_keys for run in whole], ones))
+        q = self.query(batch)
+        (state,) = self.backend.attend([Attend(1, q, plan, scoring)]).result()
+        self.equals(state, expected(self.computed(q), whole, ones, False, scoring), "cascade")
+
+    def ragged(self, qo_len: int, scoring: Scoring, masked: bool) -> None:
+        shape = (sum(LENGTHS), KV_HEADS, self.geometry.head_dim)
+        k, v = (normal(self.rng, shape, self.dtype) for _ in range(2))
+        qo_lens = [qo_len] * len(LENGTHS)
+        q, masks, mask = self.query(sum(qo_lens)), None, None
+        if masked:
+            masks, mask = self.masks(qo_lens, LENGTHS)
+        bounds = indptr(LENGTHS)
+        request = RaggedAttend(q, k, v, indptr(qo_lens), bounds, True, scoring, mask)
+        state = self.backend.attend_ragged(request).result()
+        runs = [
+            Run(int32([]), k[a:b].astype(float), v[a:b].astype(float)) for a, b in pairwise(bounds)
+        ]
+        want = expected(q, runs, qo_lens, True, scoring, masks)
+        self.equals(state, want, ("ragged", qo_len, scoring, masked))
+
+    def move(self) -> None:
+        """Rows in, copied to another page, and out again."""
+        run = self.pooled.add(self.geometry.page_size, 1)
+        copy = Run(int32([self.pooled.free.pop()]), run.k, run.v)
+        self.backend.copy_rows(run.pages, copy.pages, int32([run.num_keys]))
+        k, v = self.backend.gather(1, self.pooled.slots(copy), "fp32").result()
+        for got, want in ((k, run.k), (v, run.v)):
+            if not np.allclose(got, want, rtol=1e-6):
+                raise AssertionError(f"{self.geometry}: gathered rows differ from those copied")
+
+    def merge(self, lists: int, members: int, head_dim: int, into: bool) -> None:
+        shape = (lists * members, QO_HEADS, head_dim)
+        o, lse = normal(self.rng, shape, self.dtype), normal(self.rng, shape[:2], "fp32")
+        bounds = int32(np.arange(lists + 1) * members)
+        parts = [(o[i::members], lse[i::members]) for i in range(members)]
+        target = None
+        if into:
+            first = normal(self.rng, (lists, *shape[1:]), self.dtype)
+            first_lse = normal(self.rng, (lists, QO_HEADS), "fp32")
+            parts.append((first, first_lse))
+            target = AttentionState(first.copy(), first_lse.copy())
+        got = self.backend.merge(o, lse, bounds, target).result()
+        self.equals(got, oracle.merge(parts), ("merge", shape, into))
+
+    def all(self) -> None:
+        scale = self.geometry.head_dim**-0.5
+        runs = [self.pooled.add(n, 1) for n in LENGTHS]
+        scorings = (Scoring(scale), Scoring(scale, 20.0), Scoring(scale, window_left=9))
+        for qo_len in (1, 4, 33):  # 4, 16 and 132 packed rows
+            for scoring in scorings:
+                self.attend(runs, qo_len, scoring, False)
+            self.attend(runs, qo_len, Scoring(scale), True)
+            self.ragged(qo_len, Scoring(scale), False)
+            self.ragged(qo_len, Scoring(scale, 20.0), True)
+        self.attend([self.pooled.add(2500, 1)], 1, Scoring(scale), False)  # cut, and merged
+        self.share(Scoring(scale))
+        self.move()
+        for members, head_dim in ((2, self.geometry.head_dim), (5, 24)):
+            self.merge(7, members, head_dim, into=members == 2)
+
+
+def run(kind: BackendKind, pools: Pools = POOLS) -> set[str]:
+    """Everything on a kind of backend; the entry points that a device launched."""
+    launched: set[str] = set()
+    rng = np.random.default_rng(11)
+    for head_dim, dtype, q_dtype, layout, page_size in pools:
+        pages = 4000 // page_size + 64
+        geometry = PoolGeometry(2, pages, page_size, KV_HEADS, head_dim, layout, dtype, 0.5, 2.0)
+        backend = make_backend(kind, geometry, poison=True)
+        library = getattr(backend, "library", None)
+        if library is not None:
+            find = library.function
+            library.function = lambda spec, entry, *size, find=find: (
+                launched.add(entry),
+                find(spec, entry, *size),
+            )[1]
+        Small(backend, q_dtype, rng).all()
+        backend.close()
+        print(f"{kind}: right on {geometry}", flush=True)
+    return launched
+
+
+def entries() -> set[str]:
+    """Every entry point of the sources."""
+    text = "".join(path.read_text() for path in SOURCES.glob("*.cu"))
+    return set(re.findall(r'extern "C" __global__ .*?\s(\w+)\(const ', text, re.DOTALL))
+
+
+if __name__ == "__main__":
+    missing = entries() - run("cuda")
+    if missing:
+        raise SystemExit(f"never launched: {', '.join(sorted(missing))}")

@@ -1,0 +1,31 @@
+"""Every kernel under compute-sanitizer: no access out of bounds, no race, no barrier misused."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import every_kernel
+import pytest
+
+SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+
+
+def test_what_the_sanitizer_runs_is_right_on_the_cpu() -> None:
+    assert every_kernel.run("cpu", every_kernel.POOLS[:1]) == set()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not Path(SANITIZER).exists(), reason="no compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_every_kernel_is_clean_under(tool: str) -> None:
+    command = [SANITIZER, "--tool", tool, "--error-exitcode", "9", sys.executable]
+    done = subprocess.run(
+        [*command, every_kernel.__file__], capture_output=True, text=True, timeout=840
+    )
+    assert done.returncode == 0, (
+        f"exit {done.returncode}\n{done.stdout[-6000:]}{done.stderr[-2000:]}"
+    )
