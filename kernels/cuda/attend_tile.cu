@@ -6,6 +6,8 @@
 // per tile: passing it means that everybody has finished the tile before, whose slot is refilled.
 // Tiles that a custom mask hides from all of the item's rows are neither loaded nor looked at.
 #include "tile.cuh"
+#include "tile_rows.cuh"
+#include "tile_shared.cuh"
 #include "visible.cuh"
 
 constexpr int kM = ROW_TILES;

@@ -11,19 +11,7 @@
 #include "params.cuh"
 #include "shape.cuh"
 #include "state.cuh"
-
-constexpr int kChunks = kRowBytes / 16;
-// An odd number of 16-byte chunks per row puts any 8 consecutive rows in 8 different bank groups.
-constexpr int kRowStride = (kChunks | 1) * 16;
-constexpr int kQueryStride = (kHeadDim / 8 + 1) * 16;  // Q rows in shared memory, compute type
-
-// What one warp knows about the rows of its tile. Index m * 2 + half is row m * 16 + half * 8 + g.
-template <int kM>
-struct Rows {
-  int query[kM * 2];     // row of q and o (in heads), or -1 past the tile's rows
-  int position[kM * 2];
-  int64 mask[kM * 2];    // bit of key position 0; used with a custom mask only
-};
+#include "tile_shared.cuh"
 
 template <int kM>
 struct Accumulator {
@@ -44,79 +32,6 @@ __device__ __forceinline__ void clear(Accumulator<kM>& acc) {
   for (int r = 0; r < kM * 2; ++r) {
     acc.max[r] = minus_infinity();
     acc.sum[r] = 0.0f;
-  }
-}
-
-template <int kM>
-__device__ __forceinline__ void find_rows(Rows<kM>& rows, const AttendParams& p,
-                                          const WorkItem& item, int first_row, int head) {
-  const int g = (threadIdx.x & 31) >> 2;
-#pragma unroll
-  for (int r = 0; r < kM * 2; ++r) {
-    const int in_tile = first_row + r * 8 + g;
-    rows.query[r] = -1;
-    rows.position[r] = 0;
-    rows.mask[r] = 0;
-    if (in_tile < item.num_rows) {
-      const int packed = item.row_begin + in_tile;
-      const int row = packed / p.group_size;
-      rows.query[r] = (p.order[row] * p.num_kv_heads + head) * p.group_size +
-                      (packed - row * p.group_size);
-      rows.position[r] = p.positions[row];
-      if (kRare && p.mask_bits != nullptr) rows.mask[r] = p.mask_row_offsets[row];
-    }
-  }
-}
-
-// Q operand of one k step straight from global memory; rows past the tile's end are zero.
-__device__ __forceinline__ void load_query(uint32 (&a)[4], const AttendParams& p, int row0, int row1,
-                                           int step) {
-  const int j = threadIdx.x & 3;
-  const char* q = static_cast<const char*>(p.q) + step * 32;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = half ? row1 : row0;
-    uint2 x = make_uint2(0, 0);
-    if (row >= 0) {
-      const char* at = q + static_cast<int64>(row) * (kHeadDim * 2);
-      if constexpr (kIsFp8) {
-        x = *reinterpret_cast<const uint2*>(at + j * 8);
-      } else {
-        x.x = *reinterpret_cast<const uint32*>(at + j * 4);
-        x.y = *reinterpret_cast<const uint32*>(at + j * 4 + 16);
-      }
-    }
-    a[half] = x.x;
-    a[2 + half] = x.y;
-  }
-}
-
-// Q rows -> shared memory, by `threads` threads, 16 dims at a time, in the order the k steps want.
-__device__ __forceinline__ void stage_queries(char* shared, const AttendParams& p,
-                                              const WorkItem& item, int first_row, int num_rows,
-                                              int head, int thread, int threads) {
-  for (int i = thread; i < num_rows * kSteps; i += threads) {
-    const int row = i / kSteps, step = i % kSteps;
-    uint4 x = make_uint4(0, 0, 0, 0), y = x;
-    if (first_row + row < item.num_rows) {
-      const int packed = item.row_begin + first_row + row;
-      const int plan_row = packed / p.group_size;
-      const int64 query = static_cast<int64>(p.order[plan_row] * p.num_kv_heads + head) *
-                              p.group_size +
-                          (packed - plan_row * p.group_size);
-      const uint4* at = reinterpret_cast<const uint4*>(static_cast<const char*>(p.q) +
-                                                       query * (kHeadDim * 2) + step * 32);
-      x = at[0];
-      y = at[1];
-    }
-    if constexpr (kIsFp8) {
-      const uint4 even = make_uint4(x.x, x.z, y.x, y.z), odd = make_uint4(x.y, x.w, y.y, y.w);
-      x = even;
-      y = odd;
-    }
-    uint4* to = reinterpret_cast<uint4*>(shared + row * kQueryStride + step * 32);
-    to[0] = x;
-    to[1] = y;
   }
 }
 
@@ -161,40 +76,6 @@ __device__ __forceinline__ void cap_scores(float (&s)[kM][kTokens / 8][4], const
         if (p.soft_cap > 0.0f) x = p.soft_cap * tanh_accurate(__fdividef(x, p.soft_cap));
         s[m][n][i] = x * kLog2E;
       }
-}
-
-// Hide what a row must not see: keys past the run's end, the future, the window, the custom mask.
-// `first` is the index in the run of the tile's first key.
-template <int kM, int kTokens>
-__device__ __forceinline__ void hide_scores(float (&s)[kM][kTokens / 8][4], const Rows<kM>& rows,
-                                            const WorkItem& item, int first,
-                                            const AttendParams& p) {
-  const int j = threadIdx.x & 3;
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = m * 2 + half;
-      int last = item.num_keys - 1;  // last and least visible key of the run, for this row
-      int least = 0;
-      if (item.causal & kHideFuture) last = min(last, rows.position[r] - item.kv_start);
-      if (item.causal & kHideWindow)
-        least = max(least, rows.position[r] - p.window_left - item.kv_start);
-#pragma unroll
-      for (int n = 0; n < kTokens / 8; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int key = first + n * 8 + j * 2 + i;
-          bool visible = key >= least && key <= last;
-          if constexpr (kRare) {
-            if (p.mask_bits != nullptr && visible && rows.query[r] >= 0) {
-              const int64 bit = rows.mask[r] + item.kv_start + key;
-              visible = (p.mask_bits[bit >> 3] >> (bit & 7)) & 1;
-            }
-          }
-          if (!visible) s[m][n][half * 2 + i] = minus_infinity();
-        }
-    }
 }
 
 // Online softmax: raise the running maximum, rescale what it changes, s becomes p = 2^(s c - max c).
@@ -283,94 +164,3 @@ __device__ __forceinline__ void weigh_values(Accumulator<kM>& acc,
     }
   }
 }
-
-// Normalise and write: the final rows of o and lse, or partial rows for the merge.
-template <int kM>
-__device__ __forceinline__ void write_state(Accumulator<kM>& acc, const Rows<kM>& rows,
-                                            const AttendParams& p, const WorkItem& item,
-                                            int first_row, int head, float c) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
-#pragma unroll
-  for (int r = 0; r < kM * 2; ++r) {
-    const float sum = quad_sum(acc.sum[r]);
-    if (rows.query[r] < 0) continue;
-    const float inverse = state_inverse(sum) * p.v_scale;
-    const float lse = state_lse(acc.max[r] * c, sum);
-    const bool final = item.partial == kFinal;
-    const int64 row =
-        final ? rows.query[r]
-              : static_cast<int64>(item.partial + first_row + r * 8 + g) * p.num_kv_heads + head;
-    if (j == 0) (final ? p.lse : p.partial_lse)[row] = lse;
-    uint32* o = static_cast<uint32*>(p.o) + row * (kHeadDim / 2);
-    float* partial = p.partial_o + row * kHeadDim;
-#pragma unroll
-    for (int n = 0; n < kSteps; ++n) {
-      const int i = (r & 1) * 2;
-      const float a0 = acc.o[r / 2][n * 2][i] * inverse, a1 = acc.o[r / 2][n * 2][i + 1] * inverse;
-      const float b0 = acc.o[r / 2][n * 2 + 1][i] * inverse,
-                  b1 = acc.o[r / 2][n * 2 + 1][i + 1] * inverse;
-      if constexpr (kIsFp8) {
-        if (final) {
-          *reinterpret_cast<uint2*>(o + n * 8 + j * 2) =
-              make_uint2(pack<kBf16>(a0, b0), pack<kBf16>(a1, b1));
-        } else {
-          *reinterpret_cast<float4*>(partial + n * 16 + j * 4) = make_float4(a0, b0, a1, b1);
-        }
-      } else if (final) {
-        o[n * 8 + j] = pack<kBf16>(a0, a1);
-        o[n * 8 + 4 + j] = pack<kBf16>(b0, b1);
-      } else {
-        *reinterpret_cast<float2*>(partial + n * 16 + j * 2) = make_float2(a0, a1);
-        *reinterpret_cast<float2*>(partial + n * 16 + 8 + j * 2) = make_float2(b0, b1);
-      }
-    }
-  }
-}
-
-// Loads 16 tokens of K and V at a time into shared memory, one warp. Lane l (and l + 16) looks after
-// token l: its page id is read one tile ahead of its rows, so that the id's latency is hidden too.
-struct TokenLoader {
-  static constexpr uint32 kNoRow = 0xffffffffu;
-
-  uint32 base;     // row of layer and head
-  int page_index;  // index into kv_indices, or -1: no token
-  int page;        // its id, in flight
-  int offset;      // slot within the page
-
-  __device__ __forceinline__ void start(const AttendParams& p, int layer, int head) {
-    base = layer * p.layer_rows + head * p.head_rows;
-  }
-
-  // Read the page id of token `first + lane % 16` of a run.
-  __device__ __forceinline__ void look_up(const AttendParams& p, int kv_begin, int num_keys,
-                                          int first) {
-    const int token = first + (threadIdx.x & 15);
-    page_index = -1;
-    if (token < num_keys) {
-      const int index = static_cast<uint32>(token) / static_cast<uint32>(p.page_size);
-      offset = token - index * p.page_size;
-      page_index = kv_begin + index;
-      page = p.kv_indices != nullptr ? p.kv_indices[page_index] : page_index;
-    }
-  }
-
-  // Start copying the tokens looked up; tokens that are not there become zeros.
-  __device__ __forceinline__ void copy(const AttendParams& p, uint32 keys, uint32 values) const {
-    const int lane = threadIdx.x & 31;
-    uint32 row = kNoRow;
-    if (page_index >= 0) row = base + page * p.page_rows + offset * p.token_rows;
-    constexpr int kCopies = 16 * kChunks;
-#pragma unroll
-    for (int i = 0; i < (kCopies + 31) / 32; ++i) {
-      const int n = i * 32 + lane;
-      const int token = n / kChunks, chunk = n % kChunks;
-      const uint32 from = __shfl_sync(kAllLanes, row, token & 15);
-      if (kCopies % 32 != 0 && n >= kCopies) continue;
-      const bool valid = from != kNoRow;
-      const int64 at = static_cast<int64>(valid ? from : 0) * kRowBytes + chunk * 16;
-      const uint32 to = token * kRowStride + chunk * 16;
-      copy_async_16(keys + to, static_cast<const char*>(p.k) + at, valid);
-      copy_async_16(values + to, static_cast<const char*>(p.v) + at, valid);
-    }
-  }
-};

@@ -1,4 +1,5 @@
-// A consumer thread's two rows of the wide kernel: their softmax, what they may not see, their results.
+// A consumer thread's two rows of the wide kernel: which they are, their softmax, what they may
+// not see, their results.
 #pragma once
 
 #include "state.cuh"
@@ -12,6 +13,14 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// This thread's first row of the tile (the other is 8 further); computed anew each time where registers
+// are short.
+__device__ __forceinline__ int my_row() {
+  int thread = threadIdx.x;
+  if (kQueriesInRegisters) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return (thread / 128 - 1) * 64 + thread / 32 % 4 * 16 + thread % 32 / 4;
 }
 
 // A unit's two rows when their last key is summed: what is left is to write them.
