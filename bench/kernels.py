@@ -137,13 +137,20 @@ def timed(case: Case) -> float:
     return ms
 
 
-def cpu_cost(batch: int = 256, kv_len: int = 1024) -> dict[str, list[float]]:
-    """Microseconds of host time of each of `HOST_CALLS` attention calls at `batch`.
+def cpu_batches(batch: int = 256) -> dict[str, list[int]]:
+    """Batches to plan: sequences of one length, and of as many lengths as there are sequences."""
+    mixed = np.random.default_rng(0).integers(100, 3000, batch)
+    return {"256 of 1024 keys": [1024] * batch, "256 of 100 to 3000 keys": mixed.tolist()}
+
+
+def cpu_cost(kv_lens: list[int]) -> dict[str, list[float]]:
+    """Microseconds of host time of each of `HOST_CALLS` attention calls of such a decode.
 
     Whole calls, whose greater part is copying q, and of them the plan of a batch not seen before;
     `cached_launch_us` is what a layer costs when q is on the device: find the plan, launch.
     """
-    row = {"kind": "decode", "kv_lens": [kv_len] * batch, "page_size": 16}
+    batch = len(kv_lens)
+    row = {"kind": "decode", "kv_lens": kv_lens, "page_size": 16}
     levels, positions, pages = row_levels(row)
     backend = CudaBackend(PoolGeometry(2, pages, 16, 8, 128))
     plans = [
@@ -214,16 +221,19 @@ def main() -> None:
             print(f"{row['name']:28} failed: {error!r}", flush=True)
             raise
         print(show(row, results[-1]), flush=True)
-    cpu = cpu_cost()
-    print(f"CPU, batch 256 at 1024 keys, {HOST_CALLS} calls each:")
-    for name, values in cpu.items():
-        print(f"{name:28} {min(values):8.1f} us least {median(values):8.1f} us median")
+    cpu = {}
+    for batch, kv_lens in cpu_batches().items():
+        print(f"CPU, {batch}, {HOST_CALLS} calls each:")
+        cpu[batch] = {}
+        for name, values in cpu_cost(kv_lens).items():
+            print(f"{name:28} {min(values):8.1f} us least {median(values):8.1f} us median")
+            cpu[batch][name] = round(median(values), 1)
     if arguments.results:
         document = provenance(["cupy-cuda13x", "numpy", "cuda-bindings"]) | {
             "device": device,
             "kernels_digest": kernels_digest(),
             "ceilings": {"read_tbps": round(read_tbps, 3), "matmul_tflops": round(matmul_tflops)},
-            "cpu_us": {name: round(median(values), 1) for name, values in cpu.items()},
+            "cpu_us": cpu,
             "rows": results,
         }
         arguments.results.parent.mkdir(parents=True, exist_ok=True)
