@@ -36,7 +36,7 @@ def kernels_table(results: dict[str, Any]) -> str:
         f"{results['device']}; {results['date'][:10]}; `{results['command']}`; ceilings of the "
         f"same run: {ceilings['read_tbps']:.2f} TB/s read, {ceilings['matmul_tflops']:.0f} TFLOP/s."
     )
-    cpu = ["| CPU of a decode call, median µs | plan, cold | launch, plan cached |", "|---|---|---|"]
+    cpu = ["| CPU of a decode call, µs | plan, cold | launch, plan cached |", "|---|---|---|"]
     for batch, times in results["cpu_us"].items():
         cpu.append(f"| {batch} | {times['cold_plan_us']:.0f} | {times['cached_launch_us']:.0f} |")
     return "\n".join([*lines, "", *cpu, "", told])

@@ -18,7 +18,6 @@
 // kQueriesInRegisters (the scores' products take Q from there; shared memory only passes it on).
 
 #include "hopper.cuh"
-#include "state.cuh"
 #include "wgmma.cuh"
 #include "wide_movers.cuh"
 #include "wide_products.cuh"

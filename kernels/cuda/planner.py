@@ -29,6 +29,7 @@ from kernels.cuda.tiles import (
     beside,
     hidden_rules,
     level_tiles,
+    spread,
 )
 
 NOTHING: Final = np.zeros(0, np.int32)
@@ -146,13 +147,15 @@ def _joined(parts: Sequence[Int32]) -> Int32:
 
 
 def _once_each(runs: Int, num_packed: int) -> bool:
-    """Whether the runs' rows follow each other from the first row to the last: all are final."""
-    if runs.shape[1] == 0:
-        return num_packed == 0
-    first, stop = runs[ROW], runs[ROW] + runs[ROWS]
-    if first[0] != 0 or stop[-1] != num_packed:
+    """Whether every packed row is in one run: all are final."""
+    if int(np.add.reduce(runs[ROWS])) != num_packed:
         return False
-    return not np.count_nonzero(first[1:] != stop[:-1])
+    begins, ends = runs[ROW], runs[ROW] + runs[ROWS]
+    if not np.count_nonzero(begins[1:] != ends[:-1]):
+        return True
+    # Each begin but 0 is also an end just where every row is in as many runs, here in one.
+    begins, ends = np.sort(begins), np.sort(ends)
+    return begins[0] == 0 and not np.count_nonzero(begins[1:] != ends[:-1])
 
 
 def _merge_lists(runs: Int, num_packed: int, chunk: int) -> tuple[Int | None, Merges]:
@@ -162,36 +165,51 @@ def _merge_lists(runs: Int, num_packed: int, chunk: int) -> tuple[Int | None, Me
     """
     if _once_each(runs, num_packed):
         return None, Merges(chunk, NOTHING, NO_LISTS, NOTHING, 0)
-    first = runs[ROW] // chunk
-    past = (runs[ROW] + runs[ROWS]) // chunk
-    num_chunks = num_packed // chunk
-    change = np.bincount(first, minlength=num_chunks + 1)
-    change -= np.bincount(past, minlength=num_chunks + 1)
-    seen = np.cumsum(change)[:-1]
-    shared = np.concatenate([[0], np.cumsum(seen > 1)])
-    partial = shared[past] > shared[first]
-    lengths = np.where(partial, runs[ROWS], 0)
-    ends = np.cumsum(lengths)
+    first, width = runs[ROW] // chunk, runs[ROWS] // chunk
+    one_each = int(np.add.reduce(width)) == len(width)
+    find = _seen_once_each if one_each else _seen
+    seen, partial = find(first, width, num_packed // chunk)
+    lengths = partial * runs[ROWS]
+    ends = np.add.accumulate(lengths)
     where = np.where(partial, ends - lengths, FINAL)
 
     # one entry per partial run and chunk, gathered by chunk
-    run = np.flatnonzero(partial)
-    width = (past - first)[run]
-    which = np.repeat(run, width)
-    inside = np.arange(len(which)) - np.repeat(np.cumsum(width) - width, width)
-    chunks = first[which] + inside
-    members = where[which] + inside * chunk
-    order = np.argsort(chunks, kind="stable")
-    chunks = chunks[order]
-    fresh = np.flatnonzero(np.append(True, chunks[1:] != chunks[:-1])) if len(chunks) else order
-    unseen = np.flatnonzero(seen == 0)
-    indptr = np.full(len(fresh) + len(unseen) + 1, len(chunks), np.int32)
-    indptr[: len(fresh)] = fresh
+    run = partial.nonzero()[0]
+    chunks, members = first.take(run), where.take(run)
+    if not one_each:
+        copy, inside = spread(width.take(run))
+        chunks, members = chunks.take(copy) + inside, members.take(copy) + inside * chunk
+    order = chunks.argsort(kind="stable")
+    chunks = chunks.take(order)
+    fresh = np.ones(len(chunks), np.bool_)
+    np.not_equal(chunks[1:], chunks[:-1], out=fresh[1:])
+    lists = fresh.nonzero()[0]
+    unseen = (seen == 0).nonzero()[0]
+    indptr = np.empty(len(lists) + len(unseen) + 1, np.int32)
+    indptr[: len(lists)] = lists
+    indptr[len(lists) :] = len(chunks)
     merges = Merges(
         chunk_rows=chunk,
-        chunks=np.concatenate([chunks[fresh], unseen]).astype(np.int32),
+        chunks=np.concatenate([chunks.take(lists), unseen], dtype=np.int32),
         indptr=indptr,
-        members=members[order].astype(np.int32),
+        members=members.take(order).astype(np.int32),
         num_partial_rows=int(ends[-1]) if len(ends) else 0,
     )
     return where, merges
+
+
+def _seen_once_each(first: Int, width: Int, num_chunks: int) -> tuple[Int, Int]:
+    """`_seen` for runs of one chunk each."""
+    seen = np.bincount(first, minlength=num_chunks)
+    return seen, (seen > 1).take(first)
+
+
+def _seen(first: Int, width: Int, num_chunks: int) -> tuple[Int, Int]:
+    """How many runs each chunk is in, and which runs have a chunk that others have too."""
+    past = first + width
+    change = np.bincount(first, minlength=num_chunks + 1)
+    change -= np.bincount(past, minlength=num_chunks + 1)
+    seen = np.add.accumulate(change)[:-1]
+    shared = np.zeros(num_chunks + 1, np.intp)
+    np.add.accumulate(seen > 1, out=shared[1:])
+    return seen, shared.take(past) > shared.take(first)

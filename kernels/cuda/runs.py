@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from kernels.backend import Int32
-from kernels.cuda.tiles import KEYS, PAGE, ROW, SHAPE, START, Int, Problem, TileShape
+from kernels.cuda.tiles import KEYS, PAGE, ROW, SHAPE, START, Int, Problem, TileShape, spread
 
 EQUAL: Final = 1.03
 """Tiles are of one size when the largest is at most this many times the mean."""
@@ -42,7 +42,7 @@ def cut(tiles: Int, problem: Problem) -> list[Cut]:
     """Runs of every shape that has tiles; persistent kernels get their share beside the others."""
     counts = np.bincount(tiles[SHAPE]).tolist()
     mine = [
-        (tiles if count == tiles.shape[1] else tiles[:, tiles[SHAPE] == index], index)
+        (tiles if count == tiles.shape[1] else tiles.compress(tiles[SHAPE] == index, axis=1), index)
         for index, count in enumerate(counts)
         if count
     ]
@@ -64,7 +64,7 @@ def _persistent_share(parts: list[tuple[Int, int]], problem: Problem) -> float:
     kept = whole = 0.0
     for tiles, index in parts:
         shape = problem.shapes[index]
-        cost = int(tiles[KEYS].sum()) * shape.key_cost
+        cost = int(np.add.reduce(tiles[KEYS])) * shape.key_cost
         whole += cost
         kept += cost if shape.persistent else 0.0
     return kept / whole
@@ -124,15 +124,12 @@ def _bounds(count: int, each: int) -> Int32:
 
 def _cut_alike(tiles: Int, pieces: int, granule: int, page_size: int) -> Int:
     """Every tile cut into as many runs, `pieces` or as many granules as the shortest tile has."""
-    sizes = -(-tiles[KEYS] // granule)
+    sizes = -(tiles[KEYS] // -granule)
     pieces = min(pieces, int(np.minimum.reduce(sizes)))
     if pieces == 1:
         return tiles
-    bounds = sizes[:, None] * np.arange(pieces + 1) // pieces
-    offset = bounds[:, :-1].reshape(-1)
-    length = bounds[:, 1:].reshape(-1) - offset
-    tile = np.repeat(np.arange(len(sizes)), pieces)
-    return _runs(tiles, tile, offset, length, granule, page_size)
+    offset = sizes[:, None] * np.arange(pieces) // pieces
+    return _runs(tiles, offset.reshape(-1), granule, page_size)
 
 
 def _equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple[Int, Int32]:
@@ -140,32 +137,38 @@ def _equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple
 
     Returns the runs and where each team's begin.
     """
-    sizes = -(-tiles[KEYS] // granule)
-    ends = np.cumsum(sizes)
-    begins = ends - sizes
+    sizes = -(tiles[KEYS] // -granule)
+    ends = np.add.accumulate(sizes)
     total = int(ends[-1])
     teams = min(teams, total)
     bounds = np.arange(teams + 1) * total // teams
-    tile = np.searchsorted(ends, bounds)
-    before, after = begins[tile], ends[tile]
-    nearest = np.where(after - bounds < bounds - before, after, before)
-    bounds = np.where(np.abs(nearest - bounds) * teams <= SNAP * total, nearest, bounds)
-    starts = np.concatenate([begins, bounds[:-1]])
-    starts.sort()
-    starts = starts[np.append(True, starts[1:] != starts[:-1])]
-    tile = np.searchsorted(ends, starts, side="right")
-    length = np.append(starts[1:], total) - starts
-    runs = _runs(tiles, tile, starts - begins[tile], length, granule, page_size)
-    return runs, np.searchsorted(starts, bounds).astype(np.int32)
+    tile = ends.searchsorted(bounds)
+    left = ends.take(tile) - bounds
+    past = sizes.take(tile) - left
+    cuts = np.minimum(past, left) * teams > SNAP * total  # other bounds move to the tile's edge
+    # runs before a bound: those of the tiles before its own, its own tile's first unless the bound
+    # is where that begins, and one for each cut before it
+    begin = np.add.accumulate(cuts)
+    begin += tile
+    begin += (past > left) & ~cuts
+    which = cuts.nonzero()[0]
+    offset = np.zeros(len(sizes) + len(which), np.int32)
+    offset[begin.take(which)] = past.take(which)
+    return _runs(tiles, offset, granule, page_size), begin.astype(np.int32)
 
 
-def _runs(tiles: Int, tile: Int, offset: Int, length: Int, granule: int, page_size: int) -> Int:
-    """Runs of `length` granules of the given tiles, from `offset` granules on."""
-    runs = tiles[:, tile]
-    skipped = offset * granule
+def _runs(tiles: Int, offset: Int, granule: int, page_size: int) -> Int:
+    """Runs of all tiles, each from `offset` granules on to the tile's next run, or to its end.
+
+    A tile's first run has offset 0.
+    """
+    runs = tiles.take(np.add.accumulate(offset == 0) - 1, axis=1)
+    skipped = (offset * granule).astype(np.int32, copy=False)
     runs[PAGE] += skipped // page_size
     runs[START] += skipped
-    runs[KEYS] = np.minimum(length * granule, runs[KEYS] - skipped)
+    keys, following = runs[KEYS], skipped[1:]
+    np.copyto(keys[:-1], following, where=following > 0)
+    keys -= skipped
     return runs
 
 
@@ -175,14 +178,12 @@ def _cut_evenly(tiles: Int, shape: TileShape, workers: int, page_size: int) -> I
     Tiles of one segment are cut alike, so that their runs of the same keys follow each other.
     """
     granule = _granule(shape, page_size)
-    sizes = -(-tiles[KEYS] // granule)
-    total = int(sizes.sum())
-    if int(sizes.max()) * workers * 8 > total:
+    sizes = -(tiles[KEYS] // -granule)
+    total = int(np.add.reduce(sizes))
+    if int(np.maximum.reduce(sizes)) * workers * 8 > total:
         most = max(-(-total // (workers * shape.waves)), -(-shape.least_run // granule))
-        count = -(-sizes // most)
-        piece = -(-sizes // count)
-        count = -(-sizes // piece)
-        tile = np.repeat(np.arange(len(count)), count)
-        inside = np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
-        tiles = _runs(tiles, tile, inside * piece[tile], piece[tile], granule, page_size)
-    return tiles[:, np.lexsort((tiles[ROW], tiles[PAGE], -tiles[KEYS]))]
+        count = -(sizes // -most)
+        piece = -(sizes // -count)
+        tile, inside = spread(-(sizes // -piece))
+        tiles = _runs(tiles, inside * piece.take(tile), granule, page_size)
+    return tiles.take(np.lexsort((tiles[ROW], tiles[PAGE], -tiles[KEYS])), axis=1)

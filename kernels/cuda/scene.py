@@ -60,7 +60,7 @@ class Scene:
 
     @property
     def rare(self) -> bool:
-        """Whether the common kernels do not do: see RARE in tile.cuh."""
+        """Whether the common kernels do not do: see kRare in shape.cuh."""
         scoring = self.scoring
         return self.masked or scoring.logits_soft_cap > 0 or scoring.sm_scale <= 0
 

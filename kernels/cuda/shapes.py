@@ -73,7 +73,7 @@ def narrow_kernel(
     """The kernel of teams of warps for 8 * `row_tiles` packed rows."""
     limit = SHARED_PER_MULTIPROCESSOR.get(arch, LEAST_SHARED)
     rows = 8 * row_tiles
-    # kWarpBytes of attend_narrow.cu: queries, a row tile's states, maxima and sums, row numbers
+    # kWarpBytes of narrow_team.cuh: queries, a row tile's states, maxima and sums, row numbers
     own = head_dim * 32 + 8 * (head_dim + 4) * 4 + 64 + rows * 4
     # 168 registers hold neither long rows, nor 128 dims of what is rare or has to be converted;
     # for sm_100 and later the compiler takes a few more

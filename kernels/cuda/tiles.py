@@ -92,6 +92,13 @@ def beside(parts: Sequence[Int]) -> Int:
     return np.concatenate(parts, axis=1) if parts else np.zeros((FIELDS, 0), np.int32)
 
 
+def spread(counts: Int) -> tuple[Int, Int]:
+    """Item i repeated `counts[i]` times: the item of each copy, and how many copies came before."""
+    begins = np.add.accumulate(counts) - counts
+    item = np.arange(len(counts)).repeat(counts)
+    return item, np.arange(len(item)) - begins.take(item)
+
+
 def level_tiles(
     layer: int, positions: Int32, level: Level, row: int, page: int, chunk: int, problem: Problem
 ) -> Int:
@@ -102,7 +109,7 @@ def level_tiles(
         return tiles
     least = int(np.minimum.reduce(tiles[ROWS]))
     if least < 1 or int(np.minimum.reduce(tiles[KEYS])) < 1:
-        tiles = tiles[:, (tiles[ROWS] > 0) & (tiles[KEYS] > 0)]
+        tiles = tiles.compress((tiles[ROWS] > 0) & (tiles[KEYS] > 0), axis=1)
         if tiles.shape[1] == 0:
             return tiles
         least = int(np.minimum.reduce(tiles[ROWS]))
@@ -154,12 +161,10 @@ def _fit(tiles: Int, least: int, most: int, chunk: int, shapes: Sequence[TileSha
     if first == last and most <= capacities[first]:
         return tiles
     capacity = np.array(capacities, np.int32)[tiles[SHAPE]]
-    count = -(-tiles[ROWS] // capacity)
-    ends = np.cumsum(count)
-    segment = np.repeat(np.arange(len(count)), count)
-    capacity = capacity[segment]
-    within = (np.arange(len(segment)) - (ends - count)[segment]) * capacity
-    tiles = tiles[:, segment]
+    segment, within = spread(-(tiles[ROWS] // -capacity))
+    capacity = capacity.take(segment)
+    within *= capacity
+    tiles = tiles.take(segment, axis=1)
     tiles[ROW] += within
     tiles[ROWS] = np.minimum(capacity, tiles[ROWS] - within)
     return tiles
@@ -172,7 +177,7 @@ def _clip(tiles: Int, positions: Int32, problem: Problem) -> Int:
     np.floor_divide(tiles[ROW], group, out=bounds[:, 0])
     np.floor_divide(tiles[ROW] + (tiles[ROWS] - 1), group, out=bounds[:, 1])
     bounds[:, 1] += 1
-    padded = np.append(positions, positions[-1:])  # so that the second may be the end
+    padded = np.concatenate([positions, positions[-1:]])  # so that the second may be the end
     where = bounds.reshape(-1)
     tiles[LEAST] = np.minimum.reduceat(padded, where)[::2]
     tiles[GREATEST] = np.maximum.reduceat(padded, where)[::2]
@@ -187,7 +192,7 @@ def _clip(tiles: Int, positions: Int32, problem: Problem) -> Int:
         tiles[KEYS] -= hidden
     if int(np.minimum.reduce(tiles[KEYS])) > 0:
         return tiles
-    return tiles[:, tiles[KEYS] > 0]
+    return tiles.compress(tiles[KEYS] > 0, axis=1)
 
 
 def hidden_rules(runs: Int, window_left: int) -> Int:

@@ -5,16 +5,6 @@
 #include "state.cuh"
 #include "wide_tile.cuh"
 
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
 // This thread's first row of the tile (the other is 8 further); computed anew each time where registers
 // are short.
 __device__ __forceinline__ int my_row() {

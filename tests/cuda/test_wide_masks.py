@@ -89,7 +89,7 @@ class Device:
     """Stands for the library and the transfers: keeps what each launch got as its last struct."""
 
     def __init__(self, arch: str) -> None:
-        self.arch = arch
+        self.arch, self.overlaps = arch, False
         self.launches: list[tuple[str, int, bytes]] = []
         self.specs: list[Spec] = []
 
