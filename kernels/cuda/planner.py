@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kernels.backend import Int32, Plan
 from kernels.cuda.runs import cut
 from kernels.cuda.tiles import (
-    CAUSAL,
-    FINAL,
     ITEM_FIELDS,
     PARTIAL,
     ROW,
@@ -27,9 +26,8 @@ from kernels.cuda.tiles import (
     Problem,
     TileShape,
     beside,
-    hidden_rules,
+    keep_rules,
     level_tiles,
-    spread,
 )
 
 NOTHING: Final = np.zeros(0, np.int32)
@@ -118,12 +116,10 @@ def make_work(requests: Sequence[tuple[int, Plan]], problem: Problem) -> Work:
         row += count
     cuts = cut(beside(tiles), problem)
     runs = beside([part.runs for part in cuts])
-    where, merges = _merge_lists(runs, row * problem.group_size, chunk)
-    items = np.ascontiguousarray(runs[: len(ITEM_FIELDS)].T)
-    if where is not None:
-        items[:, PARTIAL] = where
+    merges = _merge_lists(runs, row * problem.group_size, chunk)
     if ruled:
-        items[:, CAUSAL] = hidden_rules(runs, problem.window_left)
+        keep_rules(runs, problem.window_left)
+    items = np.ascontiguousarray(runs[: len(ITEM_FIELDS)].T)
     launches, at = [], 0
     for part in cuts:
         stop = at + part.runs.shape[1]
@@ -148,64 +144,79 @@ def _joined(parts: Sequence[Int32]) -> Int32:
 
 def _once_each(runs: Int, num_packed: int) -> bool:
     """Whether every packed row is in one run: all are final."""
-    if int(np.add.reduce(runs[ROWS])) != num_packed:
-        return False
     begins, ends = runs[ROW], runs[ROW] + runs[ROWS]
-    if not np.count_nonzero(begins[1:] != ends[:-1]):
+    if _follow(begins, ends, num_packed):
         return True
-    # Each begin but 0 is also an end just where every row is in as many runs, here in one.
-    begins, ends = np.sort(begins), np.sort(ends)
-    return begins[0] == 0 and not np.count_nonzero(begins[1:] != ends[:-1])
+    # in another order? As many runs have a row as begin by then less those that end, whichever
+    return _follow(np.sort(begins), np.sort(ends), num_packed)
 
 
-def _merge_lists(runs: Int, num_packed: int, chunk: int) -> tuple[Int | None, Merges]:
-    """First partial row of each run, or FINAL, and the lists of chunks that are merged.
+def _follow(begins: Int, ends: Int, num_packed: int) -> bool:
+    """Whether each begins where the one before ends, from the first row to the last."""
+    if len(begins) == 0:
+        return num_packed == 0
+    if begins[0] != 0 or ends[-1] != num_packed:
+        return False
+    return not np.count_nonzero(begins[1:] != ends[:-1])
 
-    None where every run is final.
-    """
-    if _once_each(runs, num_packed):
-        return None, Merges(chunk, NOTHING, NO_LISTS, NOTHING, 0)
-    first, width = runs[ROW] // chunk, runs[ROWS] // chunk
-    one_each = int(np.add.reduce(width)) == len(width)
-    find = _seen_once_each if one_each else _seen
-    seen, partial = find(first, width, num_packed // chunk)
-    lengths = partial * runs[ROWS]
-    ends = np.add.accumulate(lengths)
-    where = np.where(partial, ends - lengths, FINAL)
 
-    # one entry per partial run and chunk, gathered by chunk
-    run = partial.nonzero()[0]
-    chunks, members = first.take(run), where.take(run)
-    if not one_each:
-        copy, inside = spread(width.take(run))
-        chunks, members = chunks.take(copy) + inside, members.take(copy) + inside * chunk
+def _merge_lists(runs: Int, num_packed: int, chunk: int) -> Merges:
+    """The lists of chunks that are merged; gives runs that are not final their partial rows."""
+    num_runs, num_chunks = runs.shape[1], num_packed // chunk
+    if num_runs <= num_chunks and _once_each(runs, num_packed):
+        return Merges(chunk, NOTHING, NO_LISTS, NOTHING, 0)
+    first = runs[ROW] // chunk
+    width = runs[ROWS] // chunk if np.count_nonzero(runs[ROWS] != chunk) else None
+    seen, partial = _seen(first, width, num_chunks)
+    chunks = _members(runs, partial.nonzero()[0], first, width, chunk)
+
+    # members gathered by chunk, those of one chunk in the order of their runs
     order = chunks.argsort(kind="stable")
     chunks = chunks.take(order)
-    fresh = np.ones(len(chunks), np.bool_)
+    fresh = np.empty(len(chunks), np.bool_)
+    fresh[:1] = True
     np.not_equal(chunks[1:], chunks[:-1], out=fresh[1:])
     lists = fresh.nonzero()[0]
-    unseen = (seen == 0).nonzero()[0]
-    indptr = np.empty(len(lists) + len(unseen) + 1, np.int32)
+    merged = chunks.take(lists)
+    if np.count_nonzero(seen) < num_chunks:
+        merged = np.concatenate([merged, (seen == 0).nonzero()[0]])
+    indptr = np.empty(len(merged) + 1, np.int32)
     indptr[: len(lists)] = lists
     indptr[len(lists) :] = len(chunks)
-    merges = Merges(
+    return Merges(
         chunk_rows=chunk,
-        chunks=np.concatenate([chunks.take(lists), unseen], dtype=np.int32),
+        chunks=merged.astype(np.int32, copy=False),
         indptr=indptr,
-        members=members.take(order).astype(np.int32),
-        num_partial_rows=int(ends[-1]) if len(ends) else 0,
+        members=(order * chunk).astype(np.int32),
+        num_partial_rows=len(chunks) * chunk,
     )
-    return where, merges
 
 
-def _seen_once_each(first: Int, width: Int, num_chunks: int) -> tuple[Int, Int]:
-    """`_seen` for runs of one chunk each."""
-    seen = np.bincount(first, minlength=num_chunks)
-    return seen, (seen > 1).take(first)
+def _members(runs: Int, partial: Int, first: Int, width: Int | None, chunk: int) -> Int:
+    """The chunk of every member: those of the first of the `partial` runs, of the second, ...
+
+    Member i is the state of partial rows `i * chunk` and on. Writes each run's first into `runs`.
+    """
+    chunks = first.take(partial)
+    if width is None:
+        runs[PARTIAL][partial] = np.arange(0, len(partial) * chunk, chunk, dtype=np.int32)
+        return chunks
+    width = width.take(partial)
+    begins = np.add.accumulate(width) - width
+    runs[PARTIAL][partial] = (begins * chunk).astype(np.int32)
+    chunks = (chunks - begins).repeat(width)
+    chunks += np.arange(len(chunks))
+    return chunks
 
 
-def _seen(first: Int, width: Int, num_chunks: int) -> tuple[Int, Int]:
-    """How many runs each chunk is in, and which runs have a chunk that others have too."""
+def _seen(first: Int, width: Int | None, num_chunks: int) -> tuple[Int, NDArray[np.bool_]]:
+    """How many runs each chunk is in, and which runs have a chunk that others have too.
+
+    `width` is None where each run is one chunk.
+    """
+    if width is None:
+        seen = np.bincount(first, minlength=num_chunks)
+        return seen, (seen > 1).take(first)
     past = first + width
     change = np.bincount(first, minlength=num_chunks + 1)
     change -= np.bincount(past, minlength=num_chunks + 1)

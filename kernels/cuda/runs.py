@@ -7,6 +7,7 @@ worker busy; cutting costs a partial state for every row.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Final
 
@@ -104,8 +105,8 @@ def _deal(tiles: Int, index: int, workers: int, problem: Problem) -> Cut:
 
 def _team(shape: TileShape, useful: int, most: int) -> int:
     """The smallest team with the `useful` workers that a tile has granules for, or the largest."""
-    fit = [size for size in shape.teams if size <= max(1, most)]
-    return next((size for size in fit if size >= useful), fit[-1])
+    fit = shape.teams[: bisect_right(shape.teams, max(1, most))]
+    return fit[min(bisect_left(fit, useful), len(fit) - 1)]
 
 
 def _whole_each(num_tiles: int, teams: int) -> int:
@@ -141,18 +142,19 @@ def _equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple
     ends = np.add.accumulate(sizes)
     total = int(ends[-1])
     teams = min(teams, total)
-    bounds = np.arange(teams + 1) * total // teams
+    bounds = np.arange(0, teams * total + 1, total) // teams
     tile = ends.searchsorted(bounds)
     left = ends.take(tile) - bounds
     past = sizes.take(tile) - left
-    cuts = np.minimum(past, left) * teams > SNAP * total  # other bounds move to the tile's edge
+    # a bound that is closer to an edge of its tile moves there, the others cut it
+    cuts = np.minimum(past, left) > int(SNAP * total) // teams
     # runs before a bound: those of the tiles before its own, its own tile's first unless the bound
     # is where that begins, and one for each cut before it
     begin = np.add.accumulate(cuts)
     begin += tile
     begin += (past > left) & ~cuts
     which = cuts.nonzero()[0]
-    offset = np.zeros(len(sizes) + len(which), np.int32)
+    offset = np.zeros(len(sizes) + len(which), np.intp)
     offset[begin.take(which)] = past.take(which)
     return _runs(tiles, offset, granule, page_size), begin.astype(np.int32)
 
@@ -162,13 +164,14 @@ def _runs(tiles: Int, offset: Int, granule: int, page_size: int) -> Int:
 
     A tile's first run has offset 0.
     """
-    runs = tiles.take(np.add.accumulate(offset == 0) - 1, axis=1)
-    skipped = (offset * granule).astype(np.int32, copy=False)
-    runs[PAGE] += skipped // page_size
-    runs[START] += skipped
-    keys, following = runs[KEYS], skipped[1:]
-    np.copyto(keys[:-1], following, where=following > 0)
-    keys -= skipped
+    later = offset > 0
+    runs = tiles.take(np.add.accumulate(~later) - 1, axis=1)
+    page, keys, start = runs[PAGE], runs[KEYS], runs[START]
+    skipped = (offset * granule).astype(np.int32)
+    page += skipped // page_size
+    start += skipped
+    keys -= skipped  # to the tile's end
+    keys[:-1] -= keys[1:] * later[1:]  # less what its next run has
     return runs
 
 

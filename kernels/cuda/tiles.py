@@ -96,7 +96,7 @@ def spread(counts: Int) -> tuple[Int, Int]:
     """Item i repeated `counts[i]` times: the item of each copy, and how many copies came before."""
     begins = np.add.accumulate(counts) - counts
     item = np.arange(len(counts)).repeat(counts)
-    return item, np.arange(len(item)) - begins.take(item)
+    return item, np.arange(len(item)) - begins.repeat(counts)
 
 
 def level_tiles(
@@ -107,8 +107,8 @@ def level_tiles(
     tiles = _segments(layer, level, page, problem)
     if tiles.shape[1] == 0:
         return tiles
-    least = int(np.minimum.reduce(tiles[ROWS]))
-    if least < 1 or int(np.minimum.reduce(tiles[KEYS])) < 1:
+    least, _, fewest_keys = np.minimum.reduce(tiles[ROWS : KEYS + 1], axis=1).tolist()
+    if least < 1 or fewest_keys < 1:
         tiles = tiles.compress((tiles[ROWS] > 0) & (tiles[KEYS] > 0), axis=1)
         if tiles.shape[1] == 0:
             return tiles
@@ -152,15 +152,15 @@ def _fit(tiles: Int, least: int, most: int, chunk: int, shapes: Sequence[TileSha
     `least` and `most` are the fewest and the most rows of a segment.
     """
     takes = [shape.most_rows for shape in shapes[:-1]]
-    capacities = [shape.rows // chunk * chunk for shape in shapes]
     first, last = bisect_left(takes, least), bisect_left(takes, most)
     if first != last:
         tiles[SHAPE] = np.searchsorted(takes, tiles[ROWS])
     elif first:
         tiles[SHAPE] = first
-    if first == last and most <= capacities[first]:
+    if first == last and most <= shapes[first].rows // chunk * chunk:
         return tiles
-    capacity = np.array(capacities, np.int32)[tiles[SHAPE]]
+    capacities = np.array([shape.rows // chunk * chunk for shape in shapes], np.int32)
+    capacity = capacities.take(tiles[SHAPE])
     segment, within = spread(-(tiles[ROWS] // -capacity))
     capacity = capacity.take(segment)
     within *= capacity
@@ -195,11 +195,10 @@ def _clip(tiles: Int, positions: Int32, problem: Problem) -> Int:
     return tiles.compress(tiles[KEYS] > 0, axis=1)
 
 
-def hidden_rules(runs: Int, window_left: int) -> Int:
-    """The rules each run still needs, key by key: bits of WorkItem.causal."""
-    future = runs[START] + runs[KEYS] - 1 > runs[LEAST]
-    hide: Int = np.where((runs[CAUSAL] != 0) & future, HIDE_FUTURE, 0)
+def keep_rules(runs: Int, window_left: int) -> None:
+    """Leave in `causal` the rules each run still needs, key by key: bits of WorkItem.causal."""
+    rules = runs[CAUSAL]  # HIDE_FUTURE or 0
+    rules *= runs[START] + runs[KEYS] - 1 > runs[LEAST]
     if window_left >= 0:
         start = runs[START].astype(np.int64)
-        hide |= np.where(start + window_left < runs[GREATEST], HIDE_WINDOW, 0)
-    return hide
+        rules[start + window_left < runs[GREATEST]] |= HIDE_WINDOW

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -289,6 +289,25 @@ def test_causal_prefill_leaves_out_keys_after_each_tile() -> None:
     keys = {begin: int(wide[wide[:, 1] == begin, 4].sum()) for begin in (0, 128)}
     assert keys == {0: 128, 128: 256}
     assert (np.diff(wide[:, 4]) <= 0).all(), "the dearest item comes first"
+
+
+def test_whole_tiles_are_final_though_the_dearest_comes_first() -> None:
+    level = replace(flat_level([1024] * 40, 16), qo_indptr=np.arange(41, dtype=np.int32) * 256)
+    plan = Plan((replace(level, causal=True),), np.tile(np.arange(768, 1024, dtype=np.int32), 40))
+    work = make_work([(0, plan)], problem(group=1))
+    items = work.launches[0].items
+    assert len(items) == 80 and (np.diff(items[:, 1]) < 0).any(), "tiles lie in another order"
+    assert (items[:, 7] == FINAL).all()
+    assert len(work.merges.chunks) == work.merges.num_partial_rows == 0
+
+
+def test_a_plan_is_only_read() -> None:
+    plan = decode_plan([17, 0, 5000, 400] * 9)
+    arrays = [plan.positions, *(getattr(plan.levels[0], f.name) for f in fields(Level)[:-1])]
+    for array in arrays:
+        array.flags.writeable = False
+    work = make_work([(2, plan), (1, plan)], problem(heads=1, window=600))
+    assert work.merges.num_partial_rows > 0
 
 
 def test_requests_of_several_layers_share_one_launch() -> None:
