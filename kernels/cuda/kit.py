@@ -15,7 +15,7 @@ from kernels.cuda.planner import Launch, Merges, Work, make_work
 from kernels.cuda.scene import Scene
 from kernels.cuda.shapes import Kernel, attend_kernels, merge_launch, planner_shape, wide_variant
 from kernels.cuda.steps import MergeStep, MmaStep, Step, VisibleStep, WideStep
-from kernels.cuda.structs import ATTEND_PARAMS, MERGE_PARAMS, params, writer
+from kernels.cuda.structs import ATTEND_PARAMS, MERGE_PARAMS, packed, writer
 from kernels.cuda.tiles import KEYS, PAGE, Problem
 from kernels.cuda.transfer import Transfers
 
@@ -146,7 +146,7 @@ class Kit:
         """What finds the key tiles that a mask leaves something of, for a kernel of many rows."""
         words = visible.table_words(launch.items, kernel.tile_keys)
         memory = transfers.scratch(launch.num_items * words * visible.ELEMENT_BYTES)
-        block = params(
+        block = packed(
             visible.PARAMS,
             items=items,
             positions=places.positions,
@@ -158,7 +158,7 @@ class Kit:
         )
         function = self._library.function(visible.SPEC, visible.ENTRY)
         grid = launch.num_items * words
-        launcher = Launcher(function, grid, visible.THREADS, 0, block.tobytes())
+        launcher = Launcher(function, grid, visible.THREADS, 0, block)
         return VisibleStep(launcher, memory, words)
 
     def _mma_step(
@@ -178,7 +178,7 @@ class Kit:
         struct = self._struct
         if not launch.shape.persistent:  # TileParams of attend_tile.cu
             tiles, words = (finder.address, finder.words) if finder is not None else (0, 0)
-            struct += params(visible.TABLE, tiles=tiles, words=words).tobytes()
+            struct += packed(visible.TABLE, tiles=tiles, words=words)
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
         launcher = make(function, grid, kernel.threads, kernel.shared_bytes, struct)
         pages = 0 if self._scene.store.contiguous else places.kv_indices
@@ -199,7 +199,7 @@ class Kit:
     ) -> WideStep:
         store, scoring = self._scene.store, self._scene.scoring
         runs = len(np.unique(launch.items[:, PAGE]))
-        block = params(
+        block = packed(
             wide.ARGUMENTS,
             items=items,
             kv_indices=0 if store.contiguous else places.kv_indices,
@@ -224,7 +224,7 @@ class Kit:
             grid,
             kernel.threads,
             kernel.shared_bytes,
-            bytes(wide.ARGUMENTS_AT) + block.tobytes(),
+            bytes(wide.ARGUMENTS_AT) + block,
             wide.PARAMETERS,
         )
         return WideStep(launcher, lambda layer: store.maps(layer, kernel.tile_keys))
@@ -240,7 +240,7 @@ class Kit:
             merges.longest,
             self._multiprocessors,
         )
-        block = params(
+        block = packed(
             MERGE_PARAMS,
             indptr=places.indptr,
             list=places.members,
@@ -254,14 +254,14 @@ class Kit:
             split=how.split,
         )
         function = self._library.function(how.spec, "merge_states")
-        return MergeStep(make(function, how.grid, how.threads, 0, block.tobytes()))
+        return MergeStep(make(function, how.grid, how.threads, 0, block))
 
 
 def _scene_struct(scene: Scene) -> bytes:
     """`AttendParams` as far as the scene decides it."""
     store, scoring = scene.store, scene.scoring
     scale = scoring.sm_scale * store.k_scale
-    block = params(
+    return packed(
         ATTEND_PARAMS,
         **store.strides,
         group_size=scene.group_size,
@@ -271,4 +271,3 @@ def _scene_struct(scene: Scene) -> bytes:
         v_scale=store.v_scale,
         window_left=scoring.window_left,
     )
-    return block.tobytes()

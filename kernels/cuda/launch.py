@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from ctypes import CDLL, POINTER, Structure, addressof, c_char, c_uint, c_void_p, pointer
+from ctypes import CDLL, addressof, c_char, c_void_p
 from pathlib import Path
 from struct import Struct
 from typing import Any, Final
@@ -15,6 +15,12 @@ from cupy_backends.cuda.api import driver
 from kernels.compile import DEFAULT_CACHE, Spec, cached_path, compile_all, compile_cached
 
 _POINTER: Final = Struct("=Q")
+_ATTRIBUTE: Final = Struct("=I4xI60x")
+"""`CUlaunchAttribute`: id, and a value of 64 bytes of which the first four count here."""
+_CONFIG: Final = Struct("=7I4xQQI4x")
+"""`CUlaunchConfig`: grid, block, shared bytes; stream; where its attributes are, and how many."""
+_STREAM_IN_CONFIG: Final = 32
+_PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
 
 
 def device_arch(device: int) -> str:
@@ -59,28 +65,6 @@ class Launcher:
         driver.launchKernel(*self._settled, stream, self._where, 0)
 
 
-class _Attribute(Structure):
-    """`CUlaunchAttribute`, whose value is a union of 64 bytes."""
-
-    _fields_ = (("id", c_uint), ("padding", c_uint), ("value", c_uint * 16))
-
-
-class _Config(Structure):
-    """`CUlaunchConfig`."""
-
-    _fields_ = (
-        ("grid", c_uint * 3),
-        ("block", c_uint * 3),
-        ("shared_bytes", c_uint),
-        ("stream", c_void_p),
-        ("attributes", POINTER(_Attribute)),
-        ("num_attributes", c_uint),
-    )
-
-
-_PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
-
-
 @functools.cache
 def _launch_kernel_ex() -> Any:
     """The driver's `cuLaunchKernelEx`, which CuPy has no binding of."""
@@ -96,19 +80,24 @@ class OverlappingLauncher(Launcher):
     that others write.
     """
 
-    __slots__ = ("_attribute", "_config", "_where_all")
+    __slots__ = ("_stream_at", "_where_all")
 
     def __init__(
         self, kernel: Any, grid: int, threads: int, shared_bytes: int, struct: bytes
     ) -> None:
-        super().__init__(kernel, grid, threads, shared_bytes, struct)
-        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (c_uint * 16)(1))
-        sizes = ((c_uint * 3)(grid, 1, 1), (c_uint * 3)(threads, 1, 1), shared_bytes)
-        self._config = _Config(*sizes, None, pointer(self._attribute), 1)
-        self._where_all = (addressof(self._config), kernel.kernel.ptr, self._where, None)
+        attribute = len(struct)
+        config = attribute + _ATTRIBUTE.size
+        end = config + _CONFIG.size
+        super().__init__(kernel, grid, threads, shared_bytes, struct.ljust(end, b"\0"))
+        address = self._where - end
+        _ATTRIBUTE.pack_into(self.memory, attribute, _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+        sizes = (grid, 1, 1, threads, 1, 1, shared_bytes)
+        _CONFIG.pack_into(self.memory, config, *sizes, 0, address + attribute, 1)
+        self._stream_at = config + _STREAM_IN_CONFIG
+        self._where_all = (address + config, kernel.kernel.ptr, self._where, None)
 
     def __call__(self) -> None:
-        self._config.stream = cupy.cuda.get_current_stream().ptr
+        _POINTER.pack_into(self.memory, self._stream_at, cupy.cuda.get_current_stream().ptr)
         driver.check_status(_launch_kernel_ex()(*self._where_all))
 
 

@@ -79,7 +79,8 @@ class Merges:
 
     @property
     def longest(self) -> int:
-        return int(np.diff(self.indptr).max(initial=0))
+        lengths = self.indptr[1:] - self.indptr[:-1]
+        return int(np.maximum.reduce(lengths, initial=0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -178,7 +178,8 @@ def _runs(tiles: Int, offset: Int, granule: int, page_size: int) -> Int:
 def _cut_evenly(tiles: Int, shape: TileShape, workers: int, page_size: int) -> Int:
     """Cut tiles that would leave workers idle at the end; dearest first, sharers of keys together.
 
-    Tiles of one segment are cut alike, so that their runs of the same keys follow each other.
+    Tiles of one segment are cut alike, so that their runs of the same keys follow each other, the
+    last rows first: those see most where a custom mask is causal in shape.
     """
     granule = _granule(shape, page_size)
     sizes = -(tiles[KEYS] // -granule)
@@ -189,4 +190,4 @@ def _cut_evenly(tiles: Int, shape: TileShape, workers: int, page_size: int) -> I
         piece = -(sizes // -count)
         tile, inside = spread(-(sizes // -piece))
         tiles = _runs(tiles, inside * piece.take(tile), granule, page_size)
-    return tiles.take(np.lexsort((tiles[ROW], tiles[PAGE], -tiles[KEYS])), axis=1)
+    return tiles.take(np.lexsort((-tiles[ROW], tiles[PAGE], -tiles[KEYS])), axis=1)

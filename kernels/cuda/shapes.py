@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, DType, Scoring, Unsupported
@@ -253,6 +254,7 @@ def merge_launch(
     return MergeLaunch(merge_spec(head_dim, partials, dtype, batch), threads, grid, split)
 
 
+@cache
 def merge_spec(head_dim: int, partials: bool, dtype: DType, batch: int) -> Spec:
     """merge_states of float partials into `dtype`, or of `dtype` into itself; head_dim 0: any."""
     return spec(

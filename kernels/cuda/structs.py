@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from struct import Struct
 from typing import Any, Final
 
@@ -60,12 +61,29 @@ _LETTERS: Final = {
 }
 
 
+def packed(dtype: np.dtype[Any], **fields: float) -> bytes:
+    """One struct; unnamed fields are 0. Raises TypeError for a name that it has not."""
+    pack, zeros = _packing(dtype)
+    values = zeros | fields
+    if len(values) > len(zeros):
+        raise TypeError(f"no fields of this struct: {sorted(fields.keys() - zeros.keys())}")
+    return pack(*values.values())
+
+
 def params(dtype: np.dtype[Any], **fields: float) -> NDArray[Any]:
-    """One struct as a one-element array, passed to kernels by value; unnamed fields are 0."""
-    block = np.zeros(1, dtype)
-    for name, value in fields.items():
-        block[name] = value
-    return block
+    """`packed` as a one-element array, which CuPy's calls pass to kernels by value."""
+    return np.frombuffer(bytearray(packed(dtype, **fields)), dtype)
+
+
+@cache
+def _packing(dtype: np.dtype[Any]) -> tuple[Callable[..., bytes], dict[str, float]]:
+    """What packs all fields of a struct, in order, and the fields as they are unless named."""
+    known: Mapping[str, Any] = dtype.fields or {}
+    letters, at = "=", 0
+    for kind, offset in known.values():
+        letters += "x" * (offset - at) + _LETTERS[kind]
+        at = offset + kind.itemsize
+    return Struct(letters + "x" * (dtype.itemsize - at)).pack, dict.fromkeys(known, 0)
 
 
 def writer(dtype: np.dtype[Any], *names: str, base: int = 0) -> Callable[..., None]:
