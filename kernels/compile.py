@@ -149,32 +149,42 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
-def compile_spec(kernel: Spec, arch: str) -> Compiled:
-    """Compile one kernel now. Raises `CompileError` with the compiler's log."""
-    from cuda.bindings import nvrtc
+def compiler_options() -> list[str]:
+    """What every kernel is compiled with, whatever its architecture.
 
-    source = (SOURCES / f"{kernel.source}.cu").read_bytes()
-    options = [
-        f"-arch={arch}",
+    NVRTC's own cache (from 12.9 on, where there is a driver) would leave out the log.
+    """
+    major, minor = map(int, nvrtc_version().split("."))
+    caches = (major, minor) >= (12, 9)
+    return [
         "-std=c++17",
         "--device-as-default-execution-space",
         "-ftz=true",
         f"-I{SOURCES}",
         "--ptxas-options=-v",
-        *kernel.options,
+        *(["--no-cache"] if caches else []),
     ]
+
+
+def compile_spec(kernel: Spec, arch: str) -> Compiled:
+    """Compile one kernel now. Raises `CompileError` with the compiler's log."""
+    from cuda.bindings import nvrtc
+
+    source = (SOURCES / f"{kernel.source}.cu").read_bytes()
+    options = [f"-arch={arch}", *compiler_options(), *kernel.options]
     program = check(nvrtc.nvrtcCreateProgram(source, f"{kernel.source}.cu".encode(), 0, [], []))
     try:
         encoded = [option.encode() for option in options]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-        log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+        # NVRTC writes into what it is given: never bytes, of which Python shares those of length 1
+        log = bytearray(check(nvrtc.nvrtcGetProgramLogSize(program)))
         check(nvrtc.nvrtcGetProgramLog(program, log))
         text = log.rstrip(b"\0 ").decode(errors="replace")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(f"{kernel} does not compile for {arch}:\n{text}")
-        cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+        cubin = bytearray(check(nvrtc.nvrtcGetCUBINSize(program)))
         check(nvrtc.nvrtcGetCUBIN(program, cubin))
-        return Compiled(kernel, arch, cubin, text)
+        return Compiled(kernel, arch, bytes(cubin), text)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels import compile as compile_module
 from kernels.backend import DType
 from kernels.compile import ARCHITECTURES, CompileError, Spec, compile_all, compile_spec, spec
 from kernels.cuda.shapes import HEAD_DIMS, attend_kernels, service_specs
@@ -64,3 +65,13 @@ def test_a_compiled_kernel_is_found_in_the_cache(tmp_path: Path) -> None:
     assert again.cubin == b"what the cache holds"
     assert again.resources == first.resources
     assert not list(tmp_path.rglob("tmp*")), "a temporary file was left"
+
+
+def test_an_empty_log_leaves_what_python_shares_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [o for o in compile_module.compiler_options() if o != "--ptxas-options=-v"]
+    monkeypatch.setattr(compile_module, "compiler_options", lambda: options)
+    compiled = compile_spec(spec("rows", HEAD_DIM=64, TENSOR=0, STORE=0), "sm_80")
+    assert compiled.log == ""
+    assert [bytes([code])[0] for code in range(256)] == list(range(256))
+    with pytest.raises(ValueError, match="no register count"):
+        _ = compiled.resources

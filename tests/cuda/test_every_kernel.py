@@ -22,9 +22,14 @@ def test_what_the_sanitizer_runs_is_right_on_the_cpu() -> None:
 @pytest.mark.skipif(not Path(SANITIZER).exists(), reason="no compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_every_kernel_is_clean_under(tool: str) -> None:
-    command = [SANITIZER, "--tool", tool, "--error-exitcode", "9", sys.executable]
+    command = [SANITIZER, "--tool", tool, "--error-exitcode", "9"]
+    if tool == "memcheck":  # bindings ask the driver for functions it may lack: no error of ours
+        command += ["--report-api-errors", "no"]
     done = subprocess.run(
-        [*command, every_kernel.__file__], capture_output=True, text=True, timeout=840
+        [*command, sys.executable, every_kernel.__file__],
+        capture_output=True,
+        text=True,
+        timeout=840,
     )
     assert done.returncode == 0, (
         f"exit {done.returncode}\n{done.stdout[-6000:]}{done.stderr[-2000:]}"
