@@ -2,7 +2,8 @@
 
 A persistent kernel's tiles are laid end to end and dealt to teams of workers, each a consecutive
 list of runs. Where tiles are few, teams are large, so that a tile need not be cut to keep every
-worker busy; cutting costs a partial state for every row.
+worker busy; cutting costs a partial state for every row. Tiles of the other kernels go to whichever
+worker is free: they are cut into as many runs as let the last worker end soonest.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from kernels.backend import Int32
+from kernels.cuda import rounds
 from kernels.cuda.tiles import KEYS, PAGE, ROW, SHAPE, START, Int, Problem, TileShape, spread
 
 EQUAL: Final = 1.03
@@ -24,6 +26,10 @@ FILLED: Final = 0.95
 """Share of the places for whole tiles, a few per worker, that must be taken."""
 SNAP: Final = 0.03
 """A share ends with a tile when that is no further off than this part of the share."""
+ENOUGH: Final = 7
+"""Rounds of the longest tile that need no cut: what is idle at the end is little."""
+SPARE: Final = 2
+"""Workers not counted on: whoever still runs what came before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,28 +53,32 @@ def cut(tiles: Int, problem: Problem) -> list[Cut]:
         for index, count in enumerate(counts)
         if count
     ]
-    share = _persistent_share(mine, problem) if len(mine) > 1 else 1.0
+    share, seconds = _persistent_share(mine, problem) if mine else (0.0, 0.0)
     cuts = []
     for part, index in mine:
         shape = problem.shapes[index]
-        workers = max(1, shape.workers // problem.num_kv_heads)
         if shape.persistent:
+            workers = max(1, shape.workers // problem.num_kv_heads)
             cuts.append(_deal(part, index, max(1, round(workers * share)), problem))
         else:
-            runs = _cut_evenly(part, shape, workers, problem.page_size)
+            busy = round(shape.workers * share)
+            free = [(0.0, max(1, shape.workers - busy - SPARE)), (seconds, busy)]
+            runs = _cut_evenly(part, shape, free[: 2 if busy else 1], problem)
             cuts.append(Cut(index, runs, np.zeros(1, np.int32)))
     return cuts
 
 
-def _persistent_share(parts: list[tuple[Int, int]], problem: Problem) -> float:
-    """What part of the batch's cost the persistent kernels have."""
+def _persistent_share(parts: list[tuple[Int, int]], problem: Problem) -> tuple[float, float]:
+    """What part of the batch's cost the persistent kernels have, and how long they take for it."""
+    if len(parts) == 1:
+        return float(problem.shapes[parts[0][1]].persistent), 0.0
     kept = whole = 0.0
     for tiles, index in parts:
         shape = problem.shapes[index]
-        cost = int(np.add.reduce(tiles[KEYS])) * shape.key_cost
+        cost = int(np.add.reduce(tiles[KEYS])) * problem.num_kv_heads * shape.key_cost
         whole += cost
         kept += cost if shape.persistent else 0.0
-    return kept / whole
+    return kept / whole, whole
 
 
 def _granule(shape: TileShape, page_size: int) -> int:
@@ -175,19 +185,31 @@ def _runs(tiles: Int, offset: Int, granule: int, page_size: int) -> Int:
     return runs
 
 
-def _cut_evenly(tiles: Int, shape: TileShape, workers: int, page_size: int) -> Int:
+def _cut_evenly(
+    tiles: Int, shape: TileShape, free: list[tuple[float, int]], problem: Problem
+) -> Int:
     """Cut tiles that would leave workers idle at the end; dearest first, sharers of keys together.
 
     Tiles of one segment are cut alike, so that their runs of the same keys follow each other, the
     last rows first: those see most where a custom mask is causal in shape.
     """
-    granule = _granule(shape, page_size)
+    granule, heads = _granule(shape, problem.page_size), problem.num_kv_heads
     sizes = -(tiles[KEYS] // -granule)
-    total = int(np.add.reduce(sizes))
-    if int(np.maximum.reduce(sizes)) * workers * 8 > total:
-        most = max(-(-total // (workers * shape.waves)), -(-shape.least_run // granule))
-        count = -(sizes // -most)
-        piece = -(sizes // -count)
+    longest, total = int(np.maximum.reduce(sizes)), int(np.add.reduce(sizes))
+    if longest * shape.workers * ENOUGH > total * heads:
+        kinds = rounds.sizes_of(sizes, longest)
+        # tiles of one size come in the same order however heads take turns
+        together = shape.heads_at_once if kinds[1:] and shape.heads_at_once else heads
+        deal = rounds.Deal(
+            sizes=[(size, count * together) for size, count in kinds],
+            turns=-(heads // -together),
+            free=free,
+            rows=shape.rows,
+            granule_seconds=granule * shape.key_cost * shape.workers,
+        )
+        pieces = rounds.pieces(deal, longest * granule // shape.least_run)
+        most = -(longest // -pieces)
+        piece = -(sizes // (sizes // -most))
         tile, inside = spread(-(sizes // -piece))
-        tiles = _runs(tiles, inside * piece.take(tile), granule, page_size)
+        tiles = _runs(tiles, inside * piece.take(tile), granule, problem.page_size)
     return tiles.take(np.lexsort((-tiles[ROW], tiles[PAGE], -tiles[KEYS])), axis=1)

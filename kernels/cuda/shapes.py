@@ -211,6 +211,7 @@ def planner_shape(
         persistent=narrow,
         least_run=NARROW_RUN if narrow else 256,
         key_cost=token_bytes / 6.2e12 if narrow else flops / (620e12 if wide else 320e12),
+        heads_at_once=2 if wide else 0,  # wide.heads_together, but for hundreds of tiles on one run
         teams=tuple(t for t in range(1, warps + 1) if warps % t == 0),
     )
 

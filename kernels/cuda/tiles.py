@@ -42,12 +42,12 @@ HIDE_WINDOW: Final = 2
 class TileShape:
     """One kernel as the planner sees it: its tile, and how many workers the device runs at once.
 
-    `persistent` kernels take a worker's list of items; the others take items, dearest first, and
-    where these must be cut they make `waves` turns of all workers. So many workers of a persistent
-    kernel as `teams` names, growing from 1, may share an item as one team. Runs are cut at
-    multiples of `granule` keys and of whole pages. Segments of at most `most_rows` packed rows go
-    to the first shape that takes them. `key_cost` is what one key of one tile costs of the whole
-    device's time.
+    `persistent` kernels take a worker's list of items; the others' workers take items as they are
+    free, dearest first, for so many kv heads at a time as `heads_at_once` says (0: all). So many
+    workers of a persistent kernel as `teams` names, growing from 1, may share an item as one team.
+    Runs are cut at multiples of `granule` keys and of whole pages. Segments of at most `most_rows`
+    packed rows go to the first shape that takes them. `key_cost` is what one key of one tile costs
+    of the whole device's time, in seconds.
     """
 
     name: str
@@ -57,8 +57,8 @@ class TileShape:
     granule: int
     persistent: bool
     least_run: int
-    waves: int = 2
     key_cost: float = 1.0
+    heads_at_once: int = 0
     teams: tuple[int, ...] = (1,)
 
 
