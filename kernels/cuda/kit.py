@@ -135,10 +135,11 @@ class Kit:
         if len(work.launches) != 1 or not self._library.overlaps:
             return Launcher
         (launch,) = work.launches
-        warps = launch.num_workers * launch.team
-        short = int(launch.items[:, KEYS].sum()) <= SHORT_LAUNCH * warps
-        overlaps = launch.shape.persistent and (short or len(work.merges.chunks) > 0)
-        return OverlappingLauncher if overlaps else Launcher
+        if len(work.merges.chunks) == 0:
+            most = SHORT_LAUNCH * launch.num_workers * launch.team
+            if int(launch.items[:, KEYS].sum()) > most:
+                return Launcher
+        return OverlappingLauncher if launch.shape.persistent else Launcher
 
     def _visible_step(
         self, launch: Launch, kernel: Kernel, places: _Places, items: int, transfers: Transfers
