@@ -24,6 +24,19 @@ struct PoolRows {
   float v_scale;
 };
 
+// Row i of k and v [num_rows, num_kv_heads, kHeadDim] belongs to token slot slots[i].
+struct TensorRows {
+  void* k;
+  void* v;
+  const int* slots;
+  int num_rows;
+};
+
+struct Moved {
+  PoolRows pool;
+  TensorRows rows;
+};
+
 __device__ __forceinline__ int64 pool_offset(const PoolRows& pool, int slot, int head, int unit) {
   const int page = static_cast<uint32>(slot) / static_cast<uint32>(pool.page_size), offset = slot - page * pool.page_size;
   const uint32 row = page * pool.page_rows + offset * pool.token_rows + head * pool.head_rows;
@@ -57,28 +70,31 @@ __device__ __forceinline__ void append_8(void* to, const Eight& from, float scal
   }
 }
 
-// Row i of k, v [num_rows, num_kv_heads, kHeadDim] -> token slot slots[i]. A thread has kPerThread
-// times eight values, a block's worth apart.
+// Rows -> token slots. A thread has kPerThread times eight values, a block's worth apart. Rows and
+// slots come by copies, never from a kernel, so they are read while the kernel before still runs; only
+// then does the pool change.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    append_rows(const __grid_constant__ PoolRows pool, const void* k, const void* v,
-                const int* slots, int num_rows) {
+    append_rows(const __grid_constant__ Moved moved) {
   constexpr int kPerThread = 2;
+  const PoolRows& pool = moved.pool;
   const uint32 heads = pool.num_kv_heads;
-  const uint32 total = num_rows * heads * kUnits;  // the host bounds it
+  const uint32 total = moved.rows.num_rows * heads * kUnits;  // the host bounds it
   const uint32 first = blockIdx.x * (kThreads * kPerThread) + threadIdx.x;
   Eight keys[kPerThread], values[kPerThread];
   int64 to[kPerThread];
+  launch_dependents();
 #pragma unroll
   for (int n = 0; n < kPerThread; ++n) {
     const uint32 i = first + n * kThreads;
     if (i < total) {
       const int64 from = static_cast<int64>(i) * 8 * format_bytes<kTensor>();
-      keys[n] = load_8(k, from);
-      values[n] = load_8(v, from);
+      keys[n] = load_8(moved.rows.k, from);
+      values[n] = load_8(moved.rows.v, from);
       const uint32 head_row = i / kUnits, row = head_row / heads;
-      to[n] = pool_offset(pool, slots[row], head_row - row * heads, i % kUnits);
+      to[n] = pool_offset(pool, moved.rows.slots[row], head_row - row * heads, i % kUnits);
     }
   }
+  wait_for_predecessor();
 #pragma unroll
   for (int n = 0; n < kPerThread; ++n) {
     if (first + n * kThreads < total) {
@@ -100,20 +116,22 @@ __device__ __forceinline__ void gather_8(void* to, const void* from, float scale
   }
 }
 
-// Token slot slots[i] -> row i of k, v [num_rows, num_kv_heads, kHeadDim], dequantised.
+// Token slots -> rows, dequantised.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    gather_rows(const __grid_constant__ PoolRows pool, void* k, void* v, const int* slots,
-                int num_rows) {
+    gather_rows(const __grid_constant__ Moved moved) {
+  const PoolRows& pool = moved.pool;
   const uint32 i = blockIdx.x * kThreads + threadIdx.x;  // the host bounds it
   const uint32 head_row = i / kUnits;
   const int unit = i % kUnits;
   const int row = head_row / static_cast<uint32>(pool.num_kv_heads);
-  if (row >= num_rows) return;
+  if (row >= moved.rows.num_rows) return;
   const int head = head_row - row * pool.num_kv_heads;
   const int64 to = static_cast<int64>(i) * 8 * format_bytes<kTensor>();
-  const int64 from = pool_offset(pool, slots[row], head, unit);
-  gather_8(static_cast<char*>(k) + to, static_cast<const char*>(pool.k) + from, pool.k_scale);
-  gather_8(static_cast<char*>(v) + to, static_cast<const char*>(pool.v) + from, pool.v_scale);
+  const int64 from = pool_offset(pool, moved.rows.slots[row], head, unit);
+  gather_8(static_cast<char*>(moved.rows.k) + to, static_cast<const char*>(pool.k) + from,
+           pool.k_scale);
+  gather_8(static_cast<char*>(moved.rows.v) + to, static_cast<const char*>(pool.v) + from,
+           pool.v_scale);
 }
 
 // First num_rows[x] slots of page src[x] -> page dst[x]; blockIdx = (copy, layer).

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from kernels.backend import (
@@ -18,11 +16,11 @@ from kernels.backend import (
     Unsupported,
 )
 from kernels.cuda import checks
-from kernels.cuda.launch import Library
+from kernels.cuda.launch import Launcher, Library, OverlappingLauncher
 from kernels.cuda.pending import Guard, Result
 from kernels.cuda.scene import Store
 from kernels.cuda.shapes import rows_spec
-from kernels.cuda.structs import POOL_ROWS, params
+from kernels.cuda.structs import POOL_ROWS, TENSOR_ROWS, packed
 from kernels.cuda.transfer import Transfers, aligned, pinned
 
 THREADS = 256
@@ -95,28 +93,35 @@ class Rows:
             buffer, at = self._transfers.upload((src_pages, dst_pages, num_rows))
             function = self._library.function(rows_spec(g.head_dim, "fp16", g.dtype), "copy_rows")
             grid = (len(num_rows), g.num_layers)
+            pool = np.frombuffer(bytearray(self._pool(0)), POOL_ROWS)
             with self._transfers.compute:
-                function(grid, (THREADS,), (self._pool(0), *map(np.uint64, at)))
+                function(grid, (THREADS,), (pool, *map(np.uint64, at)))
             self._transfers.retire(buffer)
 
     def enqueue(
         self, entry: str, layer: int, dtype: DType, rows: int, at: tuple[int, ...] | list[int]
     ) -> None:
-        """Launch append_rows or gather_rows on the current stream; `at`: k, v and slots there."""
-        g = self._geometry
+        """Launch append_rows or gather_rows on the current stream; `at`: k, v and slots there.
+
+        What is appended must be there already: it is read while earlier kernels may still run.
+        """
+        g, appends = self._geometry, entry == "append_rows"
         if rows * g.num_kv_heads * g.head_dim >= 2**32:
             raise Unsupported("rows", rows, "fewer than 2^32 values of k at a time")
         function = self._library.function(rows_spec(g.head_dim, dtype, g.dtype), entry)
         units = rows * g.num_kv_heads * (g.head_dim // 8)
-        per_block = THREADS * (APPENDED_UNITS if entry == "append_rows" else 1)
-        arguments = (self._pool(layer), *map(np.uint64, at), np.int32(rows))
-        function((-(-units // per_block),), (THREADS,), arguments)
+        per_block = THREADS * (APPENDED_UNITS if appends else 1)
+        k, v, slots = at
+        tensors = packed(TENSOR_ROWS, k=k, v=v, slots=slots, num_rows=rows)
+        launcher = OverlappingLauncher if appends and self._library.overlaps else Launcher
+        grid = -(-units // per_block)
+        launcher(function, grid, THREADS, 0, self._pool(layer) + tensors)()
 
-    def _pool(self, layer: int) -> Any:
+    def _pool(self, layer: int) -> bytes:
         """`PoolRows` of one layer."""
         store = self._store
         shift = layer * store.layer_bytes
-        return params(
+        return packed(
             POOL_ROWS,
             k=store.k + shift,
             v=store.v + shift,

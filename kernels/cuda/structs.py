@@ -53,6 +53,11 @@ POOL_ROWS: Final = np.dtype(
 )
 """`PoolRows` of rows.cu."""
 
+TENSOR_ROWS: Final = np.dtype(
+    [*((name, np.uint64) for name in ("k", "v", "slots")), ("num_rows", np.int32)], align=True
+)
+"""`TensorRows` of rows.cu."""
+
 _LETTERS: Final = {
     np.dtype(np.uint64): "Q",
     np.dtype(np.uint32): "I",
