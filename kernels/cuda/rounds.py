@@ -57,7 +57,7 @@ def pieces(deal: Deal, most: int) -> int:
     """How many runs to make of the longest tiles, at most `most`; no other tile's are longer.
 
     Tiles of one size: as many as fill some rounds of the workers. Others even out by themselves:
-    whole, or as many as fill one round, or cut to what makes two.
+    whole, or cut to what makes two rounds.
     """
     workers = sum(count for _, count in deal.free)
     tiles = deal.turns * sum(count for _, count in deal.sizes)
@@ -69,7 +69,7 @@ def pieces(deal: Deal, most: int) -> int:
         }
     else:
         granules = deal.turns * sum(size * count for size, count in deal.sizes)
-        wanted = {deal.free[0][1] // tiles, -(2 * workers * deal.longest // -granules)}
+        wanted = {-(2 * workers * deal.longest // -granules)}
     choices = sorted({1, *(max(1, min(count, most)) for count in wanted)})
     ends = [seconds(deal, -(deal.longest // -count)) for count in choices]
     soon = min(ends) * AS_SOON

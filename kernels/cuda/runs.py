@@ -199,10 +199,10 @@ def _cut_evenly(
     if longest * shape.workers * ENOUGH > total * heads:
         kinds = rounds.sizes_of(sizes, longest)
         # tiles of one size come in the same order however heads take turns
-        together = shape.heads_together(heads) if len(kinds) > 1 else heads
+        together = shape.heads_at_once if kinds[1:] and shape.heads_at_once else heads
         deal = rounds.Deal(
             sizes=[(size, count * together) for size, count in kinds],
-            turns=heads // together,
+            turns=-(heads // -together),
             free=free,
             rows=shape.rows,
             granule_seconds=granule * shape.key_cost * shape.workers,

@@ -301,25 +301,6 @@ def test_whole_tiles_are_final_though_the_dearest_comes_first() -> None:
     assert len(work.merges.chunks) == work.merges.num_partial_rows == 0
 
 
-@pytest.mark.parametrize(
-    ("heads", "together", "at_once"), [(8, 2, 2), (1, 1, 2), (7, 1, 2), (8, 8, 0)]
-)
-def test_kv_heads_take_turns_in_pairs_where_they_go_up(
-    heads: int, together: int, at_once: int
-) -> None:
-    assert replace(WIDE, heads_at_once=at_once).heads_together(heads) == together
-
-
-def test_tiles_of_a_single_kv_head_are_not_counted_twice() -> None:
-    """1000 rows on 2000 keys, 8 heads on one: 63 tiles of many sizes are cut in two for 132."""
-    shapes = (replace(WIDE, heads_at_once=2, key_cost=1e-10),)
-    pages = np.arange(125, dtype=np.int32)
-    level = Level(int32(0, 1000), int32(0, 125), pages, int32(16), int32(0), True)
-    plan = Plan((level,), np.arange(1000, 2000, dtype=np.int32))
-    (launch,) = make_work([(0, plan)], problem(8, 16, 1, shapes=shapes)).launches
-    assert 110 < launch.num_items <= 126
-
-
 def test_a_plan_is_only_read() -> None:
     plan = decode_plan([17, 0, 5000, 400] * 9)
     arrays = [plan.positions, *(getattr(plan.levels[0], f.name) for f in fields(Level)[:-1])]
