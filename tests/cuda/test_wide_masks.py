@@ -109,11 +109,19 @@ class Device:
         return SimpleNamespace(ptr=77 << 20, size=size)
 
 
+def launch_once(device: Device, scene: Scene, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of a plan's launches, on two multiprocessors."""
+    monkeypatch.setattr(kit_module, "Launcher", device.launcher)
+    kit = Kit(scene, device, 2, 0)  # type: ignore[arg-type]
+    resident = kit.make([(0, plan)], device, team=None)  # type: ignore[arg-type]
+    for step in (*resident.steps, *resident.beside):
+        step.launch(Call(0, 1, 2, 3, 4, 5, 606, 707, 0, 0))
+
+
 def masked_launches(
     device: Device, monkeypatch: pytest.MonkeyPatch, masked: bool
 ) -> list[tuple[str, int, bytes]]:
     """Launches of 512 rows over 10000 keys with 2 query heads on 1 kv head."""
-    monkeypatch.setattr(kit_module, "Launcher", device.launcher)
     maps = TensorMaps(bytes(wide.ARGUMENTS_AT), 2, 0)
     strides = {"layer_bytes": 0, "layer_rows": 0, "page_rows": 32, "token_rows": 1, "head_rows": 1}
     pool = {"page_size": 16, "num_kv_heads": 1, "head_dim": 128, "dtype": "fp16", "num_pages": 625}
@@ -127,12 +135,7 @@ def masked_launches(
         kv_start=np.zeros(1, np.int32),
         causal=False,
     )
-    plan = Plan((level,), np.arange(512, dtype=np.int32))
-    kit = Kit(scene, device, 2, 0)  # type: ignore[arg-type]
-    resident = kit.make([(0, plan)], device, team=None)  # type: ignore[arg-type]
-    call = Call(0, 1, 2, 3, 4, 5, 606, 707, 0, 0)
-    for step in (*resident.steps, *resident.beside):
-        step.launch(call)
+    launch_once(device, scene, Plan((level,), np.arange(512, dtype=np.int32)), monkeypatch)
     return device.launches
 
 
@@ -188,15 +191,11 @@ def test_a_box_of_ragged_keys_is_what_the_kernel_waits_for(
         return bytes(tensor_maps.MAP_BYTES)
 
     device = Device("sm_90a")
-    monkeypatch.setattr(kit_module, "Launcher", device.launcher)
     monkeypatch.setattr(tensor_maps, "_encode", encode)
     store = ragged_store(1, head_dim, "fp16", 1 << 20, 1 << 21, 300)
     indptr = np.array([0, 300], np.int32)
-    kit = Kit(Scene(store, 1, "fp16", Scoring(0.1, cap), masked), device, 2, 0)  # type: ignore[arg-type]
-    plan = ragged_plan(indptr, indptr, causal=True)
-    resident = kit.make([(0, plan)], device, team=None)  # type: ignore[arg-type]
-    for step in (*resident.steps, *resident.beside):
-        step.launch(Call(0, 1, 2, 3, 4, 5, 606, 707, 0, 0))
+    scene = Scene(store, 1, "fp16", Scoring(0.1, cap), masked)
+    launch_once(device, scene, ragged_plan(indptr, indptr, causal=True), monkeypatch)
     (kernel,) = (spec for spec in device.specs if spec.source == "attend_wide")
     tile = next(o.split("=")[1] for o in kernel.options if o.startswith("-DkTileKeys="))
     assert boxes == [(64, int(tile), 1)] * 2
