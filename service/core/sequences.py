@@ -118,6 +118,10 @@ class SequenceBooks:
             raise UnknownSequence((name,))
         return self._leaves[index]
 
+    def holds(self, leaf: Leaf) -> bool:
+        """Whether the leaf's sequence is still the one that was made with it."""
+        return self._index_of.get(leaf.id) == leaf.index and self._leaves[leaf.index] is leaf
+
     def leaves(self, indices: Indices) -> list[Leaf]:
         """The leaf of each column."""
         every = self._leaves

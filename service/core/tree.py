@@ -5,14 +5,14 @@ A change either happens or raises having changed nothing: each method checks fir
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
 from service.core.allocator import PageAllocator
 from service.core.creation import first_lengths
 from service.core.errors import IntegrityError, InvalidRequest, LengthMismatch
-from service.core.integrity import check_integrity, sharing_ratio
+from service.core.integrity import integrity_steps, sharing_ratio
 from service.core.nodes import Leaf, Links
 from service.core.ragged import CsrTable, csr_table, indptr, token_slots
 from service.core.sequences import SequenceBooks
@@ -39,9 +39,7 @@ class PrefixTree:
     """
 
     __slots__ = (
-        "_last_version",
         "_links",
-        "_version",
         "allocator",
         "books",
         "num_layers",
@@ -61,7 +59,6 @@ class PrefixTree:
         self.num_layers = num_layers
         self.page_size = page_size
         self._links = Links()
-        self._version = self._last_version = 0
 
     def create(self, new: Sequence[NewSpec]) -> RowCopies:
         """Make sequences, each empty or a fork; all or none.
@@ -74,7 +71,6 @@ class PrefixTree:
         lengths = first_lengths(self.books, new)
         num_tails = sum(length % self.page_size > 0 for length in lengths)
         fresh = self.allocator.allocate(num_tails)
-        self._new_version()
         copies: list[tuple[int, int, int]] = []
         written_from: dict[int, int] = {}
         for spec, length in zip(new, lengths, strict=True):
@@ -95,7 +91,6 @@ class PrefixTree:
         Raises `UnknownSequence`, `InvalidRequest` where an id comes twice.
         """
         leaves = self.books.leaves(self.books.distinct_indices(ids))
-        self._new_version()
         for leaf in leaves:
             self._drop_pages(leaf, leaf.start)
             self._links.detach(leaf, leaf.parent)
@@ -121,7 +116,6 @@ class PrefixTree:
             self._drop_pages(leaf, full + (num_rows > 0))
         else:
             copies = self._cut_shared(leaf, full, num_rows)
-        self._new_version()
         self.books.lengths[:, leaf.index] = length
         self.books.renew(leaf)
         return copies
@@ -152,24 +146,31 @@ class PrefixTree:
         self.books.lengths[layer, index] = lengths
         slots = self._slots_after(index, before, counts)
         new_pages = missing[grown].astype(np.int32)
-        versions = (self._version, self._new_version())
-        return Extension(slots, lengths, layer, index, before, index[grown], new_pages, versions)
+        num_pages = self.books.num_pages[index[grown]]
+        leaves, got = self.books.leaves(index), self.books.leaves(index[grown])
+        return Extension(slots, lengths, layer, leaves, before, got, new_pages, num_pages)
 
     def undo(self, extension: Extension) -> None:
-        """Take back the latest change, which must be this extension; so several, latest first.
+        """Take back an extension; of several of the same sequences, the latest first.
 
-        Raises `IntegrityError` when something else has changed since.
+        What became of other sequences since does not matter. Raises `IntegrityError` when its own
+        have changed since, or are gone.
         """
-        before, after = extension.versions
-        if self._version != after:
-            raise IntegrityError("an extension that is not the latest change was to be undone")
-        self._version = before
-        self.books.lengths[extension.layer, extension.indices] = extension.before
-        leaves = self.books.leaves(extension.grown)
-        for leaf, count in zip(leaves, extension.num_new_pages.tolist(), strict=True):
-            self._drop_pages(leaf, int(self.books.num_pages[leaf.index]) - count)
+        books, layer = self.books, extension.layer
+        index = np.array([leaf.index for leaf in extension.leaves], np.intp)
+        grown = np.array([leaf.index for leaf in extension.grown], np.intp)
+        same = (
+            all(books.holds(leaf) for leaf in extension.leaves)
+            and np.array_equal(books.lengths[layer, index], extension.lengths)
+            and np.array_equal(books.num_pages[grown], extension.num_pages)
+        )
+        if not same:
+            raise IntegrityError("an extension was to be undone whose sequences changed since")
+        books.lengths[layer, index] = extension.before
+        for leaf, count in zip(extension.grown, extension.num_new_pages.tolist(), strict=True):
+            self._drop_pages(leaf, int(books.num_pages[leaf.index]) - count)
             # The next extension may reach the same length on other pages.
-            self.books.renew(leaf)
+            books.renew(leaf)
 
     def lengths(self, ids: Sequence[str], layer: int) -> Int32:
         """kv_len at `layer`, int32 [B]. Raises `UnknownSequence` with every unknown id."""
@@ -219,9 +220,14 @@ class PrefixTree:
         """Up to `limit` sequences in order of id, those after `after` (None: from the start)."""
         return [self.describe(name) for name in self.books.names_after(after, limit)]
 
+    def integrity_steps(self) -> Iterator[None]:
+        """`check_integrity` in pieces between which the tree may change."""
+        return integrity_steps(self.books, self._links, self.allocator, self.page_size)
+
     def check_integrity(self) -> None:
         """Raises `IntegrityError`, with the numbers, where an invariant does not hold."""
-        check_integrity(self.books, self._links.count, self.allocator, self.page_size)
+        for _ in self.integrity_steps():
+            pass
 
     @property
     def num_sequences(self) -> int:
@@ -240,12 +246,6 @@ class PrefixTree:
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:
             raise InvalidRequest("layer", layer, f"0 to {self.num_layers - 1}")
-
-    def _new_version(self) -> int:
-        """A number for what all sequences hold from now on; an undo goes back to an old one."""
-        self._last_version += 1
-        self._version = self._last_version
-        return self._version
 
     def _add(self, spec: NewSpec, parent: Leaf | None, length: int, tail: Int32) -> None:
         """A new sequence with `parent`'s full pages up to `length`, then `tail`."""

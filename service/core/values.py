@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from service.core.nodes import Leaf
+
 Int32 = NDArray[np.int32]
 Indices = NDArray[np.intp]
 
@@ -47,19 +49,18 @@ class Extension:
     """What `PrefixTree.extend` did: where the new tokens go, and what it takes to undo it.
 
     `slots` int32 [sum(counts)] are token slots (`page * page_size + offset`) in row order;
-    `lengths` int32 [B] is kv_len after. The rest is the tree's own: columns of the sequences and
-    their lengths before, columns of those that got pages and how many, and the tree's
-    versions before and after.
+    `lengths` int32 [B] is kv_len after. The rest is the tree's own: the leaves of the sequences
+    and their lengths before; the leaves that got pages, how many, and how many they have since.
     """
 
     slots: Int32
     lengths: Int32
     layer: int
-    indices: Indices
+    leaves: list[Leaf]
     before: Int32
-    grown: Indices
+    grown: list[Leaf]
     num_new_pages: Int32
-    versions: tuple[int, int]
+    num_pages: Int32
 
 
 @dataclass(frozen=True, slots=True)

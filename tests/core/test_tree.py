@@ -311,13 +311,32 @@ def test_undo_puts_lengths_and_pages_back_latest_first(pool) -> None:
     assert pool.read("a") == [0, 1, 2, 3, 4]
 
 
-def test_undo_is_refused_once_something_else_has_changed(pool) -> None:
+def test_undo_is_refused_once_its_own_sequences_have_changed(pool) -> None:
     pool.start("a", range(3))
     extension = pool.tree.extend(0, ["a"], int32(1))
-    pool.create(NewSpec("b"))
+    pool.tree.truncate("a", 2)
     with pytest.raises(IntegrityError):
         pool.tree.undo(extension)
-    assert pool.tree.describe("a").lengths == (4, 3)
+    assert pool.tree.describe("a").lengths == (2, 2)
+    gone = pool.tree.extend(0, ["a"], int32(2))
+    pool.tree.free(["a"])
+    pool.start("a", range(4))
+    with pytest.raises(IntegrityError):
+        pool.tree.undo(gone)
+    assert pool.tree.describe("a").lengths == (4, 4)
+
+
+def test_undo_does_not_mind_what_became_of_other_sequences(pool) -> None:
+    pool.start("a", range(3))
+    pool.start("c", range(4))
+    extension = pool.tree.extend(0, ["a"], int32(6))
+    pool.create(NewSpec("b"), NewSpec("d", "c"))
+    pool.tree.extend(1, ["b"], int32(5))
+    pool.tree.free(["c"])
+    pool.tree.undo(extension)
+    assert pool.tree.describe("a").lengths == (3, 3)
+    assert pool.tree.describe("b").lengths == (0, 5)
+    pool.tree.check_integrity()
 
 
 def test_a_plan_key_changes_when_written_pages_may_have(pool) -> None:
