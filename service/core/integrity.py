@@ -64,12 +64,12 @@ def integrity_steps(
 
 def _check_path(leaf: Leaf, books: SequenceBooks, page_size: int, checked: set[Node]) -> None:
     """A leaf, and the nodes above it that were not checked before."""
-    _check_leaf(leaf, books, page_size)
     node = leaf.parent
     while node is not None and node not in checked:
         _check_node(node)
         checked.add(node)
         node = node.parent
+    _check_leaf(leaf, books, page_size)
 
 
 def _check_node(node: Node) -> None:
