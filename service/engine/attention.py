@@ -1,207 +1,225 @@
-"""Operations that make or merge attention states, and the one that reads K and V back."""
+"""Attention over pages: decode, prefill and explicit cascades, short or in slices."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final, cast
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 
-from kernels.backend import (
-    Array,
-    Attend,
-    AttentionState,
-    DType,
-    Float32,
-    Mask,
-    Pending,
-    RaggedAttend,
-    Scoring,
-)
-from service.core.errors import InvalidRequest
+from kernels.backend import Attend, AttentionState, Mask, Scoring
+from kernels.tensor import Array, host_array
 from service.core.values import Extension
-from service.engine import operations as ops
 from service.engine.masks import ragged_mask
+from service.engine.place import Shape
 from service.engine.plans import Planned
+from service.engine.request import Request
+from service.engine.rows import write_steps
+from service.engine.slices import cut_attend, row_keys, weighted_spans
 from service.engine.store import Store
-from service.engine.work import Alone, Counts, Grouped, Work
-from service.metrics import Mode
+from service.engine.work import Cost, Counts, Grouped, Mode, Seconds, Sliced, Step, Steps, Work
 
 LOG2_E: Final = math.log2(math.e)
-LN_2: Final = math.log(2.0)
+TEXT_BYTES: Final = 128
+"""Room for the fields of an attention answer."""
+FLOAT32: Final = np.dtype(np.float32)
 
 
-def attention(store: Store, operation: ops.Attention, timings: ops.Timings) -> Work:
-    """Decode and prefill: append the rows that came along, plan, and attend."""
-    extension = None
-    if operation.k is not None and operation.v is not None:
-        extension = append_first(store, operation, (operation.k, operation.v), timings)
+def decode(store: Store, request: Request, seconds: Seconds) -> Work:
+    return paged(store, request, seconds, causal=False)
+
+
+def prefill(store: Store, request: Request, seconds: Seconds) -> Work:
+    return paged(store, request, seconds, causal=request.fields.causal)
+
+
+def paged(store: Store, request: Request, seconds: Seconds, *, causal: bool) -> Work:
+    """Append the rows that came along, plan, and attend."""
+    fields, tensors = request.fields, request.tensors
+    q, qo_indptr = tensors["q"], fields.qo_indptr_array
+    request.place.require(TEXT_BYTES, state_shapes(q))
+    rows = (tensors["k"], tensors["v"]) if "k" in tensors else None
+    extension, writing = None, False
+    if rows is not None:
+        counts = np.diff(qo_indptr)
+        extension = store.extend(fields.layer, fields.ids, counts, fields.offset_array, seconds)
+        writing = store.is_long_write(rows)
+        if not writing:
+            store.write(extension, rows, seconds)  # read before the attention behind it is done
     try:
         started = time.monotonic()
-        options = operation.options
-        planned = store.plans.sequences(
-            operation.sequences,
-            operation.layer,
-            operation.qo_indptr,
-            operation.causal,
-            options.cascade,
-        )
-        mask = None if operation.mask is None else pooled_mask(store, operation, planned)
-        timings.plan += time.monotonic() - started
+        planned = store.plans.sequences(fields.ids, fields.layer, qo_indptr, causal, fields.cascade)
+        mask = pooled_mask(store, request, planned)
+        seconds.plan += time.monotonic() - started
+        attend, lse = laid_attend(request, planned, mask)
     except BaseException:
         if extension is not None:
             store.undo(extension)
         raise
-    attend = Attend(operation.layer, operation.q, planned.plan, scoring(operation.q, options), mask)
     mode: Mode = "cascade" if planned.is_cascade else "flat"
-    appended = 0 if extension is None else extension.slots.size
+    counted = counts_of(store, planned, mode, 0 if extension is None else extension.slots.size)
+    cost = paged_cost(store, attend, planned)
+    if writing or store.pace.is_long("attend", cost):
+        steps = paged_steps(store, request, attend, extension if writing else None, cost)
+        return Sliced(steps, undoing(store, extension), counts=counted)
 
-    def finish(states: list[AttentionState]) -> ops.Attended:
-        return attended(states[0], options.lse_base, planned.num_levels, planned.is_cascade)
+    def finish(_: list[AttentionState]) -> None:
+        in_base(lse, fields.lse_base)
 
-    return Grouped((attend,), finish, extension, counts(store, planned, mode, appended))
-
-
-def append_first(
-    store: Store, operation: ops.Attention, rows: tuple[Array, Array], timings: ops.Timings
-) -> Extension:
-    qo_lens = np.diff(operation.qo_indptr)
-    return store.append(
-        operation.layer, operation.sequences, qo_lens, operation.offsets, rows, timings
-    )
+    return Grouped((attend,), finish, cost, extension, counted)
 
 
-def pooled_mask(store: Store, operation: ops.Attention, planned: Planned) -> Mask | None:
-    if operation.mask is None:
+def pooled_mask(store: Store, request: Request, planned: Planned) -> Mask | None:
+    """The request's mask over the whole kv_len, appended rows included."""
+    tensors, fields = request.tensors, request.fields
+    packed = "packed_mask" in tensors
+    given = tensors.get("packed_mask" if packed else "mask")
+    if given is None:
         return None
-    kv_lens = store.tree.lengths(operation.sequences, operation.layer)
-    order = planned.plan.order
-    return ragged_mask(operation.mask, operation.mask_packed, operation.qo_indptr, kv_lens, order)
+    kv_lens = store.tree.lengths(fields.ids, fields.layer)
+    return ragged_mask(given, packed, fields.qo_indptr_array, kv_lens, planned.plan.order)
 
 
-def ragged_prefill(store: Store, operation: ops.RaggedPrefill, _: ops.Timings) -> Work:
-    options = operation.options
-    refuse_cascade(options, "ragged prefill has no pages to share")
-    mask = None
-    if operation.mask is not None:
-        kv_lens = np.diff(operation.kv_indptr)
-        mask = ragged_mask(
-            operation.mask, operation.mask_packed, operation.qo_indptr, kv_lens, None
-        )
-    request = RaggedAttend(
-        q=operation.q,
-        k=operation.k,
-        v=operation.v,
-        qo_indptr=operation.qo_indptr,
-        kv_indptr=operation.kv_indptr,
-        causal=operation.causal,
-        scoring=scoring(operation.q, options),
-        mask=mask,
-    )
-
-    def finish(state: AttentionState) -> ops.Attended:
-        return attended(state, options.lse_base, 1, False)
-
-    return Alone(lambda: store.backend.attend_ragged(request), finish)
+def laid_attend(request: Request, planned: Planned, mask: Mask | None) -> tuple[Attend, Array]:
+    """The attention, with its answer's header written and its tensors' place known; their lse."""
+    fields, q = request.fields, request.tensors["q"]
+    laid = request.place.lay(answer_fields(fields.lse_base, planned), state_shapes(q))
+    out = AttentionState(laid["o"], laid["lse"])
+    return Attend(fields.layer, q, planned.plan, scoring(q, fields), mask, out), laid["lse"]
 
 
-def cascade(store: Store, operation: ops.Cascade, timings: ops.Timings) -> Work:
+def undoing(store: Store, extension: Extension | None) -> Callable[[], None]:
+    def undo() -> None:
+        if extension is not None:
+            store.undo(extension)
+
+    return undo
+
+
+def paged_steps(
+    store: Store, request: Request, attend: Attend, unwritten: Extension | None, cost: Cost
+) -> Steps:
+    """The append and then the attention, each in pieces of about a slice."""
+    if unwritten is not None:
+        rows = (request.tensors["k"], request.tensors["v"])
+        yield from write_steps(store, unwritten, rows)
+    yield from attend_steps(store, attend, cost)
+    if attend.out is not None:
+        in_base(host_array(attend.out.lse), request.fields.lse_base)
+
+
+def attend_steps(store: Store, attend: Attend, cost: Cost) -> Steps:
+    """One attention, some plan rows at a time; its states go to `attend.out`."""
+    keys = row_keys(attend.plan, store.geometry.page_size, attend.scoring.window_left)
+    fixed = Cost(num_bytes=float(keys.max(initial=0)) * store.geometry.token_bytes)
+    number = store.pace.num_slices("attend", cost, fixed)
+    for span in weighted_spans(keys + 1, cost, number):
+        piece, rows = cut_attend(attend, span)
+        states = yield Step(partial(store.backend.attend, [piece]), "attend", span.cost)
+        if piece.out is None and attend.out is not None:
+            host_array(attend.out.o)[rows] = host_array(states[0].o)
+            host_array(attend.out.lse)[rows] = host_array(states[0].lse)
+
+
+def cascade(store: Store, request: Request, seconds: Seconds) -> Work:
     """Explicit levels, merged by the backend; or each alone and then merged, when asked for."""
-    options = operation.options
-    refuse_cascade(options, "the levels of an explicit cascade are the caller's")
-    if options.window_left >= 0:
-        rule = "a row's position is known in one sequence only: no window over explicit levels"
-        raise InvalidRequest("window_left", options.window_left, rule)
+    fields, q = request.fields, request.tensors["q"]
+    shapes = state_shapes(q)
+    if fields.return_levels:
+        for index in range(len(fields.levels)):
+            shapes += state_shapes(q, f".{index}")
+    request.place.require(TEXT_BYTES, shapes)
     started = time.monotonic()
-    planned = store.plans.levels(
-        operation.levels, operation.layer, operation.causal, operation.q.shape[0]
-    )
-    timings.plan += time.monotonic() - started
-    whole = Attend(operation.layer, operation.q, planned.plan, scoring(operation.q, options))
-    counted = counts(store, planned, "explicit")
+    levels = [(level.ids, level.qo_indptr_array) for level in fields.levels]
+    planned = store.plans.levels(levels, fields.layer, fields.causal, q.shape[0])
+    seconds.plan += time.monotonic() - started
+    laid = request.place.lay(answer_fields(fields.lse_base, planned), shapes)
+    out = AttentionState(laid["o"], laid["lse"])
+    whole = Attend(fields.layer, q, planned.plan, scoring(q, fields), None, out)
+    counted = counts_of(store, planned, "explicit")
+    cost = paged_cost(store, whole, planned)
+    parts = each_level(whole, laid) if fields.return_levels else (whole,)
 
-    def finish(states: list[AttentionState]) -> ops.Attended:
-        return attended(states[0], options.lse_base, planned.num_levels, planned.is_cascade)
+    def finish(states: list[AttentionState]) -> None:
+        if fields.return_levels:
+            merge_levels(store, states, out)
+        for state in (out, *(states if fields.return_levels else ())):
+            in_base(host_array(state.lse), fields.lse_base)
 
-    def finish_levels(states: list[AttentionState]) -> ops.Attended:
-        merged = attended(
-            merge_levels(store, states), options.lse_base, planned.num_levels, planned.is_cascade
-        )
-        told = tuple((state.o, from_natural(state.lse, options.lse_base)) for state in states)
-        return replace(merged, level_states=told)
+    def steps() -> Steps:
+        for part in parts:
+            yield from attend_steps(store, part, Cost(cost.num_bytes, cost.flops / len(parts)))
+        finish([part.out for part in parts if part.out is not None])
 
-    if not operation.return_levels:
-        return Grouped((whole,), finish, None, counted)
-    return Grouped(one_per_level(whole), finish_levels, None, counted)
+    if store.pace.is_long("attend", cost):
+        return Sliced(steps(), lambda: None, counts=counted)
+    return Grouped(parts, finish, cost, None, counted)
 
 
-def one_per_level(whole: Attend) -> tuple[Attend, ...]:
+def each_level(whole: Attend, laid: dict[str, Array]) -> tuple[Attend, ...]:
     """The same rows, attending one level each."""
-    plan = whole.plan
-    return tuple(replace(whole, plan=replace(plan, levels=(level,))) for level in plan.levels)
+    return tuple(
+        replace(
+            whole,
+            plan=replace(whole.plan, levels=(level,)),
+            out=AttentionState(laid[f"o.{index}"], laid[f"lse.{index}"]),
+        )
+        for index, level in enumerate(whole.plan.levels)
+    )
 
 
-def merge_levels(store: Store, states: list[AttentionState]) -> AttentionState:
-    """Row by row the states of all levels."""
+def merge_levels(store: Store, states: Sequence[AttentionState], out: AttentionState) -> None:
+    """Row by row the states of all levels, into `out`."""
     num_levels, num_rows = len(states), states[0].o.shape[0]
-    o = np.stack([state.o for state in states], axis=1)
-    lse = np.stack([state.lse for state in states], axis=1)
+    o = np.stack([host_array(state.o) for state in states], axis=1)
+    lse = np.stack([host_array(state.lse) for state in states], axis=1)
     indptr = np.arange(num_rows + 1, dtype=np.int32) * np.int32(num_levels)
     o = o.reshape(num_rows * num_levels, *o.shape[2:])
     lse = lse.reshape(num_rows * num_levels, *lse.shape[2:])
-    return store.backend.merge(o, lse, indptr).result()
+    store.backend.merge(o, lse, indptr, out=out).result()
 
 
-def merge(store: Store, operation: ops.Merge, _: ops.Timings) -> Work:
-    base = operation.lse_base
-    lse = operation.lse * np.float32(LN_2) if base == "2" else operation.lse
-
-    def start() -> Pending[AttentionState]:
-        return store.backend.merge(operation.o, lse, operation.indptr)
-
-    return Alone(start, lambda state: attended(state, base, 1, False))
-
-
-def gather(store: Store, operation: ops.Gather, timings: ops.Timings) -> Work:
-    started = time.monotonic()
-    kv_indptr, slots = store.tree.slots(operation.sequences, operation.layer)
-    timings.plan += time.monotonic() - started
-    dtype = cast(DType, operation.dtype)
-
-    def finish(rows: tuple[Array, Array]) -> ops.Gathered:
-        return ops.Gathered(*rows, kv_indptr)
-
-    return Alone(lambda: store.backend.gather(operation.layer, slots, dtype), finish)
-
-
-def scoring(q: Array, options: ops.Options) -> Scoring:
-    scale = options.sm_scale
+def scoring(q: Array, fields: Any) -> Scoring:
+    """`fields` are those of an attention operation; a cascade has no window."""
+    scale = fields.sm_scale
     return Scoring(
         q.shape[-1] ** -0.5 if scale is None else scale,
-        options.logits_soft_cap,
-        options.window_left,
+        fields.logits_soft_cap,
+        getattr(fields, "window_left", -1),
     )
 
 
-def counts(store: Store, planned: Planned, mode: Mode, appended: int = 0) -> Counts:
+def state_shapes(q: Array, suffix: str = "") -> tuple[Shape, ...]:
+    """`o` and `lse` of the rows of `q`."""
+    return ((f"lse{suffix}", FLOAT32, q.shape[:2]), (f"o{suffix}", q.dtype, q.shape))
+
+
+def answer_fields(lse_base: str, planned: Planned) -> dict[str, Any]:
+    return {"lse_base": lse_base, "levels": planned.num_levels, "cascade": planned.is_cascade}
+
+
+def paged_cost(store: Store, attend: Attend, planned: Planned) -> Cost:
+    """What attention moves and computes; keys are counted row by row where they may be many."""
+    rows, heads, dim = attend.q.shape
+    num_bytes = float(planned.tokens_read) * store.geometry.token_bytes + 2.0 * attend.q.nbytes
+    most = Cost(num_bytes, 4.0 * heads * dim * rows * planned.max_keys)
+    if not store.pace.is_long("attend", most):
+        return most
+    keys = row_keys(attend.plan, store.geometry.page_size, attend.scoring.window_left)
+    return Cost(num_bytes, 4.0 * heads * dim * float(keys.sum()))
+
+
+def counts_of(store: Store, planned: Planned, mode: Mode, appended: int = 0) -> Counts:
     token_bytes = store.geometry.token_bytes
     saved = (planned.tokens_flat - planned.tokens_read) * token_bytes
-    return Counts(appended, planned.tokens_read * token_bytes, saved, mode)
+    return Counts(appended, planned.tokens_read * token_bytes, max(saved, 0), mode)
 
 
-def attended(
-    state: AttentionState, base: ops.LseBase, num_levels: int, is_cascade: bool
-) -> ops.Attended:
-    return ops.Attended(state.o, from_natural(state.lse, base), base, num_levels, is_cascade)
-
-
-def from_natural(lse: Float32, base: ops.LseBase) -> Float32:
-    """Natural log-sum-exp in the base asked for; -inf stays -inf."""
-    return lse if base == "e" else lse * np.float32(LOG2_E)
-
-
-def refuse_cascade(options: ops.Options, rule: str) -> None:
-    if options.cascade != "auto":
-        raise InvalidRequest("cascade", options.cascade, rule)
+def in_base(lse: Array, base: str) -> None:
+    """Turn natural log-sum-exps into those of the base asked for, in place; -inf stays -inf."""
+    if base == "2":
+        np.multiply(lse, np.float32(LOG2_E), out=lse)

@@ -1,238 +1,295 @@
-"""The engine from the event loop's side: submit an operation, await its reply."""
+"""The engine's loop: one thread that owns pool and device, waits on its sockets, and answers."""
 
 from __future__ import annotations
 
-import asyncio
+import gc
 import logging
-import math
+import os
+import selectors
+import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from threading import Thread
-from typing import Final, Literal
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Final
 
-from kernels.backend import Backend
-from service.engine.inbox import Inbox, Ticket
-from service.engine.operations import Operation, Reply, ServiceInfo
+from config.settings import Settings
+from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Backend
+from service import __version__
+from service.engine.callers import Callers
+from service.engine.place import DoesNotFit, Place
+from service.engine.request import RequestReader
+from service.engine.scheduler import FATAL, Scheduler
 from service.engine.selftest import self_test
+from service.engine.slices import Pace
 from service.engine.store import Store
 from service.engine.work import Job
-from service.engine.worker import FATAL, Worker
-from service.errors import NotReady, Overloaded
+from service.errors import AttndError, Internal, NotReady, Overloaded, kind_of
+from service.image.dtypes import DTYPE_NAMES
 from service.metrics import Metrics
+from service.operations.info import InfoAnswer, LimitsAnswer
+from service.operations.table import BY_NUMBER
+from service.road.calls import Call, Cancel
+from service.road.messages import State
 
-State = Literal["starting", "ready", "draining", "lost", "stopped"]
-
-STARTING: Final = "starting: making the backend ready"
+LOG: Final = logging.getLogger("attnd.engine")
 DRAINING: Final = "draining: admitted work is being finished, and no more is taken"
-STOPPED: Final = "stopped"
+STOPPED: Final = "stopped before the operation's turn came"
+RATES: Final[dict[str, tuple[float, float]]] = {"cpu": (4e9, 2e10), "cuda": (2e12, 2e14)}
+"""First guesses of bytes and flops a second by backend; measurements correct them."""
+SPIN_S: Final = 0.002
+"""A launch that takes longer is looked after every millisecond; until then all the time."""
+LEAST_RETRY_S: Final = 0.05
+MOST_RETRY_S: Final = 30.0
+PACE_WEIGHT: Final = 0.1
+"""Share of the latest round in the running mean of seconds per operation."""
+LAST_WORDS_S: Final = 1.0
+"""How long the last answers may take to go out."""
 
-log = logging.getLogger(__name__)
+
+def make_info(backend: Backend, settings: Settings) -> InfoAnswer:
+    """What the service says of itself; the checks of requests rest on it."""
+    server = settings.server
+    limits = LimitsAnswer(
+        max_body_bytes=server.max_body_bytes,
+        max_json_body_bytes=min(server.max_body_bytes, server.max_json_bytes),
+        max_answer_bytes=server.max_answer_bytes,
+        max_sequences=settings.engine.max_sequences,
+        queue_depth=server.queue_depth,
+        deadline_s=server.deadline_s,
+    )
+    return InfoAnswer(
+        version=__version__,
+        instance_id=uuid.uuid4().hex,
+        backend=backend.name,
+        device=backend.device,
+        tensor_dtypes=[DTYPE_NAMES[NUMPY_DTYPES[name]] for name in TENSOR_DTYPES],
+        unsupported=list(backend.unsupported),
+        limits=limits,
+        **asdict(backend.geometry),
+    )
 
 
 class Engine:
-    """One worker thread that owns pool and device, behind a bounded queue.
-
-    `make` makes the backend, on the worker thread (it compiles and allocates). `submit` and
-    `drain` belong to event loops; everything else may be read from anywhere.
-    """
+    """Serves sessions on one listening socket until it is drained. Raises what is in `FATAL`."""
 
     def __init__(
-        self,
-        make: Callable[[], Backend],
-        *,
-        queue_depth: int,
-        metrics: Metrics,
-        version: str = "unknown",
+        self, listener: socket.socket, settings: Settings, backend: Backend, metrics: Metrics
     ) -> None:
-        self.instance_id = uuid.uuid4().hex
-        """A new one for every start: the sequences of another instance are gone."""
-        self._make = make
+        self.info = make_info(backend, settings)
+        self.state = State("ready", "ready")
+        self.scheduler: Scheduler
+        self._settings = settings
+        self._backend = backend
         self._metrics = metrics
-        self._version = version
-        self._inbox = Inbox(queue_depth, STARTING)
-        self._state: State = "starting"
-        self._reason = STARTING
-        self._info: ServiceInfo | None = None
-        self._thread = Thread(target=self._run, name="attnd-worker", daemon=True)
+        slice_s = settings.engine.slice_ms / 1e3
+        pace = Pace(*RATES.get(backend.name, RATES["cpu"]), slice_s)
+        self.store = Store(backend, pace, self.info)
+        self_test(self.store)
+        self.scheduler = Scheduler(self.store, metrics, self._reply)
+        self._reader = RequestReader(self.info)
+        self._jobs: dict[Call, Job] = {}
+        self._answered: list[tuple[Job, str, float]] = []
+        self._selector = selectors.DefaultSelector()
+        self.callers = Callers(listener, self._selector, settings.server, backend, self.info)
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(self._wake, False)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._drain_ends: float | None = None
+        self._asked_to_drain = False
+        self._seconds_per_operation = 0.0
 
-    def start(self) -> None:
-        """Start the worker and return at once; `state` tells when it is ready."""
-        self._thread.start()
+    def drain(self) -> None:
+        """Take no more calls, finish what is admitted, and end; from any thread, or a signal."""
+        self._asked_to_drain = True
+        os.write(self._wake, b"\0")
 
-    @property
-    def state(self) -> State:
-        return self._state
+    def watch(self, fd: int, ready: Callable[[], object]) -> None:
+        """Call `ready` whenever `fd` can be read."""
+        self._selector.register(fd, selectors.EVENT_READ, ready)
 
-    @property
-    def reason(self) -> str:
-        """Why it is in its state, in words."""
-        return self._reason
-
-    @property
-    def info(self) -> ServiceInfo:
-        """What is served. Raises `NotReady` until the backend is there."""
-        if self._info is None:
-            raise NotReady(self._reason)
-        return self._info
-
-    @property
-    def num_waiting(self) -> int:
-        return self._inbox.num_waiting
-
-    async def submit(self, operation: Operation, *, deadline_s: float | None = None) -> Reply:
-        """Let `operation` wait for its turn, and await its reply.
-
-        Cancelled before its turn, or not begun within `deadline_s` seconds, it does not run.
-        Raises `Overloaded`, `NotReady`, `DeadlineExceeded`, `Internal`, and the core's refusals.
-        """
-        now = time.monotonic()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Reply] = loop.create_future()
-        deadline = math.inf if deadline_s is None else now + deadline_s
-        ticket = Ticket(operation, future, now, deadline)
+    def run(self) -> None:
+        """Until drained."""
+        self._metrics.build(__version__, self._backend.name)
+        self._tell_pool()
+        gc.collect()
+        gc.freeze()  # what the start made stays out of later collections
+        told = self.info
+        LOG.info("ready: %s on %s, %d pages", told.backend, told.device, told.num_pages)
         try:
-            self._inbox.put(ticket)
-        except Overloaded:
-            self._metrics.rejected("overloaded")
-            raise
-        except NotReady:
-            self._metrics.rejected("not_ready")
-            raise
-        # Last in the loop's round: woken sooner, the worker would wait for the interpreter's lock,
-        # and it would begin before the round's other requests are there to share its launch.
-        loop.call_soon(self._inbox.wake)
-        self._metrics.inflight(1)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if self._inbox.discard(ticket):
-                self._metrics.rejected("cancelled")
-            elif not future.cancelled():
-                future.exception()  # it had arrived, and nobody will ask for it any more
-            raise
-        finally:
-            self._metrics.inflight(-1)
-
-    async def drain(self, timeout_s: float) -> None:
-        """Take no more, finish what was admitted, stop; after `timeout_s` give up on the rest."""
-        if self._state in ("starting", "ready"):
-            self._state, self._reason = "draining", DRAINING
-        self._inbox.close(self._reason)
-        if self._thread.ident is None:
-            self._state = self._reason = STOPPED
-            return
-        await asyncio.to_thread(self._thread.join, timeout_s)
-        if self._thread.is_alive():
-            given_up = self._inbox.take(wait=False)
-            log.error("drain: %d operations did not run in %g s", len(given_up), timeout_s)
-            refuse(given_up, "stopped before the operation's turn came")
-
-    # On the worker's thread.
-
-    def _run(self) -> None:
-        try:
-            backend = self._make()
-        except Exception as error:
-            log.exception("the backend did not start")
-            self._lose(f"the backend did not start: {error}", [])
-            return
-        try:
-            self._serve(backend)
-        finally:
-            try:
-                backend.close()
-            except Exception:
-                log.exception("the backend did not close")
-        if self._state != "lost":
-            self._state = self._reason = STOPPED
-
-    def _serve(self, backend: Backend) -> None:
-        """Self-test, then serve until drained or lost."""
-        try:
-            store = Store(backend)
-            self_test(store)
-        except Exception as error:
-            log.exception("the self-test failed")
-            self._lose(f"the self-test failed: {error}", [])
-            return
-        self._become_ready(store)
-        worker = Worker(store, self._inbox, self._metrics, deliver)
-        try:
-            worker.run()
+            while not self._is_over():
+                self._listen()
+                started = time.monotonic()
+                self.scheduler.round()
+                self._tell(time.monotonic() - started)
         except FATAL as error:
-            log.exception("the pool is lost")
-            self._lose(f"lost: {error}: restart the service", worker.unanswered())
+            self._lose(f"lost: {error}: restart the service")
+            raise
         except Exception as error:
-            log.exception("the worker failed: this is a bug")
-            self._lose(f"lost: the worker failed: {error}", worker.unanswered())
+            LOG.exception("the engine failed: this is a bug")
+            self._lose(f"lost: the engine failed: {error}")
+            raise
+        finally:
+            self.callers.close(LAST_WORDS_S)
+            self._selector.close()
+            os.close(self._woken)
+            os.close(self._wake)
 
-    def _become_ready(self, store: Store) -> None:
-        backend, geometry = store.backend, store.geometry
-        self._info = ServiceInfo(
-            num_layers=geometry.num_layers,
-            num_pages=geometry.num_pages,
-            page_size=geometry.page_size,
-            num_kv_heads=geometry.num_kv_heads,
-            head_dim=geometry.head_dim,
-            layout=geometry.layout,
-            dtype=geometry.dtype,
-            k_scale=geometry.k_scale,
-            v_scale=geometry.v_scale,
-            backend=backend.name,
-            device=backend.device,
-            unsupported=backend.unsupported,
+    # What comes in.
+
+    def _listen(self) -> None:
+        """Wait until there is something to do, and take in what has come."""
+        for key, mask in self._selector.select(self._patience()):
+            if key.fd == self._woken:
+                os.read(self._woken, 4096)
+            elif key.data is None or callable(key.data):
+                if key.data is not None:
+                    key.data()
+            else:
+                for event in self.callers.ready(key.data, mask):
+                    if isinstance(event, Cancel):
+                        self._cancel(event.call)
+                    else:
+                        self._admit(event)
+        for call in self.callers.left():
+            self._cancel(call)
+        if self._asked_to_drain and self._drain_ends is None:
+            self._begin_drain()
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for sockets: none while there is work that they could join."""
+        scheduler = self.scheduler
+        if not scheduler.busy:
+            return self.callers.patience
+        return 1e-3 if scheduler.flight_s > SPIN_S else 0.0
+
+    def _admit(self, call: Call) -> None:
+        """Let a call wait for its turn, or answer it with what speaks against it."""
+        operation = BY_NUMBER[call.operation]
+        now = time.monotonic()
+        try:
+            if self.state.state != "ready":
+                self._metrics.rejected("not_ready")
+                raise NotReady(self.state.reason)
+            if self.scheduler.num_waiting >= self._settings.server.queue_depth:
+                self._refuse_overload(operation.frees)
+            pinned = call.session.pinned
+            place = Place(call.answer, self.info.limits.max_answer_bytes, pinned)
+            request = self._reader.read(operation, call.request, pinned, place)
+        except AttndError as error:
+            self.callers.fail(call, error)
+            self._count_refused(call, operation.name, error)
+            return
+        except Exception as error:
+            LOG.error("%s could not be read: this is a bug", operation.name, exc_info=error)
+            told = "the request could not be read; the log has the traceback"
+            self.callers.fail(call, Internal(told))
+            return
+        job = self._jobs[call] = Job(request, call, now, now + call.deadline_s)
+        self.scheduler.admit(job)
+
+    def _refuse_overload(self, frees: bool) -> None:
+        """The queue is full: only what gives pages back is still let in."""
+        if frees:
+            return
+        self._metrics.rejected("overloaded")
+        depth = self._settings.server.queue_depth
+        half = 0.5 * depth * self._seconds_per_operation
+        raise Overloaded(
+            f"{depth} operations wait already: retry later, send larger batches, "
+            "or raise server.queue_depth",
+            retry_after_s=round(min(max(half, LEAST_RETRY_S), MOST_RETRY_S), 3),
         )
-        self._metrics.build(self._version, backend.name)
-        self._metrics.pool(store.numbers())
-        if self._inbox.open():
-            self._state, self._reason = "ready", "ready"
-            log.info("ready: %s on %s, %d pages", backend.name, backend.device, geometry.num_pages)
 
-    def _lose(self, reason: str, unanswered: Iterable[Ticket]) -> None:
-        """Nothing can be served any more: say so to all who wait, and to all who come."""
-        self._state, self._reason = "lost", reason
-        self._inbox.close(reason)
-        refuse([*unanswered, *self._inbox.take(wait=False)], reason)
+    def _cancel(self, call: Call) -> None:
+        job = self._jobs.get(call)
+        if job is not None:
+            job.cancelled = True
 
+    # What goes out.
 
-def deliver(jobs: Sequence[Job]) -> None:
-    """Send replies to the event loops that await them, one call for each run of one loop's."""
-    begin = 0
-    for end in range(1, len(jobs) + 1):
-        loop = jobs[begin].ticket.future.get_loop()
-        if end < len(jobs) and jobs[end].ticket.future.get_loop() is loop:
-            continue
-        call_soon(loop, resolve, jobs[begin:end])
-        begin = end
-
-
-def resolve(jobs: Sequence[Job]) -> None:
-    """On the event loop: hand every job's reply, or error, to whoever still awaits it."""
-    for job in jobs:
-        future = job.ticket.future
-        if future.done():
-            continue
-        if job.error is None:
-            future.set_result(Reply(job.answer, job.timings))
+    def _reply(self, job: Job) -> None:
+        """One answer; what is counted of it comes later, when nobody waits for it."""
+        call: Call = job.token
+        del self._jobs[call]
+        seconds = job.seconds
+        stages = (
+            seconds.queue,
+            seconds.plan,
+            seconds.copy_in,
+            seconds.kernel,
+            seconds.copy_out,
+            seconds.encode,
+        )
+        error = job.error
+        if error is None:
+            request = job.request
+            self.callers.answer(call, request.operation.status, request.place.length, stages)
         else:
-            future.set_exception(job.error)
+            needed = error.needed if isinstance(error, DoesNotFit) else 0
+            self.callers.fail(call, error, stages, needed)
+        code = "ok" if error is None else kind_of(error).code
+        self._answered.append((job, code, time.monotonic()))
 
+    def _tell(self, spent: float) -> None:
+        """Count what was answered in a round."""
+        self._metrics.inflight(len(self._jobs))
+        if not self._answered:
+            return
+        answered, self._answered = self._answered, []
+        metrics = self._metrics
+        for job, code, ended in answered:
+            seconds = job.seconds
+            metrics.stages(
+                seconds.queue,
+                seconds.plan,
+                seconds.copy_in,
+                seconds.kernel,
+                seconds.copy_out,
+                seconds.encode,
+            )
+            if not job.token.session.door:
+                metrics.observe(job.request.operation.name, code, ended - job.arrived)
+        self._tell_pool()
+        mean = spent / len(answered)
+        self._seconds_per_operation += PACE_WEIGHT * (mean - self._seconds_per_operation)
 
-def refuse(tickets: Iterable[Ticket], reason: str) -> None:
-    """Tell those who wait that their operation will not run."""
-    jobs = []
-    for ticket in tickets:
-        job = Job(ticket)
-        job.error = NotReady(reason)
-        jobs.append(job)
-    deliver(jobs)
+    def _count_refused(self, call: Call, name: str, error: AttndError) -> None:
+        if not call.session.door:
+            self._metrics.observe(name, kind_of(error).code, 0.0)
 
+    def _tell_pool(self) -> None:
+        numbers = self.store.numbers()
+        self._metrics.pool(numbers.free, numbers.referenced, numbers.sequences, numbers.nodes)
+        self._metrics.sessions(self.callers.count)
 
-def call_soon(
-    loop: asyncio.AbstractEventLoop, call: Callable[[Sequence[Job]], None], jobs: Sequence[Job]
-) -> None:
-    try:
-        loop.call_soon_threadsafe(call, jobs)
-    except RuntimeError:
-        log.warning("%d replies had no event loop left to go to", len(jobs))
+    # The end.
+
+    def _begin_drain(self) -> None:
+        self._drain_ends = time.monotonic() + self._settings.server.drain_timeout_s
+        self.state = State("draining", DRAINING)
+        self.callers.tell(self.state)
+
+    def _is_over(self) -> bool:
+        if self._drain_ends is None:
+            return False
+        if not self.scheduler.busy:
+            return True
+        if time.monotonic() < self._drain_ends:
+            return False
+        given_up = len(self._jobs)
+        timeout = self._settings.server.drain_timeout_s
+        LOG.error("drain: %d operations were not done in %g s", given_up, timeout)
+        self.scheduler.give_up(NotReady(STOPPED))
+        return True
+
+    def _lose(self, reason: str) -> None:
+        """Nothing can be served any more: say so to all who wait."""
+        LOG.error("%s", reason)
+        self.state = State("lost", reason)
+        for job in list(self._jobs.values()):
+            job.error = NotReady(reason)
+            self._reply(job)
+        self.callers.tell(self.state)
+        self._tell(0.0)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from kernels.backend import Int32, Level, Plan
-from service.core.plan import CascadePlan, explicit_levels, make_plan
+from service.core.plan import CascadeMode, CascadePlan, explicit_levels, make_plan
 from service.core.tree import PrefixTree
-from service.engine.operations import CascadeLevel, CascadeMode, Ids
 
 MAX_ENTRIES: Final = 1024
 MAX_INDICES: Final = 4 * 2**20
@@ -19,13 +20,17 @@ MAX_INDICES: Final = 4 * 2**20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
-    """A plan as the backend takes it, and what it costs: KV tokens read, and by flat attention."""
+    """A plan as the backend takes it, and what it costs: KV tokens read, and by flat attention.
+
+    `max_keys` is the most keys that any of its rows could see.
+    """
 
     plan: Plan
     num_levels: int
     is_cascade: bool
     tokens_read: int
     tokens_flat: int
+    max_keys: int
 
     @property
     def num_indices(self) -> int:
@@ -41,27 +46,30 @@ class PlanCache:
         self._num_indices = 0
 
     def sequences(
-        self, ids: Ids, layer: int, qo_indptr: Int32, causal: bool, mode: CascadeMode
+        self, ids: Sequence[str], layer: int, qo_indptr: Int32, causal: bool, mode: CascadeMode
     ) -> Planned:
         """Query rows `qo_indptr` [B+1] over the whole of sequences `ids`, shared prefixes once."""
         key = (self._tree.plan_key(ids, layer), qo_indptr.tobytes(), causal, mode)
         return self._get(key, lambda: make_plan(self._tree, ids, layer, qo_indptr, causal, mode))
 
     def levels(
-        self, levels: tuple[CascadeLevel, ...], layer: int, causal: bool, num_rows: int
+        self,
+        levels: Sequence[tuple[Sequence[str], Int32]],
+        layer: int,
+        causal: bool,
+        num_rows: int,
     ) -> Planned:
-        """The levels a caller spelled out. Raises `InvalidRequest` where they count KV twice."""
+        """Levels that a caller spelled out, as (ids, qo_indptr [S+1]) each.
+
+        Raises `InvalidRequest` where they count KV twice.
+        """
         tree = self._tree
         key = (
-            tuple(
-                (tree.plan_key(level.sequences, layer), level.qo_indptr.tobytes())
-                for level in levels
-            ),
+            tuple((tree.plan_key(ids, layer), qo_indptr.tobytes()) for ids, qo_indptr in levels),
             causal,
             num_rows,
         )
-        pairs = [(level.sequences, level.qo_indptr) for level in levels]
-        return self._get(key, lambda: explicit_levels(tree, layer, pairs, causal, num_rows))
+        return self._get(key, lambda: explicit_levels(tree, layer, levels, causal, num_rows))
 
     def clear(self) -> None:
         self._kept.clear()
@@ -75,7 +83,7 @@ class PlanCache:
         if planned is not None:
             self._kept.move_to_end(key)
             return planned
-        planned = from_core(make())
+        planned = from_core(make(), self._tree.page_size)
         self._kept[key] = planned
         self._num_indices += planned.num_indices
         while len(self._kept) > MAX_ENTRIES or (
@@ -86,7 +94,7 @@ class PlanCache:
         return planned
 
 
-def from_core(plan: CascadePlan) -> Planned:
+def from_core(plan: CascadePlan, page_size: int) -> Planned:
     """The core's plan in the backend's words; the arrays are the same."""
     levels = tuple(
         Level(
@@ -99,10 +107,12 @@ def from_core(plan: CascadePlan) -> Planned:
         )
         for level in plan.levels
     )
+    longest = [np.diff(level.kv_indptr).max(initial=0) for level in levels]
     return Planned(
         Plan(levels, plan.positions, plan.order),
         plan.num_levels,
         plan.is_cascade,
         plan.tokens_read,
         plan.tokens_flat,
+        int(sum(longest)) * page_size,
     )

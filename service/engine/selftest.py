@@ -5,17 +5,22 @@ It runs through the real store, backend and pool, on pages that are free again a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Array, DType, PoolGeometry
-from service.engine import operations as ops
+from service.engine.place import Place
+from service.engine.request import Request
 from service.engine.store import Store
-from service.engine.turns import begin
-from service.engine.work import Alone, Answered, Grouped
+from service.engine.turns import turn_of
+from service.engine.work import Alone, Grouped, Seconds, Sliced
+from service.image.reading import place, read_layout, split
+from service.operations.spec import validate
+from service.operations.table import BY_NAME
 
 Float64 = NDArray[np.float64]
 Rows = tuple[Array, Array]
@@ -70,17 +75,19 @@ def check_trunk_and_fork(store: Store, lengths: Lengths) -> None:
     layer = geometry.num_layers - 1
     rng = np.random.default_rng(0)
     (k, v), stored = random_rows(rng, geometry, lengths.trunk)
-    answer(store, ops.CreateSequences((ops.NewSequence(TRUNK),)))
-    indptr = np.array([0, lengths.trunk], dtype=np.int32)
+    run(store, "create_sequences", {"sequences": [{"id": TRUNK}]})
+    rows = {"sequences": [TRUNK], "append_indptr": [0, lengths.trunk]}
     for each in range(layer):
-        answer(store, ops.Append(each, (TRUNK,), indptr, None, k, v))
+        run(store, "append", {"layer": each, **rows}, k=k, v=v)
     q = random_q(rng, geometry, lengths.trunk)
-    prefill = ops.Attention("prefill", layer, (TRUNK,), indptr, q, True, ops.Options(), k, v)
-    compare("prefill", answer(store, prefill), *dense(q, *stored), q.dtype)
+    fields: dict[str, Any] = {"layer": layer, "sequences": [TRUNK], "causal": True}
+    told = run(store, "prefill", {**fields, "qo_indptr": [0, lengths.trunk]}, q=q, k=k, v=v)
+    compare("prefill", told, *dense(q, *stored), q.dtype)
 
     ids, held = [TRUNK], [stored]
     if lengths.fork is not None:
-        answer(store, ops.CreateSequences((ops.NewSequence(FORK, TRUNK, lengths.fork),)))
+        fork = {"id": FORK, "parent": TRUNK, "length": lengths.fork}
+        run(store, "create_sequences", {"sequences": [fork]})
         ids.append(FORK)
         held.append((stored[0][: lengths.fork], stored[1][: lengths.fork]))
     q = random_q(rng, geometry, len(ids))
@@ -90,33 +97,40 @@ def check_trunk_and_fork(store: Store, lengths: Lengths) -> None:
         for i in range(len(ids))
     ]
     o, lse = (np.concatenate(part) for part in zip(*wanted, strict=True))
-    one_each = np.arange(len(ids) + 1, dtype=np.int32)
-
-    step = ops.Attention(
-        "decode", layer, tuple(ids), one_each, q, True, ops.Options(cascade="always"), k, v
-    )
-    compare("decode by cascade", answer(store, step), o, lse, q.dtype)
-    again = replace(step, options=ops.Options(cascade="never"), k=None, v=None)
-    compare("flat decode", answer(store, again), o, lse, q.dtype)
+    step: dict[str, Any] = {"layer": layer, "sequences": ids}
+    told = run(store, "decode", {**step, "cascade": "always"}, q=q, k=k, v=v)
+    compare("decode by cascade", told, o, lse, q.dtype)
+    compare("flat decode", run(store, "decode", {**step, "cascade": "never"}, q=q), o, lse, q.dtype)
 
 
-def answer(store: Store, operation: ops.Operation) -> ops.Answer:
-    """One operation from its turn to its answer."""
-    match begin(store, operation, ops.Timings()):
-        case Answered(told):
-            return told
+def run(store: Store, name: str, fields: dict[str, Any], **tensors: Array) -> dict[str, Array]:
+    """One operation from its turn to its answer's tensors."""
+    operation, answer = BY_NAME[name], Place()
+    request = Request(operation, validate(operation.fields, fields), tensors, answer)
+    work = turn_of(request).begin(store, request, Seconds())
+    match work:
         case Grouped(attends, finish):
-            return finish(store.backend.attend(attends).result())
+            finish(store.backend.attend(attends).result())
         case Alone(start, finish):
-            return finish(start().result())
+            finish(start().result())
+        case Sliced(steps):
+            result = None
+            with suppress(StopIteration):
+                while True:
+                    result = steps.send(result).start().result()
+    if answer.image is None:
+        raise SelfTestFailed(f"{name} has no answer")
+    header, begin = split(answer.image)
+    room = len(answer.image) - begin
+    return place(answer.image, begin, read_layout(header, room, "response"))
 
 
-def compare(what: str, told: ops.Answer, o: Float64, lse: Float64, dtype: np.dtype[Any]) -> None:
+def compare(
+    what: str, told: dict[str, Array], o: Float64, lse: Float64, dtype: np.dtype[Any]
+) -> None:
     """Raises `SelfTestFailed` where a state is further from (o, lse) than the dtype explains."""
-    if not isinstance(told, ops.Attended):
-        raise SelfTestFailed(f"{what} answered {told!r}")
     allowed = next(TOLERANCE[name] for name in TENSOR_DTYPES if NUMPY_DTYPES[name] == dtype)
-    for name, given, wanted in (("o", told.o, o), ("lse", told.lse, lse)):
+    for name, given, wanted in (("o", told["o"], o), ("lse", told["lse"], lse)):
         # written so that a NaN fails
         close = np.abs(given.astype(np.float64) - wanted) <= allowed * (1 + np.abs(wanted))
         if not close.all():

@@ -1,46 +1,115 @@
-"""Operations on the pool itself: sequences made, cut and dropped, rows appended, and views."""
+"""Operations on sequences themselves: made, cut, dropped, and looked at."""
 
 from __future__ import annotations
 
 import base64
 import secrets
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 
-from service.core.errors import IntegrityError
+from kernels.backend import Done
+from service.core.errors import InvalidRequest
 from service.core.values import NewSpec, RowCopies, SequenceView
-from service.engine import operations as ops
+from service.engine.request import Request
+from service.engine.rows import NUMBER_BYTES
 from service.engine.store import Store, StoreLost
-from service.engine.work import Answered, Counts, Work
+from service.engine.work import Answered, Cost, Seconds, Sliced, Step, Steps, Work
+from service.errors import OutOfSequences
+
+MADE_AT_ONCE: Final = 1024
+"""Sequences that one slice makes: some 20 ms."""
+VIEW_BYTES: Final = 512
+"""Room for one sequence in an answer, beside its lengths."""
+NO_COST: Final = Cost()
 
 
-def create_sequences(store: Store, operation: ops.CreateSequences, _: ops.Timings) -> Work:
-    specs = [
-        NewSpec(fresh_id() if new.id is None else new.id, new.parent, new.length)
-        for new in operation.sequences
-    ]
+def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
+    new = request.fields.sequences
+    tree = store.tree
+    free = store.max_sequences - tree.num_sequences
+    if len(new) > free:
+        raise OutOfSequences(len(new), max(free, 0), store.max_sequences)
+    request.place.require(view_bytes(store) * len(new))
+    specs = [NewSpec(one.id or fresh_id(), one.parent, one.length) for one in new]
+    refuse_uneven_parents(store, specs)
+    if len(specs) > MADE_AT_ONCE:
+        made: list[str] = []
+        steps = create_steps(store, request, specs, made)
+        return Sliced(steps, lambda: tree.free(made))
+    create(store, specs)
+    lay_created(store, request, specs)
+    return Answered()
+
+
+def refuse_uneven_parents(store: Store, specs: Sequence[NewSpec]) -> None:
+    """A fork of all of a parent that some layers have more of would silently lose what they have.
+
+    Raises `InvalidRequest` where no length says that this is meant.
+    """
+    books = store.tree.books
+    for spec in specs:
+        if spec.parent is None or spec.length is not None or spec.parent not in books:
+            continue
+        lengths = books.lengths[:, books.leaf(spec.parent).index]
+        if lengths.min() != lengths.max():
+            least, most = int(lengths.min()), int(lengths.max())
+            rule = (
+                f"its layers hold {least} to {most} tokens, and a fork holds the same at each: "
+                f"append to the other layers first, or say length = {least}"
+            )
+            raise InvalidRequest("parent", spec.parent, rule)
+
+
+def create(store: Store, specs: Sequence[NewSpec]) -> None:
+    """All or none."""
     copies = store.tree.create(specs)
-    ids = [spec.id for spec in specs]
     try:
         copy_rows(store, copies)
     except BaseException:
-        store.tree.free(ids)
+        store.tree.free([spec.id for spec in specs])
         raise
-    return Answered(tuple(sequence_info(store.tree.describe(name)) for name in ids))
 
 
-def delete_sequence(store: Store, operation: ops.DeleteSequence, _: ops.Timings) -> Work:
-    store.tree.free((operation.sequence,))
-    return Answered(None)
+def create_steps(
+    store: Store, request: Request, specs: Sequence[NewSpec], made: list[str]
+) -> Steps:
+    """Many sequences, some at a time; `made` are those there already."""
+
+    def start(some: Sequence[NewSpec]) -> Done[None]:
+        create(store, some)
+        made.extend(spec.id for spec in some)
+        return Done(None)
+
+    for begin in range(0, len(specs), MADE_AT_ONCE):
+        yield Step(partial(start, specs[begin : begin + MADE_AT_ONCE]), "create", NO_COST)
+    lay_created(store, request, specs)
 
 
-def truncate(store: Store, operation: ops.Truncate, _: ops.Timings) -> Work:
-    copies = store.tree.truncate(operation.sequence, operation.length)
+def lay_created(store: Store, request: Request, specs: Sequence[NewSpec]) -> None:
+    views = [sequence_fields(store.tree.describe(spec.id)) for spec in specs]
+    request.place.lay({"sequences": views})
+
+
+def delete_sequence(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(0)
+    store.tree.free((request.fields.id,))
+    request.place.lay({})
+    return Answered()
+
+
+def truncate(store: Store, request: Request, _: Seconds) -> Work:
+    name, length = request.fields.id, request.fields.length
+    request.place.require(view_bytes(store))
+    copies = store.tree.truncate(name, length)
     try:
         copy_rows(store, copies)
     except Exception as error:
-        raise StoreLost(f"rows of {operation.sequence} were lost in a truncate") from error
-    return Answered(sequence_info(store.tree.describe(operation.sequence)))
+        raise StoreLost(f"rows of {name} were lost in a truncate") from error
+    request.place.lay(sequence_fields(store.tree.describe(name)))
+    return Answered()
 
 
 def copy_rows(store: Store, copies: RowCopies) -> None:
@@ -48,65 +117,62 @@ def copy_rows(store: Store, copies: RowCopies) -> None:
         store.backend.copy_rows(copies.src_pages, copies.dst_pages, copies.num_rows)
 
 
-def list_sequences(store: Store, operation: ops.ListSequences, _: ops.Timings) -> Work:
-    views = store.tree.list(operation.after, operation.limit)
-    return Answered(tuple(sequence_info(view) for view in views))
+def list_sequences(store: Store, request: Request, _: Seconds) -> Work:
+    """A page of the list; one more is looked up to know whether there are more."""
+    fields = request.fields
+    found = store.tree.list(fields.after, fields.limit + 1)
+    shown = [sequence_fields(view) for view in found[: fields.limit]]
+    following = shown[-1]["id"] if len(found) > fields.limit else None
+    request.place.require(view_bytes(store) * len(shown))
+    request.place.lay({"sequences": shown, "next": following})
+    return Answered()
 
 
-def get_sequence(store: Store, operation: ops.GetSequence, _: ops.Timings) -> Work:
-    return Answered(sequence_info(store.tree.describe(operation.sequence)))
+def get_sequence(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(view_bytes(store))
+    request.place.lay(sequence_fields(store.tree.describe(request.fields.id)))
+    return Answered()
 
 
-def page_table(store: Store, operation: ops.PageTable, _: ops.Timings) -> Work:
+def page_table(store: Store, request: Request, _: Seconds) -> Work:
     """The flat table, and every level the tree has, however little its sharing would save."""
-    ids, layer = operation.sequences, operation.layer
+    ids, layer = request.fields.ids, request.fields.layer
     table = store.tree.page_table(ids, layer)
     one_row_each = np.arange(len(ids) + 1, dtype=np.int32)
     plan = store.plans.sequences(ids, layer, one_row_each, causal=False, mode="always").plan
-    levels = tuple(
-        ops.LevelInfo(level.qo_indptr, level.kv_indptr, level.kv_indices, level.kv_last_page_len)
-        for level in plan.levels
-    )
     order = one_row_each[:-1] if plan.order is None else plan.order
-    return Answered(
-        ops.PageTableInfo(table.kv_indptr, table.kv_indices, table.kv_last_page_len, levels, order)
-    )
+    levels = [
+        {"qo_indptr": level.qo_indptr.tolist()} | table_fields(level) for level in plan.levels
+    ]
+    numbers = table.kv_indices.size + 4 * len(ids)
+    numbers += sum(level.kv_indices.size + 4 * level.qo_indptr.size for level in plan.levels)
+    request.place.require(NUMBER_BYTES * numbers + 256)
+    request.place.lay(table_fields(table) | {"levels": levels, "order": order.tolist()})
+    return Answered()
 
 
-def append(store: Store, operation: ops.Append, timings: ops.Timings) -> Work:
-    counts = np.diff(operation.append_indptr)
-    rows = (operation.k, operation.v)
-    extension = store.append(
-        operation.layer, operation.sequences, counts, operation.offsets, rows, timings
-    )
-    lengths = tuple(extension.lengths.tolist())
-    return Answered(ops.Appended(lengths), extension, Counts(appended=extension.slots.size))
+def table_fields(table: Any) -> dict[str, Any]:
+    """The three arrays of a CSR page table."""
+    return {
+        "kv_indptr": table.kv_indptr.tolist(),
+        "kv_indices": table.kv_indices.tolist(),
+        "kv_last_page_len": table.kv_last_page_len.tolist(),
+    }
 
 
-def pool_status(store: Store, _operation: ops.PoolStatus, _: ops.Timings) -> Work:
-    try:
-        store.tree.check_integrity()
-        integrity = "ok"
-    except IntegrityError as error:
-        integrity = str(error)
-    numbers = store.numbers()
-    return Answered(
-        ops.PoolInfo(
-            free=numbers.free,
-            referenced=numbers.referenced,
-            total=store.geometry.num_pages,
-            sequences=numbers.sequences,
-            nodes=numbers.nodes,
-            sharing_ratio=store.tree.sharing_ratio,
-            integrity=integrity,
-        )
-    )
+def sequence_fields(view: SequenceView) -> dict[str, Any]:
+    return {
+        "id": view.id,
+        "length": view.length,
+        "lengths": list(view.lengths),
+        "pages": view.pages,
+        "last_page_len": view.last_page_len,
+        "parent": view.parent,
+    }
 
 
-def sequence_info(view: SequenceView) -> ops.SequenceInfo:
-    return ops.SequenceInfo(
-        view.id, view.length, view.lengths, view.pages, view.last_page_len, view.parent
-    )
+def view_bytes(store: Store) -> int:
+    return VIEW_BYTES + NUMBER_BYTES * store.geometry.num_layers
 
 
 def fresh_id() -> str:

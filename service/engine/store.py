@@ -3,57 +3,81 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from kernels.backend import Backend, Int32
+from kernels.backend import Backend, Int32, Pending, Tensor
 from service.core.tree import PrefixTree
 from service.core.values import Extension
-from service.engine import operations as ops
 from service.engine.plans import PlanCache
-from service.metrics import PoolNumbers
+from service.engine.slices import Pace
+from service.engine.work import Cost, Seconds
+from service.operations.info import InfoAnswer
 
 
 class StoreLost(RuntimeError):
     """Tree and pool no longer agree; nothing they hold can be trusted."""
 
 
+@dataclass(frozen=True, slots=True)
+class PoolNumbers:
+    """The pool in counts: pages, sequences, shared nodes."""
+
+    free: int
+    referenced: int
+    sequences: int
+    nodes: int
+
+
 class Store:
     """Owned by one thread: nothing here is locked."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, pace: Pace, info: InfoAnswer) -> None:
         geometry = backend.geometry
+        self.info = info
         self.backend = backend
         self.geometry = geometry
+        self.pace = pace
+        self.max_sequences = info.limits.max_sequences
         self.tree = PrefixTree(geometry.num_pages, geometry.page_size, geometry.num_layers)
         self.plans = PlanCache(self.tree)
 
-    def append(
+    def extend(
         self,
         layer: int,
-        ids: ops.Ids,
+        ids: Sequence[str],
         counts: Int32,
         offsets: Int32 | None,
-        rows: tuple[ops.Array, ops.Array],
-        timings: ops.Timings,
+        seconds: Seconds,
     ) -> Extension:
-        """Make room for `counts` [B] tokens and write `rows` (k and v [n, Hkv, D]) there."""
+        """Make room for `counts` [B] tokens; nothing is written there yet."""
         started = time.monotonic()
         extension = self.tree.extend(layer, ids, counts, offsets)
-        planned = time.monotonic()
+        seconds.plan += time.monotonic() - started
+        return extension
+
+    def write(
+        self, extension: Extension, rows: tuple[Tensor, Tensor], seconds: Seconds
+    ) -> Pending[None]:
+        """Write `rows` (k and v [n, Hkv, D]) where the extension made room; undone if it fails."""
+        started = time.monotonic()
         try:
-            self.backend.append(layer, *rows, extension.slots)
+            pending = self.backend.append(extension.layer, *rows, extension.slots)
         except BaseException:
             self.undo(extension)
             raise
-        timings.plan += planned - started
-        timings.copy_in += time.monotonic() - planned
-        return extension
+        seconds.copy_in += time.monotonic() - started
+        return pending
 
     def undo(self, extension: Extension) -> None:
-        """Take back the latest extension; the tree renames what was planned for it."""
+        """Take back an extension; the tree renames what was planned for it."""
         self.tree.undo(extension)
 
+    def is_long_write(self, rows: tuple[Tensor, Tensor]) -> bool:
+        """Whether writing `rows` is more than one slice."""
+        return self.pace.is_long("append", write_cost(rows))
+
     def numbers(self) -> PoolNumbers:
-        """The pool's numbers for the metrics."""
         allocator = self.tree.allocator
         return PoolNumbers(
             allocator.num_free,
@@ -61,3 +85,7 @@ class Store:
             self.tree.num_sequences,
             self.tree.num_nodes,
         )
+
+
+def write_cost(rows: tuple[Tensor, Tensor]) -> Cost:
+    return Cost(num_bytes=2.0 * sum(part.nbytes for part in rows))

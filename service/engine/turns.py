@@ -1,66 +1,109 @@
-"""An operation's turn: which function runs it."""
+"""What every operation does when its turn comes, and what must not run beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
-from service.engine import operations as ops
-from service.engine.attention import attention, cascade, gather, merge, ragged_prefill
+from service.engine.attention import cascade, decode, prefill
+from service.engine.request import Request
+from service.engine.rows import append, gather
 from service.engine.sequences import (
-    append,
     create_sequences,
     delete_sequence,
     get_sequence,
     list_sequences,
     page_table,
-    pool_status,
     truncate,
 )
+from service.engine.states import merge, ragged_prefill
+from service.engine.status import info, pool
 from service.engine.store import Store
-from service.engine.work import Work
+from service.engine.work import Seconds, Work
 
-HANDLERS: Final[dict[type, Callable[[Store, Any, ops.Timings], Work]]] = {
-    ops.CreateSequences: create_sequences,
-    ops.ListSequences: list_sequences,
-    ops.GetSequence: get_sequence,
-    ops.DeleteSequence: delete_sequence,
-    ops.Truncate: truncate,
-    ops.PageTable: page_table,
-    ops.Append: append,
-    ops.Attention: attention,
-    ops.RaggedPrefill: ragged_prefill,
-    ops.Cascade: cascade,
-    ops.Merge: merge,
-    ops.Gather: gather,
-    ops.PoolStatus: pool_status,
+Names = Callable[[Request], Iterable[str]]
+
+
+def nothing(_: Request) -> Iterable[str]:
+    return ()
+
+
+def ids_of(request: Request) -> Iterable[str]:
+    return request.fields.ids  # type: ignore[no-any-return]
+
+
+def one_id(request: Request) -> Iterable[str]:
+    return (request.fields.id,)
+
+
+def appended_ids(request: Request) -> Iterable[str]:
+    """Attention writes to its sequences when k and v come along."""
+    return ids_of(request) if "k" in request.tensors else ()
+
+
+def level_ids(request: Request) -> Iterable[str]:
+    return {name for level in request.fields.levels for name in level.ids}
+
+
+def parents(request: Request) -> Iterable[str]:
+    return [new.parent for new in request.fields.sequences if new.parent is not None]
+
+
+def made(request: Request) -> Iterable[str]:
+    return [new.id for new in request.fields.sequences if new.id is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """`begin` gives a request its turn: it changes the tree, hands writes to the device, and says
+    what is left. Having raised, it has changed nothing.
+
+    `reads` and `writes` name the sequences that must stand still meanwhile. `is_barrier`: it gives
+    pages away or renames them, so everything before it must be settled for good. `is_attention`: it
+    may share a launch with its like.
+    """
+
+    begin: Callable[[Store, Request, Seconds], Work]
+    reads: Names = nothing
+    writes: Names = nothing
+    is_barrier: bool = False
+    is_attention: bool = False
+    launches: bool = False
+
+
+TURNS: Final[dict[str, Turn]] = {
+    "create_sequences": Turn(create_sequences, parents, made, is_barrier=True),
+    "list_sequences": Turn(list_sequences),
+    "get_sequence": Turn(get_sequence, reads=one_id),
+    "delete_sequence": Turn(delete_sequence, writes=one_id, is_barrier=True),
+    "truncate": Turn(truncate, writes=one_id, is_barrier=True),
+    "page_table": Turn(page_table, reads=ids_of),
+    "append": Turn(append, writes=ids_of),
+    "gather": Turn(gather, reads=ids_of, launches=True),
+    "decode": Turn(decode, ids_of, appended_ids, is_attention=True),
+    "prefill": Turn(prefill, ids_of, appended_ids, is_attention=True),
+    "ragged_prefill": Turn(ragged_prefill, launches=True),
+    "cascade": Turn(cascade, reads=level_ids, is_attention=True),
+    "merge": Turn(merge, launches=True),
+    "info": Turn(info),
+    "pool": Turn(pool),
 }
 
-BARRIERS: Final = (ops.CreateSequences, ops.DeleteSequence, ops.Truncate)
-"""What gives pages away or renames them: everything before it must be settled, for good."""
+
+def turn_of(request: Request) -> Turn:
+    return TURNS[request.operation.name]
 
 
-def sharing_of(operation: ops.Operation) -> Hashable | None:
-    """Operations with equal values may share a launch; None: it needs none.
+def sharing_of(request: Request) -> Hashable | None:
+    """Requests with equal values may share a launch; None: it needs none.
 
     Known before its turn, so that a launch that it does not share goes out before it changes
     anything.
     """
-    match operation:
-        case ops.Attention() | ops.Cascade():
-            options = operation.options
-            numbers = (options.sm_scale, options.logits_soft_cap, options.window_left)
-            return (operation.q.dtype, operation.q.shape[1:], *numbers)
-        case ops.RaggedPrefill() | ops.Merge() | ops.Gather():
-            return id(operation)
-        case _:
-            return None
-
-
-def begin(store: Store, operation: ops.Operation, timings: ops.Timings) -> Work:
-    """Give `operation` its turn: change the tree, hand writes to the device; return what is left.
-
-    Seconds spent are added to `timings`. Having raised, it has changed nothing: `CoreError`,
-    `kernels.backend.Unsupported`, `DeviceLost`, `StoreLost`, or whatever a bug raises.
-    """
-    return HANDLERS[type(operation)](store, operation, timings)
+    turn = turn_of(request)
+    if turn.is_attention:
+        fields, q = request.fields, request.tensors["q"]
+        window: Any = getattr(fields, "window_left", -1)
+        return (q.dtype, q.shape[1:], fields.sm_scale, fields.logits_soft_cap, window)
+    return id(request) if turn.launches else None

@@ -1,16 +1,29 @@
-"""What an operation's turn leaves to be done: nothing, a share of a launch, or its own launch."""
+"""What an operation's turn leaves to be done: nothing, a share of a launch, its own, or slices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from kernels.backend import Attend, AttentionState, Done, Pending
+from kernels.backend import Attend, AttentionState, Pending
 from service.core.values import Extension
-from service.engine.inbox import Ticket
-from service.engine.operations import Answer, Timings
-from service.metrics import Mode
+from service.engine.request import Request
+
+Mode = Literal["flat", "cascade", "explicit"]
+Start = Callable[[], Pending[Any]]
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Seconds per stage of one operation's life."""
+
+    queue: float = 0.0
+    plan: float = 0.0
+    copy_in: float = 0.0
+    kernel: float = 0.0
+    copy_out: float = 0.0
+    encode: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,46 +36,95 @@ class Counts:
     mode: Mode | None = None
 
 
+NOTHING = Counts()
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the device has to move and to compute: bytes and floating-point operations."""
+
+    num_bytes: float = 0.0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One piece of long work: how to start it, and what it is thought to cost as work of `kind`."""
+
+    start: Start
+    kind: str
+    cost: Cost
+
+
+Steps = Generator[Step, Any, None]
+"""Yields pieces one after another, and is sent the result of each."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Answered:
-    """Nothing is left: the answer is there. `extension` is what to undo if it is not to count."""
+    """The answer lies in its place. `extension` is undone if it is not to count.
 
-    answer: Answer
+    `pending` is what still reads the request's tensors: the reply waits for it.
+    """
+
     extension: Extension | None = None
-    counts: Counts = Counts()
+    pending: Pending[Any] | None = None
+    counts: Counts = NOTHING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grouped:
-    """Attention that may share a launch; `finish` makes the answer of the states of `attends`."""
+    """Attention that may share a launch; `finish` completes the answer from its states."""
 
     attends: tuple[Attend, ...]
-    finish: Callable[[list[AttentionState]], Answer]
+    finish: Callable[[list[AttentionState]], None]
+    cost: Cost
     extension: Extension | None = None
-    counts: Counts = Counts()
+    counts: Counts = NOTHING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alone:
-    """Its own launch; `finish` makes the answer of its result."""
+    """A launch of its own; `finish` completes the answer from its result."""
 
-    start: Callable[[], Pending[Any]]
-    finish: Callable[[Any], Answer]
+    start: Start
+    finish: Callable[[Any], None]
     extension: None = None
-    counts: Counts = Counts()
+    counts: Counts = NOTHING
 
 
-Work = Answered | Grouped | Alone
+@dataclass(frozen=True, slots=True, eq=False)
+class Sliced:
+    """Work too long for one turn: `steps` yields launches and is sent their results.
+
+    Between two steps others have their turns. `undo` takes back all that the operation changed.
+    """
+
+    steps: Steps
+    undo: Callable[[], None]
+    extension: None = None
+    counts: Counts = NOTHING
+
+
+Work = Answered | Grouped | Alone | Sliced
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A ticket whose turn has come, until its reply is sent: `work` or `error`, then `answer`."""
+    """An operation from its arrival to its reply.
 
-    ticket: Ticket
-    timings: Timings = field(default_factory=Timings)
+    `arrived` and `deadline` are `time.monotonic()`. `token` is whoever asked, for the reply.
+    `alone`: it is to begin when nothing before it can be undone any more.
+    """
+
+    request: Request
+    token: Any
+    arrived: float
+    deadline: float
+    cancelled: bool = False
+    alone: bool = False
+    seconds: Seconds = field(default_factory=Seconds)
     work: Work | None = None
-    answer: Answer = None
     error: Exception | None = None
 
     @property
@@ -80,8 +142,12 @@ class Launch:
 
     jobs: list[Job]
     pending: Pending[Any] | None
+    started: float = 0.0
 
     @property
-    def is_done(self) -> bool:
-        """Known without asking the device."""
-        return self.pending is None or isinstance(self.pending, Done)
+    def done(self) -> bool:
+        """Known without waiting."""
+        if self.pending is not None and not self.pending.done:
+            return False
+        waits = (job.work.pending for job in self.jobs if isinstance(job.work, Answered))
+        return all(pending is None or pending.done for pending in waits)

@@ -1,0 +1,55 @@
+"""The engine process: settings, backend, loop; started by `python -m service`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from typing import Final
+
+from config.settings import let_idle_threads_sleep
+from service.processes import CANNOT_START, Inherited, receive
+
+LOG: Final = logging.getLogger("attnd.engine")
+
+
+def main() -> int:
+    """Serve until drained; the process's exit status."""
+    inherited = receive()
+    let_idle_threads_sleep()
+    from service.logs import set_up_logs
+
+    set_up_logs(inherited.settings.log, inherited.process)
+    return serve(inherited)
+
+
+def serve(inherited: Inherited) -> int:
+    """Make the backend, then the engine, and run it."""
+    from service.engine.engine import Engine
+    from service.engine.pool import backend_maker
+    from service.engine.scheduler import FATAL
+    from service.metrics import Metrics
+
+    settings = inherited.settings
+    metrics = Metrics(inherited.process, inherited.metrics)
+    try:
+        backend = backend_maker(settings.pool, settings.backend)()
+        engine = Engine(inherited.sockets[0], settings, backend, metrics)
+    except Exception as error:
+        LOG.error("cannot start: %s", error)
+        LOG.debug("the start failed here:", exc_info=error)
+        return CANNOT_START
+    signal.signal(signal.SIGTERM, lambda *_: engine.drain())
+    engine.watch(inherited.lifeline, lambda: os._exit(1))
+    try:
+        engine.run()
+    except FATAL:
+        return 1
+    finally:
+        backend.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""Everyone who is connected to the engine: sessions accepted, listened to, answered, let go."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from config.settings import ServerSettings
+from kernels.backend import Backend
+from service.errors import NotReady, Overloaded
+from service.operations.info import InfoAnswer
+from service.operations.table import BY_NAME
+from service.road.arena import Pinning
+from service.road.calls import Call, Cancel, SessionConfig
+from service.road.listening import accept, may_connect, turn_away
+from service.road.messages import State
+from service.road.session import Session, Stages
+
+LOG: Final = logging.getLogger("attnd.engine")
+GREETING_S: Final = 10.0
+"""A connection that has not said HELLO by then is closed."""
+NO_STAGES: Final = (0.0,) * 6
+
+
+class Callers:
+    """The sessions of one engine, on its selector; sessions are the data of their sockets."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        selector: selectors.BaseSelector,
+        server: ServerSettings,
+        backend: Backend,
+        info: InfoAnswer,
+    ) -> None:
+        self._listener = listener
+        self._selector = selector
+        self._server = server
+        self._backend = backend
+        self._state = State("ready", "ready")
+        self._uids = frozenset(server.socket_uids)
+        self._sessions: set[Session] = set()
+        self._ungreeted: set[Session] = set()
+        self._gone: list[Session] = []
+        self._number = 0
+        self._config = SessionConfig(
+            instance_id=info.instance_id,
+            routes={name: operation.number for name, operation in BY_NAME.items()},
+            limits=info.limits.model_dump(),
+            max_arena_bytes=server.max_arena_bytes,
+            default_deadline_s=server.deadline_s,
+            pinning=Pinning(self._pin, self._unpin),
+        )
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ, self.accept)
+
+    @property
+    def count(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def patience(self) -> float | None:
+        """How long nobody needs to be looked after."""
+        return 1.0 if self._ungreeted else None
+
+    def accept(self) -> None:
+        """Take a connection in, unless it is not allowed or there are too many."""
+        try:
+            accepted = accept(self._listener)
+        except OSError as error:
+            LOG.warning("a connection could not be accepted: %s", error)
+            return
+        if accepted is None:
+            return
+        sock, who = accepted
+        if not may_connect(who, self._uids):
+            turn_away(sock, NotReady(f"user {who.uid} may not connect: see server.socket_uids"))
+            return
+        most = self._server.max_sessions
+        if len(self._sessions) >= most:
+            told = f"{most} sessions are open: close some, or raise server.max_sessions"
+            turn_away(sock, Overloaded(told, retry_after_s=1.0))
+            return
+        self._number += 1
+        session = Session(sock, self._number, self._config, self._state)
+        self._sessions.add(session)
+        self._ungreeted.add(session)
+        self._selector.register(session, selectors.EVENT_READ, session)
+
+    def ready(self, session: Session, mask: int) -> Sequence[Call | Cancel]:
+        """What a session's socket is ready for: its new calls, in order."""
+        if mask & selectors.EVENT_WRITE:
+            session.flush()
+        events: Sequence[Call | Cancel] = session.read() if mask & selectors.EVENT_READ else ()
+        if session in self._ungreeted and session.greeted:
+            self._ungreeted.discard(session)
+        self._look_after(session)
+        return events
+
+    def left(self) -> list[Call]:
+        """Calls of sessions that are over; nobody waits for them any more."""
+        if self._ungreeted:
+            self._close_silent()
+        if not self._gone:
+            return []
+        gone, self._gone = self._gone, []
+        calls: list[Call] = []
+        for session in gone:
+            calls += session.live.values()
+            self._selector.unregister(session)
+            self._sessions.discard(session)
+            self._ungreeted.discard(session)
+            session.close()
+        return calls
+
+    def answer(self, call: Call, status: int, length: int, stages: Stages) -> None:
+        session = call.session
+        session.answer(call, status, length, stages)
+        if session.wants_write or session.ended:
+            self._look_after(session)
+
+    def fail(
+        self, call: Call, error: Exception, stages: Stages = NO_STAGES, needed: int = 0
+    ) -> None:
+        session = call.session
+        session.fail(call, error, stages, needed=needed)
+        if session.wants_write or session.ended:
+            self._look_after(session)
+
+    def tell(self, state: State) -> None:
+        """Push the engine's state to all."""
+        self._state = state
+        for session in self._sessions:
+            session.send_state(state)
+            self._look_after(session)
+
+    def close(self, timeout_s: float) -> None:
+        """Send what is still to be sent, then let everyone go."""
+        ends = time.monotonic() + timeout_s
+        while any(one.wants_write and not one.ended for one in self._sessions):
+            if time.monotonic() > ends:
+                break
+            for session in self._sessions:
+                session.flush()
+            time.sleep(0.001)
+        for session in self._sessions:
+            session.close()
+        self._listener.close()
+
+    def _look_after(self, session: Session) -> None:
+        """Note a session that is over; watch for room to write where something waits."""
+        if session.closed:
+            return
+        if session.ended:
+            if session not in self._gone:
+                self._gone.append(session)
+                LOG.debug("session %d (%s): %s", session.number, session.name, session.ended)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if session.wants_write else 0)
+        if self._selector.get_key(session).events != wanted:
+            self._selector.modify(session, wanted, session)
+
+    def _close_silent(self) -> None:
+        now = time.monotonic()
+        for session in self._ungreeted:
+            if now - session.started > GREETING_S:
+                session.end(f"no HELLO within {GREETING_S:g} s")
+                self._look_after(session)
+
+    def _pin(self, memory: memoryview) -> bool:
+        if len(memory) > self._server.pinned_arena_bytes:
+            return False
+        return self._backend.register(address_of(memory), len(memory))
+
+    def _unpin(self, memory: memoryview) -> None:
+        self._backend.unregister(address_of(memory))
+
+
+def address_of(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8, 1).ctypes.data)

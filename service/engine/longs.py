@@ -1,0 +1,131 @@
+"""Long operations: their slices, one after another, each operation in its turn."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kernels.backend import DeviceLost, Pending
+from service.core.errors import IntegrityError
+from service.engine.store import Store, StoreLost
+from service.engine.work import Job, Sliced, Step
+from service.errors import Cancelled, DeadlineExceeded
+from service.metrics import Metrics
+
+
+@dataclass(slots=True, eq=False)
+class Slice:
+    """A piece that the device is at."""
+
+    job: Job
+    work: Sliced
+    step: Step
+    pending: Pending[Any]
+    started: float
+
+
+class Longs:
+    """Runs one slice at a time. `end` is told of every operation that is over, and how."""
+
+    def __init__(
+        self, store: Store, metrics: Metrics, end: Callable[[Job, Exception | None], None]
+    ) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._end = end
+        self._queue: deque[tuple[Job, Any]] = deque()
+        """Jobs in turn, each with the result of its latest slice."""
+        self._slice: Slice | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._queue or self._slice)
+
+    @property
+    def slice_started(self) -> float | None:
+        """When the slice that the device is at went out, by `time.monotonic()`."""
+        return None if self._slice is None else self._slice.started
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All that are not over."""
+        running = [] if self._slice is None else [self._slice.job]
+        return running + [job for job, _ in self._queue]
+
+    def begin(self, job: Job) -> None:
+        self._queue.append((job, None))
+
+    def advance(self) -> None:
+        """Take in the slice that is done, and start the next one."""
+        self._look()
+        if self._queue and self._slice is None:
+            self._start(*self._queue.popleft())
+            self._look()  # where the device is the processor, it is done
+
+    def _look(self) -> None:
+        if self._slice is not None and self._slice.pending.done:
+            self._take_in(self._slice)
+
+    def stop_all(self, error: Exception) -> None:
+        """End every operation with `error`, undone."""
+        if self._slice is not None:
+            current, self._slice = self._slice, None
+            current.pending.result()
+            self._stop(current.job, current.work, error)
+        while self._queue:
+            job, _ = self._queue.popleft()
+            if isinstance(job.work, Sliced):
+                self._stop(job, job.work, error)
+
+    def _start(self, job: Job, result: Any) -> None:
+        """The next slice of a job, unless it is over or nobody wants it any more."""
+        work = job.work
+        if not isinstance(work, Sliced):
+            raise RuntimeError("a long operation without slices: this is a bug")
+        if (error := unwanted(job)) is not None:
+            self._metrics.rejected("cancelled" if job.cancelled else "deadline_exceeded")
+            self._stop(job, work, error)
+            return
+        started = time.monotonic()
+        try:
+            step = work.steps.send(result)
+            self._slice = Slice(job, work, step, step.start(), started)
+            self._metrics.slices(1)
+        except StopIteration:
+            self._end(job, None)
+        except (DeviceLost, StoreLost, IntegrityError):
+            raise
+        except Exception as failure:
+            self._stop(job, work, failure)
+
+    def _take_in(self, current: Slice) -> None:
+        """A slice that is done: its time, and its result for the operation's next step."""
+        self._slice = None
+        try:
+            result = current.pending.result()
+        except (DeviceLost, StoreLost, IntegrityError):
+            raise
+        except Exception as error:
+            self._stop(current.job, current.work, error)
+            return
+        spent = time.monotonic() - current.started
+        self._store.pace.correct(current.step.kind, current.step.cost, spent)
+        current.job.seconds.kernel += spent
+        self._queue.append((current.job, result))
+
+    def _stop(self, job: Job, work: Sliced, error: Exception) -> None:
+        """End an operation between two slices, as if it had never begun."""
+        work.steps.close()
+        work.undo()
+        self._end(job, error)
+
+
+def unwanted(job: Job) -> Exception | None:
+    """Why a job is not to go on, if it is not."""
+    if job.cancelled:
+        return Cancelled("the caller took the operation back; it was undone")
+    if time.monotonic() > job.deadline:
+        return DeadlineExceeded("the deadline passed while it ran; it was stopped and undone")
+    return None

@@ -1,0 +1,101 @@
+"""Rows in and out of the pool: append, and gather, which reads them back."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any, Final, cast
+
+import numpy as np
+
+from kernels.backend import NUMPY_DTYPES, Array, DType, Int32, Pending
+from service.core.errors import InvalidRequest
+from service.core.ragged import indptr as prefix_sums
+from service.core.values import Extension
+from service.engine.place import Shape
+from service.engine.request import Request
+from service.engine.slices import even_spans
+from service.engine.store import Store, write_cost
+from service.engine.work import Alone, Answered, Cost, Counts, Seconds, Sliced, Step, Steps, Work
+
+NUMBER_BYTES: Final = 12
+"""Most that one int32 takes in JSON."""
+PAGING: Final = "ask for fewer sequences, or for a part of each with start and stop"
+
+
+def append(store: Store, request: Request, seconds: Seconds) -> Work:
+    fields, rows = request.fields, (request.tensors["k"], request.tensors["v"])
+    ids = fields.ids
+    request.place.require(64 + NUMBER_BYTES * len(ids))
+    counts = np.diff(fields.indptr(rows[0].shape[0]))
+    extension = store.extend(fields.layer, ids, counts, fields.offset_array, seconds)
+    request.place.lay({"lengths": extension.lengths.tolist()})
+    counted = Counts(appended=extension.slots.size)
+    if store.is_long_write(rows):
+        steps = write_steps(store, extension, rows)
+        return Sliced(steps, lambda: store.undo(extension), counts=counted)
+    pending = store.write(extension, rows, seconds)
+    return Answered(extension, pending, counted)
+
+
+def write_steps(store: Store, extension: Extension, rows: tuple[Array, Array]) -> Steps:
+    """The rows of an extension, some at a time."""
+    k, v = rows
+    cost = write_cost(rows)
+    number = store.pace.num_slices("append", cost)
+    for span in even_spans(len(k), cost, number):
+        part = slice(span.first, span.last)
+        slots = extension.slots[part]
+        start = partial(store.backend.append, extension.layer, k[part], v[part], slots)
+        yield Step(start, "append", span.cost)
+
+
+def gather(store: Store, request: Request, seconds: Seconds) -> Work:
+    """Tokens `start:stop` of every sequence, dequantised."""
+    fields, geometry = request.fields, store.geometry
+    started = time.monotonic()
+    kv_indptr, slots = chosen_slots(store, fields)
+    seconds.plan += time.monotonic() - started
+    own = "fp16" if geometry.dtype.startswith("fp8") else geometry.dtype
+    dtype = cast(DType, fields.dtype or own)
+    shape = (slots.size, geometry.num_kv_heads, geometry.head_dim)
+    shapes: tuple[Shape, ...] = tuple((name, NUMPY_DTYPES[dtype], shape) for name in "kv")
+    request.place.require(64 + NUMBER_BYTES * kv_indptr.size, shapes, PAGING)
+    laid = request.place.lay({"kv_indptr": kv_indptr.tolist()}, shapes)
+    out = (laid["k"], laid["v"])
+    cost = Cost(num_bytes=2.0 * (out[0].nbytes + out[1].nbytes))
+
+    def read(first: int, last: int) -> Pending[Any]:
+        part = (out[0][first:last], out[1][first:last])
+        return store.backend.gather(fields.layer, slots[first:last], dtype, out=part)
+
+    def steps() -> Steps:
+        for span in even_spans(slots.size, cost, store.pace.num_slices("gather", cost)):
+            yield Step(partial(read, span.first, span.last), "gather", span.cost)
+
+    if store.pace.is_long("gather", cost):
+        return Sliced(steps(), lambda: None)
+    return Alone(partial(read, 0, slots.size), lambda _: None)
+
+
+def chosen_slots(store: Store, fields: Any) -> tuple[Int32, Int32]:
+    """Token prefix sums [B+1] and slots of tokens `start:stop` of each sequence.
+
+    A stop beyond a sequence's end means its end. Raises `InvalidRequest` for a start behind the
+    stop, and for more tokens than int32 counts.
+    """
+    start, stop = fields.start, fields.stop
+    if stop is not None and start > stop:
+        raise InvalidRequest("start", start, f"must not be beyond stop = {stop}")
+    lengths = store.tree.lengths(fields.ids, fields.layer)
+    if int(lengths.sum(dtype=np.int64)) > np.iinfo(np.int32).max:
+        rule = "together they hold more than 2**31 - 1 tokens"
+        raise InvalidRequest("sequences", len(fields.ids), rule)
+    kv_indptr, slots = store.tree.slots(fields.ids, fields.layer)
+    if start == 0 and stop is None:
+        return kv_indptr, slots
+    first = np.minimum(start, lengths)
+    last = lengths if stop is None else np.minimum(stop, lengths)
+    within = np.arange(slots.size) - np.repeat(kv_indptr[:-1], lengths)
+    kept = (within >= np.repeat(first, lengths)) & (within < np.repeat(last, lengths))
+    return prefix_sums(last - first), slots[kept]

@@ -1,0 +1,45 @@
+"""What the service says of itself: what it serves, and the state of its pool."""
+
+from __future__ import annotations
+
+from kernels.backend import Done
+from service.core.errors import IntegrityError
+from service.engine.request import Request
+from service.engine.sequences import NO_COST
+from service.engine.store import Store
+from service.engine.work import Answered, Seconds, Sliced, Step, Steps, Work
+
+TEXT_BYTES = 4096
+"""Room for the numbers, and for what an integrity check may have found."""
+
+
+def info(store: Store, request: Request, _: Seconds) -> Work:
+    fields = store.info.model_dump()
+    request.place.require(TEXT_BYTES)
+    request.place.lay(fields)
+    return Answered()
+
+
+def pool(store: Store, request: Request, _: Seconds) -> Work:
+    """The numbers of this moment, and the verdict of a check that lets others in between."""
+    request.place.require(TEXT_BYTES)
+    numbers = store.numbers()
+    fields = {
+        "free": numbers.free,
+        "referenced": numbers.referenced,
+        "total": store.geometry.num_pages,
+        "sequences": numbers.sequences,
+        "nodes": numbers.nodes,
+        "sharing_ratio": store.tree.sharing_ratio,
+    }
+
+    def steps() -> Steps:
+        integrity = "ok"
+        try:
+            for _ in store.tree.integrity_steps():
+                yield Step(lambda: Done(None), "integrity", NO_COST)
+        except IntegrityError as error:
+            integrity = str(error)
+        request.place.lay(fields | {"integrity": integrity})
+
+    return Sliced(steps(), lambda: None)
