@@ -8,7 +8,8 @@ downloaded), float32, on a GPU where torch has one. Its attention goes through t
 AttentionInterface: every layer sends its new q, k and v to the service, which appends k and v and
 answers the attention. A system prompt is prefilled once; eight continuations are forked from it and
 generated as one batch. The same model on the same device then generates each continuation by itself
-with eager attention and its own cache, all in float32.
+with eager attention and its own cache, all in float32: those are the tokens to meet. At the end the
+same batch, padded on the left, is timed with transformers' own eager and sdpa attention.
 
 With an fp32 pool (cpu backend) every token must be equal. fp16 and bf16 pools round q, K and V, so
 a near-tie may fall the other way. No logit may be off by more than LOGIT_BOUNDS, which leaves two
@@ -64,8 +65,10 @@ def main() -> None:
     with open_client(arguments.url, settings(arguments.dtype, arguments.backend)) as client:
         check_pool(client, arguments.dtype)
         served = generate_served(model, client, arguments.dtype, system, suffixes)
-    eager = generate_eager(model, [system + suffix for suffix in suffixes])
+    prompts = [system + suffix for suffix in suffixes]
+    eager = generate_eager(model, prompts)
     compare(served, eager, arguments.dtype)
+    compare_speed(model, prompts, served.speed)
 
 
 def settings(dtype: str, backend: str) -> dict[str, object]:
@@ -157,11 +160,23 @@ def attnd_attention(
 
 
 @dataclass(frozen=True, slots=True)
+class Speed:
+    """Of one batch: seconds to every sequence's first token, and tokens a second after that."""
+
+    first_s: float
+    tokens_per_s: float
+
+    def told(self) -> str:
+        return f"first tokens after {self.first_s:.2f} s, then {self.tokens_per_s:.1f} tokens/s"
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """Per continuation: the tokens, and the logits `[NEW_TOKENS, vocab]` each was chosen from."""
 
     tokens: list[Tokens]
     logits: list[torch.Tensor]
+    speed: Speed = Speed(0.0, 0.0)
 
 
 @torch.inference_mode()
@@ -191,13 +206,12 @@ def generate_served(
     for sequence in [root, *forks]:
         client.delete_sequence(sequence)
     prompt = len(system) + sum(map(len, suffixes))
-    print(f"served: {prompt} prompt tokens in {prefilled - began:.2f} s", end=", then ")
-    print(f"{len(forks)} x {NEW_TOKENS} tokens at", end=" ")
-    print(f"{len(forks) * (NEW_TOKENS - 1) / seconds:.1f} tokens/s")
+    speed = Speed(prefilled - began, len(forks) * (NEW_TOKENS - 1) / seconds)
+    print(f"served: {prompt} prompt tokens, {len(forks)} x {NEW_TOKENS} tokens:", speed.told())
     print(f"KV bytes read: {read:.0f}, saved by sharing: {saved:.0f}", end=" ")
     print(f"({saved / (read + saved):.0%} of what flat attention reads)")
     stacked = torch.stack(history, dim=1)
-    return Generation(stacked.argmax(dim=-1).tolist(), list(stacked))
+    return Generation(stacked.argmax(dim=-1).tolist(), list(stacked), speed)
 
 
 def step(
@@ -249,9 +263,46 @@ def generate_eager(model: Model, prompts: list[Tokens]) -> Generation:
         logits.append(torch.cat(output.logits).cpu())
         seconds = time.perf_counter() - began
         print(f"eager: {number} of {len(prompts)} continuations in {seconds:.1f} s", flush=True)
-    rate = len(prompts) * NEW_TOKENS / (time.perf_counter() - began)
-    print(f"eager: one after the other, prefill included, {rate:.1f} tokens/s")
     return Generation(tokens, logits)
+
+
+def compare_speed(model: Model, prompts: list[Tokens], served: Speed) -> None:
+    """Time the same batch with transformers' own attention and cache, and say who is faster."""
+    fastest = Speed(0.0, 0.0)
+    for attention in ("eager", "sdpa"):
+        speed = time_batch(model, prompts, attention)
+        print(f"{attention}: the same {len(prompts)} as one padded batch:", speed.told())
+        fastest = max(fastest, speed, key=lambda one: one.tokens_per_s)
+    ratio = served.tokens_per_s / fastest.tokens_per_s
+    verdict = "faster than" if ratio > 1 else "slower than"
+    print(f"served generates at {ratio:.2f} x the tokens/s of the faster one: {verdict} in-process")
+
+
+@torch.inference_mode()
+def time_batch(model: Model, prompts: list[Tokens], attention: str) -> Speed:
+    """One `generate` of the whole batch, left-padded; its prefill is timed apart."""
+    model.set_attn_implementation(attention)
+    longest = max(map(len, prompts))
+    padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    inputs, visible = torch.tensor(padded, device=DEVICE), torch.tensor(mask, device=DEVICE)
+
+    def seconds(new_tokens: int) -> float:
+        began = time.perf_counter()
+        model.generate(
+            inputs,
+            attention_mask=visible,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        ).cpu()
+        return time.perf_counter() - began
+
+    seconds(2)  # what is made once is made here
+    first_s = seconds(1)
+    rest_s = max(seconds(NEW_TOKENS) - first_s, 1e-9)
+    return Speed(first_s, len(prompts) * (NEW_TOKENS - 1) / rest_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,14 +69,39 @@ ARROWS: Final = (
     ),
     Arrow("config imports no package of the service", ("config/*",), under("service", "kernels")),
     Arrow(
-        "routes never import the core or kernels",
-        ("service/routes*", "service/http/*"),
-        under("service.core", "kernels"),
+        "images know numpy, JSON, the errors and nothing else",
+        ("service/image/*",),
+        beyond("numpy", "ml_dtypes", "pydantic_core", "service.image", "service.errors"),
     ),
     Arrow(
-        "the client imports numpy, httpx, safetensors and ml_dtypes only",
+        "operations are declared outside every protocol, without pool or threads",
+        ("service/operations/*",),
+        beyond("numpy", "pydantic", "service.operations", "service.image", "service.errors"),
+    ),
+    Arrow(
+        "operations have no threads",
+        ("service/operations/*", "service/image/*"),
+        under("threading", "concurrent", "asyncio", "multiprocessing"),
+    ),
+    Arrow(
+        "the road knows neither its engine nor its doors",
+        ("service/road/*",),
+        beyond("numpy", "service.road", "service.image", "service.errors"),
+    ),
+    Arrow(
+        "doors never import the engine, the core or kernels",
+        ("service/doors/*",),
+        under("service.engine", "service.core", "kernels"),
+    ),
+    Arrow(
+        "the engine knows no door and no web framework",
+        ("service/engine/*", "service/core/*", "kernels/*"),
+        under("service.doors", "fastapi", "starlette", "uvicorn", "asyncio"),
+    ),
+    Arrow(
+        "the client imports numpy, ml_dtypes and its HTTP parser only",
         ("client/*",),
-        beyond("numpy", "httpx", "safetensors", "ml_dtypes", "attnd"),
+        beyond("numpy", "httptools", "ml_dtypes", "attnd"),
     ),
     Arrow(
         "torch only in the cpu backend",
