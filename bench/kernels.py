@@ -4,20 +4,20 @@
 
 A row's floor is max(bytes / read ceiling, flops / matmul ceiling), with both ceilings measured in
 this run; roofline = floor / time. Times are medians of 7 CUDA graph replays of 6 or more calls over
-working sets colder than the cache.
+working sets colder than the cache. `--only` measures the rows whose names contain a text, and of an
+existing results file replaces these alone; `--only cpu/` are the host's times.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 import cupy
 import numpy as np
@@ -25,12 +25,16 @@ import numpy as np
 ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.kernel_rows import Case, Row, build, level_of, row_levels  # noqa: E402
-from bench.machine import provenance, workloads  # noqa: E402
+from bench.digests import digests_of, machine_of  # noqa: E402
+from bench.kernel_results import read_results, replaced  # noqa: E402
+from bench.kernel_rows import Case, build  # noqa: E402
+from bench.launches import row_launches  # noqa: E402
+from bench.machine import provenance, workloads, write_results  # noqa: E402
+from bench.row_plans import Row, level_of, row_levels  # noqa: E402
 from kernels.backend import Attend, Plan, PoolGeometry, Scoring  # noqa: E402
-from kernels.compile import kernels_digest  # noqa: E402
 from kernels.cuda import wide  # noqa: E402
 from kernels.cuda.backend import CudaBackend  # noqa: E402
+from kernels.cuda.launch import device_arch  # noqa: E402
 from kernels.cuda.scene import Scene  # noqa: E402
 
 REPLAYS: Final = 7
@@ -77,6 +81,12 @@ def graph_ms(call: Callable[[int], None], calls: int) -> float:
     return float(median(times))
 
 
+def properties() -> dict[str, Any]:
+    """What the runtime says of the device."""
+    found: dict[str, Any] = cupy.cuda.runtime.getDeviceProperties(0)
+    return found
+
+
 def read_ceiling() -> float:
     """TB/s of reading 4 GiB with 16-byte loads, the best of a few grid sizes."""
     size = 1 << 32
@@ -86,7 +96,7 @@ def read_ceiling() -> float:
     kernel = cupy.RawKernel(READ_SOURCE, "read_all")
     best = 0.0
     for blocks in (2, 4, 8, 16):
-        grid = cupy.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"] * blocks
+        grid = properties()["multiProcessorCount"] * blocks
         arguments = (data, np.int64(size // 16), out)
         ms = graph_ms(lambda i, g=grid, a=arguments: kernel((g,), (512,), a), 4)  # type: ignore[misc]
         best = max(best, size / ms / 1e9)
@@ -109,13 +119,29 @@ def matmul_ceiling() -> float:
             end.record(stream)
             end.synchronize()
             times.append(cupy.cuda.get_elapsed_time(begin, end))
-    return 2 * n**3 / median(times[4:]) / 1e9
+    return 2 * n**3 / float(median(times[4:])) / 1e9
 
 
-def measure(row: Row, read_tbps: float, matmul_tflops: float) -> Row:
-    """One result row."""
+def run_facts() -> dict[str, Any]:
+    """What this run is measured on, its ceilings among it, as a results file has it."""
+    return provenance(["cupy-cuda13x", "numpy", "cuda-bindings"]) | {
+        "device": properties()["name"].decode(),
+        "arch": device_arch(0),
+        "multiprocessors": int(properties()["multiProcessorCount"]),
+        "ceilings": {
+            "read_tbps": round(read_ceiling(), 3),
+            "matmul_tflops": round(matmul_ceiling(), 1),
+        },
+    }
+
+
+def measure(row: Row, run: dict[str, Any]) -> Row:
+    """One result row, with the digests of what was measured."""
     ms = timed(build(row))
-    floor = max(row["bytes"] / read_tbps / 1e9, row["flops"] / matmul_tflops / 1e9)
+    ceilings = run["ceilings"]
+    floor = max(
+        row["bytes"] / ceilings["read_tbps"] / 1e9, row["flops"] / ceilings["matmul_tflops"] / 1e9
+    )
     result = {
         "name": row["name"],
         "ms": round(ms, 5),
@@ -126,7 +152,8 @@ def measure(row: Row, read_tbps: float, matmul_tflops: float) -> Row:
     }
     if row["kind"] == "cascade":
         result["flat_ms"] = round(timed(build(row, flat=True)), 5)
-    return result
+    machine = machine_of(run)
+    return result | {"digests": digests_of(row_launches(row, machine), machine)}
 
 
 def timed(case: Case) -> float:
@@ -188,56 +215,74 @@ def cpu_cost(kv_lens: list[int]) -> dict[str, list[float]]:
 
 def show(row: Row, result: Row) -> str:
     flat = f"  flat {result['flat_ms']:.4f}" if "flat_ms" in result else ""
+    theirs = f"  FlashInfer {row['flashinfer_ms']:.4f} ms" if "flashinfer_ms" in row else ""
     met = "" if row["at_least"] is None or result["roofline"] >= row["at_least"] else "  SHORT"
     return (
         f"{row['name']:28} {result['ms']:8.4f} ms {result['tbps']:6.2f} TB/s "
         f"{result['tflops']:6.0f} TFLOP/s  roofline {result['roofline']:5.3f} "
-        f"(at least {row['at_least']}, aim {row['aim']})  "
-        f"FlashInfer {row['flashinfer_ms']:.4f} ms{flat}{met}"
+        f"(at least {row['at_least']}, aim {row['aim']}){theirs}{flat}{met}"
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def measure_cpu(batch: str, kv_lens: list[int]) -> dict[str, float]:
+    """Medians of `cpu_cost`, which are printed with the least of each."""
+    print(f"CPU, {batch}, {HOST_CALLS} calls each:")
+    medians = {}
+    for name, values in cpu_cost(kv_lens).items():
+        print(f"{name:28} {min(values):8.1f} us least {median(values):8.1f} us median")
+        medians[name] = round(median(values), 1)
+    return medians
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--results", type=Path, help="where to write the results as JSON")
     parser.add_argument(
         "--mma-sync", action="store_true", help="many rows without Hopper's own kernel"
     )
     arguments = parser.parse_args()
+    if arguments.mma_sync and arguments.results:
+        parser.error("--results are of the kernels that the service runs, not of --mma-sync")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
     if arguments.mma_sync:
-        if arguments.results:
-            parser.error("--results are of the kernels that the service runs, not of --mma-sync")
-        wide.supports = lambda *_: False  # type: ignore[assignment]
-    rows = [r for r in workloads() if arguments.only in r["name"]]
-    device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    read_tbps, matmul_tflops = read_ceiling(), matmul_ceiling()
-    print(f"{device}: read {read_tbps:.2f} TB/s, matmul {matmul_tflops:.0f} TFLOP/s", flush=True)
+        wide.supports = lambda *_: False
+    run = run_facts()
+    ceilings = run["ceilings"]
+    print(
+        f"{run['device']}: read {ceilings['read_tbps']:.2f} TB/s, "
+        f"matmul {ceilings['matmul_tflops']:.0f} TFLOP/s",
+        flush=True,
+    )
     results = []
-    for row in rows:
+    for row in workloads():
+        if arguments.only not in row["name"]:
+            continue
         try:
-            results.append(measure(row, read_tbps, matmul_tflops))
+            results.append(measure(row, run))
         except Exception as error:
             print(f"{row['name']:28} failed: {error!r}", flush=True)
             raise
         print(show(row, results[-1]), flush=True)
-    cpu = {}
-    for batch, kv_lens in cpu_batches().items():
-        print(f"CPU, {batch}, {HOST_CALLS} calls each:")
-        cpu[batch] = {}
-        for name, values in cpu_cost(kv_lens).items():
-            print(f"{name:28} {min(values):8.1f} us least {median(values):8.1f} us median")
-            cpu[batch][name] = round(median(values), 1)
-    if arguments.results:
-        document = provenance(["cupy-cuda13x", "numpy", "cuda-bindings"]) | {
-            "device": device,
-            "kernels_digest": kernels_digest(),
-            "ceilings": {"read_tbps": round(read_tbps, 3), "matmul_tflops": round(matmul_tflops)},
-            "cpu_us": cpu,
-            "rows": results,
-        }
-        arguments.results.parent.mkdir(parents=True, exist_ok=True)
-        arguments.results.write_text(json.dumps(document, indent=1) + "\n")
+    cpu = {
+        batch: measure_cpu(batch, kv_lens)
+        for batch, kv_lens in cpu_batches().items()
+        if arguments.only in f"cpu/{batch}"
+    }
+    if arguments.results is None:
+        return
+    if arguments.only and arguments.results.exists():
+        write_results(
+            arguments.results, replaced(read_results(arguments.results), run, results, cpu)
+        )
+    else:
+        write_results(arguments.results, run | {"cpu_us": cpu, "rows": results})
 
 
 if __name__ == "__main__":

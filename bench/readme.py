@@ -7,39 +7,81 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from bench import service
+from bench.kernel_results import KERNEL_RESULTS, run_of
 from bench.machine import RESULTS, workloads
 
 README: Final = RESULTS.parents[1] / "README.md"
 Render = Callable[[dict[str, Any]], str]
+DAGGER: Final = "†"
+STALE: Final = (
+    f"{DAGGER} Measured with other machine code or other work arrays than those of the kernels "
+    "here, or not measured yet: `python -m bench.stale` says why."
+)
 
 
-def kernels_table(results: dict[str, Any]) -> str:
-    """Every row of the kernels' run, beside the figure to beat and the ceilings of the same run."""
+def kernels_table(results: dict[str, Any], stale: Mapping[str, str]) -> str:
+    """Every row of workloads.json beside the figure to beat, those in `stale` with a dagger."""
     beat = {row["name"]: row.get("flashinfer_ms") for row in workloads()}
+    measured = {row["name"]: row for row in results["rows"]}
     lines = [
         "| workload | ms | TB/s | TFLOP/s | roofline | flat ms | FlashInfer 0.6.13 ms |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in results["rows"]:
-        lines.append(
-            f"| {row['name']} | {row['ms']:.4f} | {row['tbps']:.2f} | {row['tflops']:.0f}"
-            f" | {row['roofline']:.2f} | {number(row.get('flat_ms'), '.4f')}"
-            f" | {number(beat.get(row['name']), '.4f')} |"
-        )
-    ceilings = results["ceilings"]
-    told = (
-        f"{results['device']}; {results['date'][:10]}; `{results['command']}`; ceilings of the "
-        f"same run: {ceilings['read_tbps']:.2f} TB/s read, {ceilings['matmul_tflops']:.0f} TFLOP/s."
-    )
+    for name in beat | measured:
+        row = measured.get(name, {})
+        cells = [
+            number(row.get(key), how)
+            for key, how in (
+                ("ms", ".4f"),
+                ("tbps", ".2f"),
+                ("tflops", ".0f"),
+                ("roofline", ".2f"),
+                ("flat_ms", ".4f"),
+            )
+        ]
+        marked = f"{DAGGER} {name}" if name in stale else name
+        lines.append(f"| {' | '.join([marked, *cells, number(beat.get(name), '.4f')])} |")
+    if stale:
+        lines += ["", STALE]
     cpu = ["| CPU of a decode call, µs | plan, cold | launch, plan cached |", "|---|---|---|"]
     for batch, times in results["cpu_us"].items():
         cpu.append(f"| {batch} | {times['cold_plan_us']:.0f} | {times['cached_launch_us']:.0f} |")
-    return "\n".join([*lines, "", *cpu, "", told])
+    return "\n".join([*lines, "", *cpu, "", *kernel_runs(results)])
+
+
+def kernel_runs(results: dict[str, Any]) -> list[str]:
+    """What the kernels were measured on; names before it where that is not true of all."""
+    lines = [told_of_run(results)]
+    others: dict[str, list[str]] = {}
+    for name, entry in [(row["name"], row) for row in results["rows"]] + [
+        (f"CPU, {batch}", times) for batch, times in results["cpu_us"].items()
+    ]:
+        if "run" in entry:
+            others.setdefault(told_of_run(run_of(results, entry)), []).append(name)
+    for told, names in others.items():
+        lines += ["", f"{', '.join(names)}: {told}"]
+    return lines
+
+
+def told_of_run(run: dict[str, Any]) -> str:
+    """Device, date, command and ceilings of a run of the kernels."""
+    ceilings = run["ceilings"]
+    return (
+        f"{run['device']}; {run['date'][:10]}; `{run['command']}`; ceilings of the same run: "
+        f"{ceilings['read_tbps']:.2f} TB/s read, {ceilings['matmul_tflops']:.0f} TFLOP/s."
+    )
+
+
+def kernels_now(results: dict[str, Any]) -> str:
+    """The kernels' table, its stale rows those that are stale now. Needs CuPy, but no device."""
+    from bench.stale import stale_rows
+
+    return kernels_table(results, stale_rows(results))
 
 
 def number(value: float | None, how: str) -> str:
@@ -72,15 +114,22 @@ TABLES: Final[dict[str, tuple[Path, Render]]] = {
     "service": (RESULTS / "service-cpu.json", service.table),
     "cascade_cpu": (RESULTS / "cascade-cpu.json", cascade_table),
     "core": (RESULTS / "core.json", core_table),
-    "kernels": (RESULTS / "h200.json", kernels_table),
+    "kernels": (KERNEL_RESULTS, kernels_now),
 }
 
 
 def main() -> None:
     text = README.read_text(encoding="utf-8")
     for name, (path, render) in TABLES.items():
-        if path.exists():
-            text = put(text, name, render(json.loads(path.read_text(encoding="utf-8"))))
+        if not path.exists():
+            continue
+        results = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            table = render(results)
+        except ModuleNotFoundError as error:
+            print(f"table {name} stays as it is: it needs {error.name}, which is not installed")
+            continue
+        text = put(text, name, table)
     README.write_text(text, encoding="utf-8")
 
 

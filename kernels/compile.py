@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from typing import Any, Final
 SOURCES: Final = Path(__file__).parent / "cuda"
 DEFAULT_CACHE: Final = Path.home() / ".cache" / "attnd" / "kernels"
 ARCHITECTURES: Final = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
+CODE_OPTIONS: Final = ("-std=c++17", "--device-as-default-execution-space", "-ftz=true")
+"""What every kernel is compiled with that its machine code depends on."""
 
 
 class CompileError(RuntimeError):
@@ -76,23 +78,11 @@ class Compiled:
 
 
 @functools.cache
-def sources_digest() -> str:
-    """Digest of every CUDA source and header: all of them may be included by any."""
-    return digest_of(sorted([*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh")]), SOURCES)
-
-
-def kernels_digest() -> str:
-    """Digest of every source file under `kernels/`, Python too: what a measurement was made of."""
-    root = SOURCES.parent
-    kinds = {".py", ".cu", ".cuh"}
-    return digest_of(sorted(f for f in root.rglob("*") if f.suffix in kinds), root)
-
-
-def digest_of(files: Iterable[Path], root: Path) -> str:
-    """SHA-256 over the files' paths relative to `root` and their contents, in the order given."""
+def sources_digest(sources: Path = SOURCES) -> str:
+    """SHA-256 of every CUDA source and header of a folder: all of them may be included by any."""
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.relative_to(root).as_posix()}\0".encode())
+    for file in sorted([*sources.glob("*.cu"), *sources.glob("*.cuh")]):
+        digest.update(f"{file.name}\0".encode())
         digest.update(file.read_bytes().replace(b"\r\n", b"\n"))
         digest.update(b"\0")
     return digest.hexdigest()
@@ -103,33 +93,37 @@ def compile_all(
     arch: str,
     cache: Path | None = DEFAULT_CACHE,
     workers: int | None = None,
+    sources: Path = SOURCES,
 ) -> list[Compiled]:
     """Compile `specs` for `arch` in parallel, those that the cache lacks; order is kept.
 
     `cache` None compiles everything and stores nothing. Raises `CompileError`.
     """
     with ThreadPoolExecutor(max_workers=workers or os.cpu_count() or 1) as pool:
-        return list(pool.map(lambda wanted: compile_cached(wanted, arch, cache), specs))
+        return list(pool.map(lambda wanted: compile_cached(wanted, arch, cache, sources), specs))
 
 
-def compile_cached(kernel: Spec, arch: str, cache: Path | None) -> Compiled:
+def compile_cached(
+    kernel: Spec, arch: str, cache: Path | None, sources: Path = SOURCES
+) -> Compiled:
     """One kernel, from the cache if it is there."""
     if cache is None:
-        return compile_spec(kernel, arch)
-    path = cached_path(kernel, arch, cache)
+        return compile_spec(kernel, arch, sources)
+    path = cached_path(kernel, arch, cache, sources)
     log = path.with_suffix(".log")
     if path.exists() and log.exists():
         return Compiled(kernel, arch, path.read_bytes(), log.read_text())
-    compiled = compile_spec(kernel, arch)
+    compiled = compile_spec(kernel, arch, sources)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(log, compiled.log.encode())
     write_whole(path, compiled.cubin)
     return compiled
 
 
-def cached_path(kernel: Spec, arch: str, cache: Path) -> Path:
+def cached_path(kernel: Spec, arch: str, cache: Path, sources: Path = SOURCES) -> Path:
     """Where the cubin of a kernel lives; a different source, option or compiler lives elsewhere."""
-    key = "\0".join([sources_digest(), kernel.source, *kernel.options, nvrtc_version()])
+    common = (*CODE_OPTIONS, nvrtc_version())
+    key = "\0".join([sources_digest(sources), kernel.source, *kernel.options, *common])
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     return cache / arch / f"{kernel.source}-{name}.cubin"
 
@@ -150,28 +144,21 @@ def nvrtc_version() -> str:
 
 
 def compiler_options() -> list[str]:
-    """What every kernel is compiled with, whatever its architecture.
+    """What every kernel is compiled with, whatever its architecture and wherever its sources.
 
     NVRTC's own cache (from 12.9 on, where there is a driver) would leave out the log.
     """
     major, minor = map(int, nvrtc_version().split("."))
     caches = (major, minor) >= (12, 9)
-    return [
-        "-std=c++17",
-        "--device-as-default-execution-space",
-        "-ftz=true",
-        f"-I{SOURCES}",
-        "--ptxas-options=-v",
-        *(["--no-cache"] if caches else []),
-    ]
+    return [*CODE_OPTIONS, "--ptxas-options=-v", *(["--no-cache"] if caches else [])]
 
 
-def compile_spec(kernel: Spec, arch: str) -> Compiled:
+def compile_spec(kernel: Spec, arch: str, sources: Path = SOURCES) -> Compiled:
     """Compile one kernel now. Raises `CompileError` with the compiler's log."""
     from cuda.bindings import nvrtc
 
-    source = (SOURCES / f"{kernel.source}.cu").read_bytes()
-    options = [f"-arch={arch}", *compiler_options(), *kernel.options]
+    source = (sources / f"{kernel.source}.cu").read_bytes()
+    options = [f"-arch={arch}", f"-I{sources}", *compiler_options(), *kernel.options]
     program = check(nvrtc.nvrtcCreateProgram(source, f"{kernel.source}.cu".encode(), 0, [], []))
     try:
         encoded = [option.encode() for option in options]
