@@ -1,32 +1,42 @@
-"""Every error a client can meet: one exception tree, one table from class to (status, code, title).
+"""Every error a caller can meet: one exception tree, one table from class to (status, code, title).
 
 AttndError
 ├── MalformedBody         400 malformed_body
+├── MalformedRequest      400 malformed_request
 ├── NoSuchRoute           404 not_found
-├── MethodNotAllowed      405 method_not_allowed
-├── BodyTooLarge          413 body_too_large
-├── UnsupportedMediaType  415 unsupported_media_type
-├── Overloaded            429 overloaded
+├── UnknownSequence       404 unknown_sequence        sequences
+├── MethodNotAllowed      405 method_not_allowed      allow
+├── RequestTimeout        408 request_timeout
+├── SequenceExists        409 sequence_exists         sequences
+├── LengthMismatch        409 length_mismatch         lengths
+├── BodyTooLarge          413 body_too_large          size, limit
+├── AnswerTooLarge        413 answer_too_large        size, limit
+├── UnsupportedMediaType  415 unsupported_media_type  supported
+├── InvalidRequest        422 invalid_request         field, value, rule
+├── Overloaded            429 overloaded              retry_after_s
+├── HeadersTooLarge       431 headers_too_large
+├── Cancelled             499 cancelled
+├── Internal              500 internal
 ├── NotReady              503 not_ready
 ├── DeadlineExceeded      504 deadline_exceeded
-└── Internal              500 internal
-core.errors.CoreError     404, 409, 422, 507 (see service/core/errors.py)
+├── OutOfPages            507 out_of_pages            needed, free, total
+└── OutOfSequences        507 out_of_sequences        needed, free, total
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import Repr
 from typing import Any, Final
 
-from service.core import errors as core
-
-InvalidRequest = core.InvalidRequest
-"""Also raised by the HTTP side, for what the request alone shows to be wrong."""
+LONGEST_VALUE: Final = 200
+"""Characters of a value that an error shows."""
 
 
 class AttndError(Exception):
-    """An error outside the core; `extra` are the numbers that go beside the detail."""
+    """Base of all; `extra` are the numbers that stand beside the detail."""
 
     def __init__(self, detail: str, **extra: Any) -> None:
         super().__init__(detail)
@@ -37,36 +47,108 @@ class MalformedBody(AttndError):
     """Not what its media type says: truncated, trailing bytes, a lying header."""
 
 
+class MalformedRequest(AttndError):
+    """Not HTTP, or not a frame of the road."""
+
+
 class NoSuchRoute(AttndError):
     """The path names nothing."""
 
 
+class UnknownSequence(AttndError):
+    def __init__(self, ids: Sequence[str]) -> None:
+        super().__init__(f"unknown sequence: {', '.join(ids)}", sequences=list(ids))
+
+
 class MethodNotAllowed(AttndError):
-    """The path is there, the method is not; `extra["allow"]` lists those that are."""
+    """The path is there, the method is not; `allow` lists those that are."""
+
+    def __init__(self, detail: str, allow: Sequence[str]) -> None:
+        super().__init__(detail, allow=list(allow))
+
+
+class RequestTimeout(AttndError):
+    """The request did not arrive within server.receive_timeout_s."""
+
+
+class SequenceExists(AttndError):
+    def __init__(self, ids: Sequence[str]) -> None:
+        super().__init__(f"sequence exists already: {', '.join(ids)}", sequences=list(ids))
+
+
+class LengthMismatch(AttndError):
+    """The caller's `offsets` differ from the lengths stored: sequence id -> true kv_len."""
+
+    def __init__(self, lengths: Mapping[str, int]) -> None:
+        true = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        super().__init__(f"offsets differ from the stored lengths: {true}", lengths=dict(lengths))
 
 
 class BodyTooLarge(AttndError):
-    """Longer than server.max_body_bytes."""
+    """Longer than server.max_body_bytes, or server.max_json_bytes for JSON."""
+
+
+class AnswerTooLarge(AttndError):
+    """The answer would pass `limit` bytes; `remedy` says how to ask for less of it."""
+
+    def __init__(self, size: int, limit: int, remedy: str) -> None:
+        detail = f"the answer is {size} bytes, at most {limit} are sent: {remedy}"
+        super().__init__(detail, size=size, limit=limit)
 
 
 class UnsupportedMediaType(AttndError):
-    """Neither of the two media types."""
+    """None of the media types that the route takes."""
+
+
+class InvalidRequest(AttndError):
+    """A field breaks a rule; `value` is what was given, shortened."""
+
+    def __init__(self, field: str, value: object, rule: str) -> None:
+        field, value = printable(field), shorten(value)
+        super().__init__(f"{field} = {value}: {rule}", field=field, value=value, rule=rule)
+        self.field, self.value, self.rule = field, value, rule
 
 
 class Overloaded(AttndError):
-    """The queue is full; `extra["retry_after_s"]`."""
+    """The queue is full; `retry_after_s`."""
+
+
+class HeadersTooLarge(AttndError):
+    """More header lines or bytes than server.max_header_count and server.max_header_bytes."""
+
+
+class Internal(AttndError):
+    """A bug."""
 
 
 class NotReady(AttndError):
     """Starting, draining, or the device is lost."""
 
 
+class Cancelled(AttndError):
+    """The caller took the operation back; it left no trace."""
+
+
 class DeadlineExceeded(AttndError):
     """The deadline passed before the operation ran; it did not run."""
 
 
-class Internal(AttndError):
-    """A bug."""
+class OutOfPages(AttndError):
+    def __init__(self, needed: int, free: int, total: int) -> None:
+        detail = (
+            f"{needed} pages needed, {free} of {total} are free: "
+            "free sequences or raise pool.num_pages"
+        )
+        super().__init__(detail, needed=needed, free=free, total=total)
+
+
+class OutOfSequences(AttndError):
+    def __init__(self, needed: int, free: int, total: int) -> None:
+        detail = (
+            f"{needed} sequences needed, {free} of {total} are free: "
+            "delete sequences or raise engine.max_sequences"
+        )
+        super().__init__(detail, needed=needed, free=free, total=total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +160,27 @@ class Kind:
     title: str
 
 
-KINDS: Final[dict[type[Exception], Kind]] = {
+KINDS: Final[dict[type[AttndError], Kind]] = {
     MalformedBody: Kind(400, "malformed_body", "The body cannot be read"),
+    MalformedRequest: Kind(400, "malformed_request", "The request cannot be read"),
     NoSuchRoute: Kind(404, "not_found", "No such route"),
+    UnknownSequence: Kind(404, "unknown_sequence", "No such sequence"),
     MethodNotAllowed: Kind(405, "method_not_allowed", "The route has other methods"),
-    core.UnknownSequence: Kind(404, "unknown_sequence", "No such sequence"),
-    core.SequenceExists: Kind(409, "sequence_exists", "The sequence exists already"),
-    core.LengthMismatch: Kind(409, "length_mismatch", "Offsets differ from the stored lengths"),
+    RequestTimeout: Kind(408, "request_timeout", "The request took too long to arrive"),
+    SequenceExists: Kind(409, "sequence_exists", "The sequence exists already"),
+    LengthMismatch: Kind(409, "length_mismatch", "Offsets differ from the stored lengths"),
     BodyTooLarge: Kind(413, "body_too_large", "The body is too large"),
+    AnswerTooLarge: Kind(413, "answer_too_large", "The answer is too large"),
     UnsupportedMediaType: Kind(415, "unsupported_media_type", "The media type is not supported"),
-    core.InvalidRequest: Kind(422, "invalid_request", "The request breaks a rule"),
+    InvalidRequest: Kind(422, "invalid_request", "The request breaks a rule"),
     Overloaded: Kind(429, "overloaded", "The queue is full"),
+    HeadersTooLarge: Kind(431, "headers_too_large", "The request's headers are too large"),
+    Cancelled: Kind(499, "cancelled", "The caller took the operation back"),
+    Internal: Kind(500, "internal", "A bug in the service"),
     NotReady: Kind(503, "not_ready", "The service is not ready"),
     DeadlineExceeded: Kind(504, "deadline_exceeded", "The deadline passed before the request ran"),
-    core.OutOfPages: Kind(507, "out_of_pages", "The pool is out of pages"),
-    Internal: Kind(500, "internal", "A bug in the service"),
+    OutOfPages: Kind(507, "out_of_pages", "The pool is out of pages"),
+    OutOfSequences: Kind(507, "out_of_sequences", "The pool is out of sequences"),
 }
 
 
@@ -107,41 +195,42 @@ def kind_of(error: BaseException) -> Kind:
 def problem(error: BaseException) -> dict[str, Any]:
     """An RFC 9457 problem document, with the numbers that matter beside its detail."""
     kind = kind_of(error)
-    known = isinstance(error, (AttndError, core.CoreError))
     document: dict[str, Any] = {
         "type": f"urn:attnd:error:{kind.code}",
         "title": kind.title,
         "status": kind.status,
-        "detail": str(error) if known else "the service failed; its log has the traceback",
+        "detail": "the service failed; its log has the traceback",
         "code": kind.code,
     }
-    return document | numbers(error)
-
-
-def numbers(error: BaseException) -> dict[str, Any]:
-    """The fields beside `detail` that a program would act on."""
-    match error:
-        case core.UnknownSequence() | core.SequenceExists():
-            return {"sequences": list(error.ids)}
-        case core.LengthMismatch():
-            return {"lengths": error.lengths}
-        case core.OutOfPages():
-            return {"needed": error.needed, "free": error.free, "total": error.total}
-        case core.InvalidRequest():
-            return {"field": error.field, "value": shorten(error.value), "rule": error.rule}
-        case AttndError():
-            return error.extra
-        case _:
-            return {}
+    if isinstance(error, AttndError):
+        document |= {"detail": str(error), **error.extra}
+    return document
 
 
 def shorten(value: object) -> object:
-    """A value fit for an error document: numbers and short strings as they are, the rest cut."""
+    """A value fit for an error document: numbers and short strings as they are, the rest cut.
+
+    Costs little however large the value is: of lists and objects only the beginning is read.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int) and abs(value) < 2**63:
         return value
     if isinstance(value, float) and math.isfinite(value):  # JSON has no others
         return value
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    if isinstance(value, int) and value.bit_length() > LONGEST_VALUE:
+        return f"an integer of {value.bit_length()} bits"
+    return printable(value if isinstance(value, str) else BRIEF.repr(value))
+
+
+def printable(text: str) -> str:
+    """Text of a caller's, cut, with what is no Unicode escaped: it can be logged and sent."""
+    if len(text) > LONGEST_VALUE:
+        text = f"{text[: LONGEST_VALUE - 3]}..."
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+BRIEF: Final = Repr()
+BRIEF.maxlevel = 3
+BRIEF.maxlist = BRIEF.maxtuple = BRIEF.maxdict = 24
+BRIEF.maxstring = BRIEF.maxlong = BRIEF.maxother = LONGEST_VALUE

@@ -1,0 +1,36 @@
+"""The dtypes that an image can name, and the words for arrays that all of the package uses."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+DType = np.dtype[Any]
+Part = bytes | memoryview
+"""One of the buffers that make an image when they are sent one after another."""
+
+DTYPES: Final[dict[str, DType]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype(np.bool_),
+}
+"""Every dtype that the format names; which of them a tensor may have is its operation's rule."""
+
+DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+BOOL: Final = DTYPES["BOOL"]

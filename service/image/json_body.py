@@ -1,0 +1,114 @@
+"""JSON bodies: a request becomes an image, an answer's image becomes one JSON document."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from service.errors import InvalidRequest, MalformedBody
+from service.image.dtypes import Part
+from service.image.json_tensors import cut_data, read_tensors, write_tensor
+from service.image.json_text import check_counts, dump_json, load_json
+from service.image.reading import (
+    MAX_HEADER_BYTES,
+    MAX_VALUES,
+    REQUEST,
+    Layout,
+    place,
+    read_entry,
+)
+from service.image.writing import RESPONSE, image
+
+MARK: Final = secrets.token_hex(8)
+"""What stands for a list of numbers that was cut out of a body."""
+
+
+def image_of_json(body: bytes, given: Mapping[str, Any]) -> list[Part]:
+    """A JSON request as an image; the values `given` by path and query are laid over its fields.
+
+    A request without a body is `b"{}"`. Raises `MalformedBody`, and `InvalidRequest` for a tensor
+    that breaks a rule and for a field that is given twice.
+    """
+    check_counts(body, "the body")
+    text, data = cut_data(body, MARK)
+    if (count := text.count(b",")) > MAX_VALUES:
+        raise MalformedBody(f"the fields have {count} values: at most {MAX_VALUES}")
+    fields = load_json(text, "the body")
+    if not isinstance(fields, dict):
+        raise MalformedBody("the body is not a JSON object")
+    if twice := given.keys() & fields.keys():
+        name = min(twice)
+        raise InvalidRequest(name, fields[name], "is given by the path or query: leave it out")
+    tensors = read_tensors(fields.pop("tensors", {}), data)
+    parts = image(REQUEST, dump_fields({**fields, **given}), tensors)
+    if (length := len(parts[0]) - 8) > MAX_HEADER_BYTES:
+        raise MalformedBody(f"the fields are {length} bytes: at most {MAX_HEADER_BYTES}")
+    return parts
+
+
+def dump_fields(fields: dict[str, Any]) -> str:
+    """The fields as JSON; `InvalidRequest` naming one with a number beyond float64, as 1e400."""
+    try:
+        return dump_json(fields)
+    except ValueError:
+        for name, value in fields.items():
+            if not is_finite(value):
+                raise InvalidRequest(name, value, "numbers must be finite") from None
+        raise
+
+
+def is_finite(value: object) -> bool:
+    try:
+        dump_json(value)
+    except ValueError:
+        return False
+    return True
+
+
+def json_of_image(whole: bytes | memoryview) -> bytes:
+    """An answer's image as JSON: its fields, with `tensors` beside them when there are any."""
+    return b"".join(json_pieces(whole))
+
+
+def json_pieces(whole: bytes | memoryview) -> Iterator[bytes]:
+    """The same in pieces, each made in a few milliseconds."""
+    document, start = read_header(whole)
+    text = fields_text(document, RESPONSE)
+    room = len(whole) - start
+    entries = [
+        read_entry(name, entry, room)[0]
+        for name, entry in document.items()
+        if name != "__metadata__"
+    ]
+    if not entries:
+        yield text.encode()
+        return
+    yield (text[:-1] + ("," if len(text) > 2 else "") + '"tensors":{').encode()
+    for index, (name, array) in enumerate(place(whole, start, Layout({}, tuple(entries))).items()):
+        if index:
+            yield b","
+        yield from write_tensor(name, array)
+    yield b"}}"
+
+
+def fields_text_of_image(whole: bytes | memoryview, key: str = RESPONSE) -> str:
+    """The JSON text under `key`, `response` or `problem`, of an image that the service wrote."""
+    return fields_text(read_header(whole)[0], key)
+
+
+def read_header(whole: bytes | memoryview) -> tuple[dict[str, Any], int]:
+    """The header of an image that the service wrote, whatever its size; and the first data byte."""
+    start = 8 + int.from_bytes(whole[:8], "little")
+    document = json.loads(bytes(whole[8:start]))
+    if not isinstance(document, dict):
+        raise MalformedBody("the safetensors header is not a JSON object")
+    return document, start
+
+
+def fields_text(document: dict[str, Any], key: str) -> str:
+    text = document.get("__metadata__", {}).get(key, "{}")
+    if not isinstance(text, str):
+        raise MalformedBody(f"__metadata__.{key} is not a string")
+    return text

@@ -1,0 +1,66 @@
+"""JSON text: read strictly, refused early when it would take long, written compact and ASCII."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, NoReturn
+
+from service.errors import MalformedBody
+
+MAX_LISTS: Final = 1024
+"""A request has a dozen lists, and two more for each of up to 64 tensors and 16 levels."""
+MAX_OBJECTS: Final = 66_000
+"""Most are the sequences of one create, at most 65536."""
+MAX_KEYS: Final = 128
+"""In one object; the most are the tensors, at most 64."""
+
+
+def check_counts(text: bytes, what: str) -> None:
+    """Raises `MalformedBody` when more values would be made than any request has.
+
+    Making millions of small lists and objects takes most of a second; counting brackets takes a
+    millisecond. Brackets inside strings count too: no id, name or option has one.
+    """
+    for bracket, limit, kind in ((b"[", MAX_LISTS, "lists"), (b"{", MAX_OBJECTS, "objects")):
+        if (count := text.count(bracket)) > limit:
+            raise MalformedBody(f"{what} has {count} {kind}: no request has more than {limit}")
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys are all different."""
+    if len(pairs) > MAX_KEYS:
+        raise MalformedBody(f"an object has {len(pairs)} keys: at most {MAX_KEYS}")
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise MalformedBody(f"duplicate key {key!r:.80}")
+            seen.add(key)
+    return values
+
+
+def refuse_constant(name: str) -> NoReturn:
+    raise MalformedBody(f"{name} is not JSON")
+
+
+ENCODER: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+DECODER: Final = json.JSONDecoder(object_pairs_hook=unique, parse_constant=refuse_constant)
+
+
+def dump_json(document: Any) -> str:
+    """Compact ASCII JSON; escapes keep whatever a client sent printable."""
+    return ENCODER.encode(document)
+
+
+def load_json(text: bytes, what: str) -> Any:
+    """JSON in UTF-8, without duplicate keys and NaN; `MalformedBody` otherwise."""
+    check_counts(text, what)
+    try:
+        return DECODER.decode(text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise MalformedBody(f"{what} is not UTF-8") from error
+    except RecursionError as error:
+        raise MalformedBody(f"{what} is nested too deep") from error
+    except ValueError as error:
+        raise MalformedBody(f"{what} is not JSON: {error}") from error

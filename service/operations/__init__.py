@@ -1,0 +1,1 @@
+"""Every operation, declared once: its fields, its tensors, its rules, its answer."""

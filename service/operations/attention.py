@@ -1,0 +1,271 @@
+"""Operations that attend: decode, prefill, ragged prefill, and cascade by explicit levels."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Final, Literal
+
+import numpy as np
+from pydantic import Field
+
+from service.operations.common import (
+    INT32_MAX,
+    Cap,
+    Count,
+    Entries,
+    Fields,
+    Ids,
+    Indptr,
+    Int32,
+    LseBase,
+    Offsets,
+    Scale,
+    check_ids,
+    check_indptr,
+    check_layer,
+    check_mask_length,
+    check_offsets,
+    check_one_mask,
+    int32,
+    one_each,
+    pool_sizes,
+    refuse,
+)
+from service.operations.info import InfoAnswer
+from service.operations.spec import Operation
+from service.operations.tensors import MASKS, pair, query, row, state
+
+MAX_LEVELS: Final = 16
+
+
+class ScoringFields(Fields):
+    """What every attention route takes."""
+
+    sm_scale: Scale | None = None
+    """Multiplies q.k; absent: head_dim ** -0.5."""
+    logits_soft_cap: Cap = 0.0
+    """When above 0, scores become cap * tanh(score / cap)."""
+    lse_base: LseBase = "e"
+    """Base of the log-sum-exp in the answer: natural, or 2."""
+
+
+class WindowFields(ScoringFields):
+    window_left: Annotated[int, Field(ge=-1, le=INT32_MAX)] = -1
+    """A query sees at most this many keys before its own position; -1 is off."""
+
+
+class PagedFields(WindowFields):
+    layer: Count
+    sequences: Ids
+    cascade: Literal["auto", "always", "never"] = "auto"
+    """Whether KV shared by several of the sequences is read once for all of them."""
+    offsets: Offsets | None = None
+    """With k and v only: as in append."""
+
+    def sizes(self, info: InfoAnswer) -> dict[str, int]:
+        return pool_sizes(info) | {"B": len(self.sequences)}
+
+    @cached_property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self.sequences)
+
+    @cached_property
+    def offset_array(self) -> Int32 | None:
+        return None if self.offsets is None else int32(self.offsets)
+
+
+class DecodeFields(PagedFields):
+    @cached_property
+    def qo_indptr_array(self) -> Int32:
+        return one_each(len(self.sequences))
+
+
+class PrefillFields(PagedFields):
+    qo_indptr: Indptr
+    """int32 [B+1]: sequence b owns rows `qo_indptr[b]:qo_indptr[b+1]` of q, o (and k, v)."""
+    causal: bool = False
+    """Hide keys after a query's own position; queries are the last of their sequence."""
+
+    @cached_property
+    def qo_indptr_array(self) -> Int32:
+        return int32(self.qo_indptr)
+
+
+class RaggedPrefillFields(WindowFields):
+    qo_indptr: Indptr
+    """int32 [B+1] over rows of q."""
+    kv_indptr: Indptr
+    """int32 [B+1] over rows of k and v."""
+    causal: bool = False
+    """Hide keys after a query's own position (aligned bottom-right)."""
+
+    @cached_property
+    def qo_indptr_array(self) -> Int32:
+        return int32(self.qo_indptr)
+
+    @cached_property
+    def kv_indptr_array(self) -> Int32:
+        return int32(self.kv_indptr)
+
+
+class CascadeLevelFields(Fields):
+    sequences: Ids
+    qo_indptr: Indptr
+    """int32 [S+1]: rows `qo_indptr[s]:qo_indptr[s+1]` of q attend the whole of sequence s. Rows
+    before the first and after the last see nothing at this level."""
+
+    @cached_property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self.sequences)
+
+    @cached_property
+    def qo_indptr_array(self) -> Int32:
+        return int32(self.qo_indptr)
+
+
+class CascadeFields(ScoringFields):
+    layer: Count
+    levels: Annotated[
+        list[CascadeLevelFields], Field(min_length=1, max_length=MAX_LEVELS, fail_fast=True)
+    ]
+    """Level 0 is the most shared."""
+    causal: bool = False
+    """Applies to the last level."""
+    return_levels: bool = False
+    """Answer each level's own state too: `o.0`, `lse.0`, ..."""
+
+    def sizes(self, info: InfoAnswer) -> dict[str, int]:
+        return pool_sizes(info)
+
+
+class AttentionAnswer(Fields):
+    lse_base: LseBase
+    levels: Count
+    """Cascade levels that ran; 1 is flat."""
+    cascade: bool
+    """Whether shared KV was read once for the sequences that share it."""
+
+
+def check_paged(fields: PagedFields, entries: Entries, info: InfoAnswer) -> None:
+    """What decode and prefill have in common."""
+    check_layer(fields.layer, info)
+    check_ids(fields.sequences)
+    check_offsets(fields.offsets, len(fields.sequences))
+    missing = [name for name in ("k", "v") if name not in entries]
+    if len(missing) == 1:
+        refuse(f"tensors.{missing[0]}", None, "k and v are given together or not at all")
+    if missing and fields.offsets is not None:
+        refuse("offsets", fields.offsets, "says where k and v go: give them as well")
+
+
+def check_prefill(fields: PrefillFields, entries: Entries, info: InfoAnswer) -> None:
+    check_paged(fields, entries, info)
+    rows, batch = entries["q"].shape[0], len(fields.sequences)
+    check_indptr("qo_indptr", fields.qo_indptr_array, rows, batch)
+    check_one_mask(entries)
+
+
+def check_ragged(fields: RaggedPrefillFields, entries: Entries, info: InfoAnswer) -> None:
+    qo, kv = fields.qo_indptr_array, fields.kv_indptr_array
+    check_indptr("qo_indptr", qo, entries["q"].shape[0])
+    check_indptr("kv_indptr", kv, entries["k"].shape[0], qo.size - 1)
+    check_one_mask(entries)
+    for name in entries.keys() & {"mask", "packed_mask"}:
+        size, packed = entries[name].shape[0], name == "packed_mask"
+        check_mask_length(size, packed, np.diff(qo), np.diff(kv), f"{name}.shape")
+
+
+def check_cascade(fields: CascadeFields, entries: Entries, info: InfoAnswer) -> None:
+    check_layer(fields.layer, info)
+    rows = entries["q"].shape[0]
+    for index, level in enumerate(fields.levels):
+        field = f"levels.{index}"
+        check_ids(level.sequences, f"{field}.sequences")
+        batch = len(level.sequences)
+        check_indptr(f"{field}.qo_indptr", level.qo_indptr_array, rows, batch, partial=True)
+
+
+DECODE: Final = Operation(
+    name="decode",
+    number=9,
+    method="POST",
+    path="/v1/decode",
+    summary="One query row per sequence over all of its KV",
+    description="With k and v, those are appended first, all or nothing. KV that forked sequences "
+    "share is read once when `cascade` allows.",
+    tag="tensors",
+    fields=DecodeFields,
+    takes=(query("B"), *pair("B", "to append first", optional=True)),
+    gives=state(),
+    answer=AttentionAnswer,
+    check=check_paged,
+    answer_text="The attention state of each row.",
+    example={"layer": 0, "sequences": ["chat-1"], "tensors": row("q", 2)},
+)
+
+PREFILL: Final = Operation(
+    name="prefill",
+    number=10,
+    method="POST",
+    path="/v1/prefill",
+    summary="Many query rows per sequence over all of its KV",
+    description="With k and v, those are appended first by the same qo_indptr. A mask is over the "
+    "whole kv_len, appended rows included, and is applied on top of causal and window_left.",
+    tag="tensors",
+    fields=PrefillFields,
+    takes=(query(), *pair("n", "to append first", optional=True), *MASKS),
+    gives=state(),
+    answer=AttentionAnswer,
+    check=check_prefill,
+    answer_text="The attention state of each row.",
+    example={
+        "layer": 0,
+        "sequences": ["chat-1"],
+        "qo_indptr": [0, 1],
+        "causal": True,
+        "tensors": row("q", 2) | row("k", 1) | row("v", 1),
+    },
+)
+
+RAGGED_PREFILL: Final = Operation(
+    name="ragged_prefill",
+    number=11,
+    method="POST",
+    path="/v1/ragged-prefill",
+    summary="Attention over K and V sent along; touches no pool",
+    description="Heads and head_dim are the request's own. q, k and v have one dtype.",
+    tag="tensors",
+    fields=RaggedPrefillFields,
+    takes=(*pair("nnz", "of all requests", like="q"), query(), *MASKS),
+    gives=state(),
+    answer=AttentionAnswer,
+    check=check_ragged,
+    answer_text="The attention state of each row.",
+    example={
+        "qo_indptr": [0, 1],
+        "kv_indptr": [0, 1],
+        "tensors": row("q", 2) | row("k", 1) | row("v", 1),
+    },
+)
+
+CASCADE: Final = Operation(
+    name="cascade",
+    number=12,
+    method="POST",
+    path="/v1/cascade",
+    summary="Explicit levels: each row attends one whole sequence per level",
+    description="The states of the levels are merged. Levels by which a row would see a page twice "
+    "are refused.",
+    tag="tensors",
+    fields=CascadeFields,
+    takes=(query(),),
+    gives=(*state(), *state(".{i}", optional=True)),
+    answer=AttentionAnswer,
+    check=check_cascade,
+    answer_text="The merged state of each row, and with return_levels each level's own.",
+    example={
+        "layer": 0,
+        "levels": [{"sequences": ["chat-1"], "qo_indptr": [0, 1]}],
+        "tensors": row("q", 2),
+    },
+)

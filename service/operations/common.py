@@ -1,0 +1,165 @@
+"""What operations have in common: the types of fields, and the rules about them, each stated once.
+
+Rules raise `InvalidRequest` naming the field, the value and the rule. Arrays made from fields are
+kept with them and shared by all calls that repeat the same header: nobody writes to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Final, Literal, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from service.errors import InvalidRequest
+from service.image.reading import Entry
+
+if TYPE_CHECKING:
+    from service.operations.info import InfoAnswer
+
+Int32 = NDArray[np.int32]
+Entries = Mapping[str, Entry]
+"""The tensors of a request, by name."""
+
+INT32_MAX: Final = 2**31 - 1
+ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,128}$"
+FLOAT32_SMALLEST: Final = float(np.finfo(np.float32).tiny)
+FLOAT32_LARGEST: Final = float(np.finfo(np.float32).max)
+TENSOR_DTYPES: Final = ("F32", "F16", "BF16")
+"""What q, k, v may be on the way in, and o on the way out."""
+
+
+def check_cap(value: float) -> float:
+    """The kernels divide by the cap in float32: it is 0 or a normal float32."""
+    if value and value < FLOAT32_SMALLEST:
+        raise ValueError("must be 0 (off) or a normal float32")
+    return value
+
+
+SequenceId = Annotated[str, Field(pattern=ID_PATTERN, examples=["chat-1"])]
+Ids = Annotated[
+    list[SequenceId], Field(min_length=1, fail_fast=True, json_schema_extra={"uniqueItems": True})
+]
+Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Counts = Annotated[list[Count], Field(fail_fast=True)]
+Indptr = Annotated[Counts, Field(min_length=2)]
+"""Prefix sums over at least one sequence."""
+Offsets = Annotated[Counts, Field(min_length=1)]
+LseBase = Literal["e", "2"]
+Scale = Annotated[float, Field(ge=FLOAT32_SMALLEST, le=FLOAT32_LARGEST)]
+Cap = Annotated[float, Field(ge=0.0, le=FLOAT32_LARGEST), AfterValidator(check_cap)]
+DType = Literal["fp32", "fp16", "bf16"]
+
+
+class Fields(BaseModel):
+    """Base of all fields and answers: strict, closed, immutable, finite numbers only."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    def sizes(self, info: InfoAnswer) -> dict[str, int]:
+        """The sizes that the symbols in the shapes of the tensors stand for, as far as known."""
+        return {}
+
+    def is_ragged(self) -> bool:
+        """Whether the tensors have their ragged shapes."""
+        return False
+
+
+class NoFields(Fields):
+    """The operation takes none."""
+
+
+def pool_sizes(info: InfoAnswer) -> dict[str, int]:
+    """The sizes that the pool decides."""
+    return {"Hkv": info.num_kv_heads, "D": info.head_dim}
+
+
+def refuse(field: str, value: object, rule: str) -> NoReturn:
+    raise InvalidRequest(field, value, rule)
+
+
+def unchecked(fields: Fields, entries: Entries, info: InfoAnswer) -> None:
+    """The rules of an operation that has none beyond its fields and tensors."""
+
+
+def check_layer(layer: int, info: InfoAnswer) -> None:
+    if layer >= info.num_layers:
+        refuse("layer", layer, f"must be below num_layers = {info.num_layers}")
+
+
+def check_ids(ids: Sequence[str], field: str = "sequences") -> None:
+    """Each id is given once."""
+    if len(set(ids)) != len(ids):
+        seen: set[str] = set()
+        for name in ids:
+            if name in seen:
+                refuse(field, name, "an id may be given once")
+            seen.add(name)
+
+
+def int32(values: Sequence[int]) -> Int32:
+    return np.array(values, np.int32)
+
+
+def one_each(batch: int) -> Int32:
+    """The prefix sums of one row per sequence."""
+    return np.arange(batch + 1, dtype=np.int32)
+
+
+def check_indptr(
+    field: str, sums: Int32, rows: int, batch: int | None = None, *, partial: bool = False
+) -> None:
+    """int32 [batch + 1] that starts at 0, never decreases, and ends at `rows`.
+
+    `partial`: it may leave out rows at either end.
+    """
+    if batch is not None and sums.size != batch + 1:
+        refuse(field, f"{sums.size} numbers", f"must be {batch + 1}, one more than sequences")
+    first, last = int(sums[0]), int(sums[-1])
+    if first != 0 and not partial:
+        refuse(field, first, "must start at 0")
+    falls = sums[1:] < sums[:-1]
+    if falls.any():
+        at = int(falls.argmax()) + 1
+        refuse(field, f"{sums[at]} at {at}", "must not decrease")
+    if last > rows:
+        refuse(field, last, f"must not pass {rows}, the rows it counts")
+    if last != rows and not partial:
+        refuse(field, last, f"must end at {rows}, the rows it counts")
+
+
+def check_offsets(offsets: Sequence[int] | None, batch: int) -> None:
+    if offsets is not None and len(offsets) != batch:
+        refuse("offsets", f"{len(offsets)} numbers", f"must be {batch}, one per sequence")
+
+
+def check_one_mask(entries: Entries) -> None:
+    if "mask" in entries and "packed_mask" in entries:
+        refuse("tensors.packed_mask", "given", "give mask or packed_mask, not both")
+
+
+def check_mask_length(
+    size: int, packed: bool, qo_lens: Int32, kv_lens: Int32, field: str = ""
+) -> None:
+    """A mask of `size` elements, or bytes when packed, covers each request's qo_len x kv_len.
+
+    Bits of a packed mask are padded to a byte for each request. `field` is what the error names;
+    the mask's own name when empty.
+    """
+    areas = np.multiply(qo_lens, kv_lens, dtype=np.int64)
+    needed = int(((areas + 7) // 8 if packed else areas).sum())
+    if size == needed:
+        return
+    if packed:
+        rule = f"needs {needed} bytes: qo_len x kv_len bits per sequence, padded to a byte each"
+        refuse(field or "packed_mask", f"{size} bytes", rule)
+    rule = f"needs {needed} elements: qo_len x kv_len per sequence"
+    refuse(field or "mask", f"{size} elements", rule)

@@ -1,0 +1,40 @@
+"""The pool's geometry, the backend and the limits: answered by `info`, and checked against."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from service.operations.common import Fields
+
+PoolDType = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"]
+
+
+class LimitsAnswer(Fields):
+    max_body_bytes: int
+    max_json_body_bytes: int
+    max_answer_bytes: int
+    max_sequences: int
+    queue_depth: int
+    deadline_s: float
+
+
+class InfoAnswer(Fields):
+    version: str
+    instance_id: str
+    """Changes when the process starts anew, and the pool with it."""
+    backend: str
+    device: str
+    num_layers: int
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    layout: Literal["NHD", "HND"]
+    dtype: PoolDType
+    k_scale: float
+    v_scale: float
+    tensor_dtypes: list[str]
+    """What q, k, v and o may be."""
+    unsupported: list[str]
+    """What this backend refuses."""
+    limits: LimitsAnswer

@@ -1,0 +1,233 @@
+"""The operations as OpenAPI tells them: schemas of fields and answers, bodies in both media types.
+
+An operation with tensors is documented in both: as a JSON schema with every tensor spelled out, and
+as safetensors, a binary string whose `x-attnd-fields` and `x-attnd-tensors` say the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.json_schema import models_json_schema
+
+from service.errors import KINDS
+from service.operations.common import Fields
+from service.operations.spec import Operation, Symbols, TensorSpec
+from service.operations.table import OPERATIONS
+
+Schema = dict[str, Any]
+
+SAFETENSORS: Final = "application/vnd.safetensors"
+JSON: Final = "application/json"
+PROBLEM: Final = "application/problem+json"
+REF: Final = "#/components/schemas/"
+
+ERRORS_OF_ALL: Final = (400, 405, 408, 413, 422, 429, 431, 500, 503, 504)
+ERRORS_OF_BODIES: Final = (415,)
+ERRORS_OF_STATE: Final = (404, 409, 507)
+
+
+class Problem(BaseModel):
+    """RFC 9457: every error answer. The numbers that matter stand beside `detail`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+
+
+def schemas() -> dict[str, Schema]:
+    """JSON schemas of all models that a body or an answer is made of, for `components.schemas`."""
+    models: list[type[BaseModel]] = [Problem]
+    for operation in OPERATIONS:
+        models += [operation.fields] * operation.has_body
+        models += [operation.answer] if operation.answer is not None else []
+    _, document = models_json_schema(
+        [(model, "validation") for model in models], ref_template=REF + "{model}"
+    )
+    definitions: dict[str, Schema] = document["$defs"]
+    for operation in OPERATIONS:
+        if operation.has_body:
+            drop(definitions[operation.fields.__name__], operation.path_names)
+    return definitions
+
+
+def drop(schema: Schema, names: tuple[str, ...]) -> None:
+    """Takes out of a body's schema what the path gives."""
+    for name in names:
+        del schema["properties"][name]
+        schema["required"].remove(name)
+
+
+def operation_object(operation: Operation) -> Schema:
+    """The operation with its parameters, bodies and errors; headers are the door's to add."""
+    document: Schema = {
+        "tags": [operation.tag],
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "parameters": parameters(operation),
+        "responses": {str(operation.status): response(operation), **errors(operation)},
+    }
+    if operation.description:
+        document["description"] = operation.description
+    if operation.has_body:
+        document["requestBody"] = {"required": True, "content": request_content(operation)}
+    return document
+
+
+def parameters(operation: Operation) -> list[Schema]:
+    """Those of path and query."""
+    schema = operation.fields.model_json_schema(ref_template=REF + "{model}")
+    required = schema.get("required", [])
+    return [
+        {
+            "name": name,
+            "in": "path" if name in operation.path_names else "query",
+            "required": name in required,
+            "schema": without_null(schema["properties"][name]),
+        }
+        for name in operation.path_names + operation.query_names
+    ]
+
+
+def without_null(schema: Schema) -> Schema:
+    """A query cannot say null: it leaves the parameter out."""
+    kept = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
+    if len(kept) != 1:
+        return schema
+    rest = {key: value for key, value in schema.items() if key not in ("anyOf", "default")}
+    return {**rest, **kept[0]}
+
+
+def request_content(operation: Operation) -> Schema:
+    """A request's body by media type."""
+    spelled: Schema = {"schema": {"$ref": REF + operation.fields.__name__}}
+    if not operation.has_tensors:
+        return {JSON: spelled}
+    return content(operation.fields, operation.takes, "request", operation.example)
+
+
+def response(operation: Operation) -> Schema:
+    """What an answer that is no error looks like."""
+    document: Schema = {"description": operation.answer_text}
+    if operation.answer is not None:
+        spelled = {"schema": {"$ref": REF + operation.answer.__name__}}
+        document["content"] = (
+            content(operation.answer, operation.gives, "response", None)
+            if operation.has_tensors
+            else {JSON: spelled}
+        )
+    return document
+
+
+def errors(operation: Operation) -> dict[str, Schema]:
+    """Every error that the operation can answer, as problem+json."""
+    statuses = ERRORS_OF_ALL + ERRORS_OF_STATE + ERRORS_OF_BODIES * operation.has_body
+    return {str(status): error_response(status) for status in sorted(statuses)}
+
+
+def error_response(status: int) -> Schema:
+    kinds = [kind for kind in KINDS.values() if kind.status == status]
+    return {
+        "description": "; ".join(f"`{kind.code}`: {kind.title}" for kind in kinds),
+        "content": {PROBLEM: {"schema": {"$ref": f"{REF}Problem"}}},
+    }
+
+
+def content(model: type[Fields], tensors: tuple[TensorSpec, ...], key: str, example: Any) -> Schema:
+    """The two media types of a body."""
+    spelled: Schema = {"schema": json_body(model, tensors)}
+    if example is not None:
+        spelled["example"] = example
+    binary = {
+        "type": "string",
+        "format": "binary",
+        "contentMediaType": SAFETENSORS,
+        "description": f"safetensors; the fields as JSON text in `__metadata__.{key}`.",
+        "x-attnd-fields": {"$ref": REF + model.__name__},
+        "x-attnd-tensors": {one.name: tensor_facts(one) for one in tensors},
+    }
+    return {SAFETENSORS: {"schema": binary}, JSON: spelled}
+
+
+def json_body(model: type[Fields], tensors: tuple[TensorSpec, ...]) -> Schema:
+    """The fields' schema with `tensors` beside them."""
+    schema = model.model_json_schema(ref_template=REF + "{model}")
+    schema.pop("$defs", None)
+    schema["title"] = f"{model.__name__}WithTensors"
+    if not tensors:
+        return schema
+    required = [one.name for one in tensors if not one.optional]
+    spelled: Schema = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {one.name: tensor_schema(one) for one in tensors if "{" not in one.name},
+        "required": required,
+    }
+    if numbered := [one for one in tensors if "{" in one.name]:
+        spelled["patternProperties"] = {pattern(one.name): tensor_schema(one) for one in numbered}
+    schema["properties"]["tensors"] = spelled
+    if required:
+        schema.setdefault("required", []).append("tensors")
+    return schema
+
+
+def shape_words(spec: TensorSpec) -> str:
+    def words(shape: Symbols) -> str:
+        return f"[{', '.join(map(str, shape))}]"
+
+    ragged = "" if spec.ragged is None else f", or {words(spec.ragged)} with indptr"
+    return words(spec.shape) + ragged
+
+
+def tensor_facts(spec: TensorSpec) -> Schema:
+    """A tensor for safetensors: dtypes, shape and meaning."""
+    return {
+        "dtype": list(spec.dtypes),
+        "shape": shape_words(spec),
+        "description": spec.words,
+        "required": not spec.optional,
+    }
+
+
+def pattern(name: str) -> str:
+    """The regular expression of a numbered tensor's names."""
+    return "^" + name.replace(".", r"\.").replace("{i}", "[0-9]+") + "$"
+
+
+def tensor_schema(spec: TensorSpec) -> Schema:
+    """A tensor for JSON: an object of dtype, shape and data."""
+    ranks = [len(shape) for shape in (spec.shape, spec.ragged) if shape is not None]
+    shape = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0},
+        "minItems": min(ranks),
+        "maxItems": max(ranks),
+        "description": shape_words(spec),
+    }
+    data = {"type": "array", "items": element(spec.dtypes), "description": "flat, row-major"}
+    return {
+        "type": "object",
+        "description": f"{shape_words(spec)}: {spec.words}",
+        "additionalProperties": False,
+        "required": ["dtype", "shape", "data"],
+        "properties": {
+            "dtype": {"type": "string", "enum": list(spec.dtypes)},
+            "shape": shape,
+            "data": data,
+        },
+    }
+
+
+def element(dtypes: tuple[str, ...]) -> Schema:
+    """One element of `data`."""
+    if dtypes == ("BOOL",):
+        return {"type": "boolean"}
+    if dtypes == ("U8",):
+        return {"type": "integer", "minimum": 0, "maximum": 255}
+    spelled = {"type": "string", "enum": ["Infinity", "-Infinity", "NaN"]}
+    return {"anyOf": [{"type": "number"}, spelled]}

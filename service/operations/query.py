@@ -1,0 +1,36 @@
+"""Query parameters, which are text, as the fields of an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from service.operations.common import refuse
+from service.operations.spec import Operation
+
+
+def query_values(operation: Operation, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """The decoded names and values of a query; raises `InvalidRequest`.
+
+    Numbers are read, and what they must be is left to the fields' own rules.
+    """
+    values: dict[str, Any] = {}
+    for name, text in pairs:
+        if not operation.query_names:
+            refuse("query", f"{name}={text}", "this route takes no parameters")
+        if name not in operation.query_names:
+            refuse(name, text, "this route has no such parameter")
+        if name in values:
+            refuse(name, text, "is given twice")
+        values[name] = number(text) if is_number(operation, name) else text
+    return values
+
+
+def is_number(operation: Operation, name: str) -> bool:
+    return operation.fields.model_fields[name].annotation is int
+
+
+def number(text: str) -> int | str:
+    """The integer that the text writes in at most 18 digits, or the text."""
+    digits = text.removeprefix("-")
+    return int(text) if digits.isascii() and digits.isdigit() and len(digits) <= 18 else text

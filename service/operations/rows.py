@@ -1,0 +1,139 @@
+"""Operations that write rows of K and V into the pool and read them back: append and gather."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Final
+
+from service.operations.common import (
+    Count,
+    Counts,
+    DType,
+    Entries,
+    Fields,
+    Ids,
+    Indptr,
+    Int32,
+    Offsets,
+    check_ids,
+    check_indptr,
+    check_layer,
+    check_offsets,
+    int32,
+    one_each,
+    pool_sizes,
+    refuse,
+)
+from service.operations.info import InfoAnswer
+from service.operations.spec import Operation
+from service.operations.tensors import pair, row
+
+
+class AppendFields(Fields):
+    layer: Count
+    sequences: Ids
+    append_indptr: Indptr | None = None
+    """int32 [B+1]: sequence b gets rows `append_indptr[b]:append_indptr[b+1]` of k and v. Absent:
+    one row per sequence."""
+    offsets: Offsets | None = None
+    """kv_len at which the caller believes each sequence stands; a mismatch is a 409 that changes
+    nothing, so a retry after a lost reply is safe."""
+
+    def sizes(self, info: InfoAnswer) -> dict[str, int]:
+        rows = {"n": len(self.sequences)} if self.append_indptr is None else {}
+        return pool_sizes(info) | rows
+
+    @cached_property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self.sequences)
+
+    def indptr(self, rows: int) -> Int32:
+        """The prefix sums over `rows` rows of k and v."""
+        given = self.append_indptr_array
+        return one_each(rows) if given is None else given
+
+    @cached_property
+    def append_indptr_array(self) -> Int32 | None:
+        return None if self.append_indptr is None else int32(self.append_indptr)
+
+    @cached_property
+    def offset_array(self) -> Int32 | None:
+        return None if self.offsets is None else int32(self.offsets)
+
+
+class GatherFields(Fields):
+    layer: Count
+    sequences: Ids
+    dtype: DType | None = None
+    """Of k and v in the answer. Absent: the pool's own, fp16 where that is fp8."""
+    start: Count = 0
+    """First token of every sequence to answer."""
+    stop: Count | None = None
+    """Token of every sequence to stop before; absent, or past its end: its end."""
+
+    @cached_property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self.sequences)
+
+
+class AppendAnswer(Fields):
+    lengths: Counts
+    """kv_len at that layer after the append, in the request's order."""
+
+
+class GatherAnswer(Fields):
+    kv_indptr: Counts
+    """Sequence b owns rows `kv_indptr[b]:kv_indptr[b+1]` of k and v (tokens, not pages)."""
+
+
+def check_append(fields: AppendFields, entries: Entries, info: InfoAnswer) -> None:
+    check_layer(fields.layer, info)
+    check_ids(fields.sequences)
+    batch = len(fields.sequences)
+    rows = entries["k"].shape[0]
+    check_indptr("append_indptr", fields.indptr(rows), rows, batch)
+    check_offsets(fields.offsets, batch)
+
+
+def check_gather(fields: GatherFields, entries: Entries, info: InfoAnswer) -> None:
+    check_layer(fields.layer, info)
+    check_ids(fields.sequences)
+    if fields.stop is not None and fields.stop < fields.start:
+        refuse("stop", fields.stop, f"must not be below start = {fields.start}")
+
+
+APPEND: Final = Operation(
+    name="append",
+    number=7,
+    method="POST",
+    path="/v1/append",
+    summary="Write K and V rows at the end of sequences",
+    description="Lengths are kept per layer; pages are taken when the first layer needs them. With "
+    "`offsets`, a repeated append is refused with the true lengths instead of done twice.",
+    tag="tensors",
+    fields=AppendFields,
+    takes=pair("n", "to append"),
+    gives=(),
+    answer=AppendAnswer,
+    check=check_append,
+    answer_text="The lengths after the append.",
+    example={"layer": 0, "sequences": ["chat-1"], "tensors": row("k", 1) | row("v", 1)},
+)
+
+GATHER: Final = Operation(
+    name="gather",
+    number=8,
+    method="POST",
+    path="/v1/gather",
+    summary="K and V of sequences at a layer, dequantised",
+    description="Send a body without tensors. An answer larger than the service sends is refused "
+    "with its size: ask for it in pieces, with `start` and `stop`.",
+    tag="tensors",
+    fields=GatherFields,
+    takes=(),
+    gives=pair("tokens", "in `dtype`"),
+    answer=GatherAnswer,
+    check=check_gather,
+    answer_text="Rows of all the sequences, one after another.",
+    example={"layer": 0, "sequences": ["chat-1"], "dtype": "fp32"},
+)

@@ -1,0 +1,202 @@
+"""How an operation is declared, and how a request's header is checked against its declaration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeVar
+
+from pydantic import ValidationError
+
+from service.errors import InvalidRequest
+from service.image.dtypes import DTYPE_NAMES
+from service.image.reading import Entry, Layout, read_layout
+from service.operations.common import Entries, Fields, refuse
+from service.operations.info import InfoAnswer
+
+Symbols = tuple[str | int, ...]
+Check = Callable[[Any, Entries, InfoAnswer], None]
+"""The rules of one operation over its fields and tensors, when each is right by itself."""
+
+MAX_QO_HEADS: Final = 65535
+AT_LEAST_ONE: Final = frozenset({"Hq", "Hkv", "H", "D"})
+"""Symbols that no tensor may have 0 of."""
+LONG_NAMES: Final = {"Hq": "num_qo_heads", "Hkv": "num_kv_heads", "D": "head_dim"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor. `{i}` in its name stands for a cascade level's number.
+
+    Symbols in the shape are the same size in all tensors of a request: B sequences, n query rows,
+    nnz rows of K and V or of states, T lists of states, Hq query heads, Hkv KV heads, D head
+    dimension. `ragged` is the shape when the fields say `is_ragged`; `like` names the tensor whose
+    dtype this one must have.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    shape: Symbols
+    words: str
+    optional: bool = False
+    like: str = ""
+    ragged: Symbols | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """One thing that the service does, free of any protocol.
+
+    `number` names it in the road's frames and never changes. The path's parameters are fields, and
+    so are the query parameters of a GET. `frees`: it only gives pages back, so a full queue takes
+    it. `answer` None: the answer has no fields.
+    """
+
+    name: str
+    number: int
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    summary: str
+    description: str
+    tag: str
+    fields: type[Fields]
+    takes: tuple[TensorSpec, ...]
+    gives: tuple[TensorSpec, ...]
+    answer: type[Fields] | None
+    check: Check
+    status: int = 200
+    frees: bool = False
+    answer_text: str = "The answer."
+    example: Any = None
+
+    @property
+    def path_names(self) -> tuple[str, ...]:
+        """The fields that the path gives."""
+        return tuple(part[1:-1] for part in self.path.split("/") if part.startswith("{"))
+
+    @property
+    def query_names(self) -> tuple[str, ...]:
+        """The fields that a query gives."""
+        if self.method != "GET":
+            return ()
+        return tuple(name for name in self.fields.model_fields if name not in self.path_names)
+
+    @property
+    def has_body(self) -> bool:
+        return self.method == "POST"
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether request or answer have tensors, so that safetensors is spoken beside JSON."""
+        return bool(self.takes or self.gives)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that is right as far as its header shows; valid for every body of that header."""
+
+    operation: Operation
+    fields: Any
+    layout: Layout
+    """Where the tensors lie; its own fields are empty, those above are the checked ones."""
+
+
+def prepare(operation: Operation, header: bytes, room: int, info: InfoAnswer) -> Prepared:
+    """A request by its image's header, with `room` bytes of tensors after it.
+
+    Raises `MalformedBody` and `InvalidRequest`. What depends on the pool's state (ids, lengths,
+    pages, a pooled mask's length) is left to the engine.
+    """
+    layout = read_layout(header, room)
+    fields = validate(operation.fields, layout.fields)
+    entries = {entry.name: entry for entry in layout.entries}
+    check_tensors(operation.takes, entries, fields.sizes(info), fields.is_ragged())
+    operation.check(fields, entries, info)
+    return Prepared(operation, fields, Layout({}, layout.entries))
+
+
+Model = TypeVar("Model", bound=Fields)
+
+
+def validate(model: type[Model], fields: Any) -> Model:
+    """The fields as a model; `InvalidRequest` with the first field that breaks a rule."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False, include_context=False)[0]) from None
+
+
+def invalid(problem: Any) -> InvalidRequest:
+    """A problem that pydantic found, in this service's words."""
+    field = ".".join(str(part) for part in problem["loc"]) or "fields"
+    match problem["type"]:
+        case "extra_forbidden":
+            rule = "this route has no such field"
+        case "missing":
+            return InvalidRequest(field, None, "must be given")
+        case _:
+            rule = problem["msg"].removeprefix("Value error, ")
+    return InvalidRequest(field, problem["input"], rule)
+
+
+def check_tensors(
+    takes: tuple[TensorSpec, ...], entries: Entries, sizes: dict[str, int], ragged: bool
+) -> None:
+    """Names, dtypes and shapes of a request's tensors; `sizes` gains what their shapes tell."""
+    check_names(takes, entries)
+    for spec in takes:
+        if (entry := entries.get(spec.name)) is not None:
+            check_dtype(spec, entry, entries)
+            shape = spec.ragged if ragged and spec.ragged is not None else spec.shape
+            check_shape(entry, shape, sizes)
+    if "Hq" in sizes:
+        check_heads(sizes["Hq"], sizes["Hkv"])
+
+
+def check_names(takes: tuple[TensorSpec, ...], entries: Entries) -> None:
+    """All the required tensors are there, and none that the operation does not read."""
+    known = {spec.name for spec in takes}
+    if missing := {spec.name for spec in takes if not spec.optional} - entries.keys():
+        refuse(f"tensors.{min(missing)}", None, "must be given")
+    if extra := entries.keys() - known:
+        refuse(f"tensors.{min(extra)}", "given", "this route reads no such tensor")
+
+
+def check_dtype(spec: TensorSpec, entry: Entry, entries: Entries) -> None:
+    name = DTYPE_NAMES[entry.dtype]
+    if name not in spec.dtypes:
+        rule = f"must be one of {', '.join(spec.dtypes)}" if len(spec.dtypes) > 1 else ""
+        refuse(f"{spec.name}.dtype", name, rule or f"must be {spec.dtypes[0]}")
+    other = entries.get(spec.like)
+    if other is not None and other.dtype != entry.dtype:
+        rule = f"must be that of {spec.like}, {DTYPE_NAMES[other.dtype]}"
+        refuse(f"{spec.name}.dtype", name, rule)
+
+
+def check_shape(entry: Entry, shape: Symbols, sizes: dict[str, int]) -> None:
+    """The tensor's shape is `shape`; symbols met for the first time get their sizes from it."""
+    found = dict(sizes)
+    right = len(shape) == len(entry.shape)
+    for symbol, got in zip(shape, entry.shape, strict=False):
+        want = symbol if isinstance(symbol, int) else found.setdefault(symbol, got)
+        right &= want == got and (got > 0 or symbol not in AT_LEAST_ONE)
+    if not right:
+        refuse(f"{entry.name}.shape", list(entry.shape), shape_rule(shape, sizes))
+    sizes.update(found)
+
+
+def shape_rule(shape: Symbols, sizes: dict[str, int]) -> str:
+    """What the shape must be, in numbers where they are known."""
+    if len(shape) == 1:
+        return "must be flat: one dimension"
+    words = {one: str(sizes.get(str(one), LONG_NAMES.get(str(one), one))) for one in shape}
+    rule = f"must be [{', '.join(words[one] for one in shape)}]"
+    free = [words[one] for one in shape if one in AT_LEAST_ONE and one not in sizes]
+    return f"{rule}, {' and '.join(free)} at least 1" if free else rule
+
+
+def check_heads(num_qo_heads: int, num_kv_heads: int) -> None:
+    """Query heads are whole groups, one per KV head."""
+    if num_qo_heads > MAX_QO_HEADS or num_qo_heads % num_kv_heads:
+        rule = f"num_qo_heads must be a multiple of num_kv_heads = {num_kv_heads}"
+        refuse("q.shape", num_qo_heads, f"{rule}, at most {MAX_QO_HEADS}")

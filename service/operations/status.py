@@ -1,0 +1,52 @@
+"""What the service says of itself: `info` and `pool`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from service.operations.common import Count, Fields, NoFields, unchecked
+from service.operations.info import InfoAnswer
+from service.operations.spec import Operation
+
+
+class PoolAnswer(Fields):
+    free: Count
+    referenced: Count
+    total: Count
+    sequences: Count
+    nodes: Count
+    sharing_ratio: float
+    """Tokens seen by sequences over tokens stored; 1 when nothing is shared."""
+    integrity: str
+    """"ok", or what is broken."""
+
+
+INFO: Final = Operation(
+    name="info",
+    number=14,
+    method="GET",
+    path="/v1/info",
+    summary="Geometry, dtypes, backend, device, limits, version",
+    description="Constant while the process lives.",
+    tag="service",
+    fields=NoFields,
+    takes=(),
+    gives=(),
+    answer=InfoAnswer,
+    check=unchecked,
+)
+
+POOL: Final = Operation(
+    name="pool",
+    number=15,
+    method="GET",
+    path="/v1/pool",
+    summary="Pages, sequences and nodes, and whether they are consistent",
+    description="",
+    tag="service",
+    fields=NoFields,
+    takes=(),
+    gives=(),
+    answer=PoolAnswer,
+    check=unchecked,
+)

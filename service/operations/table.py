@@ -1,0 +1,39 @@
+"""The table of all operations: by name, and by the number that the road's frames carry."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from service.operations.attention import CASCADE, DECODE, PREFILL, RAGGED_PREFILL
+from service.operations.merge import MERGE
+from service.operations.rows import APPEND, GATHER
+from service.operations.sequences import (
+    CREATE_SEQUENCES,
+    DELETE_SEQUENCE,
+    GET_SEQUENCE,
+    LIST_SEQUENCES,
+    PAGE_TABLE,
+    TRUNCATE,
+)
+from service.operations.spec import Operation
+from service.operations.status import INFO, POOL
+
+OPERATIONS: Final[tuple[Operation, ...]] = (
+    CREATE_SEQUENCES,
+    LIST_SEQUENCES,
+    GET_SEQUENCE,
+    DELETE_SEQUENCE,
+    TRUNCATE,
+    PAGE_TABLE,
+    APPEND,
+    GATHER,
+    DECODE,
+    PREFILL,
+    RAGGED_PREFILL,
+    CASCADE,
+    MERGE,
+    INFO,
+    POOL,
+)
+BY_NAME: Final = {operation.name: operation for operation in OPERATIONS}
+BY_NUMBER: Final = {operation.number: operation for operation in OPERATIONS}

@@ -1,0 +1,61 @@
+"""Tensors that several operations take or give, and rows of them for the examples.
+
+The examples are for a pool with num_kv_heads = 1 and head_dim = 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from service.operations.common import TENSOR_DTYPES
+from service.operations.spec import Symbols, TensorSpec
+
+
+def query(rows: str = "n", like: str = "") -> TensorSpec:
+    shape = (rows, "Hq", "D")
+    return TensorSpec("q", TENSOR_DTYPES, shape, "queries; Hq is a multiple of Hkv", like=like)
+
+
+def pair(
+    rows: str, words: str, *, optional: bool = False, like: str = ""
+) -> tuple[TensorSpec, TensorSpec]:
+    """`k` and `v`."""
+    shape: Symbols = (rows, "Hkv", "D")
+    return (
+        TensorSpec("k", TENSOR_DTYPES, shape, f"keys {words}", optional, like),
+        TensorSpec("v", TENSOR_DTYPES, shape, f"values {words}, in k's dtype", optional, "k"),
+    )
+
+
+def state(suffix: str = "", *, optional: bool = False) -> tuple[TensorSpec, TensorSpec]:
+    """`o` and `lse` of an answer."""
+    shape: Symbols = ("n", "Hq", "D")
+    lse = "log-sum-exp in lse_base; -inf where a row sees nothing"
+    return (
+        TensorSpec(f"o{suffix}", TENSOR_DTYPES, shape, "output, in q's dtype", optional),
+        TensorSpec(f"lse{suffix}", ("F32",), shape[:2], lse, optional),
+    )
+
+
+MASKS: Final = (
+    TensorSpec(
+        "mask",
+        ("BOOL",),
+        ("sum of qo_len * kv_len",),
+        "True = visible; each request's rows flattened, requests one after another",
+        optional=True,
+    ),
+    TensorSpec(
+        "packed_mask",
+        ("U8",),
+        ("sum of ceil(qo_len * kv_len / 8)",),
+        "the same as bits, little order, each request padded to a byte",
+        optional=True,
+    ),
+)
+
+
+def row(name: str, heads: int) -> dict[str, Any]:
+    """A tensor of one row, in JSON."""
+    data = [round(0.5 - 0.25 * i, 2) for i in range(2 * heads)]
+    return {name: {"dtype": "F32", "shape": [1, heads, 2], "data": data}}

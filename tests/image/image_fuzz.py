@@ -1,0 +1,247 @@
+"""Images of hostile callers: right requests of every operation, broken in their bytes or fields.
+
+`broken_image` makes one from a seed, free of any engine, so that it can be sent to a real one;
+`judge` holds the reader and the operations' rules to what they promise. By command:
+
+    python -m tests.image.image_fuzz --cases 1000000 --seed 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from service.errors import AttndError, InvalidRequest, MalformedBody
+from service.image.json_body import image_of_json
+from service.image.reading import place, split
+from service.operations.info import InfoAnswer, LimitsAnswer
+from service.operations.spec import Prepared, prepare
+from service.operations.table import BY_NAME, OPERATIONS
+
+INFO: Final = InfoAnswer(
+    version="0",
+    instance_id="fuzz",
+    backend="cpu",
+    device="cpu",
+    num_layers=2,
+    num_pages=64,
+    page_size=4,
+    num_kv_heads=1,
+    head_dim=2,
+    layout="NHD",
+    dtype="fp32",
+    k_scale=1.0,
+    v_scale=1.0,
+    tensor_dtypes=["F32", "F16", "BF16"],
+    unsupported=[],
+    limits=LimitsAnswer(
+        max_body_bytes=2**28,
+        max_json_body_bytes=2**23,
+        max_answer_bytes=2**28,
+        max_sequences=65536,
+        queue_depth=256,
+        deadline_s=30.0,
+    ),
+)
+"""The geometry that the operations' examples are for."""
+
+PLAIN: Final[dict[str, dict[str, Any]]] = {
+    "create_sequences": {"sequences": [{"id": "a"}, {"parent": "a", "length": 1}, {}]},
+    "list_sequences": {"after": "a", "limit": 10},
+    "get_sequence": {"id": "a"},
+    "delete_sequence": {"id": "a"},
+    "truncate": {"id": "a", "length": 0},
+    "page_table": {"sequences": ["a", "b"], "layer": 1},
+    "info": {},
+    "pool": {},
+}
+VALUES: Final = (
+    *(None, True, False, -1, 0, 1, 2, 3, 2**31 - 1, 2**31, 2**62, 2**63, 2**64, 10**30, 0.5, 1e400),
+    *("", "a", "b", "a\n", "\ud800", "\0", "x" * 129, "F32", "BOOL", "U8", "F64", "2", "never"),
+    *([], [0], [0, 1], [0, 2], [1, 0], [-1], [0] * 9, [2**62] * 3, ["a", "a"], [[]], {}, {"a": 1}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A body that is sent to an operation."""
+
+    operation: str
+    body: bytes
+
+
+def right_request(rng: random.Random) -> tuple[str, dict[str, Any], dict[str, Any], bytes]:
+    """An operation, its fields, the tensors of its header, and their bytes."""
+    operation = rng.choice(OPERATIONS)
+    example = PLAIN.get(operation.name, operation.example)
+    document = json.loads(json.dumps(example))
+    tensors = document.pop("tensors", {})
+    if "q" in tensors and operation.name.endswith("prefill") and rng.random() < 0.5:
+        name = rng.choice(("mask", "packed_mask"))
+        dtype = "BOOL" if name == "mask" else "U8"
+        tensors[name] = {"dtype": dtype, "shape": [1], "data": [1]}
+    entries, data = {}, b""
+    for name, tensor in tensors.items():
+        wide = tensor["dtype"] == "F32"
+        values = [v if isinstance(v, (int, float)) else 0.0 for v in tensor["data"]]
+        piece = struct.pack(f"<{len(values)}{'f' if wide else 'B'}", *values)
+        span = [len(data), len(data) + len(piece)]
+        entries[name] = {"dtype": tensor["dtype"], "shape": tensor["shape"], "data_offsets": span}
+        data += piece
+    return operation.name, document, entries, data
+
+
+def broken_image(seed: int) -> Case:
+    """A request of some operation, most with a flaw or two; the same for the same seed."""
+    rng = random.Random(seed)
+    name, fields, entries, data = right_request(rng)
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        change(rng, rng.choice((fields, entries)))
+    key = "request" if rng.random() < 0.98 else "response"
+    header = {"__metadata__": {key: json.dumps(fields)}, **entries}
+    if rng.random() < 0.05:
+        change(rng, header)
+    text = json.dumps(header).encode()
+    body = bytearray(struct.pack("<Q", len(text)) + text + data)
+    for _ in range(rng.choice((0, 0, 0, 1, 2))):
+        rng.choice(DAMAGES)(rng, body)
+    return Case(name, bytes(body))
+
+
+def change(rng: random.Random, document: Any) -> None:
+    """Replaces, drops or adds a value somewhere inside."""
+    here = document
+    while isinstance(here, (dict, list)) and here:
+        keys = list(here) if isinstance(here, dict) else range(len(here))
+        key = rng.choice(keys)
+        if isinstance(here[key], (dict, list)) and here[key] and rng.random() < 0.7:
+            here = here[key]
+            continue
+        if rng.random() < 0.2:
+            del here[key]
+        else:
+            here[key] = copy.deepcopy(rng.choice(VALUES))
+        return
+    if isinstance(here, dict):
+        here[rng.choice(("x", "q", "layer", "sequences", "offsets"))] = copy.deepcopy(
+            rng.choice(VALUES)
+        )
+
+
+def flip(rng: random.Random, body: bytearray) -> None:
+    if body:
+        body[rng.randrange(len(body))] = rng.randrange(256)
+
+
+def cut(rng: random.Random, body: bytearray) -> None:
+    at = rng.randrange(len(body) + 1)
+    del body[at : at + rng.randrange(1, 16)]
+
+
+def insert(rng: random.Random, body: bytearray) -> None:
+    at = rng.randrange(len(body) + 1)
+    body[at:at] = rng.choice((b"[", b"{", b'"', b",", b"\\", b"\0", b"\xff", b"1e9", b"[]," * 400))
+
+
+def relabel(rng: random.Random, body: bytearray) -> None:
+    """Another header length."""
+    near = int.from_bytes(body[:8], "little") + rng.randrange(-9, 10)
+    length = rng.choice((near, 0, 1, 2**21, 2**21 + 1, 2**32, 2**63, 2**64 - 1))
+    body[:8] = struct.pack("<Q", length % 2**64)
+
+
+DAMAGES: Final[tuple[Callable[[random.Random, bytearray], None], ...]] = (
+    flip,
+    cut,
+    insert,
+    relabel,
+)
+
+
+def judge(case: Case) -> str:
+    """How the case went: `right`, or the code of its refusal. Raises where a promise is broken."""
+    try:
+        header, start = split(case.body)
+        prepared = prepare(BY_NAME[case.operation], header, len(case.body) - start, INFO)
+        tensors = place(case.body, start, prepared.layout)
+    except (MalformedBody, InvalidRequest) as error:
+        if len(str(error)) > 1000:
+            raise AssertionError(f"an error of {len(str(error))} characters") from error
+        return type(error).__name__
+    if sum(array.nbytes for array in tensors.values()) != len(case.body) - start:
+        raise AssertionError("the tensors are not the data")
+    check_promises(prepared, {name: array.shape for name, array in tensors.items()})
+    return "right"
+
+
+def check_promises(prepared: Prepared, shapes: dict[str, tuple[int, ...]]) -> None:
+    """What the engine takes for granted of a prepared request."""
+    fields = prepared.fields
+    ids = getattr(fields, "ids", ())
+    promises = {
+        "ids are different": len(set(ids)) == len(ids),
+        "layers are there": getattr(fields, "layer", 0) < INFO.num_layers,
+        "required tensors are there": all(
+            spec.optional or spec.name in shapes for spec in prepared.operation.takes
+        ),
+    }
+    rows = {"qo_indptr_array": "q", "kv_indptr_array": "k", "indptr_array": "o"}
+    for name, tensor in rows.items():
+        sums = getattr(fields, name, None)
+        if sums is not None:
+            promises[name] = (
+                sums[0] == 0
+                and sums[-1] == shapes[tensor][0]
+                and bool((sums[1:] >= sums[:-1]).all())
+            )
+    broken = [promise for promise, kept in promises.items() if not kept]
+    if broken:
+        raise AssertionError(f"{prepared.operation.name}: {broken}")
+
+
+def judge_json(case: Case) -> str:
+    """The same bytes as a JSON body, from the first brace on: an image, or refused."""
+    try:
+        image_of_json(case.body[8:], {"id": "a"} if case.operation == "truncate" else {})
+    except AttndError as error:
+        return type(error).__name__
+    return "right"
+
+
+def run(cases: int, seed: int) -> Counter[str]:
+    """How many went which way; a failure names the seed of its case."""
+    outcomes: Counter[str] = Counter()
+    for number in range(seed, seed + cases):
+        case = broken_image(number)
+        try:
+            outcomes[judge(case)] += 1
+            outcomes[f"json {judge_json(case)}"] += 1
+        except Exception as error:
+            raise AssertionError(f"seed {number}: {case}") from error
+    return outcomes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**40))
+    options = parser.parse_args()
+    started = time.monotonic()
+    outcomes = run(options.cases, options.seed)
+    print(f"seed {options.seed}: {options.cases} in {time.monotonic() - started:.0f} s: {outcomes}")
+
+
+if __name__ == "__main__":
+    main()

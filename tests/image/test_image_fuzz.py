@@ -1,0 +1,18 @@
+"""A hundred thousand images of hostile callers: each is read rightly or refused, nothing else."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+from image_fuzz import run
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_hostile_images_are_read_or_refused(part: int) -> None:
+    seed = secrets.randbits(40)
+    print(f"seed {seed}")
+    outcomes = run(25_000, seed)
+    assert outcomes["right"] > 1_000, outcomes
+    assert outcomes["MalformedBody"] > 1_000, outcomes
+    assert outcomes["InvalidRequest"] > 1_000, outcomes

@@ -1,0 +1,148 @@
+"""What OpenAPI tells of the operations: every field, tensor and error, in both media types."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from declared import INFO
+from pydantic import TypeAdapter
+
+from service.errors import KINDS, Cancelled, UnsupportedMediaType
+from service.image.json_body import image_of_json
+from service.image.reading import read_layout
+from service.operations.openapi import JSON, PROBLEM, REF, SAFETENSORS, operation_object, schemas
+from service.operations.spec import Operation, prepare
+from service.operations.table import BY_NAME, OPERATIONS
+
+TENSORS = {
+    "append": ({"k", "v"}, set()),
+    "decode": ({"q", "k", "v"}, {"o", "lse"}),
+    "prefill": ({"q", "k", "v", "mask", "packed_mask"}, {"o", "lse"}),
+    "ragged_prefill": ({"q", "k", "v", "mask", "packed_mask"}, {"o", "lse"}),
+    "cascade": ({"q"}, {"o", "lse", "o.{i}", "lse.{i}"}),
+    "merge": ({"o", "lse"}, {"o", "lse"}),
+    "gather": (set(), {"k", "v"}),
+}
+each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
+
+
+def references(document: Any) -> set[str]:
+    pieces = json.dumps(document).split(f'"$ref": "{REF}')[1:]
+    return {piece.partition('"')[0] for piece in pieces}
+
+
+@each_operation
+def test_every_reference_leads_somewhere(operation: Operation) -> None:
+    assert references([operation_object(operation), schemas()]) <= schemas().keys()
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_the_tensors_are_told_for_both_media_types(name: str) -> None:
+    document = operation_object(BY_NAME[name])
+    bodies = (document["requestBody"], document["responses"]["200"])
+    for body, names in zip(bodies, TENSORS[name], strict=True):
+        assert set(body["content"]) == {SAFETENSORS, JSON}
+        binary = body["content"][SAFETENSORS]["schema"]
+        assert set(binary["x-attnd-tensors"]) == names and binary["format"] == "binary"
+        for told in binary["x-attnd-tensors"].values():
+            assert told["dtype"] and told["shape"].startswith("[") and told["description"]
+        spelled = body["content"][JSON]["schema"]["properties"].get("tensors", {})
+        listed = set(spelled.get("properties", {}))
+        assert listed == {one for one in names if "{" not in one}
+
+
+def test_control_routes_speak_json_only() -> None:
+    for operation in OPERATIONS:
+        if operation.name not in TENSORS and operation.has_body:
+            assert set(operation_object(operation)["requestBody"]["content"]) == {JSON}
+
+
+def test_states_of_levels_are_told_by_pattern() -> None:
+    answer = operation_object(BY_NAME["cascade"])["responses"]["200"]["content"][JSON]["schema"]
+    patterns = answer["properties"]["tensors"]["patternProperties"]
+    assert set(patterns) == {r"^o\.[0-9]+$", r"^lse\.[0-9]+$"}
+
+
+def test_a_merge_tells_both_of_its_forms() -> None:
+    content = operation_object(BY_NAME["merge"])["requestBody"]["content"]
+    told = content[SAFETENSORS]["schema"]["x-attnd-tensors"]["o"]["shape"]
+    assert told == "[T, n, H, D], or [nnz, H, D] with indptr"
+    shape = content[JSON]["schema"]["properties"]["tensors"]["properties"]["lse"]["properties"]
+    assert (shape["shape"]["minItems"], shape["shape"]["maxItems"]) == (2, 3)
+
+
+@each_operation
+def test_every_error_is_told_as_a_problem(operation: Operation) -> None:
+    responses = operation_object(operation)["responses"]
+    never = {Cancelled} if operation.has_body else {Cancelled, UnsupportedMediaType}
+    errors = {str(kind.status) for cls, kind in KINDS.items() if cls not in never}
+    assert set(responses) == errors | {str(operation.status)}
+    for status in errors:
+        assert set(responses[status]["content"]) == {PROBLEM}
+        assert "`" in responses[status]["description"]
+
+
+def test_parameters_of_the_path_are_not_told_in_the_body() -> None:
+    (parameter,) = operation_object(BY_NAME["truncate"])["parameters"]
+    assert (parameter["name"], parameter["in"], parameter["required"]) == ("id", "path", True)
+    body = schemas()["TruncateFields"]
+    assert set(body["properties"]) == {"length"} and body["required"] == ["length"]
+
+
+def test_parameters_of_a_query_are_told_with_their_rules() -> None:
+    parameters = operation_object(BY_NAME["list_sequences"])["parameters"]
+    after, limit = parameters
+    assert (after["in"], after["required"], after["schema"]["type"]) == ("query", False, "string")
+    assert (limit["schema"]["minimum"], limit["schema"]["maximum"]) == (1, 1000)
+
+
+@pytest.mark.parametrize(
+    ("model", "field"),
+    [
+        ("PageTableFields", "sequences"),
+        ("AppendFields", "sequences"),
+        ("GatherFields", "sequences"),
+        ("DecodeFields", "sequences"),
+        ("CascadeLevelFields", "sequences"),
+    ],
+)
+def test_ids_are_told_to_be_different(model: str, field: str) -> None:
+    told = schemas()[model]["properties"][field]
+    assert told["uniqueItems"] is True and told["minItems"] == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "least"),
+    [
+        ("PrefillFields", "qo_indptr", 2),
+        ("RaggedPrefillFields", "qo_indptr", 2),
+        ("RaggedPrefillFields", "kv_indptr", 2),
+        ("CascadeLevelFields", "qo_indptr", 2),
+        ("AppendFields", "append_indptr", 2),
+        ("MergeFields", "indptr", 1),
+    ],
+)
+def test_prefix_sums_are_told_not_to_be_empty(model: str, field: str, least: int) -> None:
+    told = schemas()[model]["properties"][field]
+    assert told.get("anyOf", [told])[0]["minItems"] == least
+
+
+def test_every_field_of_a_request_is_described_or_plain() -> None:
+    plain = {"layer", "sequences", "id", "length"}
+    for operation in OPERATIONS:
+        for name, field in operation.fields.model_fields.items():
+            assert field.description or name in plain, (operation.name, name)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_the_examples_are_right_requests(name: str) -> None:
+    document = operation_object(BY_NAME[name])
+    example = document["requestBody"]["content"][JSON]["example"]
+    parts = image_of_json(json.dumps(example).encode(), {})
+    tiny = INFO.model_copy(update={"num_kv_heads": 1, "head_dim": 2})
+    room = sum(map(len, parts[1:]))
+    request = prepare(BY_NAME[name], bytes(parts[0][8:]), room, tiny)
+    layout = read_layout(bytes(parts[0][8:]), room)
+    assert TypeAdapter(BY_NAME[name].fields).validate_python(layout.fields) == request.fields

@@ -1,0 +1,259 @@
+"""Requests that break a rule: each is refused by its header, with field, value and rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from declared import HEAD_DIM, LAYERS, QO_HEADS, prepared, queries, rows
+
+from service.errors import InvalidRequest
+
+Q1, KV1, KV2 = queries(1), rows(1), rows(2)
+A = {"layer": 0, "sequences": ["a"]}
+P = {**A, "qo_indptr": [0, 1]}
+R = {"qo_indptr": [0, 1], "kv_indptr": [0, 1]}
+KV = {"k": KV1, "v": KV1}
+QKV = {"q": Q1, **KV}
+LSE1 = np.zeros((1, QO_HEADS), np.float32)
+
+
+def level(*sequences: str, indptr: Any = (0, 1)) -> dict[str, Any]:
+    return {"sequences": list(sequences), "qo_indptr": list(indptr)}
+
+
+def zeros(*sizes: int, dtype: Any = np.float32) -> Any:
+    return np.zeros(sizes, dtype)
+
+
+Case = tuple[str, dict[str, Any], dict[str, Any], str, str]
+
+OF_FIELDS: list[Case] = [
+    ("create_sequences", {}, {}, "sequences", "must be given"),
+    ("create_sequences", {"sequences": []}, {}, "sequences", "at least 1"),
+    ("create_sequences", {"sequences": [{}] * 65537}, {}, "sequences", "at most 65536"),
+    ("create_sequences", {"sequences": [{"id": "a"}, {"id": "a"}]}, {}, "sequences", "once"),
+    ("create_sequences", {"sequences": [{"id": "a/b"}]}, {}, "sequences.0.id", "pattern"),
+    ("create_sequences", {"sequences": [{}, {"length": 1}]}, {}, "sequences.1", "give parent"),
+    ("create_sequences", {"sequences": [{"color": 1}]}, {}, "sequences.0.color", "no such field"),
+    ("list_sequences", {"limit": 0}, {}, "limit", "greater than or equal to 1"),
+    ("list_sequences", {"limit": 1001}, {}, "limit", "less than or equal to 1000"),
+    ("list_sequences", {"limit": "2"}, {}, "limit", "integer"),
+    ("list_sequences", {"after": "a b"}, {}, "after", "pattern"),
+    ("get_sequence", {}, {}, "id", "must be given"),
+    ("get_sequence", {"id": "a b"}, {}, "id", "pattern"),
+    ("delete_sequence", {"id": "a", "force": True}, {}, "force", "no such field"),
+    ("truncate", {"id": "a"}, {}, "length", "must be given"),
+    ("truncate", {"id": "a", "length": -1}, {}, "length", "greater than or equal to 0"),
+    ("page_table", {"sequences": ["a", "a"]}, {}, "sequences", "once"),
+    ("page_table", {"sequences": ["a"], "layer": LAYERS}, {}, "layer", "below num_layers = 2"),
+    ("info", {"x": 1}, {}, "x", "no such field"),
+    ("append", {"sequences": ["a"]}, KV, "layer", "must be given"),
+    ("append", {**A, "layer": LAYERS}, KV, "layer", "below num_layers = 2"),
+    ("append", {**A, "layer": -1}, KV, "layer", "greater than or equal to 0"),
+    ("append", {**A, "layer": True}, KV, "layer", "integer"),
+    ("append", {**A, "layer": "0"}, KV, "layer", "integer"),
+    ("append", {**A, "layer": 0.0}, KV, "layer", "integer"),
+    ("append", {**A, "sequences": []}, KV, "sequences", "at least 1"),
+    ("append", {**A, "sequences": ["a", "a"]}, {"k": KV2, "v": KV2}, "sequences", "once"),
+    ("append", {**A, "sequences": ["a b"]}, KV, "sequences.0", "pattern"),
+    ("append", {**A, "sequences": ["a\n"]}, KV, "sequences.0", "pattern"),
+    ("append", {**A, "sequences": ["x" * 129]}, KV, "sequences.0", "pattern"),
+    ("append", {**A, "sequences": [""]}, KV, "sequences.0", "pattern"),
+    ("append", {**A, "append_indptr": []}, KV, "append_indptr", "at least 2"),
+    ("append", {**A, "append_indptr": [0]}, KV, "append_indptr", "at least 2"),
+    ("append", {**A, "append_indptr": [1, 1]}, KV, "append_indptr", "start at 0"),
+    ("append", {**A, "append_indptr": [0, 2]}, KV, "append_indptr", "not pass 1"),
+    (
+        "append",
+        {**A, "append_indptr": [0, 2**31]},
+        KV,
+        "append_indptr.1",
+        "2147483647",
+    ),
+    (
+        "append",
+        {**A, "append_indptr": [0, 1, 1]},
+        KV,
+        "append_indptr",
+        "must be 2",
+    ),
+    ("append", {**A, "offsets": [0, 0]}, KV, "offsets", "must be 1"),
+    ("append", {**A, "offsets": [-1]}, KV, "offsets.0", "greater than"),
+    ("append", {**A, "causal": True}, KV, "causal", "no such field"),
+    ("decode", {**A, "offsets": [0]}, {"q": Q1}, "offsets", "give them as well"),
+    ("decode", {**A, "causal": True}, {"q": Q1}, "causal", "no such field"),
+    ("decode", {**A, "sm_scale": 0.0}, {"q": Q1}, "sm_scale", "greater than"),
+    ("decode", {**A, "sm_scale": -1.0}, {"q": Q1}, "sm_scale", "greater than"),
+    ("decode", {**A, "sm_scale": 1e300}, {"q": Q1}, "sm_scale", "less than"),
+    ("decode", {**A, "sm_scale": "1"}, {"q": Q1}, "sm_scale", "number"),
+    ("decode", {**A, "logits_soft_cap": -1.0}, {"q": Q1}, "logits_soft_cap", "greater than"),
+    ("decode", {**A, "logits_soft_cap": 1e-300}, {"q": Q1}, "logits_soft_cap", "normal float32"),
+    ("decode", {**A, "window_left": -2}, {"q": Q1}, "window_left", "greater than"),
+    ("decode", {**A, "window_left": 1.5}, {"q": Q1}, "window_left", "integer"),
+    ("decode", {**A, "lse_base": "10"}, {"q": Q1}, "lse_base", "'e' or '2'"),
+    ("decode", {**A, "cascade": "maybe"}, {"q": Q1}, "cascade", "'auto'"),
+    ("prefill", A, {"q": Q1}, "qo_indptr", "must be given"),
+    ("prefill", {**A, "qo_indptr": []}, {"q": Q1}, "qo_indptr", "at least 2"),
+    ("prefill", {**A, "qo_indptr": [0, 0]}, {"q": Q1}, "qo_indptr", "must end at 1"),
+    (
+        "prefill",
+        {"layer": 0, "sequences": ["a", "b"], "qo_indptr": [0, 2, 1]},
+        {"q": Q1},
+        "qo_indptr",
+        "must not decrease",
+    ),
+    ("ragged_prefill", {**R, "cascade": "auto"}, QKV, "cascade", "no such field"),
+    ("ragged_prefill", {**R, "kv_indptr": [0, 0, 1]}, QKV, "kv_indptr", "must be 2"),
+    ("ragged_prefill", {"qo_indptr": [0], "kv_indptr": [0]}, QKV, "qo_indptr", "at least 2"),
+    ("cascade", {"layer": 0, "levels": []}, {"q": Q1}, "levels", "at least 1"),
+    ("cascade", {"layer": 0, "levels": [level("a")] * 17}, {"q": Q1}, "levels", "at most 16"),
+    ("cascade", {"layer": LAYERS, "levels": [level("a")]}, {"q": Q1}, "layer", "num_layers"),
+    (
+        "cascade",
+        {"layer": 0, "levels": [{"sequences": ["a"]}]},
+        {"q": Q1},
+        "levels.0.qo_indptr",
+        "must be given",
+    ),
+    (
+        "cascade",
+        {"layer": 0, "levels": [level("a"), level("a", indptr=(0, 2))]},
+        {"q": Q1},
+        "levels.1.qo_indptr",
+        "must not pass 1",
+    ),
+    (
+        "cascade",
+        {"layer": 0, "levels": [level("a", "a", indptr=(0, 1, 1))]},
+        {"q": Q1},
+        "levels.0.sequences",
+        "once",
+    ),
+    (
+        "cascade",
+        {"layer": 0, "levels": [level("a")], "window_left": 3},
+        {"q": Q1},
+        "window_left",
+        "no such field",
+    ),
+    ("merge", {"indptr": []}, {"o": Q1, "lse": LSE1}, "indptr", "at least 1"),
+    ("merge", {"indptr": [0, 2]}, {"o": Q1, "lse": LSE1}, "indptr", "must not pass 1"),
+    ("gather", {**A, "dtype": "fp8_e4m3"}, {}, "dtype", "'fp32'"),
+    ("gather", {**A, "start": 3, "stop": 2}, {}, "stop", "start = 3"),
+    ("gather", {**A, "start": -1}, {}, "start", "greater than"),
+    ("gather", {**A, "layer": 2}, {}, "layer", "num_layers"),
+    ("gather", {"layer": 0, "sequences": ["a", "a"]}, {}, "sequences", "once"),
+]
+
+OF_TENSORS: list[Case] = [
+    ("append", A, {"k": KV1}, "tensors.v", "must be given"),
+    ("append", A, {"k": KV1, "v": KV1, "q": Q1}, "tensors.q", "no such tensor"),
+    ("append", A, {"k": KV2, "v": KV2}, "k.shape", "must be [1, 2, 64]"),
+    ("append", A, {"k": KV1, "v": KV2}, "v.shape", "must be [1, 2, 64]"),
+    ("append", {**A, "append_indptr": [0, 2]}, {"k": KV2, "v": KV1}, "v.shape", "[2, 2, 64]"),
+    ("append", A, {"k": KV1[:, :1], "v": KV1[:, :1]}, "k.shape", "must be [1, 2, 64]"),
+    ("append", A, {"k": KV1[..., :-1], "v": KV1[..., :-1]}, "k.shape", "must be [1, 2, 64]"),
+    ("append", A, {"k": KV1[0], "v": KV1[0]}, "k.shape", "must be [1, 2, 64]"),
+    (
+        "append",
+        {**A, "append_indptr": [0, 0]},
+        {"k": zeros(), "v": zeros()},
+        "k.shape",
+        "[n, 2, 64]",
+    ),
+    ("append", A, {"k": KV1.astype(np.float64), "v": KV1}, "k.dtype", "one of F32, F16, BF16"),
+    ("append", A, {"k": KV1.astype(np.uint8), "v": KV1}, "k.dtype", "one of F32, F16, BF16"),
+    ("append", A, {"k": KV1, "v": KV1.astype(np.float16)}, "v.dtype", "that of k, F32"),
+    ("decode", A, {}, "tensors.q", "must be given"),
+    ("decode", A, {"q": Q1, "k": KV1}, "tensors.v", "together or not at all"),
+    ("decode", A, {"q": Q1, "v": KV1}, "tensors.k", "together or not at all"),
+    ("decode", A, {"q": queries(2)}, "q.shape", "must be [1, num_qo_heads, 64]"),
+    ("decode", A, {"q": zeros(1, QO_HEADS)}, "q.shape", "must be [1, num_qo_heads, 64]"),
+    ("decode", A, {"q": zeros(1, 3, HEAD_DIM)}, "q.shape", "multiple of num_kv_heads = 2"),
+    ("decode", A, {"q": zeros(1, 0, HEAD_DIM)}, "q.shape", "num_qo_heads at least 1"),
+    ("decode", A, {"q": zeros(1, 65536, HEAD_DIM, dtype="f2")}, "q.shape", "at most 65535"),
+    ("decode", A, {"q": zeros(1, QO_HEADS, HEAD_DIM + 1)}, "q.shape", "must be [1, num_qo_heads"),
+    ("decode", A, {"q": Q1.astype(np.float64)}, "q.dtype", "one of F32, F16, BF16"),
+    ("decode", A, {"q": Q1, "mask": np.ones(1, bool)}, "tensors.mask", "no such tensor"),
+    ("prefill", P, {"q": Q1, "k": KV2, "v": KV2}, "k.shape", "must be [1, 2, 64]"),
+    ("prefill", P, {"q": Q1, "mask": np.ones(1, np.uint8)}, "mask.dtype", "must be BOOL"),
+    ("prefill", P, {"q": Q1, "mask": np.ones((1, 1), bool)}, "mask.shape", "flat"),
+    ("prefill", P, {"q": Q1, "packed_mask": np.ones(1, bool)}, "packed_mask.dtype", "must be U8"),
+    (
+        "prefill",
+        P,
+        {"q": Q1, "mask": np.ones(1, bool), "packed_mask": np.ones(1, np.uint8)},
+        "tensors.packed_mask",
+        "not both",
+    ),
+    (
+        "ragged_prefill",
+        R,
+        {**QKV, "k": zeros(1, 0, 64), "v": zeros(1, 0, 64)},
+        "k.shape",
+        "least 1",
+    ),
+    ("ragged_prefill", R, {**QKV, "k": zeros(1, 3, 64), "v": zeros(1, 3, 64)}, "q.shape", "= 3"),
+    ("ragged_prefill", R, {**QKV, "q": zeros(1, 4, 32)}, "q.shape", "[n, num_qo_heads, 64]"),
+    ("ragged_prefill", R, {**QKV, "v": KV2}, "v.shape", "[1, 2, 64]"),
+    ("ragged_prefill", R, {**QKV, "q": Q1.astype("f2")}, "k.dtype", "that of q, F16"),
+    ("ragged_prefill", R, {**QKV, "mask": np.ones(2, bool)}, "mask.shape", "needs 1 elements"),
+    (
+        "ragged_prefill",
+        {"qo_indptr": [0, 1], "kv_indptr": [0, 2]},
+        {"q": Q1, "k": KV2, "v": KV2, "packed_mask": np.ones(2, np.uint8)},
+        "packed_mask.shape",
+        "needs 1 bytes",
+    ),
+    ("cascade", {"layer": 0, "levels": [level("a")]}, QKV, "tensors.k", "no such tensor"),
+    ("merge", {}, {"o": Q1}, "tensors.lse", "must be given"),
+    ("merge", {}, {"o": Q1, "lse": LSE1}, "o.shape", "must be [T, n, H, head_dim]"),
+    ("merge", {"indptr": [0, 1]}, {"o": Q1, "lse": LSE1.astype("f2")}, "lse.dtype", "must be F32"),
+    ("merge", {"indptr": [0, 1]}, {"o": Q1, "lse": zeros(2, QO_HEADS)}, "lse.shape", "be [1, 4]"),
+    ("merge", {}, {"o": zeros(1, 1, 0, 8), "lse": zeros(1, 1, 0)}, "o.shape", "at least 1"),
+    ("merge", {}, {"o": zeros(1, 1, 8, 0), "lse": zeros(1, 1, 8)}, "o.shape", "at least 1"),
+    (
+        "merge",
+        {"indptr": [0] * 20_000},
+        {"o": zeros(0, 1024, 1024), "lse": zeros(0, 1024)},
+        "o.shape",
+        "too large an answer",
+    ),
+    (
+        "merge",
+        {},
+        {"o": zeros(2**20, 0, 64, 64), "lse": zeros(2**20, 0, 64)},
+        "o.shape",
+        "too large an answer",
+    ),
+    ("gather", A, {"q": Q1}, "tensors.q", "no such tensor"),
+    ("info", {}, {"q": Q1}, "tensors.q", "no such tensor"),
+    ("create_sequences", {"sequences": [{}]}, {"q": Q1}, "tensors.q", "no such tensor"),
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*OF_FIELDS, *OF_TENSORS],
+    ids=[f"{i}-{case[0]}-{case[3]}" for i, case in enumerate([*OF_FIELDS, *OF_TENSORS])],
+)
+def test_a_request_that_breaks_a_rule_is_told_which(case: Case) -> None:
+    name, fields, tensors, field, rule = case
+    with pytest.raises(InvalidRequest) as told:
+        prepared(name, fields, tensors)
+    assert told.value.field == field
+    assert rule in told.value.rule, told.value
+
+
+def test_of_many_wrong_values_only_the_first_is_looked_at() -> None:
+    with pytest.raises(InvalidRequest) as told:
+        prepared("page_table", {"sequences": list(range(100_000))})
+    assert told.value.field == "sequences.0"
+
+
+def test_a_long_value_is_shown_in_part() -> None:
+    with pytest.raises(InvalidRequest) as told:
+        prepared("page_table", {"sequences": ["a"], "layer": list(range(200_000))})
+    assert told.value.field == "layer" and len(str(told.value)) < 400
