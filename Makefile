@@ -6,7 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 # Major version of CUDA that the driver runs; empty without a GPU.
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9][0-9]*\).*/\1/p')
@@ -27,13 +27,13 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run-$(EXTRA): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "setting up $(VENV) for make run: some minutes the first time"
-	$(INSTALL) -e '.[$(EXTRA)]'
+	@echo "setting up $(VENV) for make run: some minutes, this once"
+	@$(INSTALL) -e '.[$(EXTRA)]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt client/pyproject.toml | $(BIN)/python
-	@echo "setting up $(VENV) for make test: some minutes the first time"
-	$(INSTALL) -e '.[$(TEST_EXTRAS)]' -e client
+	@echo "setting up $(VENV) for make test: some minutes, this once"
+	@$(INSTALL) -e '.[$(TEST_EXTRAS)]' -e client
 	@touch $@
 
 setup: $(VENV)/.dev  ## Set up everything the tests need

@@ -1,145 +1,107 @@
-"""`python -m service`: settings, logs, the engine, and uvicorn until a signal ends it."""
+"""`python -m service`: settings, addresses, and the supervisor of engine and doors until they end.
+
+Nothing here imports torch, numpy or HTTP: this process only watches.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import logging
+import os
+import resource
 import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import FrameType
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Final
 
-import uvicorn
-
-from config.settings import (
-    ServerSettings,
-    Settings,
-    SettingsError,
-    let_idle_threads_sleep,
-    load_settings,
-)
-from kernels.backend import Backend
+from config.settings import Settings, SettingsError, let_idle_threads_sleep, load_settings
 from service import __version__
-from service.app import create_app
-from service.engine.engine import Engine
-from service.engine.pool import backend_maker
+from service.addresses import Addresses, bind_addresses
+from service.cells import make_shared
 from service.logs import set_up_logs
-from service.metrics import Metrics
+from service.processes import Child, Shared
+from service.road.listening import CannotListen
+from service.supervisor import ENGINE, Supervisor
 
 LOG: Final = logging.getLogger("attnd")
-KEEP_ALIVE_S: Final = 75
-"""Longer than clients keep idle connections, so that none closes under a request."""
+OTHER_FILES: Final = 256
+"""Open files of a process beside its connections: libraries, devices, arenas, pipes."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Serve until SIGTERM or SIGINT; the process's exit status."""
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """How the processes are started; `service/processes.py` says what they are handed."""
+
+    engine: tuple[str, ...] = (sys.executable, "-m", "service.engine")
+    door: tuple[str, ...] = (sys.executable, "-m", "service.doors.http")
+
+
+def main(argv: Sequence[str], commands: Commands = Commands()) -> int:
+    """Serve until SIGTERM or SIGINT; the service's exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while nothing runs yet
+    if "--version" in argv:
+        print(f"attnd {__version__}")
+        return 0
     let_idle_threads_sleep()
     try:
         settings = load_settings(argv)
     except SettingsError as error:
         print(f"attnd: {error}", file=sys.stderr)
         return 2
-    set_up_logs(settings.log)
-    server = make_server(settings)
-    server.run()
-    return 0 if server.started else 1
+    set_up_logs(settings.log, "main")
+    try:
+        addresses = bind_addresses(settings.server)
+    except CannotListen as error:
+        LOG.error("cannot listen: %s", error)
+        return 1
+    with ExitStack() as bound:
+        bound.callback(addresses.close)
+        try:
+            # closed once: a path may be another service's by the time this one has ended
+            return supervise(settings, addresses, bound.close, commands)
+        except OSError as error:
+            LOG.error("cannot start the processes: %s", error)
+            return 1
 
 
-def make_server(settings: Settings, make: Callable[[], Backend] | None = None) -> Server:
-    """Everything wired together; nothing runs yet. `make` replaces the settings' backend."""
-    metrics = Metrics()
-    engine = Engine(
-        make or backend_maker(settings.pool, settings.backend),
-        queue_depth=settings.server.queue_depth,
-        metrics=metrics,
-        version=__version__,
+def supervise(
+    settings: Settings, addresses: Addresses, stop_listening: Callable[[], None], commands: Commands
+) -> int:
+    """Start engine and doors on their sockets, and watch them to the end."""
+    allow_open_files(settings)
+    children = [Child(ENGINE, commands.engine, (addresses.engine.sock,))]
+    for worker in range(settings.server.http_workers):
+        children.append(Child(f"http-{worker}", commands.door, addresses.http, worker))
+    lifeline, held = os.pipe()  # `held` closes with this process
+    shared = Shared(
+        settings=settings,
+        lifeline=lifeline,
+        engine_socket=str(addresses.engine.path),
+        url=addresses.url,
+        metrics={child.process: make_shared() for child in children},
     )
-    return Server(uvicorn_config(create_app(settings, engine, metrics), settings.server), engine)
+    docs = " (API at /docs)" if addresses.uds is None else ""
+    LOG.info("attnd %s serves %s%s", __version__, addresses.url, docs)
+    LOG.info("sessions at %s", addresses.engine.path)
+    try:
+        return Supervisor(children, shared, stop_listening).run()
+    finally:
+        for fd in (lifeline, held, *shared.metrics.values()):
+            os.close(fd)
 
 
-def uvicorn_config(app: object, server: ServerSettings) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        host=server.host,
-        port=server.port,
-        uds=server.uds,
-        loop="uvloop",
-        http="httptools",
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(server.drain_timeout_s)),
-    )
-
-
-def settle() -> None:
-    """Leave what the start made out of all later collections: they would pause for its size."""
-    gc.collect()
-    gc.freeze()
-
-
-class Server(uvicorn.Server):
-    """uvicorn that goes on answering while the engine drains, so that nothing admitted is lost.
-
-    The first signal makes the service not ready: new operations are answered 503, admitted ones
-    finish, and only then does the server close. A second signal ends it at once.
-    """
-
-    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
-        super().__init__(config)
-        self.engine = engine
-        self.settled = False
-        self.draining: asyncio.Task[None] | None = None
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self.drain_timeout_s = float(config.timeout_graceful_shutdown or 1)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self.loop = asyncio.get_running_loop()
-        await super().startup(sockets)
-        if self.started:
-            LOG.info("attnd %s serves %s", __version__, self.address())
-
-    async def on_tick(self, counter: int) -> bool:
-        if not self.settled and self.engine.state == "ready":
-            self.settled = True
-            settle()
-        return await super().on_tick(counter)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        if self.config.uds is not None:
-            Path(self.config.uds).unlink(missing_ok=True)
-
-    def address(self) -> str:
-        """Where the service is, for people and for tests: the port is the one that was bound."""
-        if self.config.uds is not None:
-            return f"unix:{self.config.uds}"
-        port = self.servers[0].sockets[0].getsockname()[1]
-        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        return f"http://{host}:{port} (API at /docs)"
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.loop is None or self.draining is not None:
-            self.should_exit = self.force_exit = True
-            return
-        LOG.info("%s: finishing admitted work", signal.Signals(sig).name)
-        self.loop.call_soon_threadsafe(self.begin_drain)
-
-    def begin_drain(self) -> None:
-        if self.draining is None:
-            self.draining = asyncio.get_running_loop().create_task(self.drain())
-
-    async def drain(self) -> None:
-        await self.engine.drain(self.drain_timeout_s)
-        self.should_exit = True
+def allow_open_files(settings: Settings) -> None:
+    """Raise the soft limit of open files, which the processes inherit, to what they may need."""
+    server = settings.server
+    needed = max(server.max_connections, 2 * server.max_sessions) + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if allowed < needed:
+            text = "at most %d files may be open, server.max_connections = %d may need %d"
+            LOG.warning(text, allowed, server.max_connections, needed)
 
 
 if __name__ == "__main__":

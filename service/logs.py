@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final
 
-from config.settings import LogSettings
+from config.sections import LogSettings
 
 OWN_LINES: Final = ("uvicorn.access",)
 """Silenced: every request has its own line already."""
 
+PLAIN: Final = re.compile(r'[^\s"=\\\x00-\x1f\x7f-\U0010ffff]+')
+"""Values of fields that need no quotes: another field cannot begin in them."""
 
-def set_up_logs(settings: LogSettings) -> None:
-    """Send everything of the process through one handler."""
+
+def set_up_logs(settings: LogSettings, process: str) -> None:
+    """Send everything of this process, named `process` in every line, through one handler."""
+    lines = JsonLines(process) if settings.format == "json" else ConsoleLines(process)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if settings.format == "json" else ConsoleLines())
+    handler.setFormatter(lines)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(settings.level.upper())
@@ -42,33 +47,49 @@ def clock(second: int) -> str:
 
 
 class JsonLines(logging.Formatter):
-    """`{"time": ..., "level": ..., "logger": ..., "message": ..., <fields>}`; always ASCII."""
+    """`{"time": ..., "level": ..., "process": ..., "logger": ..., "message": ..., <fields>}`;
+    always ASCII."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, Any] = {
+        line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
+            "process": self._process,
             "logger": record.name,
             "message": record.getMessage(),
         }
-        told.update(getattr(record, "fields", {}))
+        line.update(getattr(record, "fields", {}))
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told, default=str)
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
 
 
 class ConsoleLines(logging.Formatter):
-    """`12:00:00.123 info attnd.access: request id=... op=decode status=200`."""
+    """`12:00:00.123 info http-0 attnd.access: request id=... op=decode status=200`."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
         line = (
             f"{clock(int(record.created))}.{int(record.msecs):03d} {record.levelname.lower()} "
-            f"{record.name}: {record.getMessage()}"
+            f"{self._process} {record.name}: {record.getMessage()}"
         )
-        fields: dict[str, Any] = getattr(record, "fields", {})
-        line += "".join([f" {name}={value}" for name, value in fields.items()])
-        if not line.isprintable():  # a path may hold anything, escape codes for terminals too
+        if not line.isprintable():  # escape codes for terminals, say
             line = line.encode("unicode_escape").decode("ascii")
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        line += "".join([f" {name}={shown(value)}" for name, value in fields.items()])
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
+
+
+def shown(value: object) -> str:
+    """A field's value, as a JSON string where it could be taken for more than one word."""
+    text = str(value)
+    return text if PLAIN.fullmatch(text) else json.dumps(text)

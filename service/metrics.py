@@ -1,30 +1,33 @@
 """What the service measures: the only importer of prometheus_client, one method per event.
 
-Names carry the prefix `attnd_` and base units. Children of labelled metrics are looked up once and
-kept, and what can be read at scrape time (the pool's numbers) is only stored until then: an event
-on the hot path costs about a microsecond.
+Every process counts in cells of its own (`service/cells.py`) and any of them renders the sum, so
+that `/metrics` shows one service whichever door is asked. Names carry the prefix `attnd_` and base
+units. The blocks of labelled metrics are looked up once and kept: an event adds to a few cells, an
+answered attention call in all its parts costs some microseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, Literal
 
-from prometheus_client import (
-    GC_COLLECTOR,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    PlatformCollector,
-    ProcessCollector,
-)
+from prometheus_client import CollectorRegistry, PlatformCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from service.engine.operations import Timings
+from service.cells import Cells, Key
+from service.usage import Usage, usage
 
 SECONDS: Final = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
@@ -32,174 +35,253 @@ SECONDS: Final = (
 )
 ROWS: Final = tuple(float(4**power) for power in range(9))
 STAGES: Final = ("plan", "copy_in", "kernel", "copy_out", "encode")
-REASONS: Final = ("overloaded", "not_ready", "deadline_exceeded", "cancelled")
 
 Reason = Literal["overloaded", "not_ready", "deadline_exceeded", "cancelled"]
 Mode = Literal["flat", "cascade", "explicit"]
+REASONS: Final[tuple[Reason, ...]] = ("overloaded", "not_ready", "deadline_exceeded", "cancelled")
+MODES: Final[tuple[Mode, ...]] = ("flat", "cascade", "explicit")
 
 
 @dataclass(frozen=True, slots=True)
-class PoolNumbers:
-    """The pool as the engine's worker last saw it; pages and counts."""
+class Spec:
+    """One metric: what it tells, and by which labels."""
 
-    free: int
-    referenced: int
-    sequences: int
-    nodes: int
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()
+    """Of a histogram's buckets, the last one without a bound."""
+
+    @property
+    def size(self) -> int:
+        """Cells of one series: a value, or a histogram's counts by bucket and its sum."""
+        return len(self.bounds) + 2 if self.kind == "histogram" else 1
 
 
-class PoolCollector(Collector):
-    """Gauges made at scrape time from the last `PoolNumbers`."""
+SPECS: Final[dict[str, Spec]] = {
+    "requests": Spec("counter", "Requests answered.", ("op", "code")),
+    "request_duration_seconds": Spec(
+        "histogram", "From a request's arrival to its encoded answer.", ("op",), SECONDS
+    ),
+    "queue_duration_seconds": Spec(
+        "histogram", "Time an operation waited for its turn.", (), SECONDS
+    ),
+    "stage_duration_seconds": Spec(
+        "histogram", "Time of one stage of an operation.", ("stage",), SECONDS
+    ),
+    "batch_rows": Spec("histogram", "Query rows of one attention launch.", (), ROWS),
+    "slices": Spec("counter", "Slices that long operations were cut into."),
+    "tokens_appended": Spec("counter", "Tokens written, counted once per layer."),
+    "kv_bytes_read": Spec("counter", "Pool bytes that attention read."),
+    "kv_bytes_saved": Spec("counter", "Pool bytes flat attention would read on top."),
+    "cascade_batches": Spec("counter", "Attention operations by how they ran.", ("mode",)),
+    "out_of_pages": Spec("counter", "Operations refused for want of pages."),
+    "rejected": Spec("counter", "Operations that did not run.", ("reason",)),
+    "inflight": Spec("gauge", "Operations admitted and not answered."),
+    "sessions": Spec("gauge", "Connections to the engine, doors included."),
+    "kv_pages": Spec("gauge", "Pages of the pool.", ("state",)),
+    "kv_cache_usage_ratio": Spec("gauge", "Referenced pages over all pages."),
+    "sequences": Spec("gauge", "Sequences alive."),
+    "prefix_nodes": Spec("gauge", "Nodes of the prefix tree."),
+    "build_info": Spec(
+        "gauge", "Constant 1; the version and backend are its labels.", ("version", "backend")
+    ),
+}
 
-    def __init__(self) -> None:
-        self.numbers = PoolNumbers(0, 0, 0, 0)
-
-    def collect(self) -> Iterator[Metric]:
-        numbers = self.numbers
-        total = numbers.free + numbers.referenced
-        pages = GaugeMetricFamily("attnd_kv_pages", "Pages of the pool.", labels=["state"])
-        pages.add_metric(["free"], numbers.free)
-        pages.add_metric(["referenced"], numbers.referenced)
-        yield pages
-        yield GaugeMetricFamily(
-            "attnd_kv_cache_usage_ratio",
-            "Referenced pages over all pages.",
-            value=numbers.referenced / total if total else 0.0,
-        )
-        yield GaugeMetricFamily("attnd_sequences", "Sequences alive.", value=numbers.sequences)
-        yield GaugeMetricFamily(
-            "attnd_prefix_nodes", "Nodes of the prefix tree.", value=numbers.nodes
-        )
+USAGE: Final = (
+    ("cpu_seconds", "counter", "User and system processor time."),
+    ("resident_memory_bytes", "gauge", "Resident memory, shared memory included."),
+    ("virtual_memory_bytes", "gauge", "Virtual memory."),
+    ("start_time_seconds", "gauge", "When the process began, since the epoch."),
+    ("open_fds", "gauge", "Open file descriptors."),
+    ("max_fds", "gauge", "Most file descriptors that may be open."),
+)
 
 
 class Metrics:
-    """One registry with all the metrics of a service."""
+    """The metrics of one process, and of all the service's when they are rendered.
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._add_requests()
-        self._add_engine()
-        self._pool = PoolCollector()
-        self.registry.register(self._pool)
-        ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
-        self.registry.register(GC_COLLECTOR)
+    One thread of a process counts.
+    """
 
-    def _add_requests(self) -> None:
-        self._requests = Counter(
-            "attnd_requests", "Requests answered.", ["op", "code"], registry=self.registry
-        )
-        self._duration = Histogram(
-            "attnd_request_duration_seconds",
-            "From the request's arrival to its encoded answer.",
-            ["op"],
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        queue = Histogram(
-            "attnd_queue_duration_seconds",
-            "Time an operation waited for its turn.",
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        stage = Histogram(
-            "attnd_stage_duration_seconds",
-            "Time of one stage of an operation.",
-            ["stage"],
-            buckets=SECONDS,
-            registry=self.registry,
-        )
-        self._queue = queue
-        self._stages = [(name, stage.labels(name)) for name in STAGES]
-        self._answered: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
+    def __init__(self, process: str = "main", shared: Mapping[str, int] | None = None) -> None:
+        """`shared` has every process's memory by its name; without it this one stands alone."""
+        self._all = {name: Cells(fd) for name, fd in (shared or {}).items()} or {process: Cells()}
+        self._process = process
+        self._own = self._all[process]
+        self._own.claim()
+        for key, cells in self._own.read().items():
+            if SPECS[key[0]].kind == "gauge":  # of a process that this one takes the place of
+                cells[0] = 0.0
+        self._answered: dict[tuple[str, str], tuple[memoryview[float], memoryview[float]]] = {}
+        self._queue = self._block("queue_duration_seconds")
+        self._stages = [self._block("stage_duration_seconds", stage) for stage in STAGES]
+        self._rows = self._block("batch_rows")
+        self._slices = self._block("slices")
+        self._appended = self._block("tokens_appended")
+        self._read = self._block("kv_bytes_read")
+        self._saved = self._block("kv_bytes_saved")
+        self._batches = {mode: self._block("cascade_batches", mode) for mode in MODES}
+        self._out_of_pages = self._block("out_of_pages")
+        self._rejected = {reason: self._block("rejected", reason) for reason in REASONS}
+        self._inflight = self._block("inflight")
+        self._sessions = self._block("sessions")
+        self._pages = [self._block("kv_pages", state) for state in ("free", "referenced")]
+        self._usage_ratio = self._block("kv_cache_usage_ratio")
+        self._sequences = self._block("sequences")
+        self._nodes = self._block("prefix_nodes")
+        self._registry = CollectorRegistry()
+        self._registry.register(Everything(self))
+        PlatformCollector(registry=self._registry)
 
-    def _add_engine(self) -> None:
-        def counter(name: str, told: str, *labels: str) -> Counter:
-            return Counter(f"attnd_{name}", told, labels, registry=self.registry)
+    def _block(self, *key: str) -> memoryview[float]:
+        return self._own.block(key, SPECS[key[0]].size)
 
-        self._rows = Histogram(
-            "attnd_batch_rows",
-            "Query rows of one attention launch.",
-            buckets=ROWS,
-            registry=self.registry,
-        )
-        self._appended = counter("tokens_appended", "Tokens written, counted once per layer.")
-        self._read = counter("kv_bytes_read", "Pool bytes that attention read.")
-        self._saved = counter("kv_bytes_saved", "Pool bytes flat attention would read on top.")
-        batches = counter("cascade_batches", "Attention operations by how they ran.", "mode")
-        self._batches = {mode: batches.labels(mode) for mode in ("flat", "cascade", "explicit")}
-        self._out_of_pages = counter("out_of_pages", "Operations refused for want of pages.")
-        rejected = counter("rejected", "Operations that did not run.", "reason")
-        self._rejected = {reason: rejected.labels(reason) for reason in REASONS}
-        self._inflight = Gauge(
-            "attnd_inflight", "Operations admitted and not answered.", registry=self.registry
-        )
-        self._build = Gauge(
-            "attnd_build_info",
-            "Constant 1; the version and backend are its labels.",
-            ["version", "backend"],
-            registry=self.registry,
-        )
+    def observe(self, op: str, code: str, seconds: float) -> None:
+        """A request of operation `op` was answered with `code` ("ok" or an error's code), after
+        `seconds` in the service."""
+        blocks = self._answered.get((op, code))
+        if blocks is None:
+            blocks = (
+                self._block("requests", op, code),
+                self._block("request_duration_seconds", op),
+            )
+            self._answered[op, code] = blocks
+        requests, duration = blocks
+        requests[0] += 1.0
+        duration[bisect_left(SECONDS, seconds)] += 1.0
+        duration[-1] += seconds
 
-    # From the HTTP side, once per request.
-
-    def observe(self, op: str, code: str, seconds: float, timings: Timings | None) -> None:
-        """A request of operation `op` was answered with `code` ("ok" or an error's code).
-
-        `seconds` is its whole time in the service; `timings` None: it never reached the worker.
-        """
-        key = (op, code)
-        children = self._answered.get(key)
-        if children is None:
-            children = (self._requests.labels(op, code), self._duration.labels(op))
-            self._answered[key] = children
-        requests, duration = children
-        requests.inc()
-        duration.observe(seconds)
-        if timings is None:
-            return
-        self._queue.observe(timings.queue)
-        for name, stage in self._stages:
-            spent = getattr(timings, name)
+    def stages(
+        self,
+        queue: float,
+        plan: float,
+        copy_in: float,
+        kernel: float,
+        copy_out: float,
+        encode: float,
+    ) -> None:
+        """Seconds that an operation spent in each stage; a stage of 0 was none."""
+        self._queue[bisect_left(SECONDS, queue)] += 1.0
+        self._queue[-1] += queue
+        for stage, spent in zip(
+            self._stages, (plan, copy_in, kernel, copy_out, encode), strict=True
+        ):
             if spent > 0.0:
-                stage.observe(spent)
+                stage[bisect_left(SECONDS, spent)] += 1.0
+                stage[-1] += spent
 
-    # From the engine.
-
-    def inflight(self, change: int) -> None:
-        """Operations were admitted (+) or answered (-)."""
-        self._inflight.inc(change)
+    def inflight(self, count: int) -> None:
+        """Operations admitted and not answered, by now."""
+        self._inflight[0] = count
 
     def rejected(self, reason: Reason) -> None:
         """An operation was turned away, or dropped before it ran."""
-        self._rejected[reason].inc()
+        self._rejected[reason][0] += 1.0
 
     def appended(self, tokens: int) -> None:
         """Tokens were written to one layer."""
-        self._appended.inc(tokens)
+        self._appended[0] += tokens
 
     def kv_read(self, read_bytes: int, saved_bytes: int, mode: Mode) -> None:
         """One attention operation: what it read, and what flat would have read on top."""
-        self._read.inc(read_bytes)
-        self._saved.inc(max(saved_bytes, 0))
-        self._batches[mode].inc()
+        self._read[0] += read_bytes
+        if saved_bytes > 0:
+            self._saved[0] += saved_bytes
+        self._batches[mode][0] += 1.0
 
     def batch(self, rows: int) -> None:
         """One attention launch of `rows` query rows."""
-        self._rows.observe(rows)
+        self._rows[bisect_left(ROWS, rows)] += 1.0
+        self._rows[-1] += rows
+
+    def slices(self, count: int) -> None:
+        """A long operation ran in `count` more slices."""
+        self._slices[0] += count
 
     def out_of_pages(self) -> None:
         """The pool could not give the pages an operation needed."""
-        self._out_of_pages.inc()
+        self._out_of_pages[0] += 1.0
 
-    def pool(self, numbers: PoolNumbers) -> None:
-        """The pool after an operation; stored until the next scrape."""
-        self._pool.numbers = numbers
+    def sessions(self, count: int) -> None:
+        """Connections to the engine, by now."""
+        self._sessions[0] = count
+
+    def pool(self, free: int, referenced: int, sequences: int, nodes: int) -> None:
+        """The pool after an operation: pages, and counts."""
+        self._pages[0][0] = free
+        self._pages[1][0] = referenced
+        total = free + referenced
+        self._usage_ratio[0] = referenced / total if total else 0.0
+        self._sequences[0] = sequences
+        self._nodes[0] = nodes
 
     def build(self, version: str, backend: str) -> None:
-        """Which build this is; told once the backend is known."""
-        self._build.labels(version, backend).set(1)
+        """Which build this is; set once the backend is known."""
+        self._block("build_info", version, backend)[0] = 1.0
 
     def render(self) -> tuple[bytes, str]:
-        """The exposition text and its content type."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+        """The exposition text of all processes together, and its content type."""
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def processes(self) -> dict[str, Usage]:
+        """The service's processes that are alive, by name."""
+        pids = {name: cells.pid for name, cells in self._all.items()}
+        siblings = os.getppid() if len(self._all) > 1 else None
+        found = {name: usage(pid) for name, pid in pids.items()}
+        alive = {
+            name: used
+            for name, used in found.items()
+            if used is not None and (name == self._process or used.parent == siblings)
+        }
+        main = usage(siblings) if siblings is not None else None
+        return {"main": main, **alive} if main is not None else alive
+
+    def sums(self, alive: Mapping[str, Usage]) -> dict[Key, list[float]]:
+        """Every block, added up over processes; gauges over those alive."""
+        found: dict[Key, list[float]] = {}
+        for process, cells in self._all.items():
+            for key, block in cells.read().items():
+                if process in alive or SPECS[key[0]].kind != "gauge":
+                    before = found.get(key, [0.0] * len(block))
+                    found[key] = [a + b for a, b in zip(before, block, strict=True)]
+        return found
+
+
+class Everything(Collector):
+    """Hands the sums to prometheus_client whenever it is asked."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        alive = self._metrics.processes()
+        sums = self._metrics.sums(alive)
+        for name, spec in SPECS.items():
+            yield family(name, spec, {key[1:]: sums[key] for key in sums if key[0] == name})
+        for name, kind, text in USAGE:
+            of_process = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+            family_of_all = of_process(f"process_{name}", text, labels=["process"])
+            for process, used in alive.items():
+                family_of_all.add_metric([process], getattr(used, name))
+            yield family_of_all
+
+
+def family(name: str, spec: Spec, found: Mapping[Key, list[float]]) -> Metric:
+    """One metric with its series, by their labels."""
+    if spec.kind == "histogram":
+        spread = HistogramMetricFamily(f"attnd_{name}", spec.help, labels=spec.labels)
+        for labels, (*counts, total) in found.items():
+            spread.add_metric(labels, cumulative(spec.bounds, counts), total)
+        return spread
+    of_kind = GaugeMetricFamily if spec.kind == "gauge" else CounterMetricFamily
+    single = of_kind(f"attnd_{name}", spec.help, labels=spec.labels)
+    for labels, (value,) in found.items():
+        single.add_metric(labels, value)
+    return single
+
+
+def cumulative(bounds: tuple[float, ...], counts: list[float]) -> list[tuple[str, float]]:
+    """(bound as text, observations up to it) for every bucket."""
+    texts = [*map(floatToGoString, bounds), "+Inf"]
+    return list(zip(texts, accumulate(counts), strict=True))

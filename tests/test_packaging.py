@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 
 from config.settings import load_settings
 from service.metrics import Metrics
+from service.supervisor import GRACE_S
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 GRAFANA: Final = ROOT / "config/grafana"
@@ -22,7 +24,7 @@ DESIGNED: Final = (
     *("stage_duration_seconds", "batch_rows", "tokens_appended_total", "kv_pages"),
     *("kv_cache_usage_ratio", "sequences", "prefix_nodes", "kv_bytes_read_total"),
     *("kv_bytes_saved_total", "cascade_batches_total", "out_of_pages_total", "rejected_total"),
-    *("inflight", "build_info"),
+    *("inflight", "build_info", "sessions", "slices_total"),
 )
 UNITS: Final = {
     "short",
@@ -183,7 +185,8 @@ def test_compose_gives_the_service_settings_that_exist_and_time_to_drain(
     for key, value in service["environment"].items():
         monkeypatch.setenv(key, value)
     settings = load_settings([])
-    assert float(service["stop_grace_period"].removesuffix("s")) > settings.server.drain_timeout_s
+    grace = float(service["stop_grace_period"].removesuffix("s"))
+    assert grace > settings.server.drain_timeout_s + GRACE_S
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -246,6 +249,26 @@ def test_what_the_image_is_built_from_is_let_through_to_the_build() -> None:
 def test_the_cpu_set_up_pins_torch() -> None:
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert "torch==2.13.0" in pins
+
+
+def test_make_run_shows_what_pip_does_while_it_installs(tmp_path: Path) -> None:
+    """With a Python that writes a line for pip, unless it is told to be quiet."""
+    (tmp_path / "bin").mkdir()
+    stand_in = tmp_path / "bin/python"
+    stand_in.write_text(
+        '#!/bin/sh\ncase "$*" in *pip*-q*) ;; *pip*) echo Downloading torch;; *) echo "$*";; esac\n'
+    )
+    stand_in.chmod(0o755)
+    done = subprocess.run(
+        ["make", "run", f"VENV={tmp_path}", "EXTRA=cpu", "ARGS=--log.level debug"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert "Downloading torch" in lines, lines
+    assert lines[-1] == "-m service --log.level debug"
 
 
 def test_ci_runs_the_tests_the_linters_the_types_and_the_arrows() -> None:

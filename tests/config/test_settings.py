@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from config.settings import DEFAULTS, Settings, SettingsError, load_settings
+from config.settings import DEFAULTS, SECTIONS, Settings, SettingsError, load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -21,15 +21,31 @@ def test_the_yaml_of_defaults_and_the_defaults_in_code_are_the_same() -> None:
     told = yaml.safe_load(DEFAULTS.read_text(encoding="utf-8"))
     assert Settings.model_validate(told) == Settings()
     assert {section: set(values) for section, values in told.items()} == {
-        section: set(getattr(Settings(), section).model_dump())
-        for section in ("pool", "backend", "server", "log")
+        name: set(section.model_fields) for name, section in SECTIONS.items()
     }
 
 
 def test_every_setting_says_why_one_would_change_it() -> None:
-    for section in ("pool", "backend", "server", "log"):
-        for key, field in type(getattr(Settings(), section)).model_fields.items():
-            assert field.description, f"{section}.{key} has no description"
+    for name, section in SECTIONS.items():
+        for key, field in section.model_fields.items():
+            assert field.description, f"{name}.{key} has no description"
+
+
+def test_settings_cross_to_another_process_as_json_and_no_environment_changes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = ["--server.socket-uids", "1000,1001", "--server.uds", "/run/x", "--log.level=error"]
+    settings = load_settings(arguments)
+    monkeypatch.setenv("ATTND_LOG__LEVEL", "debug")
+    assert Settings.model_validate_json(settings.model_dump_json()) == settings
+    assert Settings.model_validate(settings.model_dump(mode="json")) == settings
+    assert type(settings) is Settings
+
+
+def test_users_of_the_engines_socket_may_be_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTND_SERVER__SOCKET_UIDS", "[1000, 1001]")
+    assert load_settings().server.socket_uids == (1000, 1001)
+    assert load_settings(["--server.socket-uids", "7"]).server.socket_uids == (7,)
 
 
 def test_command_line_wins_over_environment_over_file_over_defaults(
@@ -75,6 +91,23 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
         (["--server.port", "65536"], "server.port = 65536"),
         (["--server.queue-depth", "0"], "server.queue_depth = 0"),
         (["--server.deadline-s", "0"], "server.deadline_s = 0"),
+        (["--server.uds-mode", "rw-"], "server.uds_mode = rw-"),
+        (["--server.socket-mode", "4777"], "server.socket_mode = 4777"),
+        (["--server.socket-uids", "-1"], "server.socket_uids.0 = -1"),
+        (["--server.socket", "/run/a", "--server.uds", "/run/a"], "server.socket = /run/a"),
+        (["--server.http-workers", "0"], "server.http_workers = 0"),
+        (["--server.max-sessions", "0"], "server.max_sessions = 0"),
+        (["--server.max-connections", "0"], "server.max_connections = 0"),
+        (["--server.max-header-bytes", "10"], "server.max_header_bytes = 10"),
+        (["--server.max-header-count", "0"], "server.max_header_count = 0"),
+        (["--server.idle-timeout-s", "0"], "server.idle_timeout_s = 0"),
+        (["--server.receive-timeout-s", "nan"], "server.receive_timeout_s = nan"),
+        (["--server.max-inflight-bytes", "1048576"], "server.max_inflight_bytes = 1048576"),
+        (["--server.max-body-bytes", "2147483648"], "server.max_inflight_bytes = 1073741824"),
+        (["--server.max-arena-bytes", "1"], "server.max_arena_bytes = 1"),
+        (["--server.max-arena-bytes", "65536"], "server.max_inflight_bytes = 1073741824"),
+        (["--engine.slice-ms", "0"], "engine.slice_ms = 0"),
+        (["--engine.max-sequences", "0"], "engine.max_sequences = 0"),
         (["--log.level", "loud"], "log.level = loud"),
         (["stray"], "stray"),
     ],
@@ -122,6 +155,9 @@ def test_variables_that_kubernetes_makes_for_a_service_called_attnd_are_let_pass
         ("pool: 3", "pool = 3"),
         ("- 1", "not a mapping"),
         ("pool: {", "other.yaml"),
+        ("server: {uds_mode: 600}", "server.uds_mode = 600: write it in quotes"),
+        ("server: {socket_mode: 0600}", "server.socket_mode = 384: write it in quotes"),
+        ("engine: {slice_ms: soon}", "engine.slice_ms = soon"),
     ],
 )
 def test_a_wrong_file_is_one_line_that_names_the_key(tmp_path: Path, text: str, told: str) -> None:
@@ -143,5 +179,11 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         load_settings(["--help"])
     told = capsys.readouterr().out
     assert caught.value.code == 0
-    for option in ("--pool.memory-fraction", "--server.queue-depth", "--log.format", "--config"):
+    for option in (
+        "--pool.memory-fraction",
+        "--server.socket",
+        "--engine.slice-ms",
+        "--config",
+        "--version",
+    ):
         assert option in told, option

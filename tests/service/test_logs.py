@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from service.logs import ConsoleLines
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import logging, sys
 from config.settings import LogSettings
 from service.logs import set_up_logs
-set_up_logs(LogSettings(format=sys.argv[1], level=sys.argv[2]))
+set_up_logs(LogSettings(format=sys.argv[1], level=sys.argv[2]), "http-0")
 log = logging.getLogger("attnd.test")
 log.debug("quiet")
 log.info("told %s", "once", extra={"fields": {"id": "a\\nb\\x1b", "n": 3}})
@@ -44,6 +46,7 @@ def lines(*arguments: str) -> list[str]:
 def test_json_lines_are_objects_with_the_fields_beside() -> None:
     told, failed = map(json.loads, lines("json", "info"))
     assert (told["level"], told["logger"], told["message"]) == ("info", "attnd.test", "told once")
+    assert told["process"] == "http-0"
     assert (told["id"], told["n"]) == ("a\nb\x1b", 3)
     assert told["time"].endswith("+00:00")
     assert failed["level"] == "error" and "ValueError" in failed["exception"]
@@ -51,9 +54,31 @@ def test_json_lines_are_objects_with_the_fields_beside() -> None:
 
 def test_console_lines_stay_on_their_line() -> None:
     first, second, *traceback = lines("console", "info")
-    assert first.endswith("info attnd.test: told once id=a\\nb\\x1b n=3")
-    assert second.endswith("error attnd.test: failed")
+    assert first.endswith('info http-0 attnd.test: told once id="a\\nb\\u001b" n=3')
+    assert second.endswith("error http-0 attnd.test: failed")
     assert traceback[0].startswith("Traceback") and "ValueError" in traceback[-1]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("/v1/decode", "/v1/decode"),
+        ("10.0.0.1:5000", "10.0.0.1:5000"),
+        (0.25, "0.25"),
+        (None, "None"),
+        ("", '""'),
+        ("/ status=200", '"/ status=200"'),
+        ("/\u00a0status=200", '"/\\u00a0status=200"'),
+        ("a=b", '"a=b"'),
+        ('a" b="c', '"a\\" b=\\"c"'),
+        ('"quoted"', '"\\"quoted\\""'),
+        ("back\\slash", '"back\\\\slash"'),
+        ("\u202e", '"\\u202e"'),
+    ],
+)
+def test_a_fields_value_cannot_pass_for_another_field(value: object, shown: str) -> None:
+    record = logging.makeLogRecord({"msg": "request", "fields": {"path": value, "status": 404}})
+    assert ConsoleLines("http-0").format(record).endswith(f": request path={shown} status=404")
 
 
 @pytest.mark.parametrize(("level", "count"), [("debug", 3), ("info", 2), ("error", 1)])

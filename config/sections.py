@@ -1,0 +1,254 @@
+"""Every setting of the service: what it is, why one would change it, and what it may be.
+
+Plain values, which cross from process to process as JSON; `config/settings.py` says where they
+come from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
+
+DEFAULT_NUM_PAGES: Final = 512
+MAX_SLOTS: Final = 2**31 - 1
+"""Token slots are int32: num_pages * page_size may not pass this."""
+
+
+def need_quotes(value: object, info: ValidationInfo) -> object:
+    """YAML reads 0600 without quotes as a number in octal, and 600 as one that is not."""
+    if isinstance(value, int):
+        raise ValueError(f'server.{info.field_name} = {value}: write it in quotes, as in "0600"')
+    return value
+
+
+Mode = Annotated[str, BeforeValidator(need_quotes), Field(pattern=r"^0?[0-7]{3}$")]
+"""A file's permissions in octal, as chmod takes them."""
+
+
+class Section(BaseModel):
+    """A group of settings: frozen, and without room for a key it does not know."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class PoolSettings(Section):
+    """The page pool: its shape must be the model's, its size is what the machine can give."""
+
+    num_layers: Annotated[int, Field(ge=1, le=4096)] = 4
+    """The model's attention layers; each has its own K and V for every page."""
+
+    num_kv_heads: Annotated[int, Field(ge=1, le=1024)] = 8
+    """The model's KV heads (per service, when heads are split over several)."""
+
+    head_dim: Annotated[int, Field(ge=1, le=1024)] = 128
+    """The model's dimension per head."""
+
+    page_size: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Tokens per page. Larger pages copy faster and plan cheaper; smaller ones waste fewer slots at
+    the end of a sequence and share prefixes at a finer grain. 16 to 64 are tuned for."""
+
+    num_pages: Annotated[int | None, Field(ge=1)] = None
+    """Pages to allocate, for an exact size; with neither this nor memory_fraction, 512."""
+
+    memory_fraction: Annotated[float | None, Field(gt=0.0, le=0.95)] = None
+    """Share of the memory that is free at start (the GPU's, or the host's on the CPU backend) to
+    give to the pool. Use it in production, where the pool should take what is there."""
+
+    layout: Literal["NHD", "HND"] = "NHD"
+    """Order inside a page: tokens before heads (NHD) or heads before tokens (HND). Change it to
+    share the pool's bytes with a library that wants the other."""
+
+    dtype: Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"] = "fp16"
+    """Storage type of K and V. fp8 halves the memory and the traffic, at some accuracy."""
+
+    k_scale: Annotated[float, Field(gt=0.0)] = 1.0
+    """fp8 only: a stored K times this is the real K. Set it so that the model's largest K fits."""
+
+    v_scale: Annotated[float, Field(gt=0.0)] = 1.0
+    """fp8 only: a stored V times this is the real V."""
+
+    @model_validator(mode="after")
+    def check_together(self) -> PoolSettings:
+        if self.num_pages is not None and self.memory_fraction is not None:
+            raise ValueError("give pool.num_pages or pool.memory_fraction, not both")
+        for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+            if scale != 1.0 and not self.dtype.startswith("fp8"):
+                raise ValueError(f"pool.{name} = {scale}: only fp8 pools have scales")
+        if self.num_pages is not None and self.num_pages * self.page_size > MAX_SLOTS:
+            raise ValueError(
+                f"pool.num_pages = {self.num_pages}: times page_size passes 2**31 - 1 slots"
+            )
+        return self
+
+
+class BackendSettings(Section):
+    """Which implementation of the kernels runs, and where."""
+
+    kind: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes cuda when CuPy is installed and sees a GPU, else cpu. Name one to fail at start
+    instead of falling back."""
+
+    device: Annotated[int, Field(ge=0, le=255)] = 0
+    """Index of the GPU, when a machine has several; one service owns one GPU."""
+
+    @model_validator(mode="after")
+    def check_device(self) -> BackendSettings:
+        if self.kind == "cpu" and self.device != 0:
+            raise ValueError(f"backend.device = {self.device}: the cpu backend has only device 0")
+        return self
+
+
+class ServerSettings(Section):
+    """Where the service listens, and how much it takes on."""
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 inside a container."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    """TCP port; 0 lets the system choose one."""
+
+    uds: Annotated[str | None, Field(min_length=1)] = None
+    """Path of a Unix socket for HTTP in place of host and port, for callers on this machine: it
+    saves the TCP stack, and the file's mode says who may call."""
+
+    uds_mode: Mode = "0600"
+    """Mode of that socket: 0660 lets the service's group in, 0666 everybody on the machine."""
+
+    http_workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that speak HTTP on the same port. Raise it when one of them is busy on a whole core
+    while the engine is not: many connections with large bodies, or JSON tensors."""
+
+    socket: Annotated[str | None, Field(min_length=1)] = None
+    """Path of the engine's own socket, for sessions on this machine; by default
+    `attnd-UID/PORT.sock` in the directory for temporary files. Name one to share it with a
+    container beside this one, in a directory of the service's own: it is made 0700."""
+
+    socket_mode: Mode = "0600"
+    """Mode of the engine's socket: 0660 for a caller who runs as another user of the group."""
+
+    socket_uids: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = ()
+    """Users whose sessions are let in, beside the service's own and root; the socket's mode and its
+    directory must let them through as well. In the environment: `[1000, 1001]`."""
+
+    max_sessions: Annotated[int, Field(ge=1, le=65536)] = 256
+    """Connections to the engine's socket, the HTTP doors' among them; one more is refused. Each
+    costs a file descriptor, a frame buffer and its arena."""
+
+    max_arena_bytes: Annotated[int, Field(ge=2**16)] = 2**30
+    """Largest arena of one session, an HTTP door's among them: it bounds the shared memory that a
+    caller can have."""
+
+    pinned_arena_bytes: Annotated[int, Field(ge=0)] = 256 * 2**20
+    """CUDA: arenas up to this size are registered with the device, which then reads and writes them
+    itself. Pinned memory cannot be swapped out; 0 registers none."""
+
+    queue_depth: Annotated[int, Field(ge=1, le=1_000_000)] = 256
+    """Operations that may wait for the engine; one more is answered 429. Deeper queues ride out
+    bursts, shallower ones push back sooner."""
+
+    deadline_s: Annotated[float, Field(gt=0.0)] = 30.0
+    """Seconds an operation may wait for its turn when its request names no deadline; then 504."""
+
+    drain_timeout_s: Annotated[float, Field(ge=0.0)] = 30.0
+    """Seconds that a stopping service gives admitted work; what still runs five seconds later is
+    killed. Keep it five seconds and more below the grace period of whatever stops the service."""
+
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
+    """Largest request body. Raise it for prefills of more tokens at once; it bounds the memory one
+    request can take."""
+
+    max_json_bytes: Annotated[int, Field(ge=1024)] = 8 * 2**20
+    """Largest JSON body, and largest answer as JSON: numbers as text take a door tens of times
+    longer to read and write than safetensors, and other requests of that door wait meanwhile."""
+
+    max_answer_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
+    """Largest answer: a small request can ask for all of the pool. Larger ones are refused with
+    their size (413), and are read in parts."""
+
+    max_inflight_bytes: Annotated[int, Field(ge=2**20)] = 2**30
+    """Bodies and answers that one HTTP door holds at once, received, waiting or being sent: its
+    arena. What does not fit is answered 429. One largest body and one largest answer must fit."""
+
+    max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
+    """Open connections of one HTTP door; one more is answered 503 and closed. Keep it below the
+    process's limit of open files."""
+
+    max_header_bytes: Annotated[int, Field(ge=1024)] = 64 * 2**10
+    """Request line and headers of one request; more is answered 431."""
+
+    max_header_count: Annotated[int, Field(ge=8)] = 100
+    """Header lines of one request; more are answered 431."""
+
+    idle_timeout_s: Annotated[float, Field(gt=0.0)] = 75.0
+    """Seconds a connection may stay open between requests. Keep it above the time for which clients
+    and proxies keep idle connections, or some request meets a closing one."""
+
+    receive_timeout_s: Annotated[float, Field(gt=0.0)] = 60.0
+    """Seconds in which a request must arrive whole, from its first byte; then 408. Raise it for
+    large bodies over slow links."""
+
+    @model_validator(mode="after")
+    def check_together(self) -> ServerSettings:
+        room = self.max_body_bytes + self.max_answer_bytes
+        if self.max_inflight_bytes < room:
+            raise ValueError(
+                f"server.max_inflight_bytes = {self.max_inflight_bytes}: one largest body and one "
+                f"largest answer must fit, {room} bytes: raise it, or lower server.max_body_bytes "
+                "or server.max_answer_bytes"
+            )
+        if self.max_inflight_bytes > self.max_arena_bytes:
+            raise ValueError(
+                f"server.max_inflight_bytes = {self.max_inflight_bytes}: a door's arena may not "
+                f"pass server.max_arena_bytes = {self.max_arena_bytes}: raise that too"
+            )
+        if self.uds is not None and self.uds == self.socket:
+            raise ValueError(
+                f"server.socket = {self.socket}: server.uds has the same path: HTTP and the engine "
+                "need a socket each"
+            )
+        return self
+
+
+class EngineSettings(Section):
+    """How the engine shares its time and memory among callers."""
+
+    slice_ms: Annotated[float, Field(gt=0.0, le=60_000.0)] = 20.0
+    """Milliseconds after which long work lets others have a turn, by estimate. Shorter slices keep
+    small operations fast beside long prefills, at some cost for every cut."""
+
+    max_sequences: Annotated[int, Field(ge=1, le=2**24)] = 65_536
+    """Sequences alive at once; more are answered 507. Each costs the engine some kilobytes, pages
+    or none."""
+
+
+class LogSettings(Section):
+    """What is written to standard error."""
+
+    format: Literal["console", "json"] = "console"
+    """`console` for people, `json` (one object a line) for log collectors."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity that is written."""
+
+
+class Settings(Section):
+    """attnd: attention and KV cache as a service. `--version` prints which version this is."""
+
+    pool: PoolSettings = PoolSettings()
+    backend: BackendSettings = BackendSettings()
+    server: ServerSettings = ServerSettings()
+    engine: EngineSettings = EngineSettings()
+    log: LogSettings = LogSettings()
+    config: Path | None = None
+    """A YAML file laid over the defaults."""

@@ -1,0 +1,108 @@
+"""Where the service listens: HTTP's address, and the engine's own socket."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from config.sections import ServerSettings
+from service.road.listening import CannotListen, Listening, default_path, listen
+
+BACKLOG: Final = 2048
+"""Connections that may wait for a door to accept them; the system may allow fewer."""
+
+NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""A name may have an IPv6 address where IPv6 is off: its other address will do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Everything the service listens on, bound; doors and engine inherit the sockets."""
+
+    http: tuple[socket.socket, ...]
+    url: str
+    """HTTP's address for people: the port is the one that was bound."""
+    engine: Listening
+    uds: Listening | None
+    """HTTP's, when it is a Unix socket."""
+
+    def close(self) -> None:
+        """Close the supervisor's ends, so that nobody waits at a door that has gone; the files of
+        Unix sockets are removed where they are still ours."""
+        self.engine.close()
+        if self.uds is not None:
+            self.uds.close()
+        for one in self.http:
+            one.close()
+
+
+def bind_addresses(server: ServerSettings) -> Addresses:
+    """Bind HTTP's sockets and the engine's. Raises `CannotListen`, one line."""
+    with ExitStack() as undo:
+        if server.uds is None:
+            uds, http = None, listen_tcp(server.host, server.port)
+            port = http[0].getsockname()[1]
+            host = f"[{server.host}]" if ":" in server.host else server.host
+            url = f"http://{host}:{port}"
+        else:
+            mode = int(server.uds_mode, 8)
+            uds = listen(Path(server.uds), private=False, mode=mode, setting="server.uds")
+            undo.callback(uds.close)
+            http, port, url = (uds.sock,), server.port, f"unix:{server.uds}"
+        path = default_path(port) if server.socket is None else Path(server.socket)
+        engine = listen(path, private=server.socket is None, mode=int(server.socket_mode, 8))
+        undo.pop_all()
+    return Addresses(http, url, engine, uds)
+
+
+def listen_tcp(host: str, port: int) -> tuple[socket.socket, ...]:
+    """A listening socket for every address of `host`, all on one port; 0: a free one."""
+    sockets: list[socket.socket] = []
+    skipped: OSError | None = None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
+            chosen = sockets[0].getsockname()[1] if sockets else port
+            try:
+                sockets.append(bind_tcp(family, (address[0], chosen, *address[2:])))
+            except OSError as error:
+                if error.errno not in NOT_HERE:
+                    raise
+                skipped = error
+        if not sockets and skipped is not None:
+            raise skipped
+    except OSError as error:
+        for one in sockets:
+            one.close()
+        place = f"server.host {host}, server.port {port}"
+        raise CannotListen(f"{place}: {describe(error)}") from error
+    return tuple(sockets)
+
+
+def bind_tcp(family: int, address: tuple[object, ...]) -> socket.socket:
+    one = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        one.bind(address)
+        one.listen(BACKLOG)
+        one.setblocking(False)
+    except OSError:
+        one.close()
+        raise
+    return one
+
+
+def describe(error: OSError) -> str:
+    """What the system says, in the case of the rest of the line, and what to do."""
+    text = (error.strerror or str(error)).lower()
+    if error.errno == errno.EADDRINUSE:
+        return f"{text}: stop what listens there, or set another port"
+    if error.errno == errno.EACCES:
+        return f"{text}: set a port above 1023"
+    return f"{text}: set an address of this machine"

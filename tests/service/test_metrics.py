@@ -1,0 +1,229 @@
+"""The metrics by name, label and unit, as dashboards rely on them; of one process and of many."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.cells import make_shared
+from service.metrics import Metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+LABELS = {
+    "attnd_requests": {"op", "code"},
+    "attnd_request_duration_seconds": {"op"},
+    "attnd_queue_duration_seconds": set(),
+    "attnd_stage_duration_seconds": {"stage"},
+    "attnd_batch_rows": set(),
+    "attnd_slices": set(),
+    "attnd_tokens_appended": set(),
+    "attnd_kv_pages": {"state"},
+    "attnd_kv_cache_usage_ratio": set(),
+    "attnd_sequences": set(),
+    "attnd_sessions": set(),
+    "attnd_prefix_nodes": set(),
+    "attnd_kv_bytes_read": set(),
+    "attnd_kv_bytes_saved": set(),
+    "attnd_cascade_batches": {"mode"},
+    "attnd_out_of_pages": set(),
+    "attnd_rejected": {"reason"},
+    "attnd_inflight": set(),
+    "attnd_build_info": {"version", "backend"},
+    "process_cpu_seconds": {"process"},
+    "process_resident_memory_bytes": {"process"},
+    "process_virtual_memory_bytes": {"process"},
+    "process_start_time_seconds": {"process"},
+    "process_open_fds": {"process"},
+    "process_max_fds": {"process"},
+    "python_info": {"implementation", "major", "minor", "patchlevel", "version"},
+}
+PROGRAM = """
+import sys
+from service.metrics import Metrics
+name, *pairs = sys.argv[1:]
+metrics = Metrics(name, {key: int(fd) for key, fd in (pair.split("=") for pair in pairs)})
+metrics.observe("decode", "ok", 0.002)
+metrics.observe(name, "ok", 0.3)
+metrics.inflight(2)
+metrics.appended(10)
+if name == "engine":
+    metrics.pool(30, 10, 4, 2)
+    metrics.build("1.2.3", "cpu")
+    metrics.sessions(3)
+print("up", flush=True)
+sys.stdin.read()
+"""
+RENDER = """
+import sys
+from service.metrics import Metrics
+pairs = [pair.split("=") for pair in sys.argv[2:]]
+sys.stdout.write(Metrics(sys.argv[1], {key: int(fd) for key, fd in pairs}).render()[0].decode())
+"""
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """`name{label values}` -> value."""
+    body, content_type = metrics.render()
+    assert content_type.startswith("text/plain")
+    return read(body.decode())
+
+
+def read(text: str) -> dict[str, float]:
+    """An exposition's samples, each of which is there once."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = ",".join((sample.name, *(sample.labels[key] for key in sorted(sample.labels))))
+            assert key not in found, f"{key} is there twice"
+            found[key] = sample.value
+    return found
+
+
+def filled() -> Metrics:
+    metrics = Metrics()
+    metrics.build("1.2.3", "cpu")
+    metrics.observe("decode", "ok", 0.002)
+    metrics.stages(0.001, 0.0002, 0.0, 0.0005, 0.0, 0.0001)
+    metrics.observe("decode", "overloaded", 0.0001)
+    metrics.rejected("overloaded")
+    metrics.inflight(3)
+    metrics.inflight(2)
+    metrics.appended(5)
+    metrics.kv_read(1000, 400, "cascade")
+    metrics.kv_read(1000, -20, "explicit")
+    metrics.batch(17)
+    metrics.slices(3)
+    metrics.out_of_pages()
+    metrics.pool(free=30, referenced=10, sequences=4, nodes=2)
+    metrics.sessions(2)
+    return metrics
+
+
+def test_every_metric_has_its_name_and_labels() -> None:
+    body = filled().render()[0].decode()
+    families = {family.name: family for family in text_string_to_metric_families(body)}
+    for name, labels in LABELS.items():
+        assert name in families, name
+        found = set(families[name].samples[0].labels) - {"le"}
+        assert found == labels, name
+        assert families[name].documentation, name
+    assert set(families) == set(LABELS)
+
+
+def test_events_are_counted_in_base_units() -> None:
+    found = samples(filled())
+    wanted = {
+        "attnd_requests_total,ok,decode": 1,
+        "attnd_requests_total,overloaded,decode": 1,
+        "attnd_request_duration_seconds_count,decode": 2,
+        "attnd_request_duration_seconds_sum,decode": 0.0021,
+        "attnd_request_duration_seconds_bucket,0.0001,decode": 1,
+        "attnd_request_duration_seconds_bucket,0.001,decode": 1,
+        "attnd_request_duration_seconds_bucket,0.0025,decode": 2,
+        "attnd_request_duration_seconds_bucket,+Inf,decode": 2,
+        "attnd_queue_duration_seconds_sum": 0.001,
+        "attnd_stage_duration_seconds_sum,kernel": 0.0005,
+        "attnd_stage_duration_seconds_count,kernel": 1,
+        "attnd_stage_duration_seconds_count,copy_in": 0,
+        "attnd_batch_rows_sum": 17,
+        "attnd_slices_total": 3,
+        "attnd_tokens_appended_total": 5,
+        "attnd_kv_pages,free": 30,
+        "attnd_kv_pages,referenced": 10,
+        "attnd_kv_cache_usage_ratio": 0.25,
+        "attnd_sequences": 4,
+        "attnd_prefix_nodes": 2,
+        "attnd_sessions": 2,
+        "attnd_kv_bytes_read_total": 2000,
+        "attnd_kv_bytes_saved_total": 400,
+        "attnd_cascade_batches_total,cascade": 1,
+        "attnd_cascade_batches_total,explicit": 1,
+        "attnd_cascade_batches_total,flat": 0,
+        "attnd_out_of_pages_total": 1,
+        "attnd_rejected_total,overloaded": 1,
+        "attnd_rejected_total,deadline_exceeded": 0,
+        "attnd_inflight": 2,
+        "attnd_build_info,cpu,1.2.3": 1,
+    }
+    for key, value in wanted.items():
+        assert found[key] == pytest.approx(value), key
+
+
+def test_longer_than_the_last_bound_is_counted_without_one() -> None:
+    metrics = Metrics()
+    metrics.observe("merge", "ok", 31.0)
+    found = samples(metrics)
+    assert found["attnd_request_duration_seconds_bucket,30.0,merge"] == 0
+    assert found["attnd_request_duration_seconds_bucket,+Inf,merge"] == 1
+
+
+def test_two_services_in_one_process_count_apart() -> None:
+    assert samples(filled())["attnd_tokens_appended_total"] == 5
+    assert samples(Metrics())["attnd_tokens_appended_total"] == 0
+
+
+def counting(name: str, shared: Mapping[str, int]) -> subprocess.Popen[str]:
+    """A process that has counted as the service's process `name`, and waits."""
+    pairs = [f"{process}={fd}" for process, fd in shared.items()]
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, name, *pairs],
+        cwd=ROOT,
+        pass_fds=list(shared.values()),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    return process
+
+
+def test_every_process_shows_the_sum_of_all_and_dead_ones_keep_their_counters() -> None:
+    shared = {name: make_shared() for name in ("engine", "http-0", "http-1")}
+    with counting("engine", shared) as engine, counting("http-0", shared) as door:
+        body = render_as_sibling("http-1", shared)
+        assert body["attnd_requests_total,ok,decode"] == 2
+        assert body["attnd_requests_total,ok,engine"] == 1
+        assert body["attnd_tokens_appended_total"] == 20
+        assert (body["attnd_inflight"], body["attnd_sessions"]) == (4, 3)
+        assert body["attnd_kv_pages,free"] == 30 and body["attnd_build_info,cpu,1.2.3"] == 1
+        for name in ("main", "engine", "http-0", "http-1"):
+            assert body[f"process_resident_memory_bytes,{name}"] > 2**20, name
+            assert body[f"process_open_fds,{name}"] >= 3, name
+        door.communicate()
+        body = render_as_sibling("http-1", shared)
+        assert body["attnd_requests_total,ok,decode"] == 2
+        assert (body["attnd_inflight"], body["attnd_kv_pages,free"]) == (2, 30)
+        assert "process_open_fds,http-0" not in body
+        with counting("http-0", shared) as door:  # started again
+            body = render_as_sibling("http-1", shared)
+            assert body["attnd_requests_total,ok,decode"] == 3
+            assert body["attnd_inflight"] == 4
+            door.communicate()
+        engine.communicate()
+    assert "attnd_build_info,cpu,1.2.3" not in render_as_sibling("http-1", shared)
+
+
+def render_as_sibling(name: str, shared: Mapping[str, int]) -> dict[str, float]:
+    """What the process `name` of the service renders."""
+    done = subprocess.run(
+        [sys.executable, "-c", RENDER, name, *(f"{key}={fd}" for key, fd in shared.items())],
+        cwd=ROOT,
+        pass_fds=list(shared.values()),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return read(done.stdout)
+
+
+def test_a_process_of_somebody_else_under_the_pid_of_a_dead_one_is_not_shown() -> None:
+    shared = {name: make_shared() for name in ("engine", "http-0")}
+    os.pwrite(shared["engine"], struct.pack("d", 1.0), 0)  # init is nobody's sibling here
+    assert "process_open_fds,engine" not in render_as_sibling("http-0", shared)

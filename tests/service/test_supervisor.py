@@ -1,0 +1,218 @@
+"""The supervisor: start, hand-over, deaths of every kind, signals, exit statuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from supervised import ROOT, WAIT_S, Service, kill, supervised, wait_until_gone
+
+from kernels import cuda_devices
+from service.supervisor import ECHO_S
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "engine.sock"
+
+
+def pids(service: Service, *processes: str) -> list[int]:
+    return [service.up(process)["pid"] for process in processes]
+
+
+def test_every_process_is_handed_its_sockets_settings_and_name(path: Path) -> None:
+    workers = ("--server.http-workers", "2")
+    with supervised(*workers, "--pool.num-pages", "77", socket=path) as service:
+        engine = service.up("engine")
+        doors = [service.up("http-0"), service.up("http-1")]
+        assert [door["worker"] for door in doors] == [0, 1]
+        assert engine["sockets"] == [str(path)]
+        assert doors[0]["sockets"] == doors[1]["sockets"] and "127.0.0.1" in doors[0]["sockets"][0]
+        for process in (engine, *doors):
+            assert process["engine_socket"] == str(path)
+            assert process["num_pages"] == 77
+            assert process["blocking"] == [False]
+            assert process["metrics"] == ["engine", "http-0", "http-1"]
+        port = int(doors[0]["url"].rpartition(":")[2])
+        socket.create_connection(("127.0.0.1", port)).close()
+        service.find(lambda entry: f"serves {doors[0]['url']} " in entry["message"])
+        service.find(lambda entry: entry["message"] == f"sessions at {path}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_every_process_finish_and_ends_with_0(
+    path: Path, number: signal.Signals
+) -> None:
+    behave = "work on for a while"
+    with supervised(engine=behave, door=behave, socket=path) as service:
+        left = pids(service, "engine", "http-0")
+        service.signal(number)
+        assert service.status() == 0
+        wait_until_gone(*left)
+    assert not path.exists()
+    assert service.messages("warning", "error") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(path: Path, number: signal.Signals) -> None:
+    with supervised(engine="never stop", door="never stop", socket=path) as service:
+        left = pids(service, "engine", "http-0")
+        service.signal(signal.SIGTERM)
+        time.sleep(2 * ECHO_S)
+        service.signal(number)
+        assert service.status() == 128 + number
+        wait_until_gone(*left)
+
+
+def test_a_signal_to_the_process_and_to_its_group_counts_once(path: Path) -> None:
+    with supervised(engine="work on for a while", socket=path) as service:
+        engine, door = pids(service, "engine", "http-0")
+        for pid in (engine, door):
+            os.kill(pid, signal.SIGINT)  # ignored
+        for pid in (service.process.pid, engine, door, service.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert service.status() == 0
+    assert service.messages("warning", "error") == []
+
+
+def test_what_does_not_finish_is_killed_after_the_drain_and_the_service_still_ends_with_0(
+    path: Path,
+) -> None:
+    drain = ("--server.drain-timeout-s", "0.1")
+    with supervised(*drain, engine="never stop", socket=path) as service:
+        left = pids(service, "engine", "http-0")
+        service.signal(signal.SIGTERM)
+        assert service.status() == 0
+        wait_until_gone(*left)
+    (warning,) = service.messages("warning")
+    assert warning.startswith("engine did not finish within server.drain_timeout_s = 0.1")
+
+
+def test_while_the_service_stops_nobody_new_waits_at_the_door(path: Path) -> None:
+    with supervised(engine="never stop", socket=path) as service:
+        url = service.up("http-0")["url"]
+        service.signal(signal.SIGTERM)
+        wait_until_gone(service.up("http-0")["pid"])
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 1.0)
+
+
+def test_an_engine_that_cannot_start_says_why_in_one_line_and_the_service_ends_with_1(
+    path: Path,
+) -> None:
+    with supervised(engine="refuse", socket=path) as service:
+        assert service.status() == 1
+    assert service.messages("warning", "error") == ["no such device"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--backend.kind", "cpu", "--pool.num-pages", "100000000"], "lower pool.num_pages"),
+        pytest.param(
+            ["--backend.kind", "cuda"],
+            "backend.kind = cuda",
+            marks=pytest.mark.skipif(bool(cuda_devices()), reason="there is a CUDA device"),
+        ),
+    ],
+)
+def test_a_backend_that_cannot_start_ends_the_service_with_one_line_and_1(
+    path: Path, arguments: list[str], reason: str
+) -> None:
+    with supervised(*arguments, engine="real", socket=path) as service:
+        assert service.status() == 1
+    (line,) = service.messages("warning", "error")
+    assert line.startswith("cannot start: ") and reason in line
+
+
+def test_a_door_that_cannot_start_is_not_tried_again(path: Path) -> None:
+    with supervised(door="refuse", socket=path) as service:
+        assert service.status() == 1
+    assert service.messages("warning", "error") == ["no such device"]
+
+
+def test_when_the_engine_is_killed_the_doors_finish_and_the_service_ends_with_1(path: Path) -> None:
+    with supervised(door="work on for a while", socket=path) as service:
+        engine, door = pids(service, "engine", "http-0")
+        kill(engine)
+        assert service.status() == 1
+        wait_until_gone(door)
+    (error,) = service.messages("warning", "error")
+    assert error.startswith("engine was killed by SIGKILL: stopping")
+
+
+def test_when_a_door_is_killed_it_is_started_again_and_the_others_do_not_notice(path: Path) -> None:
+    with supervised("--server.http-workers", "2", socket=path) as service:
+        before = {name: service.up(name) for name in ("engine", "http-0", "http-1")}
+        kill(before["http-0"]["pid"])
+        again = service.up("http-0", count=2)
+        assert again["pid"] != before["http-0"]["pid"]
+        assert {**again, "pid": 0, "time": 0} == {**before["http-0"], "pid": 0, "time": 0}
+        service.signal(signal.SIGTERM)
+        assert service.status() == 0
+        ups = [entry["process"] for entry in service.entries() if entry["message"] == "up"]
+    assert sorted(ups) == ["engine", "http-0", "http-0", "http-1"]
+    assert service.messages("warning") == ["http-0 was killed by SIGKILL: starting it again"]
+
+
+def test_a_door_that_dies_of_every_start_ends_the_service_with_1(path: Path) -> None:
+    with supervised(door="die", socket=path) as service:
+        assert service.status() == 1
+    *again, last = service.messages("warning", "error")
+    assert again == ["http-0 ended with exit status 7: starting it again"] * 4
+    assert last.startswith("http-0 ended with exit status 7, the 5. time in a row")
+
+
+@pytest.mark.parametrize("behave", ["serve", "never stop"])
+def test_when_the_supervisor_is_killed_nothing_is_left_behind(path: Path, behave: str) -> None:
+    with supervised(engine=behave, door=behave, socket=path) as service:
+        left = pids(service, "engine", "http-0")
+        service.signal(signal.SIGKILL)
+        assert service.status() == -signal.SIGKILL
+        wait_until_gone(*left)
+    with supervised(socket=path) as service:  # the socket file it left is replaced
+        service.up("engine")
+
+
+def test_a_crash_while_finishing_is_told_by_the_exit_status(path: Path) -> None:
+    with supervised(engine="crash at the end", socket=path) as service:
+        pids(service, "engine", "http-0")
+        service.signal(signal.SIGTERM)
+        assert service.status() == 1
+    assert service.messages("error") == ["engine was killed by SIGABRT while it finished its work"]
+
+
+def test_a_signal_during_the_start_ends_with_0(path: Path) -> None:
+    with supervised(socket=path) as service:
+        service.find(lambda entry: "serves" in entry["message"])
+        time.sleep(0.02)
+        service.signal(signal.SIGTERM)
+        assert service.status() == 0
+    assert service.messages("warning", "error") == []
+
+
+def test_the_version_is_printed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "service", "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=WAIT_S,
+    )
+    assert (done.stdout, done.stderr) == ("attnd 0.1.0\n", "")
+
+
+def test_the_supervisor_imports_no_heavy_library() -> None:
+    heavy = {"torch", "numpy", "fastapi", "uvicorn", "prometheus_client", "ml_dtypes", "cupy"}
+    look = f"import sys, service.__main__; sys.exit(str({heavy} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert done.stderr.strip() == "set()"
