@@ -1,0 +1,154 @@
+"""A session's arena at the engine's end: shared memory that no caller can take away again."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.errors import InvalidRequest
+
+PAGE: Final = mmap.PAGESIZE
+ALIGNMENT: Final = 64
+"""Every slot begins at a multiple of this: a cache line, and enough for every dtype."""
+
+
+def stay_pageable(_memory: memoryview) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Pinning:
+    """Lets a device reach memory by DMA.
+
+    `pin` says whether it did so; `unpin` is called with the same bytes, before they move or go.
+    """
+
+    pin: Callable[[memoryview], bool] = stay_pageable
+    unpin: Callable[[memoryview], object] = stay_pageable
+
+
+PAGEABLE: Final = Pinning()
+"""For engines without a device."""
+
+
+class Arena:
+    """Shared memory of `size` bytes that can grow to `limit`, mapped whole from the start.
+
+    The file is sealed against shrinking, so no caller can take pages away from under the engine.
+    Views keep the mapping alive: `close` forgets the arena, and the memory goes with its last view.
+    """
+
+    __slots__ = ("fd", "limit", "memory", "pinned", "pinning", "size")
+
+    def __init__(self, fd: int, size: int, limit: int, mapped: mmap.mmap, pinning: Pinning) -> None:
+        self.fd = fd
+        self.size = size
+        self.limit = limit
+        self.memory = memoryview(mapped)
+        self.pinning = pinning
+        self.pinned = memoryview(b"")
+        self.pin()
+
+    @classmethod
+    def make(cls, size: int, limit: int, pinning: Pinning) -> Arena:
+        """An arena of at least one page; sizes are rounded up to pages. May raise OSError."""
+        limit = max(pages(limit), PAGE)
+        size = min(max(pages(size), PAGE), limit)
+        fd, sealable = anonymous_file()
+        try:
+            os.ftruncate(fd, limit)
+            mapped = mmap.mmap(fd, limit)
+            os.ftruncate(fd, size)
+            if sealable:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, size, limit, mapped, pinning)
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """The bytes of a slot. Raises InvalidRequest when it is not inside the arena."""
+        check_place("slot", offset, length, self.size)
+        return self.memory[offset : offset + length]
+
+    def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+        """An array over the arena's memory. Raises InvalidRequest when it is not inside."""
+        check_place("slot", offset, math.prod(shape) * dtype.itemsize, self.size)
+        return np.ndarray(shape, dtype, self.memory, offset)
+
+    @property
+    def address(self) -> int:
+        """Where the arena lies in this process."""
+        return int(np.frombuffer(self.memory, np.uint8, 1).ctypes.data)
+
+    def grow(self, size: int) -> None:
+        """Make the arena at least `size` bytes, or as much as its limit. May raise OSError.
+
+        While anything of it is pinned, nothing of the engine's may be under way in it.
+        """
+        size = min(pages(size), self.limit)
+        if size <= self.size:
+            return
+        if os.fstat(self.fd).st_size < size:  # a caller may have made the file longer itself
+            try:
+                os.ftruncate(self.fd, size)
+            except PermissionError:  # it did so just now: the seal keeps the file from shrinking
+                if os.fstat(self.fd).st_size < size:
+                    raise
+        self.unpin()
+        self.size = size
+        self.pin()
+
+    def pin(self) -> None:
+        memory = self.memory[: self.size]
+        if self.pinning.pin(memory):
+            self.pinned = memory
+
+    def unpin(self) -> None:
+        if len(self.pinned):
+            self.pinning.unpin(self.pinned)
+        self.pinned = memoryview(b"")
+
+    def close(self) -> None:
+        """Forget the arena; slots are refused from now on, views stay valid."""
+        self.unpin()
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+        self.size = 0
+        self.memory = memoryview(b"")
+
+
+def check_place(name: str, offset: int, length: int, size: int) -> None:
+    """A slot lies inside an arena of `size` bytes and begins at a multiple of 64."""
+    if offset % ALIGNMENT:
+        raise InvalidRequest(f"{name}_offset", offset, f"a multiple of {ALIGNMENT}")
+    if offset < 0 or length < 0 or offset + length > size:
+        rule = f"{name} of {length} bytes at {offset}: inside the arena of {size} bytes"
+        raise InvalidRequest(f"{name}_offset", offset, rule)
+
+
+def anonymous_file() -> tuple[int, bool]:
+    """A file without a name, and whether it can be sealed: a memfd, else an unlinked temporary."""
+    if hasattr(os, "memfd_create"):
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        with contextlib.suppress(OSError):
+            return os.memfd_create("attnd-arena", flags), True
+    fd, path = tempfile.mkstemp(prefix="attnd-arena-")
+    os.unlink(path)
+    return fd, False
+
+
+def pages(size: int) -> int:
+    """`size` rounded up to whole pages."""
+    return -(-size // PAGE) * PAGE

@@ -1,0 +1,266 @@
+"""The asyncio caller that a door uses: one session with the engine, its calls pipelined."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from service.errors import NotReady
+from service.road import frames as f
+from service.road.greeting import greet
+from service.road.messages import VERSION, Hello, State, Welcome, grow, read_known
+from service.road.output import Output, Unread
+from service.road.slots import Mapping, Slot, Slots
+
+MAX_OUTPUT_BYTES: Final = 8 * 2**20
+"""Frames that the engine has not read yet; far more than the calls in flight need."""
+LONGEST_DEADLINE_US: Final = 2**32 - 1
+
+
+@dataclass(slots=True, eq=False)
+class Answered:
+    """An answer. `image` lies in the answer's slot and keeps it taken, or came inside the frame.
+
+    `needed` is the capacity that would have held the answer, else 0; `stages` are seconds in the
+    order of `frames.STAGES`.
+    """
+
+    status: int
+    image: memoryview
+    needed: int
+    stages: tuple[float, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A call without its answer; it holds its slots until the engine is done with them."""
+
+    future: asyncio.Future[Answered]
+    request: Slot
+    answer: Slot
+
+
+class RoadCaller:
+    """One session, for the thread of its event loop. `lost` says why it is over, else is empty."""
+
+    def __init__(
+        self, sock: socket.socket, reader: f.Reader, welcome: Welcome, mapping: Mapping
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.sock = sock
+        self.reader = reader
+        self.welcome = welcome
+        self.mapping = mapping
+        self.slots = Slots(mapping)
+        self.pinned_bytes = welcome.pinned_bytes
+        self.state = State(welcome.state, welcome.reason)
+        self.output = Output(sock, MAX_OUTPUT_BYTES)
+        self.is_writing = False
+        self.pending: dict[int, Pending] = {}
+        self.last_id = 0
+        self.growing = asyncio.Lock()
+        self.grown: asyncio.Future[int] | None = None
+        self.lost = ""
+        self.on_lost: Callable[[str], object] | None = None
+        self.on_state: Callable[[State], object] | None = None
+
+    @classmethod
+    async def connect(
+        cls, path: str, arena_bytes: int, *, name: str = "", door: bool = False
+    ) -> RoadCaller:
+        """A session at the engine's socket. Raises OSError, NotReady when refused, FrameError."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, path)
+            hello = Hello(VERSION, name, door, arena_bytes)
+            caller = cls(sock, *await greet(sock, hello))
+        except BaseException:
+            sock.close()
+            raise
+        caller.loop.add_reader(sock, caller.on_readable)
+        caller.loop.call_soon(caller.on_frames)
+        return caller
+
+    def take(self, size: int) -> Slot:
+        """A slot for a request or an answer. Raises ArenaFull, or NotReady when all is over."""
+        if self.lost:
+            raise NotReady(self.lost)
+        return self.slots.take(size)
+
+    async def call(
+        self,
+        operation: int,
+        request: Slot,
+        length: int,
+        answer: Slot,
+        *,
+        deadline_us: int = 0,
+        request_id: bytes = f.NO_REQUEST_ID,
+    ) -> Answered:
+        """Send the image of `length` bytes in `request`; the answer goes to `answer` if it fits.
+
+        Cancelling this tells the engine; both slots stay taken until the engine has answered, for
+        it may still read and write them. Raises NotReady when the session is or gets lost.
+        """
+        self.last_id = number = self.last_id + 1
+        future: asyncio.Future[Answered] = self.loop.create_future()
+        data = f.CALL_FRAME.pack(
+            f.CALL,
+            0,
+            f.CALL_PAYLOAD.size,
+            number,
+            operation,
+            0,
+            min(deadline_us, LONGEST_DEADLINE_US),
+            request.offset,
+            length,
+            answer.offset,
+            answer.size,
+            request_id,
+        )
+        self.send(data)
+        request.hold()
+        answer.hold()
+        self.pending[number] = Pending(future, request, answer)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if number in self.pending:
+                with suppress(NotReady):  # the engine has cancelled all by its end
+                    self.send(f.CANCEL_FRAME.pack(f.CANCEL, 0, f.CALL_ID.size, number))
+            raise
+
+    async def grow(self, arena_bytes: int) -> int:
+        """Ask for a larger arena; its size then, which may be less. Raises NotReady."""
+        async with self.growing:
+            if self.grown is not None:  # whoever asked before was cancelled: one GROW at a time
+                await asyncio.shield(self.grown)
+            self.send(grow(arena_bytes))
+            self.grown = self.loop.create_future()
+            size = await asyncio.shield(self.grown)
+            self.grown = None
+            return size
+
+    def trim(self) -> None:
+        """Give the memory of unused slots back to the system, where the device does not hold it."""
+        if not self.pinned_bytes:
+            self.slots.trim()
+
+    def close(self) -> None:
+        """End the session; calls that wait raise NotReady."""
+        self.lose("the session was closed")
+
+    # what the loop calls
+
+    def on_readable(self) -> None:
+        try:
+            if not self.reader.receive(self.sock):
+                self.lose("the engine closed the connection")
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.lose(f"the connection to the engine broke: {error}")
+        self.on_frames()
+
+    def on_frames(self) -> None:
+        """Take in the frames that have arrived."""
+        reader = self.reader
+        try:
+            for kind, start, size in reader.frames():
+                if self.lost:
+                    break
+                if kind == f.ANSWER:
+                    self.on_answer(start, size)
+                else:
+                    self.on_message(kind, bytes(reader.window[start : start + size]))
+        except f.FrameError as error:
+            self.lose(f"the engine sent what is no frame: {error}")
+
+    def on_answer(self, start: int, size: int) -> None:
+        """Hand an answer to its call and let go of the call's slots."""
+        reader = self.reader
+        number, status, flags, _, length, needed, *stages = f.ANSWER_PAYLOAD.unpack_from(
+            reader.buffer, start
+        )
+        pending = self.pending.get(number)
+        if pending is None:
+            raise f.FrameError(f"an answer to call {number}, which waits for none")
+        if not flags & f.INLINE and length > pending.answer.size:
+            raise f.FrameError(f"an answer of {length} bytes in {pending.answer.size}")
+        del self.pending[number]
+        if not pending.future.done():
+            if flags & f.INLINE:
+                begin = start + f.ANSWER_PAYLOAD.size
+                image = memoryview(bytes(reader.window[begin : start + size]))
+            else:
+                image = pending.answer.view(length)
+            pending.future.set_result(Answered(status, image, needed, tuple(stages)))
+        pending.request.free()
+        pending.answer.free()
+
+    def on_message(self, kind: int, payload: bytes) -> None:
+        """GROWN, STATE or REFUSED."""
+        if kind == f.STATE:
+            self.state = State(**read_known(kind, payload, ("state", "reason")))
+            if self.on_state is not None:
+                self.on_state(self.state)
+        elif kind == f.GROWN:
+            self.on_grown(**read_known(kind, payload, ("arena_bytes", "pinned_bytes")))
+        elif kind == f.REFUSED:
+            self.lose(f"the engine ended the session: {read_known(kind, payload, ('detail',))}")
+        else:
+            raise f.FrameError(f"{f.NAMES[kind]} came twice")
+
+    def on_grown(self, arena_bytes: int, pinned_bytes: int) -> None:
+        """Map the arena anew."""
+        self.mapping.grow(arena_bytes)
+        self.slots.grow(arena_bytes)
+        self.pinned_bytes = pinned_bytes
+        if self.grown is not None and not self.grown.done():
+            self.grown.set_result(arena_bytes)
+
+    def send(self, data: bytes) -> None:
+        """Send a frame now, or when the socket can be written. Raises NotReady."""
+        if self.lost:
+            raise NotReady(self.lost)
+        try:
+            self.output.send(data)
+        except (Unread, OSError) as error:
+            self.lose(f"the connection to the engine broke: {error}")
+            raise NotReady(self.lost) from error
+        if self.output.waiting and not self.is_writing:
+            self.is_writing = True
+            self.loop.add_writer(self.sock, self.on_writable)
+
+    def on_writable(self) -> None:
+        try:
+            self.output.flush()
+        except OSError as error:
+            self.lose(f"the connection to the engine broke: {error}")
+        if not self.output.waiting and not self.lost:
+            self.is_writing = False
+            self.loop.remove_writer(self.sock)
+
+    def lose(self, reason: str) -> None:
+        """The session is over: everything that waits fails."""
+        if self.lost:
+            return
+        self.lost = reason
+        self.state = State("lost", reason)
+        self.loop.remove_reader(self.sock)
+        if self.is_writing:
+            self.loop.remove_writer(self.sock)
+        self.sock.close()
+        for call in self.pending.values():
+            if not call.future.done():
+                call.future.set_exception(NotReady(reason))
+        if self.grown is not None and not self.grown.done():
+            self.grown.set_exception(NotReady(reason))
+        self.mapping.close()
+        if self.on_lost is not None:
+            self.on_lost(reason)

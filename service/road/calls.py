@@ -1,0 +1,64 @@
+"""What a session hands to the engine, and what all sessions of an engine have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from service.road.arena import PAGEABLE, Pinning
+
+if TYPE_CHECKING:
+    from service.road.session import Session
+
+MAX_CALLS: Final = 4096
+MAX_OUTPUT_BYTES: Final = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class SessionConfig:
+    """The engine's rules for its sessions.
+
+    `routes` names the operations' numbers, `limits` is told to callers as it is.
+    """
+
+    instance_id: str
+    routes: Mapping[str, int]
+    limits: Mapping[str, int]
+    max_arena_bytes: int
+    default_deadline_s: float
+    pinning: Pinning = PAGEABLE
+    max_calls: int = MAX_CALLS
+    max_output_bytes: int = MAX_OUTPUT_BYTES
+    numbers: frozenset[int] = field(init=False)
+    """The routes' numbers."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbers", frozenset(self.routes.values()))
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call, waiting for its one answer: `request` its image, `answer` the place for the other.
+
+    Both lie in the arena, begin at multiples of 64 bytes, and may be changed by the caller at any
+    time, so what decides anything is copied first.
+
+    Not frozen: that would cost 2 µs a call, and `cancelled` is set when the caller takes it back.
+    """
+
+    session: Session
+    id: int
+    operation: int
+    deadline_s: float
+    request: memoryview
+    answer: memoryview
+    request_id: bytes
+    cancelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Cancel:
+    """The caller no longer wants a call that is not answered yet; it is answered all the same."""
+
+    call: Call

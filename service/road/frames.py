@@ -1,0 +1,174 @@
+"""Frames of the road: their byte layouts, and an incremental reader that bounds what it holds.
+
+Little-endian without padding. A frame is an 8-byte header (kind, flags, payload bytes) and its
+payload: fixed structs for CALL, ANSWER and CANCEL, JSON for the rest; see docs/road.md.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping
+from struct import Struct
+from typing import Final
+
+CALL: Final = 1
+ANSWER: Final = 2
+CANCEL: Final = 3
+HELLO: Final = 16
+WELCOME: Final = 17
+GROW: Final = 18
+GROWN: Final = 19
+STATE: Final = 20
+REFUSED: Final = 21
+
+NAMES: Final = {
+    CALL: "CALL",
+    ANSWER: "ANSWER",
+    CANCEL: "CANCEL",
+    HELLO: "HELLO",
+    WELCOME: "WELCOME",
+    GROW: "GROW",
+    GROWN: "GROWN",
+    STATE: "STATE",
+    REFUSED: "REFUSED",
+}
+
+HEADER: Final = Struct("<HHI")
+"""kind, flags (zero), payload bytes."""
+CALL_PAYLOAD: Final = Struct("<QHHIQQQQ16s")
+"""id, route, reserved (zero), deadline in µs, request offset and length, answer offset and
+capacity, request id."""
+CALL_FRAME: Final = Struct("<HHIQHHIQQQQ16s")
+ANSWER_PAYLOAD: Final = Struct("<QHHIQQ6f")
+"""id, status, flags, reserved (zero), image length, capacity needed, six stages in seconds."""
+ANSWER_FRAME: Final = Struct("<HHIQHHIQQ6f")
+CANCEL_FRAME: Final = Struct("<HHIQ")
+CALL_ID: Final = Struct("<Q")
+
+INLINE: Final = 1
+"""Flag of an ANSWER whose image follows in the frame itself."""
+NO_REQUEST_ID: Final = bytes(16)
+STAGES: Final = ("queue", "plan", "copy_in", "kernel", "copy_out", "encode")
+NO_STAGES: Final = (0.0,) * 6
+
+MAX_JSON_BYTES: Final = 64 * 2**10
+"""Longest JSON payload that the engine reads from a caller."""
+MAX_INLINE_BYTES: Final = 64 * 2**20
+"""Longest image inside a frame: problems that list the ids or lengths of a large call."""
+BUFFER_BYTES: Final = 64 * 2**10
+
+Sizes = Mapping[int, tuple[int, int]]
+
+FROM_CALLER: Final[Sizes] = {
+    CALL: (CALL_PAYLOAD.size, CALL_PAYLOAD.size),
+    CANCEL: (CALL_ID.size, CALL_ID.size),
+    HELLO: (2, MAX_JSON_BYTES),
+    GROW: (2, MAX_JSON_BYTES),
+}
+"""What the engine reads: smallest and largest payload of each kind."""
+FROM_ENGINE: Final[Sizes] = {
+    ANSWER: (ANSWER_PAYLOAD.size, ANSWER_PAYLOAD.size + MAX_INLINE_BYTES),
+    WELCOME: (2, MAX_INLINE_BYTES),
+    GROWN: (2, MAX_INLINE_BYTES),
+    STATE: (2, MAX_INLINE_BYTES),
+    REFUSED: (2, MAX_INLINE_BYTES),
+}
+
+
+class FrameError(Exception):
+    """Bytes that are no frame, or a frame that may not come now: the session cannot go on."""
+
+
+class Reader:
+    """Cuts a stream of bytes into frames; holds at most one unfinished frame beyond its buffer."""
+
+    __slots__ = ("begin", "buffer", "end", "sizes", "window")
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.buffer = bytearray(BUFFER_BYTES)
+        self.window = memoryview(self.buffer)
+        self.begin = 0
+        self.end = 0
+
+    def receive(self, sock: socket.socket) -> int:
+        """Take in what has arrived, one read's worth; 0 at the end of the stream.
+
+        Offsets that `frames` gave before are void afterwards. Raises BlockingIOError when nothing
+        is there, and the socket's other errors.
+        """
+        self.compact()
+        count = sock.recv_into(self.window[self.end :] if self.end else self.window)
+        self.end += count
+        return count
+
+    def feed(self, data: bytes) -> None:
+        """Take in bytes that came another way; at most one buffer's worth."""
+        self.compact()
+        end = self.end + len(data)
+        if end > len(self.buffer):
+            self.enlarge(end)
+        self.buffer[self.end : end] = data
+        self.end = end
+
+    def frames(self) -> Iterator[tuple[int, int, int]]:
+        """Kind, first byte in `buffer`, and size of every whole payload that has arrived.
+
+        Raises FrameError for a header that breaks a rule, as soon as the header is there.
+        """
+        while self.end - self.begin >= HEADER.size:
+            kind, flags, size = HEADER.unpack_from(self.buffer, self.begin)
+            least, most = self.sizes.get(kind, (1, 0))
+            if flags or not least <= size <= most:
+                raise FrameError(describe(kind, flags, size, self.sizes))
+            start = self.begin + HEADER.size
+            if start + size > self.end:
+                if HEADER.size + size > len(self.buffer):
+                    self.enlarge(HEADER.size + size)
+                return
+            self.begin = start + size
+            yield kind, start, size
+
+    @property
+    def unfinished(self) -> int:
+        """Bytes of a frame whose rest has not arrived."""
+        return self.end - self.begin
+
+    def compact(self) -> None:
+        """Move an unfinished frame to the front; forget a buffer that one large frame needed."""
+        if self.begin == self.end:
+            self.begin = self.end = 0
+            if len(self.buffer) > BUFFER_BYTES:
+                self.replace(bytearray(BUFFER_BYTES))
+        elif self.begin:
+            rest = bytes(self.window[self.begin : self.end])
+            self.buffer[: len(rest)] = rest
+            self.begin, self.end = 0, len(rest)
+
+    def enlarge(self, size: int) -> None:
+        """Room for `size` bytes, with what is unfinished at its front."""
+        self.compact()
+        buffer = bytearray(max(size, BUFFER_BYTES))
+        buffer[: self.end] = self.window[: self.end]
+        self.replace(buffer)
+
+    def replace(self, buffer: bytearray) -> None:
+        self.buffer = buffer
+        self.window = memoryview(buffer)
+
+
+def describe(kind: int, flags: int, size: int, sizes: Sizes) -> str:
+    """What is wrong with a frame's header."""
+    if kind not in sizes:
+        allowed = ", ".join(f"{one} {NAMES[one]}" for one in sizes)
+        return f"frame kind {kind}: this end reads {allowed}"
+    if flags:
+        return f"frame flags {flags} of {NAMES[kind]}: version 1 has none, send 0"
+    least, most = sizes[kind]
+    rule = f"exactly {least}" if least == most else f"between {least} and {most}"
+    return f"payload of {size} bytes in {NAMES[kind]}: {rule} bytes"
+
+
+def frame(kind: int, payload: bytes) -> bytes:
+    """A whole frame."""
+    return HEADER.pack(kind, 0, len(payload)) + payload

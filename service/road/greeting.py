@@ -1,0 +1,70 @@
+"""How a caller's session begins: HELLO goes out, WELCOME and the arena's descriptor come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from dataclasses import fields
+from typing import Final
+
+from service.errors import NotReady
+from service.road import frames as f
+from service.road.messages import Hello, Welcome, message, read_known
+from service.road.slots import Mapping
+
+WELCOME_KEYS: Final = tuple(field.name for field in fields(Welcome))
+CLOSE_ON_EXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+MAX_DESCRIPTORS: Final = 4
+
+
+async def greet(sock: socket.socket, hello: Hello) -> tuple[f.Reader, Welcome, Mapping]:
+    """Say HELLO on a fresh connection; the reader may hold frames that came after WELCOME.
+
+    Raises NotReady when the engine refuses or leaves, FrameError when it is no engine.
+    """
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(sock, message(f.HELLO, hello))
+    reader = f.Reader(f.FROM_ENGINE)
+    descriptors: list[int] = []
+    try:
+        while (welcome := read_welcome(reader)) is None:
+            await readable(loop, sock)
+            data, received, _, _ = socket.recv_fds(
+                sock, f.BUFFER_BYTES, MAX_DESCRIPTORS, CLOSE_ON_EXEC
+            )
+            descriptors += received
+            if not data:
+                raise NotReady("the engine closed the connection instead of saying WELCOME")
+            reader.feed(data)
+        if len(descriptors) != 1:
+            raise f.FrameError(f"{len(descriptors)} descriptors came with WELCOME: one arena has")
+        mapping = Mapping(descriptors[0], welcome.arena_bytes)
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    return reader, welcome, mapping
+
+
+def read_welcome(reader: f.Reader) -> Welcome | None:
+    """The engine's first frame, when it is there."""
+    for kind, start, size in reader.frames():
+        payload = bytes(reader.window[start : start + size])
+        if kind == f.REFUSED:
+            detail = read_known(kind, payload, ("detail",))["detail"]
+            raise NotReady(f"the engine refused the session: {detail}")
+        if kind != f.WELCOME:
+            raise f.FrameError(f"{f.NAMES[kind]} came before WELCOME")
+        return Welcome(**read_known(kind, payload, WELCOME_KEYS))
+    return None
+
+
+async def readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    """Wait until the socket can be read."""
+    ready = asyncio.Event()
+    loop.add_reader(sock, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock)

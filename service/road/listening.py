@@ -1,0 +1,196 @@
+"""The engine's unix socket: where it lies, who may bind it, who may connect."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from service.road.messages import refusal
+
+BACKLOG: Final = 256
+CREDENTIALS: Final = struct.Struct("<iII")
+"""pid, uid, gid of SO_PEERCRED."""
+
+
+class Unusable(Exception):
+    """What lies at the path or above it stands in the way."""
+
+
+class CannotListen(Exception):
+    """The socket cannot be bound where it is to lie; one line that says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """A bound socket and the file that is ours."""
+
+    sock: socket.socket
+    path: Path
+    inode: int
+
+    def unlink(self) -> None:
+        """Remove the file, unless someone has put another in its place."""
+        with contextlib.suppress(OSError):
+            if self.path.lstat().st_ino == self.inode:
+                self.path.unlink()
+
+    def close(self) -> None:
+        self.unlink()
+        self.sock.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end of a connection; -1 where the system does not tell."""
+
+    pid: int
+    uid: int
+
+
+def default_path(port: int) -> Path:
+    """Where the engine of the service on `port` listens when server.socket names no place."""
+    return Path(tempfile.gettempdir()) / f"attnd-{os.getuid()}" / f"{port}.sock"
+
+
+def listen(
+    path: Path, *, private: bool, mode: int = 0o600, setting: str = "server.socket"
+) -> Listening:
+    """Bind a unix socket at `path`, in place of one that nobody listens on any more.
+
+    A `private` directory must be ours alone; one that is missing is made so in any case. `setting`
+    is what errors tell the operator to change. Raises CannotListen.
+    """
+    try:
+        make_directory(path.parent, private)
+        with locked(path.parent):
+            check_free(path)
+            path.unlink(missing_ok=True)
+            sock = bind(path, mode)
+            return Listening(sock, path, path.lstat().st_ino)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CannotListen(f"{setting} {path}: {reason}: set another path") from error
+    except Unusable as error:
+        raise CannotListen(f"{setting} {path}: {error}") from error
+
+
+def make_directory(directory: Path, private: bool) -> None:
+    """Make the socket's directory with mode 0700, or check the one that is there."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    if not private:
+        return
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise Unusable(f"{directory} is no directory of user {os.getuid()}: set another path")
+    if found.st_mode & 0o077:
+        shown = stat.S_IMODE(found.st_mode)
+        raise Unusable(f"{directory} has mode {shown:04o}, others may enter it: chmod 700 it")
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """One service at a time looks at what lies in the directory and binds there."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_free(path: Path) -> None:
+    """Nothing lies at `path`, or a socket that nobody listens on."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise Unusable("a file that is no socket lies there: remove it, or set another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        with contextlib.suppress(BlockingIOError):  # its backlog is full
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                return
+    raise Unusable("another service listens there: stop that one, or set another path")
+
+
+def bind(path: Path, mode: int) -> socket.socket:
+    """A listening socket whose file has `mode` from its first moment on."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o777 & ~mode)
+    try:
+        sock.bind(str(path))
+        sock.listen(BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        os.umask(before)
+    sock.setblocking(False)
+    return sock
+
+
+def accept(listener: socket.socket) -> tuple[socket.socket, Peer] | None:
+    """A new connection and who made it; None when there is none. May raise OSError (EMFILE)."""
+    try:
+        sock, _ = listener.accept()
+    except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+        return None
+    sock.setblocking(False)
+    return sock, peer(sock)
+
+
+def peer(sock: socket.socket) -> Peer:
+    """The process that connected, as the system knows it."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return Peer(-1, -1)
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, uid, _ = CREDENTIALS.unpack(data)
+    return Peer(pid, uid)
+
+
+def may_connect(who: Peer, uids: frozenset[int]) -> bool:
+    """Our own user, root, and the users of server.socket_uids."""
+    return who.uid in (-1, 0, os.getuid()) or who.uid in uids
+
+
+def turn_away(sock: socket.socket, error: BaseException) -> None:
+    """Tell a new connection why it gets no session, and close it."""
+    with contextlib.suppress(OSError):
+        sock.send(refusal(error))
+    sock.close()
+
+
+class SpareDescriptor:
+    """Kept so that a connection can be turned away when the process has no descriptor left.
+
+    Otherwise it would stay in the backlog, and the listening socket readable, for ever.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def turn_away(self, listener: socket.socket, error: BaseException) -> None:
+        """After `accept` raised: take the connection in its place, and tell it why not."""
+        os.close(self.fd)
+        try:
+            with contextlib.suppress(OSError):
+                turn_away(listener.accept()[0], error)
+        finally:
+            self.fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self.fd)

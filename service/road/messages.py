@@ -1,0 +1,120 @@
+"""The road's JSON messages: what a session says at its start, as its arena grows, at its end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from service.errors import MalformedBody, problem
+from service.image.json_text import dump_json, load_json
+from service.road.frames import GROW, HELLO, NAMES, REFUSED, FrameError, frame
+
+VERSION: Final = 1
+NAME: Final = re.compile(r"[A-Za-z0-9 ._:/-]{0,64}")
+LARGEST: Final = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A caller's first message. `name` is for logs; a `door` passes on calls of others."""
+
+    version: int
+    name: str
+    door: bool
+    arena_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the engine is at: `starting`, `ready`, `draining` or `lost`, and why."""
+
+    state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The engine's answer to HELLO; the arena's descriptor comes beside it."""
+
+    version: int
+    session: int
+    instance_id: str
+    arena_bytes: int
+    max_arena_bytes: int
+    pinned_bytes: int
+    routes: Mapping[str, int]
+    limits: Mapping[str, int]
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """The arena's size after a GROW, all that could be given; the caller maps it anew."""
+
+    arena_bytes: int
+    pinned_bytes: int
+
+
+def message(kind: int, content: Hello | Welcome | Grown | State) -> bytes:
+    """A JSON message as a frame."""
+    return frame(kind, dump_json(asdict(content)).encode())
+
+
+def grow(arena_bytes: int) -> bytes:
+    """A GROW frame."""
+    return frame(GROW, dump_json({"arena_bytes": arena_bytes}).encode())
+
+
+def refusal(error: BaseException) -> bytes:
+    """A REFUSED frame: the problem for which the engine closes the connection."""
+    return frame(REFUSED, dump_json(problem(error)).encode())
+
+
+def read_object(kind: int, payload: bytes) -> dict[str, Any]:
+    """The JSON object of a frame."""
+    try:
+        value = load_json(payload, NAMES[kind])
+    except MalformedBody as error:
+        raise FrameError(str(error)) from error
+    if not isinstance(value, dict):
+        raise FrameError(f"{NAMES[kind]} is not a JSON object")
+    return value
+
+
+def read_hello(payload: bytes) -> Hello:
+    """A caller's HELLO; keys that are not known here are passed over."""
+    value = read_object(HELLO, payload)
+    version = count(value, "version", HELLO)
+    if version != VERSION:
+        raise FrameError(f"version {version}: this service speaks version {VERSION} of the road")
+    name, door = value.get("name", ""), value.get("door", False)
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise FrameError(f"name {name!r:.40}: at most 64 of A-Z a-z 0-9 space . _ : / -")
+    if not isinstance(door, bool):
+        raise FrameError(f"door {door!r:.40}: true or false")
+    return Hello(version, name, door, count(value, "arena_bytes", HELLO))
+
+
+def read_grow(payload: bytes) -> int:
+    """The arena size that a GROW asks for."""
+    return count(read_object(GROW, payload), "arena_bytes", GROW)
+
+
+def count(value: dict[str, Any], key: str, kind: int) -> int:
+    """A key that must hold a non-negative integer."""
+    number = value.get(key)
+    if type(number) is not int or not 0 <= number <= LARGEST:
+        raise FrameError(f"{key} {number!r:.40} in {NAMES[kind]}: an integer from 0 to 2^63-1")
+    return number
+
+
+def read_known(kind: int, payload: bytes, keys: tuple[str, ...]) -> dict[str, Any]:
+    """Those keys of an engine's message that this version knows; all must be there."""
+    value = read_object(kind, payload)
+    missing = [key for key in keys if key not in value]
+    if missing:
+        raise FrameError(f"{NAMES[kind]} lacks {', '.join(missing)}")
+    return {key: value[key] for key in keys}

@@ -1,0 +1,44 @@
+"""Bytes on their way out of a socket that never blocks, bounded."""
+
+from __future__ import annotations
+
+import socket
+
+
+class Unread(Exception):
+    """The other end does not read what it is sent."""
+
+
+class Output:
+    """Sends at once what the socket takes and keeps the rest; OSErrors of the socket come out."""
+
+    __slots__ = ("limit", "sock", "waiting")
+
+    def __init__(self, sock: socket.socket, limit: int) -> None:
+        self.sock = sock
+        self.limit = limit
+        self.waiting = bytearray()
+
+    def send(self, data: bytes) -> None:
+        """Send or keep a frame. Raises Unread when more than the limit waits already."""
+        waiting = self.waiting
+        if not waiting:
+            try:
+                sent = self.sock.send(data)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            if sent < len(data):
+                waiting += data[sent:]
+        elif len(waiting) > self.limit:
+            raise Unread(f"{len(waiting)} bytes wait to be read, at most {self.limit} may")
+        else:
+            waiting += data
+
+    def flush(self) -> None:
+        """Send what waits, as much as the socket takes."""
+        if self.waiting:
+            try:
+                sent = self.sock.send(self.waiting)
+            except (BlockingIOError, InterruptedError):
+                return
+            del self.waiting[:sent]

@@ -1,0 +1,296 @@
+"""The engine's end of one session: its frames, its arena, and the calls that wait for an answer."""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import suppress
+
+from service.errors import AttndError, MalformedRequest, NoSuchRoute, Overloaded
+from service.road import frames as f
+from service.road.arena import ALIGNMENT, Arena, check_place
+from service.road.calls import Call, Cancel, SessionConfig
+from service.road.messages import VERSION, Grown, State, Welcome, message, read_grow, read_hello
+from service.road.messages import refusal as refused
+from service.road.output import Output, Unread
+from service.road.problems import problem_image
+
+CallValues = tuple[int, int, int, int, int, int, int, int, bytes]
+Stages = tuple[float, ...]
+
+
+class Session:
+    """Reads frames and writes answers without ever blocking; the engine's loop calls it.
+
+    `ended` says why the session is over. The engine then calls `close` and still hands in one
+    answer for every call in `live`: the arena goes with the last of them.
+    """
+
+    def __init__(
+        self, sock: socket.socket, number: int, config: SessionConfig, state: State
+    ) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.number = number
+        self.config = config
+        self.state = state
+        self.started = time.monotonic()
+        self.name = ""
+        self.door = False
+        self.ended = ""
+        self.closed = False
+        self.live: dict[int, Call] = {}
+        self.reader = f.Reader(f.FROM_CALLER)
+        self.output = Output(sock, config.max_output_bytes)
+        self.arena: Arena | None = None
+        self.growth = 0
+        """The size that a GROW asks for, while calls keep a pinned arena where it is."""
+
+    @property
+    def greeted(self) -> bool:
+        """Whether HELLO has come; the engine closes connections that never say it."""
+        return self.arena is not None
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the device reaches the whole arena by DMA."""
+        return self.arena is not None and len(self.arena.pinned) > 0
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether `flush` is to be called once the socket can be written."""
+        return bool(self.output.waiting)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self.sock.fileno()
+
+    # what arrives
+
+    def read(self) -> list[Call | Cancel]:
+        """What has arrived, in order; never raises. Look at `ended` and `wants_write` then."""
+        events: list[Call | Cancel] = []
+        if self.ended:
+            return events
+        reader = self.reader
+        try:
+            if not reader.receive(self.sock):
+                rest = reader.unfinished
+                self.end("the caller left" + (f", {rest} bytes into a frame" if rest else ""))
+                return events
+            for kind, start, size in reader.frames():
+                if self.ended:
+                    break
+                if kind == f.CALL:
+                    call = self.read_call(f.CALL_PAYLOAD.unpack_from(reader.buffer, start))
+                    if call is not None:
+                        events.append(call)
+                elif kind == f.CANCEL:
+                    waiting = self.live.get(f.CALL_ID.unpack_from(reader.buffer, start)[0])
+                    if waiting is not None and not waiting.cancelled:
+                        waiting.cancelled = True
+                        events.append(Cancel(waiting))
+                else:
+                    self.read_message(kind, bytes(reader.window[start : start + size]))
+        except (BlockingIOError, InterruptedError):
+            return events
+        except f.FrameError as error:
+            self.refuse(MalformedRequest(str(error)))
+        except OSError as error:
+            self.end(f"the connection broke: {error}")
+        return events
+
+    def read_call(self, values: CallValues) -> Call | None:
+        """A call to run; None when it was answered here, with the rule that it breaks."""
+        number, route, reserved, deadline_us, request, length, answer, capacity, name = values
+        arena, live, config = self.arena, self.live, self.config
+        if arena is None:
+            raise f.FrameError("CALL before HELLO: a session begins with HELLO")
+        if reserved:
+            raise f.FrameError(f"reserved field of CALL {number} is {reserved}: send 0")
+        if number in live:
+            raise f.FrameError(f"CALL {number} while call {number} waits for its answer")
+        if (
+            route not in config.numbers
+            or (request | answer) % ALIGNMENT
+            or request + length > arena.size
+            or answer + capacity > arena.size
+            or len(live) >= config.max_calls
+        ):
+            self.refuse_call(values, arena.size)
+            return None
+        seconds = deadline_us * 1e-6 if deadline_us else config.default_deadline_s
+        given = arena.memory[request : request + length]
+        place = arena.memory[answer : answer + capacity]
+        call = live[number] = Call(self, number, route, seconds, given, place, name)
+        return call
+
+    def refuse_call(self, values: CallValues, size: int) -> None:
+        """Answer a call that cannot be taken; the session goes on."""
+        number, route, _, _, request, length, answer, capacity, _ = values
+        try:
+            if route not in self.config.numbers:
+                raise NoSuchRoute(f"route {route}: WELCOME lists the routes and their numbers")
+            check_place("request", request, length, size)
+            check_place("answer", answer, capacity, size)
+            waiting = f"{len(self.live)} calls of this session wait for their answers"
+            most = f"at most {self.config.max_calls} may: wait for some"
+            raise Overloaded(f"{waiting}, {most}", retry_after_s=1.0)
+        except AttndError as error:
+            status, image = problem_image(error)
+        self.send_answer(number, status, inline=image)
+
+    def read_message(self, kind: int, payload: bytes) -> None:
+        """HELLO or GROW."""
+        if kind == f.HELLO:
+            if self.arena is not None:
+                raise f.FrameError("HELLO came twice: GROW makes the arena larger")
+            hello = read_hello(payload)
+            self.name, self.door = hello.name, hello.door
+            self.welcome(hello.arena_bytes)
+            return
+        if self.arena is None:
+            raise f.FrameError("GROW before HELLO: a session begins with HELLO")
+        if self.growth:
+            raise f.FrameError("GROW while another waits for its GROWN: one at a time")
+        self.growth = max(read_grow(payload), 1)
+        self.grow()
+
+    # the arena
+
+    def welcome(self, arena_bytes: int) -> None:
+        """Make the arena and hand it over."""
+        config = self.config
+        try:
+            arena = Arena.make(arena_bytes, config.max_arena_bytes, config.pinning)
+        except OSError as error:
+            self.refuse(Overloaded(f"no memory for an arena: {error}", retry_after_s=1.0))
+            return
+        self.arena = arena
+        content = Welcome(
+            version=VERSION,
+            session=self.number,
+            instance_id=config.instance_id,
+            arena_bytes=arena.size,
+            max_arena_bytes=arena.limit,
+            pinned_bytes=len(arena.pinned),
+            routes=config.routes,
+            limits=config.limits,
+            state=self.state.state,
+            reason=self.state.reason,
+        )
+        data = message(f.WELCOME, content)
+        sent = socket.send_fds(self.sock, [data], [arena.fd])
+        if sent < len(data):
+            self.output.waiting += data[sent:]
+
+    def grow(self) -> None:
+        """Answer a GROW; a pinned arena moves only while the engine uses none of it."""
+        arena = self.arena
+        if arena is None or self.ended or (self.pinned and self.live):
+            return
+        wanted, self.growth = self.growth, 0
+        with suppress(OSError):  # GROWN tells the size that there is
+            arena.grow(wanted)
+        self.send(message(f.GROWN, Grown(arena.size, len(arena.pinned))))
+
+    # what goes out
+
+    def answer(
+        self, call: Call, status: int, length: int, stages: Stages, *, needed: int = 0
+    ) -> None:
+        """The one answer of a call whose image of `length` bytes lies at its answer place."""
+        self.done(call)
+        self.send_answer(call.id, status, length=length, needed=needed, stages=stages)
+        if self.growth:
+            self.grow()
+
+    def fail(
+        self,
+        call: Call,
+        error: BaseException,
+        stages: Stages = f.NO_STAGES,
+        *,
+        needed: int = 0,
+    ) -> None:
+        """The one answer of a call that failed: its problem, inside the frame."""
+        self.done(call)
+        status, image = problem_image(error)
+        self.send_answer(call.id, status, needed=needed, stages=stages, inline=image)
+        if self.growth:
+            self.grow()
+
+    def send_state(self, state: State) -> None:
+        """Tell the caller what the engine is at now."""
+        self.state = state
+        if self.greeted:
+            self.send(message(f.STATE, state))
+
+    def flush(self) -> None:
+        """Send what waits; the socket can be written."""
+        if not self.ended:
+            try:
+                self.output.flush()
+            except OSError as error:
+                self.end(f"the connection broke: {error}")
+
+    def done(self, call: Call) -> None:
+        """The engine will not touch the call's places any more."""
+        if self.live.pop(call.id, None) is not call:
+            raise RuntimeError(f"call {call.id} was answered twice; this is a bug")
+        if self.closed and not self.live:
+            self.release()
+
+    def send_answer(
+        self,
+        number: int,
+        status: int,
+        *,
+        length: int = 0,
+        needed: int = 0,
+        stages: Stages = f.NO_STAGES,
+        inline: bytes = b"",
+    ) -> None:
+        size = f.ANSWER_PAYLOAD.size + len(inline)
+        flags, length = (f.INLINE, len(inline)) if inline else (0, length)
+        data = f.ANSWER_FRAME.pack(
+            f.ANSWER, 0, size, number, status, flags, 0, length, needed, *stages
+        )
+        self.send(data + inline if inline else data)
+
+    def send(self, data: bytes) -> None:
+        """Send a frame now or later; a caller that does not read is dropped in the end."""
+        if self.ended:
+            return
+        try:
+            self.output.send(data)
+        except Unread as error:
+            self.end(f"the caller does not read: {error}")
+        except OSError as error:
+            self.end(f"the connection broke: {error}")
+
+    # the end
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the caller what it did wrong, and end the session."""
+        self.send(refused(error))
+        self.end(f"refused: {error}")
+
+    def end(self, reason: str) -> None:
+        """The first reason stays."""
+        self.ended = self.ended or reason
+
+    def close(self) -> None:
+        """Close the connection. The arena stays until every call in `live` has its answer."""
+        self.end("the engine closed it")
+        if self.closed:
+            return
+        self.closed = True
+        self.sock.close()
+        if not self.live:
+            self.release()
+
+    def release(self) -> None:
+        """Forget the arena; its memory goes with the last view of it."""
+        if self.arena is not None:
+            self.arena.close()

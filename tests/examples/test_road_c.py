@@ -1,0 +1,65 @@
+"""The road's example in C, compiled and run as its reader would, against a real service."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = shutil.which("cc")
+FLAGS = ("-std=c11", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror")
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("c") / "road"
+    source = str(ROOT / "examples" / "road.c")
+    subprocess.run([str(COMPILER), *FLAGS, "-o", str(path), source, "-lm"], check=True, timeout=60)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("service") / "engine.sock"
+    arguments = ["--server.socket", path, "--server.port", 0]
+    service = subprocess.Popen(
+        [sys.executable, "-m", "service", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        while not path.exists() and service.poll() is None:
+            time.sleep(0.05)
+        yield path
+    finally:
+        service.send_signal(signal.SIGTERM)
+        service.wait(60)
+
+
+def run(program: Path, socket: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, socket], capture_output=True, text=True, timeout=60)
+
+
+def test_it_appends_decodes_and_finds_the_numbers_right(program: Path, engine_socket: Path) -> None:
+    for _ in range(2):  # the second run shows that the first one left nothing in the way
+        done = run(program, engine_socket)
+        assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
+        assert "lse = " in done.stdout, done.stdout
+        assert "largest difference from its own computation" in done.stdout, done.stdout
+
+
+def test_where_nobody_listens_it_says_so(program: Path, tmp_path: Path) -> None:
+    done = run(program, tmp_path / "none.sock")
+    assert done.returncode == 1
+    assert "No such file or directory" in done.stderr

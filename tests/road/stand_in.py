@@ -1,0 +1,141 @@
+"""An engine without a pool for the road's tests: a thread that serves sessions by a function."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from service.road import frames as f
+from service.road.arena import PAGEABLE, Pinning
+from service.road.calls import Call, Cancel, SessionConfig
+from service.road.listening import accept, listen
+from service.road.messages import State
+from service.road.session import Session
+
+Behave = Callable[[Call | Cancel], None]
+ROUTES = {"create_sequences": 1, "append": 7, "decode": 9, "pool": 15}
+LIMITS = {"max_body_bytes": 2**20}
+
+
+def echo(event: Call | Cancel) -> None:
+    """Answers with the request's own bytes, as many as fit."""
+    if isinstance(event, Call):
+        length = min(len(event.request), len(event.answer))
+        event.answer[:length] = event.request[:length]
+        event.session.answer(event, 200, length, f.NO_STAGES)
+
+
+def config(
+    *, pinning: Pinning = PAGEABLE, max_arena_bytes: int = 2**20, max_calls: int = 8
+) -> SessionConfig:
+    return SessionConfig(
+        instance_id="stand-in",
+        routes=ROUTES,
+        limits=LIMITS,
+        max_arena_bytes=max_arena_bytes,
+        default_deadline_s=30.0,
+        pinning=pinning,
+        max_calls=max_calls,
+        max_output_bytes=2**16,
+    )
+
+
+@dataclass(slots=True)
+class StandIn:
+    """`tasks` are run by the engine's thread: the only one that may touch sessions."""
+
+    path: Path
+    listener: socket.socket
+    behave: Behave
+    config: SessionConfig
+    sessions: dict[int, Session] = field(default_factory=dict)
+    errors: list[BaseException] = field(default_factory=list)
+    tasks: list[Callable[[], None]] = field(default_factory=list)
+    wake: tuple[socket.socket, socket.socket] = field(default_factory=socket.socketpair)
+    stopping: bool = False
+
+    def run(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.listener, selectors.EVENT_READ)
+                selector.register(self.wake[0], selectors.EVENT_READ)
+                while not self.stopping:
+                    self.turn(selector)
+        except BaseException as error:
+            self.errors.append(error)
+        finally:
+            for session in self.sessions.values():
+                session.close()
+
+    def turn(self, selector: selectors.BaseSelector) -> None:
+        for key, mask in selector.select():
+            if key.fileobj is self.listener:
+                self.welcome(selector)
+            elif key.fileobj is self.wake[0]:
+                self.wake[0].recv(64)
+                while self.tasks:
+                    self.tasks.pop(0)()
+            elif isinstance(key.fileobj, Session):
+                self.serve(key.fileobj, mask)
+        for session in list(self.sessions.values()):
+            if session.ended:
+                selector.unregister(session)
+                session.close()
+                del self.sessions[session.number]
+            else:
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE * session.wants_write)
+                selector.modify(session, events)
+
+    def welcome(self, selector: selectors.BaseSelector) -> None:
+        accepted = accept(self.listener)
+        if accepted is not None:
+            session = Session(accepted[0], accepted[0].fileno(), self.config, State("ready"))
+            self.sessions[session.number] = session
+            selector.register(session, selectors.EVENT_READ)
+
+    def serve(self, session: Session, mask: int) -> None:
+        if mask & selectors.EVENT_WRITE:
+            session.flush()
+        if mask & selectors.EVENT_READ:
+            for event in session.read():
+                self.behave(event)
+
+    def do(self, task: Callable[[], None]) -> None:
+        """Run a task on the engine's thread."""
+        self.tasks.append(task)
+        self.wake[1].send(b".")
+
+
+@contextmanager
+def standing_in(
+    directory: Path, behave: Behave = echo, rules: SessionConfig | None = None
+) -> Iterator[StandIn]:
+    """An engine that serves until the block is left; what its thread raised is raised there."""
+    with listen_in(directory) as (path, sock):
+        engine = StandIn(path, sock, behave, rules or config())
+        thread = threading.Thread(target=engine.run)
+        thread.start()
+        try:
+            yield engine
+        finally:
+            engine.stopping = True
+            engine.wake[1].send(b".")
+            thread.join(10)
+            for one in engine.wake:
+                one.close()
+        if engine.errors:
+            raise engine.errors[0]
+
+
+@contextmanager
+def listen_in(directory: Path) -> Iterator[tuple[Path, socket.socket]]:
+    listening = listen(directory / "road" / "engine.sock", private=True)
+    try:
+        yield listening.path, listening.sock
+    finally:
+        listening.close()

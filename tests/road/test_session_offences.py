@@ -1,0 +1,175 @@
+"""What a caller may not send, and what each offence costs it."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import time
+
+import pytest
+from plain_caller import call_frame, problem_of, session_and_caller
+from stand_in import config
+
+from service.road import frames as f
+from service.road.calls import Call
+from service.road.messages import grow
+from service.road.session import Session
+
+
+def calls(session: Session) -> list[Call]:
+    """The calls that have arrived, and nothing else has."""
+    events = session.read()
+    assert session.ended == ""
+    found = [event for event in events if isinstance(event, Call)]
+    assert len(found) == len(events)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "told"),
+    [
+        ({"route": 8}, 404, "route 8: WELCOME lists the routes"),
+        ({"route": 0}, 404, "route 0"),
+        ({"request": 8}, 422, "request_offset = 8: a multiple of 64"),
+        ({"answer": 1}, 422, "answer_offset = 1: a multiple of 64"),
+        ({"length": 4097}, 422, "inside the arena of 4096 bytes"),
+        ({"request": 4096, "length": 1}, 422, "inside the arena of 4096 bytes"),
+        ({"request": 2**64 - 64, "length": 64}, 422, "inside the arena"),
+        ({"length": 2**64 - 1}, 422, "inside the arena"),
+        ({"capacity": 2**64 - 1}, 422, "inside the arena"),
+        ({"answer": 2**64 - 64, "capacity": 128}, 422, "inside the arena"),
+        ({"answer": 4096, "capacity": 1}, 422, "inside the arena"),
+    ],
+)
+def test_a_call_that_breaks_a_rule_is_answered_and_the_session_goes_on(
+    given: dict[str, int], status: int, told: str
+) -> None:
+    with session_and_caller(config()) as (session, caller):
+        caller.send(call_frame(1, **given), call_frame(2))
+        assert [call.id for call in calls(session)] == [2]
+        (answer,) = caller.answers()
+        assert (answer.id, answer.status) == (1, status)
+        assert told in problem_of(answer)["detail"], problem_of(answer)
+
+
+def test_more_calls_than_may_wait_are_refused_as_overload() -> None:
+    with session_and_caller(config(max_calls=2)) as (session, caller):
+        caller.send(*(call_frame(number) for number in range(3)))
+        waiting = calls(session)
+        assert len(waiting) == 2
+        (answer,) = caller.answers()
+        assert (answer.id, answer.status) == (2, 429)
+        assert problem_of(answer)["retry_after_s"] == 1.0
+        session.answer(waiting[0], 200, 0, f.NO_STAGES)
+        caller.send(call_frame(2))
+        assert [call.id for call in calls(session)] == [2]
+
+
+OFFENCES = [
+    (call_frame(1, reserved=7), "reserved field of CALL 1 is 7: send 0"),
+    (call_frame(1) + call_frame(1), "CALL 1 while call 1 waits for its answer"),
+    (f.frame(f.HELLO, b'{"version":1,"arena_bytes":1}'), "HELLO came twice"),
+    (f.frame(f.CALL, bytes(63)), "payload of 63 bytes in CALL: exactly 64"),
+    (f.frame(f.CANCEL, bytes(9)), "payload of 9 bytes in CANCEL: exactly 8"),
+    (f.frame(f.ANSWER, bytes(56)), "frame kind 2: this end reads"),
+    (f.frame(99, b""), "frame kind 99: this end reads"),
+    (f.HEADER.pack(f.GROW, 0, 2**31), "payload of 2147483648 bytes in GROW"),
+    (f.HEADER.pack(f.CANCEL, 3, 8), "frame flags 3 of CANCEL"),
+    (f.frame(f.GROW, b"[]"), "GROW is not a JSON object"),
+    (f.frame(f.GROW, b"{}"), "arena_bytes None in GROW"),
+    (f.frame(f.GROW, b'{"arena_bytes":true}'), "arena_bytes True in GROW"),
+    (f.frame(f.GROW, b'{"arena_bytes":-1}'), "arena_bytes -1 in GROW"),
+    (f.frame(f.GROW, b'{"arena_bytes":' + b"9" * 5000 + b"}"), "GROW is not JSON"),
+    (f.frame(f.GROW, b"\xff{}"), "GROW is not UTF-8"),
+    (f.frame(f.GROW, b'{"a":' * 10000), "GROW is nested too deep"),
+]
+
+
+@pytest.mark.parametrize(("offence", "told"), OFFENCES, ids=[told for _, told in OFFENCES])
+def test_what_breaks_the_protocol_ends_the_session_with_the_reason(
+    offence: bytes, told: str
+) -> None:
+    with session_and_caller(config()) as (session, caller):
+        caller.send(call_frame(77), offence, call_frame(88))
+        events = [event.id for event in session.read() if isinstance(event, Call)]
+        assert 77 in events and 88 not in events
+        assert told in session.ended
+        kind, refused = caller.one()
+        assert kind == f.REFUSED
+        assert told in refused["detail"] and refused["code"] == "malformed_request", refused
+        assert session.read() == []
+
+
+EARLY = [
+    (call_frame(1), "CALL before HELLO"),
+    (grow(4096), "GROW before HELLO"),
+    (f.frame(f.HELLO, b'{"version":2,"arena_bytes":1}'), "version 2: this service speaks"),
+    (f.frame(f.HELLO, b'{"version":1}'), "arena_bytes None in HELLO"),
+    (f.frame(f.HELLO, b'{"version":1,"arena_bytes":1,"name":"a\\nb"}'), "name 'a.*nb'"),
+    (f.frame(f.HELLO, b'{"version":1,"arena_bytes":1,"name":7}'), "name 7"),
+    (f.frame(f.HELLO, b'{"version":1,"arena_bytes":1,"door":1}'), "door 1: true or false"),
+    (b"GET / HTTP/1.1\r\n\r\n", "frame kind 17735"),
+]
+
+
+@pytest.mark.parametrize(("offence", "told"), EARLY, ids=[told for _, told in EARLY])
+def test_a_wrong_beginning_is_refused_without_an_arena(offence: bytes, told: str) -> None:
+    with session_and_caller(config(), greet=False) as (session, caller):
+        caller.send(offence)
+        assert session.read() == []
+        kind, refused = caller.one()
+        assert kind == f.REFUSED and caller.descriptors == []
+        assert told.split(".*")[0] in refused["detail"], refused
+
+
+def test_a_caller_that_never_reads_is_dropped() -> None:
+    with session_and_caller(config()) as (session, caller):
+        caller.sock.setblocking(True)
+        for _ in range(10_000):
+            caller.send(call_frame(1, 8))  # each is answered with a problem
+            session.read()
+            assert len(session.output.waiting) < 2**17
+            if session.ended:
+                break
+        assert session.ended.startswith("the caller does not read: ")
+
+
+def test_descriptors_that_nobody_asked_for_are_closed_by_the_system() -> None:
+    with session_and_caller(config()) as (session, caller):
+        before = len(os.listdir("/proc/self/fd"))
+        reading, writing = os.pipe()
+        rights = array.array("i", [writing] * 50)
+        frame = call_frame(1)
+        caller.sock.sendmsg([frame[:10]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        caller.sock.sendmsg([frame[10:]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        os.close(writing)
+        while not calls(session):
+            pass
+        assert os.read(reading, 1) == b"", "somebody still holds the other end"
+        os.close(reading)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_no_memory_for_an_arena_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("service.road.arena.anonymous_file", fail)
+    with session_and_caller(config(), greet=False) as (session, caller):
+        caller.hello()
+        assert session.read() == []
+        kind, refused = caller.one()
+        assert (kind, refused["status"]) == (f.REFUSED, 429)
+        assert "Too many open files" in refused["detail"]
+
+
+def test_the_answer_to_a_huge_frame_costs_no_time() -> None:
+    with session_and_caller(config()) as (session, caller):
+        text = b'{"arena_bytes":[' + b"[]," * 21_000 + b"[]]}"
+        caller.sock.setblocking(True)
+        caller.send(f.frame(f.GROW, text))
+        started = time.monotonic()
+        while not session.ended:
+            session.read()
+        assert "GROW has" in session.ended and time.monotonic() - started < 5
