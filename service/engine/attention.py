@@ -15,13 +15,13 @@ from kernels.backend import Attend, AttentionState, Mask, Scoring
 from kernels.tensor import Array, host_array
 from service.core.values import Extension
 from service.engine.masks import ragged_mask
-from service.engine.place import Shape
 from service.engine.plans import Planned
 from service.engine.request import Request
 from service.engine.rows import write_steps
 from service.engine.slices import cut_attend, row_keys, weighted_spans
 from service.engine.store import Store
 from service.engine.work import Cost, Counts, Grouped, Mode, Seconds, Sliced, Step, Steps, Work
+from service.image.writing import Shaped
 
 LOG2_E: Final = math.log2(math.e)
 TEXT_BYTES: Final = 128
@@ -87,7 +87,7 @@ def pooled_mask(store: Store, request: Request, planned: Planned) -> Mask | None
 def laid_attend(request: Request, planned: Planned, mask: Mask | None) -> tuple[Attend, Array]:
     """The attention, with its answer's header written and its tensors' place known; their lse."""
     fields, q = request.fields, request.tensors["q"]
-    laid = request.place.lay(answer_fields(fields.lse_base, planned), state_shapes(q))
+    laid = request.place.lay_text(answer_text(fields.lse_base, planned), state_shapes(q))
     out = AttentionState(laid["o"], laid["lse"])
     return Attend(fields.layer, q, planned.plan, scoring(q, fields), mask, out), laid["lse"]
 
@@ -137,7 +137,7 @@ def cascade(store: Store, request: Request, seconds: Seconds) -> Work:
     levels = [(level.ids, level.qo_indptr_array) for level in fields.levels]
     planned = store.plans.levels(levels, fields.layer, fields.causal, q.shape[0])
     seconds.plan += time.monotonic() - started
-    laid = request.place.lay(answer_fields(fields.lse_base, planned), shapes)
+    laid = request.place.lay_text(answer_text(fields.lse_base, planned), shapes)
     out = AttentionState(laid["o"], laid["lse"])
     whole = Attend(fields.layer, q, planned.plan, scoring(q, fields), None, out)
     counted = counts_of(store, planned, "explicit")
@@ -193,13 +193,15 @@ def scoring(q: Array, fields: Any) -> Scoring:
     )
 
 
-def state_shapes(q: Array, suffix: str = "") -> tuple[Shape, ...]:
+def state_shapes(q: Array, suffix: str = "") -> tuple[Shaped, ...]:
     """`o` and `lse` of the rows of `q`."""
     return ((f"lse{suffix}", FLOAT32, q.shape[:2]), (f"o{suffix}", q.dtype, q.shape))
 
 
-def answer_fields(lse_base: str, planned: Planned) -> dict[str, Any]:
-    return {"lse_base": lse_base, "levels": planned.num_levels, "cascade": planned.is_cascade}
+def answer_text(lse_base: str, planned: Planned) -> str:
+    """The fields of an attention answer, as JSON."""
+    cascade = "true" if planned.is_cascade else "false"
+    return f'{{"lse_base":"{lse_base}","levels":{planned.num_levels},"cascade":{cascade}}}'
 
 
 def paged_cost(store: Store, attend: Attend, planned: Planned) -> Cost:

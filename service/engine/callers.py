@@ -18,7 +18,7 @@ from service.operations.info import InfoAnswer
 from service.operations.table import BY_NAME
 from service.road.arena import Pinning
 from service.road.calls import Call, Cancel, SessionConfig
-from service.road.listening import accept, may_connect, turn_away
+from service.road.listening import SpareDescriptor, accept, may_connect, turn_away
 from service.road.messages import State
 from service.road.session import Session, Stages
 
@@ -49,6 +49,7 @@ class Callers:
         self._ungreeted: set[Session] = set()
         self._gone: list[Session] = []
         self._number = 0
+        self._spare = SpareDescriptor()
         self._config = SessionConfig(
             instance_id=info.instance_id,
             routes={name: operation.number for name, operation in BY_NAME.items()},
@@ -75,6 +76,8 @@ class Callers:
             accepted = accept(self._listener)
         except OSError as error:
             LOG.warning("a connection could not be accepted: %s", error)
+            told = f"the engine cannot take connections: {error}"
+            self._spare.turn_away(self._listener, Overloaded(told, retry_after_s=1.0))
             return
         if accepted is None:
             return
@@ -152,6 +155,7 @@ class Callers:
         for session in self._sessions:
             session.close()
         self._listener.close()
+        self._spare.close()
 
     def _look_after(self, session: Session) -> None:
         """Note a session that is over; watch for room to write where something waits."""

@@ -10,6 +10,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Final
 
@@ -35,6 +36,7 @@ from service.road.messages import State
 LOG: Final = logging.getLogger("attnd.engine")
 DRAINING: Final = "draining: admitted work is being finished, and no more is taken"
 STOPPED: Final = "stopped before the operation's turn came"
+CUT_OFF: Final = "stopped while the device was at the operation; it may have taken effect"
 RATES: Final[dict[str, tuple[float, float]]] = {"cpu": (4e9, 2e10), "cuda": (2e12, 2e14)}
 """First guesses of bytes and flops a second by backend; measurements correct them."""
 SPIN_S: Final = 0.002
@@ -103,7 +105,8 @@ class Engine:
     def drain(self) -> None:
         """Take no more calls, finish what is admitted, and end; from any thread, or a signal."""
         self._asked_to_drain = True
-        os.write(self._wake, b"\0")
+        with suppress(OSError):  # it has ended already
+            os.write(self._wake, b"\0")
 
     def watch(self, fd: int, ready: Callable[[], object]) -> None:
         """Call `ready` whenever `fd` can be read."""
@@ -205,7 +208,7 @@ class Engine:
     def _cancel(self, call: Call) -> None:
         job = self._jobs.get(call)
         if job is not None:
-            job.cancelled = True
+            self.scheduler.cancel(job)
 
     # What goes out.
 
@@ -235,6 +238,7 @@ class Engine:
     def _tell(self, spent: float) -> None:
         """Count what was answered in a round."""
         self._metrics.inflight(len(self._jobs))
+        self._metrics.sessions(self.callers.count)
         if not self._answered:
             return
         answered, self._answered = self._answered, []
@@ -262,7 +266,6 @@ class Engine:
     def _tell_pool(self) -> None:
         numbers = self.store.numbers()
         self._metrics.pool(numbers.free, numbers.referenced, numbers.sequences, numbers.nodes)
-        self._metrics.sessions(self.callers.count)
 
     # The end.
 
@@ -282,14 +285,18 @@ class Engine:
         timeout = self._settings.server.drain_timeout_s
         LOG.error("drain: %d operations were not done in %g s", given_up, timeout)
         self.scheduler.give_up(NotReady(STOPPED))
+        self._fail_all(NotReady(CUT_OFF))
         return True
 
     def _lose(self, reason: str) -> None:
         """Nothing can be served any more: say so to all who wait."""
         LOG.error("%s", reason)
         self.state = State("lost", reason)
-        for job in list(self._jobs.values()):
-            job.error = NotReady(reason)
-            self._reply(job)
+        self._fail_all(NotReady(reason))
         self.callers.tell(self.state)
+
+    def _fail_all(self, error: AttndError) -> None:
+        for job in list(self._jobs.values()):
+            job.error = error
+            self._reply(job)
         self._tell(0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from service.engine.request import Request
 from service.engine.turns import turn_of
@@ -19,15 +19,18 @@ class Holds:
     def __bool__(self) -> bool:
         return bool(self._read or self._written)
 
-    def take(self, request: Request) -> None:
+    def take(self, request: Request, made: Sequence[str] = ()) -> None:
+        """Hold the request's sequences, and those `made` for it whose ids nobody gave."""
         turn = turn_of(request)
         self._read.update(turn.reads(request))
         self._written.update(turn.writes(request))
+        self._written.update(made)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Request, made: Sequence[str] = ()) -> None:
         turn = turn_of(request)
         lower(self._read, turn.reads(request))
         lower(self._written, turn.writes(request))
+        lower(self._written, made)
 
     def stop(self, request: Request) -> bool:
         """Whether the request has to wait: it writes what is held, or reads what is written."""

@@ -48,12 +48,6 @@ class Longs:
         """When the slice that the device is at went out, by `time.monotonic()`."""
         return None if self._slice is None else self._slice.started
 
-    @property
-    def jobs(self) -> list[Job]:
-        """All that are not over."""
-        running = [] if self._slice is None else [self._slice.job]
-        return running + [job for job, _ in self._queue]
-
     def begin(self, job: Job) -> None:
         self._queue.append((job, None))
 

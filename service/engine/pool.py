@@ -15,7 +15,7 @@ class PoolTooSmall(RuntimeError):
 
 
 def backend_maker(pool: PoolSettings, backend: BackendSettings) -> Callable[[], Backend]:
-    """What the engine's worker calls to make its backend, with memory measured then."""
+    """Makes the backend when called, with memory measured then."""
 
     def make() -> Backend:
         kind: Kind = backend.kind if backend.kind != "auto" else chosen_kind()

@@ -12,11 +12,11 @@ from kernels.backend import NUMPY_DTYPES, Array, DType, Int32, Pending
 from service.core.errors import InvalidRequest
 from service.core.ragged import indptr as prefix_sums
 from service.core.values import Extension
-from service.engine.place import Shape
 from service.engine.request import Request
 from service.engine.slices import even_spans
 from service.engine.store import Store, write_cost
 from service.engine.work import Alone, Answered, Cost, Counts, Seconds, Sliced, Step, Steps, Work
+from service.image.writing import Shaped
 
 NUMBER_BYTES: Final = 12
 """Most that one int32 takes in JSON."""
@@ -59,7 +59,7 @@ def gather(store: Store, request: Request, seconds: Seconds) -> Work:
     own = "fp16" if geometry.dtype.startswith("fp8") else geometry.dtype
     dtype = cast(DType, fields.dtype or own)
     shape = (slots.size, geometry.num_kv_heads, geometry.head_dim)
-    shapes: tuple[Shape, ...] = tuple((name, NUMPY_DTYPES[dtype], shape) for name in "kv")
+    shapes: tuple[Shaped, ...] = tuple((name, NUMPY_DTYPES[dtype], shape) for name in "kv")
     request.place.require(64 + NUMBER_BYTES * kv_indptr.size, shapes, PAGING)
     laid = request.place.lay({"kv_indptr": kv_indptr.tolist()}, shapes)
     out = (laid["k"], laid["v"])
@@ -81,12 +81,10 @@ def gather(store: Store, request: Request, seconds: Seconds) -> Work:
 def chosen_slots(store: Store, fields: Any) -> tuple[Int32, Int32]:
     """Token prefix sums [B+1] and slots of tokens `start:stop` of each sequence.
 
-    A stop beyond a sequence's end means its end. Raises `InvalidRequest` for a start behind the
-    stop, and for more tokens than int32 counts.
+    A stop beyond a sequence's end means its end. Raises `InvalidRequest` for more tokens than int32
+    counts.
     """
     start, stop = fields.start, fields.stop
-    if stop is not None and start > stop:
-        raise InvalidRequest("start", start, f"must not be beyond stop = {stop}")
     lengths = store.tree.lengths(fields.ids, fields.layer)
     if int(lengths.sum(dtype=np.int64)) > np.iinfo(np.int32).max:
         rule = "together they hold more than 2**31 - 1 tokens"

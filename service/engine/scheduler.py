@@ -64,6 +64,15 @@ class Scheduler:
     def admit(self, job: Job) -> None:
         self._waiting.append(job)
 
+    def cancel(self, job: Job) -> None:
+        """Nobody wants the answer: what waits leaves at once, long work at its next slice."""
+        job.cancelled = True
+        if job.work is None and job in self._waiting:
+            self._waiting.remove(job)
+            job.seconds.queue = time.monotonic() - job.arrived
+            self._metrics.rejected("cancelled")
+            self._refuse(job, Cancelled("the caller took the operation back before its turn"))
+
     def round(self) -> None:
         """All turns that can be given now, then one slice of long work. Raises `FATAL`."""
         self._settle()
@@ -71,11 +80,6 @@ class Scheduler:
         self._submit()
         self._settle()
         self._longs.advance()
-
-    def unanswered(self) -> list[Job]:
-        """All jobs without a reply, for whoever must give it in the scheduler's place."""
-        jobs = [job for launch in self._launches for job in launch.jobs] + self._group
-        return [*jobs, *self._longs.jobs, *self._waiting]
 
     def give_up(self, error: Exception) -> None:
         """Answer all that waits or is long with `error`; what a launch holds still finishes."""
@@ -88,31 +92,32 @@ class Scheduler:
 
     def _take_turns(self) -> None:
         """Give turns until one has to wait for the device; those held up keep their order."""
-        held: deque[Job] = deque()
-        behind = Holds()
+        if not self._waiting:
+            return
+        held: list[Job] = []
+        behind = Holds() if self._holds else None
         while self._waiting:
             job = self._waiting[0]
             if not self._is_wanted(job):
                 self._waiting.popleft()
-            elif (self._holds or behind) and (
-                self._holds.stop(job.request) or behind.stop(job.request)
-            ):
+            elif behind is not None and self._is_held(job, behind):
                 behind.take(job.request)
                 held.append(self._waiting.popleft())
             elif self._turn(job):
                 self._waiting.popleft()
+                behind = Holds() if behind is None and self._holds else behind
             else:
                 break
         self._waiting.extendleft(reversed(held))
 
+    def _is_held(self, job: Job, behind: Holds) -> bool:
+        """Whether long work, or one that waits for it, has a sequence of the job's."""
+        return self._holds.stop(job.request) or behind.stop(job.request)
+
     def _is_wanted(self, job: Job) -> bool:
-        """False when the caller took it back, or its deadline passed: it is answered, not run."""
+        """False when its deadline passed: it is answered, not run."""
         now = time.monotonic()
         job.seconds.queue = now - job.arrived
-        if job.cancelled:
-            self._refuse(job, Cancelled("the caller took the operation back before its turn"))
-            self._metrics.rejected("cancelled")
-            return False
         if now > job.deadline:
             self._metrics.rejected("deadline_exceeded")
             waited = f"it waited {job.seconds.queue:.3f} s for its turn and did not run"
@@ -159,13 +164,14 @@ class Scheduler:
             job.work, job.alone = None, True
             self._submit()
             return False
-        self._holds.take(job.request)
+        self._holds.take(job.request, work.made)
         self._longs.begin(job)
         return True
 
     def _end_long(self, job: Job, error: Exception | None) -> None:
         """Long work is done, or is not to go on (and has been undone)."""
-        self._holds.release(job.request)
+        if isinstance(job.work, Sliced):
+            self._holds.release(job.request, job.work.made)
         if error is not None:
             job.error = error if isinstance(error, Cancelled) else self._refusal(job, error)
         self._answer([job])
@@ -294,16 +300,19 @@ class Scheduler:
         self._begin(job)
         if job.error is not None:
             return
-        if isinstance(job.work, Sliced):
-            raise RuntimeError("work that was short is long the second time: this is a bug")
         launch = Launch([job], None)
         try:
+            if isinstance(job.work, Sliced):  # by now it is thought to take longer
+                job.work.run()
+                return
             launch.pending = self._start(launch.jobs)
             self._finish(launch)
         except FATAL:
             raise
         except Exception as error:
-            if job.extension is not None:
+            if isinstance(job.work, Sliced):
+                job.work.undo()
+            elif job.extension is not None:
                 self._store.undo(job.extension)
             job.error = self._refusal(job, error)
 
@@ -322,7 +331,7 @@ class Scheduler:
         """The error as the caller is to see it; a bug is logged here, with its traceback."""
         refusal = as_refusal(error)
         if refusal is not None:
-            return refusal
+            return refusal.with_traceback(None)  # its frames would keep the job, and it the tensors
         name = job.request.operation.name
         LOG.error("%s failed: this is a bug", name, exc_info=error)
         return Internal(f"{name} failed, and changed nothing; the log has the traceback")

@@ -5,7 +5,6 @@ It runs through the real store, backend and pool, on pages that are free again a
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -113,11 +112,8 @@ def run(store: Store, name: str, fields: dict[str, Any], **tensors: Array) -> di
             finish(store.backend.attend(attends).result())
         case Alone(start, finish):
             finish(start().result())
-        case Sliced(steps):
-            result = None
-            with suppress(StopIteration):
-                while True:
-                    result = steps.send(result).start().result()
+        case Sliced():
+            work.run()
     if answer.image is None:
         raise SelfTestFailed(f"{name} has no answer")
     header, begin = split(answer.image)

@@ -38,7 +38,8 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
     if len(specs) > MADE_AT_ONCE:
         made: list[str] = []
         steps = create_steps(store, request, specs, made)
-        return Sliced(steps, lambda: tree.free(made))
+        fresh = tuple(spec.id for spec, one in zip(specs, new, strict=True) if one.id is None)
+        return Sliced(steps, lambda: tree.free(made), made=fresh)
     create(store, specs)
     lay_created(store, request, specs)
     return Answered()

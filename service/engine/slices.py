@@ -18,8 +18,10 @@ Int64 = NDArray[np.int64]
 
 CORRECTION: Final = 0.3
 """Share of the latest measurement in a rate, on a logarithmic scale."""
-LEAST_CORRECTED_S: Final = 1e-3
-"""Shorter work tells of calls and launches, not of the device's rates."""
+LEAST_SHARE: Final = 0.01
+LEAST_CORRECTED_S: Final = 5e-5
+"""Work first thought to take less (or a smaller share of a slice) tells of calls and launches, not
+of the device's rates."""
 MOST_CORRECTION: Final = 4.0
 
 
@@ -30,12 +32,13 @@ class Pace:
         self.slice_s = slice_s
         self._bytes_per_s = bytes_per_s
         self._flops_per_s = flops_per_s
+        self._least_s = max(LEAST_SHARE * slice_s, LEAST_CORRECTED_S)
         self._factors: dict[str, float] = {}
+        self._overheads: dict[str, float] = {}
 
     def seconds(self, kind: str, cost: Cost) -> float:
         """An estimate for work of one kind ("attend", "append", ...)."""
-        plain = cost.num_bytes / self._bytes_per_s + cost.flops / self._flops_per_s
-        return plain * self._factors.get(kind, 1.0)
+        return self._guess(cost) * self._factors.get(kind, 1.0)
 
     def is_long(self, kind: str, cost: Cost) -> bool:
         """Whether it is more than one slice."""
@@ -52,11 +55,18 @@ class Pace:
 
     def correct(self, kind: str, cost: Cost, measured_s: float) -> None:
         """Work of a known cost took `measured_s`."""
-        estimated = self.seconds(kind, cost)
-        if estimated <= 0.0 or max(estimated, measured_s) < LEAST_CORRECTED_S:
+        overhead = self._overheads.get(kind)
+        if self._guess(cost) < self._least_s:
+            before = measured_s if overhead is None else overhead
+            self._overheads[kind] = before + CORRECTION * (measured_s - before)
             return
-        ratio = min(max(measured_s / estimated, 1 / MOST_CORRECTION), MOST_CORRECTION)
+        ratio = (measured_s - (overhead or 0.0)) / self.seconds(kind, cost)
+        ratio = min(max(ratio, 1 / MOST_CORRECTION), MOST_CORRECTION)
         self._factors[kind] = self._factors.get(kind, 1.0) * ratio**CORRECTION
+
+    def _guess(self, cost: Cost) -> float:
+        """Seconds by the first guess."""
+        return cost.num_bytes / self._bytes_per_s + cost.flops / self._flops_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,16 @@ def row_keys(plan: Plan, page_size: int, window_left: int) -> Int64:
             start = np.repeat(level.kv_start.astype(np.int64), rows)
             seen = np.minimum(np.maximum(plan.positions[within] + 1 - start, 0), seen)
         keys[within] += seen
-    return np.minimum(keys, window_left + 1) if window_left >= 0 else keys
+    return in_window(keys, plan.positions, window_left)
+
+
+def in_window(keys: Int64, positions: Int32, window_left: int) -> Int64:
+    """What is left of `keys` that rows at `positions` see, without those before the window."""
+    if window_left < 0:
+        return keys
+    hidden = np.maximum(positions.astype(np.int64) - window_left, 0)
+    seen: Int64 = np.maximum(keys - hidden, 0)
+    return seen
 
 
 def segment_keys(level: Level, page_size: int) -> Int64:
@@ -167,8 +186,7 @@ def ragged_keys(request: RaggedAttend) -> Int64:
     keys = np.repeat(np.diff(request.kv_indptr), np.diff(request.qo_indptr)).astype(np.int64)
     if request.causal:
         keys = np.minimum(np.maximum(request.row_positions + 1, 0), keys)
-    window = request.scoring.window_left
-    return np.minimum(keys, window + 1) if window >= 0 else keys
+    return in_window(keys, request.row_positions, request.scoring.window_left)
 
 
 def cut_ragged(request: RaggedAttend, positions: Int32, span: Span) -> RaggedAttend:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from kernels.backend import Done
 from service.core.errors import IntegrityError
 from service.engine.request import Request
 from service.engine.sequences import NO_COST
 from service.engine.store import Store
 from service.engine.work import Answered, Seconds, Sliced, Step, Steps, Work
+from service.image.json_text import dump_json
 
-TEXT_BYTES = 4096
+TEXT_BYTES: Final = 1024
 """Room for the numbers, and for what an integrity check may have found."""
 
 
 def info(store: Store, request: Request, _: Seconds) -> Work:
-    fields = store.info.model_dump()
-    request.place.require(TEXT_BYTES)
-    request.place.lay(fields)
+    text = dump_json(store.info.model_dump())
+    request.place.require(len(text))
+    request.place.lay_text(text)
     return Answered()
 
 
@@ -39,7 +42,7 @@ def pool(store: Store, request: Request, _: Seconds) -> Work:
             for _ in store.tree.integrity_steps():
                 yield Step(lambda: Done(None), "integrity", NO_COST)
         except IntegrityError as error:
-            integrity = str(error)
+            integrity = str(error)[: TEXT_BYTES // 2]
         request.place.lay(fields | {"integrity": integrity})
 
     return Sliced(steps(), lambda: None)

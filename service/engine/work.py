@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -98,12 +99,21 @@ class Sliced:
     """Work too long for one turn: `steps` yields launches and is sent their results.
 
     Between two steps others have their turns. `undo` takes back all that the operation changed.
+    `made` names sequences that nobody else may change until it is over, beside those of the turn.
     """
 
     steps: Steps
     undo: Callable[[], None]
     extension: None = None
     counts: Counts = NOTHING
+    made: tuple[str, ...] = ()
+
+    def run(self) -> None:
+        """All of it at once, waiting for every step."""
+        result = None
+        with suppress(StopIteration):
+            while True:
+                result = self.steps.send(result).start().result()
 
 
 Work = Answered | Grouped | Alone | Sliced

@@ -1,12 +1,11 @@
-"""A numpy backend whose timing and failures a test controls, and small ways to drive an engine."""
+"""A numpy backend whose timing and failures a test controls."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from kernels.backend import (
     NUMPY_DTYPES,
     Attend,
     AttentionState,
+    Done,
     DType,
     Int32,
     Level,
@@ -22,29 +22,30 @@ from kernels.backend import (
     RaggedAttend,
     StageSeconds,
 )
-from service.engine import operations as ops
-from service.engine.engine import Engine
-from service.metrics import Metrics
 
-T = TypeVar("T")
 GEOMETRY = PoolGeometry(2, 32, 4, 2, 8, dtype="fp32")
 WAIT_S = 20.0
 
 
 @dataclass
 class Later:
-    """A pending result that a test lets go, or makes fail."""
+    """A pending result that a test lets go, or makes fail; `write` lays it where it belongs."""
 
     value: Any
     gate: threading.Event
     error: Exception | None = None
+    write: Callable[[Any], Any] = lambda value: value
     seconds: StageSeconds = field(default_factory=StageSeconds)
+
+    @property
+    def done(self) -> bool:
+        return self.gate.is_set()
 
     def result(self) -> Any:
         assert self.gate.wait(WAIT_S), "nobody opened the gate of a launch"
         if self.error is not None:
             raise self.error
-        return self.value
+        return self.write(self.value)
 
 
 class FakeBackend:
@@ -52,7 +53,9 @@ class FakeBackend:
 
     `calls` lists what was called, in order. `failures` maps a call's name to exceptions that its
     next calls raise (None: that call succeeds); "result" is the waiting for a launch. While `gate`
-    is closed, a call of `attend` waits on its way in (`late` False) or its result does.
+    is closed, a call of `attend` waits on its way in and the engine with it (`late` False), or its
+    result is not there yet and the engine goes on. While `steps` is a list, every launch and append
+    is done when the gate that it adds there opens.
     """
 
     name = "fake"
@@ -70,21 +73,52 @@ class FakeBackend:
         self.failures: dict[str, list[Exception | None]] = {}
         self.gate = threading.Event()
         self.gate.set()
+        self.steps: list[threading.Event] | None = None
         self.closed = False
+
+    def step_by_step(self) -> list[threading.Event]:
+        """From now on each launch has a gate of its own."""
+        self.steps = []
+        return self.steps
+
+    def let_all(self) -> None:
+        """Open all gates, and do without from now on."""
+        steps, self.steps = self.steps or [], None
+        self.gate.set()
+        for gate in steps:
+            gate.set()
+
+    def _gate(self) -> threading.Event:
+        if self.steps is None:
+            return self.gate
+        gate = threading.Event()
+        self.steps.append(gate)
+        return gate
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
-        if error := self._failure(name):
-            raise error
+        error = self._failure(name)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or its traceback would hold this frame, and this frame it
 
     def _failure(self, name: str) -> Exception | None:
         script = self.failures.get(name)
         return script.pop(0) if script else None
 
-    def append(self, layer: int, k: Any, v: Any, slots: Int32) -> None:
+    def register(self, address: int, size: int) -> bool:
+        return False
+
+    def unregister(self, address: int) -> None:
+        """Nothing is ever registered."""
+
+    def append(self, layer: int, k: Any, v: Any, slots: Int32) -> Pending[None]:
         self._called("append")
         self.pool[layer, 0, slots] = k
         self.pool[layer, 1, slots] = v
+        return Done(None) if self.steps is None else Later(None, self._gate())
 
     def copy_rows(self, src_pages: Int32, dst_pages: Int32, num_rows: Int32) -> None:
         self._called("copy_rows")
@@ -100,7 +134,12 @@ class FakeBackend:
         if not self.late:
             assert self.gate.wait(WAIT_S), "nobody opened the gate"
         states = [self._attend(request) for request in requests]
-        return Later(states, self.gate, self._failure("result"))
+        outs = [request.out for request in requests]
+
+        def write(made: list[AttentionState]) -> list[AttentionState]:
+            return [written(state, out) for state, out in zip(made, outs, strict=True)]
+
+        return Later(states, self._gate(), self._failure("result"), write)
 
     def _attend(self, request: Attend) -> AttentionState:
         n = request.q.shape[0]
@@ -121,14 +160,15 @@ class FakeBackend:
                         seen &= (request.mask.bits[bit // 8] >> (bit % 8) & 1).astype(bool)
                     k, v = self.pool[request.layer, :, keys[seen]].swapaxes(0, 1)
                     parts[row].append((k, v))
-        o = np.zeros(request.q.shape)
-        lse = np.zeros(request.q.shape[:2], dtype=np.float32)
+        q: Any = request.q
+        o = np.zeros(q.shape)
+        lse = np.zeros(q.shape[:2], dtype=np.float32)
         for row in range(n):
             k, v = (np.concatenate([part[i] for part in parts[row]]) for i in (0, 1))
             o[order[row]], lse[order[row]] = dense_row(
-                request.q[order[row]], k, v, request.scoring.sm_scale
+                q[order[row]], k, v, request.scoring.sm_scale
             )
-        return AttentionState(o.astype(request.q.dtype), lse)
+        return AttentionState(o.astype(q.dtype), lse)
 
     def _keys(self, level: Level, segment: int) -> Any:
         pages = level.kv_indices[level.kv_indptr[segment] : level.kv_indptr[segment + 1]]
@@ -139,24 +179,51 @@ class FakeBackend:
 
     def attend_ragged(self, request: RaggedAttend) -> Pending[AttentionState]:
         self._called("attend_ragged")
-        n, heads = request.q.shape[:2]
-        state = AttentionState(np.zeros_like(request.q), np.zeros((n, heads), np.float32))
-        return Later(state, self.gate, self._failure("result"))
+        q: Any = request.q
+        state = AttentionState(np.zeros_like(q), np.zeros(q.shape[:2], np.float32))
+        return self._later(state, request.out)
 
     def merge(
-        self, o: Any, lse: Any, indptr: Int32, into: AttentionState | None = None
+        self,
+        o: Any,
+        lse: Any,
+        indptr: Int32,
+        into: AttentionState | None = None,
+        out: AttentionState | None = None,
     ) -> Pending[AttentionState]:
         self._called("merge")
         rows = indptr[:-1]
-        return Later(AttentionState(o[rows].copy(), lse[rows].copy()), self.gate)
+        return self._later(AttentionState(o[rows].copy(), lse[rows].copy()), out)
 
-    def gather(self, layer: int, slots: Int32, dtype: DType) -> Pending[tuple[Any, Any]]:
+    def gather(
+        self, layer: int, slots: Int32, dtype: DType, out: tuple[Any, Any] | None = None
+    ) -> Pending[tuple[Any, Any]]:
         self._called("gather")
         k, v = self.pool[layer][:, slots].astype(NUMPY_DTYPES[dtype])
-        return Later((k, v), self.gate, self._failure("result"))
+
+        def write(rows: tuple[Any, Any]) -> tuple[Any, Any]:
+            for place, part in zip(out or rows, rows, strict=True):
+                place[...] = part
+            return out or rows
+
+        return Later((k, v), self._gate(), self._failure("result"), write)
+
+    def _later(self, state: AttentionState, out: AttentionState | None) -> Later:
+        write: Callable[[Any], Any] = lambda made: written(made, out)  # noqa: E731
+        return Later(state, self._gate(), self._failure("result"), write)
 
     def close(self) -> None:
         self.closed = True
+
+
+def written(state: AttentionState, out: Any) -> AttentionState:
+    """The state at the place given for it, if one was."""
+    if out is None:
+        return state
+    out.o[...] = state.o
+    out.lse[...] = state.lse
+    place: AttentionState = out
+    return place
 
 
 def dense_row(q: Any, k: Any, v: Any, scale: float) -> tuple[Any, Any]:
@@ -168,84 +235,3 @@ def dense_row(q: Any, k: Any, v: Any, scale: float) -> tuple[Any, Any]:
     weights = np.exp(np.einsum("hd,thd->ht", q.astype(np.float64), k) * scale)
     total = weights.sum(axis=1)
     return np.einsum("ht,thd->hd", weights, v) / total[:, None], np.log(total)
-
-
-def with_engine(
-    backend: Any, scenario: Callable[[Engine], Coroutine[Any, Any, T]], queue_depth: int = 64
-) -> T:
-    """Run a scenario against a ready engine, and drain it."""
-
-    async def run() -> T:
-        engine = Engine(lambda: backend, queue_depth=queue_depth, metrics=Metrics())
-        engine.start()
-        await until(lambda: engine.state != "starting")
-        try:
-            return await scenario(engine)
-        finally:
-            if isinstance(backend, FakeBackend):
-                backend.gate.set()
-            await engine.drain(WAIT_S)
-
-    return asyncio.run(run())
-
-
-async def until(met: Callable[[], bool]) -> None:
-    """Wait for something another thread does."""
-    async with asyncio.timeout(WAIT_S):
-        while not met():
-            await asyncio.sleep(0.001)
-
-
-async def outcome(awaitable: Awaitable[T]) -> T | Exception:
-    """The result, or the exception, as a value."""
-    try:
-        return await awaitable
-    except Exception as error:
-        return error
-
-
-async def create(engine: Engine, *names: str, parent: str | None = None) -> None:
-    new = tuple(ops.NewSequence(name, parent) for name in names)
-    await engine.submit(ops.CreateSequences(new))
-
-
-async def pool(engine: Engine) -> ops.PoolInfo:
-    info = (await engine.submit(ops.PoolStatus())).answer
-    assert isinstance(info, ops.PoolInfo)
-    return info
-
-
-async def length(engine: Engine, name: str, layer: int = 0) -> int:
-    info = (await engine.submit(ops.GetSequence(name))).answer
-    assert isinstance(info, ops.SequenceInfo)
-    return info.lengths[layer]
-
-
-def rows(seed: int, n: int, geometry: PoolGeometry = GEOMETRY, dtype: Any = np.float32) -> Any:
-    """k or v [n, Hkv, D]."""
-    shape = (n, geometry.num_kv_heads, geometry.head_dim)
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
-
-
-def queries(seed: int, n: int, geometry: PoolGeometry = GEOMETRY, dtype: Any = np.float32) -> Any:
-    """q [n, 2 * Hkv, D]."""
-    shape = (n, 2 * geometry.num_kv_heads, geometry.head_dim)
-    return np.random.default_rng(1000 + seed).standard_normal(shape).astype(dtype)
-
-
-def append(name: str, n: int, layer: int = 0, seed: int = 0, **fields: Any) -> ops.Append:
-    indptr = np.array([0, n], dtype=np.int32)
-    fields = {"offsets": None, "k": rows(seed, n), "v": rows(seed + 1, n)} | fields
-    return ops.Append(layer=layer, sequences=(name,), append_indptr=indptr, **fields)
-
-
-def decode(*names: str, layer: int = 0, seed: int = 0, new: bool = False, **fields: Any) -> Any:
-    """A decode of fp32 rows; with `new`, of k and v appended first."""
-    count = len(names)
-    if new:
-        fields |= {"k": rows(seed + 2, count), "v": rows(seed + 3, count)}
-    fields = {"options": ops.Options(), "q": queries(seed, count)} | fields
-    indptr = np.arange(count + 1, dtype=np.int32)
-    return ops.Attention(
-        name="decode", layer=layer, sequences=names, qo_indptr=indptr, causal=True, **fields
-    )

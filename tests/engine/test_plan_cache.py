@@ -8,7 +8,6 @@ import pytest
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 from service.engine import plans
-from service.engine.operations import CascadeLevel
 from service.engine.plans import PlanCache
 
 IDS = ("a", "b")
@@ -62,7 +61,7 @@ def test_an_undone_extension_leaves_no_plan_that_names_its_pages(tree: PrefixTre
 
 def test_explicit_levels_are_cached_by_their_sequences_rows_and_row_count(tree: PrefixTree) -> None:
     cache = PlanCache(tree)
-    levels = (CascadeLevel(("a",), ONE_EACH[:2]), CascadeLevel(("b",), ONE_EACH[:2]))
+    levels = [(("a",), ONE_EACH[:2]), (("b",), ONE_EACH[:2])]
     first = cache.levels(levels, 0, False, 1)
     assert cache.levels(levels, 2, False, 1).plan is first.plan
     assert cache.levels(levels, 0, False, 2).plan is not first.plan

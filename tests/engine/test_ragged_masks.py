@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.backend import Mask
-from service.core.errors import InvalidRequest
 from service.engine.masks import ragged_mask
+from service.errors import InvalidRequest
 
 QO_INDPTR = np.array([0, 2, 2, 5], dtype=np.int32)
 KV_LENS = np.array([3, 4, 5], dtype=np.int32)
