@@ -158,7 +158,8 @@ class ServerSettings(Section):
     bursts, shallower ones push back sooner."""
 
     deadline_s: Annotated[float, Field(gt=0.0)] = 30.0
-    """Seconds an operation may wait for its turn when its request names no deadline; then 504."""
+    """Seconds an operation may take, waiting included, when its request names no deadline; then it
+    is answered 504 and has changed nothing."""
 
     drain_timeout_s: Annotated[float, Field(ge=0.0)] = 30.0
     """Seconds that a stopping service gives admitted work; what still runs five seconds later is
@@ -170,7 +171,7 @@ class ServerSettings(Section):
 
     max_json_bytes: Annotated[int, Field(ge=1024)] = 8 * 2**20
     """Largest JSON body, and largest answer as JSON: numbers as text take a door tens of times
-    longer to read and write than safetensors, and other requests of that door wait meanwhile."""
+    longer to read and write than safetensors."""
 
     max_answer_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**20
     """Largest answer: a small request can ask for all of the pool. Larger ones are refused with
@@ -181,7 +182,7 @@ class ServerSettings(Section):
     arena. What does not fit is answered 429. One largest body and one largest answer must fit."""
 
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    """Open connections of one HTTP door; one more is answered 503 and closed. Keep it below the
+    """Open connections of one HTTP door; one more is answered 429 and closed. Keep it below the
     process's limit of open files."""
 
     max_header_bytes: Annotated[int, Field(ge=1024)] = 64 * 2**10

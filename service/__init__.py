@@ -1,4 +1,4 @@
-"""The attnd service: routes, wire, engine, core."""
+"""The attnd service: an engine process, doors, and the road between them."""
 
 from typing import Final
 

@@ -130,7 +130,7 @@ class Cancelled(AttndError):
 
 
 class DeadlineExceeded(AttndError):
-    """The deadline passed before the operation ran; it did not run."""
+    """The deadline passed before the operation was done; it left no trace."""
 
 
 class OutOfPages(AttndError):
@@ -178,7 +178,9 @@ KINDS: Final[dict[type[AttndError], Kind]] = {
     Cancelled: Kind(499, "cancelled", "The caller took the operation back"),
     Internal: Kind(500, "internal", "A bug in the service"),
     NotReady: Kind(503, "not_ready", "The service is not ready"),
-    DeadlineExceeded: Kind(504, "deadline_exceeded", "The deadline passed before the request ran"),
+    DeadlineExceeded: Kind(
+        504, "deadline_exceeded", "The deadline passed before the request was done"
+    ),
     OutOfPages: Kind(507, "out_of_pages", "The pool is out of pages"),
     OutOfSequences: Kind(507, "out_of_sequences", "The pool is out of sequences"),
 }

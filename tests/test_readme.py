@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -13,6 +15,8 @@ import pytest
 
 from bench.servers import attnd
 from config.settings import load_settings
+from service.errors import KINDS
+from service.road.listening import default_path
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 README: Final = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -65,11 +69,13 @@ def test_the_curl_of_the_readme_gives_what_it_should() -> None:
     assert pool["sequences"] == 2
 
 
-def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (source,) = blocks("python")
-    assert "127.0.0.1:8080" in source
+@pytest.mark.parametrize("index", [0, 1], ids=["client", "session"])
+def test_the_python_of_the_readme_runs(index: int, capsys: pytest.CaptureFixture[str]) -> None:
+    source = blocks("python")[index]
     with attnd() as server:
         here = source.replace("127.0.0.1:8080", f"127.0.0.1:{server.port}")
+        here = here.replace("Session()", f"Session({server.socket!r})")
+        assert here != source
         exec(compile(here, "README.md", "exec"), {})
     assert capsys.readouterr().out == "(8, 32, 128) (8, 32) 2\n"
 
@@ -94,4 +100,46 @@ def test_the_defaults_told_are_the_defaults() -> None:
     assert defaults["pool.layout"] == pool.layout
     assert defaults["backend.kind"] == settings.backend.kind
     assert defaults["server.host"] == f"{server.host}, {server.port}"
+    assert defaults["server.http_workers"] == str(server.http_workers)
     assert defaults["server.queue_depth"] == f"{server.queue_depth}, {server.deadline_s:g}"
+    bodies, answers = mebibytes(server.max_body_bytes), mebibytes(server.max_answer_bytes)
+    assert defaults["server.max_body_bytes"] == f"{bodies} MiB, {answers} MiB"
+    assert (
+        defaults["server.max_inflight_bytes"]
+        == f"{mebibytes(server.max_inflight_bytes) / 1024:g} GiB"
+    )
+    assert defaults["engine.slice_ms"] == f"{settings.engine.slice_ms:g}"
+    assert defaults["engine.max_sequences"] == str(settings.engine.max_sequences)
+    uid, port = os.getuid(), server.port
+    place = defaults["server.socket"].replace("UID", str(uid)).replace("PORT", str(port))
+    assert str(default_path(port)) == str(Path(tempfile.gettempdir(), place.split("`")[0]))
+
+
+def table_rows(page: str, section: str) -> list[list[str]]:
+    """The cells of the first table under a heading of a page, its head left out."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").split(f"\n## {section}\n")[1]
+    lines = re.findall(r"^\|.*\|$", text.split("\n## ")[0], re.MULTILINE)
+    return [[cell.strip() for cell in line[1:-1].split(" | ")] for line in lines[2:]]
+
+
+def test_the_api_page_tells_every_error_and_its_status() -> None:
+    told = {(int(status), code.strip("`")) for status, code, *_ in table_rows("api.md", "Errors")}
+    assert told == {(kind.status, kind.code) for kind in KINDS.values()}
+
+
+def test_the_operations_page_tells_the_defaults_of_the_limits() -> None:
+    settings = load_settings([])
+    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    for names, defaults, *_ in table_rows("operations.md", "Limits"):
+        keys, values = re.findall(r"`(.+?)`", names), defaults.split(", ")
+        section = getattr(settings, keys[0].split(".")[0])
+        for key, told in zip(keys, values, strict=True):
+            number, _, unit = told.partition(" ")
+            default = getattr(section, key.split(".")[-1])
+            assert default == float(number) * units.get(unit, 1), f"{key}: {told}"
+
+
+def mebibytes(size: int) -> int:
+    whole, rest = divmod(size, 2**20)
+    assert rest == 0
+    return whole

@@ -1,1 +1,1 @@
-"""The engine: a bounded queue in front of the one thread that owns the pool and the device."""
+"""The engine: the one thread that owns the pool and the device, and its loop."""

@@ -44,11 +44,11 @@ class Place:
         self.length = 0
 
     def require(self, text_bytes: int, shapes: Sequence[Shaped] = (), remedy: str = "") -> None:
-        """Refuse an answer of so much JSON and these tensors before anything is changed for it.
+        """Refuse an answer of so much JSON, escaped, and these tensors, before anything is changed.
 
         Raises `AnswerTooLarge`, or `DoesNotFit` with what would do.
         """
-        needed = HEADER_BYTES + 2 * text_bytes
+        needed = HEADER_BYTES + text_bytes
         for shape in shapes:
             needed += TENSOR_BYTES + num_bytes(shape)
         if needed > self.limit:

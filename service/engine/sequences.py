@@ -21,8 +21,9 @@ from service.errors import OutOfSequences
 
 MADE_AT_ONCE: Final = 1024
 """Sequences that one slice makes: some 20 ms."""
-VIEW_BYTES: Final = 512
-"""Room for one sequence in an answer, beside its lengths."""
+VIEW_BYTES: Final = 160
+"""Room for one sequence in an answer, beside its ids and lengths."""
+LONGEST_ID: Final = 128
 NO_COST: Final = Cost()
 
 
@@ -32,8 +33,9 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
     free = store.max_sequences - tree.num_sequences
     if len(new) > free:
         raise OutOfSequences(len(new), max(free, 0), store.max_sequences)
-    request.place.require(view_bytes(store) * len(new))
     specs = [NewSpec(one.id or fresh_id(), one.parent, one.length) for one in new]
+    names = sum(len(spec.id) + len(spec.parent or "") for spec in specs)
+    request.place.require(view_bytes(store) * len(new) + names)
     refuse_uneven_parents(store, specs)
     if len(specs) > MADE_AT_ONCE:
         made: list[str] = []
@@ -103,7 +105,7 @@ def delete_sequence(store: Store, request: Request, _: Seconds) -> Work:
 
 def truncate(store: Store, request: Request, _: Seconds) -> Work:
     name, length = request.fields.id, request.fields.length
-    request.place.require(view_bytes(store))
+    request.place.require(view_bytes(store) + 2 * LONGEST_ID)
     copies = store.tree.truncate(name, length)
     try:
         copy_rows(store, copies)
@@ -124,13 +126,13 @@ def list_sequences(store: Store, request: Request, _: Seconds) -> Work:
     found = store.tree.list(fields.after, fields.limit + 1)
     shown = [sequence_fields(view) for view in found[: fields.limit]]
     following = shown[-1]["id"] if len(found) > fields.limit else None
-    request.place.require(view_bytes(store) * len(shown))
+    request.place.require((view_bytes(store) + 2 * LONGEST_ID) * len(shown))
     request.place.lay({"sequences": shown, "next": following})
     return Answered()
 
 
 def get_sequence(store: Store, request: Request, _: Seconds) -> Work:
-    request.place.require(view_bytes(store))
+    request.place.require(view_bytes(store) + 2 * LONGEST_ID)
     request.place.lay(sequence_fields(store.tree.describe(request.fields.id)))
     return Answered()
 

@@ -18,7 +18,7 @@ TEXT_BYTES: Final = 1024
 
 def info(store: Store, request: Request, _: Seconds) -> Work:
     text = dump_json(store.info.model_dump())
-    request.place.require(len(text))
+    request.place.require(2 * len(text))  # quotes are escaped in the header
     request.place.lay_text(text)
     return Answered()
 
