@@ -1,0 +1,47 @@
+"""The HTTP door's process; started by `python -m service`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import sys
+
+from service.processes import CANNOT_START, Inherited, receive
+
+
+def main() -> int:
+    """Serve until drained; the process's exit status."""
+    inherited = receive()
+    from service.logs import set_up_logs
+
+    set_up_logs(inherited.settings.log, inherited.process)
+    raise_limit_of_files()
+    return serve(inherited)
+
+
+def serve(inherited: Inherited) -> int:
+    from service.doors.http.server import make_server
+    from service.metrics import Metrics
+
+    def watch(loop: asyncio.AbstractEventLoop) -> None:
+        loop.add_reader(inherited.lifeline, os._exit, 1)
+
+    metrics = Metrics(inherited.process, inherited.metrics)
+    server = make_server(
+        inherited.settings, inherited.engine_socket, inherited.sockets, metrics, inherited.process
+    )
+    server.on_loop = watch
+    server.run()
+    return CANNOT_START if server.failed else 0
+
+
+def raise_limit_of_files() -> None:
+    """As far as the process may by itself: every connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

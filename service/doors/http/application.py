@@ -1,0 +1,53 @@
+"""The FastAPI application: one router, made from the table of operations."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.routing import Route
+
+from service import __version__
+from service.doors.http.openapi import DESCRIPTION, document
+from service.doors.http.operation import PathEndpoint
+from service.doors.http.pages import Pages
+from service.operations.spec import Operation
+from service.operations.table import OPERATIONS
+
+if TYPE_CHECKING:
+    from service.doors.http.door import Door
+
+
+def make_application(door: Door) -> FastAPI:
+    """The application of one door. Errors leave it as exceptions: the connection tells them."""
+    app = FastAPI(
+        title="attnd",
+        version=__version__,
+        description=DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.openapi = cache(document)  # type: ignore[method-assign]
+    routes = app.router.routes
+    for path, operations in by_path().items():
+        routes.append(Route(path, PathEndpoint(door, operations), name=operations[0].name))
+    routes.extend(Pages(door, app.openapi).routes())
+    return app
+
+
+def by_path() -> dict[str, list[Operation]]:
+    """The operations of each path, in the order in which the router tries them: first those that a
+    model's every step calls."""
+    paths: dict[str, list[Operation]] = {}
+    for operation in sorted(OPERATIONS, key=rank):
+        paths.setdefault(operation.path, []).append(operation)
+    return paths
+
+
+def rank(operation: Operation) -> int:
+    if operation.takes:
+        return 0 if "k" in {one.name for one in operation.takes} else 1
+    return 2 if operation.gives else 3

@@ -1,0 +1,181 @@
+"""A request's body on its way from the socket into a slot of the arena."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, Protocol
+
+from service.doors.http.chunks import Chunks
+from service.doors.http.gone import ClientGone
+from service.errors import AttndError, BodyTooLarge
+from service.road.slots import ArenaFull, Slot
+
+FIRST_BYTES: Final = 64 * 2**10
+"""Room that a body of unknown length gets first; then twice as much each time."""
+NOTHING: Final = memoryview(b"")
+
+
+class Source(Protocol):
+    """Where slots come from, and go to."""
+
+    def take(self, size: int) -> Slot:
+        """Raises ArenaFull."""
+
+    def give_back(self, slot: Slot) -> None: ...
+
+
+class Body:
+    """One body. A declared length is received straight into its slot, chunks are copied there.
+
+    When no slot can be had at once it stalls, holding what `wanted` says, until it is `place`d.
+    """
+
+    __slots__ = (
+        "chunks",
+        "complete",
+        "declared",
+        "failure",
+        "limit",
+        "received",
+        "slot",
+        "source",
+        "view",
+        "waiting",
+        "wanted",
+    )
+
+    def __init__(self, declared: int | None, chunks: Chunks | None, limit: int) -> None:
+        self.declared = declared
+        self.chunks = chunks
+        self.limit = limit
+        self.received = 0
+        self.complete = chunks is None and not declared
+        self.slot: Slot | None = None
+        self.view = NOTHING
+        self.source: Source | None = None
+        self.wanted = 0
+        """Bytes of the slot that it waits for; 0 when it has room."""
+        self.failure: AttndError | ClientGone | None = None
+        self.waiting: asyncio.Future[None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes in what comes: it was asked for, and has room."""
+        if self.source is None or self.wanted or self.failure is not None:
+            return False
+        return self.slot is not None
+
+    @property
+    def left(self) -> int:
+        """Declared bytes that have not come yet."""
+        return 0 if self.declared is None else self.declared - self.received
+
+    def begin(self, source: Source) -> None:
+        """Ask for room; a body declared beyond the limit gets none, and will be refused."""
+        self.source = source
+        if not self.complete and (self.declared or 0) <= self.limit:
+            self.ask(FIRST_BYTES if self.declared is None else self.declared)
+
+    def ask(self, size: int) -> None:
+        """Take a slot, or stall."""
+        if self.source is None:
+            raise RuntimeError("a body that nobody asked for has no room: this is a bug")
+        try:
+            self.place(self.source.take(size))
+        except ArenaFull:
+            self.wanted = size
+            self.wake()
+
+    def place(self, slot: Slot) -> None:
+        """Go on in this slot, with what has come already copied over."""
+        view = slot.view()
+        view[: self.received] = self.view[: self.received]
+        self.release()
+        self.slot, self.view, self.wanted = slot, view, 0
+
+    def room(self) -> memoryview:
+        """Where the next bytes of a body of declared length go."""
+        return self.view[self.received : self.declared]
+
+    def got(self, count: int) -> None:
+        """`count` bytes were received into `room`."""
+        self.received += count
+        if self.received == self.declared:
+            self.finish()
+
+    def feed(self, data: memoryview) -> int:
+        """Copy in what has come; how much of `data` was the body's. Less than all of it when the
+        body is complete, or stalls."""
+        if self.chunks is None:
+            piece = data[: self.left]
+            self.view[self.received : self.received + len(piece)] = piece
+            self.got(len(piece))
+            return len(piece)
+        return self.feed_chunks(self.chunks, data)
+
+    def feed_chunks(self, chunks: Chunks, data: memoryview) -> int:
+        """As `feed`, one chunk's data after another while there is room."""
+        used = 0
+        for begin, end in chunks.read(data):
+            size = self.received + end - begin
+            if size > self.limit:
+                raise too_large(size, self.limit)
+            if size > len(self.view):
+                self.ask(min(max(2 * len(self.view), size), self.limit))
+                if self.wanted:
+                    chunks.left += end - begin
+                    return begin
+            self.view[self.received : size] = data[begin:end]
+            self.received, used = size, end
+        if (size := self.received + chunks.left) > self.limit + 2:
+            raise too_large(size, self.limit)
+        if chunks.done:
+            self.finish()
+        return used
+
+    def finish(self) -> None:
+        self.complete = True
+        self.wake()
+
+    def fail(self, error: AttndError | ClientGone) -> None:
+        """It will not come whole: whoever waits for it raises this."""
+        self.failure = self.failure or error
+        self.wake()
+
+    def wake(self) -> None:
+        if self.waiting is not None and not self.waiting.done():
+            self.waiting.set_result(None)
+
+    async def change(self) -> None:
+        """Return when it is complete or stalls. Raises its failure."""
+        if not (self.complete or self.wanted or self.failure):
+            self.waiting = asyncio.get_running_loop().create_future()
+            await self.waiting
+        if self.failure is not None:
+            raise self.failure
+
+    def check(self, limit: int) -> None:
+        """Hold it to a limit. Raises BodyTooLarge, and its failure."""
+        if self.failure is not None:
+            raise self.failure
+        self.limit = min(self.limit, limit)
+        size = max(self.declared or 0, self.received)
+        if size > limit:
+            raise too_large(size, limit)
+
+    def take_over(self, slot: Slot, source: Source) -> None:
+        """Hold the request's image from now on, in place of the body as it came."""
+        self.release()
+        self.slot, self.source = slot, source
+
+    def release(self) -> None:
+        """Give its memory back, now."""
+        self.view = NOTHING
+        if self.slot is not None and self.source is not None:
+            self.source.give_back(self.slot)
+        self.slot = None
+
+
+def too_large(size: int, limit: int) -> AttndError:
+    told = f"the body is {size} bytes or more, at most {limit} are read: send less at once"
+    return BodyTooLarge(told, size=size, limit=limit)

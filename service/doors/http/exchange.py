@@ -1,0 +1,183 @@
+"""One request and its answer: the headers that matter, its clock, and its answer's head."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+from http import HTTPStatus
+from random import getrandbits
+from time import perf_counter
+from typing import TYPE_CHECKING, Final
+
+from service.doors.http.bodies import Body
+from service.doors.http.heads import Head, Headers
+from service.errors import InvalidRequest, UnsupportedMediaType
+from service.road.frames import NO_STAGES
+
+if TYPE_CHECKING:
+    from service.doors.http.protocol import Connection
+
+SAFETENSORS: Final = "application/vnd.safetensors"
+JSON: Final = "application/json"
+PROBLEM: Final = "application/problem+json"
+REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+HEX_ID: Final = re.compile(rb"[0-9a-fA-F]{32}")
+DEADLINE_HEADER: Final = "X-Attnd-Deadline-Ms"
+MIN_DEADLINE_MS: Final = 1.0
+MAX_DEADLINE_MS: Final = 3_600_000.0
+CLIENT_GONE: Final = 499
+"""Logged for a client that hung up; nobody is there to read it."""
+NO_BODY: Final = frozenset({204, 304})
+STATUS_LINES: Final = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
+
+
+class Exchange:
+    """What is known of a request from its head, and what is told about it at the end."""
+
+    __slots__ = (
+        "accept",
+        "body",
+        "code",
+        "connection",
+        "content_encoding",
+        "content_type",
+        "deadline",
+        "deadline_us",
+        "expects_continue",
+        "head",
+        "is_answered",
+        "is_gone",
+        "keep_alive",
+        "method",
+        "op",
+        "path",
+        "peer",
+        "request_id",
+        "seconds",
+        "stages",
+        "started",
+        "status",
+    )
+
+    def __init__(self, head: Head | None, peer: str) -> None:
+        """`head` None: what came was no request."""
+        self.started = perf_counter()
+        self.seconds = 0.0
+        self.op = "unknown"
+        self.status = 0
+        self.code = "ok"
+        self.peer = peer
+        self.stages: Sequence[float] = NO_STAGES
+        self.connection: Connection | None = None
+        self.body: Body | None = None
+        self.is_answered = self.is_gone = False
+        self.content_type = self.accept = self.content_encoding = b""
+        self.deadline: bytes | None = None
+        self.deadline_us = 0
+        self.expects_continue = False
+        self.head = head
+        self.method = head.method if head else "-"
+        self.path = head.target.path if head else "-"
+        self.keep_alive = head.keep_alive if head else False
+        given = self.read_headers(head.headers) if head else b""
+        self.request_id = given if REQUEST_ID.fullmatch(given) else b"%032x" % getrandbits(128)
+
+    def read_headers(self, headers: Headers) -> bytes:
+        """Keep the headers that matter; the request id given, or nothing."""
+        request_id = b""
+        for name, value in headers:
+            match name:
+                case b"content-type":
+                    self.content_type = value
+                case b"accept":
+                    self.accept = value
+                case b"x-request-id":
+                    request_id = value
+                case b"content-encoding":
+                    self.content_encoding = value
+                case b"x-attnd-deadline-ms":
+                    self.deadline = value
+                case b"expect":
+                    self.expects_continue = value.lower() == b"100-continue"
+        return request_id
+
+    @property
+    def call_id(self) -> bytes:
+        """The request id in the 16 bytes that the road has for it: itself when it is that many in
+        hexadecimal, else its BLAKE2b digest."""
+        if HEX_ID.fullmatch(self.request_id):
+            return bytes.fromhex(self.request_id.decode("ascii"))
+        return blake2b(self.request_id, digest_size=16).digest()
+
+    def read_deadline(self) -> None:
+        """Take in how long the operation may wait, when the client says so."""
+        if self.deadline is None:
+            return
+        try:
+            milliseconds = float(self.deadline)
+        except ValueError:
+            milliseconds = math.nan
+        if not MIN_DEADLINE_MS <= milliseconds <= MAX_DEADLINE_MS:
+            rule = f"must be milliseconds, {MIN_DEADLINE_MS:.0f} to {MAX_DEADLINE_MS:.0f}"
+            raise InvalidRequest(DEADLINE_HEADER, self.deadline.decode("latin-1"), rule)
+        self.deadline_us = int(milliseconds * 1e3)
+
+    def media_type(self, known: Sequence[str]) -> str:
+        """The request's media type, one of `known`; raises UnsupportedMediaType."""
+        given = self.content_type.split(b";", 1)[0].strip().lower().decode("latin-1")
+        if given not in known:
+            told = f"Content-Type is {given[:100] or 'not given'}: send {' or '.join(known)}"
+            raise UnsupportedMediaType(told, supported=list(known))
+        if self.content_encoding not in (b"", b"identity"):
+            encoding = self.content_encoding.decode("latin-1")[:100]
+            raise UnsupportedMediaType(f"Content-Encoding is {encoding}: send the body as it is")
+        return given
+
+    def answer_type(self, given: str) -> str:
+        """The media type of the answer: what Accept names first, else that of the request."""
+        accept = self.accept
+        if not accept or accept == b"*/*":
+            return given
+        for part in accept.lower().split(b","):
+            name = part.split(b";", 1)[0].strip()
+            if name == b"application/json":
+                return JSON
+            if name == b"application/vnd.safetensors":
+                return SAFETENSORS
+        return given
+
+    def answer_head(self, status: int, length: int, date: bytes, headers: Headers) -> bytes:
+        """Status line and headers of the answer, with those that every answer carries."""
+        more = b"".join([b"%b: %b\r\n" % header for header in headers])
+        if status not in NO_BODY:
+            more += b"content-length: %d\r\n" % length
+        if not self.keep_alive:
+            more += b"connection: close\r\n"
+        return b"%b%bx-request-id: %b\r\nserver-timing: %b\r\ndate: %b\r\n\r\n" % (
+            STATUS_LINES[status],
+            more,
+            self.request_id,
+            self.server_timing(),
+            date,
+        )
+
+    def server_timing(self) -> bytes:
+        """Milliseconds per stage; 0 for a stage that the request never reached."""
+        queue, plan, copy_in, kernel, copy_out, encode = self.stages
+        return (
+            b"queue;dur=%.3f, plan;dur=%.3f, copy-in;dur=%.3f, kernel;dur=%.3f, "
+            b"copy-out;dur=%.3f, encode;dur=%.3f"
+        ) % (queue * 1e3, plan * 1e3, copy_in * 1e3, kernel * 1e3, copy_out * 1e3, encode * 1e3)
+
+    def end(self, status: int, code: str) -> None:
+        """The answer is out: stop the clock, and let go of what only the answer needed."""
+        self.seconds = perf_counter() - self.started
+        self.status = status
+        self.code = code
+        if self.body is not None:
+            self.body.release()
+        self.body = self.head = self.connection = None

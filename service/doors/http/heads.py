@@ -1,0 +1,156 @@
+"""Request heads: parsed by llhttp, within the limits on their bytes and lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+from urllib.parse import unquote
+
+import httptools
+
+from service.errors import AttndError, HeadersTooLarge, MalformedRequest
+
+END: Final = b"\r\n\r\n"
+REMEMBERED_BYTES: Final = 128
+"""Longest target whose parts are remembered."""
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The parts of a request's target."""
+
+    path: str
+    raw_path: bytes
+    query: bytes
+
+
+@dataclass(slots=True)
+class Head:
+    """A request's first line and headers, their names in lower case."""
+
+    method: str
+    target: Target
+    headers: Headers
+    is_http_11: bool
+    keep_alive: bool
+
+
+class HeadParser:
+    """Reads one head, in as many pieces as it comes. Bodies never come here."""
+
+    __slots__ = (
+        "done",
+        "headers",
+        "keep_alive",
+        "max_bytes",
+        "max_lines",
+        "parser",
+        "scanned",
+        "tail",
+        "url",
+    )
+
+    def __init__(self, max_bytes: int, max_lines: int) -> None:
+        self.max_bytes = max_bytes
+        self.max_lines = max_lines
+        self.headers: Headers = []
+        self.url = b""
+        self.done = self.keep_alive = False
+        self.tail = b""
+        """The last bytes that came: an end may be cut by the pieces."""
+        self.scanned = 0
+        self.parser = httptools.HttpRequestParser(self)
+
+    @property
+    def started(self) -> bool:
+        """Whether any byte of a head has come."""
+        return self.scanned > 0
+
+    def feed(self, data: bytearray | bytes, begin: int, end: int) -> int | None:
+        """Take in `data[begin:end]`. When the head ends there: the first byte after it, else None.
+
+        Raises MalformedRequest and HeadersTooLarge.
+        """
+        while begin < end and not self.done:
+            stop = self.end_of_lines(data, begin, end)
+            self.scanned += stop - begin
+            if self.scanned > self.max_bytes:
+                raise HeadersTooLarge(
+                    f"the request line and headers pass {self.max_bytes} bytes: send fewer, or "
+                    "raise server.max_header_bytes"
+                )
+            piece = bytes(memoryview(data)[begin:stop])
+            self.tail = (self.tail + piece)[1 - len(END) :]
+            self.run(piece)
+            begin = stop
+        return begin if self.done else None
+
+    def end_of_lines(self, data: bytearray | bytes, begin: int, end: int) -> int:
+        """The first byte after an empty line, which may have begun in an earlier piece; or `end`.
+
+        Empty lines may also come before a request.
+        """
+        if self.tail:
+            joined = self.tail + bytes(memoryview(data)[begin : min(end, begin + len(END) - 1)])
+            if (found := joined.find(END)) >= 0:
+                return begin + found + len(END) - len(self.tail)
+        found = data.find(END, begin, end)
+        return end if found < 0 else found + len(END)
+
+    def run(self, piece: bytes) -> None:
+        """Hand a piece to llhttp; what it refuses is no HTTP."""
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:
+            pass  # no other protocol is spoken here: the request is answered as it is
+        except httptools.HttpParserCallbackError as error:
+            if isinstance(error.__context__, AttndError):
+                raise error.__context__ from None
+            raise
+        except httptools.HttpParserError as error:
+            raise MalformedRequest(f"this is no HTTP/1.1 request: {error}") from None
+
+    def head(self) -> Head:
+        """The head, when `done`. Raises MalformedRequest for a version or target of no use."""
+        parser = self.parser
+        version = parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            raise MalformedRequest(f"HTTP/{version}: this service speaks HTTP/1.1")
+        split = split_target if len(self.url) <= REMEMBERED_BYTES else split_target.__wrapped__
+        return Head(
+            method=parser.get_method().decode("ascii"),
+            target=split(self.url),
+            headers=self.headers,
+            is_http_11=version == "1.1",
+            keep_alive=version == "1.1" and self.keep_alive,
+        )
+
+    # what llhttp calls
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+        if len(self.headers) > self.max_lines:
+            raise HeadersTooLarge(
+                f"more than {self.max_lines} headers: send fewer, or raise server.max_header_count"
+            )
+
+    def on_headers_complete(self) -> None:
+        self.keep_alive = self.parser.should_keep_alive()  # forgotten at the end of the message
+        self.done = True
+
+
+@lru_cache(maxsize=1024)
+def split_target(url: bytes) -> Target:
+    """Path and query of a request's target; requests repeat theirs."""
+    try:
+        parsed = httptools.parse_url(url)
+    except httptools.HttpParserInvalidURLError:
+        raise MalformedRequest(f"the request's target {url[:100]!r} is no path") from None
+    raw_path = parsed.path or b"/"
+    path = raw_path.decode("latin-1")
+    return Target(unquote(path) if "%" in path else path, raw_path, parsed.query or b"")

@@ -1,0 +1,146 @@
+"""Long JSON is turned into images, and images into long JSON, by a process beside the door.
+
+The two share the arena, so only places and lengths go between them. The process is started when it
+is first needed, works on one body at a time, and ends when it has been idle for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from service.doors.http.problems import ProblemText
+from service.doors.http.worker import DONE, FAILED, ORDER, OUTCOME, TO_IMAGE, TO_JSON
+from service.errors import Internal, Overloaded
+from service.image.json_text import dump_json
+from service.road.slots import Slot
+
+if TYPE_CHECKING:
+    from service.doors.http.door import Door
+
+IDLE_S: Final = 60.0
+MAX_WAITING: Final = 16
+GROWTH: Final = 4
+"""At most so many bytes of an image become of one character: `0,` may stand for an F64."""
+SPARE_BYTES: Final = 64 * 2**10
+
+
+class Helper:
+    """The process, as its door sees it."""
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+        self.turn = asyncio.Lock()
+        self.waiting = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.sock: socket.socket | None = None
+        self.ending: asyncio.TimerHandle | None = None
+
+    async def image_of_json(
+        self, text: Slot, length: int, given: Mapping[str, Any]
+    ) -> tuple[Slot, int]:
+        """The image of a request of `length` characters. Raises ProblemText, Overloaded."""
+        room = GROWTH * length + SPARE_BYTES
+        fields = dump_json(given).encode()
+        slot, size = await self.ask(TO_IMAGE, text, length, room, fields)
+        if slot is None:
+            raise Internal(f"{length} bytes of JSON became an image of {size}: this is a bug")
+        return slot, size
+
+    async def json_of_image(self, image: Slot, length: int, limit: int) -> tuple[Slot | None, int]:
+        """An answer as JSON and its length; no slot when that passes the limit."""
+        return await self.ask(TO_JSON, image, length, limit, b"")
+
+    async def ask(
+        self, kind: int, source: Slot, length: int, room: int, given: bytes
+    ) -> tuple[Slot | None, int]:
+        """One order. It is carried out to its end even when nobody waits for it any more, because
+        the process still writes to its slot."""
+        if self.waiting >= MAX_WAITING:
+            told = f"{self.waiting} long JSON bodies wait already: retry later, or send safetensors"
+            raise Overloaded(told, retry_after_s=1.0)
+        work = asyncio.ensure_future(self.order(kind, source, length, room, given))
+        work.add_done_callback(forget_error)
+        return await asyncio.shield(work)
+
+    async def order(
+        self, kind: int, source: Slot, length: int, room: int, given: bytes
+    ) -> tuple[Slot | None, int]:
+        """Wait for the turn, and for the outcome."""
+        source.hold()
+        self.waiting += 1
+        try:
+            async with self.turn:
+                into = await self.door.slot(room)
+                head = ORDER.pack(kind, source.offset, length, into.offset, room, len(given))
+                outcome, size, problem = await self.exchange(head + given)
+        finally:
+            self.waiting -= 1
+            source.free()
+        if outcome == DONE:
+            return into, size
+        into.free()
+        if outcome == FAILED:
+            raise ProblemText(problem.decode())
+        return None, size
+
+    async def exchange(self, order: bytes) -> tuple[int, int, bytes]:
+        """Send an order, and receive its outcome."""
+        loop = self.door.loop
+        if self.ending is not None:
+            self.ending.cancel()
+        sock = self.sock if self.sock is not None else self.start()
+        try:
+            await loop.sock_sendall(sock, order)
+            outcome, size, length = OUTCOME.unpack(await self.receive(sock, OUTCOME.size))
+            problem = await self.receive(sock, length)
+        except OSError as error:
+            self.close()
+            raise Internal(f"the process for long JSON has ended: {error}") from error
+        self.ending = loop.call_later(IDLE_S, self.close)
+        return outcome, size, problem
+
+    async def receive(self, sock: socket.socket, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            piece = await self.door.loop.sock_recv(sock, size - len(data))
+            if not piece:
+                raise ConnectionResetError("its socket was closed")
+            data += piece
+        return data
+
+    def start(self) -> socket.socket:
+        """Start the process; it maps the arena too."""
+        arena = self.door.ready().mapping.fd
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            descriptors = (theirs.fileno(), arena)
+            self.process = subprocess.Popen(
+                (sys.executable, "-m", "service.doors.http.worker", *map(str, descriptors)),
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                start_new_session=True,  # Ctrl-C is not for it
+            )
+        self.sock = ours
+        return ours
+
+    def close(self) -> None:
+        """End the process; there is nothing that it could lose."""
+        if self.ending is not None:
+            self.ending.cancel()
+        if self.process is not None and self.sock is not None:
+            self.process.kill()
+            self.process.wait()
+            self.sock.close()
+        self.process = self.sock = self.ending = None
+
+
+def forget_error(work: asyncio.Future[Any]) -> None:
+    """Whoever waited has it; and if nobody does, it is nobody's."""
+    if not work.cancelled():
+        work.exception()

@@ -1,0 +1,59 @@
+"""What is told of answered requests, a little later: their log lines and their metrics.
+
+A client that sends its next request at once would wait for both to be written, so they are kept
+for a few milliseconds and told together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from service.doors.http.exchange import Exchange
+from service.metrics import Metrics
+
+ACCESS: Final = logging.getLogger("attnd.access")
+DELAY_S: Final = 0.01
+"""How long an answered request may stay untold."""
+QUIET: Final = frozenset({"live", "ready", "metrics"})
+"""Asked every few seconds by machines: logged at debug."""
+
+
+class Ledger:
+    """Belongs to one event loop; `settle` tells all at once (before a scrape, at the end)."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._answered: list[Exchange] = []
+
+    def add(self, exchange: Exchange) -> None:
+        """The request was answered just now."""
+        if not self._answered:
+            asyncio.get_running_loop().call_later(DELAY_S, self.settle)
+        self._answered.append(exchange)
+
+    def settle(self) -> None:
+        """Tell all that was answered."""
+        answered, self._answered = self._answered, []
+        for exchange in answered:
+            self._metrics.observe(exchange.op, exchange.code, exchange.seconds)
+            log(exchange)
+
+
+def log(exchange: Exchange) -> None:
+    """The access line of one request."""
+    level = logging.DEBUG if exchange.op in QUIET and exchange.status == 200 else logging.INFO
+    if not ACCESS.isEnabledFor(level):
+        return
+    told = {
+        "id": exchange.request_id.decode("ascii"),
+        "op": exchange.op,
+        "method": exchange.method,
+        "path": exchange.path,
+        "status": exchange.status,
+        "code": exchange.code,
+        "duration_ms": round(exchange.seconds * 1e3, 3),
+        "peer": exchange.peer,
+    }
+    ACCESS.log(level, "request", extra={"fields": told})

@@ -1,0 +1,217 @@
+"""The endpoint of one path's operations: the request's image to the engine, its answer back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qsl
+
+from service.doors.http.answering import (
+    EXCHANGE,
+    Receive,
+    Scope,
+    Send,
+    answer,
+    read_body,
+)
+from service.doors.http.exchange import JSON, SAFETENSORS, Exchange
+from service.doors.http.problems import ProblemText, wrong_method
+from service.errors import AnswerTooLarge, AttndError, Internal, MalformedBody
+from service.image.dtypes import Part
+from service.image.json_body import fields_text_of_image, image_of_json, json_of_image
+from service.image.json_text import dump_json
+from service.image.reading import REQUEST
+from service.image.writing import PROBLEM, header
+from service.operations.query import query_values
+from service.operations.spec import Operation
+from service.road.caller import Answered
+from service.road.slots import Slot
+
+if TYPE_CHECKING:
+    from service.doors.http.door import Door
+
+SPARE_BYTES: Final = 64 * 2**10
+"""Room for an answer beyond the length of its request; one that is longer is asked for again."""
+MOST_FIELDS: Final = 2**20
+"""Room for an answer without tensors, whatever the length of its request."""
+JOIN_BYTES: Final = 64 * 2**10
+"""Answers up to this length are copied, and leave the arena at once."""
+INLINE_BYTES: Final = 64 * 2**10
+"""JSON and images up to this length are turned into each other here, longer ones by the helper."""
+JSON_GROWTH: Final = 13
+"""At most so many characters become of one byte: a BF16 takes 2 bytes, or 25 characters."""
+LESS: Final = "ask for less at once (gather takes start and stop), or raise server.max_answer_bytes"
+AS_SAFETENSORS: Final = (
+    f"send `Accept: {SAFETENSORS}`, ask for less at once, or raise server.max_json_bytes"
+)
+CONTENT_TYPES: Final = {name: (b"content-type", name.encode()) for name in (SAFETENSORS, JSON)}
+
+
+class PathEndpoint:
+    """ASGI: all operations of one path, by method."""
+
+    __slots__ = ("allow", "by_method")
+
+    def __init__(self, door: Door, operations: Sequence[Operation]) -> None:
+        self.by_method: dict[str, Caller] = {one.method: Caller(door, one) for one in operations}
+        if "GET" in self.by_method:
+            self.by_method["HEAD"] = self.by_method["GET"]
+        self.allow = sorted(self.by_method)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope[EXCHANGE]
+        caller = self.by_method.get(exchange.method)
+        if caller is None:
+            raise wrong_method(exchange, self.allow)
+        await caller.run(exchange, scope["path_params"])
+
+
+class Caller:
+    """Calls one operation for HTTP requests."""
+
+    __slots__ = ("door", "limits", "media", "operation")
+
+    def __init__(self, door: Door, operation: Operation) -> None:
+        self.door = door
+        self.operation = operation
+        self.limits = door.limits
+        self.media = (SAFETENSORS, JSON) if operation.has_tensors else (JSON,)
+
+    async def run(self, exchange: Exchange, params: Mapping[str, Any]) -> None:
+        """One request; raises whatever it deserves."""
+        operation = self.operation
+        exchange.op = operation.name
+        given = self.given(exchange, params)
+        media = exchange.media_type(self.media) if operation.has_body else JSON
+        self.door.ready()
+        exchange.read_deadline()
+        if media == SAFETENSORS:
+            request, length = await read_body(self.door, exchange, self.limits.max_body_bytes)
+        else:
+            request, length = await self.read_json(exchange, given)
+        if request is None:
+            raise MalformedBody("0 bytes: a safetensors body has at least 8")
+        to_json = not operation.has_tensors or exchange.answer_type(media) == JSON
+        answered, slot = await self.call(exchange, request, length, self.most(to_json))
+        exchange.stages = answered.stages
+        if answered.status >= 400:
+            self.door.give_back(slot)
+            raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
+        elif operation.answer is None:
+            self.door.give_back(slot)
+            answer(self.door, exchange, answered.status, [], [])
+        elif to_json:
+            await self.answer_json(exchange, answered, slot)
+        else:
+            self.answer_image(exchange, answered, slot)
+
+    def given(self, exchange: Exchange, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that path and query give."""
+        query = exchange.head.target.query if exchange.head is not None else b""
+        if not query:
+            return dict(params)
+        pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+        return {**query_values(self.operation, pairs), **params}
+
+    async def read_json(self, exchange: Exchange, given: dict[str, Any]) -> tuple[Slot, int]:
+        """The image of a request in JSON, or of one without a body; its slot is the exchange's."""
+        door, body = self.door, exchange.body
+        if body is None:
+            raise Internal("a request was read after its answer: this is a bug")
+        if self.operation.has_body:
+            limit = min(self.limits.max_json_bytes, self.limits.max_body_bytes)
+            text, length = await read_body(door, exchange, limit)
+            if text is not None and length > INLINE_BYTES:
+                slot, length = await door.helper.image_of_json(text, length, given)
+                body.take_over(slot, door)
+                return slot, length
+            parts = image_of_json(b"" if text is None else bytes(text.view(length)), given)
+        else:
+            parts = [header(REQUEST, dump_json(given), ())]
+        slot = await door.slot(sum(map(len, parts)))
+        length = lay(parts, slot.view())
+        body.take_over(slot, door)
+        return slot, length
+
+    def most(self, to_json: bool) -> int:
+        """The longest answer, as an image, that may be asked of the engine.
+
+        As JSON it may be longer. Where the pool may have been changed it is too late to find that
+        out afterwards, so as much is allowed as fits in any case; of what is only read, as much as
+        may fit, and the text decides.
+        """
+        if not to_json:
+            return self.limits.max_answer_bytes
+        operation, limit = self.operation, self.limits.max_json_bytes
+        longest = limit // JSON_GROWTH if operation.takes and operation.gives else 2 * limit
+        return min(self.limits.max_answer_bytes, longest + SPARE_BYTES)
+
+    async def call(
+        self, exchange: Exchange, request: Slot, length: int, most: int
+    ) -> tuple[Answered, Slot]:
+        """The engine's answer, and the slot that it lies in."""
+        operation, door = self.operation, self.door
+        room = length if operation.gives else min(length, MOST_FIELDS)
+        slot = await door.slot(min(room + SPARE_BYTES, most))
+        try:
+            while True:
+                answered = await door.ready().call(
+                    operation.number,
+                    request,
+                    length,
+                    slot,
+                    deadline_us=exchange.deadline_us,
+                    request_id=exchange.call_id,
+                )
+                if not answered.needed:
+                    return answered, slot
+                if answered.needed > most:
+                    raise too_large(answered.needed, most, self.limits.max_answer_bytes)
+                self.door.give_back(slot)
+                slot = await door.slot(answered.needed)
+        except BaseException:
+            self.door.give_back(slot)
+            raise
+
+    def answer_image(self, exchange: Exchange, answered: Answered, slot: Slot) -> None:
+        """Send the image: as a copy when it is short, else out of the arena, whose slot is free
+        when the last of its bytes has gone."""
+        headers = [CONTENT_TYPES[SAFETENSORS]]
+        answer(self.door, exchange, answered.status, headers, [answered.image])
+        if len(answered.image) <= JOIN_BYTES:
+            self.door.give_back(slot)
+
+    async def answer_json(self, exchange: Exchange, answered: Answered, slot: Slot) -> None:
+        """Send the image as JSON; a long one is written by the helper."""
+        started = perf_counter()
+        limit, length = self.limits.max_json_bytes, len(answered.image)
+        part: Part = b""
+        try:
+            if length <= INLINE_BYTES:
+                part = json_of_image(answered.image)
+                size = len(part)
+            else:
+                written, size = await self.door.helper.json_of_image(slot, length, limit)
+                part = b"" if written is None else written.view(size)
+        finally:
+            self.door.give_back(slot)
+        if size > limit:
+            raise AnswerTooLarge(size, limit, AS_SAFETENSORS)
+        *stages, encode = answered.stages
+        exchange.stages = (*stages, encode + perf_counter() - started)
+        answer(self.door, exchange, answered.status, [CONTENT_TYPES[JSON]], [part])
+
+
+def too_large(size: int, most: int, max_answer_bytes: int) -> AttndError:
+    """The answer is longer than what may be asked of the engine."""
+    return AnswerTooLarge(size, most, LESS if most >= max_answer_bytes else AS_SAFETENSORS)
+
+
+def lay(parts: Sequence[Part], into: memoryview) -> int:
+    """Copy an image's parts to the front of a slot; its length."""
+    at = 0
+    for part in parts:
+        into[at : at + len(part)] = part
+        at += len(part)
+    return at

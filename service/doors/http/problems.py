@@ -1,0 +1,77 @@
+"""Refusals as application/problem+json documents with the headers that belong to them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+from starlette.exceptions import HTTPException
+
+from service import errors
+from service.doors.http.exchange import Exchange
+from service.doors.http.heads import Headers
+from service.image.json_text import dump_json, load_json
+
+LOG: Final = logging.getLogger("attnd.http")
+Told = tuple[int, str, bytes, Headers]
+"""Status, code, document, and headers beside the usual ones."""
+
+
+class ProblemText(Exception):
+    """A problem that another process has written; `text` is the document."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+
+def tell(error: BaseException, exchange: Exchange) -> Told:
+    """How an error is answered; what is no refusal is a bug, and logged with its traceback."""
+    if isinstance(error, ProblemText):
+        return pass_on(error.text)
+    if isinstance(error, HTTPException):
+        error = of_framework(error, exchange)
+    kind = errors.kind_of(error)
+    if kind.status == 500:
+        fields = {"id": exchange.request_id.decode("ascii")}
+        LOG.error("internal error", exc_info=error, extra={"fields": fields})
+    document = errors.problem(error)
+    return kind.status, kind.code, dump_json(document).encode(), headers_of(document)
+
+
+def pass_on(text: str) -> Told:
+    """A problem as it was written."""
+    document: dict[str, Any] = load_json(text.encode(), "the engine's problem")
+    return document["status"], document["code"], text.encode(), headers_of(document)
+
+
+def headers_of(document: dict[str, Any]) -> Headers:
+    """What the document says to a client's HTTP library."""
+    match document["status"]:
+        case 405:
+            return [(b"allow", ", ".join(document["allow"]).encode())]
+        case 429:
+            return [(b"retry-after", whole_seconds(document.get("retry_after_s", 1.0)))]
+        case 503:
+            return [(b"retry-after", b"1")]
+        case _:
+            return []
+
+
+def whole_seconds(seconds: float) -> bytes:
+    """Rounded up, as RFC 9110 has them; the document carries the fraction."""
+    return b"%d" % max(1, -int(-seconds // 1))
+
+
+def of_framework(error: HTTPException, exchange: Exchange) -> errors.AttndError:
+    """The router's refusals in this service's words."""
+    if error.status_code == 405:
+        allow = sorted((error.headers or {}).get("Allow", "").split(", "))
+        return wrong_method(exchange, allow)
+    return errors.NoSuchRoute(f"{exchange.path}: see /docs")
+
+
+def wrong_method(exchange: Exchange, allow: Sequence[str]) -> errors.AttndError:
+    told = f"{exchange.method} {exchange.path}: use {' or '.join(allow)}"
+    return errors.MethodNotAllowed(told, allow=allow)

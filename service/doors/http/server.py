@@ -1,0 +1,175 @@
+"""The door's server: uvicorn's, on sockets that listen already, ended by a drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Final
+
+import uvicorn
+
+from config.sections import Settings
+from service.doors.http.application import make_application
+from service.doors.http.door import Door
+from service.doors.http.protocol import Connection
+from service.errors import NotReady
+from service.metrics import Metrics
+from service.road.frames import FrameError
+
+LOG: Final = logging.getLogger("attnd.http")
+DRAINING: Final = "draining: admitted work is being finished, and no more is taken"
+BACKLOG: Final = 2048
+CUT_OFF: Final = "stopped while the engine was at the operation; it may have taken effect"
+ENGINE_LATER_S: Final = 2.0
+"""The engine answers what it cannot finish when its own drain ends, once its slice is done."""
+LEAST_LAST_BYTES_S: Final = 0.2
+"""How long the last answers may take to go out when the drain has taken all its time."""
+
+
+class Server(uvicorn.Server):
+    """Serves until it is told to drain. `failed` says why it could not serve at all."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine_socket: str,
+        sockets: Sequence[socket.socket],
+        metrics: Metrics,
+        name: str,
+    ) -> None:
+        super().__init__(configuration())
+        self.settings = settings
+        self.engine_socket = engine_socket
+        self.listening = tuple(sockets)
+        self.metrics = metrics
+        self.name = name
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.door: Door | None = None
+        self.meeting: asyncio.Task[None] | None = None
+        self.accepting: list[asyncio.AbstractServer] = []
+        self.ends = 0.0
+        """When the drain must be over, by the loop's clock."""
+        self.failed = ""
+        self.on_loop: Callable[[asyncio.AbstractEventLoop], object] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = loop = asyncio.get_running_loop()
+        self.door = door = Door(self.settings.server, self.metrics)
+        door.app = make_application(door)
+        self.ended = asyncio.Event()
+        self.meeting = loop.create_task(self.meet(door))
+        self.accepting = [await listen(loop, door, sock) for sock in self.listening]
+        if self.on_loop is not None:
+            self.on_loop(loop)
+        self.started = True
+
+    async def meet(self, door: Door) -> None:
+        """Connect to the engine; it answers when it is ready to take calls."""
+        try:
+            await door.connect(self.engine_socket, self.name)
+        except (ConnectionError, FileNotFoundError) as error:
+            # the engine could not start, and has said why: whoever started both ends the service
+            LOG.debug("the engine at %s has gone: %s", self.engine_socket, error)
+            self.stop()
+            return
+        except (OSError, NotReady, FrameError) as error:
+            self.failed = f"the engine at {self.engine_socket} cannot be called: {error}"
+            LOG.error("cannot start: %s", self.failed)
+            self.stop()
+            return
+        gc.collect()
+        gc.freeze()  # what the start made would make all later collections pause for its size
+
+    async def main_loop(self) -> None:
+        await self.ended.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.meeting is not None:
+            self.meeting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.meeting
+        for server in self.accepting:
+            server.close()
+        if self.door is not None:
+            await self.door.close(max(self.ends - loop_time(), LEAST_LAST_BYTES_S))
+
+    def stop(self) -> None:
+        """End at once."""
+        self.should_exit = True
+        self.ended.set()
+
+    def begin_drain(self) -> None:
+        """Stop accepting, answer what was admitted, then end; in the loop's thread."""
+        if self.door is not None and not self.door.draining:
+            for server in self.accepting:
+                server.close()
+            self.draining = asyncio.get_running_loop().create_task(self.drain(self.door))
+
+    async def drain(self, door: Door) -> None:
+        door.drain(DRAINING)
+        patience = self.settings.server.drain_timeout_s
+        self.ends = loop_time() + patience
+        try:
+            await asyncio.wait_for(door.drained.wait(), patience + ENGINE_LATER_S)
+        except asyncio.TimeoutError:
+            door.give_up(NotReady(CUT_OFF))
+        self.stop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal begins the drain, a second one ends it."""
+        if self.loop is None:
+            self.should_exit = True
+        elif self.door is None or self.door.draining:
+            self.loop.call_soon_threadsafe(self.stop)
+        else:
+            LOG.info("%s: finishing admitted work", signal.Signals(sig).name)
+            self.loop.call_soon_threadsafe(self.begin_drain)
+
+
+def loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def configuration() -> uvicorn.Config:
+    """What of uvicorn's is used: its loop, its signals, its order of start and end."""
+    return uvicorn.Config(
+        not_called,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+    )
+
+
+async def not_called(scope: Any, receive: Any, send: Any) -> None:
+    raise RuntimeError("connections call the door's application: this is a bug")
+
+
+async def listen(
+    loop: asyncio.AbstractEventLoop, door: Door, sock: socket.socket
+) -> asyncio.AbstractServer:
+    def connection() -> Connection:
+        return Connection(door)
+
+    if sock.family == socket.AF_UNIX:
+        return await loop.create_unix_server(connection, sock=sock, backlog=BACKLOG)
+    return await loop.create_server(connection, sock=sock, backlog=BACKLOG)
+
+
+def make_server(
+    settings: Settings,
+    engine_socket: str,
+    sockets: Sequence[socket.socket],
+    metrics: Metrics,
+    name: str = "http-0",
+) -> Server:
+    """A door for sockets that listen; `run` it in any thread, signals are only for the main one."""
+    return Server(settings, engine_socket, sockets, metrics, name)

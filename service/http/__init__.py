@@ -1,1 +1,0 @@
-"""The service as HTTP: reading requests, building operations, telling answers."""
