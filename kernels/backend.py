@@ -1,8 +1,10 @@
 """The contract between the service and a device: pool geometry, requests, states, `Backend`.
 
-Host (numpy) arrays go in and come out; device arrays never leave `kernels/`. All index arrays are
-int32 and C-contiguous. Everything here is a value: a backend may keep a reference to a `Plan` and
-use its identity as a cache key, because a plan never changes after it is made.
+Tensors are handles (`kernels.tensor`): numpy arrays, pinned arrays, or memory of the device. Index
+arrays are numpy's, int32 and C-contiguous. Everything here is a value: a backend may keep a
+reference to a `Plan` and use its identity as a cache key, because a plan never changes after it is
+made. A pageable array has been read when the call returns; a `PinnedArray` is read, and an `out` is
+written, until the call's `Pending` is done; a `DeviceTensor` in the order of its stream.
 
 Scores, softmax and sums are float32. A backend may multiply in a 16-bit format: that of the keys if
 it is one, else q's, or fp16 where q is float32 too. It then rounds q, and ragged k and v, to that
@@ -12,14 +14,21 @@ format first, and o on its way to q's dtype; its error is what it adds to that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Generic, Literal, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Protocol
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from kernels.errors import DeviceLost as DeviceLost
+from kernels.errors import Unsupported as Unsupported
+from kernels.pending import Done as Done
+from kernels.pending import Pending as Pending
+from kernels.pending import StageSeconds as StageSeconds
+from kernels.tensor import Array as Array
+from kernels.tensor import Tensor as Tensor
+
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
@@ -37,18 +46,6 @@ NUMPY_DTYPES: Final[dict[DType, np.dtype[Any]]] = {
 }
 TENSOR_DTYPES: Final[tuple[DType, ...]] = ("fp32", "fp16", "bf16")
 """What q, k, v may be on the way in, and o on the way out."""
-
-
-class Unsupported(ValueError):
-    """A legal request that this backend does not run; nothing was changed."""
-
-    def __init__(self, field: str, value: object, rule: str) -> None:
-        super().__init__(f"{field} = {value}: {rule}")
-        self.field, self.value, self.rule = field, value, rule
-
-
-class DeviceLost(RuntimeError):
-    """The device failed: its pool contents cannot be trusted and the process must be restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +152,15 @@ class Scoring:
 class Attend:
     """Attention of `q [n, num_qo_heads, head_dim]` over pooled KV of one layer.
 
-    q may be of another dtype than the pool.
+    q may be of another dtype than the pool. `out` is where the answer goes, and then the answer.
     """
 
     layer: int
-    q: Array
+    q: Tensor
     plan: Plan
     scoring: Scoring
     mask: Mask | None = None
+    out: AttentionState | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,65 +168,50 @@ class RaggedAttend:
     """Attention of ragged q over ragged `k, v [nnz, num_kv_heads, head_dim]`, touching no pool.
 
     Request b owns q rows `qo_indptr[b]:qo_indptr[b+1]` and key rows `kv_indptr[b]:kv_indptr[b+1]`.
-    num_kv_heads and head_dim are the tensors' own. Mask rows are in q order.
+    num_kv_heads and head_dim are the tensors' own. Mask rows are in q order. `out`: as in `Attend`.
+    `positions` int32 [n] are the rows' positions among their request's keys, for rows that are not
+    the last of it; None aligns them to its end.
     """
 
-    q: Array
-    k: Array
-    v: Array
+    q: Tensor
+    k: Tensor
+    v: Tensor
     qo_indptr: Int32
     kv_indptr: Int32
     causal: bool
     scoring: Scoring
     mask: Mask | None = None
+    out: AttentionState | None = None
+    positions: Int32 | None = None
+
+    @property
+    def row_positions(self) -> Int32:
+        """Each row's position among its request's keys, int32 [n]."""
+        if self.positions is None:
+            return last_positions(self.qo_indptr, self.kv_indptr)
+        if self.positions.shape != self.q.shape[:1]:
+            given, rows = self.positions.shape, self.q.shape[0]
+            raise ValueError(f"positions has shape {given}: must be one for each of {rows} rows")
+        return self.positions
+
+
+def last_positions(qo_indptr: Int32, kv_indptr: Int32) -> Int32:
+    """Positions of each request's rows among its keys when they are the last of its sequence."""
+    qo_lens, kv_lens = np.diff(qo_indptr), np.diff(kv_indptr)
+    within = np.arange(int(qo_indptr[-1])) - np.repeat(qo_indptr[:-1], qo_lens)
+    positions: Int32 = (np.repeat(kv_lens - qo_lens, qo_lens) + within).astype(np.int32)
+    return positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionState:
     """`o [n, num_qo_heads, head_dim]` in q's dtype; `lse [n, num_qo_heads]` float32, natural log.
 
-    The empty state is (0, -inf).
+    The empty state is (0, -inf). Arrays, unless device tensors were given as `out` or `into`.
     """
 
-    o: Array
-    lse: Float32
-
-
-@dataclass(slots=True)
-class StageSeconds:
-    """Seconds a backend spent on one call; for `Server-Timing` and metrics."""
-
-    plan: float = 0.0
-    copy_in: float = 0.0
-    kernel: float = 0.0
-    copy_out: float = 0.0
-
-
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Pending(Protocol[T_co]):
-    """Work handed to the device. `result()` waits, is called once, and may raise `DeviceLost`.
-
-    What it returns belongs to the caller.
-    """
-
-    @property
-    def seconds(self) -> StageSeconds: ...
-
-    def result(self) -> T_co: ...
-
-
-@dataclass(slots=True)
-class Done(Generic[T]):
-    """A `Pending` that is already there."""
-
-    value: T
-    seconds: StageSeconds = field(default_factory=StageSeconds)
-
-    def result(self) -> T:
-        return self.value
+    o: Tensor
+    lse: Tensor
 
 
 class Backend(Protocol):
@@ -248,10 +231,25 @@ class Backend(Protocol):
         """What this backend refuses, one sentence each, for `/v1/info`."""
         ...
 
-    def append(self, layer: int, k: Array, v: Array, slots: Int32) -> None:
+    def register(self, address: int, size: int) -> bool:
+        """Pin host memory, so that arrays over it may be `PinnedArray`s. False: they may not.
+
+        A range is registered once, and unregistered before the memory is unmapped.
+        """
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Take back `register` of the range that begins at `address`; copies of it come to an end.
+
+        An address that is not registered is let be.
+        """
+        ...
+
+    def append(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
         """Write row i of `k, v [n, num_kv_heads, head_dim]` to token slot `slots[i]`.
 
-        A token slot is `page * page_size + offset`. May return before the device is done.
+        A token slot is `page * page_size + offset`. Later calls see what was written, whether this
+        is done or not: done only means that pinned k and v have been read.
 
         fp8 pools store `value / scale`, saturated to the format's largest finite number.
         """
@@ -271,17 +269,28 @@ class Backend(Protocol):
     def attend_ragged(self, request: RaggedAttend) -> Pending[AttentionState]: ...
 
     def merge(
-        self, o: Array, lse: Float32, indptr: Int32, into: AttentionState | None = None
+        self,
+        o: Tensor,
+        lse: Tensor,
+        indptr: Int32,
+        into: AttentionState | None = None,
+        out: AttentionState | None = None,
     ) -> Pending[AttentionState]:
         """Merge rows `indptr[t]:indptr[t+1]` of `o [nnz, H, D]`, `lse [nnz, H]` into row t.
 
         An empty list gives (0, -inf). With `into`, row t of it is one more member of list t and is
-        overwritten in place (and returned). Any H and D, whatever the pool's.
+        overwritten in place (and returned). Any H and D, whatever the pool's. `into` or `out`, not
+        both.
         """
         ...
 
-    def gather(self, layer: int, slots: Int32, dtype: DType) -> Pending[tuple[Array, Array]]:
-        """Dequantised K and V of token slots: two `[n, num_kv_heads, head_dim]` of `dtype`."""
+    def gather(
+        self, layer: int, slots: Int32, dtype: DType, out: tuple[Tensor, Tensor] | None = None
+    ) -> Pending[tuple[Tensor, Tensor]]:
+        """Dequantised K and V of token slots: two `[n, num_kv_heads, head_dim]` of `dtype`.
+
+        With `out` they are written there, and `out` is returned.
+        """
         ...
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from kernels.backend import Array, AttentionState, Float32
+from kernels.tensor import host_array
 
 
 def merge_state(a: AttentionState, b: AttentionState) -> AttentionState:
@@ -28,7 +29,8 @@ def merge_state(a: AttentionState, b: AttentionState) -> AttentionState:
     """
     if a.o.shape != b.o.shape:
         raise ValueError(f"o has shapes {a.o.shape} and {b.o.shape}: must be equal")
-    return merge_states(np.stack((a.o, b.o.astype(a.o.dtype)), 1), np.stack((a.lse, b.lse), 1))
+    o = host_array(a.o), host_array(b.o).astype(a.o.dtype)
+    return merge_states(np.stack(o, 1), np.stack((host_array(a.lse), host_array(b.lse)), 1))
 
 
 def merge_states(o: Array, lse: Float32) -> AttentionState:
@@ -47,8 +49,8 @@ def merge_states(o: Array, lse: Float32) -> AttentionState:
 def merge_state_in_place(state: AttentionState, other: AttentionState) -> None:
     """Merge `other` into `state`, whose arrays are overwritten."""
     merged = merge_state(state, other)
-    state.o[...] = merged.o
-    state.lse[...] = merged.lse
+    host_array(state.o)[...] = merged.o
+    host_array(state.lse)[...] = merged.lse
 
 
 def merge_ragged_states(o: Array, lse: Float32, indptr: Array) -> AttentionState:

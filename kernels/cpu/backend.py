@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from kernels.backend import (
-    Array,
+    NUMPY_DTYPES,
     Attend,
     AttentionState,
     Done,
     DType,
-    Float32,
     Int32,
     Level,
     Pending,
@@ -24,14 +22,16 @@ from kernels.backend import (
     PoolGeometry,
     RaggedAttend,
     StageSeconds,
+    Tensor,
 )
 from kernels.cpu import state
 from kernels.cpu.attention import attention
 from kernels.cpu.pool import Pool, allocate, pair
-from kernels.cpu.tensors import dtype_name, to_numpy, to_torch
-from kernels.cpu.work import check_range, inverse, lay_out
-
-T = TypeVar("T")
+from kernels.cpu.prepared import Order, Preparer, prepare
+from kernels.cpu.tensors import dtype_name, on_host, to_numpy, to_torch, write
+from kernels.cpu.work import PagedShape, check_range
+from kernels.outputs import check_gathered, check_outs, merge_place
+from kernels.tensor import host_array
 
 
 class CpuBackend:
@@ -40,6 +40,8 @@ class CpuBackend:
     def __init__(self, geometry: PoolGeometry, *, device: int = 0, poison: bool = False) -> None:
         self._geometry = geometry
         self._pool = allocate(geometry)
+        elements = geometry.page_size * geometry.num_kv_heads * geometry.head_dim
+        self._prepare = Preparer(PagedShape(geometry.num_pages, geometry.page_size, elements))
         if poison:
             self._pool.fill_with_nan()
 
@@ -59,10 +61,18 @@ class CpuBackend:
     def unsupported(self) -> tuple[str, ...]:
         return ()
 
-    def append(self, layer: int, k: Array, v: Array, slots: Int32) -> None:
+    def register(self, address: int, size: int) -> bool:
+        return False
+
+    def unregister(self, address: int) -> None:
+        """Nothing is ever registered."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
+        rows = on_host(k, "k"), on_host(v, "v")
         page, offset = self._split(slots)
-        self._pool.k.write(layer, page, offset, k)
-        self._pool.v.write(layer, page, offset, v)
+        self._pool.k.write(layer, page, offset, rows[0])
+        self._pool.v.write(layer, page, offset, rows[1])
+        return Done(None)
 
     def copy_rows(self, src_pages: Int32, dst_pages: Int32, num_rows: Int32) -> None:
         check_range("src_pages", src_pages, self._geometry.num_pages)
@@ -80,43 +90,66 @@ class CpuBackend:
         seconds = StageSeconds()
         if not requests:
             return Done([], seconds)
+        _check_outs(requests)
         clock = time.perf_counter()
-        per_page = self._geometry.page_size * self._geometry.num_kv_heads * self._geometry.head_dim
-        work = lay_out(requests, self._geometry.num_pages, self._geometry.page_size, per_page)
+        prepared, first_page = self._prepare(requests)
         seconds.plan, clock = _lap(clock)
-        q = torch.cat([_in_plan_order(request) for request in requests])
+        given = map(_in_plan_order, requests, prepared.orders)
+        q = next(given) if len(requests) == 1 else torch.cat(list(given))
         seconds.copy_in, clock = _lap(clock)
-        o, lse = attention(self._pool, work, q, requests[0].scoring).finish(self._pool.v.scale)
+        states = attention(self._pool, prepared.steps, first_page, q, requests[0].scoring)
+        o, lse = states.finish(self._pool.v.scale)
         seconds.kernel, clock = _lap(clock)
-        states = _split_states(requests, o, lse)
+        answers = _states(requests, prepared.orders, o, lse)
         seconds.copy_out, clock = _lap(clock)
-        return Done(states, seconds)
+        return Done(answers, seconds)
 
     def attend_ragged(self, request: RaggedAttend) -> Pending[AttentionState]:
         seconds = StageSeconds()
+        _check_outs([request])
         clock = time.perf_counter()
         pool, paged = _as_paged(request)
-        work = lay_out([paged], request.k.shape[0], 1, request.k.shape[1] * request.k.shape[2])
+        tokens, heads, dim = request.k.shape
+        prepared, _ = prepare([paged], PagedShape(tokens, 1, heads * dim))
         seconds.plan, clock = _lap(clock)
-        o, lse = attention(pool, work, to_torch(request.q), request.scoring).finish(1.0)
+        q = to_torch(on_host(request.q, "q"))
+        o, lse = attention(pool, prepared.steps, 0, q, request.scoring).finish(1.0)
         seconds.kernel, clock = _lap(clock)
-        states = _split_states([paged], o, lse)
+        states = _states([paged], prepared.orders, o, lse)
         seconds.copy_out, clock = _lap(clock)
         return Done(states[0], seconds)
 
     def merge(
-        self, o: Array, lse: Float32, indptr: Int32, into: AttentionState | None = None
+        self,
+        o: Tensor,
+        lse: Tensor,
+        indptr: Int32,
+        into: AttentionState | None = None,
+        out: AttentionState | None = None,
     ) -> Pending[AttentionState]:
-        return _timed(lambda: state.merge(o, lse, indptr, into))
+        states = on_host(o, "o"), on_host(lse, "lse")
+        place = merge_place(o, indptr, into, out)
+        if place is not None:
+            on_host(place.o, "out.o")
+            on_host(place.lse, "out.lse")
+        clock = time.perf_counter()
+        merged = state.merge(*states, indptr, into)
+        answer = _state(*merged, place, dtype_name(o.dtype))
+        return Done(answer, StageSeconds(kernel=time.perf_counter() - clock))
 
-    def gather(self, layer: int, slots: Int32, dtype: DType) -> Pending[tuple[Array, Array]]:
+    def gather(
+        self, layer: int, slots: Int32, dtype: DType, out: tuple[Tensor, Tensor] | None = None
+    ) -> Pending[tuple[Tensor, Tensor]]:
         page, offset = self._split(slots)
-
-        def read() -> tuple[Array, Array]:
-            k, v = (s.read(layer, page, offset) for s in (self._pool.k, self._pool.v))
-            return to_numpy(k, dtype), to_numpy(v, dtype)
-
-        return _timed(read)
+        shape = (len(slots), self._geometry.num_kv_heads, self._geometry.head_dim)
+        places = check_gathered(out, shape, NUMPY_DTYPES[dtype])
+        for place, field in zip(places, ("out.k", "out.v"), strict=True):
+            if place is not None:
+                on_host(place, field)
+        clock = time.perf_counter()
+        k = _array(self._pool.k.read(layer, page, offset), places[0], dtype)
+        v = _array(self._pool.v.read(layer, page, offset), places[1], dtype)
+        return Done((k, v), StageSeconds(kernel=time.perf_counter() - clock))
 
     def close(self) -> None:
         self._pool = allocate(PoolGeometry(1, 0, 1, 1, 1))
@@ -128,32 +161,61 @@ class CpuBackend:
         return torch.from_numpy(page), torch.from_numpy(offset)
 
 
-def _in_plan_order(request: Attend) -> torch.Tensor:
-    q, order = to_torch(request.q), request.plan.order
-    return q if order is None else q[torch.from_numpy(order.astype(np.int64))]
+def _check_outs(requests: Sequence[Attend | RaggedAttend]) -> None:
+    """Places of the right shapes, on the host."""
+    check_outs(requests)
+    for request in requests:
+        if request.out is not None:
+            on_host(request.out.o, "out.o")
+            on_host(request.out.lse, "out.lse")
 
 
-def _split_states(
-    requests: Sequence[Attend], o: torch.Tensor, lse: torch.Tensor
+def _in_plan_order(request: Attend, order: Order | None) -> torch.Tensor:
+    q = to_torch(on_host(request.q, "q"))
+    return q if order is None else q[order.forth]
+
+
+def _states(
+    requests: Sequence[Attend],
+    orders: Sequence[Order | None],
+    o: torch.Tensor,
+    lse: torch.Tensor,
 ) -> list[AttentionState]:
     """Each request's rows, in its own order and q's dtype."""
     states, begin = [], 0
-    for request in requests:
+    for request, order in zip(requests, orders, strict=True):
         rows = slice(begin, begin + request.plan.positions.size)
         begin = rows.stop
-        back, own_o, own_lse = inverse(request.plan), o[rows], lse[rows]
-        if back is not None:
-            own_o, own_lse = own_o[torch.from_numpy(back)], own_lse[torch.from_numpy(back)]
-        name = dtype_name(request.q.dtype)
-        states.append(AttentionState(to_numpy(own_o, name), to_numpy(own_lse, "fp32")))
+        own_o, own_lse = o[rows], lse[rows]
+        if order is not None:
+            own_o, own_lse = own_o[order.back], own_lse[order.back]
+        states.append(_state(own_o, own_lse, request.out, dtype_name(request.q.dtype)))
     return states
+
+
+def _state(
+    o: torch.Tensor, lse: torch.Tensor, place: AttentionState | None, dtype: DType
+) -> AttentionState:
+    """States rounded to `dtype`, written to `place` if there is one."""
+    if place is None:
+        return AttentionState(to_numpy(o, dtype), to_numpy(lse, "fp32"))
+    write(o, host_array(place.o))
+    write(lse, host_array(place.lse))
+    return place
+
+
+def _array(values: torch.Tensor, place: Tensor | None, dtype: DType) -> Tensor:
+    """Values rounded to `dtype`, written to `place` if there is one."""
+    if place is None:
+        return to_numpy(values, dtype)
+    write(values, host_array(place))
+    return place
 
 
 def _as_paged(request: RaggedAttend) -> tuple[Pool, Attend]:
     """The request's own k and v as a pool of one-token pages, in paired 4-D storage."""
-    k, v = to_torch(request.k)[:, None], to_torch(request.v)[:, None]
-    kv_lens, qo_lens = np.diff(request.kv_indptr), np.diff(request.qo_indptr)
-    within = np.arange(request.q.shape[0]) - np.repeat(request.qo_indptr[:-1], qo_lens)
+    k, v = (to_torch(on_host(x, f))[:, None] for x, f in ((request.k, "k"), (request.v, "v")))
+    kv_lens = np.diff(request.kv_indptr)
     level = Level(
         qo_indptr=request.qo_indptr,
         kv_indptr=request.kv_indptr,
@@ -162,15 +224,9 @@ def _as_paged(request: RaggedAttend) -> tuple[Pool, Attend]:
         kv_start=np.zeros_like(kv_lens),
         causal=request.causal,
     )
-    plan = Plan((level,), (np.repeat(kv_lens - qo_lens, qo_lens) + within).astype(np.int32))
-    paged = Attend(0, request.q, plan, request.scoring, request.mask)
+    plan = Plan((level,), request.row_positions)
+    paged = Attend(0, request.q, plan, request.scoring, request.mask, request.out)
     return pair(k, v, "NHD", dtype_name(request.k.dtype)), paged
-
-
-def _timed(run: Callable[[], T]) -> Done[T]:
-    clock = time.perf_counter()
-    value = run()
-    return Done(value, StageSeconds(kernel=time.perf_counter() - clock))
 
 
 def _lap(clock: float) -> tuple[float, float]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from kernels.backend import NUMPY_DTYPES, Array, DType, Layout, PoolGeometry
 from kernels.cpu.tensors import BITS, narrow, to_torch, widen
+
+JOINT_ELEMENTS: Final = 64 * 1024
+"""Elements of K up to which K and V are gathered and widened by one call each, and not by two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,15 @@ class Store:
         """Copy token slots (src, offset) to (dst, offset) in every layer."""
         self.by_token[:, dst, offset] = self.by_token[:, src, offset]
 
+    def loads_as_is(self, runs: int) -> bool:
+        """Whether what is gathered needs no second pass."""
+        return runs == 1 and self.dtype == "fp32" and self.layout == "NHD"
+
+    def loads_jointly(self, runs: int, per_run: int) -> bool:
+        """Whether K and V are cheaper to bring together: the calls cost more than the bytes."""
+        small = runs * per_run * self.flat.shape[1] <= JOINT_ELEMENTS
+        return small and not self.loads_as_is(runs)
+
     def load(self, pages: torch.Tensor, num_keys: int) -> torch.Tensor:
         """Runs of pages as unscaled float32 `[G * heads, num_keys, dim]`, cut to `num_keys` keys.
 
@@ -54,7 +67,7 @@ class Store:
         units = self.flat.index_select(0, pages.reshape(-1) * self.step + self.first)
         stored = units.view(runs, per_run, *self.bits.shape[2:])
         by_token = stored if self.layout == "NHD" else stored.transpose(2, 3)
-        if runs == 1 and self.dtype == "fp32" and self.layout == "NHD":  # needs no second pass
+        if self.loads_as_is(runs):
             keys = by_token.view(torch.float32).flatten(1, 2)[0].transpose(0, 1)
         else:
             keys = widen(by_token.permute(0, 3, 1, 2, 4), self.dtype).flatten(2, 3).flatten(0, 1)
@@ -63,11 +76,28 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """K and V of a pool, and the one buffer or two that hold them."""
+    """K and V of a pool, and the one buffer or two that hold them.
+
+    `joint` views a buffer that holds both as `[pages over all layers, 2, inner axes by layout]`.
+    """
 
     k: Store
     v: Store
     storage: tuple[torch.Tensor, ...]
+    joint: torch.Tensor | None = None
+
+    def load(self, pages: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of runs of pages int64 `[G, P]`, each as `Store.load` gives it."""
+        runs, per_run = pages.shape
+        if self.joint is None or not self.k.loads_jointly(runs, per_run):
+            return self.k.load(pages, num_keys), self.v.load(pages, num_keys)
+        stored = self.joint.index_select(0, pages.view(-1)).view(
+            runs, per_run, *self.joint.shape[1:]
+        )
+        by_token = stored if self.k.layout == "NHD" else stored.transpose(3, 4)
+        keys = widen(by_token.permute(2, 0, 4, 1, 3, 5), self.k.dtype)
+        k, v = keys.flatten(3, 4).flatten(1, 2)[:, :, :num_keys]
+        return k, v
 
     def fill_with_nan(self) -> None:
         """Set every byte to 0xFF, a NaN in all five formats."""
@@ -94,6 +124,7 @@ def allocate(geometry: PoolGeometry) -> Pool:
         Store(whole[:, :, 0], flat, 2, 0, geometry.layout, geometry.dtype, k_scale),
         Store(whole[:, :, 1], flat, 2, 1, geometry.layout, geometry.dtype, v_scale),
         (whole,),
+        whole.flatten(0, 1),
     )
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
-from kernels.backend import Array, AttentionState
-from kernels.cpu.tensors import dtype_name, to_numpy, to_torch
+from kernels.backend import Array, AttentionState, Int32
+from kernels.cpu.tensors import on_host, to_torch
 
 Rows = slice | torch.Tensor
+_LOWEST: Final = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +47,30 @@ class States:
 
     def finish(self, v_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalised o, and lse in natural log; empty rows give exactly (0, -inf)."""
-        factor = torch.where(self.l > 0, v_scale / self.l, 0.0)
+        # l is at least 1, of the key that has the maximum, or 0
+        factor = self.l.clamp(min=1.0).reciprocal_()
+        if v_scale != 1.0:
+            factor.mul_(v_scale)
         return self.o.mul_(factor[..., None]), self.m.add(self.l.log2()).mul_(math.log(2))
 
 
 def finite(m: torch.Tensor) -> torch.Tensor:
-    """m, with 0 in place of -inf: what to subtract so that no -inf meets a -inf."""
-    return m.masked_fill(m == -torch.inf, 0.0)
+    """m with a number in place of -inf: what to subtract so that no -inf meets a -inf."""
+    return m.clamp(min=_LOWEST)
 
 
-def merge(o: Array, lse: Array, indptr: Array, into: AttentionState | None) -> AttentionState:
-    """`Backend.merge`: weights exp(lse - max) within each list, one pass over o."""
+def merge(
+    o: Array, lse: Array, indptr: Int32, into: AttentionState | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Backend.merge`, float32: weights exp(lse - max) within each list, one pass over o."""
     counts = torch.from_numpy(indptr[1:] - indptr[:-1]).to(torch.int64)
     lists = torch.repeat_interleave(torch.arange(counts.numel()), counts)
     states, values = to_torch(lse), to_torch(o).to(torch.float32)
     if into is not None:
         lists = torch.cat((lists, torch.arange(counts.numel())))
-        states = torch.cat((states, to_torch(into.lse)))
-        values = torch.cat((values, to_torch(into.o).to(torch.float32)))
-    merged_o, merged_lse = _merge_lists(values, states, lists, counts.numel())
-    o_out, lse_out = to_numpy(merged_o, dtype_name(o.dtype)), to_numpy(merged_lse, "fp32")
-    if into is None:
-        return AttentionState(o_out, lse_out)
-    into.o[...] = o_out
-    into.lse[...] = lse_out
-    return into
+        states = torch.cat((states, to_torch(on_host(into.lse, "into.lse"))))
+        values = torch.cat((values, to_torch(on_host(into.o, "into.o")).to(torch.float32)))
+    return _merge_lists(values, states, lists, counts.numel())
 
 
 def _merge_lists(

@@ -8,7 +8,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from kernels.backend import NUMPY_DTYPES, Array, DType
+from kernels.backend import NUMPY_DTYPES, Array, DType, Tensor, Unsupported
+from kernels.tensor import DeviceTensor
 
 TORCH_DTYPES: Final[dict[DType, torch.dtype]] = {
     "fp32": torch.float32,
@@ -37,12 +38,30 @@ def dtype_name(dtype: np.dtype[np.generic]) -> DType:
     return _NAMES[dtype]
 
 
+def on_host(tensor: Tensor, field: str) -> Array:
+    """The tensor as an array. Raises `Unsupported` for one of a device."""
+    if isinstance(tensor, DeviceTensor):
+        raise Unsupported(field, "a device tensor", "the CPU backend takes tensors of the host")
+    return tensor
+
+
 def to_torch(array: Array) -> torch.Tensor:
     """The array's own memory as a tensor; copied only when misaligned or not contiguous."""
     name = dtype_name(array.dtype)
-    aligned = np.require(array, requirements=["C", "A"])
-    bits = torch.from_numpy(aligned.view(_NUMPY_BITS[array.dtype.itemsize]))
+    flags = array.flags
+    if not (flags.c_contiguous and flags.aligned):
+        array = np.require(array, requirements=["C", "A"])
+    bits = torch.from_numpy(array.view(_NUMPY_BITS[array.dtype.itemsize]))
     return bits.view(TORCH_DTYPES[name])
+
+
+def write(values: torch.Tensor, out: Array) -> None:
+    """Round values into an array of one of the contract's dtypes, in one pass where it is laid out
+    as torch needs it."""
+    if out.flags.c_contiguous and out.flags.aligned:
+        to_torch(out).copy_(values)
+    else:
+        out[...] = to_numpy(values, dtype_name(out.dtype))
 
 
 def to_numpy(tensor: torch.Tensor, dtype: DType) -> Array:

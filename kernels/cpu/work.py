@@ -7,12 +7,12 @@ Requests are laid end to end: rows are counted over all of them, in plan order, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 import numpy as np
 
-from kernels.backend import Array, Attend, Int64, Mask, Plan, UInt8
+from kernels.backend import Array, Attend, Int64, Mask, UInt8
 
 LOAD_ELEMENTS: Final = 512 * 1024
 """Elements of K (and of V) widened at a time: 2 MiB of float32, which stays in cache between the
@@ -24,6 +24,15 @@ a few calls and not a few calls each; padding a longer one would cost more than 
 
 PADDED_KEYS: Final = 64
 """What short segments are padded to a multiple of."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedShape:
+    """Pages of a layer, tokens of a page, and its elements of K (as many of V)."""
+
+    num_pages: int
+    page_size: int
+    page_elements: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,34 +75,44 @@ class Segments:
     masked: Int64
 
 
-def lay_out(requests: Sequence[Attend], num_pages: int, page_size: int, page_elements: int) -> Work:
-    """Batches for requests over a pool of `num_pages` pages per layer."""
-    segments, pages = _segments(requests, num_pages, page_size)
+def lay_out(requests: Sequence[Attend], shape: PagedShape, first_layer: int = 0) -> Work:
+    """Batches for requests over a pool whose page 0 is that of `first_layer`."""
+    segments, pages = _segments(requests, shape, first_layer)
     positions = np.concatenate([r.plan.positions for r in requests]).astype(np.int64)
-    batches = list(_batches(segments, pages, page_size, page_elements))
+    batches = list(_batches(segments, pages, shape.page_size, shape.page_elements))
     return Work(batches, positions, _join_masks(requests))
 
 
-def _segments(requests: Sequence[Attend], num_pages: int, page_size: int) -> tuple[Segments, Int64]:
-    columns: list[Int64] = []
+def _segments(
+    requests: Sequence[Attend], shape: PagedShape, first_layer: int
+) -> tuple[Segments, Int64]:
+    tables: list[Int64] = []
     pages: list[Array] = []
     row, page = 0, 0
     for request in requests:
         for number, level in enumerate(request.plan.levels):
-            qo, kv = level.qo_indptr.astype(np.int64), level.kv_indptr.astype(np.int64)
-            rows, runs = np.diff(qo), np.diff(kv)
-            keys = (runs - 1) * page_size + level.kv_last_page_len
-            flags = (number, level.causal, request.mask is not None)
-            same = [np.full(rows.size, flag, np.int64) for flag in flags]
-            column = [same[0], row + qo[:-1], rows, page + kv[:-1], runs, keys, level.kv_start]
-            columns.append(np.stack([*column, *same[1:]])[:, (rows > 0) & (runs > 0)])
-            check_range("kv_indices", level.kv_indices, num_pages)
-            pages.append(level.kv_indices + np.int64(request.layer) * num_pages)
+            table = np.empty((len(fields(Segments)), level.qo_indptr.size - 1), np.int64)
+            of = Segments(*table)
+            of.level[:], of.causal[:], of.masked[:] = number, level.causal, request.mask is not None
+            np.add(level.qo_indptr[:-1], row, out=of.first_row)
+            np.subtract(level.qo_indptr[1:], level.qo_indptr[:-1], out=of.num_rows)
+            np.add(level.kv_indptr[:-1], page, out=of.first_page)
+            np.subtract(level.kv_indptr[1:], level.kv_indptr[:-1], out=of.num_pages)
+            np.multiply(of.num_pages - 1, shape.page_size, out=of.num_keys)
+            of.num_keys[:] += level.kv_last_page_len
+            of.kv_start[:] = level.kv_start
+            some = (of.num_rows > 0) & (of.num_pages > 0)
+            tables.append(table if some.all() else table[:, some])
+            check_range("kv_indices", level.kv_indices, shape.num_pages)
+            before = (request.layer - first_layer) * shape.num_pages
+            pages.append(level.kv_indices + np.int64(before))
             page += level.kv_indices.size
         row += request.plan.positions.size
-    if not columns:
-        return Segments(*np.zeros((9, 0), np.int64)), np.zeros(0, np.int64)
-    return Segments(*np.concatenate(columns, axis=1)), np.concatenate(pages)
+    if not tables:
+        return Segments(*np.zeros((len(fields(Segments)), 0), np.int64)), np.zeros(0, np.int64)
+    if len(tables) == 1:
+        return Segments(*tables[0]), pages[0]
+    return Segments(*np.concatenate(tables, axis=1)), np.concatenate(pages)
 
 
 def check_range(field: str, values: Array, limit: int) -> None:
@@ -110,17 +129,24 @@ def _batches(
     quantum = max(1, PADDED_KEYS // page_size)
     padded = -(-segments.num_pages // quantum) * quantum
     width = np.where(short, padded, segments.num_pages)
-    kind = [segments.level, segments.num_rows, width, segments.causal, segments.masked]
-    order = np.lexsort(kind)
-    keys = np.stack(kind)[:, order]
-    cuts = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1
-    for group in np.split(order, cuts):
-        if group.size == 0:
-            continue
+    kinds = (segments.level, segments.num_rows, width, segments.causal, segments.masked)
+    for group in _groups(np.stack(kinds)):
         columns = int(width[group[0]])
         most = max(1, LOAD_ELEMENTS // (columns * page_elements))
         for begin in range(0, group.size, most):
             yield _batch(segments, pages, group[begin : begin + most], columns)
+
+
+def _groups(kinds: Int64) -> list[Int64]:
+    """Indices of the columns that are alike, for each kind of column."""
+    if kinds.shape[1] == 0:
+        return []
+    if (kinds == kinds[:, :1]).all():
+        return [np.arange(kinds.shape[1])]
+    order = np.lexsort(kinds)
+    keys = kinds[:, order]
+    cuts = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1
+    return np.split(order, cuts)
 
 
 def _batch(segments: Segments, pages: Int64, chosen: Int64, width: int) -> Batch:
@@ -151,8 +177,3 @@ def _join_masks(requests: Sequence[Attend]) -> Mask | None:
         offsets.append(request.mask.row_offsets + 8 * bytes_before)
         bytes_before += request.mask.bits.size
     return Mask(np.concatenate(bits), np.concatenate(offsets))
-
-
-def inverse(plan: Plan) -> Array | None:
-    """Where each request row is in plan order, or None for the identity."""
-    return None if plan.order is None else np.argsort(plan.order)

@@ -1,16 +1,16 @@
 """`CudaBackend`: the pool on one device, behind the contract of `kernels.backend`.
 
 It checks requests, brings q and masks to the device, has attention launched there, and starts the
-answers on their way back. Rows and merges have files of their own.
+answers on their way to where they belong. Rows and merges have files of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
+from typing import Final
 
 import cupy
 import numpy as np
@@ -25,18 +25,20 @@ from kernels.backend import (
     DeviceLost,
     Done,
     DType,
-    Float32,
     Int32,
     Mask,
     Pending,
     PoolGeometry,
     RaggedAttend,
     StageSeconds,
+    Tensor,
     Unsupported,
 )
 from kernels.compile import DEFAULT_CACHE
 from kernels.cuda import checks
+from kernels.cuda.answers import Answers, states_made
 from kernels.cuda.attention import Attention
+from kernels.cuda.inputs import Uploaded, Wanted, as_is, upload
 from kernels.cuda.kit import Resident
 from kernels.cuda.launch import Library, device_arch
 from kernels.cuda.merges import Merging
@@ -46,9 +48,10 @@ from kernels.cuda.ragged import ragged_plan, ragged_store
 from kernels.cuda.rows import Rows
 from kernels.cuda.scene import Scene
 from kernels.cuda.shapes import HEAD_DIMS, service_specs
-from kernels.cuda.transfer import Transfers, aligned, pinned
+from kernels.cuda.transfer import Transfers, mark
+from kernels.outputs import check_outs
 
-MASK_PADDING = 32
+MASK_PADDING: Final = 32
 """Readable bytes that kernels may touch past a mask's last bit."""
 
 
@@ -125,23 +128,40 @@ class CudaBackend:
             "gather into fp8",
         )
 
-    def append(self, layer: int, k: Array, v: Array, slots: Int32) -> None:
-        self._rows.append(layer, k, v, slots)
+    def register(self, address: int, size: int) -> bool:
+        with self.guarded():
+            return self.transfers.register(address, size)
+
+    def unregister(self, address: int) -> None:
+        if self._lost is None:
+            with self.guarded():
+                self.transfers.unregister(address)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
+        return self._rows.append(layer, k, v, slots)
 
     def copy_rows(self, src_pages: Int32, dst_pages: Int32, num_rows: Int32) -> None:
         self._rows.copy(src_pages, dst_pages, num_rows)
 
-    def gather(self, layer: int, slots: Int32, dtype: DType) -> Pending[tuple[Array, Array]]:
-        return self._rows.gather(layer, slots, dtype)
+    def gather(
+        self, layer: int, slots: Int32, dtype: DType, out: tuple[Tensor, Tensor] | None = None
+    ) -> Pending[tuple[Tensor, Tensor]]:
+        return self._rows.gather(layer, slots, dtype, out)
 
     def merge(
-        self, o: Array, lse: Float32, indptr: Int32, into: AttentionState | None = None
+        self,
+        o: Tensor,
+        lse: Tensor,
+        indptr: Int32,
+        into: AttentionState | None = None,
+        out: AttentionState | None = None,
     ) -> Pending[AttentionState]:
-        return self._merging.merge(o, lse, indptr, into)
+        return self._merging.merge(o, lse, indptr, into, out)
 
     def attend(self, requests: Sequence[Attend]) -> Pending[list[AttentionState]]:
         for request in requests:
             checks.check_attend(request, self._geometry)
+        check_outs(requests)
         if not requests:
             return Done([])
         masked = [request.mask is not None for request in requests]
@@ -174,75 +194,67 @@ class CudaBackend:
         seconds.plan = perf_counter() - start
         layers = {layer for layer, _ in plans}
         layer = layers.pop() if len(layers) == 1 else None
-        mask = joined_masks([r.mask for r in requests if r.mask is not None])
-        return self._run(resident, scene, layer, q, mask, seconds)
+        uploaded = upload(
+            self.transfers, [Wanted(q, NUMPY_DTYPES[compute]), *_masks(r.mask for r in requests)]
+        )
+        seconds.copy_in = perf_counter() - start - seconds.plan
+        return self._launch(resident, scene, layer, requests, uploaded, seconds)
 
-    def _run(
+    def _launch(
         self,
         resident: Resident,
         scene: Scene,
         layer: int | None,
-        q: Sequence[Array],
-        mask: tuple[Array, ...],
+        requests: Sequence[Attend | RaggedAttend],
+        uploaded: Uploaded,
         seconds: StageSeconds,
     ) -> Pending[list[AttentionState]]:
-        """Upload q and mask, launch, and start the download of o and lse."""
-        start = perf_counter()
-        transfers, rows, heads = self.transfers, resident.num_rows, scene.num_qo_heads
-        dtype, compute = q[0].dtype, NUMPY_DTYPES[scene.compute]
-        shape = (rows, heads, scene.store.head_dim)
-        o, lse = pinned(shape, compute), pinned(shape[:2], np.dtype(np.float32))
-        if rows == 0:
-            return Done([AttentionState(o.astype(dtype), lse) for _ in q])
-        queries = q[0] if len(q) == 1 else np.concatenate(q)
-        buffer, at = transfers.upload((queries.astype(compute, copy=False), *mask))
-        second = aligned(o.nbytes)
-        out = transfers.scratch(second + lse.nbytes)
-        seconds.copy_in = perf_counter() - start
-        with transfers.compute:
-            self.attention.enqueue(
-                resident,
-                scene,
-                layer,
-                at[0],
-                out.ptr,
-                out.ptr + second,
-                (at[1], at[2]) if mask else (0, 0),
-            )
-        transfers.retire(buffer)
-        done = transfers.download(out.ptr, ((o, 0), (lse, second)), out)
+        """Launch attention of what is `uploaded`, q and mask last, and start the answers' way."""
+        outs = [request.out for request in requests]
+        if resident.num_rows == 0:
+            return Done([out or _empty(r.q) for out, r in zip(outs, requests, strict=True)])
+        shapes = [(r.q.shape, r.q.dtype, r.out) for r in requests]
+        answers = Answers(self.transfers, states_made(shapes, NUMPY_DTYPES[scene.compute]))
+        (o, lse), (q, *mask) = answers.at, uploaded.at[-3 if scene.masked else -1 :]
+        bits, offsets = mask or (0, 0)
+        with self.transfers.compute:
+            self.attention.enqueue(resident, scene, layer, q, o, lse, (bits, offsets))
+        launched = mark(self.transfers.compute)
+        uploaded.release(launched)
+        done = answers.send(launched)
 
         def states() -> list[AttentionState]:
-            whole = o.astype(dtype, copy=False)
-            bounds = np.cumsum([0, *(len(part) for part in q)])
-            return [AttentionState(whole[a:b], lse[a:b]) for a, b in pairwise(bounds)]
+            taken = answers.take()
+            made = map(AttentionState, taken[: len(outs)], taken[len(outs) :])
+            return [out or state for out, state in zip(outs, made, strict=True)]
 
         return Result(self.guarded, done, states, seconds)
 
     def attend_ragged(self, request: RaggedAttend) -> Pending[AttentionState]:
         checks.check_ragged(request)
+        check_outs([request])
         dtypes = checks.tensor_dtype(request.q, "q"), checks.tensor_dtype(request.k, "k")
         compute = compute_dtype(*dtypes)
         with self.guarded():
             start = perf_counter()
             kind = NUMPY_DTYPES[compute]
-            k, v = request.k.astype(kind, copy=False), request.v.astype(kind, copy=False)
-            buffer, (k_at, v_at) = self.transfers.upload((k, v))
-            store = ragged_store(k.shape[1], k.shape[2], compute, k_at, v_at, len(k))
-            scene = Scene(
-                store, request.q.shape[1], compute, request.scoring, request.mask is not None
-            )
-            plan = ragged_plan(request.qo_indptr, request.kv_indptr, request.causal)
+            wanted = [Wanted((tensor,), kind) for tensor in (request.k, request.v, request.q)]
+            uploaded = upload(self.transfers, [*wanted, *_masks([request.mask])])
+            seconds = StageSeconds(copy_in=perf_counter() - start)
+            tokens, heads, head_dim = request.k.shape
+            k, v = uploaded.at[:2]
+            store = ragged_store(heads, head_dim, compute, k, v, tokens)
+            masked = request.mask is not None
+            scene = Scene(store, request.q.shape[1], compute, request.scoring, masked)
+            ends = request.qo_indptr, request.kv_indptr
+            plan = ragged_plan(*ends, request.causal, request.row_positions)
             resident = self.attention.make([(0, plan)], scene)
-            seconds = StageSeconds(plan=perf_counter() - start)
-            mask = joined_masks([request.mask] if request.mask is not None else [])
-            states = self._run(resident, scene, 0, [request.q], mask, seconds)
-            self.transfers.retire(buffer)
-            return First(states)
+            seconds.plan = perf_counter() - start - seconds.copy_in
+            return First(self._launch(resident, scene, 0, [request], uploaded, seconds))
 
     def close(self) -> None:
         if self._lost is None:
-            self.transfers.finish()
+            self.transfers.close()
         self._pool = None
         self._lost = "the backend is closed"
 
@@ -250,6 +262,16 @@ class CudaBackend:
 def compute_dtype(q: DType, keys: DType) -> DType:
     """The 16-bit format that q and keys meet in: the keys' own, else q's, else fp16."""
     return next((dtype for dtype in (keys, q) if dtype in ("fp16", "bf16")), "fp16")
+
+
+def _empty(q: Tensor) -> AttentionState:
+    """States of no rows."""
+    return AttentionState(np.zeros(q.shape, q.dtype), np.zeros(q.shape[:2], np.float32))
+
+
+def _masks(masks: Iterable[Mask | None]) -> list[Wanted]:
+    """Custom masks as the kernels want them on the device."""
+    return as_is(*joined_masks([mask for mask in masks if mask is not None]))
 
 
 def joined_masks(masks: Sequence[Mask]) -> tuple[Array, ...]:

@@ -9,15 +9,13 @@ import numpy as np
 from kernels.backend import (
     NUMPY_DTYPES,
     TENSOR_DTYPES,
-    Array,
     Attend,
-    AttentionState,
     DType,
-    Float32,
     Int32,
     Level,
     PoolGeometry,
     RaggedAttend,
+    Tensor,
     Unsupported,
 )
 from kernels.cuda.shapes import HEAD_DIMS
@@ -31,11 +29,11 @@ def require(holds: bool, field: str, value: object, rule: str) -> None:
         raise ValueError(f"{field} = {value}: {rule}")
 
 
-def tensor_dtype(array: Array, field: str) -> DType:
+def tensor_dtype(tensor: Tensor, field: str) -> DType:
     """The contract's name of a tensor's dtype. Raises Unsupported for any other."""
-    name = _DTYPES.get(array.dtype)
+    name = _DTYPES.get(tensor.dtype)
     if name is None:
-        raise Unsupported(field, array.dtype, f"tensors are {', '.join(TENSOR_DTYPES)}")
+        raise Unsupported(field, tensor.dtype, f"tensors are {', '.join(TENSOR_DTYPES)}")
     return name
 
 
@@ -68,7 +66,7 @@ def check_pages(pages: Int32, geometry: PoolGeometry, field: str) -> None:
         require(False, field, bad, f"pages are 0..{geometry.num_pages - 1}")
 
 
-def check_kv(k: Array, v: Array, geometry: PoolGeometry, rows: int) -> None:
+def check_kv(k: Tensor, v: Tensor, geometry: PoolGeometry, rows: int) -> None:
     shape = (rows, geometry.num_kv_heads, geometry.head_dim)
     require(k.shape == shape and v.shape == shape, "k, v", (k.shape, v.shape), f"both {shape}")
     require(k.dtype == v.dtype, "k, v", (k.dtype, v.dtype), "one dtype")
@@ -136,14 +134,10 @@ def check_ragged(request: RaggedAttend) -> None:
     check_head_dim(k.shape[2])
 
 
-def check_states(o: Array, lse: Float32, indptr: Int32, into: AttentionState | None) -> DType:
-    """Shapes of states to merge, and of those to merge them into; the dtype of o."""
+def check_states(o: Tensor, lse: Tensor, indptr: Int32) -> DType:
+    """Shapes of states to merge; the dtype of o."""
     require(o.ndim == 3, "o", o.shape, "[nnz, heads, head_dim]")
     require(lse.shape == o.shape[:2], "lse", lse.shape, f"{o.shape[:2]}")
+    require(lse.dtype == np.float32, "lse", lse.dtype, "float32")
     check_indptr(indptr, len(o), "indptr")
-    if into is not None:
-        shape = (len(indptr) - 1, *o.shape[1:])
-        good = into.o.shape == shape and into.o.dtype == o.dtype
-        require(good, "into.o", into.o.shape, f"{shape} of {o.dtype}")
-        require(into.lse.shape == shape[:2], "into.lse", into.lse.shape, f"{shape[:2]}")
     return tensor_dtype(o, "o")

@@ -6,24 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kernels.backend import (
-    Array,
-    AttentionState,
-    Done,
-    DType,
-    Float32,
-    Int32,
-    Pending,
-    StageSeconds,
-)
+from kernels.backend import AttentionState, Done, DType, Int32, Pending, StageSeconds, Tensor
 from kernels.cuda import checks
+from kernels.cuda.answers import Answers, states_made
+from kernels.cuda.inputs import as_is, upload
 from kernels.cuda.launch import Library
 from kernels.cuda.pending import Guard, Result
 from kernels.cuda.shapes import merge_launch
 from kernels.cuda.structs import MERGE_PARAMS, params
-from kernels.cuda.transfer import Transfers, aligned, pinned
-
-FLOAT32 = np.dtype(np.float32)
+from kernels.cuda.transfer import Transfers, mark
+from kernels.outputs import merge_place
 
 
 class Merging:
@@ -41,29 +33,36 @@ class Merging:
         self._library, self._transfers, self._guarded = library, transfers, guarded
 
     def merge(
-        self, o: Array, lse: Float32, indptr: Int32, into: AttentionState | None
+        self,
+        o: Tensor,
+        lse: Tensor,
+        indptr: Int32,
+        into: AttentionState | None,
+        out: AttentionState | None,
     ) -> Pending[AttentionState]:
         """`Backend.merge`."""
-        dtype = checks.check_states(o, lse, indptr, into)
+        dtype = checks.check_states(o, lse, indptr)
+        place = merge_place(o, indptr, into, out)
         shape = (len(indptr) - 1, *o.shape[1:])
-        transfers = self._transfers
         with self._guarded():
             if 0 in shape:
-                return Done(into or _empty(shape, o.dtype))
+                return Done(place or _empty(shape, o.dtype))
             members = (o, lse, indptr) if into is None else (o, lse, indptr, into.o, into.lse)
-            buffer, at = transfers.upload(members)
-            host = AttentionState(pinned(shape, o.dtype), pinned(shape[:2], FLOAT32))
-            out, where = buffer, at[3:]
-            if into is None:
-                second = aligned(host.o.nbytes)
-                out = transfers.scratch(second + host.lse.nbytes)
-                where = [out.ptr, out.ptr + second]
-            longest = int(np.diff(indptr).max())
-            with transfers.compute:
-                self.enqueue(shape, dtype, at[:3], where, longest, into is not None)
-            targets = ((host.o, 0), (host.lse, where[1] - where[0]))
-            done = transfers.download(where[0], targets, (out, buffer))
-        return Result(self._guarded, done, lambda: _written(host, into), StageSeconds())
+            uploaded = upload(self._transfers, as_is(*members))
+            made = states_made([(shape, o.dtype, place)], o.dtype)
+            answers = Answers(self._transfers, made, None if into is None else uploaded.at[3:])
+            with self._transfers.compute:
+                longest = int(np.diff(indptr).max())
+                self.enqueue(shape, dtype, uploaded.at[:3], answers.at, longest, into is not None)
+            launched = mark(self._transfers.compute)
+            uploaded.release(launched)
+            done = answers.send(launched, uploaded)
+
+        def state() -> AttentionState:
+            taken = answers.take()
+            return place or AttentionState(*taken)
+
+        return Result(self._guarded, done, state, StageSeconds())
 
     def enqueue(
         self,
@@ -103,12 +102,3 @@ class Merging:
 def _empty(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> AttentionState:
     """States over nothing."""
     return AttentionState(np.zeros(shape, dtype), np.full(shape[:2], -np.inf, np.float32))
-
-
-def _written(merged: AttentionState, into: AttentionState | None) -> AttentionState:
-    """`merged`, or `into` overwritten with it."""
-    if into is None:
-        return merged
-    np.copyto(into.o, merged.o)
-    np.copyto(into.lse, merged.lse)
-    return into

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.backend import DType, Int32, Level, Plan
+from kernels.backend import DType, Int32, Level, Plan, last_positions
 from kernels.cuda.scene import Store
 from kernels.cuda.tensor_maps import TensorMaps, ragged_maps, ragged_shape
 
@@ -35,9 +35,13 @@ def ragged_store(heads: int, head_dim: int, compute: DType, k: int, v: int, toke
     )
 
 
-def ragged_plan(qo_indptr: Int32, kv_indptr: Int32, causal: bool) -> Plan:
-    """One level, one segment per request, pages of one token."""
-    rows = np.diff(qo_indptr)
+def ragged_plan(
+    qo_indptr: Int32, kv_indptr: Int32, causal: bool, positions: Int32 | None = None
+) -> Plan:
+    """One level, one segment per request, pages of one token.
+
+    Without `positions` a request's rows are the last of its sequence.
+    """
     keys = np.diff(kv_indptr)
     level = Level(
         qo_indptr=qo_indptr,
@@ -47,6 +51,6 @@ def ragged_plan(qo_indptr: Int32, kv_indptr: Int32, causal: bool) -> Plan:
         kv_start=np.zeros(len(keys), np.int32),
         causal=causal,
     )
-    inside = np.arange(int(qo_indptr[-1])) - np.repeat(qo_indptr[:-1], rows)
-    positions = np.repeat(keys - rows, rows) + inside
-    return Plan((level,), positions.astype(np.int32))
+    if positions is None:
+        positions = last_positions(qo_indptr, kv_indptr)
+    return Plan((level,), positions)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kernels import cuda_devices
@@ -14,3 +16,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A backend on a fake device; for tests that need cupy but no device."""
+    from tensor_rig import Rig
+
+    return Rig(monkeypatch)

@@ -1,89 +1,70 @@
-"""Where uploads lie, with pinned and device memory that are plain host memory."""
+"""Where uploads lie on the device, and what is copied for them."""
 
 from __future__ import annotations
 
 import ctypes
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("cupy")  # which needs no device for what follows
 
+from fake_device import FakeDevice
+
+from kernels.cuda import host_memory
 from kernels.cuda import transfer as transfer_module
+from kernels.cuda.inputs import as_is, upload
+from kernels.cuda.staging import Run, Span, stage
 from kernels.cuda.transfer import Transfers
 
 
-class Stream:
-    """Runs everything at once."""
-
-    ptr = 3
-
-    def __init__(self, **_: Any) -> None:
-        """As CuPy's, options and all."""
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is entered."""
-
-    def record(self, event: Any) -> Any:
-        return event
-
-    def wait_event(self, event: Any) -> None:
-        """What is waited for is done."""
-
-
-class Bytes(np.ndarray[Any, Any]):
-    """Memory with an address, as CuPy hands it out."""
-
-    @property
-    def ptr(self) -> int:
-        return self.ctypes.data
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    device = FakeDevice()
+    for module in (transfer_module, host_memory):
+        monkeypatch.setattr(module, "cupy", device.cupy)
+        monkeypatch.setattr(module, "runtime", device.runtime)
+    return device
 
 
 @pytest.fixture
-def transfers(monkeypatch: pytest.MonkeyPatch) -> Transfers:
-    def allocate(size: int) -> Bytes:
-        return np.full(size, 0xEE, np.uint8).view(Bytes)
-
-    cuda = SimpleNamespace(
-        Stream=Stream,
-        Event=lambda **_: SimpleNamespace(done=True),
-        alloc=allocate,
-        alloc_pinned_memory=allocate,
-    )
-    runtime = SimpleNamespace(
-        memcpyHostToDevice=1,
-        memcpyAsync=lambda to, source, size, *_: ctypes.memmove(to, source, size),
-    )
-    monkeypatch.setattr(transfer_module, "cupy", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(transfer_module, "runtime", runtime)
+def transfers(device: FakeDevice) -> Transfers:
     return Transfers()
 
 
-def test_arrays_of_any_kind_are_uploaded_side_by_side(transfers: Transfers) -> None:
+def test_arrays_of_any_kind_are_uploaded_side_by_side(
+    device: FakeDevice, transfers: Transfers
+) -> None:
     arrays = [
         np.arange(6, dtype=np.float16).reshape(2, 3),
         np.zeros((0, 4), np.int64),
         np.arange(24, dtype=np.int64).reshape(4, 6)[:, ::2],
     ]
-    buffer, at = transfers.upload(arrays)
-    for array, address in zip(arrays, at, strict=True):
-        assert (address - buffer.ptr) % 256 == 0
+    uploaded = upload(transfers, as_is(*arrays))
+    device.run()
+    for array, address in zip(arrays, uploaded.at, strict=True):
+        assert (address - uploaded.at[0]) % 256 == 0
         assert ctypes.string_at(address, array.nbytes) == array.tobytes()
 
 
-def test_integers_are_uploaded_back_to_back(transfers: Transfers) -> None:
+def test_integers_are_uploaded_back_to_back(device: FakeDevice, transfers: Transfers) -> None:
     arrays = [np.arange(n, dtype=np.int32) for n in (8, 0, 3, 1)]
     buffer, at = transfers.upload_ints(arrays)
+    device.run()
     assert [address - buffer.ptr for address in at] == [0, 32, 32, 44]
     assert buffer.nbytes == 48
     assert buffer.view(np.int32).tolist() == [*range(8), *range(3), 0]
 
 
-def test_uploads_of_nothing_are_legal(transfers: Transfers) -> None:
-    assert len(transfers.upload([np.zeros((0, 2), np.float32)])[1]) == 1
+def test_uploads_of_nothing_are_legal(device: FakeDevice, transfers: Transfers) -> None:
+    assert len(upload(transfers, as_is(np.zeros((0, 2), np.float32))).at) == 1
     assert len(transfers.upload_ints([np.zeros(0, np.int32)])[1]) == 1
+    device.run()
+
+
+def test_neighbours_go_together_and_a_stranger_between_them_keeps_them_apart() -> None:
+    staged = stage([Span(0, 0, 100), Span(1, 256, 40), Span(3, 300, 8), Span(4, 1024, 8)])
+    assert staged.runs == [Run(0, 0, 296), Run(300, 512, 8), Run(1024, 768, 8)]
+    assert staged.offsets == [0, 256, 512, 768]
+    assert staged.size == 776
+    assert stage([]) == ([], [], 0)

@@ -1,0 +1,167 @@
+"""`CudaBackend` on a `FakeDevice`, with kernels that are a few lines of numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_device import FakeDevice
+
+from kernels.backend import NUMPY_DTYPES, AttentionState, DType, Mask, Plan, PoolGeometry, Scoring
+from kernels.cuda import backend as backend_module
+from kernels.cuda import host_memory, merges, rows, transfer
+from kernels.cuda.backend import CudaBackend
+from kernels.masks import packbits
+from kernels.states import merge_ragged_states
+
+GEOMETRY = PoolGeometry(2, 8, 4, 2, 64, "NHD", "fp16")
+SCORING = Scoring(1.0)
+FLOAT32 = np.dtype(np.float32)
+
+
+@dataclass
+class Kernels:
+    """What the fake kernels do, and what they were given."""
+
+    device: FakeDevice
+    pool: Any = field(default_factory=lambda: np.zeros((2, 2, 32, 2, 64), np.float32))
+    attended: list[tuple[int, int, int]] = field(default_factory=list)
+    appended: list[tuple[Sequence[int], bool]] = field(default_factory=list)
+    merged: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
+
+    def attend(
+        self, resident: Any, scene: Any, layer: Any, q: int, o: int, lse: int, mask: Any = (0, 0)
+    ) -> None:
+        self.attended.append((q, o, lse))
+        compute, store = NUMPY_DTYPES[scene.compute], scene.store
+        shape = (resident.num_rows, scene.num_qo_heads, store.head_dim)
+
+        def kernel() -> None:
+            values = self.device.view(q, shape, compute)
+            bit = self.device.view(mask[0], (1,), np.uint8)[0] if scene.masked else 0
+            keys = (
+                [
+                    self.device.view(
+                        at, (store.num_pages, store.num_kv_heads, store.head_dim), compute
+                    )
+                    for at in (store.k, store.v)
+                ]
+                if store.contiguous
+                else []
+            )
+            made = attention(values, keys, bit)
+            self.device.view(o, shape, compute)[...] = made[0]
+            self.device.view(lse, shape[:2], np.float32)[...] = made[1]
+
+        self.device.launch(kernel)
+
+    def rows(
+        self,
+        entry: str,
+        layer: int,
+        dtype: DType,
+        count: int,
+        at: Sequence[int],
+        overlap: bool = True,
+    ) -> None:
+        self.appended.append((at, overlap))
+
+        def kernel() -> None:
+            slots = self.device.view(at[2], (count,), np.int32)
+            for half in range(2):
+                values = self.device.view(at[half], (count, 2, 64), NUMPY_DTYPES[dtype])
+                if entry == "append_rows":
+                    self.pool[layer, half, slots] = values
+                else:
+                    values[...] = self.pool[layer, half, slots]
+
+        self.device.launch(kernel)
+
+    def merge(
+        self,
+        shape: tuple[int, ...],
+        dtype: DType,
+        members: Sequence[int],
+        where: Sequence[int],
+        longest: int,
+        into: bool = False,
+    ) -> None:
+        self.merged.append((members, where))
+
+        def kernel() -> None:
+            kind, view = NUMPY_DTYPES[dtype], self.device.view
+            ends = view(members[2], (shape[0] + 1,), np.int32)
+            o = view(members[0], (ends[-1], *shape[1:]), kind)
+            lse = view(members[1], (ends[-1], shape[1]), np.float32)
+            place = AttentionState(view(where[0], shape, kind), view(where[1], shape[:2], FLOAT32))
+            made = merging(o, lse, ends, place if into else None)
+            place.o[...], place.lse[...] = made.o, made.lse
+
+        self.device.launch(kernel)
+
+
+def attention(q: Any, keys: Sequence[Any] = (), bit: int = 0) -> tuple[Any, Any]:
+    """What the fake kernel makes of q in its compute dtype: (o, lse)."""
+    extra = sum((float(x.astype(np.float32).sum()) for x in keys), float(bit))
+    o = (q.astype(np.float32) * 2 + extra).astype(q.dtype)
+    return o, q.astype(np.float32).sum(-1) + np.float32(extra)
+
+
+def merging(o: Any, lse: Any, ends: Any, into: AttentionState | None) -> AttentionState:
+    if into is None:
+        return merge_ragged_states(o, lse, ends)
+    lists = len(ends) - 1
+    order = np.argsort(
+        np.concatenate([np.repeat(np.arange(lists), np.diff(ends)), np.arange(lists)]),
+        kind="stable",
+    )
+    all_o = np.concatenate([o, np.array(into.o)])[order]
+    all_lse = np.concatenate([lse, np.array(into.lse)])[order]
+    return merge_ragged_states(all_o, all_lse, ends + np.arange(lists + 1, dtype=np.int32))
+
+
+def plan_of(count: int) -> Plan:
+    """A plan of so many rows; what they attend is of no account here."""
+    return Plan((), np.zeros(count, np.int32))
+
+
+def mask_of(count: int) -> Mask:
+    return Mask(packbits(np.ones(8, bool)), np.zeros(count, np.int64))
+
+
+def fake_backend(
+    monkeypatch: pytest.MonkeyPatch, device: FakeDevice
+) -> tuple[CudaBackend, Kernels]:
+    """A backend whose every module sees the fake device."""
+    kernels = Kernels(device)
+    for module in (transfer, host_memory):
+        monkeypatch.setattr(module, "cupy", device.cupy)
+        monkeypatch.setattr(module, "runtime", device.runtime)
+    monkeypatch.setattr(transfer, "convert", device.convert)
+    resident = lambda plans: SimpleNamespace(  # noqa: E731
+        num_rows=sum(len(plan.positions) for _, plan in plans)
+    )
+    planner = SimpleNamespace(
+        find=lambda plans, scene: None,
+        make=lambda plans, scene: resident(plans),
+        enqueue=kernels.attend,
+    )
+    monkeypatch.setattr(backend_module, "Attention", lambda *_: planner)
+    monkeypatch.setattr(
+        backend_module,
+        "Library",
+        lambda *_: SimpleNamespace(arch="sm_80", overlaps=True, prepare=lambda _: None),
+    )
+    monkeypatch.setattr(backend_module, "device_arch", lambda _: "sm_80")
+    chip = SimpleNamespace(use=lambda: None)
+    device.cupy.cuda.Device = lambda _: chip
+    monkeypatch.setattr(backend_module, "cupy", device.cupy)
+    monkeypatch.setattr(rows.Rows, "enqueue", lambda _, *a, **named: kernels.rows(*a, **named))
+    monkeypatch.setattr(merges.Merging, "enqueue", lambda _, *a: kernels.merge(*a))
+    device.runtime.getDeviceProperties = lambda _: {"name": b"fake", "multiProcessorCount": 8}
+    monkeypatch.setattr(backend_module, "runtime", device.runtime)
+    return CudaBackend(GEOMETRY), kernels

@@ -1,0 +1,85 @@
+"""A backend on a fake device, and tensors of every kind for it."""
+
+from __future__ import annotations
+
+import mmap
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_device import FakeDevice
+from faked_backend import SCORING, fake_backend, plan_of
+
+from kernels.backend import NUMPY_DTYPES, Attend, AttentionState
+from kernels.tensor import DeviceTensor, PinnedArray, Tensor
+
+HALF = NUMPY_DTYPES["fp16"]
+ROOM = 1 << 20
+KINDS = ("host", "pinned", "device", "odd")
+
+
+class Rig:
+    """A fake device, a backend on it, and tensors of all kinds for them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
+        self.device = FakeDevice(seed)
+        self.backend, self.kernels = fake_backend(monkeypatch, self.device)
+        self.rng = np.random.default_rng(seed)
+        self.arena = np.frombuffer(mmap.mmap(-1, ROOM), np.uint8)
+        self.begin, self.used = self.arena.ctypes.data, 0
+        assert self.backend.register(self.begin, ROOM)
+        self.device.copies.clear()
+
+    def values(self, *shape: int, dtype: Any = HALF) -> Any:
+        return self.rng.standard_normal(shape, np.float32).astype(dtype)
+
+    def pinned(self, values: Any) -> PinnedArray:
+        end = self.used + values.nbytes
+        given = self.arena[self.used : end].view(values.dtype).reshape(values.shape)
+        given[...] = values
+        self.used = -(-end // 64) * 64
+        return given.view(PinnedArray)
+
+    def give(self, kind: str, values: Any) -> Tensor:
+        """`odd` is a device tensor where no kernel can read it."""
+        if kind == "host":
+            return np.array(values)
+        if kind == "pinned":
+            return self.pinned(values)
+        return self.device.tensor(values, self.device.stream(), 8 if kind == "odd" else 0)
+
+    def state(self, kind: str, shape: tuple[int, ...], dtype: Any = HALF) -> AttentionState:
+        o, lse = np.full(shape, np.nan, dtype), np.full(shape[:-1], np.nan, np.float32)
+        return AttentionState(self.give(kind, o), self.give(kind, lse))
+
+    def read(self, tensor: Tensor) -> Any:
+        return self.device.read(tensor) if isinstance(tensor, DeviceTensor) else np.array(tensor)
+
+    def readings(self, place: AttentionState) -> tuple[Any, Any]:
+        """Of device memory what its stream finds there from now on, of arrays what they hold."""
+        o, lse = (
+            self.device.reading(tensor)
+            if isinstance(tensor, DeviceTensor)
+            else partial(np.array, tensor)
+            for tensor in (place.o, place.lse)
+        )
+        return o, lse
+
+    def spoil(self, tensor: Tensor) -> None:
+        """Overwrite what has been given, as its owner may."""
+        if isinstance(tensor, DeviceTensor):
+            self.device.write(tensor, np.full(tensor.shape, np.nan, tensor.dtype))
+        elif not isinstance(tensor, PinnedArray):
+            tensor[...] = np.nan
+
+    def of_kind(self, kind: int) -> list[Any]:
+        return [copy for copy in self.device.copies if copy.kind == kind]
+
+
+def attend(q: Tensor, out: AttentionState | None = None, mask: Any = None) -> Attend:
+    return Attend(0, q, plan_of(len(q)), SCORING, mask, out)
+
+
+def address(array: Any) -> int:
+    return int(array.ctypes.data)
