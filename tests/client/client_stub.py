@@ -1,18 +1,19 @@
-"""A scripted service for client tests, spoken to by either client through httpx.MockTransport."""
+"""A scripted service for client tests: a transport that either client sends by."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import httpx
 import numpy as np
+import safetensors
 import safetensors.numpy
-from attnd import AsyncClient, Client, Retries
+from attnd import AsyncClient, Client, Retries, images
+from attnd.http.messages import Request, Response
 from numpy.typing import NDArray
-from wire_messages import Message, read_safetensors
 
 Kind = Literal["sync", "async"]
 KINDS: tuple[Kind, ...] = ("sync", "async")
@@ -27,19 +28,55 @@ SEQUENCE = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A request's fields and arrays."""
+
+    fields: dict[str, Any]
+    tensors: dict[str, NDArray[Any]]
+
+
+def read_safetensors(body: bytes) -> Message:
+    """A request as the safetensors library reads it; the arrays must lie aligned."""
+    start = 8 + int.from_bytes(body[:8], "little")
+    header = json.loads(body[8:start])
+    assert start % 8 == 0
+    arrays = {}
+    for name, view in safetensors.deserialize(body):
+        dtype = images.DTYPES[view["dtype"]]
+        begin, _ = header[name]["data_offsets"]
+        assert begin % dtype.itemsize == 0, f"{name} is not aligned"
+        arrays[name] = np.frombuffer(view["data"], dtype).reshape(view["shape"])
+    return Message(json.loads(header["__metadata__"]["request"]), arrays)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scripted:
+    """An answer to play."""
+
+    status: int
+    content: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
 class Script:
-    """Plays one step per request, the last one for ever: a response, or an exception to raise."""
+    """Plays one step per request, the last one for ever: an answer, or an exception to raise."""
 
-    def __init__(self, *steps: httpx.Response | Exception) -> None:
+    def __init__(self, *steps: Scripted | Exception) -> None:
         self.steps = list(steps)
-        self.requests: list[httpx.Request] = []
+        self.requests: list[Request] = []
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
+    def play(self, request: Request) -> Response:
         self.requests.append(request)
         step = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
         if isinstance(step, Exception):
-            raise step
-        return httpx.Response(step.status_code, headers=step.headers, content=step.content)
+            raise type(step)(*step.args)
+        content = np.frombuffer(bytearray(step.content), np.uint8)
+        return Response(step.status, dict(step.headers), content)
+
+    def content(self, i: int = -1) -> bytes:
+        """The body of a request."""
+        return b"".join(self.requests[i].body)
 
     def fields(self, i: int = -1) -> dict[str, Any]:
         """The JSON fields of a request, whatever its media type."""
@@ -47,15 +84,40 @@ class Script:
         return fields
 
     def message(self, i: int = -1) -> Message:
-        request = self.requests[i]
-        if "json" in request.headers["content-type"]:
-            return Message(json.loads(request.content), {})
-        return read_safetensors(request.content)
+        if "json" in self.requests[i].headers["content-type"]:
+            return Message(json.loads(self.content(i)), {})
+        return read_safetensors(self.content(i))
+
+
+@dataclass(frozen=True, slots=True)
+class Blocking:
+    """A script as the transport of `Client`."""
+
+    script: Script
+
+    def send(self, request: Request) -> Response:
+        return self.script.play(request)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+@dataclass(frozen=True, slots=True)
+class Awaiting:
+    """A script as the transport of `AsyncClient`."""
+
+    script: Script
+
+    async def send(self, request: Request) -> Response:
+        return self.script.play(request)
+
+    async def aclose(self) -> None:
+        """There is nothing to close."""
 
 
 def ask(
     kind: Kind,
-    script: Callable[[httpx.Request], httpx.Response],
+    script: Script,
     name: str,
     *args: Any,
     deadline: float | None = None,
@@ -64,33 +126,31 @@ def ask(
 ) -> Any:
     """Call one method of a client of that kind against the script."""
     if kind == "sync":
-        with Client(transport=httpx.MockTransport(script), retries=retries) as client:
+        with Client(transport=Blocking(script), retries=retries) as client:
             return getattr(client.with_options(deadline=deadline), name)(*args, **kwargs)
 
     async def run() -> Any:
-        async with AsyncClient(transport=httpx.MockTransport(script), retries=retries) as client:
+        async with AsyncClient(transport=Awaiting(script), retries=retries) as client:
             return await getattr(client.with_options(deadline=deadline), name)(*args, **kwargs)
 
     return asyncio.run(run())
 
 
-def answer(fields: Any, status: int = 200, **headers: str) -> httpx.Response:
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return httpx.Response(status, json=fields, headers=named)
+def answer(fields: Any, status: int = 200, **headers: str) -> Scripted:
+    told = {"content-type": "application/json", **named(headers)}
+    return Scripted(status, json.dumps(fields).encode(), told)
 
 
-def tensor_answer(
-    fields: Any, arrays: Mapping[str, NDArray[Any]] = {}, **headers: str
-) -> httpx.Response:
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
+def tensor_answer(fields: Any, arrays: Mapping[str, NDArray[Any]] = {}, **headers: str) -> Scripted:
     body = safetensors.numpy.save(dict(arrays), {"response": json.dumps(fields)})
-    named["content-type"] = "application/vnd.safetensors"
-    return httpx.Response(200, content=body, headers=named)
+    return Scripted(200, body, {**named(headers), "content-type": "application/vnd.safetensors"})
 
 
-def problem(
-    status: int, code: str, headers: Mapping[str, str] = {}, **numbers: Any
-) -> httpx.Response:
+def named(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+def problem(status: int, code: str, headers: Mapping[str, str] = {}, **numbers: Any) -> Scripted:
     document = {
         "type": f"urn:attnd:error:{code}",
         "title": "A title",
@@ -100,10 +160,10 @@ def problem(
         **numbers,
     }
     content_type = {"content-type": "application/problem+json"}
-    return httpx.Response(status, content=json.dumps(document), headers={**content_type, **headers})
+    return Scripted(status, json.dumps(document).encode(), {**content_type, **headers})
 
 
-def attended(rows: int = 1) -> httpx.Response:
+def attended(rows: int = 1) -> Scripted:
     fields = {"lse_base": "e", "levels": 1, "cascade": False}
     o = np.ones((rows, 4, 8), np.float16)
     return tensor_answer(fields, {"o": o, "lse": np.zeros((rows, 4), np.float32)})

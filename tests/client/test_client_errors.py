@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 from attnd import Retries, errors
-from client_stub import Script, ask, problem
+from client_stub import Script, Scripted, ask, problem
 
-from service.core import errors as core
+from service import errors as service
 from service.errors import KINDS as SERVICE_KINDS
-from service.errors import (
-    BodyTooLarge,
-    MalformedBody,
-    MethodNotAllowed,
-    Overloaded,
-    UnsupportedMediaType,
-)
 from service.errors import problem as service_problem
 
 
@@ -49,37 +41,43 @@ def test_each_code_raises_its_class(code: str) -> None:
 
 
 def test_the_numbers_of_each_error_are_attributes() -> None:
-    unknown = caught(core.UnknownSequence(["a", "b"]))
+    unknown = caught(service.UnknownSequence(["a", "b"]))
     assert isinstance(unknown, errors.UnknownSequence)
     assert unknown.sequences == ("a", "b")
-    exists = caught(core.SequenceExists(["a"]))
+    exists = caught(service.SequenceExists(["a"]))
     assert isinstance(exists, errors.SequenceExists)
     assert exists.sequences == ("a",)
-    mismatch = caught(core.LengthMismatch({"a": 3, "b": 0}))
+    mismatch = caught(service.LengthMismatch({"a": 3, "b": 0}))
     assert isinstance(mismatch, errors.LengthMismatch)
     assert mismatch.lengths == {"a": 3, "b": 0}
-    pages = caught(core.OutOfPages(12, 3, 64))
+    pages = caught(service.OutOfPages(12, 3, 64))
     assert isinstance(pages, errors.OutOfPages)
     assert (pages.needed, pages.free, pages.total) == (12, 3, 64)
-    invalid = caught(core.InvalidRequest("q", [1, 2], "must have 3 dimensions"))
+    sequences = caught(service.OutOfSequences(3, 1, 2))
+    assert isinstance(sequences, errors.OutOfSequences)
+    assert (sequences.needed, sequences.free, sequences.total) == (3, 1, 2)
+    answer = caught(service.AnswerTooLarge(9, 8, "ask for less"))
+    assert isinstance(answer, errors.AnswerTooLarge)
+    assert (answer.size, answer.limit) == (9, 8)
+    invalid = caught(service.InvalidRequest("q", [1, 2], "must have 3 dimensions"))
     assert isinstance(invalid, errors.InvalidRequest)
     assert (invalid.field, invalid.rule) == ("q", "must have 3 dimensions")
     assert invalid.value == "[1, 2]"
     assert "must have 3 dimensions" in str(invalid)
-    large = caught(BodyTooLarge("too large", size=10, limit=5))
+    large = caught(service.BodyTooLarge("too large", size=10, limit=5))
     assert isinstance(large, errors.BodyTooLarge)
     assert (large.size, large.limit) == (10, 5)
-    media = caught(UnsupportedMediaType("text/plain", supported=["application/json"]))
+    media = caught(service.UnsupportedMediaType("text/plain", supported=["application/json"]))
     assert isinstance(media, errors.UnsupportedMediaType)
     assert media.supported == ("application/json",)
-    method = caught(MethodNotAllowed("GET", allow=["POST"]))
+    method = caught(service.MethodNotAllowed("GET", allow=["POST"]))
     assert isinstance(method, errors.MethodNotAllowed)
     assert method.allow == ("POST",)
 
 
 def test_the_request_id_and_the_timings_are_on_errors_too() -> None:
     headers = {"x-request-id": "r9", "server-timing": "queue;dur=3", "retry-after": "1"}
-    error = caught(Overloaded("full", retry_after_s=1), headers)
+    error = caught(service.Overloaded("full", retry_after_s=1), headers)
     assert isinstance(error, errors.Overloaded)
     assert error.request_id == "r9"
     assert error.timings == {"queue": 0.003}
@@ -87,12 +85,12 @@ def test_the_request_id_and_the_timings_are_on_errors_too() -> None:
 
 
 def test_fields_that_a_later_service_adds_stay_in_the_problem() -> None:
-    error = caught(MalformedBody("truncated", at=17))
+    error = caught(service.MalformedBody("truncated", at=17))
     assert error.problem["at"] == 17
 
 
 def test_an_error_page_of_something_in_between_keeps_its_status() -> None:
-    page = httpx.Response(502, content=b"<html>", headers={"content-type": "text/html"})
+    page = Scripted(502, b"<html>", {"content-type": "text/html"})
     with pytest.raises(errors.ServiceError, match="502") as info:
         ask("sync", Script(page), "info")
     assert (info.value.status, info.value.code) == (502, "")

@@ -7,12 +7,24 @@ import inspect
 from typing import Any
 
 import attnd
-import httpx
 import ml_dtypes
 import numpy as np
 import pytest
-from attnd import AsyncClient, CascadeLevel, Client, NewSequence
-from client_stub import KINDS, SEQUENCE, Kind, Script, answer, ask, attended, problem, tensor_answer
+from attnd import AsyncClient, CascadeLevel, Client, NewSequence, Session
+from client_stub import (
+    KINDS,
+    SEQUENCE,
+    Awaiting,
+    Blocking,
+    Kind,
+    Script,
+    Scripted,
+    answer,
+    ask,
+    attended,
+    problem,
+    tensor_answer,
+)
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 METHODS = [
@@ -43,7 +55,7 @@ METHODS = [
 
 def sent(script: Script, i: int = -1) -> tuple[str, str]:
     request = script.requests[i]
-    return request.method, request.url.raw_path.decode()
+    return request.method, request.target
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,7 +84,7 @@ def test_one_sequence_is_got_truncated_and_deleted_by_its_path(kind: Kind) -> No
     assert ask(kind, script, "truncate", "a", 5).lengths == (5, 6)
     assert sent(script) == ("POST", "/v1/sequences/a/truncate")
     assert script.fields() == {"length": 5}
-    script = Script(httpx.Response(204))
+    script = Script(Scripted(204))
     assert ask(kind, script, "delete_sequence", "a") is None
     assert sent(script) == ("DELETE", "/v1/sequences/a")
 
@@ -86,7 +98,7 @@ def pages() -> Script:
 
 def test_the_list_is_fetched_page_by_page_as_it_is_read() -> None:
     script = pages()
-    with Client(transport=httpx.MockTransport(script)) as client:
+    with Client(transport=Blocking(script)) as client:
         listing = client.list_sequences(page_size=2)
         assert next(listing).id == "a"
         assert len(script.requests) == 1
@@ -99,7 +111,7 @@ def test_the_async_list_is_the_same() -> None:
     script = pages()
 
     async def run() -> list[str]:
-        async with AsyncClient(transport=httpx.MockTransport(script)) as client:
+        async with AsyncClient(transport=Awaiting(script)) as client:
             return [sequence.id async for sequence in client.list_sequences()]
 
     assert asyncio.run(run()) == ["a", "b", "c"]
@@ -247,7 +259,7 @@ def test_pool_and_metrics_are_read(kind: Kind) -> None:
     assert ask(kind, Script(answer(pool)), "pool") == attnd.Pool(5, 3, 8, 2, 3, 1.5, "ok")
     text = "# HELP attnd_x x\nattnd_x 1.0\n"
     plain = {"content-type": "text/plain; version=1.0.0; charset=utf-8"}
-    reply = httpx.Response(200, content=text, headers=plain)
+    reply = Scripted(200, text.encode(), plain)
     assert ask(kind, Script(reply), "metrics") == text
 
 
@@ -274,22 +286,24 @@ def test_a_service_that_is_not_ready_is_an_answer_and_not_retried(kind: Kind) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_waiting_for_ready_outlasts_a_start_and_tells_why_it_gave_up(kind: Kind) -> None:
     script = Script(
-        httpx.ConnectError("refused"), problem(503, "not_ready"), answer({"status": "ready"})
+        attnd.ConnectionFailed("refused"), problem(503, "not_ready"), answer({"status": "ready"})
     )
     ask(kind, script, "wait_ready", 10, retries=attnd.Retries(0))
     with pytest.raises(TimeoutError, match="what happened"):
         ask(kind, Script(problem(503, "not_ready")), "wait_ready", 0)
 
 
-def test_both_clients_have_the_same_methods_with_the_same_signatures() -> None:
+@pytest.mark.parametrize("other", [AsyncClient, Session])
+def test_all_clients_have_the_same_methods_with_the_same_signatures(other: type) -> None:
     for name in METHODS:
-        blocking, awaiting = getattr(Client, name), getattr(AsyncClient, name)
-        assert inspect.signature(blocking).parameters == inspect.signature(awaiting).parameters
+        blocking, theirs = getattr(Client, name), getattr(other, name)
+        mine, its = (list(inspect.signature(f).parameters) for f in (blocking, theirs))
+        assert mine == its, name
         assert blocking.__doc__, f"{name} has no documentation"
 
 
 def test_a_method_shows_the_signature_that_is_called() -> None:
-    with Client(transport=httpx.MockTransport(Script(attended()))) as client:
+    with Client(transport=Blocking(Script(attended()))) as client:
         assert list(inspect.signature(client.decode).parameters)[:3] == ["layer", "sequences", "q"]
 
 
@@ -299,14 +313,12 @@ def test_a_method_shows_the_signature_that_is_called() -> None:
     [
         answer({"nothing": 1}),
         answer([1, 2]),
-        httpx.Response(200, content=b"{", headers={"content-type": "application/json"}),
-        httpx.Response(200, content=b"x", headers={"content-type": "application/vnd.safetensors"}),
-        httpx.Response(200, content=b"<html>", headers={"content-type": "text/html"}),
+        Scripted(200, b"{", headers={"content-type": "application/json"}),
+        Scripted(200, b"x", headers={"content-type": "application/vnd.safetensors"}),
+        Scripted(200, b"<html>", headers={"content-type": "text/html"}),
         tensor_answer({"lse_base": "e", "levels": 1, "cascade": False}),
     ],
 )
-def test_an_answer_that_is_not_attnds_is_a_protocol_error(
-    kind: Kind, reply: httpx.Response
-) -> None:
+def test_an_answer_that_is_not_attnds_is_a_protocol_error(kind: Kind, reply: Scripted) -> None:
     with pytest.raises(attnd.ProtocolError):
         ask(kind, Script(reply), "decode", 0, ["a"], np.zeros((1, 4, 8), np.float32))

@@ -10,11 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import attnd
-import httpx
 import ml_dtypes
 import numpy as np
 import pytest
-from attnd import AsyncClient, AttentionState, CascadeLevel, Client, NewSequence, merge_states
+from attnd import (
+    AsyncClient,
+    AttentionState,
+    CascadeLevel,
+    Client,
+    NewSequence,
+    ReplyLost,
+    Session,
+    merge_states,
+)
+from attnd.http.blocking import SocketTransport
+from attnd.http.messages import Request, Response
+from attnd.http.origin import origin_of
 from numpy.typing import NDArray
 from running_service import connect, service
 
@@ -24,9 +35,16 @@ BOUNDS: dict[Any, float] = {np.float32: 1e-5, np.float16: 1e-3, ml_dtypes.bfloat
 
 
 @pytest.fixture(scope="module")
-def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def road(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where the engine of the service on a Unix socket is."""
+    return str(tmp_path_factory.mktemp("r") / "road")
+
+
+@pytest.fixture(scope="module")
+def socket(tmp_path_factory: pytest.TempPathFactory, road: str) -> Iterator[str]:
     """A service on a Unix socket."""
-    with service("--server.uds", str(tmp_path_factory.mktemp("s") / "s")) as where:
+    path = str(tmp_path_factory.mktemp("s") / "s")
+    with service("--server.uds", path, "--server.socket", road) as where:
         yield where
 
 
@@ -163,15 +181,14 @@ def tour(ask: Callable[..., Any]) -> dict[str, Any]:
     for name in "pabxy":
         ask("delete_sequence", name)
     seen["ready"] = ask("ready").ok
-    seen["metrics"] = "attnd_tokens_appended_total" in ask("metrics")
     return seen
 
 
-def test_every_route_gives_the_same_to_both_clients_over_tcp_and_a_unix_socket(
-    client: Client, port: str
+def test_every_route_gives_the_same_to_all_clients_over_tcp_unix_socket_and_road(
+    client: Client, port: str, road: str
 ) -> None:
-    def blocking(name: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(client, name)(*args, **kwargs)
+    def method(of: Client | Session) -> Callable[..., Any]:
+        return lambda name, *args, **kwargs: getattr(of, name)(*args, **kwargs)
 
     with asyncio.Runner() as runner:
         other = AsyncClient(port)
@@ -182,13 +199,67 @@ def test_every_route_gives_the_same_to_both_clients_over_tcp_and_a_unix_socket(
 
             return runner.run(ask())
 
-        first, second = tour(blocking), tour(awaiting)
+        first, second = tour(method(client)), tour(awaiting)
         runner.run(other.aclose())
-    assert first == second
+    with Session(road) as session:
+        third = tour(method(session))
+    assert first == second == third
     assert first["forked"][1].length == 35
     assert first["page"].next == "b"
     assert first["pool"].sharing_ratio > 1
     assert first["decode"][2:] == (2, True)
+    assert "attnd_tokens_appended_total" in client.metrics()
+
+
+def test_arrays_made_in_the_arena_append_and_decode_as_any_others(
+    client: Client, road: str
+) -> None:
+    k, v, q = rows(1, 1, KV_HEADS), rows(2, 1, KV_HEADS), rows(3, 1, QUERY_HEADS)
+    client.create_sequence("a")
+    with Session(road, arena_bytes=2**20) as session:
+        inputs = {
+            name: session.empty(name, array.shape, array.dtype)
+            for name, array in (("q", q), ("k", k), ("v", v))
+        }
+        for name, array in (("q", q), ("k", k), ("v", v)):
+            inputs[name][...] = array
+        for step in range(20):
+            result = session.decode(
+                0, ["a"], inputs["q"], k=inputs["k"], v=inputs["v"], offsets=[step]
+            )
+    np.testing.assert_allclose(
+        result.o, dense(q, np.repeat(k, 20, 0), np.repeat(v, 20, 0))[0], atol=1e-5
+    )
+    assert client.get_sequence("a").lengths == (20, 0)
+
+
+def test_a_session_grows_its_arena_and_gathers_more_than_it_thought(
+    client: Client, road: str
+) -> None:
+    k, v = rows(1, 1500, KV_HEADS), rows(2, 1500, KV_HEADS)
+    with Session(road, arena_bytes=2**20) as session:
+        session.create_sequence("a")
+        session.append(0, ["a"], k, v, append_indptr=[0, 1500], offsets=[0])
+        gathered = session.gather(0, ["a"])
+        some = session.gather(0, ["a"], start=3, stop=10)
+    np.testing.assert_array_equal(gathered.k, k)
+    np.testing.assert_array_equal(gathered.v, v)
+    np.testing.assert_array_equal(some.v, v[3:10])
+    assert some.kv_indptr.tolist() == [0, 7]
+
+
+def test_refusals_reach_a_session_with_their_numbers(client: Client, road: str) -> None:
+    with Session(road) as session:
+        with pytest.raises(attnd.UnknownSequence) as unknown:
+            session.decode(0, ["no", "body"], rows(1, 2, QUERY_HEADS))
+        assert unknown.value.sequences == ("no", "body")
+        with pytest.raises(attnd.OutOfPages) as pages:
+            many = np.zeros((129 * 16, KV_HEADS, HEAD_DIM), np.float32)
+            session.create_sequence("a")
+            session.append(0, ["a"], many, many, append_indptr=[0, len(many)])
+        assert (pages.value.needed, pages.value.total) == (129, 128)
+        with pytest.raises(attnd.InvalidRequest):
+            session.decode(0, ["a"], rows(1, 1, 3))
 
 
 def test_the_async_list_and_many_decodes_at_once_are_right(client: Client, socket: str) -> None:
@@ -249,20 +320,19 @@ def test_request_ids_and_timings_come_back(client: Client) -> None:
     assert client.get_sequence("a").meta.request_id not in ("", "step-7")
 
 
-class Lossy(httpx.BaseTransport):
-    """A connection that breaks once, after the service has carried the request out."""
+class Lossy:
+    """A transport that loses one answer, after the service has carried the request out."""
 
     def __init__(self, uds: str) -> None:
-        self.inner = httpx.HTTPTransport(uds=uds)
+        self.inner = SocketTransport(origin_of("http://localhost", uds))
         self.broken = False
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        response = self.inner.handle_request(request)
+    def send(self, request: Request) -> Response:
+        response = self.inner.send(request)
         if self.broken:
             return response
         self.broken = True
-        response.read()
-        raise httpx.ReadError("reset by peer", request=request)
+        raise ReplyLost("reset by peer")
 
     def close(self) -> None:
         self.inner.close()
@@ -320,7 +390,7 @@ def test_the_readme_program_runs(port: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_client_needs_nothing_that_a_service_is_made_of() -> None:
-    heavy = ["torch", "cupy", "fastapi", "pydantic", "service", "kernels", "config"]
+    heavy = ["torch", "cupy", "fastapi", "pydantic", "service", "kernels", "config", "httpx"]
     program = f"import attnd, sys; print([name for name in {heavy} if name in sys.modules])"
     told = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],

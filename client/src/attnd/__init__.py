@@ -1,4 +1,4 @@
-"""Client of attnd, attention and KV cache as a service: see `Client`, `AsyncClient`.
+"""Client of attnd, attention and KV cache as a service: see `Client`, `AsyncClient`, `Session`.
 
 `merge_states` merges attention states here, with numpy, when they came from several services.
 """
@@ -7,21 +7,28 @@ from attnd.attention import CascadeLevel, Options
 from attnd.client import AsyncClient, Client
 from attnd.control import NewSequence
 from attnd.errors import (
+    AnswerTooLarge,
+    ArenaFull,
     AttndError,
     BodyTooLarge,
+    Cancelled,
     ConnectionFailed,
     DeadlineExceeded,
+    HeadersTooLarge,
     Internal,
     InvalidRequest,
     LengthMismatch,
     MalformedBody,
+    MalformedRequest,
     MethodNotAllowed,
     NotFound,
     NotReady,
     OutOfPages,
+    OutOfSequences,
     Overloaded,
     ProtocolError,
     ReplyLost,
+    RequestTimeout,
     SequenceExists,
     ServiceError,
     TimedOut,
@@ -44,22 +51,27 @@ from attnd.results import (
     SequenceInfo,
     SequencePage,
 )
+from attnd.session import Session
 from attnd.states import AttentionState, LseBase, empty_state, merge_state, merge_states
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AnswerTooLarge",
     "AppendResult",
+    "ArenaFull",
     "AsyncClient",
     "AttentionResult",
     "AttentionState",
     "AttndError",
     "BodyTooLarge",
+    "Cancelled",
     "CascadeLevel",
     "Client",
     "ConnectionFailed",
     "DeadlineExceeded",
     "GatherResult",
+    "HeadersTooLarge",
     "Health",
     "Info",
     "Internal",
@@ -67,6 +79,7 @@ __all__ = [
     "LengthMismatch",
     "LseBase",
     "MalformedBody",
+    "MalformedRequest",
     "MergeResult",
     "Meta",
     "MethodNotAllowed",
@@ -75,17 +88,20 @@ __all__ = [
     "NotReady",
     "Options",
     "OutOfPages",
+    "OutOfSequences",
     "Overloaded",
     "PageTable",
     "PageTableLevel",
     "Pool",
     "ProtocolError",
     "ReplyLost",
+    "RequestTimeout",
     "Retries",
     "SequenceExists",
     "SequenceInfo",
     "SequencePage",
     "ServiceError",
+    "Session",
     "TimedOut",
     "TransportError",
     "UnknownSequence",

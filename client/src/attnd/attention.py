@@ -1,25 +1,31 @@
-"""The tensor routes as calls: append, decode, prefill, cascade, merge, gather. safetensors."""
+"""The calls with arrays: append, decode, prefill, cascade, merge, gather."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnd import tensors
-from attnd.call import Call, Reply, Settled
-from attnd.control import indices, reads
-from attnd.errors import LengthMismatch, ServiceError
+from attnd.call import Call, Settled
+from attnd.control import indices
+from attnd.errors import ServiceError
 from attnd.results import AppendResult, AttentionResult, GatherResult, MergeResult
-from attnd.states import AttentionState, LseBase
+from attnd.states import LseBase
+from attnd.tensor_calls import (
+    Indices,
+    attend,
+    landed,
+    lengths_after,
+    mask_tensor,
+    numbers,
+    state_bytes,
+    tensor_call,
+)
 
-T = TypeVar("T")
 Array = NDArray[Any]
-Indices = Sequence[int] | NDArray[np.integer[Any]]
-"""Lengths, offsets or an indptr: ints, or an integer array."""
 
 
 class ScoringOptions(TypedDict, total=False):
@@ -82,7 +88,7 @@ def append(
         return Settled(AppendResult(tuple(after[name] for name in sequences), error.meta))
 
     return tensor_call(
-        "/v1/append",
+        "append",
         fields,
         {"k": k, "v": v},
         lambda reply: AppendResult(tuple(reply.fields["lengths"]), reply.meta),
@@ -108,7 +114,7 @@ def decode(
     """
     fields = {"layer": layer, "sequences": list(sequences), "offsets": numbers(offsets), **options}
     return attend(
-        "/v1/decode",
+        "decode",
         fields,
         {"q": q, "k": k, "v": v},
         lengths_after(sequences, offsets, None),
@@ -144,7 +150,7 @@ def prefill(
         **options,
     }
     return attend(
-        "/v1/prefill",
+        "prefill",
         fields,
         {"q": q, "k": k, "v": v, **mask_tensor(mask)},
         lengths_after(sequences, offsets, qo_indptr),
@@ -169,7 +175,7 @@ def ragged_prefill(
         "causal": causal,
         **options,
     }
-    return attend("/v1/ragged-prefill", fields, {"q": q, "k": k, "v": v, **mask_tensor(mask)}, {})
+    return attend("ragged_prefill", fields, {"q": q, "k": k, "v": v, **mask_tensor(mask)}, {})
 
 
 def cascade(
@@ -196,7 +202,7 @@ def cascade(
         "return_levels": return_levels,
         **options,
     }
-    return attend("/v1/cascade", fields, {"q": q}, {})
+    return attend("cascade", fields, {"q": q}, {}, states=1 + len(levels) * return_levels)
 
 
 def merge(
@@ -208,21 +214,38 @@ def merge(
     `lse [nnz, H]` merge rows `indptr[t]:indptr[t+1]`. Answers `o [T, H, D]`, `lse [T, H]`.
     """
     return tensor_call(
-        "/v1/merge",
+        "merge",
         {"indptr": numbers(indptr), "lse_base": lse_base},
         {"o": o, "lse": np.asarray(lse, dtype=np.float32)},
         lambda reply: MergeResult(
             reply.tensors["o"], reply.tensors["lse"], reply.fields["lse_base"], reply.meta
         ),
         repeatable=True,
+        answer_bytes=state_bytes(o),
     )
 
 
-def gather(layer: int, sequences: Sequence[str], *, dtype: str | None = None) -> Call[GatherResult]:
-    """All K and V of sequences at a layer, dequantised to `dtype`; raises `UnknownSequence`."""
+def gather(
+    layer: int,
+    sequences: Sequence[str],
+    *,
+    start: int | None = None,
+    stop: int | None = None,
+    dtype: str | None = None,
+) -> Call[GatherResult]:
+    """K and V of sequences at a layer, dequantised to `dtype`: all, or tokens `start:stop` of each.
+
+    Raises `UnknownSequence`, and `AnswerTooLarge` where less must be asked for at a time.
+    """
     return tensor_call(
-        "/v1/gather",
-        {"layer": layer, "sequences": list(sequences), "dtype": dtype},
+        "gather",
+        {
+            "layer": layer,
+            "sequences": list(sequences),
+            "start": start,
+            "stop": stop,
+            "dtype": dtype,
+        },
         {},
         lambda reply: GatherResult(
             reply.tensors["k"],
@@ -232,87 +255,3 @@ def gather(layer: int, sequences: Sequence[str], *, dtype: str | None = None) ->
         ),
         repeatable=True,
     )
-
-
-TENSOR_HEADERS: Final = {"content-type": tensors.MEDIA_TYPE, "accept": tensors.MEDIA_TYPE}
-
-
-def tensor_call(
-    path: str,
-    fields: dict[str, Any],
-    arrays: dict[str, Array | None],
-    parse: Callable[[Reply], T],
-    *,
-    repeatable: bool,
-    recover: Callable[[ServiceError], Settled[T] | Call[T] | None] = lambda error: None,
-) -> Call[T]:
-    """A POST of what was given: fields and arrays that are None are left out."""
-    body = tensors.encode(
-        {name: value for name, value in fields.items() if value is not None},
-        {name: array for name, array in arrays.items() if array is not None},
-    )
-    headers = TENSOR_HEADERS
-    return Call("POST", path, reads(parse), repeatable, headers=headers, body=body, recover=recover)
-
-
-def attend(
-    path: str, fields: dict[str, Any], arrays: dict[str, Array | None], after: dict[str, int]
-) -> Call[AttentionResult]:
-    """A call whose answer is attention, perhaps after an append that leaves lengths `after`."""
-    appends = path != "/v1/ragged-prefill" and arrays.get("k") is not None
-
-    def recover(error: ServiceError) -> Call[AttentionResult] | None:
-        # The lost attempt appended k and v: only the attention is still wanted.
-        if not landed(error, after):
-            return None
-        without = {name: value for name, value in fields.items() if name != "offsets"}
-        return attend(path, without, {**arrays, "k": None, "v": None}, {})
-
-    return tensor_call(
-        path, fields, arrays, attention_of, repeatable=not appends or bool(after), recover=recover
-    )
-
-
-def attention_of(reply: Reply) -> AttentionResult:
-    fields, arrays = reply.fields, reply.tensors
-    base: LseBase = fields["lse_base"]
-    states: list[AttentionState] = []
-    while f"o.{len(states)}" in arrays:
-        i = len(states)
-        states.append(AttentionState(arrays[f"o.{i}"], arrays[f"lse.{i}"], base))
-    return AttentionResult(
-        o=arrays["o"],
-        lse=arrays["lse"],
-        lse_base=base,
-        levels=fields["levels"],
-        cascade=fields["cascade"],
-        level_states=tuple(states),
-        meta=reply.meta,
-    )
-
-
-def mask_tensor(mask: Array | None) -> dict[str, Array | None]:
-    """`mask` for bool elements, `packed_mask` for uint8 bits."""
-    return {} if mask is None else {"mask" if mask.dtype == np.bool_ else "packed_mask": mask}
-
-
-def numbers(values: Indices | None) -> list[int] | None:
-    return None if values is None else [int(value) for value in values]
-
-
-def lengths_after(
-    sequences: Sequence[str], offsets: Indices | None, indptr: Indices | None
-) -> dict[str, int]:
-    """kv_len of each sequence after an append at `offsets`; empty when they are not given."""
-    if offsets is None:
-        return {}
-    counts = [1] * len(sequences) if indptr is None else np.diff(indptr).tolist()
-    return {
-        name: int(offset) + int(count)
-        for name, offset, count in zip(sequences, offsets, counts, strict=False)
-    }
-
-
-def landed(error: ServiceError, after: dict[str, int]) -> bool:
-    """Whether a refusal shows exactly the lengths that the append would have left."""
-    return isinstance(error, LengthMismatch) and bool(after) and error.lengths == after

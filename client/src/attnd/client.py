@@ -7,27 +7,26 @@ carried out by the steps of `exchange`; what is left here is input and output.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, cast
-
-import httpx
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from attnd import attention, control
 from attnd.call import Call
-from attnd.errors import TransportError
-from attnd.exchange import Manner, Outcome, Retries, Send, Wait, exchange
-from attnd.results import Health, SequenceInfo
+from attnd.errors import AttndError, TransportError
+from attnd.exchange import Outcome, Retries, Send, Wait, exchange
+from attnd.http.awaiting import AsyncTransport, LoopTransport
+from attnd.http.blocking import SocketTransport, Transport
+from attnd.http.messages import reply_of, request_of
+from attnd.http.origin import origin_of
+from attnd.methods import POLL_S, checked, manner, not_ready, unreachable, with_self
+from attnd.results import SequenceInfo
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-LIMITS: Final = httpx.Limits(max_connections=100, keepalive_expiry=3.0)
-"""Idle connections go before the service closes them (5 s), so none breaks under a request."""
 
 
 def blocking(build: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]:
@@ -50,24 +49,12 @@ def awaiting(build: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncClient, P
     return with_self(method, build)
 
 
-M = TypeVar("M", bound=Callable[..., Any])
-
-
-def with_self(method: M, build: Callable[..., Any]) -> M:
-    """`method` with the signature of `build` as a method, for `help()` and editors."""
-    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    signature = inspect.signature(build)
-    parameters = [this, *signature.parameters.values()]
-    method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return method
-
-
 class Client:
     """A blocking client; may be shared by threads. Close it, or use it as a context manager.
 
     `base_url` like `http://127.0.0.1:8080`, or `uds` the path of the service's Unix socket.
     `timeout` bounds one attempt in seconds; `retries` says how often and how long to try again
-    where that is safe (see `attnd.exchange`). `transport` replaces httpx's own, for tests.
+    where that is safe (see `attnd.exchange`). `transport` replaces the connections, for tests.
     """
 
     def __init__(
@@ -77,12 +64,10 @@ class Client:
         uds: str | None = None,
         timeout: float = 30.0,
         retries: int | Retries = 2,
-        transport: httpx.BaseTransport | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self._manner = manner(timeout, retries)
-        if uds is not None:
-            transport = httpx.HTTPTransport(uds=uds, limits=LIMITS)
-        self._http = httpx.Client(base_url=base_url, transport=transport, limits=LIMITS)
+        self._transport: Transport = transport or SocketTransport(origin_of(base_url, uds))
 
     create_sequences = blocking(control.create_sequences)
     create_sequence = blocking(control.create_sequence)
@@ -134,8 +119,8 @@ class Client:
         `request_id` is sent as `X-Request-ID` in place of one made per call.
         """
         view = object.__new__(type(self))
-        view._http = self._http
-        view._manner = replace(self._manner, deadline_s=deadline, request_id=request_id)
+        view._transport = self._transport
+        view._manner = replace(self._manner, deadline_s=deadline, request_id=checked(request_id))
         return view
 
     def send(self, call: Call[T]) -> T:
@@ -148,18 +133,19 @@ class Client:
         except StopIteration as stop:
             return cast(T, stop.value)
 
-    def _do(self, step: Send | Wait) -> Outcome:
+    def _do(self, step: Send[Any] | Wait) -> Outcome:
         if isinstance(step, Wait):
             time.sleep(step.seconds)
             return None
+        request = request_of(step.call, step.request_id, step.timeout_s, step.deadline_s)
         try:
-            return self._http.request(**request(step))
-        except httpx.TransportError as error:
+            return reply_of(self._transport.send(request), step.request_id, step.call)
+        except AttndError as error:
             return error
 
     def close(self) -> None:
         """Close the connections, of every `with_options` view too."""
-        self._http.close()
+        self._transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -183,12 +169,10 @@ class AsyncClient:
         uds: str | None = None,
         timeout: float = 30.0,
         retries: int | Retries = 2,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: AsyncTransport | None = None,
     ) -> None:
         self._manner = manner(timeout, retries)
-        if uds is not None:
-            transport = httpx.AsyncHTTPTransport(uds=uds, limits=LIMITS)
-        self._http = httpx.AsyncClient(base_url=base_url, transport=transport, limits=LIMITS)
+        self._transport: AsyncTransport = transport or LoopTransport(origin_of(base_url, uds))
 
     create_sequences = awaiting(control.create_sequences)
     create_sequence = awaiting(control.create_sequence)
@@ -237,8 +221,8 @@ class AsyncClient:
     def with_options(self, *, deadline: float | None = None, request_id: str | None = None) -> Self:
         """As `Client.with_options`."""
         view = object.__new__(type(self))
-        view._http = self._http
-        view._manner = replace(self._manner, deadline_s=deadline, request_id=request_id)
+        view._transport = self._transport
+        view._manner = replace(self._manner, deadline_s=deadline, request_id=checked(request_id))
         return view
 
     async def send(self, call: Call[T]) -> T:
@@ -251,18 +235,19 @@ class AsyncClient:
         except StopIteration as stop:
             return cast(T, stop.value)
 
-    async def _do(self, step: Send | Wait) -> Outcome:
+    async def _do(self, step: Send[Any] | Wait) -> Outcome:
         if isinstance(step, Wait):
             await asyncio.sleep(step.seconds)
             return None
+        request = request_of(step.call, step.request_id, step.timeout_s, step.deadline_s)
         try:
-            return await self._http.request(**request(step))
-        except httpx.TransportError as error:
+            return reply_of(await self._transport.send(request), step.request_id, step.call)
+        except AttndError as error:
             return error
 
     async def aclose(self) -> None:
         """Close the connections, of every `with_options` view too."""
-        await self._http.aclose()
+        await self._transport.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -274,31 +259,3 @@ class AsyncClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
-
-
-POLL_S: Final = 0.05
-"""Between two questions whether the service is ready yet."""
-
-
-def manner(timeout: float, retries: int | Retries) -> Manner:
-    return Manner(timeout, retries=Retries(retries) if isinstance(retries, int) else retries)
-
-
-def request(step: Send) -> dict[str, Any]:
-    """httpx's keywords for a step."""
-    return {
-        "method": step.method,
-        "url": step.path,
-        "params": step.params or None,
-        "headers": step.headers,
-        "content": step.body,
-        "timeout": step.timeout_s,
-    }
-
-
-def unreachable(error: TransportError) -> Health:
-    return Health(False, str(error))
-
-
-def not_ready(timeout: float, health: Health) -> TimeoutError:
-    return TimeoutError(f"not ready after {timeout} s: {health.reason}")

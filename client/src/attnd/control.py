@@ -1,12 +1,10 @@
-"""The control routes as calls: sequences, page tables, info, pool, health, metrics. JSON."""
+"""The calls without arrays: sequences, page tables, info, pool, health, metrics."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import numpy as np
 
@@ -46,11 +44,10 @@ def create_sequences(sequences: Sequence[NewSequence]) -> Call[tuple[SequenceInf
     Raises `SequenceExists`, `UnknownSequence` (a parent), `OutOfPages`, `InvalidRequest`.
     """
     return Call(
-        "POST",
-        "/v1/sequences",
+        "create_sequences",
         reads(lambda reply: tuple(sequence_infos(reply))),
         repeatable=False,  # a second time the ids exist, or more ids are made
-        **json_body({"sequences": [new.document() for new in sequences]}),
+        fields={"sequences": [new.document() for new in sequences]},
     )
 
 
@@ -59,11 +56,10 @@ def create_sequence(
 ) -> Call[SequenceInfo]:
     """`create_sequences` of one: empty, or `parent` forked at `length` (None: all of it)."""
     return Call(
-        "POST",
-        "/v1/sequences",
+        "create_sequences",
         reads(lambda reply: sequence_infos(reply)[0]),
         repeatable=False,
-        **json_body({"sequences": [NewSequence(id, parent, length).document()]}),
+        fields={"sequences": [NewSequence(id, parent, length).document()]},
     )
 
 
@@ -71,27 +67,30 @@ def sequence_page(after: str | None = None, limit: int | None = None) -> Call[Se
     """Up to `limit` sequences by id, those after `after` (None: from the start)."""
     given = {"after": after, "limit": limit}
     return Call(
-        "GET",
-        "/v1/sequences",
+        "list_sequences",
         reads(
             lambda reply: SequencePage(
                 tuple(sequence_infos(reply)), reply.fields.get("next"), reply.meta
             )
         ),
         repeatable=True,
-        params={name: value for name, value in given.items() if value is not None},
+        fields={name: value for name, value in given.items() if value is not None},
     )
 
 
 def get_sequence(sequence: str) -> Call[SequenceInfo]:
     """One sequence; raises `UnknownSequence`."""
-    return Call("GET", sequence_path(sequence), reads(sequence_of_reply), repeatable=True)
+    return Call("get_sequence", reads(sequence_of_reply), repeatable=True, fields={"id": sequence})
 
 
 def delete_sequence(sequence: str) -> Call[None]:
     """Delete a sequence, its forks stay; raises `UnknownSequence`."""
     return Call(
-        "DELETE", sequence_path(sequence), lambda reply: None, repeatable=True, recover=is_gone
+        "delete_sequence",
+        lambda reply: None,
+        repeatable=True,
+        fields={"id": sequence},
+        recover=is_gone,
     )
 
 
@@ -103,58 +102,46 @@ def is_gone(error: ServiceError) -> Settled[None] | None:
 def truncate(sequence: str, length: int) -> Call[SequenceInfo]:
     """Cut every layer to `length` tokens; raises `UnknownSequence`, `InvalidRequest`."""
     return Call(
-        "POST",
-        f"{sequence_path(sequence)}/truncate",
+        "truncate",
         reads(sequence_of_reply),
         repeatable=True,  # cutting to the same length again changes nothing
-        **json_body({"length": length}),
+        fields={"id": sequence, "length": length},
     )
 
 
 def page_table(sequences: Sequence[str], layer: int = 0) -> Call[PageTable]:
     """The CSR page table at a layer, and the cascade levels; raises `UnknownSequence`."""
     return Call(
-        "POST",
-        "/v1/page-table",
+        "page_table",
         reads(page_table_of),
         repeatable=True,
-        **json_body({"sequences": list(sequences), "layer": layer}),
+        fields={"sequences": list(sequences), "layer": layer},
     )
 
 
 def info() -> Call[Info]:
     """Geometry, dtypes, backend, device, limits, version, instance id."""
-    return Call("GET", "/v1/info", reads(info_of), repeatable=True)
+    return Call("info", reads(info_of), repeatable=True)
 
 
 def pool() -> Call[Pool]:
     """Page and sequence counts, and the integrity check's verdict."""
-    return Call("GET", "/v1/pool", reads(pool_of), repeatable=True)
+    return Call("pool", reads(pool_of), repeatable=True)
 
 
 def live() -> Call[Health]:
     """Whether the process answers at all."""
-    return Call("GET", "/health/live", health_of, repeatable=True, also_answers=(503,))
+    return Call("live", health_of, repeatable=True, also_answers=(503,))
 
 
 def ready() -> Call[Health]:
     """Whether the service takes requests; a service that does not is an answer, not an error."""
-    return Call("GET", "/health/ready", health_of, repeatable=True, also_answers=(503,))
+    return Call("ready", health_of, repeatable=True, also_answers=(503,))
 
 
 def metrics() -> Call[str]:
     """The metrics in Prometheus' text format."""
-    return Call("GET", "/metrics", lambda reply: reply.text, repeatable=True)
-
-
-def sequence_path(sequence: str) -> str:
-    return f"/v1/sequences/{quote(sequence, safe='')}"
-
-
-def json_body(document: dict[str, Any]) -> dict[str, Any]:
-    """`Call`'s keywords for a JSON body."""
-    body = json.dumps(document, separators=(",", ":")).encode()
-    return {"body": body, "headers": {"content-type": "application/json"}}
+    return Call("metrics", lambda reply: reply.text, repeatable=True)
 
 
 def reads(parse: Callable[[Reply], T]) -> Callable[[Reply], T]:

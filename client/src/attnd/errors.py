@@ -3,24 +3,31 @@
 AttndError                       request_id
 ├── TransportError               no answer was received
 │   ├── ConnectionFailed         nothing was sent
+│   │   └── ArenaFull            no room in the session's shared memory
 │   ├── ReplyLost                sent, perhaps carried out, no whole answer came back
 │   └── TimedOut                 the timeout or the call's deadline passed on this side
 ├── ProtocolError                an answer came that is not attnd's
 └── ServiceError                 the service refused: status, code, title, detail, timings, problem
     ├── MalformedBody            400
+    ├── MalformedRequest         400
     ├── UnknownSequence          404 sequences
     ├── NotFound                 404
     ├── MethodNotAllowed         405 allow
+    ├── RequestTimeout           408
     ├── SequenceExists           409 sequences
     ├── LengthMismatch           409 lengths
     ├── BodyTooLarge             413 size, limit
+    ├── AnswerTooLarge           413 size, limit
     ├── UnsupportedMediaType     415 supported
     ├── InvalidRequest           422 field, value, rule
     ├── Overloaded               429 retry_after_s
+    ├── HeadersTooLarge          431
+    ├── Cancelled                499
     ├── Internal                 500
     ├── NotReady                 503 retry_after_s
     ├── DeadlineExceeded         504
-    └── OutOfPages               507 needed, free, total
+    ├── OutOfPages               507 needed, free, total
+    └── OutOfSequences           507 needed, free, total
 
 A `ServiceError` changed nothing in the service. After `ReplyLost` and `TimedOut` one cannot know.
 """
@@ -42,11 +49,15 @@ class AttndError(Exception):
 
 
 class TransportError(AttndError):
-    """No answer was received; `__cause__` is httpx's own exception where there is one."""
+    """No answer was received; `__cause__` is the system's own exception where there is one."""
 
 
 class ConnectionFailed(TransportError):
     """The connection was refused or could not be made: nothing was sent."""
+
+
+class ArenaFull(ConnectionFailed):
+    """A session's arena has no room for a request or its answer, and may not grow any more."""
 
 
 class ReplyLost(TransportError):
@@ -89,6 +100,10 @@ class MalformedBody(ServiceError):
     """The body is not what its media type says."""
 
 
+class MalformedRequest(ServiceError):
+    """What was sent is not HTTP, or not a frame of the road: another version of attnd."""
+
+
 class UnknownSequence(ServiceError):
     """`sequences`: the ids that do not exist."""
 
@@ -107,6 +122,10 @@ class MethodNotAllowed(ServiceError):
     @property
     def allow(self) -> tuple[str, ...]:
         return tuple(self.problem.get("allow", ()))
+
+
+class RequestTimeout(ServiceError):
+    """The request came in too slowly."""
 
 
 class SequenceExists(ServiceError):
@@ -135,6 +154,22 @@ class BodyTooLarge(ServiceError):
     @property
     def limit(self) -> int:
         return int(self.problem.get("limit", 0))
+
+
+class AnswerTooLarge(ServiceError):
+    """The answer would have `size` bytes, and at most `limit` may go: ask for less at a time."""
+
+    @property
+    def size(self) -> int:
+        return int(self.problem.get("size", 0))
+
+    @property
+    def limit(self) -> int:
+        return int(self.problem.get("limit", 0))
+
+
+class HeadersTooLarge(ServiceError):
+    """The request's headers are more than the service reads."""
 
 
 class UnsupportedMediaType(ServiceError):
@@ -170,7 +205,7 @@ class NotReady(ServiceError):
 
 
 class DeadlineExceeded(ServiceError):
-    """The deadline passed in the queue; the request did not run."""
+    """The deadline passed before the request was done; it changed nothing."""
 
 
 class OutOfPages(ServiceError):
@@ -189,24 +224,50 @@ class OutOfPages(ServiceError):
         return int(self.problem.get("total", 0))
 
 
+class OutOfSequences(ServiceError):
+    """`needed` sequences, `free` of `total` may still be made: delete some, then try again."""
+
+    @property
+    def needed(self) -> int:
+        return int(self.problem.get("needed", 0))
+
+    @property
+    def free(self) -> int:
+        return int(self.problem.get("free", 0))
+
+    @property
+    def total(self) -> int:
+        return int(self.problem.get("total", 0))
+
+
+class Cancelled(ServiceError):
+    """The caller took the call back, or went away; it left no trace."""
+
+
 class Internal(ServiceError):
     """A bug in the service; its log has the traceback under the request id."""
 
 
 CODES: Final[dict[str, type[ServiceError]]] = {
     "malformed_body": MalformedBody,
+    "malformed_request": MalformedRequest,
     "unknown_sequence": UnknownSequence,
     "not_found": NotFound,
     "method_not_allowed": MethodNotAllowed,
+    "request_timeout": RequestTimeout,
     "sequence_exists": SequenceExists,
     "length_mismatch": LengthMismatch,
     "body_too_large": BodyTooLarge,
+    "answer_too_large": AnswerTooLarge,
     "unsupported_media_type": UnsupportedMediaType,
     "invalid_request": InvalidRequest,
     "overloaded": Overloaded,
+    "headers_too_large": HeadersTooLarge,
     "not_ready": NotReady,
     "deadline_exceeded": DeadlineExceeded,
+    "cancelled": Cancelled,
     "out_of_pages": OutOfPages,
+    "out_of_sequences": OutOfSequences,
     "internal": Internal,
 }
 

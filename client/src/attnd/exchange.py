@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import random
 import time
-import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Generic, TypeVar
 
-import httpx
-
-from attnd.call import Call, Settled, read_reply
+from attnd.call import Call, Reply, Settled
 from attnd.errors import (
     AttndError,
     ConnectionFailed,
@@ -29,16 +26,9 @@ from attnd.errors import (
     ReplyLost,
     ServiceError,
     TimedOut,
-    TransportError,
 )
 
 T = TypeVar("T")
-
-NOTHING_SENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
-BROKEN: Final = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
-
-MAX_DEADLINE_MS: Final = 3_600_000.0
-"""The longest deadline the service takes; a longer one is only kept here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +64,17 @@ class Manner:
     request_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Send:
-    """Send this request; send back the response, or the httpx.TransportError raised."""
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
+class Send(Generic[T]):
+    """Send this call once; send back the reply, or the `AttndError` raised.
 
-    method: str
-    path: str
-    params: Mapping[str, str | int]
-    body: bytes | None
-    headers: dict[str, str]
+    `deadline_s` is what is left of the call's deadline, which the service is told.
+    """
+
+    call: Call[T]
+    request_id: str
     timeout_s: float
+    deadline_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +84,26 @@ class Wait:
     seconds: float
 
 
-Outcome = httpx.Response | httpx.TransportError | None
+Outcome = Reply | AttndError | None
 
 
 def exchange(
     call: Call[T], manner: Manner, now: Callable[[], float] = time.monotonic
-) -> Generator[Send | Wait, Outcome, T]:
+) -> Generator[Send[Any] | Wait, Outcome, T]:
     """Drive `call` to its answer; raises `AttndError`."""
-    request_id = manner.request_id or uuid.uuid4().hex
+    request_id = manner.request_id or f"{random.getrandbits(128):032x}"
     ends = None if manner.deadline_s is None else now() + manner.deadline_s
     attempt, lost = 0, False
     while True:
         left = None if ends is None else ends - now()
         if left is not None and left <= 0:
             raise TimedOut(f"the deadline of {manner.deadline_s} s passed", request_id)
-        outcome = yield send(call, manner, request_id, left)
+        timeout_s = manner.timeout_s if left is None else min(manner.timeout_s, left)
+        outcome = yield Send(call, request_id, timeout_s, left)
         try:
-            return parse(call, outcome, request_id)
+            return answer(call, outcome)
         except AttndError as error:
+            error.request_id = error.request_id or request_id
             if lost and isinstance(error, ServiceError):
                 recovery = call.recover(error)
                 if isinstance(recovery, Settled):
@@ -128,28 +121,13 @@ def exchange(
         yield Wait(wait)
 
 
-def send(call: Call[T], manner: Manner, request_id: str, left: float | None) -> Send:
-    """One attempt; with `left` seconds to the deadline, the service is told them too."""
-    headers = {**call.headers, "x-request-id": request_id}
-    timeout_s = manner.timeout_s
-    if left is not None:
-        timeout_s = min(timeout_s, left)
-        headers["x-attnd-deadline-ms"] = f"{min(left * 1e3, MAX_DEADLINE_MS):.3f}"
-    return Send(call.method, call.path, call.params, call.body, headers, timeout_s)
-
-
-def parse(call: Call[T], outcome: Outcome, request_id: str) -> T:
-    """The answer in an outcome; raises the `AttndError` that it is otherwise."""
-    if isinstance(outcome, httpx.Response):
-        return call.parse(read_reply(outcome, request_id, call.also_answers))
-    told = f"{call.method} {call.path}: {outcome}"
-    if isinstance(outcome, NOTHING_SENT):
-        raise ConnectionFailed(told, request_id) from outcome
-    if isinstance(outcome, httpx.TimeoutException):
-        raise TimedOut(told, request_id) from outcome
-    if isinstance(outcome, BROKEN):
-        raise ReplyLost(told, request_id) from outcome
-    raise TransportError(told, request_id) from outcome
+def answer(call: Call[T], outcome: Outcome) -> T:
+    """What the call answers with this outcome; raises the `AttndError` that it is otherwise."""
+    if isinstance(outcome, Reply):
+        return call.parse(outcome)
+    if outcome is None:
+        raise RuntimeError("an attempt without an outcome: this is a bug")
+    raise outcome
 
 
 def may_repeat(call: Call[T], error: AttndError) -> bool:

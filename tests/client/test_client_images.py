@@ -1,4 +1,4 @@
-"""The codec of tensor bodies, against the safetensors library and the service's own reader."""
+"""The codec of images, against the safetensors library and the service's own writer."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from attnd import tensors
-from wire_messages import read_safetensors
+from attnd import images
+from client_stub import read_safetensors
 
-from service.wire import write_safetensors
+from service.image.writing import image
 
 
 def reply_body(fields: object, arrays: dict[str, np.ndarray]) -> bytes:
     return safetensors.numpy.save(arrays, {"response": json.dumps(fields)})
 
 
-@pytest.mark.parametrize("name", list(tensors.DTYPES))
+def received(body: bytes) -> images.Bytes:
+    return np.frombuffer(bytearray(body), np.uint8)
+
+
+@pytest.mark.parametrize("name", list(images.DTYPES))
 @pytest.mark.parametrize("shape", [(3, 2, 5), (0, 4), (1,)])
 def test_every_dtype_travels_both_ways_unchanged(name: str, shape: tuple[int, ...]) -> None:
-    array = np.arange(np.prod(shape)).reshape(shape).astype(tensors.DTYPES[name])
+    array = np.arange(np.prod(shape)).reshape(shape).astype(images.DTYPES[name])
     fields = {"layer": 1, "sequences": ["a", "ü"]}
-    message = read_safetensors(tensors.encode(fields, {"x": array}))
+    message = read_safetensors(b"".join(images.encode(fields, {"x": array})))
     assert message.fields == fields
     assert message.tensors["x"].dtype == array.dtype
     assert message.tensors["x"].tobytes() == array.tobytes()
 
-    body = b"".join(write_safetensors(json.dumps({"lengths": [1]}), {"x": array, "y": array}))
-    answer, arrays = tensors.decode(body)
+    body = b"".join(image("response", json.dumps({"lengths": [1]}), {"x": array, "y": array}))
+    answer, arrays = images.decode(received(body))
     assert answer == {"lengths": [1]}
     assert arrays["y"].dtype == array.dtype
     assert arrays["y"].shape == shape
@@ -39,21 +43,21 @@ def test_every_dtype_travels_both_ways_unchanged(name: str, shape: tuple[int, ..
 
 def test_arrays_that_are_not_contiguous_travel_by_value() -> None:
     array = np.arange(24, dtype=np.float32).reshape(2, 3, 4).transpose(2, 0, 1)
-    message = read_safetensors(tensors.encode({}, {"x": array}))
+    message = read_safetensors(b"".join(images.encode({}, {"x": array})))
     np.testing.assert_array_equal(message.tensors["x"], array)
 
 
 def test_what_comes_back_may_be_written_to() -> None:
-    _, arrays = tensors.decode(reply_body({}, {"x": np.zeros(4, np.float32)}))
+    _, arrays = images.decode(received(reply_body({}, {"x": np.zeros(4, np.float32)})))
     arrays["x"] += 1
     assert arrays["x"].sum() == 4
 
 
 def test_a_dtype_that_cannot_travel_is_named() -> None:
     with pytest.raises(TypeError, match="k has dtype complex64"):
-        tensors.encode({}, {"k": np.zeros(3, np.complex64)})
+        images.encode({}, {"k": np.zeros(3, np.complex64)})
     with pytest.raises(TypeError, match="float8_e4m3b11fnuz"):
-        tensors.encode({}, {"k": np.zeros(3, ml_dtypes.float8_e4m3b11fnuz)})
+        images.encode({}, {"k": np.zeros(3, ml_dtypes.float8_e4m3b11fnuz)})
 
 
 @pytest.mark.parametrize(
@@ -71,4 +75,4 @@ def test_a_dtype_that_cannot_travel_is_named() -> None:
 )
 def test_a_body_that_is_not_an_answer_is_a_value_error(body: bytes) -> None:
     with pytest.raises(ValueError):
-        tensors.decode(body)
+        images.decode(received(body))

@@ -1,0 +1,235 @@
+"""The blocking transport: keep-alive connections over TCP, TLS or a Unix socket, for any thread."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Final, Protocol
+
+from attnd.errors import ConnectionFailed, ReplyLost, TimedOut
+from attnd.http.messages import Request, Response
+from attnd.http.origin import KEEP_IDLE_S, MAX_CONNECTIONS, Origin
+from attnd.http.reading import ResponseReader
+
+Part = bytes | memoryview
+
+MAX_PARTS: Final = 16
+"""Handed to the system at once."""
+
+
+class Transport(Protocol):
+    """What `Client` sends by. `send` raises `ConnectionFailed`, `ReplyLost` or `TimedOut`."""
+
+    def send(self, request: Request) -> Response: ...
+
+    def close(self) -> None: ...
+
+
+class SocketTransport:
+    """Connections to one origin. The one that was used last is used next; idle ones expire."""
+
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+        self._idle: deque[Connection] = deque()
+        self._room: SimpleQueue[None] = SimpleQueue()
+        for _ in range(MAX_CONNECTIONS):
+            self._room.put(None)
+        self._closed = False
+
+    def send(self, request: Request) -> Response:
+        """One attempt, from a connection to the whole answer, within `request.timeout_s`."""
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        ends = time.monotonic() + request.timeout_s
+        try:
+            self._room.get(timeout=request.timeout_s)
+        except Empty as error:
+            raise ConnectionFailed(
+                f"{MAX_CONNECTIONS} calls are under way, and none ended in time"
+            ) from error
+        try:
+            return self._send(request, ends)
+        finally:
+            self._room.put(None)
+
+    def _send(self, request: Request, ends: float) -> Response:
+        parts = (self._origin.head(request), *request.body)
+        connection = self._take()
+        if connection is None or not connection.write(parts, ends):
+            # None idle, or it was closed before a byte of this request went out.
+            connection = Connection(self._origin, ends)
+            if not connection.write(parts, ends):
+                raise ConnectionFailed(f"{self._origin} closed the connection at once")
+        response = connection.read(ends)
+        if connection.reusable and not self._closed:
+            connection.idle_since = time.monotonic()
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return response
+
+    def _take(self) -> Connection | None:
+        """An idle connection that is still good."""
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return None
+            if connection.is_good():
+                return connection
+            connection.close()
+
+    def close(self) -> None:
+        """Close the idle connections; calls under way close theirs when they end."""
+        self._closed = True
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().close()
+
+
+class Connection:
+    """One connection, made within the time given. Anything raised here leaves it closed."""
+
+    def __init__(self, origin: Origin, ends: float) -> None:
+        self.idle_since = 0.0
+        self._reader = ResponseReader()
+        self._cut_short = False
+        self._tls = origin.tls and origin.uds is None
+        self._socket = connect(origin, ends)
+        if not self._tls:  # asked when it is ready, which costs less than a timeout set each time
+            self._socket.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another request may follow the answer just read."""
+        return self._reader.reusable and not self._cut_short
+
+    def is_good(self) -> bool:
+        """Whether it is young enough, and nothing came on it, not even its end."""
+        return time.monotonic() - self.idle_since < KEEP_IDLE_S and not self._poll.poll(0)
+
+    def write(self, parts: Sequence[Part], ends: float) -> bool:
+        """Send all parts; False when the other side was gone before anything went out.
+
+        An answer that comes before all was sent (a refusal) ends the sending.
+        """
+        sent = 0
+        try:
+            if self._tls:
+                self._socket.settimeout(remaining(ends))
+                self._socket.sendall(b"".join(parts))
+                return True
+            while True:
+                try:
+                    count = self._socket.sendmsg(parts[:MAX_PARTS])
+                except BlockingIOError:
+                    count = 0
+                sent += count
+                parts = unsent(parts, count)
+                if not parts:
+                    return True
+                if self._answers_early(ends):
+                    self._cut_short = True
+                    return True
+        except TimeoutError as error:
+            self.close()
+            raise TimedOut(f"timed out after {sent} bytes of the request") from error
+        except OSError:
+            if sent == 0:
+                self.close()
+                return False
+            self._cut_short = True  # it may have answered before it closed
+            return True
+        except BaseException:
+            self.close()
+            raise
+
+    def _answers_early(self, ends: float) -> bool:
+        """Wait until more can be sent; whether instead something came, a refusal or the end."""
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN | select.POLLOUT)
+        events = waiting.poll(remaining(ends) * 1e3)
+        if not events:
+            raise TimeoutError("nothing more can be sent")
+        return any(event & ~select.POLLOUT for _, event in events)
+
+    def read(self, ends: float) -> Response:
+        """The whole answer."""
+        reader = self._reader
+        try:
+            while True:
+                left = remaining(ends)
+                if self._tls:
+                    self._socket.settimeout(left)
+                elif not self._poll.poll(left * 1e3):
+                    raise TimeoutError("nothing came")
+                count = self._socket.recv_into(reader.buffer())
+                response = reader.received(count) if count else reader.ended()
+                if response is not None:
+                    return response
+        except TimeoutError as error:
+            self.close()
+            raise TimedOut("no whole answer within the timeout") from error
+        except OSError as error:
+            self.close()
+            raise ReplyLost(f"the connection broke: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(origin: Origin, ends: float) -> socket.socket:
+    """A connected socket; raises `ConnectionFailed`."""
+    try:
+        if origin.uds is not None:
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                made.settimeout(remaining(ends))
+                made.connect(origin.uds)
+            except BaseException:
+                made.close()
+                raise
+            return made
+        made = socket.create_connection((origin.host, origin.port), remaining(ends))
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return with_tls(made, origin.host) if origin.tls else made
+    except OSError as error:
+        raise ConnectionFailed(f"no connection to {origin}: {error}") from error
+
+
+def with_tls(plain: socket.socket, host: str) -> socket.socket:
+    """The connection under TLS, checked against the system's certificates."""
+    import ssl  # a service on this host or in this cluster does without
+
+    try:
+        return ssl.create_default_context().wrap_socket(plain, server_hostname=host)
+    except BaseException:
+        plain.close()
+        raise
+
+
+def remaining(ends: float) -> float:
+    """Seconds until `ends`; raises TimeoutError when there are none."""
+    left = ends - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the time is up")
+    return left
+
+
+def unsent(parts: Sequence[Part], count: int) -> Sequence[Part]:
+    """What is left of `parts` after `count` bytes."""
+    for i, part in enumerate(parts):
+        if count < len(part):
+            return [memoryview(part)[count:], *parts[i + 1 :]]
+        count -= len(part)
+    return ()

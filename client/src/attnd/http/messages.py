@@ -1,0 +1,197 @@
+"""Calls as HTTP requests, and HTTP responses as replies."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, TypeVar
+from urllib.parse import quote, urlencode
+
+from attnd import images
+from attnd.call import Call, Reply
+from attnd.errors import ProtocolError, ServiceError, service_error
+from attnd.images import Bytes
+from attnd.results import Meta
+
+T = TypeVar("T")
+
+ROUTES: Final[Mapping[str, tuple[str, str]]] = {
+    "create_sequences": ("POST", "/v1/sequences"),
+    "list_sequences": ("GET", "/v1/sequences"),
+    "get_sequence": ("GET", "/v1/sequences/{id}"),
+    "delete_sequence": ("DELETE", "/v1/sequences/{id}"),
+    "truncate": ("POST", "/v1/sequences/{id}/truncate"),
+    "page_table": ("POST", "/v1/page-table"),
+    "append": ("POST", "/v1/append"),
+    "gather": ("POST", "/v1/gather"),
+    "decode": ("POST", "/v1/decode"),
+    "prefill": ("POST", "/v1/prefill"),
+    "ragged_prefill": ("POST", "/v1/ragged-prefill"),
+    "cascade": ("POST", "/v1/cascade"),
+    "merge": ("POST", "/v1/merge"),
+    "info": ("GET", "/v1/info"),
+    "pool": ("GET", "/v1/pool"),
+    "live": ("GET", "/health/live"),
+    "ready": ("GET", "/health/ready"),
+    "metrics": ("GET", "/metrics"),
+}
+"""Method and path by operation; `{id}` is the field of that name."""
+
+TENSORS: Final = frozenset(
+    {"append", "gather", "decode", "prefill", "ragged_prefill", "cascade", "merge"}
+)
+"""Operations that send and are answered with images; the others are JSON both ways."""
+
+MAX_DEADLINE_MS: Final = 3_600_000.0
+"""The longest deadline the service takes; a longer one is only kept here."""
+
+Body = tuple[bytes | memoryview, ...]
+
+
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
+class Request:
+    """One attempt. `body` is sent part after part; `timeout_s` bounds it from connecting on."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    body: Body
+    timeout_s: float
+
+    @property
+    def body_bytes(self) -> int:
+        return sum([len(part) for part in self.body])
+
+
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
+class Response:
+    """A whole answer; header names are lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: Bytes
+
+
+def request_of(
+    call: Call[T], request_id: str, timeout_s: float, deadline_s: float | None
+) -> Request:
+    """How a call is sent; with `deadline_s` left to it, the service is told them."""
+    method, target = ROUTES[call.operation]
+    headers = {"x-request-id": request_id}
+    fields = call.fields
+    if "{id}" in target:
+        target = target.format(id=quote(fields["id"], safe=""))
+        fields = {name: value for name, value in fields.items() if name != "id"}
+    body: Body = ()
+    if call.operation in TENSORS:
+        headers["content-type"] = headers["accept"] = images.MEDIA_TYPE
+        body = tuple(images.encode(fields, call.arrays))
+    elif method == "POST":
+        headers["content-type"] = "application/json"
+        body = (images.dump_json(fields).encode(),)
+    elif fields:
+        target = f"{target}?{urlencode(fields)}"
+    if deadline_s is not None:
+        headers["x-attnd-deadline-ms"] = f"{min(deadline_s * 1e3, MAX_DEADLINE_MS):.3f}"
+    return Request(method, target, headers, body, timeout_s)
+
+
+def reply_of(response: Response, request_id: str, call: Call[T]) -> Reply:
+    """Decode a response; raises the `ServiceError` it carries, or `ProtocolError`."""
+    meta = meta_of(response.headers, request_id)
+    media_type = plain_media_type(response.headers.get("content-type", ""))
+    fields: Any = {}
+    arrays: dict[str, images.Array] = {}
+    try:
+        if media_type == images.MEDIA_TYPE:
+            fields, arrays = images.decode(response.content)
+        elif media_type.endswith("json") and len(response.content):
+            fields = json.loads(response.content.tobytes())
+    except ValueError as error:
+        told = f"the answer cannot be read as {media_type}: {error}"
+        raise ProtocolError(told, meta.request_id) from error
+    if not 200 <= response.status < 300 and response.status not in call.also_answers:
+        raise refusal(response.status, fields, meta, call)
+    if not isinstance(fields, dict):
+        told = f"the answer is not a JSON object: {text_of(response)[:200]}"
+        raise ProtocolError(told, meta.request_id)
+    text = text_of(response) if media_type.startswith("text/") else ""
+    return Reply(response.status, fields, arrays, text, meta)
+
+
+def refusal(status: int, document: Any, meta: Meta, call: Call[T]) -> ServiceError:
+    """The error that an answer is."""
+    if isinstance(document, dict) and "code" in document:
+        return service_error(document, meta)
+    # Not attnd's own document: a proxy in between, or not attnd at all.
+    told = f"HTTP {status} from {' '.join(ROUTES[call.operation])}"
+    return ServiceError({"status": status, "title": told, "detail": told}, meta)
+
+
+def text_of(response: Response) -> str:
+    return response.content.tobytes().decode("utf-8", "replace")
+
+
+@lru_cache(maxsize=64)
+def plain_media_type(header: str) -> str:
+    """A content type without its parameters."""
+    return header.partition(";")[0].strip().lower()
+
+
+def meta_of(headers: Mapping[str, str], request_id: str) -> Meta:
+    return Meta(
+        request_id=headers.get("x-request-id", request_id),
+        timings=ServerTiming(headers.get("server-timing", "")),
+        retry_after_s=seconds(headers.get("retry-after")),
+    )
+
+
+class ServerTiming(Mapping[str, float]):
+    """`queue;dur=0.05, kernel;dur=1.2` (milliseconds) as seconds by stage, read when asked for."""
+
+    __slots__ = ("_header", "_seconds")
+
+    def __init__(self, header: str) -> None:
+        self._header = header
+        self._seconds: dict[str, float] | None = None
+
+    def _read(self) -> dict[str, float]:
+        if self._seconds is None:
+            self._seconds = server_timing(self._header)
+        return self._seconds
+
+    def __getitem__(self, stage: str) -> float:
+        return self._read()[stage]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __repr__(self) -> str:
+        return repr(self._read())
+
+
+DURATION: Final = re.compile(r";\s*dur\s*=\s*([^;\s]+)")
+
+
+def server_timing(header: str) -> dict[str, float]:
+    timings: dict[str, float] = {}
+    for entry in header.split(","):
+        found = DURATION.search(entry)
+        duration = seconds(found[1]) if found else None
+        if duration is not None:
+            timings[entry.partition(";")[0].strip()] = duration / 1e3
+    return timings
+
+
+def seconds(text: str | None) -> float | None:
+    """A number as text; None where there is none (the date form of Retry-After included)."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None

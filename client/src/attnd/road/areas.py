@@ -1,0 +1,150 @@
+"""Requests laid into the arena: arrays that lie there already are not copied, others are."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+
+from attnd import images
+from attnd.images import Array
+from attnd.road.arena import Arena, Slot, held_by
+
+HEADER_ROOM: Final = 16 * 1024
+"""Before the first array of an area: enough for some hundred sequences. A longer header is no
+error, the arrays are copied behind it."""
+
+FOLLOWS: Final[Mapping[str, tuple[str, ...]]] = {
+    "k": ("q",),
+    "v": ("k",),
+    "mask": ("q", "v"),
+    "packed_mask": ("q", "v"),
+    "lse": ("o",),
+}
+"""An array by one of these names lies behind the one made before it, if that has such a name."""
+
+ALIGNMENT: Final = 64
+
+
+class Area:
+    """Arrays back to back, the first one at `begin`, with room for a header before them."""
+
+    __slots__ = ("__weakref__", "begin", "busy", "end", "last", "memory", "slot")
+
+    def __init__(self, slot: Slot, arena: Arena) -> None:
+        self.slot = slot
+        self.memory = arena
+        self.begin = self.end = slot.offset + HEADER_ROOM
+        self.last = ""
+        self.busy = threading.Lock()
+
+
+@dataclass(slots=True, eq=False)
+class Laid:
+    """A call in the arena: its image, the place for its answer, and what keeps both taken.
+
+    Not frozen, since that would cost a microsecond a call.
+    """
+
+    offset: int
+    length: int
+    place: Slot
+    capacity: int
+    area: Area | None = None
+
+    def release(self) -> None:
+        """The engine has read it: another header may be written before the area's arrays."""
+        if self.area is not None:
+            self.area.busy.release()
+            self.area = None
+
+
+class Areas:
+    """The areas of one arena. `take` gives a slot of so many bytes, growing the arena for it."""
+
+    def __init__(self, arena: Arena, take: Callable[[int], Slot]) -> None:
+        self._arena = arena
+        self._take = take
+        self._lock = threading.Lock()
+        self._last: weakref.ref[Area] | None = None
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """An array in the arena, behind the one made before it where `FOLLOWS` says so."""
+        size = prod(shape) * dtype.itemsize
+        with self._lock:
+            area = None if self._last is None else self._last()
+            if area is None or area.last not in FOLLOWS.get(name, ()) or not self._fits(area, size):
+                area = Area(self._take(HEADER_ROOM + size), self._arena)
+                self._last = weakref.ref(area)
+            offset = area.end
+            area.end += size
+            area.last = name
+        return np.ndarray(shape, dtype, self._arena.hold(offset, size, area))
+
+    def _fits(self, area: Area, size: int) -> bool:
+        return self._arena.slots.extend(area.slot, area.end + size - area.slot.offset)
+
+    def lay(self, fields: Mapping[str, Any], arrays: Mapping[str, Array], room: int) -> Laid:
+        """The image of a request, and a place of at least `room` bytes for its answer.
+
+        Raises TypeError as `in_order`, and `ArenaFull`.
+        """
+        ordered = images.in_order(arrays)
+        if ordered and isinstance(ordered[0][1].base, np.ndarray):
+            laid = self._in_place(fields, ordered, room)
+            if laid is not None:
+                return laid
+        return self._copied(fields, ordered, room)
+
+    def _in_place(
+        self, fields: Mapping[str, Any], ordered: Sequence[tuple[str, Array]], room: int
+    ) -> Laid | None:
+        """The arrays where they are; None when they are not the beginning of one area."""
+        placed = []
+        for name, array in ordered:
+            held = held_by(array)
+            if held is None or not array.flags.c_contiguous:
+                return None
+            placed.append((held[1], name, array, held[0].owner))
+        placed.sort(key=offset_of)
+        begin, _, _, area = placed[0]
+        if not isinstance(area, Area) or area.memory is not self._arena or begin != area.begin:
+            return None
+        end = begin
+        for offset, _, array, owner in placed:
+            if owner is not area or offset != end:
+                return None
+            end += array.nbytes
+        header = images.header(fields, [(name, array) for _, name, array, _ in placed], ALIGNMENT)
+        place = self._take(room)
+        if len(header) > HEADER_ROOM or not area.busy.acquire(blocking=False):
+            return None
+        offset = begin - len(header)
+        self._arena.memory[offset:begin] = header
+        return Laid(offset, len(header) + end - begin, place, place.size, area)
+
+    def _copied(
+        self, fields: Mapping[str, Any], ordered: Sequence[tuple[str, Array]], room: int
+    ) -> Laid:
+        """The arrays copied behind a header, in one slot with the answer's place before it."""
+        header = images.header(fields, ordered)
+        length = len(header) + sum([array.nbytes for _, array in ordered])
+        room = -(-room // ALIGNMENT) * ALIGNMENT
+        slot = self._take(room + length)
+        begin = slot.offset + room
+        offset = begin + len(header)
+        self._arena.memory[begin:offset] = header
+        for _, array in ordered:
+            if array.nbytes:
+                self._arena.array(array.shape, array.dtype, offset)[...] = array
+                offset += array.nbytes
+        return Laid(begin, length, slot, room)
+
+
+def offset_of(placed: tuple[int, str, Array, object]) -> int:
+    return placed[0]

@@ -1,0 +1,120 @@
+"""One attempt of a call over the road: its image laid, its frame sent, its answer read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from typing import Any, Final
+
+import numpy as np
+
+from attnd import images
+from attnd.call import Reply
+from attnd.errors import ProtocolError, service_error
+from attnd.exchange import Send
+from attnd.results import Meta
+from attnd.road import frames
+from attnd.road.connection import Connection
+from attnd.road.frames import Answer
+
+ANSWER_ROOM: Final = 16 * 1024
+"""For what an answer has beside the arrays that can be foreseen."""
+HEX_ID_LENGTH: Final = 32
+
+HEALTH: Final = frozenset({"live", "ready"})
+"""Calls that the connection itself answers."""
+
+
+def attempt(connection: Connection, step: Send[Any], ends: float) -> Reply:
+    """Send a call once, or twice where the answer needs more room than was thought."""
+    call = step.call
+    route = connection.routes.get(call.operation)
+    if route is None:
+        raise ProtocolError(f"the engine has no operation {call.operation}: another version")
+    deadline_s = step.deadline_s
+    deadline_us = 0
+    if deadline_s is not None:
+        deadline_us = min(max(1, round(deadline_s * 1e6)), frames.LONGEST_DEADLINE_US)
+    request_id = id_bytes(step.request_id)
+    room = call.answer_bytes + ANSWER_ROOM
+    laid = connection.areas.lay(call.fields, call.arrays, room)
+    while True:
+        answer = connection.call(
+            route, laid, deadline_us=deadline_us, request_id=request_id, ends=ends
+        )
+        if answer.needed <= room:
+            break
+        room = answer.needed
+        laid = connection.areas.lay(call.fields, call.arrays, room)
+    place = laid.place
+    place.trim(answer.length)  # the request is done with too, where it lies behind
+    meta = Meta(step.request_id, StageTimes(answer.seconds))
+    if answer.inline is not None:
+        place.free()
+        return inline_reply(answer, answer.inline, meta)
+    if answer.length > laid.capacity:
+        raise ProtocolError(f"an answer of {answer.length} bytes in a place of {laid.capacity}")
+    image = connection.arena.hold(place.offset, answer.length, place)
+    if connection.arena.is_short:
+        return read_reply(answer.status, np.array(image), meta)
+    return read_reply(answer.status, image, meta)
+
+
+class StageTimes(Mapping[str, float]):
+    """Seconds by stage, as an answer's frame has them."""
+
+    __slots__ = ("_seconds",)
+
+    def __init__(self, seconds: tuple[float, ...]) -> None:
+        self._seconds = seconds
+
+    def __getitem__(self, stage: str) -> float:
+        if stage not in frames.STAGES:
+            raise KeyError(stage)
+        return self._seconds[frames.STAGES.index(stage)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(frames.STAGES)
+
+    def __len__(self) -> int:
+        return len(frames.STAGES)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def inline_reply(answer: Answer, inline: bytes, meta: Meta) -> Reply:
+    """An answer that came in its frame: a problem, as a rule."""
+    image = np.frombuffer(bytearray(inline), np.uint8)
+    if 200 <= answer.status < 300:
+        return read_reply(answer.status, image, meta)
+    try:
+        problem, _ = images.decode(image, "problem")
+    except ValueError as error:
+        raise ProtocolError(f"the answer cannot be read: {error}", meta.request_id) from error
+    raise service_error(problem, meta)
+
+
+def read_reply(status: int, image: images.Bytes, meta: Meta) -> Reply:
+    try:
+        fields, arrays = images.decode(image)
+    except ValueError as error:
+        raise ProtocolError(f"the answer cannot be read: {error}", meta.request_id) from error
+    return Reply(status, fields, arrays, "", meta)
+
+
+def health(connection: Connection, step: Send[Any]) -> Reply:
+    """What the engine last said of itself, as the answer of the health routes."""
+    ok = step.call.operation == "live" or connection.state == "ready"
+    detail = {} if ok else {"detail": connection.reason or connection.state}
+    return Reply(200 if ok else 503, detail, {}, "", Meta(step.request_id))
+
+
+def id_bytes(request_id: str) -> bytes:
+    """A request id in the 16 bytes that a frame has for it: hex as it is, other text hashed."""
+    if len(request_id) == HEX_ID_LENGTH:
+        try:
+            return bytes.fromhex(request_id)
+        except ValueError:
+            return blake2b(request_id.encode(), digest_size=16).digest()
+    return blake2b(request_id.encode(), digest_size=16).digest()

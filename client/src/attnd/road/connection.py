@@ -1,0 +1,304 @@
+"""One session with the engine: greeting, frames out, answers in, and the arena's growth.
+
+Calls of several threads are pipelined. Whoever waits and finds nobody reading reads for all, until
+its own answer is there; then another one that waits goes on. There is no thread of its own.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import select
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from attnd.errors import (
+    ArenaFull,
+    AttndError,
+    ConnectionFailed,
+    ProtocolError,
+    ReplyLost,
+    TimedOut,
+    service_error,
+)
+from attnd.results import Meta
+from attnd.road import frames
+from attnd.road.areas import Areas, Laid
+from attnd.road.arena import Slot
+from attnd.road.frames import Answer, FrameReader
+from attnd.road.greeting import greet, remaining
+
+
+class Waiting:
+    """A call without its answer. What is `laid` stays taken until the engine is done with it."""
+
+    __slots__ = ("answer", "gate", "given_up", "laid")
+
+    def __init__(self, laid: Laid | None) -> None:
+        self.laid = laid
+        self.given_up = False
+        self.answer: Answer | int | None = None
+        self.gate: _thread.LockType | None = None
+
+    def wake(self) -> None:
+        gate = self.gate
+        if gate is not None:
+            with suppress(RuntimeError):  # it was woken before
+                gate.release()
+
+
+class Connection:
+    """A session that the engine has welcomed. `broken` says why it is over, else is empty."""
+
+    def __init__(self, path: str, arena_bytes: int, ends: float, *, own: bool) -> None:
+        """Connect and greet by `ends`; with `own`, an engine of another user is refused.
+
+        Raises `ConnectionFailed`, `TimedOut`, `ProtocolError`, or the `ServiceError` of a refusal.
+        """
+        self.broken = ""
+        self.pid = os.getpid()
+        self._closed = False
+        self._refusal: dict[str, Any] | None = None
+        self._numbers = 0
+        self._pending: dict[int, Waiting] = {}
+        self._growing: Waiting | None = None
+        self._reader = FrameReader()
+        self._sending = threading.Lock()
+        self._reading = threading.Lock()
+        self._only_one_grows = threading.Lock()
+        self._socket, welcome, self.arena = greet(path, arena_bytes, self._reader, ends, own)
+        self._socket.setblocking(False)
+        self.routes = welcome.routes
+        self.state, self.reason = welcome.state, welcome.reason
+        self._largest = welcome.max_arena_bytes
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        self.areas = Areas(self.arena, self.take)
+        self._dispatch()
+
+    # calls
+
+    def call(
+        self, route: int, laid: Laid, *, deadline_us: int, request_id: bytes, ends: float
+    ) -> Answer:
+        """Send a call and wait for its answer; raises `TransportError` when there is none."""
+        waiting = Waiting(laid)
+        with self._sending:
+            self._numbers = number = self._numbers + 1
+            frame = frames.call_frame(
+                number,
+                route,
+                deadline_us,
+                (laid.offset, laid.length),
+                (laid.place.offset, laid.capacity),
+                request_id,
+            )
+            self._pending[number] = waiting
+            try:
+                self._send(frame, ends)
+            except BaseException:
+                waiting.given_up = True
+                self._forget(number)
+                raise
+        try:
+            answer = self._wait(waiting, ends)
+        except BaseException:
+            waiting.given_up = True
+            self._cancel(number)
+            raise
+        if not isinstance(answer, Answer):
+            raise RuntimeError(f"call {number} was answered by {answer!r}: this is a bug")
+        return answer
+
+    def _send(self, frame: bytes, ends: float) -> None:
+        """Send a whole frame; raises ConnectionFailed when none of it went out."""
+        if self.broken:
+            raise ConnectionFailed(self.broken)
+        sent = 0
+        try:
+            while True:
+                with suppress(BlockingIOError):
+                    sent += self._socket.send(frame[sent:] if sent else frame)
+                if sent == len(frame):
+                    return
+                self._wait_writable(remaining(ends))
+        except TimeoutError as error:
+            if sent:  # the engine would take the next frame for the rest of this one
+                self._break("a frame went out in part")
+            raise TimedOut("the engine does not read") from error
+        except OSError as error:
+            self._break(f"the connection broke: {error}")
+            raise ConnectionFailed(f"the engine is gone: {error}") from error
+
+    def _wait_writable(self, timeout_s: float) -> None:
+        """The engine reads more slowly than callers send: a rare thing."""
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLOUT)
+        if not waiting.poll(timeout_s * 1e3):
+            raise TimeoutError("nothing more can be sent")
+
+    def _cancel(self, number: int) -> None:
+        """Nobody waits for this call any more; its slots stay until the engine answers it."""
+        if number in self._pending and not self.broken:
+            with self._sending, suppress(AttndError):
+                self._send(frames.cancel_frame(number), time.monotonic() + 0.1)
+
+    def _forget(self, number: int) -> None:
+        """Call `number` was answered, or never went out."""
+        waiting = self._pending.pop(number, None)
+        if waiting is not None and waiting.laid is not None:
+            waiting.laid.release()
+            if waiting.given_up:
+                waiting.laid.place.free()
+            waiting.laid = None
+
+    # answers
+
+    def _wait(self, waiting: Waiting, ends: float) -> Answer | int:
+        while (answer := waiting.answer) is None:
+            if self.broken:
+                if self._refusal is not None:
+                    raise service_error(self._refusal, Meta())
+                raise ReplyLost(self.broken)
+            if self._reading.acquire(blocking=False):
+                try:
+                    self._read(waiting, ends)
+                finally:
+                    self._reading.release()
+                    self._wake_next()
+            else:
+                self._follow(waiting, ends)
+        return answer
+
+    def _follow(self, waiting: Waiting, ends: float) -> None:
+        """Wait until whoever reads has the answer, or stops reading."""
+        waiting.gate = gate = _thread.allocate_lock()
+        gate.acquire()
+        try:
+            if waiting.answer is None and not self.broken and self._reading.locked():
+                left = ends - time.monotonic()
+                if left <= 0 or not gate.acquire(timeout=left):
+                    raise TimedOut("no answer within the timeout")
+        finally:
+            waiting.gate = None
+
+    def _wake_next(self) -> None:
+        """Let another one that waits read."""
+        for waiting in [*self._pending.values(), self._growing]:
+            if waiting is not None and waiting.answer is None and waiting.gate is not None:
+                waiting.wake()
+                return
+
+    def _read(self, waiting: Waiting, ends: float) -> None:
+        """Receive until `waiting` has its answer or the connection breaks."""
+        while waiting.answer is None and not self.broken:
+            try:
+                self._receive(remaining(ends))
+            except TimeoutError as error:
+                raise TimedOut("no answer within the timeout") from error
+
+    def _receive(self, timeout_s: float) -> None:
+        """One read's worth of frames; TimeoutError when none comes in time."""
+        try:
+            if not self._poll.poll(timeout_s * 1e3):
+                raise TimeoutError("nothing came")
+            count = self._socket.recv_into(self._reader.buffer())
+            if count == 0:
+                self._break("the engine closed the connection")
+                return
+            self._reader.received(count)
+            self._dispatch()
+        except TimeoutError:
+            raise
+        except (OSError, ProtocolError) as error:
+            self._break(f"the connection broke: {error}")
+
+    def _dispatch(self) -> None:
+        """Hand out the frames that came."""
+        for kind, payload in self._reader.frames():
+            if kind == frames.ANSWER:
+                number, answer = frames.read_answer(payload)
+                waiting = self._pending.get(number)
+                if waiting is None:
+                    raise ProtocolError(f"an answer to call {number}, which waits for none")
+                self._forget(number)
+                waiting.answer = answer
+                waiting.wake()
+                continue
+            content = frames.read_json(payload)
+            if kind == frames.STATE:
+                self.state = str(content.get("state", ""))
+                self.reason = str(content.get("reason", ""))
+            elif kind == frames.GROWN and self._growing is not None:
+                self.arena.grow(int(content.get("arena_bytes", 0)))
+                self._growing.answer = self.arena.slots.size
+                self._growing.wake()
+            elif kind == frames.REFUSED:
+                self._refusal = content
+                self._break(f"the engine refused the session: {content.get('detail', '')}")
+
+    def is_open(self) -> bool:
+        """Read what came while nobody waited: the engine's state, or its end."""
+        if not self.broken and self._reading.acquire(blocking=False):
+            try:
+                while not self.broken and self._poll.poll(0):
+                    self._receive(1.0)
+            finally:
+                self._reading.release()
+                self._wake_next()
+        return not self.broken
+
+    # the arena
+
+    def take(self, size: int) -> Slot:
+        """A slot, for which the arena grows if it must; raises `ArenaFull`."""
+        slots = self.arena.slots
+        slot = slots.take(size)
+        while slot is None:
+            before = slots.size
+            self._grow(before, size)
+            slot = slots.take(size)
+            if slot is None and slots.size == before:
+                raise ArenaFull(
+                    f"{size} bytes are wanted, {slots.free} of the arena's {slots.size} are free, "
+                    f"and it may have {self._largest}: keep fewer arrays of it, or copy them"
+                )
+        return slot
+
+    def _grow(self, before: int, more: int) -> None:
+        """Make the arena larger than `before`: twice as large, or by `more` bytes."""
+        with self._only_one_grows:
+            wanted = min(self._largest, before + max(before, more))
+            if self.arena.slots.size > before or wanted <= before:
+                return
+            ends = time.monotonic() + 10.0
+            self._growing = waiting = Waiting(None)
+            try:
+                with self._sending:
+                    self._send(frames.json_frame(frames.GROW, {"arena_bytes": wanted}), ends)
+                self._wait(waiting, ends)
+            finally:
+                self._growing = None
+
+    # the end
+
+    def _break(self, reason: str) -> None:
+        """The first reason stays; everyone who waits is told."""
+        self.broken = self.broken or reason
+        for waiting in [*self._pending.values(), self._growing]:
+            if waiting is not None:
+                waiting.wake()
+
+    def close(self) -> None:
+        """End the session. Arrays of the arena stay what they are."""
+        if self._closed:
+            return
+        self._closed = True
+        self._break("the session is closed")
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
+        self._socket.close()
+        self.arena.close()

@@ -1,0 +1,209 @@
+"""`Session`: the methods of `Client` for callers on the service's host, over shared memory."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from attnd import attention, control
+from attnd.call import Call
+from attnd.errors import AttndError, NotFound, TransportError
+from attnd.exchange import Outcome, Retries, Send, Wait, exchange
+from attnd.methods import POLL_S, checked, manner, not_ready, unreachable, with_self
+from attnd.results import Meta, SequenceInfo
+from attnd.road.calling import HEALTH, attempt, health
+from attnd.road.connection import Connection
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def blocking(build: Callable[P, Call[T]]) -> Callable[Concatenate[Session, P], T]:
+    """A method of `Session` that makes a call and sends it."""
+
+    @wraps(build)
+    def method(self: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.send(build(*args, **kwargs))
+
+    return with_self(method, build)
+
+
+@dataclass(slots=True, eq=False)
+class Road:
+    """Where the engine is, and the connection to it while there is one; views share it."""
+
+    path: str
+    arena_bytes: int
+    own: bool
+    connection: Connection | None = None
+    closed: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def connected(self, ends: float) -> Connection:
+        """The connection, made anew when it is broken or another process's."""
+        connection = self.connection
+        if connection is not None and not connection.broken and connection.pid == os.getpid():
+            return connection
+        with self.lock:
+            if self.closed:
+                raise RuntimeError("the session is closed")
+            connection = self.connection
+            if connection is None or connection.broken or connection.pid != os.getpid():
+                if connection is not None and connection.pid == os.getpid():
+                    connection.close()
+                connection = Connection(self.path, self.arena_bytes, ends, own=self.own)
+                self.connection = connection
+            return connection
+
+    def close(self) -> None:
+        with self.lock:
+            self.closed = True
+            if self.connection is not None:
+                self.connection.close()
+                self.connection = None
+
+
+class Session:
+    """A blocking client over the road; may be shared by threads. Close it, or use it with `with`.
+
+    `path` is the engine's socket (`server.socket`); without one the service's `port` tells where
+    it is. `timeout` and `retries` are as in `Client`. `arena_bytes` of shared memory are asked for;
+    the arena grows when calls need more.
+
+    Arrays of a result lie in the arena: keep those that are needed, and their memory is used again
+    when they are gone. A connection that breaks is made again by the next call; if the engine was
+    started anew its sequences are gone.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        port: int = 8080,
+        timeout: float = 30.0,
+        retries: int | Retries = 2,
+        arena_bytes: int = 64 * 2**20,
+    ) -> None:
+        self._manner = manner(timeout, retries)
+        found = default_path(port) if path is None else os.fspath(path)
+        self._road = Road(found, arena_bytes, own=path is None)
+
+    create_sequences = blocking(control.create_sequences)
+    create_sequence = blocking(control.create_sequence)
+    get_sequence = blocking(control.get_sequence)
+    sequence_page = blocking(control.sequence_page)
+    delete_sequence = blocking(control.delete_sequence)
+    truncate = blocking(control.truncate)
+    page_table = blocking(control.page_table)
+    append = blocking(attention.append)
+    decode = blocking(attention.decode)
+    prefill = blocking(attention.prefill)
+    ragged_prefill = blocking(attention.ragged_prefill)
+    cascade = blocking(attention.cascade)
+    merge = blocking(attention.merge)
+    gather = blocking(attention.gather)
+    info = blocking(control.info)
+    pool = blocking(control.pool)
+    live = blocking(control.live)
+    ready = blocking(control.ready)
+
+    def metrics(self) -> str:
+        """Always raises `NotFound`: metrics are served over HTTP only, by `Client.metrics`."""
+        detail = "metrics are served over HTTP only: attnd.Client has them"
+        problem = {"status": 404, "code": "not_found", "title": "No such route", "detail": detail}
+        raise NotFound(problem, Meta())
+
+    def empty(self, name: str, shape: Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """An array in the arena, for the input `name` of calls to come; its values are undefined.
+
+        Arrays made in turn in the order of a call's inputs (`q`, `k`, `v`; `k`, `v`; `o`, `lse`)
+        lie back to back, and a call with just these sends them without a copy. Fill them, call,
+        and fill them again. Raises `ArenaFull`.
+        """
+        connection = self._road.connected(time.monotonic() + self._manner.timeout_s)
+        return connection.areas.empty(name, tuple(shape), np.dtype(dtype))
+
+    def list_sequences(self, *, page_size: int | None = None) -> Iterator[SequenceInfo]:
+        """Every sequence by id, fetched `page_size` at a time (None: the service's default)."""
+        after: str | None = None
+        while True:
+            page = self.sequence_page(after, page_size)
+            yield from page.sequences
+            if (after := page.next) is None:
+                return
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        """Return once the service is ready; TimeoutError with its own reason when it is not."""
+        ends = time.monotonic() + timeout
+        while True:
+            try:
+                health = self.ready()
+            except TransportError as error:
+                health = unreachable(error)
+            if health.ok:
+                return
+            if time.monotonic() >= ends:
+                raise not_ready(timeout, health)
+            time.sleep(POLL_S)
+
+    def with_options(self, *, deadline: float | None = None, request_id: str | None = None) -> Self:
+        """The same session, for calls that differ; see `Client.with_options`."""
+        view = object.__new__(type(self))
+        view._road = self._road
+        view._manner = replace(self._manner, deadline_s=deadline, request_id=checked(request_id))
+        return view
+
+    def send(self, call: Call[T]) -> T:
+        """Carry out one call."""
+        steps = exchange(call, self._manner)
+        outcome: Outcome = None
+        try:
+            while True:
+                outcome = self._do(steps.send(outcome))
+        except StopIteration as stop:
+            return cast(T, stop.value)
+
+    def _do(self, step: Send[Any] | Wait) -> Outcome:
+        if isinstance(step, Wait):
+            time.sleep(step.seconds)
+            return None
+        try:
+            ends = time.monotonic() + step.timeout_s
+            connection = self._road.connected(ends)
+            if step.call.operation not in HEALTH:
+                return attempt(connection, step, ends)
+            if not connection.is_open():
+                connection = self._road.connected(ends)
+            return health(connection, step)
+        except AttndError as error:
+            return error
+
+    def close(self) -> None:
+        """End the session, of every `with_options` view too. Arrays stay what they are."""
+        self._road.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def default_path(port: int) -> str:
+    """Where the service on this port has its engine's socket, for its own user."""
+    return os.path.join(tempfile.gettempdir(), f"attnd-{os.getuid()}", f"{port}.sock")
