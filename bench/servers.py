@@ -1,4 +1,8 @@
-"""Servers under measurement: started as processes of their own on free ports, and stopped."""
+"""Servers under measurement: started as processes of their own on free ports, and stopped.
+
+A server may be the service of another version's folder; where that has no sessions, `socket` is
+empty.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -27,23 +31,21 @@ class Server:
     port: int
     pid: int
     ready_s: float
-
-    @property
-    def resident_mib(self) -> float:
-        """Resident memory now, in MiB (Linux)."""
-        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) / 1024
-        raise RuntimeError(f"no VmRSS for process {self.pid}")
+    socket: str = ""
 
 
 @contextmanager
-def attnd(*options: str) -> Iterator[Server]:
-    """The service on its CPU backend, with further command line options."""
+def attnd(*options: str, root: Path = ROOT, kind: str = "cpu") -> Iterator[Server]:
+    """The service on a backend, with further command line options."""
     port = free_port()
-    arguments = ("-m", "service", "--server.port", str(port), "--backend.kind", "cpu")
-    with running((*arguments, *options), port) as server:
-        yield server
+    arguments = ["-m", "service", "--server.port", str(port), "--backend.kind", kind, *options]
+    with TemporaryDirectory(prefix="attnd-bench-") as directory:
+        socket_path = ""
+        if (root / "service" / "road").exists():
+            socket_path = str(Path(directory, "engine.sock"))
+            arguments += ["--server.socket", socket_path]
+        with running(arguments, port, root) as server:
+            yield replace(server, socket=socket_path)
 
 
 @contextmanager
@@ -57,11 +59,28 @@ def echo() -> Iterator[Server]:
 
 
 @contextmanager
-def running(arguments: Sequence[str], port: int) -> Iterator[Server]:
-    """`python *arguments` until the end of the block; then SIGTERM, and its exit is awaited."""
-    with tempfile.TemporaryFile() as log:
+def road_echo() -> Iterator[Server]:
+    """The bare echo of the road's frames."""
+    with TemporaryDirectory(prefix="attnd-bench-") as directory:
+        path = Path(directory, "echo.sock")
         started = time.perf_counter()
-        process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stderr=log)
+        process = subprocess.Popen([sys.executable, "-m", "bench.road_echo", str(path)], cwd=ROOT)
+        try:
+            while not path.exists():
+                if process.poll() is not None:
+                    raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
+                time.sleep(0.02)
+            yield Server(0, process.pid, time.perf_counter() - started, str(path))
+        finally:
+            stop(process)
+
+
+@contextmanager
+def running(arguments: Sequence[str], port: int, root: Path = ROOT) -> Iterator[Server]:
+    """`python *arguments` until the end of the block; then SIGTERM, and its exit is awaited."""
+    with TemporaryFile() as log:
+        started = time.perf_counter()
+        process = subprocess.Popen([sys.executable, *arguments], cwd=root, stderr=log)
         try:
             wait_ready(process, port)
             yield Server(port, process.pid, time.perf_counter() - started)

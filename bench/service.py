@@ -1,19 +1,18 @@
-"""Decode over HTTP against a bare ASGI echo of the same bytes, and the start of the service.
+"""What each way into the service costs: HTTP, the client package, frames, sessions.
 
-`python -m bench.service` prints a table and writes bench/results/service-cpu.json. In each repeat
-the echo and the service take turns, on one connection (latency) and on several (requests a second).
-"added" is what the service takes at the median beyond the echo and beyond the backend's own time
-(plan + copy-in + kernel + copy-out of Server-Timing). Bodies are fresh random numbers.
+`python -m bench.service` prints a table and writes bench/results/service-cpu.json. In every repeat
+all ways take turns, each with its bare echo (of HTTP bodies, of frames), on one connection and on
+several. What a way costs is its median beyond the backend's own time (plan + copy in + kernel +
+copy out, as each answer tells). `--before DIR` lets another version (a git worktree) take its turns
+in the same run. `--backend cuda` measures decode steps of a large model instead: bench/steps.py.
+Bodies are fresh random numbers.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -21,12 +20,15 @@ from statistics import median
 from typing import Any, Final
 
 import numpy as np
-from attnd import Client, NewSequence
-from safetensors.numpy import save
+from attnd import Client
 
-from bench.load import Connection, Run, Sample, crowd, loop
+from bench.load import Run, Sample
+from bench.loads import Decode, Heads, fill
 from bench.machine import RESULTS, provenance, write_results
-from bench.servers import ROOT, Server, attnd, echo
+from bench.servers import Server, attnd, echo, road_echo
+from bench.service_table import reached, table
+from bench.starting import start_figures
+from bench.ways import Target, Worker
 
 KV_LEN: Final = 64
 BATCHES: Final = (1, 16, 64)
@@ -34,21 +36,11 @@ SIZES: Final = (8192, 65536, 262144, 1048576)
 VARIANTS: Final = 16
 """Different bodies a case sends in turn."""
 CONNECTIONS: Final = 8
-PACKAGES: Final = ("attnd", "uvicorn", "uvloop", "httptools", "torch", "numpy", "fastapi")
+CROWD_SHARE: Final = 0.5
+"""Seconds of several connections, of those of one."""
+PACKAGES: Final = ("attnd", "attnd-client", "uvicorn", "uvloop", "httptools", "torch", "numpy")
 
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """KV heads and head_dim of the pool."""
-
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """Command line of a service of this geometry."""
-        heads = ("--pool.num-kv-heads", str(self.num_kv_heads))
-        return (*heads, "--pool.head-dim", str(self.head_dim), "--pool.num-layers", "1")
+__all__ = ("main", "table")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +51,16 @@ class Case:
     size: int
 
     @property
-    def geometry(self) -> Geometry:
+    def heads(self) -> Heads:
         """8 KV heads of 128, as large models have, or one of 64 where a row is too short."""
         row = self.size // self.batch // 2
-        return Geometry(8, 128) if row % 1024 == 0 else Geometry(1, 64)
+        num_kv, dim = (8, 128) if row % 1024 == 0 else (1, 64)
+        return Heads(row // dim, num_kv, dim)
 
     @property
-    def num_qo_heads(self) -> int:
-        return self.size // self.batch // 2 // self.geometry.head_dim
+    def pool(self) -> tuple[str, ...]:
+        """Options of a service for it."""
+        return self.heads.pool()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,203 +72,206 @@ class Effort:
     limit_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One case's figures, in milliseconds and requests a second; `per_s` on one connection."""
+FULL: Final = Effort(5, 1000, 1.0)
+QUICK: Final = Effort(2, 200, 0.4)
 
-    batch: int
-    body_bytes: int
-    answer_bytes: int
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    p50_ms: float
-    p99_ms: float
-    per_s: float
-    crowd_per_s: float
-    echo_p50_ms: float
-    echo_p99_ms: float
-    echo_per_s: float
-    echo_crowd_per_s: float
-    backend_p50_ms: float
-    added_p50_ms: float
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A way under its name: where it leads, and the process that drives it."""
+
+    worker: Worker
+    target: Target
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--quick", action="store_true", help="a rough look, a few seconds a row")
-    parser.add_argument("--out", type=Path, default=RESULTS / "service-cpu.json")
-    chosen = parser.parse_args(argv)
-    effort = Effort(2, 200, 0.5) if chosen.quick else Effort(7, 1500, 2.0)
-    started = start_figures()
-    cases = [Case(batch, size) for batch in BATCHES for size in SIZES]
-    rows = list(measure(cases, effort))
-    results = provenance(PACKAGES) | {
+    chosen = arguments(argv)
+    effort = QUICK if chosen.quick else FULL
+    if chosen.backend == "cuda":
+        from bench.steps import measure_steps
+
+        measure_steps(chosen.before, chosen.out, effort.repeats)
+        return
+    cases = [Case(batch, size) for batch in chosen.batches for size in chosen.sizes]
+    told = provenance(PACKAGES)
+    started = start_figures(chosen.before, 1 if chosen.quick else 3)
+    rows = list(measure(cases, effort, chosen.before))
+    results = told | {
         "kv_len": KV_LEN,
         "connections": CONNECTIONS,
         "effort": asdict(effort),
         "start": started,
-        "rows": [asdict(row) for row in rows],
+        "rows": rows,
     }
-    print(table(results))
-    write_results(chosen.out, results)
+    print(f"\n{table(results)}\n\n{reached(results)}")
+    if chosen.out or not chosen.quick:
+        write_results(chosen.out or RESULTS / "service-cpu.json", results)
 
 
-def start_figures() -> dict[str, float]:
-    """Seconds from start to ready with the default pool, those of the imports alone, MiB idle."""
-    imports = "import service.__main__, kernels.cpu"
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-c", imports], cwd=ROOT, check=True)
-        times.append(time.perf_counter() - began)
-    with attnd() as server:
-        return {
-            "imports_s": round(median(times), 3),
-            "ready_s": round(server.ready_s, 3),
-            "resident_mib": round(server.resident_mib, 1),
-        }
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--quick", action="store_true", help="a rough look, written only with --out"
+    )
+    parser.add_argument("--backend", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--before", type=Path, metavar="DIR", help="another version, beside it")
+    parser.add_argument("--out", type=Path, help="where to write, in place of bench/results")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of q")
+    return parser.parse_args(argv)
 
 
-def measure(cases: Sequence[Case], effort: Effort) -> Iterator[Row]:
-    """A row for each case, in the order given; one service for each geometry."""
-    rows: dict[Case, Row] = {}
-    by_geometry = sorted(cases, key=lambda case: case.geometry.num_kv_heads)
-    with echo() as bare:
-        for geometry, group in groupby(by_geometry, key=lambda case: case.geometry):
-            with attnd(*geometry.options) as service:
+def measure(cases: Sequence[Case], effort: Effort, before: Path | None) -> Iterator[dict[str, Any]]:
+    """A row for each case, in the order given; one service for each pool."""
+    rows: dict[Case, dict[str, Any]] = {}
+    with ExitStack() as shared:
+        echoes = shared.enter_context(echo()), shared.enter_context(road_echo())
+        worker = shared.enter_context(Worker())
+        older = None if before is None else shared.enter_context(Worker(before))
+        for options, group in groupby(sorted(cases, key=lambda case: case.pool), pool_of):
+            with ExitStack() as stack:
+                now = stack.enter_context(attnd(*options))
+                old = None if before is None else stack.enter_context(attnd(*options, root=before))
                 for case in group:
-                    rows[case] = measure_case(case, service, bare, effort)
-                    print(line(asdict(rows[case])), flush=True)
+                    places = ways(worker, now, echoes) | older_ways(worker, older, old)
+                    rows[case] = measure_case(case, now, old, places, effort)
+                    print(line(rows[case]), flush=True)
     return (rows[case] for case in cases)
 
 
-def measure_case(case: Case, service: Server, bare: Server, effort: Effort) -> Row:
-    """Fill sequences, then let echo and service take turns."""
-    with Client(f"http://127.0.0.1:{service.port}") as client:
-        names = fill(client, case)
-        bodies = [decode_body(case, names) for _ in range(VARIANTS)]
-        answer = answer_bytes(service, bodies[0])
-        ours = [framed("/v1/decode", body) for body in bodies]
-        theirs = [framed(f"/{answer}", body) for body in bodies]
-        sides = ((bare, theirs), (service, ours))
-        for server, requests in sides:
-            loop(server.port, requests, answer, 100, effort.limit_s)
-        runs: list[list[Run]] = [[], []]
-        crowds: list[list[float]] = [[], []]
+def pool_of(case: Case) -> tuple[str, ...]:
+    return case.pool
+
+
+def ways(worker: Worker, now: Server, echoes: tuple[Server, Server]) -> dict[str, Place]:
+    """The ways into this version, and the echoes, in the order of their turns."""
+    http, frames = echoes
+    targets = {
+        "http_echo": Target("http", http.port, path="?"),
+        "http": Target("http", now.port),
+        "client": Target("client", now.port),
+        "road_echo": Target("road", socket=frames.socket),
+        "road": Target("road", socket=now.socket),
+        "session": Target("session", socket=now.socket),
+        "session_in_place": Target("session_in_place", socket=now.socket),
+    }
+    return {name: Place(worker, target) for name, target in targets.items()}
+
+
+def older_ways(worker: Worker, older: Worker | None, old: Server | None) -> dict[str, Place]:
+    """The ways into the other version: HTTP, and its own client."""
+    if older is None or old is None:
+        return {}
+    return {
+        "before_http": Place(worker, Target("http", old.port)),
+        "before_client": Place(older, Target("client", old.port)),
+    }
+
+
+def measure_case(
+    case: Case, now: Server, old: Server | None, places: Mapping[str, Place], effort: Effort
+) -> dict[str, Any]:
+    """Fill sequences, then let all ways take turns."""
+    with Client(f"http://127.0.0.1:{now.port}") as client, ExitStack() as stack:
+        loads = {"": filled(case, client, stack)}
+        if old is not None:
+            older = stack.enter_context(Client(f"http://127.0.0.1:{old.port}"))
+            loads["before"] = filled(case, older, stack)
+        example = loads[""].requests()[0]
+        for name, place in places.items():
+            load = loads["before" if name.startswith("before") else ""]
+            target = place.target
+            if target.path:
+                target = Target(target.kind, target.port, path=f"/{example.answer_bytes}")
+            place.worker.open(name, target, load)
+        runs: dict[str, list[Run]] = {name: [] for name in places}
+        crowds: dict[str, list[float]] = {name: [] for name in places}
         for _ in range(effort.repeats):
-            for side, (server, requests) in enumerate(sides):
-                runs[side].append(loop(server.port, requests, answer, effort.count, effort.limit_s))
-                crowds[side].append(
-                    crowd(server.port, requests, answer, effort.limit_s / 4, CONNECTIONS)
-                )
-        for name in names:
-            client.delete_sequence(name)
-    return summary(case, len(bodies[0]), answer, runs, [median(found) for found in crowds])
+            for name, place in places.items():
+                runs[name].append(place.worker.loop(name, effort.count, effort.limit_s))
+                seconds = effort.limit_s * CROWD_SHARE
+                crowds[name].append(place.worker.crowd(name, CONNECTIONS, seconds))
+    return {
+        "batch": case.batch,
+        "q_bytes": case.size,
+        "body_bytes": len(example.image()),
+        "answer_bytes": example.answer_bytes,
+        **asdict(case.heads),
+        "ways": {name: figures(runs[name], crowds[name]) for name in places},
+        "added_us": added(runs),
+    }
 
 
-def summary(
-    case: Case, body: int, answer: int, runs: Sequence[Sequence[Run]], crowds: Sequence[float]
-) -> Row:
-    """Medians over the repeats; the 99th percentile is of all the repeats' samples."""
-    bare, ours = runs
-    echo_p50 = middle(bare, lambda sample: sample.seconds)
-    beside = middle(ours, lambda sample: sample.seconds - sample.backend_s)
-    return Row(
-        batch=case.batch,
-        body_bytes=body,
-        answer_bytes=answer,
-        num_qo_heads=case.num_qo_heads,
-        num_kv_heads=case.geometry.num_kv_heads,
-        head_dim=case.geometry.head_dim,
-        p50_ms=middle(ours, lambda sample: sample.seconds),
-        p99_ms=p99(ours),
-        per_s=round(median(run.per_second for run in ours), 1),
-        crowd_per_s=round(crowds[1], 1),
-        echo_p50_ms=echo_p50,
-        echo_p99_ms=p99(bare),
-        echo_per_s=round(median(run.per_second for run in bare), 1),
-        echo_crowd_per_s=round(crowds[0], 1),
-        backend_p50_ms=middle(ours, lambda sample: sample.backend_s),
-        added_p50_ms=round(beside - echo_p50, 4),
-    )
+def filled(case: Case, client: Client, stack: ExitStack) -> Decode:
+    """A case's sequences, which are deleted when `stack` is left, and the decodes of them."""
+    names = fill(client, case.batch, case.heads, KV_LEN)
+    for name in names:
+        stack.callback(client.delete_sequence, name)
+    return Decode(names, case.heads, KV_LEN, VARIANTS)
 
 
-def middle(runs: Sequence[Run], of: Callable[[Sample], float]) -> float:
-    """The median over runs of each run's median, in milliseconds."""
-    return round(median(median(map(of, run.samples)) for run in runs) * 1000, 4)
-
-
-def p99(runs: Sequence[Run]) -> float:
-    """The 99th percentile of every sample, in milliseconds."""
+def figures(runs: Sequence[Run], crowds: Sequence[float]) -> dict[str, float]:
+    """Medians over the repeats, in milliseconds and requests a second; the 99th percentile is of
+    all the repeats' samples. `cost_p50_ms` is what is beyond the backend's own time."""
     every = [sample.seconds for run in runs for sample in run.samples]
-    return round(float(np.percentile(every, 99)) * 1000, 4)
+    return {
+        "p50_ms": round(median(middles(runs, of_call)) * 1e3, 4),
+        "p99_ms": round(float(np.percentile(every, 99)) * 1e3, 4),
+        "cost_p50_ms": round(median(middles(runs, of_cost)) * 1e3, 4),
+        "backend_p50_ms": round(median(middles(runs, of_backend)) * 1e3, 4),
+        "per_s": round(median(run.per_second for run in runs), 1),
+        "crowd_per_s": round(median(crowds), 1),
+    }
 
 
-def fill(client: Client, case: Case) -> list[str]:
-    """`case.batch` sequences of KV_LEN tokens of random KV; their ids."""
-    made = client.create_sequences([NewSequence() for _ in range(case.batch)])
-    names = [sequence.id for sequence in made]
-    shape = (KV_LEN * case.batch, case.geometry.num_kv_heads, case.geometry.head_dim)
-    random = np.random.default_rng()
-    k, v = (random.standard_normal(shape, dtype=np.float32).astype(np.float16) for _ in "kv")
-    indptr = [KV_LEN * row for row in range(case.batch + 1)]
-    client.append(0, names, k, v, append_indptr=indptr)
-    return names
+def of_call(sample: Sample) -> float:
+    return sample.seconds
 
 
-def decode_body(case: Case, names: Sequence[str]) -> bytes:
-    """A decode of all the sequences, with a q of fresh random numbers."""
-    shape = (case.batch, case.num_qo_heads, case.geometry.head_dim)
-    q = np.random.default_rng().standard_normal(shape, dtype=np.float32).astype(np.float16)
-    return save({"q": q}, {"request": json.dumps({"layer": 0, "sequences": list(names)})})
+def of_backend(sample: Sample) -> float:
+    return sample.backend_s
 
 
-def framed(path: str, body: bytes) -> bytes:
-    """An HTTP/1.1 request."""
-    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n"
-    return f"{head}content-type: application/vnd.safetensors\r\n\r\n".encode() + body
+def of_cost(sample: Sample) -> float:
+    return sample.seconds - sample.backend_s
 
 
-def answer_bytes(server: Server, body: bytes) -> int:
-    """How long the service's answer is."""
-    connection = Connection(server.port, 2 * len(body))
-    try:
-        return len(connection.answer(framed("/v1/decode", body)))
-    finally:
-        connection.close()
+def middles(runs: Sequence[Run], of: Callable[[Sample], float]) -> list[float]:
+    """Each run's median, in seconds."""
+    return [median(map(of, run.samples)) for run in runs]
 
 
-HEAD: Final = (
-    "| B | body | p50 ms | p99 ms | req/s | req/s, 8 conn. | echo p50 ms | echo req/s |"
-    " backend p50 ms | added p50 ms |\n|---|---|---|---|---|---|---|---|---|---|"
-)
+BESIDE: Final = {
+    "http": "http_echo",
+    "client": "http",
+    "road": "road_echo",
+    "session": "road",
+    "session_in_place": "road",
+    "before_http": "http_echo",
+    "before_client": "before_http",
+}
+"""What each way is held against: its echo, or the same call by plain sockets."""
 
 
-def line(row: dict[str, float]) -> str:
-    """One row of the table."""
-    return (
-        f"| {row['batch']} | {row['body_bytes'] / 1024:.1f} KiB | {row['p50_ms']:.3f}"
-        f" | {row['p99_ms']:.3f} | {row['per_s']:,.0f} | {row['crowd_per_s']:,.0f}"
-        f" | {row['echo_p50_ms']:.3f} | {row['echo_per_s']:,.0f}"
-        f" | {row['backend_p50_ms']:.3f} | **{row['added_p50_ms']:.3f}** |"
-    )
+def added(runs: Mapping[str, Sequence[Run]]) -> dict[str, float]:
+    """Microseconds of each way beyond what it is held against, the backend's time left out: the
+    median of the repeats' differences."""
+    found = {}
+    for name, other in BESIDE.items():
+        if name in runs:
+            pairs = zip(middles(runs[name], of_cost), middles(runs[other], of_cost), strict=True)
+            found[name] = round(median(one - two for one, two in pairs) * 1e6, 1)
+    return found
 
 
-def table(results: dict[str, Any]) -> str:
-    """The results as Markdown, with where, when and how they were measured."""
-    start = results["start"]
-    return "\n".join(
-        [
-            HEAD,
-            *map(line, results["rows"]),
-            "",
-            f"{results['machine']}; {results['date'][:10]}; `{results['command']}`; "
-            f"kv_len {results['kv_len']}, fp16, one layer. Start to ready {start['ready_s']:.1f} s "
-            f"({start['imports_s']:.1f} s of it imports), {start['resident_mib']:.0f} MiB resident "
-            "with the default pool.",
-        ]
-    )
+def line(row: Mapping[str, Any]) -> str:
+    """One case as it is done."""
+    costs = "  ".join(f"{name} {way['cost_p50_ms']:.3f}" for name, way in row["ways"].items())
+    crowds = "  ".join(f"{name} {way['crowd_per_s']:,.0f}" for name, way in row["ways"].items())
+    backend = row["ways"]["road"]["backend_p50_ms"]
+    head = f"B {row['batch']}, {row['q_bytes'] // 1024} KiB: backend {backend:.3f} ms"
+    return f"{head}; beyond it, ms: {costs}\n    {CONNECTIONS} connections, per s: {crowds}"
 
 
 if __name__ == "__main__":

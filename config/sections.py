@@ -131,8 +131,9 @@ class ServerSettings(Section):
 
     socket: Annotated[str | None, Field(min_length=1)] = None
     """Path of the engine's own socket, for sessions on this machine; by default
-    `attnd-UID/PORT.sock` in the directory for temporary files. Name one to share it with a
-    container beside this one, in a directory of the service's own: it is made 0700."""
+    `attnd-UID/PORT.sock` in the directory for temporary files, or the path of `server.uds` with
+    `.road` behind it. Name one to share it with a container beside this one, in a directory of the
+    service's own."""
 
     socket_mode: Mode = "0600"
     """Mode of the engine's socket: 0660 for a caller who runs as another user of the group."""

@@ -52,11 +52,19 @@ def bind_addresses(server: ServerSettings) -> Addresses:
             mode = int(server.uds_mode, 8)
             uds = listen(Path(server.uds), private=False, mode=mode, setting="server.uds")
             undo.callback(uds.close)
-            http, port, url = (uds.sock,), server.port, f"unix:{server.uds}"
-        path = default_path(port) if server.socket is None else Path(server.socket)
-        engine = listen(path, private=server.socket is None, mode=int(server.socket_mode, 8))
+            http, port, url = (uds.sock,), 0, f"unix:{server.uds}"
+        path = engine_path(server, port)
+        private = server.socket is None and server.uds is None
+        engine = listen(path, private=private, mode=int(server.socket_mode, 8))
         undo.pop_all()
     return Addresses(http, url, engine, uds)
+
+
+def engine_path(server: ServerSettings, port: int) -> Path:
+    """Where the engine listens: as told, else beside HTTP's Unix socket, else by HTTP's port."""
+    if server.socket is not None:
+        return Path(server.socket)
+    return default_path(port) if server.uds is None else Path(f"{server.uds}.road")
 
 
 def listen_tcp(host: str, port: int) -> tuple[socket.socket, ...]:

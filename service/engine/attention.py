@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from kernels.backend import Attend, AttentionState, Mask, Scoring
 from kernels.tensor import Array, host_array
 from service.core.values import Extension
 from service.engine.masks import ragged_mask
+from service.engine.place import AnswerLayout
 from service.engine.plans import Planned
 from service.engine.request import Request
 from service.engine.rows import write_steps
@@ -27,6 +28,8 @@ LOG2_E: Final = math.log2(math.e)
 TEXT_BYTES: Final = 128
 """Room for the fields of an attention answer."""
 FLOAT32: Final = np.dtype(np.float32)
+MOST_KINDS: Final = 8
+"""Kinds of queries that a plan keeps what is repeated for."""
 
 
 def decode(store: Store, request: Request, seconds: Seconds) -> Work:
@@ -45,8 +48,8 @@ def paged(store: Store, request: Request, seconds: Seconds, *, causal: bool) -> 
     rows = (tensors["k"], tensors["v"]) if "k" in tensors else None
     extension, writing = None, False
     if rows is not None:
-        counts = np.diff(qo_indptr)
-        extension = store.extend(fields.layer, fields.ids, counts, fields.offset_array, seconds)
+        added = np.diff(qo_indptr)
+        extension = store.extend(fields.layer, fields.ids, added, fields.offset_array, seconds)
         writing = store.is_long_write(rows)
         if not writing:
             store.write(extension, rows, seconds)  # read before the attention behind it is done
@@ -55,22 +58,53 @@ def paged(store: Store, request: Request, seconds: Seconds, *, causal: bool) -> 
         planned = store.plans.sequences(fields.ids, fields.layer, qo_indptr, causal, fields.cascade)
         mask = pooled_mask(store, request, planned)
         seconds.plan += time.monotonic() - started
-        attend, lse = laid_attend(request, planned, mask)
+        repeated = repeated_of(store, request, planned)
+        laid = request.place.lay_out(repeated.answer)
     except BaseException:
         if extension is not None:
             store.undo(extension)
         raise
-    mode: Mode = "cascade" if planned.is_cascade else "flat"
-    counted = counts_of(store, planned, mode, 0 if extension is None else extension.slots.size)
-    cost = paged_cost(store, attend, planned)
+    out, lse, base = AttentionState(laid["o"], laid["lse"]), laid["lse"], fields.lse_base
+    attend = Attend(fields.layer, q, planned.plan, repeated.scoring, mask, out)
+    counts, cost = repeated.counts, repeated.cost
+    if extension is not None:
+        counts = replace(counts, appended=extension.slots.size)
     if writing or store.pace.is_long("attend", cost):
         steps = paged_steps(store, request, attend, extension if writing else None, cost)
-        return Sliced(steps, undoing(store, extension), counts=counted)
+        return Sliced(steps, undoing(store, extension), counts=counts)
+    return Grouped((attend,), lambda _: in_base(lse, base), cost, extension, counts)
 
-    def finish(_: list[AttentionState]) -> None:
-        in_base(lse, fields.lse_base)
 
-    return Grouped((attend,), finish, cost, extension, counted)
+@dataclass(frozen=True, slots=True, eq=False)
+class Repeated:
+    """What is the same for one kind of query at every layer that a plan serves."""
+
+    scoring: Scoring
+    cost: Cost
+    counts: Counts
+    answer: AnswerLayout
+
+
+def repeated_of(store: Store, request: Request, planned: Planned) -> Repeated:
+    """Made once for a plan and a kind of query, and kept with the plan."""
+    fields, q = request.fields, request.tensors["q"]
+    options = (fields.sm_scale, fields.logits_soft_cap, fields.window_left, fields.lse_base)
+    kind = (q.shape, q.dtype, options)
+    found: Repeated | None = planned.repeated.get(kind)
+    if found is not None:
+        return found
+    text = answer_text(fields.lse_base, planned)
+    mode: Mode = "cascade" if planned.is_cascade else "flat"
+    made = Repeated(
+        scoring(q, fields),
+        paged_cost(store, q, planned, fields.window_left),
+        counts_of(store, planned, mode),
+        AnswerLayout.of(text, state_shapes(q)),
+    )
+    if len(planned.repeated) >= MOST_KINDS:
+        planned.repeated.clear()
+    planned.repeated[kind] = made
+    return made
 
 
 def pooled_mask(store: Store, request: Request, planned: Planned) -> Mask | None:
@@ -82,14 +116,6 @@ def pooled_mask(store: Store, request: Request, planned: Planned) -> Mask | None
         return None
     kv_lens = store.tree.lengths(fields.ids, fields.layer)
     return ragged_mask(given, packed, fields.qo_indptr_array, kv_lens, planned.plan.order)
-
-
-def laid_attend(request: Request, planned: Planned, mask: Mask | None) -> tuple[Attend, Array]:
-    """The attention, with its answer's header written and its tensors' place known; their lse."""
-    fields, q = request.fields, request.tensors["q"]
-    laid = request.place.lay_text(answer_text(fields.lse_base, planned), state_shapes(q))
-    out = AttentionState(laid["o"], laid["lse"])
-    return Attend(fields.layer, q, planned.plan, scoring(q, fields), mask, out), laid["lse"]
 
 
 def undoing(store: Store, extension: Extension | None) -> Callable[[], None]:
@@ -141,7 +167,7 @@ def cascade(store: Store, request: Request, seconds: Seconds) -> Work:
     out = AttentionState(laid["o"], laid["lse"])
     whole = Attend(fields.layer, q, planned.plan, scoring(q, fields), None, out)
     counted = counts_of(store, planned, "explicit")
-    cost = paged_cost(store, whole, planned)
+    cost = paged_cost(store, q, planned, -1)
     parts = each_level(whole, laid) if fields.return_levels else (whole,)
 
     def finish(states: list[AttentionState]) -> None:
@@ -204,14 +230,14 @@ def answer_text(lse_base: str, planned: Planned) -> str:
     return f'{{"lse_base":"{lse_base}","levels":{planned.num_levels},"cascade":{cascade}}}'
 
 
-def paged_cost(store: Store, attend: Attend, planned: Planned) -> Cost:
+def paged_cost(store: Store, q: Array, planned: Planned, window_left: int) -> Cost:
     """What attention moves and computes; keys are counted row by row where they may be many."""
-    rows, heads, dim = attend.q.shape
-    num_bytes = float(planned.tokens_read) * store.geometry.token_bytes + 2.0 * attend.q.nbytes
+    rows, heads, dim = q.shape
+    num_bytes = float(planned.tokens_read) * store.geometry.token_bytes + 2.0 * q.nbytes
     most = Cost(num_bytes, 4.0 * heads * dim * rows * planned.max_keys)
     if not store.pace.is_long("attend", most):
         return most
-    keys = row_keys(attend.plan, store.geometry.page_size, attend.scoring.window_left)
+    keys = row_keys(planned.plan, store.geometry.page_size, window_left)
     return Cost(num_bytes, 4.0 * heads * dim * float(keys.sum()))
 
 

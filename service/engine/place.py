@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from numpy.typing import NDArray
@@ -24,6 +25,22 @@ class DoesNotFit(AnswerTooLarge):
     def __init__(self, needed: int, capacity: int) -> None:
         super().__init__(needed, capacity, "name a place of that size for the answer")
         self.needed = needed
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLayout:
+    """An answer's header, the tensors in their order behind it, and the size of it all."""
+
+    head: bytes
+    tensors: tuple[Shaped, ...]
+    size: int
+
+    @classmethod
+    def of(cls, text: str, shapes: Sequence[Shaped]) -> AnswerLayout:
+        """For fields as JSON `text`; widest dtypes go first."""
+        tensors = in_order(shapes)
+        head = header(RESPONSE, text, tensors)
+        return cls(head, tensors, size(head, tensors))
 
 
 class Place:
@@ -62,14 +79,16 @@ class Place:
 
     def lay_text(self, text: str, shapes: tuple[Shaped, ...] = ()) -> dict[str, Array]:
         """As `lay`, with the fields as JSON."""
-        tensors = in_order(shapes)
-        head = header(RESPONSE, text, tensors)
-        end = size(head, tensors)
+        return self.lay_out(AnswerLayout.of(text, shapes))
+
+    def lay_out(self, layout: AnswerLayout) -> dict[str, Array]:
+        """As `lay`, with the header made already."""
+        head, end = layout.head, layout.size
         image = memoryview(bytearray(end)) if self.memory is None else self.memory
         if end > len(image):
             raise DoesNotFit(end, len(image))
         self.image, self.length = image, end
-        laid = lay(image, head, tensors)
+        laid = lay(image, head, layout.tensors)
         if not self.pinned:
             return laid
         return {name: array.view(PinnedArray) for name, array in laid.items()}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 
@@ -31,6 +31,8 @@ class Planned:
     tokens_read: int
     tokens_flat: int
     max_keys: int
+    repeated: dict[Hashable, Any] = field(default_factory=dict)
+    """What attention makes of the plan for one kind of query, for the other layers of a step."""
 
     @property
     def num_indices(self) -> int:

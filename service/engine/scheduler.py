@@ -210,9 +210,7 @@ class Scheduler:
         attends = [attend for job in jobs for attend in job.attends]
         if not attends:
             return None
-        pending = self._store.backend.attend(attends)
-        self._metrics.batch(sum(attend.q.shape[0] for attend in attends))
-        return pending
+        return self._store.backend.attend(attends)
 
     def _settle(self) -> None:
         """Answer the launches that are done, oldest first."""
@@ -228,6 +226,7 @@ class Scheduler:
                 return
             self._launches.popleft()
             self._answer(launch.jobs)
+            self._learn(launch)
 
     def _finish(self, launch: Launch) -> None:
         """Complete the answers of a launch that is done."""
@@ -248,13 +247,18 @@ class Scheduler:
                 job.seconds.copy_in += spent.copy_in
                 job.seconds.kernel += spent.kernel
                 job.seconds.copy_out += spent.copy_out
-        self._learn(launch)
+        launch.finished = time.monotonic()
 
     def _learn(self, launch: Launch) -> None:
-        """Hold the estimate of attention against what a launch took that had the device alone."""
-        costs = [job.work.cost for job in launch.jobs if isinstance(job.work, Grouped)]
-        if len(costs) == 1 and len(self._launches) == 1:
-            self._store.pace.correct("attend", costs[0], time.monotonic() - launch.started)
+        """Count a launch of attention, and hold its estimate against what it took, if it had the
+        device alone."""
+        grouped = [job.work for job in launch.jobs if isinstance(job.work, Grouped)]
+        if grouped:
+            attends = [attend for work in grouped for attend in work.attends]
+            self._metrics.batch(sum(attend.q.shape[0] for attend in attends))
+        if len(grouped) == 1 and not self._launches:
+            spent = launch.finished - launch.started
+            self._store.pace.correct("attend", grouped[0].cost, spent)
 
     def _answer(self, jobs: Iterable[Job]) -> None:
         """Send the replies, then count what succeeded."""

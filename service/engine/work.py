@@ -153,11 +153,15 @@ class Launch:
     jobs: list[Job]
     pending: Pending[Any] | None
     started: float = 0.0
+    finished: float = 0.0
 
     @property
     def done(self) -> bool:
         """Known without waiting."""
         if self.pending is not None and not self.pending.done:
             return False
-        waits = (job.work.pending for job in self.jobs if isinstance(job.work, Answered))
-        return all(pending is None or pending.done for pending in waits)
+        for job in self.jobs:
+            work = job.work
+            if type(work) is Answered and work.pending is not None and not work.pending.done:
+                return False
+        return True

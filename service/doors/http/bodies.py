@@ -73,7 +73,9 @@ class Body:
     def begin(self, source: Source) -> None:
         """Ask for room; a body declared beyond the limit gets none, and will be refused."""
         self.source = source
-        if not self.complete and (self.declared or 0) <= self.limit:
+        if self.complete or self.failure is not None:
+            return
+        if (self.declared or 0) <= self.limit:
             self.ask(FIRST_BYTES if self.declared is None else self.declared)
 
     def ask(self, size: int) -> None:
@@ -90,7 +92,7 @@ class Body:
         """Go on in this slot, with what has come already copied over."""
         view = slot.view()
         view[: self.received] = self.view[: self.received]
-        self.release()
+        self.give_up_slot()
         self.slot, self.view, self.wanted = slot, view, 0
 
     def room(self) -> memoryview:
@@ -165,11 +167,16 @@ class Body:
 
     def take_over(self, slot: Slot, source: Source) -> None:
         """Hold the request's image from now on, in place of the body as it came."""
-        self.release()
+        self.give_up_slot()
         self.slot, self.source = slot, source
 
     def release(self) -> None:
-        """Give its memory back, now."""
+        """The request is over: give its memory back, now. (A failure has a traceback, and that has
+        this body.)"""
+        self.give_up_slot()
+        self.failure = None
+
+    def give_up_slot(self) -> None:
         self.view = NOTHING
         if self.slot is not None and self.source is not None:
             self.source.give_back(self.slot)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import sys
 from email.utils import formatdate
+from functools import partial
 from typing import Final
 
-from fastapi import FastAPI
-
 from config.sections import ServerSettings
+from service.doors.http.application import make_application
 from service.doors.http.exchange import Exchange
 from service.doors.http.helper import Helper
 from service.doors.http.ledger import Ledger
@@ -22,15 +23,15 @@ from service.road.caller import RoadCaller
 from service.road.slots import ArenaFull, Slot
 
 LOG: Final = logging.getLogger("attnd.http")
-READ_BYTES: Final = 256 * 2**10
+READ_BYTES: Final = 64 * 2**10
 """Of the buffer that all connections read into in turn, but for bodies in their slots."""
 FIRST_ARENA_BYTES: Final = 64 * 2**20
 GROW_S: Final = 5.0
 """How long a request waits for the arena to grow."""
 SWEEP_S: Final = 0.5
-SPARE_DESCRIPTORS: Final = 64
-"""For the road, logs, listening sockets, and connections that are just being refused."""
-MAX_LINGERING: Final = 64
+SPARE_DESCRIPTORS: Final = 128
+"""Half of them for the road, logs and listening sockets, half for connections that are being
+refused."""
 QUIET_S: Final = 5.0
 """A door without work for as long gives unused arena memory back."""
 COMPLAIN_EVERY_S: Final = 10.0
@@ -48,18 +49,20 @@ class Door:
         self.draining = ""
         """Why no more requests are taken; empty while they are."""
         self.drained = asyncio.Event()
-        self.app = FastAPI()
         self.helper = Helper(self)
         self.spare = SpareSlots()
         self.buffer = bytearray(READ_BYTES)
         self.connections: set[Connection] = set()
-        self.max_connections = min(limits.max_connections, spare_descriptors())
+        soft, spare = descriptors()
+        self.max_connections = min(limits.max_connections, soft - spare)
+        self.max_lingering = spare // 2
         self.active = 0
         self.date = b""
         self.growing: asyncio.Task[int] | None = None
         self.last_complaint = 0.0
         self.last_work = self.loop.time()
         self.is_trimmed = True
+        self.app = make_application(self)
         self.sweeping = self.loop.call_soon(self.sweep)
 
     # the road
@@ -96,18 +99,22 @@ class Door:
         """Give up a slot that nothing here refers to any more; a call may still hold it."""
         self.spare.put(slot)
 
-    async def slot(self, size: int) -> Slot:
-        """A slot; the arena grows for it as far as it may. Raises Overloaded, NotReady."""
+    async def slot(self, size: int, *, exactly: bool = False) -> Slot:
+        """A slot, not much larger if `exactly`; the arena grows for it as far as it may.
+
+        Raises Overloaded, NotReady.
+        """
         caller = self.ready()
         if self.growing is not None:  # an arena that the device uses grows while no call has it
             await asyncio.wait((self.growing,), timeout=GROW_S)
+        take = caller.take if exactly else partial(self.spare.take, cut=caller.take)
         try:
-            return self.spare.take(size, caller.take)
+            return take(size)
         except ArenaFull as full:
             if full.size < self.limits.max_inflight_bytes:
                 await self.grow(caller, full)
         try:
-            return self.spare.take(size, caller.take)
+            return take(size)
         except ArenaFull as full:
             raise self.overloaded(full) from None
 
@@ -158,7 +165,7 @@ class Door:
 
     def may_linger(self, connection: Connection) -> bool:
         """Whether a closing connection may wait for its client, or would take another's place."""
-        return len(self.connections) < self.max_connections + MAX_LINGERING
+        return len(self.connections) < self.max_connections + self.max_lingering
 
     def sweep(self) -> None:
         """Twice a second: what has taken too long, the date, memory that nobody uses."""
@@ -218,7 +225,9 @@ class Door:
             self.caller.close()
 
 
-def spare_descriptors() -> int:
-    """How many connections the limit of open files allows, with some to spare for all else."""
+def descriptors() -> tuple[int, int]:
+    """The limit of open files, and how many of them are not for connections."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, soft - min(SPARE_DESCRIPTORS, soft // 4))
+    if soft == resource.RLIM_INFINITY:
+        soft = sys.maxsize
+    return soft, min(SPARE_DESCRIPTORS, soft // 2)

@@ -82,8 +82,9 @@ class HeadParser:
                     "raise server.max_header_bytes"
                 )
             piece = bytes(memoryview(data)[begin:stop])
-            self.tail = (self.tail + piece)[1 - len(END) :]
             self.run(piece)
+            if not self.done:
+                self.tail = (self.tail + piece)[1 - len(END) :]
             begin = stop
         return begin if self.done else None
 

@@ -93,8 +93,8 @@ class Helper:
         loop = self.door.loop
         if self.ending is not None:
             self.ending.cancel()
-        sock = self.sock if self.sock is not None else self.start()
         try:
+            sock = self.sock if self.sock is not None else self.start()
             await loop.sock_sendall(sock, order)
             outcome, size, length = OUTCOME.unpack(await self.receive(sock, OUTCOME.size))
             problem = await self.receive(sock, length)

@@ -70,12 +70,14 @@ class PathEndpoint:
 class Caller:
     """Calls one operation for HTTP requests."""
 
-    __slots__ = ("door", "limits", "media", "operation")
+    __slots__ = ("door", "limits", "may_change", "media", "operation")
 
     def __init__(self, door: Door, operation: Operation) -> None:
         self.door = door
         self.operation = operation
         self.limits = door.limits
+        self.may_change = bool(operation.takes and operation.gives)
+        """Whether rows may be appended before the answer is made."""
         self.media = (SAFETENSORS, JSON) if operation.has_tensors else (JSON,)
 
     async def run(self, exchange: Exchange, params: Mapping[str, Any]) -> None:
@@ -141,11 +143,11 @@ class Caller:
         out afterwards, so as much is allowed as fits in any case; of what is only read, as much as
         may fit, and the text decides.
         """
+        most = self.limits.max_answer_bytes
         if not to_json:
-            return self.limits.max_answer_bytes
-        operation, limit = self.operation, self.limits.max_json_bytes
-        longest = limit // JSON_GROWTH if operation.takes and operation.gives else 2 * limit
-        return min(self.limits.max_answer_bytes, longest + SPARE_BYTES)
+            return most
+        limit = self.limits.max_json_bytes
+        return min(most, limit // JSON_GROWTH if self.may_change else 2 * limit)
 
     async def call(
         self, exchange: Exchange, request: Slot, length: int, most: int
@@ -153,7 +155,7 @@ class Caller:
         """The engine's answer, and the slot that it lies in."""
         operation, door = self.operation, self.door
         room = length if operation.gives else min(length, MOST_FIELDS)
-        slot = await door.slot(min(room + SPARE_BYTES, most))
+        slot = await door.slot(min(room + SPARE_BYTES, most), exactly=room + SPARE_BYTES > most)
         try:
             while True:
                 answered = await door.ready().call(

@@ -15,7 +15,6 @@ from typing import Any, Final
 import uvicorn
 
 from config.sections import Settings
-from service.doors.http.application import make_application
 from service.doors.http.door import Door
 from service.doors.http.protocol import Connection
 from service.errors import NotReady
@@ -61,7 +60,6 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = loop = asyncio.get_running_loop()
         self.door = door = Door(self.settings.server, self.metrics)
-        door.app = make_application(door)
         self.ended = asyncio.Event()
         self.meeting = loop.create_task(self.meet(door))
         self.accepting = [await listen(loop, door, sock) for sock in self.listening]
@@ -117,7 +115,7 @@ class Server(uvicorn.Server):
         self.ends = loop_time() + patience
         try:
             await asyncio.wait_for(door.drained.wait(), patience + ENGINE_LATER_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             door.give_up(NotReady(CUT_OFF))
         self.stop()
 

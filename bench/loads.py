@@ -1,0 +1,163 @@
+"""What is asked of the service in a measurement: sequences filled, decodes and prefills of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+from attnd import NewSequence
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Half = NDArray[np.float16]
+
+PATHS: Final = {
+    "decode": "/v1/decode",
+    "prefill": "/v1/prefill",
+    "ragged_prefill": "/v1/ragged-prefill",
+}
+ALIGNMENT: Final = 64
+FILL_BYTES: Final = 64 * 2**20
+"""K and V of one append that fills sequences."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A call of an operation: its fields, and its fp16 tensors in the order to send them."""
+
+    operation: str
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, Half]
+
+    @property
+    def path(self) -> str:
+        return PATHS[self.operation]
+
+    @property
+    def answer_bytes(self) -> int:
+        """Of an o like q, and its lse."""
+        q = self.tensors["q"]
+        return int(q.nbytes + 4 * q.size // q.shape[-1])
+
+    def image(self) -> bytes:
+        """The safetensors body, its header padded so that the tensors are aligned in it."""
+        table: dict[str, Any] = {"__metadata__": {"request": json.dumps(dict(self.fields))}}
+        end = 0
+        for name, tensor in self.tensors.items():
+            begin, end = end, end + tensor.nbytes
+            table[name] = {"dtype": "F16", "shape": tensor.shape, "data_offsets": (begin, end)}
+        text = json.dumps(table).encode()
+        size = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
+        parts = [tensor.tobytes() for tensor in self.tensors.values()]
+        return b"".join([size.to_bytes(8, "little"), text.ljust(size), *parts])
+
+
+class Load(Protocol):
+    """Requests to be sent in turn; crosses from process to process."""
+
+    def requests(self) -> list[Request]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Query heads, KV heads, and their dimension."""
+
+    num_qo: int
+    num_kv: int
+    dim: int
+
+    def pool(self, num_layers: int = 1) -> tuple[str, ...]:
+        """Command line of a service with such a pool."""
+        sizes = {"num-kv-heads": self.num_kv, "head-dim": self.dim, "num-layers": num_layers}
+        return tuple(word for key, size in sizes.items() for word in (f"--pool.{key}", str(size)))
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One query row for each of `names`; with `appends`, its k and v are appended first.
+
+    `count` different requests, in turn over `num_layers` layers, of sequences of `kv_len` tokens.
+    """
+
+    names: tuple[str, ...]
+    heads: Heads
+    kv_len: int
+    count: int
+    num_layers: int = 1
+    appends: bool = False
+
+    def requests(self) -> list[Request]:
+        heads, rows = self.heads, len(self.names)
+        made = []
+        for number in range(self.count):
+            tensors = {"q": random((rows, heads.num_qo, heads.dim))}
+            if self.appends:
+                tensors |= {name: random((rows, heads.num_kv, heads.dim)) for name in "kv"}
+            fields = {"layer": number % self.num_layers, "sequences": list(self.names)}
+            made.append(Request("decode", fields, tensors))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """`num_rows` query rows over the whole of one sequence."""
+
+    name: str
+    heads: Heads
+    num_rows: int
+
+    def requests(self) -> list[Request]:
+        fields = {"layer": 0, "sequences": [self.name], "qo_indptr": [0, self.num_rows]}
+        q = random((self.num_rows, self.heads.num_qo, self.heads.dim))
+        return [Request("prefill", fields, {"q": q})]
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """`num_rows` query rows over as many keys that are sent along."""
+
+    heads: Heads
+    num_rows: int
+
+    def requests(self) -> list[Request]:
+        heads, rows = self.heads, self.num_rows
+        fields = {"qo_indptr": [0, rows], "kv_indptr": [0, rows]}
+        tensors = {"q": random((rows, heads.num_qo, heads.dim))}
+        tensors |= {name: random((rows, heads.num_kv, heads.dim)) for name in "kv"}
+        return [Request("ragged_prefill", fields, tensors)]
+
+
+def random(shape: tuple[int, ...]) -> Half:
+    """Fresh unit-normal numbers."""
+    return np.random.default_rng().standard_normal(shape, dtype=np.float32).astype(np.float16)
+
+
+def fill(
+    client: Any, batch: int, heads: Heads, kv_len: int, num_layers: int = 1
+) -> tuple[str, ...]:
+    """`batch` sequences of `kv_len` tokens of random KV in every layer; their ids.
+
+    `client` is an `attnd.Client` or `attnd.Session`; a session's arrays are not copied.
+    """
+    made: Sequence[Any] = client.create_sequences([NewSequence()] * batch)
+    names = tuple(sequence.id for sequence in made)
+    token_bytes = 4 * heads.num_kv * heads.dim
+    group = max(1, min(batch, FILL_BYTES // (kv_len * token_bytes)))
+    shape = (group * kv_len, heads.num_kv, heads.dim)
+    empty: Callable[..., Array] = getattr(client, "empty", new)
+    k, v = (empty(name, shape, np.float16) for name in "kv")
+    k[...], v[...] = random(shape), random(shape)
+    for layer in range(num_layers):
+        for first in range(0, batch, group):
+            part = names[first : first + group]
+            rows = len(part) * kv_len
+            indptr = [kv_len * row for row in range(len(part) + 1)]
+            client.append(layer, part, k[:rows], v[:rows], append_indptr=indptr)
+    return names
+
+
+def new(_name: str, shape: tuple[int, ...], dtype: type[np.float16]) -> Half:
+    return np.empty(shape, dtype)

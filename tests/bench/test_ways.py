@@ -1,0 +1,65 @@
+"""Ways into the service, driven by a process of their own: against the bare echoes and for real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from attnd import Client
+
+from bench.loads import Decode, Heads, fill
+from bench.memory import family, memory
+from bench.servers import Server, attnd, road_echo
+from bench.ways import Kind, Target, Worker
+
+HEADS = Heads(num_qo=4, num_kv=2, dim=16)
+DECODE = Decode(("a",), HEADS, kv_len=4, count=3)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with Worker() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Server]:
+    with attnd(*HEADS.pool(), "--log.level", "warning") as server:
+        yield server
+
+
+def test_frames_are_answered_by_their_echo_without_any_backend(worker: Worker) -> None:
+    with road_echo() as server:
+        worker.open("echo", Target("road", socket=server.socket), DECODE)
+        run = worker.loop("echo", 50, 30.0)
+        per_second = worker.crowd("echo", 4, 0.1)
+    assert len(run.samples) == 50
+    assert all(sample.backend_s == 0 for sample in run.samples)
+    assert per_second > 1
+
+
+@pytest.mark.parametrize("kind", ["http", "client", "road", "session", "session_in_place"])
+def test_every_way_decodes_and_tells_what_the_backend_took(
+    worker: Worker, service: Server, kind: Kind
+) -> None:
+    with Client(f"http://127.0.0.1:{service.port}") as client:
+        load = Decode(fill(client, 2, HEADS, 5), HEADS, kv_len=5, count=3)
+    worker.open(kind, Target(kind, service.port, service.socket), load)
+    run = worker.loop(kind, 10, 30.0)
+    assert len(run.samples) == 10
+    assert all(0 < sample.backend_s < sample.seconds for sample in run.samples)
+    assert worker.crowd(kind, 2, 0.1) > 0
+
+
+def test_what_fails_in_a_worker_is_raised_here_and_it_goes_on(worker: Worker) -> None:
+    worker.open("nowhere", Target("road", socket="/nowhere"), DECODE)
+    with pytest.raises(RuntimeError, match="No such file"):
+        worker.loop("nowhere", 1, 1.0)
+    with pytest.raises(RuntimeError, match="never opened"):
+        worker.loop("never opened", 1, 1.0)
+
+
+def test_the_memory_of_a_service_is_that_of_all_its_processes(service: Server) -> None:
+    processes = {one.name: one for one in map(memory, family(service.pid))}
+    assert processes.keys() >= {"service", "service.engine", "service.doors.http"}
+    assert all(0 < one.pss <= one.rss for one in processes.values())
