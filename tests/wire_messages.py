@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from service.wire import Body, Tensors, place, read_layout, split
+from service.image.dtypes import Array
+from service.image.reading import place, read_layout, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,10 +14,10 @@ class Message:
     """A body's fields and tensors."""
 
     fields: dict[str, Any]
-    tensors: Tensors
+    tensors: dict[str, Array]
 
 
-def read_safetensors(body: Body) -> Message:
+def read_safetensors(body: bytes | memoryview) -> Message:
     """Fields and tensors of one body; raises `MalformedBody`, never anything else."""
     header, start = split(body)
     layout = read_layout(header, len(body) - start)

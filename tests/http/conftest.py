@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import httpx
 import numpy as np
 import pytest
-from http_service import JSON, SAFETENSORS, Service, serving
+from http_messages import JSON, SAFETENSORS
+from http_service import Service, serving
 
 
 @pytest.fixture(scope="module")

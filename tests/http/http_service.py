@@ -1,52 +1,37 @@
-"""A service on a real socket in a thread of the test's process, and plain ways to talk to it.
+"""The whole service on real sockets, engine and HTTP door in threads of the test's process.
 
 `TEST_BACKEND=cuda` runs every test of this directory on a GPU, with an fp16 pool.
 """
 
 from __future__ import annotations
 
-import json
+import gc
 import os
 import socket
-import struct
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
-import ml_dtypes
-import numpy as np
-import safetensors.numpy
+import pytest
+from http_messages import HEAD_DIM, KIND, KV_HEADS, LAYERS, PAGE_SIZE, PAGES, POOL_DTYPE
 
-from config.settings import load_settings
+from config.settings import Settings, load_settings
 from kernels import make_backend
-from kernels.backend import NUMPY_DTYPES, Backend
-from service.__main__ import Server, make_server
+from kernels.backend import Backend
+from service.cells import make_shared
+from service.doors.http.server import Server, make_server
+from service.engine.engine import Engine
 from service.engine.pool import geometry
+from service.metrics import Metrics
+from service.road.listening import listen
 
-KIND: Final = os.environ.get("TEST_BACKEND", "cpu")
-POOL_DTYPE: Final = "fp32" if KIND == "cpu" else "fp16"
-WIRE_DTYPE: Final = np.dtype(NUMPY_DTYPES[POOL_DTYPE])
-WIRE_NAME: Final = {"fp32": "F32", "fp16": "F16"}[POOL_DTYPE]
-O_TOLERANCE: Final = {"fp32": 1e-5, "fp16": 1e-3}[POOL_DTYPE]
-LSE_TOLERANCE: Final = 1e-3
-LAYERS, KV_HEADS, QO_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 2, 2, 4, 64, 4, 64
-SAFETENSORS: Final = "application/vnd.safetensors"
-JSON: Final = "application/json"
 WAIT_S: Final = 20.0
-SPELLED: Final = {"Infinity": np.inf, "-Infinity": -np.inf, "NaN": np.nan}
-DTYPES: Final = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "BOOL": np.dtype(bool),
-    "U8": np.dtype(np.uint8),
-    "F64": np.dtype(np.float64),
-}
-NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 ARGUMENTS: Final = (
     *("--backend.kind", KIND),
     *("--pool.num-layers", str(LAYERS)),
@@ -58,11 +43,21 @@ ARGUMENTS: Final = (
 )
 
 
+needs_a_slow_device = pytest.mark.skipif(
+    KIND != "cpu", reason="a GPU does in a moment what a body can hold"
+)
+
+
 class GatedBackend:
-    """A real backend whose attention waits at the gate while a test has it closed."""
+    """A real backend whose attention waits while a test has the gate closed.
+
+    It waits on its way in, and the engine with it, as where a kernel runs on the processor; or,
+    when `late`, as a launch that is not done yet, while the engine goes on.
+    """
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
+        self.late = False
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
@@ -72,23 +67,81 @@ class GatedBackend:
 
     def attend(self, requests: Any) -> Any:
         self.entered.set()
+        if self.late:
+            return Late(self.inner.attend(requests), self.gate)
+        self.wait()
+        return self.inner.attend(requests)
+
+    def wait(self) -> None:
         if not self.gate.wait(WAIT_S):
             raise RuntimeError("nobody opened the gate")
-        return self.inner.attend(requests)
+
+
+@dataclass
+class Late:
+    """A launch that is not done while the gate is closed."""
+
+    inner: Any
+    gate: threading.Event
+
+    @property
+    def done(self) -> bool:
+        return self.gate.is_set() and bool(self.inner.done)
+
+    @property
+    def seconds(self) -> Any:
+        return self.inner.seconds
+
+    def result(self) -> Any:
+        if not self.gate.wait(WAIT_S):
+            raise RuntimeError("nobody opened the gate of a launch")
+        return self.inner.result()
+
+
+class EngineThread(threading.Thread):
+    """Runs an engine; `error` is what ended it."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(name="engine")
+        self.engine = engine
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.engine.run()
+        except BaseException as error:
+            self.error = error
 
 
 @dataclass
 class Service:
-    """A running service."""
+    """A running service: one engine and one door."""
 
-    server: Server
-    thread: threading.Thread
+    settings: Settings
+    engine: Engine
+    engine_thread: EngineThread
+    engine_socket: str
     backend: GatedBackend
-    url: str
+    doors: list[tuple[Server, threading.Thread]] = field(default_factory=list)
+    url: str = ""
 
     @property
-    def engine(self) -> Any:
-        return self.server.engine
+    def door(self) -> Any:
+        return self.doors[0][0].door
+
+    @property
+    def num_waiting(self) -> int:
+        """Operations in the engine whose turn has not come."""
+        return self.engine.scheduler.num_waiting
+
+    @property
+    def state(self) -> str:
+        return self.engine.state.state
+
+    @property
+    def is_over(self) -> bool:
+        threads = [self.engine_thread, *(thread for _, thread in self.doors)]
+        return not any(thread.is_alive() for thread in threads)
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=WAIT_S)
@@ -98,139 +151,70 @@ class Service:
         return socket.create_connection((host, int(port)), timeout=WAIT_S)
 
     def drain(self) -> None:
-        assert self.server.loop is not None
-        self.server.loop.call_soon_threadsafe(self.server.begin_drain)
+        """As the supervisor does: the doors first, so that they take nothing new."""
+        for server, _ in self.doors:
+            if server.loop is not None and server.started and not server.ended.is_set():
+                server.loop.call_soon_threadsafe(server.begin_drain)
+        self.engine.drain()
+
+    def stop(self) -> None:
+        """Drain, and wait for the end."""
+        self.backend.gate.set()
+        for server, thread in self.doors:
+            if thread.is_alive() and server.loop is not None:
+                server.loop.call_soon_threadsafe(server.begin_drain)
+            thread.join(WAIT_S)
+            assert not thread.is_alive(), "a door did not stop"
+        self.engine.drain()
+        self.engine_thread.join(WAIT_S)
+        assert not self.engine_thread.is_alive(), "the engine did not stop"
+
+
+@contextmanager
+def engine_running(*arguments: str) -> Iterator[tuple[Service, dict[str, int]]]:
+    """A ready engine with these settings on top of the tests' own, its pool poisoned, and no door;
+    and the memory of the metrics."""
+    settings = load_settings([*ARGUMENTS, *arguments])
+    pool = geometry(settings.pool, settings.pool.num_pages or PAGES)
+    backend = GatedBackend(make_backend(settings.backend.kind, pool, poison=True))
+    with ExitStack() as ending:
+        ending.callback(gc.unfreeze)
+        ending.callback(backend.close)
+        directory = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="attnd-test-")))
+        listening = listen(directory / "engine.sock", private=True)
+        ending.callback(listening.close)
+        shared = {name: make_shared() for name in ("engine", "http-0")}
+        for fd in shared.values():
+            ending.callback(os.close, fd)
+        engine = Engine(listening.sock, settings, backend, Metrics("engine", shared))
+        service = Service(settings, engine, EngineThread(engine), str(listening.path), backend)
+        service.engine_thread.start()
+        try:
+            yield service, shared
+        finally:
+            service.stop()
+        if service.engine_thread.error is not None:
+            raise service.engine_thread.error
 
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[Service]:
-    """A ready service with these settings on top of the tests' own; poisoned pool."""
-    settings = load_settings([*ARGUMENTS, "--server.port", "0", *arguments])
-    made: list[GatedBackend] = []
-
-    def make() -> Any:
-        pool = geometry(settings.pool, settings.pool.num_pages or PAGES)
-        made.append(GatedBackend(make_backend(settings.backend.kind, pool, poison=True)))
-        return made[0]
-
-    server = make_server(settings, make)
-    thread = threading.Thread(target=server.run, name="service")
-    thread.start()
-    try:
-        wait_for(lambda: server.started and server.engine.state != "starting", "the start")
-        assert server.engine.state == "ready", server.engine.reason
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield Service(server, thread, made[0], f"http://127.0.0.1:{port}")
-    finally:
-        if made:
-            made[0].gate.set()
-        if server.loop is not None and thread.is_alive():
-            server.loop.call_soon_threadsafe(server.begin_drain)
-        thread.join(WAIT_S)
-        assert not thread.is_alive(), "the service did not stop"
+    """The whole service, ready, with these settings on top of the tests' own."""
+    with engine_running(*arguments) as (service, shared), ExitStack() as ending:
+        listener = ending.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
+        path, metrics = service.engine_socket, Metrics("http-0", shared)
+        server = make_server(service.settings, path, [listener], metrics)
+        thread = threading.Thread(target=server.run, name="door")
+        service.doors.append((server, thread))
+        service.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.start()
+        ending.callback(service.stop)
+        wait_for(lambda: server.started and service.door.state[0] == "ready", "the start")
+        yield service
 
 
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
+def wait_for(condition: Callable[[], object], what: str, seconds: float = WAIT_S) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {WAIT_S} s for {what}"
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.005)
-
-
-# Bodies, written and read without the service's own code.
-
-
-def write_body(media: str, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> bytes:
-    if media == SAFETENSORS:
-        dense = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-        return bytes(safetensors.numpy.save(dense, {"request": json.dumps(fields)}))
-    spelled = {name: spell(array) for name, array in tensors.items()}
-    return json.dumps({**fields, "tensors": spelled}).encode()
-
-
-def spell(array: Any) -> dict[str, Any]:
-    flat = array.reshape(-1)
-    data = flat.tolist()
-    if array.dtype.kind not in "bui":
-        names = {np.inf: "Infinity", -np.inf: "-Infinity"}
-        data = [names.get(value, value) for value in flat.astype(np.float64).tolist()]
-    return {"dtype": NAMES[array.dtype], "shape": list(array.shape), "data": data}
-
-
-def read_body(response: httpx.Response) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields and tensors of an answer in either media type."""
-    if response.headers["content-type"] == SAFETENSORS:
-        (length,) = struct.unpack("<Q", response.content[:8])
-        header = json.loads(response.content[8 : 8 + length])
-        return json.loads(header["__metadata__"]["response"]), dict(
-            safetensors.numpy.load(response.content)
-        )
-    fields = response.json()
-    return fields, {name: unspell(one) for name, one in fields.pop("tensors", {}).items()}
-
-
-def unspell(one: dict[str, Any]) -> Any:
-    data = [SPELLED[value] if isinstance(value, str) else value for value in one["data"]]
-    return np.array(data, np.float64).astype(DTYPES[one["dtype"]]).reshape(one["shape"])
-
-
-def post(
-    client: httpx.Client,
-    path: str,
-    fields: Mapping[str, Any],
-    tensors: Mapping[str, Any] | None = None,
-    media: str = SAFETENSORS,
-    headers: Mapping[str, str] | None = None,
-) -> httpx.Response:
-    body = write_body(media, fields, tensors or {})
-    return client.post(path, content=body, headers={"content-type": media, **(headers or {})})
-
-
-def ask(
-    client: httpx.Client,
-    path: str,
-    fields: Mapping[str, Any],
-    tensors: Mapping[str, Any] | None = None,
-    media: str = SAFETENSORS,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields and tensors of an answer that must be 200."""
-    response = post(client, path, fields, tensors, media)
-    assert response.status_code == 200, response.text
-    return read_body(response)
-
-
-def create(client: httpx.Client, *sequences: Mapping[str, Any] | str) -> list[dict[str, Any]]:
-    new = [{"id": one} if isinstance(one, str) else dict(one) for one in sequences]
-    response = client.post("/v1/sequences", json={"sequences": new})
-    assert response.status_code == 201, response.text
-    made: list[dict[str, Any]] = response.json()["sequences"]
-    return made
-
-
-def rows(rng: np.random.Generator, n: int, heads: int = KV_HEADS) -> Any:
-    """Unit-normal `[n, heads, HEAD_DIM]` in the wire's dtype."""
-    return rng.standard_normal((n, heads, HEAD_DIM)).astype(WIRE_DTYPE)
-
-
-def append(client: httpx.Client, layer: int, name: str, k: Any, v: Any) -> dict[str, Any]:
-    fields = {"layer": layer, "sequences": [name], "append_indptr": [0, len(k)]}
-    return ask(client, "/v1/append", fields, {"k": k, "v": v})[0]
-
-
-def check_problem(response: httpx.Response, status: int, code: str, **numbers: Any) -> Any:
-    """The response is this error, as problem+json, with these numbers in it."""
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/problem+json"
-    problem = response.json()
-    assert problem["code"] == code, problem
-    assert problem["status"] == status, problem
-    assert problem["type"] and problem["title"] and problem["detail"], problem
-    assert {name: problem.get(name) for name in numbers} == numbers, problem
-    check_common_headers(response)
-    return problem
-
-
-def check_common_headers(response: httpx.Response) -> None:
-    assert response.headers["x-request-id"]
-    stages = [entry.split(";")[0].strip() for entry in response.headers["server-timing"].split(",")]
-    assert stages == ["queue", "plan", "copy-in", "kernel", "copy-out", "encode"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import httpx
 import numpy as np
 import pytest
-from http_service import (
+from http_messages import (
     HEAD_DIM,
+    JSON,
     KIND,
     KV_HEADS,
     LAYERS,
@@ -110,6 +111,8 @@ def test_info_tells_geometry_limits_and_identity(client: httpx.Client) -> None:
     assert set(info["limits"]) == {
         "max_body_bytes",
         "max_json_body_bytes",
+        "max_answer_bytes",
+        "max_sequences",
         "queue_depth",
         "deadline_s",
     }
@@ -152,8 +155,9 @@ def test_metrics_count_operations_and_tokens(
 def test_docs_are_served(client: httpx.Client) -> None:
     response = client.get("/docs")
     assert response.status_code == 200
-    assert "/openapi.json" in response.text
+    assert "openapi.json" in response.text
     check_common_headers(response)
+    assert client.get("/openapi.json").json()["paths"]
 
 
 @pytest.mark.parametrize("given", ["abc-1", "x" * 128, "~!{}"])
@@ -180,4 +184,5 @@ def test_server_timing_tells_where_the_time_went(
     check_common_headers(response)
     entries = [one.strip().split(";dur=") for one in response.headers["server-timing"].split(",")]
     spent = {name: float(value) for name, value in entries}
-    assert spent["kernel"] > 0 and spent["encode"] > 0, spent
+    assert spent["kernel"] > 0 and spent["plan"] > 0, spent
+    assert (spent["encode"] > 0) == (media == JSON), "an image is laid in its place, not encoded"

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from http_service import (
+from http_messages import (
     HEAD_DIM,
     JSON,
     KV_HEADS,
@@ -19,15 +19,14 @@ from http_service import (
     QO_HEADS,
     SAFETENSORS,
     WIRE_DTYPE,
-    Service,
     append,
     check_problem,
     create,
     post,
     rows,
-    serving,
     write_body,
 )
+from http_service import Service, serving
 
 ROUTES = ("append", "decode", "prefill", "ragged-prefill", "cascade", "merge", "gather")
 ANY = np.random.default_rng(3)
@@ -63,10 +62,7 @@ def test_a_body_that_is_not_a_json_object_is_refused(
     client: httpx.Client, route: str, body: bytes
 ) -> None:
     response = client.post(f"/v1/{route}", content=body, headers={"content-type": JSON})
-    if body == b"[1]" and route not in ROUTES:
-        check_problem(response, 422, "invalid_request")
-    else:
-        check_problem(response, 400, "malformed_body")
+    check_problem(response, 400, "malformed_body")
 
 
 def test_unknown_sequences_are_named(client: httpx.Client) -> None:
@@ -93,13 +89,22 @@ def test_no_such_route(client: httpx.Client) -> None:
         check_problem(client.get(path), 404, "not_found")
 
 
-def test_other_methods_are_told(client: httpx.Client) -> None:
-    response = client.get("/v1/decode")
-    check_problem(response, 405, "method_not_allowed", allow=["POST"])
-    assert response.headers["allow"] == "POST"
-    response = client.put("/v1/info")
-    check_problem(response, 405, "method_not_allowed", allow=["GET"])
-    assert response.headers["allow"] == "GET"
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", "/v1/decode", ["POST"]),
+        ("PUT", "/v1/info", ["GET", "HEAD"]),
+        ("PATCH", "/v1/sequences", ["GET", "HEAD", "POST"]),
+        ("POST", "/v1/sequences/a", ["DELETE", "GET", "HEAD"]),
+        ("POST", "/health/live", ["GET", "HEAD"]),
+    ],
+)
+def test_other_methods_are_told_all_there_are(
+    client: httpx.Client, method: str, path: str, allow: list[str]
+) -> None:
+    response = client.request(method, path)
+    check_problem(response, 405, "method_not_allowed", allow=allow)
+    assert response.headers["allow"] == ", ".join(allow)
 
 
 @pytest.fixture(scope="module")
@@ -439,6 +444,16 @@ def test_a_fork_or_a_cut_beyond_the_length_is_refused(client: httpx.Client) -> N
     check_problem(cut, 422, "invalid_request", field="length")
 
 
+def test_a_fork_of_a_sequence_whose_layers_differ_says_its_length(client: httpx.Client) -> None:
+    create(client, "a")
+    append(client, 0, "a", KV2, KV2)
+    silent = {"sequences": [{"id": "b", "parent": "a"}]}
+    problem = check_problem(client.post("/v1/sequences", json=silent), 422, "invalid_request")
+    assert problem["field"] == "parent" and "length = 0" in problem["rule"], problem
+    (told,) = create(client, {"id": "b", "parent": "a", "length": 0})
+    assert told["lengths"] == [0] * LAYERS
+
+
 def test_levels_that_share_pages_are_refused(client: httpx.Client) -> None:
     create(client, "a")
     for layer in range(LAYERS):
@@ -492,17 +507,23 @@ def test_out_of_pages_tells_the_numbers_and_changes_nothing(
 
 
 def test_a_bug_is_told_as_internal_without_its_inside(
-    service: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    service: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch, media: str
 ) -> None:
-    async def broken(*_: Any, **__: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("a secret")
 
     create(client, "a")
-    monkeypatch.setattr(service.engine, "submit", broken)
-    for response in (post(client, "/v1/gather", A), client.get("/v1/pool")):
+    append(client, 0, "a", KV2, KV2)
+    before = client.get("/v1/pool").json()
+    for name in ("attend", "append", "gather"):
+        monkeypatch.setattr(service.backend, name, broken, raising=False)
+    for path, tensors in (("gather", {}), ("append", {"k": KV1, "v": KV1}), ("decode", {"q": Q1})):
+        response = post(client, f"/v1/{path}", A, tensors, media)
         check_problem(response, 500, "internal")
         assert "secret" not in response.text
     monkeypatch.undo()
+    assert client.get("/v1/pool").json() == before
+    assert post(client, "/v1/decode", A, {"q": Q1}, media).status_code == 200
 
 
 def test_a_header_length_that_lies_is_malformed(client: httpx.Client) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from http_service import (
+from http_messages import (
     JSON,
     QO_HEADS,
     SAFETENSORS,

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from http_service import (
+from http_messages import (
     HEAD_DIM,
     QO_HEADS,
     SAFETENSORS,
-    Service,
     append,
     ask,
     check_problem,
@@ -24,22 +23,18 @@ from http_service import (
     post,
     read_body,
     rows,
-    serving,
-    wait_for,
     write_body,
 )
+from http_service import Service, serving, wait_for
 
-from config.settings import load_settings
-from service.__main__ import make_server
-
-DEPTH = 2
+DEPTH = 3
 
 
 @pytest.fixture
 def tight(rng: np.random.Generator) -> Iterator[Service]:
-    """A service whose queue holds two operations, with a sequence `a` of three tokens."""
+    """A service whose queue holds three operations, with a sequence `a` of three tokens."""
     with serving("--server.queue-depth", str(DEPTH)) as running, running.client() as client:
-        create(client, "a", "x")
+        create(client, "a", "x", "barrier")
         append(client, 0, "a", rows(rng, 3), rows(rng, 3))
         yield running
 
@@ -57,22 +52,31 @@ def decode(service: Service, **headers: str) -> httpx.Response:
         return post(client, "/v1/decode", fields, {"q": q}, headers=headers)
 
 
-def hold(service: Service, pool: ThreadPoolExecutor) -> Future[httpx.Response]:
-    """Close the gate with one decode inside: the worker is busy until the gate opens."""
+def hold(service: Service, pool: ThreadPoolExecutor) -> list[Future[httpx.Response]]:
+    """Close the gate with one decode on the device, and a truncate behind it that has to wait for
+    it: whatever comes then waits until the gate opens, while the engine listens."""
+    service.backend.late = True
     service.backend.gate.clear()
     service.backend.entered.clear()
     inside = pool.submit(decode, service)
-    wait_for(service.backend.entered.is_set, "the worker to be busy")
-    return inside
+    wait_for(service.backend.entered.is_set, "the device to be busy")
+
+    def cut() -> httpx.Response:
+        with service.client() as client:
+            return client.post("/v1/sequences/barrier/truncate", json={"length": 0})
+
+    behind = pool.submit(cut)
+    wait_for(lambda: service.num_waiting == 1, "the truncate to wait")
+    return [inside, behind]
 
 
 def test_a_full_queue_is_answered_429_while_what_was_admitted_finishes(
     tight: Service, pool: ThreadPoolExecutor
 ) -> None:
-    admitted = [hold(tight, pool)]
-    for waiting in range(DEPTH):
+    admitted = hold(tight, pool)
+    for waiting in range(1, DEPTH):
         admitted.append(pool.submit(decode, tight))
-        wait_for(lambda n=waiting: tight.engine.num_waiting == n + 1, "a place in the queue")
+        wait_for(lambda n=waiting: tight.num_waiting == n + 1, "a place in the queue")
     refused = decode(tight)
     problem = check_problem(refused, 429, "overloaded")
     assert problem["retry_after_s"] > 0
@@ -85,10 +89,31 @@ def test_a_full_queue_is_answered_429_while_what_was_admitted_finishes(
     assert decode(tight).status_code == 200, "there is room again"
 
 
+def test_a_full_queue_lets_in_what_gives_pages_back(
+    tight: Service, pool: ThreadPoolExecutor
+) -> None:
+    admitted = hold(tight, pool)
+    for waiting in range(1, DEPTH):
+        admitted.append(pool.submit(decode, tight))
+        wait_for(lambda n=waiting: tight.num_waiting == n + 1, "a place in the queue")
+
+    def delete() -> httpx.Response:
+        with tight.client() as client:
+            return client.delete("/v1/sequences/x")
+
+    check_problem(decode(tight), 429, "overloaded")
+    deleted = pool.submit(delete)
+    wait_for(lambda: tight.num_waiting == DEPTH + 1, "the delete to wait with the others")
+    tight.backend.gate.set()
+    assert deleted.result().status_code == 204, deleted.result().text
+    for one in admitted:
+        assert one.result().status_code == 200, one.result().text
+
+
 def test_a_deadline_that_passes_in_the_queue_means_it_did_not_run(
     tight: Service, pool: ThreadPoolExecutor, rng: np.random.Generator
 ) -> None:
-    inside = hold(tight, pool)
+    before = hold(tight, pool)
     kv = {"k": rows(rng, 1), "v": rows(rng, 1)}
     fields = {"layer": 0, "sequences": ["x"]}
 
@@ -98,11 +123,11 @@ def test_a_deadline_that_passes_in_the_queue_means_it_did_not_run(
             return post(client, "/v1/append", fields, kv, headers=headers)
 
     waiting = pool.submit(late)
-    wait_for(lambda: tight.engine.num_waiting == 1, "the append to wait")
+    wait_for(lambda: tight.num_waiting == 2, "the append to wait")
     time.sleep(0.05)
     tight.backend.gate.set()
     check_problem(waiting.result(), 504, "deadline_exceeded")
-    assert inside.result().status_code == 200
+    assert [one.result().status_code for one in before] == [200, 200]
     with tight.client() as client:
         assert client.get("/v1/sequences/x").json()["lengths"] == [0, 0]
 
@@ -110,7 +135,7 @@ def test_a_deadline_that_passes_in_the_queue_means_it_did_not_run(
 def test_a_client_that_hangs_up_leaves_no_trace(
     tight: Service, pool: ThreadPoolExecutor, rng: np.random.Generator
 ) -> None:
-    inside = hold(tight, pool)
+    before = hold(tight, pool)
     kv = {"k": rows(rng, 1), "v": rows(rng, 1)}
     body = write_body(SAFETENSORS, {"layer": 0, "sequences": ["x"]}, kv)
     with tight.connect() as peer:
@@ -119,10 +144,10 @@ def test_a_client_that_hangs_up_leaves_no_trace(
             b"content-type: application/vnd.safetensors\r\n"
             b"content-length: %d\r\n\r\n" % len(body) + body
         )
-        wait_for(lambda: tight.engine.num_waiting == 1, "the append to wait")
-    wait_for(lambda: tight.engine.num_waiting == 0, "the append to be dropped")
+        wait_for(lambda: tight.num_waiting == 2, "the append to wait")
+    wait_for(lambda: tight.num_waiting == 1, "the append to be dropped")
     tight.backend.gate.set()
-    assert inside.result().status_code == 200
+    assert [one.result().status_code for one in before] == [200, 200]
     with tight.client() as client:
         assert client.get("/v1/sequences/x").json()["lengths"] == [0, 0]
         told = client.get("/metrics").text
@@ -130,6 +155,24 @@ def test_a_client_that_hangs_up_leaves_no_trace(
         assert "attnd_inflight 0.0" in told
         assert 'attnd_requests_total{code="client_gone",op="append"} 1.0' in told
         assert client.get("/v1/pool").json()["integrity"] == "ok"
+
+
+def test_calls_wait_in_the_socket_while_the_engine_is_at_a_long_kernel(
+    tight: Service, pool: ThreadPoolExecutor
+) -> None:
+    tight.backend.gate.clear()
+    tight.backend.entered.clear()
+    admitted = [pool.submit(decode, tight)]
+    wait_for(tight.backend.entered.is_set, "the engine to be busy")
+    admitted += [pool.submit(decode, tight) for _ in range(DEPTH)]
+    with tight.client() as client:
+        for _ in range(10):
+            assert client.get("/health/live").status_code == 200, "the door answers by itself"
+        wait_for(lambda: tight.door.active == 1 + DEPTH, "the requests to be with the door")
+    assert not any(one.done() for one in admitted)
+    tight.backend.gate.set()
+    for one in admitted:
+        assert one.result().status_code == 200, one.result().text
 
 
 @pytest.mark.parametrize("path", ["/v1/append", "/v1/sequences"])
@@ -143,8 +186,9 @@ def test_a_client_that_hangs_up_in_the_middle_of_its_body_leaves_no_trace(
                 f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
                 "content-length: 1000\r\n\r\n{".encode()
             )
-            time.sleep(0.05)
+            wait_for(lambda: tight.door.active == 1, "the head to be read")
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        wait_for(lambda: tight.door.active == 0, "the request to be dropped")
         assert client.get("/v1/pool").json() == before
 
 
@@ -181,44 +225,31 @@ def test_two_interleaved_clients_get_the_same_numbers_as_alone(
 def test_a_drain_finishes_what_was_admitted_and_refuses_the_rest(
     tight: Service, pool: ThreadPoolExecutor
 ) -> None:
-    admitted = [hold(tight, pool), pool.submit(decode, tight)]
-    wait_for(lambda: tight.engine.num_waiting == 1, "a decode to wait")
-    tight.drain()
-    wait_for(lambda: tight.engine.state == "draining", "the drain")
-    with tight.client() as client:
-        ready = client.get("/health/ready")
-        assert "draining" in check_problem(ready, 503, "not_ready")["detail"]
-        assert int(ready.headers["retry-after"]) >= 1
-        assert client.get("/health/live").status_code == 200
-        assert client.get("/metrics").status_code == 200
-        check_problem(client.get("/v1/pool"), 503, "not_ready")
-    check_problem(decode(tight), 503, "not_ready")
-    tight.backend.gate.set()
-    for one in admitted:
-        assert one.result().status_code == 200, one.result().text
-        assert read_body(one.result())[1]["o"].shape == (1, QO_HEADS, HEAD_DIM)
-    tight.thread.join(20)
-    assert not tight.thread.is_alive()
-    assert tight.engine.state == "stopped"
-
-
-def test_a_backend_that_cannot_start_leaves_the_service_live_and_not_ready() -> None:
-    def broken() -> Any:
-        raise RuntimeError("no such card")
-
-    server = make_server(load_settings(["--server.port", "0"]), broken)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        wait_for(lambda: server.started and server.engine.state == "lost", "the failure")
-        port = server.servers[0].sockets[0].getsockname()[1]
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+    q = np.ones((1, QO_HEADS, HEAD_DIM), np.float32)
+    with ExitStack() as connected:
+        clients = [connected.enter_context(tight.client()) for _ in range(5)]
+        for client in clients:
             assert client.get("/health/live").status_code == 200
-            for path in ("/health/ready", "/v1/info", "/v1/sequences"):
-                problem = check_problem(client.get(path), 503, "not_ready")
-                assert "no such card" in problem["detail"], path
-            check_problem(post(client, "/v1/gather", {}, {}), 503, "not_ready")
-    finally:
-        assert server.loop is not None
-        server.loop.call_soon_threadsafe(server.begin_drain)
-        thread.join(20)
+        admitted = [*hold(tight, pool), pool.submit(decode, tight)]
+        wait_for(lambda: tight.num_waiting == 2, "a decode to wait")
+        tight.drain()
+        wait_for(lambda: tight.state == "draining" and tight.door.draining, "the drain")
+        ready, live, metrics, info, late = clients
+        told = ready.get("/health/ready")
+        assert "draining" in check_problem(told, 503, "not_ready")["detail"]
+        assert int(told.headers["retry-after"]) >= 1
+        assert told.headers["connection"] == "close", "a client that is refused goes elsewhere"
+        assert live.get("/health/live").status_code == 200
+        assert metrics.get("/metrics").status_code == 200
+        check_problem(info.get("/v1/pool"), 503, "not_ready")
+        refused = post(late, "/v1/decode", {"layer": 0, "sequences": ["a"]}, {"q": q})
+        check_problem(refused, 503, "not_ready")
+        with pytest.raises(ConnectionRefusedError):
+            tight.connect()
+        assert not any(one.done() for one in admitted)
+        tight.backend.gate.set()
+        for one in admitted:
+            assert one.result().status_code == 200, one.result().text
+        for one in (admitted[0], admitted[2]):
+            assert read_body(one.result())[1]["o"].shape == (1, QO_HEADS, HEAD_DIM)
+    wait_for(lambda: tight.is_over, "the end")

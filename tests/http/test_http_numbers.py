@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import oracle
 import pytest
-from http_service import (
+from http_messages import (
     DTYPES,
     HEAD_DIM,
     JSON,

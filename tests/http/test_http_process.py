@@ -1,86 +1,26 @@
-"""`python -m service` as its own process: start, logs, signals, Unix socket, refused settings."""
+"""`python -m service` as its own processes: start, logs, signals, Unix socket, what stops it."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from http_service import ARGUMENTS, QO_HEADS, WAIT_S, append, ask, create, post, rows
+from http_messages import KIND, QO_HEADS, append, ask, create, post, rows
+from http_process import ROOT, START_S, Process, listening, process
+from http_service import WAIT_S, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@dataclass
-class Process:
-    """A running service; `lines` is its standard error so far."""
-
-    child: subprocess.Popen[str]
-    lines: list[str] = field(default_factory=list)
-
-    def read(self) -> None:
-        assert self.child.stderr is not None
-        self.lines.extend(line.rstrip("\n") for line in self.child.stderr)
-
-    def find(self, pattern: str) -> re.Match[str]:
-        """The first line that matches, waited for."""
-        deadline = time.monotonic() + 3 * WAIT_S
-        while time.monotonic() < deadline:
-            for line in list(self.lines):
-                if match := re.search(pattern, line):
-                    return match
-            time.sleep(0.01)
-        raise AssertionError(f"no line matches {pattern}: {self.lines}")
-
-    def stop(self, how: int = signal.SIGTERM) -> int:
-        self.child.send_signal(how)
-        return self.child.wait(WAIT_S)
-
-    def entries(self) -> list[dict[str, Any]]:
-        """The lines as JSON."""
-        return [json.loads(line) for line in self.lines]
-
-
-@contextmanager
-def process(*arguments: str) -> Iterator[Process]:
-    """`python -m service` with the tests' pool and JSON logs."""
-    command = [sys.executable, "-m", "service", *ARGUMENTS, "--log.format", "json", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
-    ) as child:
-        running = Process(child)
-        reader = threading.Thread(target=running.read)
-        reader.start()
-        try:
-            yield running
-        finally:
-            if child.poll() is None:
-                child.kill()
-            child.wait()
-            reader.join()
-
-
-@contextmanager
-def listening(*arguments: str) -> Iterator[tuple[Process, str]]:
-    """The process once it is ready, and its URL."""
-    with process("--server.port", "0", *arguments) as running:
-        url = running.find(r"serves (http://[0-9.:]+)")[1]
-        running.find(r"ready: ")
-        yield running, url
+from service import __version__
 
 
 def test_it_starts_serves_logs_json_and_stops_on_sigterm(rng: np.random.Generator) -> None:
@@ -94,17 +34,30 @@ def test_it_starts_serves_logs_json_and_stops_on_sigterm(rng: np.random.Generato
             assert post(client, "/v1/decode", fields, q, headers=headers).status_code == 200
             client.get("/health/live")
         running.find("find-me")
+        check_libraries(running)
         assert running.stop() == 0
     entries = running.entries()
     (mine,) = [entry for entry in entries if entry.get("id") == "find-me"]
-    assert (mine["op"], mine["status"], mine["code"], mine["logger"]) == (
-        "decode",
-        200,
-        "ok",
-        "attnd.access",
-    )
+    told = (mine["op"], mine["status"], mine["code"], mine["logger"], mine["process"])
+    assert told == ("decode", 200, "ok", "attnd.access", "http-0")
     assert mine["duration_ms"] > 0 and mine["time"] and mine["level"] == "info"
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", mine["peer"])
     assert not [entry for entry in entries if entry.get("op") == "live"], "probes are not logged"
+    speakers = {entry["process"]: entry["message"] for entry in reversed(entries)}
+    assert speakers["main"].startswith(f"attnd {__version__} serves {url}"), speakers
+    assert speakers["engine"].startswith("ready: "), speakers
+    assert running.told("warning", "error") == []
+
+
+def check_libraries(running: Process) -> None:
+    """A door holds no torch: it starts in a moment, and its memory is for bodies."""
+    engine, door, main = (
+        Path(f"/proc/{pid}/maps").read_text()
+        for pid in (running.pid("engine"), running.pid("http-0"), running.child.pid)
+    )
+    assert "libtorch" in engine or KIND != "cpu", "this test knows torch when it sees it"
+    assert "libtorch" not in door and "cupy" not in door
+    assert "libtorch" not in main and "numpy" not in main
 
 
 def test_sigterm_under_load_loses_no_admitted_request() -> None:
@@ -151,25 +104,45 @@ def test_sigterm_under_load_loses_no_admitted_request() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_either_signal_ends_an_idle_service_cleanly(how: signal.Signals) -> None:
-    with listening() as (running, _):
+    with listening() as (running, url), socket.create_connection(address(url), WAIT_S) as idle:
         assert running.stop(how) == 0
-    assert [e for e in running.entries() if e["level"] in ("warning", "error")] == []
+        assert idle.recv(1) == b"", "an idle connection is closed"
+    assert running.told("warning", "error") == []
 
 
-def test_it_listens_on_a_unix_socket(tmp_path: Path, rng: np.random.Generator) -> None:
+def address(url: str) -> tuple[str, int]:
+    host, _, port = url.removeprefix("http://").partition(":")
+    return host, int(port)
+
+
+def test_it_listens_on_a_unix_socket_for_its_own_user(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
     path = tmp_path / "attnd.sock"
-    with process("--server.uds", str(path)) as running:
-        assert running.find(r"serves unix:(\S+)\"")[1] == str(path)
-        running.find(r"ready: ")
-        transport = httpx.HTTPTransport(uds=str(path))
-        with httpx.Client(transport=transport, base_url="http://attnd") as client:
-            create(client, "a")
-            append(client, 1, "a", rows(rng, 2), rows(rng, 2))
-            fields = {"layer": 1, "sequences": ["a"]}
-            q = {"q": rows(rng, 1, QO_HEADS)}
-            assert ask(client, "/v1/decode", fields, q)[1]["o"].shape[0] == 1
-        assert running.stop() == 0
-    assert not path.exists(), "it cleans up after itself"
+    before = os.umask(0)
+    try:
+        with process("--server.uds", str(path)) as running:
+            assert running.find(r"serves unix:(\S+)\"")[1] == str(path)
+            engine = Path(running.find(r"sessions at (\S+)\"")[1])
+            assert [stat.S_IMODE(one.stat().st_mode) for one in (path, engine)] == [0o600, 0o600]
+            transport = httpx.HTTPTransport(uds=str(path))
+            with httpx.Client(transport=transport, base_url="http://attnd") as client:
+                wait_for(lambda: client.get("/health/ready").is_success, "the start", START_S)
+                create(client, "a")
+                append(client, 1, "a", rows(rng, 2), rows(rng, 2))
+                fields = {"layer": 1, "sequences": ["a"]}
+                q = {"q": rows(rng, 1, QO_HEADS)}
+                assert ask(client, "/v1/decode", fields, q)[1]["o"].shape[0] == 1
+                with process("--server.uds", str(path)) as second:
+                    assert second.child.wait(START_S) == 1
+                (line,) = second.lines
+                assert "another service listens there" in line and str(path) in line, line
+                assert client.get("/health/ready").status_code == 200, "the first one goes on"
+            assert path.exists() and engine.exists(), "the second one took nothing away"
+            assert running.stop() == 0
+    finally:
+        os.umask(before)
+    assert not path.exists() and not engine.exists(), "it cleans up after itself"
 
 
 @pytest.mark.parametrize(
@@ -182,11 +155,54 @@ def test_it_listens_on_a_unix_socket(tmp_path: Path, rng: np.random.Generator) -
 )
 def test_a_bad_setting_stops_the_start_and_is_named(argument: str, value: str, named: str) -> None:
     with process(argument, value) as running:
-        assert running.child.wait(3 * WAIT_S) == 2
-    assert named in running.lines[-1], running.lines
+        assert running.child.wait(START_S) == 2
+    (line,) = running.lines
+    assert named in line
 
 
-def test_a_port_that_is_taken_stops_the_start() -> None:
-    with listening() as (_, url), process("--server.port", url.rpartition(":")[2]) as second:
-        assert second.child.wait(3 * WAIT_S) != 0
-    assert any("address already in use" in line for line in second.lines), second.lines
+def test_what_cannot_be_bound_or_made_stops_the_start_with_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = {
+            f"server.port {port}: address already in use": ("--server.port", str(port)),
+            "no directory": ("--server.uds", "/proc/nowhere/attnd.sock"),
+            "cannot start: ": ("--server.port", "0", "--pool.num-pages", "100000000"),
+        }
+        if KIND == "cpu":
+            refused["cannot start:  "] = ("--server.port", "0", "--backend.kind", "cuda")
+        for told, arguments in refused.items():
+            with process(*arguments) as running:
+                assert running.child.wait(START_S) == 1, running.lines
+            problems = running.told("warning", "error")
+            assert len(problems) == 1, (told, running.lines)
+            if told != "no directory":
+                assert told.strip() in problems[0], running.lines
+            assert not [line for line in running.lines if "Traceback" in line]
+
+
+def test_the_version_is_told_without_a_service() -> None:
+    command = [sys.executable, "-m", "service", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"attnd {__version__}\n", "")
+
+
+def test_two_workers_count_as_one_service(rng: np.random.Generator) -> None:
+    asked = 24
+    with listening("--server.http-workers", "2") as (running, url):
+        clients = [httpx.Client(base_url=url, timeout=WAIT_S) for _ in range(12)]
+        for index, client in enumerate(clients * 2):
+            told = client.get("/v1/info", headers={"x-request-id": f"one-{index}"})
+            assert told.status_code == 200
+        running.find(f"one-{asked - 1}")
+        seen = [e["process"] for e in running.entries() if str(e.get("id")).startswith("one-")]
+        assert set(seen) == {"http-0", "http-1"}, seen
+        wanted = f'attnd_requests_total{{code="ok",op="info"}} {asked}.0'
+        for client in clients:  # whichever door is asked
+            wait_for(lambda c=client: wanted in c.get("/metrics").text, "the sum over both doors")
+        text = clients[0].get("/metrics").text
+        for name in ("main", "engine", "http-0", "http-1"):
+            assert f'process_resident_memory_bytes{{process="{name}"}}' in text
+        assert "attnd_sessions 2.0" in text, "each door has one with the engine"
+        for client in clients:
+            client.close()
+        assert running.stop() == 0

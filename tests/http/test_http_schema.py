@@ -9,17 +9,8 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from http_service import (
-    HEAD_DIM,
-    JSON,
-    KV_HEADS,
-    QO_HEADS,
-    SAFETENSORS,
-    WIRE_DTYPE,
-    Service,
-    serving,
-    write_body,
-)
+from http_messages import HEAD_DIM, JSON, KV_HEADS, QO_HEADS, SAFETENSORS, WIRE_DTYPE, write_body
+from http_service import Service, serving
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
@@ -62,6 +53,7 @@ CONTROL_ROUTES = {
 }
 DEADLINE = "X-Attnd-Deadline-Ms"
 ERRORS = {"404", "405", "409", "422", "429", "500", "503", "504", "507"}
+ERRORS_OF_PAGES = {"405", "422", "500", "503"}
 
 
 def bodies() -> Iterator[bytes]:
@@ -147,11 +139,31 @@ def test_the_tensors_of_a_route_are_told_for_both_media_types(document: Any, pat
 def test_every_error_is_told_as_a_problem(document: Any) -> None:
     for path, entry in document["paths"].items():
         for method, operation in entry.items():
-            wanted = ERRORS | ({"400", "413", "415"} if "requestBody" in operation else set())
+            wanted = ERRORS if path.startswith("/v1/") else ERRORS_OF_PAGES
+            wanted = wanted | ({"400", "413", "415"} if "requestBody" in operation else set())
             assert wanted <= set(operation["responses"]), (method, path)
             for status in wanted:
                 content = operation["responses"][status]["content"]
                 assert set(content) == {"application/problem+json"}, (method, path, status)
+
+
+def test_lists_that_may_not_be_empty_or_repeat_themselves_say_so(document: Any) -> None:
+    schemas = document["components"]["schemas"]
+    checked = []
+    for path in TENSOR_ROUTES:
+        content = document["paths"][path]["post"]["requestBody"]["content"]
+        name = content[SAFETENSORS]["schema"]["x-attnd-fields"]["$ref"].rpartition("/")[2]
+        for field, told in schemas[name]["properties"].items():
+            told = told if "type" in told else next(iter(told.get("anyOf", [told])))
+            if field.endswith("indptr"):
+                assert told["minItems"] >= 1, (path, field)
+                checked.append((path, field))
+            if field == "sequences":
+                assert told["uniqueItems"] is True and told["minItems"] >= 1, (path, field)
+                checked.append((path, field))
+    for wanted in (("/v1/prefill", "qo_indptr"), ("/v1/ragged-prefill", "kv_indptr")):
+        assert wanted in checked, checked
+    assert ("/v1/gather", "sequences") in checked, checked
 
 
 def test_every_reference_leads_somewhere(document: Any) -> None:

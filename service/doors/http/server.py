@@ -120,12 +120,13 @@ class Server(uvicorn.Server):
         self.stop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins the drain, a second one ends it."""
-        if self.loop is None:
+        """SIGTERM begins the drain; another one, and Ctrl-C in the terminal that the supervisor
+        was started in, change nothing: the supervisor ends what takes too long."""
+        if sig == signal.SIGINT:
+            return
+        if self.loop is None or self.door is None:
             self.should_exit = True
-        elif self.door is None or self.door.draining:
-            self.loop.call_soon_threadsafe(self.stop)
-        else:
+        elif not self.door.draining:
             LOG.info("%s: finishing admitted work", signal.Signals(sig).name)
             self.loop.call_soon_threadsafe(self.begin_drain)
 
