@@ -62,6 +62,7 @@ bench: $(VENV)/.dev  ## Measure core, CPU cascade and service; tables go to the 
 	$(BIN)/python -m bench.core --write
 	$(BIN)/python bench/cascade_cpu.py --out bench/results/cascade-cpu.json
 	$(BIN)/python -m bench.service
+	$(BIN)/python -m bench.fairness
 	$(BIN)/python -m bench.readme
 
 clean:  ## Remove .venv and every cache

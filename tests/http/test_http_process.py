@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -73,6 +72,8 @@ def test_sigterm_under_load_loses_no_admitted_request() -> None:
                 fields = {"layer": 0, "sequences": [name], "offsets": [step % 8]}
                 try:
                     response = post(client, "/v1/append", fields, kv)
+                    if response.status_code == 200:
+                        answered.append(step)
                     if step % 8 == 7:
                         client.post(f"/v1/sequences/{name}/truncate", json={"length": 0})
                 except httpx.TransportError:
@@ -81,8 +82,6 @@ def test_sigterm_under_load_loses_no_admitted_request() -> None:
                     return
                 if response.status_code not in (200, 409):
                     odd.append(response.text)
-                if response.status_code == 200:
-                    answered.append(step)
 
     with listening() as (running, url):
         names = [f"s{i}" for i in range(6)]
@@ -91,7 +90,7 @@ def test_sigterm_under_load_loses_no_admitted_request() -> None:
         threads = [threading.Thread(target=run, args=(url, name)) for name in names]
         for thread in threads:
             thread.start()
-        time.sleep(0.7)
+        wait_for(lambda: len(answered) > 100, "them to be at it")
         assert running.stop() == 0
         for thread in threads:
             thread.join(WAIT_S)

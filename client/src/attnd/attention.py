@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Final, Literal, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnd.call import Call, Settled
-from attnd.control import indices
+from attnd.call import Call, Settled, no_recovery
+from attnd.control import indices, reads
 from attnd.errors import ServiceError
 from attnd.results import AppendResult, AttentionResult, GatherResult, MergeResult
 from attnd.states import LseBase
@@ -59,6 +59,22 @@ class CascadeLevel:
     qo_indptr: Indices
 
 
+APPENDED: Final = reads(lambda reply: AppendResult(tuple(reply.fields["lengths"]), reply.meta))
+MERGED: Final = reads(
+    lambda reply: MergeResult(
+        reply.tensors["o"], reply.tensors["lse"], reply.fields["lse_base"], reply.meta
+    )
+)
+GATHERED: Final = reads(
+    lambda reply: GatherResult(
+        reply.tensors["k"],
+        reply.tensors["v"],
+        indices(reply.fields["kv_indptr"]),
+        reply.meta,
+    )
+)
+
+
 def append(
     layer: int,
     sequences: Sequence[str],
@@ -74,26 +90,27 @@ def append(
     to have: a difference raises `LengthMismatch`, and with them a lost reply is retried safely.
     Raises `UnknownSequence`, `LengthMismatch`, `OutOfPages`, `InvalidRequest`.
     """
+    sequences = list(sequences)
     fields = {
         "layer": layer,
-        "sequences": list(sequences),
+        "sequences": sequences,
         "append_indptr": numbers(append_indptr),
         "offsets": numbers(offsets),
     }
-    after = lengths_after(sequences, offsets, append_indptr)
 
     def recover(error: ServiceError) -> Settled[AppendResult] | None:
+        after = lengths_after(fields)
         if not landed(error, after):
             return None
-        return Settled(AppendResult(tuple(after[name] for name in sequences), error.meta))
+        return Settled(AppendResult(tuple([after[name] for name in sequences]), error.meta))
 
     return tensor_call(
         "append",
         fields,
         {"k": k, "v": v},
-        lambda reply: AppendResult(tuple(reply.fields["lengths"]), reply.meta),
+        APPENDED,
         repeatable=offsets is not None,
-        recover=recover,
+        recover=no_recovery if offsets is None else recover,
     )
 
 
@@ -117,7 +134,6 @@ def decode(
         "decode",
         fields,
         {"q": q, "k": k, "v": v},
-        lengths_after(sequences, offsets, None),
     )
 
 
@@ -153,7 +169,6 @@ def prefill(
         "prefill",
         fields,
         {"q": q, "k": k, "v": v, **mask_tensor(mask)},
-        lengths_after(sequences, offsets, qo_indptr),
     )
 
 
@@ -175,7 +190,7 @@ def ragged_prefill(
         "causal": causal,
         **options,
     }
-    return attend("ragged_prefill", fields, {"q": q, "k": k, "v": v, **mask_tensor(mask)}, {})
+    return attend("ragged_prefill", fields, {"q": q, "k": k, "v": v, **mask_tensor(mask)})
 
 
 def cascade(
@@ -202,7 +217,7 @@ def cascade(
         "return_levels": return_levels,
         **options,
     }
-    return attend("cascade", fields, {"q": q}, {}, states=1 + len(levels) * return_levels)
+    return attend("cascade", fields, {"q": q}, states=1 + len(levels) * return_levels)
 
 
 def merge(
@@ -217,9 +232,7 @@ def merge(
         "merge",
         {"indptr": numbers(indptr), "lse_base": lse_base},
         {"o": o, "lse": np.asarray(lse, dtype=np.float32)},
-        lambda reply: MergeResult(
-            reply.tensors["o"], reply.tensors["lse"], reply.fields["lse_base"], reply.meta
-        ),
+        MERGED,
         repeatable=True,
         answer_bytes=state_bytes(o),
     )
@@ -247,11 +260,6 @@ def gather(
             "dtype": dtype,
         },
         {},
-        lambda reply: GatherResult(
-            reply.tensors["k"],
-            reply.tensors["v"],
-            indices(reply.fields["kv_indptr"]),
-            reply.meta,
-        ),
+        GATHERED,
         repeatable=True,
     )

@@ -33,6 +33,10 @@ class Settled(Generic[T]):
     value: T
 
 
+def no_recovery(error: ServiceError) -> None:
+    """A refusal is an error."""
+
+
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class Call(Generic[T]):
     """An operation of the service by name, with its fields and arrays; a transport writes them.
@@ -47,8 +51,8 @@ class Call(Generic[T]):
     operation: str
     parse: Callable[[Reply], T]
     repeatable: bool
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
     arrays: Mapping[str, Array] = field(default_factory=dict)
     answer_bytes: int = 0
     also_answers: tuple[int, ...] = ()
-    recover: Callable[[ServiceError], Settled[T] | Call[T] | None] = lambda error: None
+    recover: Callable[[ServiceError], Settled[T] | Call[T] | None] = no_recovery

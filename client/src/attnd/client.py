@@ -15,14 +15,14 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from attnd import attention, control
-from attnd.call import Call
+from attnd.call import Call, Reply
 from attnd.errors import AttndError, TransportError
-from attnd.exchange import Outcome, Retries, Send, Wait, exchange
+from attnd.exchange import Outcome, Retries, Send, Wait, first, repeated
 from attnd.http.awaiting import AsyncTransport, LoopTransport
 from attnd.http.blocking import SocketTransport, Transport
 from attnd.http.messages import reply_of, request_of
 from attnd.http.origin import origin_of
-from attnd.methods import POLL_S, checked, manner, not_ready, unreachable, with_self
+from attnd.methods import POLL_S, carry_out, checked, manner, not_ready, unreachable, with_self
 from attnd.results import SequenceInfo
 
 P = ParamSpec("P")
@@ -125,23 +125,11 @@ class Client:
 
     def send(self, call: Call[T]) -> T:
         """Carry out one call."""
-        steps = exchange(call, self._manner)
-        outcome: Outcome = None
-        try:
-            while True:
-                outcome = self._do(steps.send(outcome))
-        except StopIteration as stop:
-            return cast(T, stop.value)
+        return carry_out(call, self._manner, self._attempt)
 
-    def _do(self, step: Send[Any] | Wait) -> Outcome:
-        if isinstance(step, Wait):
-            time.sleep(step.seconds)
-            return None
+    def _attempt(self, step: Send[Any]) -> Reply:
         request = request_of(step.call, step.request_id, step.timeout_s, step.deadline_s)
-        try:
-            return reply_of(self._transport.send(request), step.request_id, step.call)
-        except AttndError as error:
-            return error
+        return reply_of(self._transport.send(request), step.request_id, step.call)
 
     def close(self) -> None:
         """Close the connections, of every `with_options` view too."""
@@ -226,24 +214,32 @@ class AsyncClient:
         return view
 
     async def send(self, call: Call[T]) -> T:
-        """Carry out one call."""
-        steps = exchange(call, self._manner)
+        """Carry out one call: `carry_out`, awaited."""
+        tried = first(call, self._manner)
+        try:
+            return call.parse(await self._attempt(tried))
+        except AttndError as error:
+            steps = repeated(tried, error, self._manner)
         outcome: Outcome = None
         try:
             while True:
-                outcome = await self._do(steps.send(outcome))
+                step = steps.send(outcome)
+                if isinstance(step, Wait):
+                    await asyncio.sleep(step.seconds)
+                    outcome = None
+                    continue
+                try:
+                    outcome = await self._attempt(step)
+                except AttndError as error:
+                    outcome = error
         except StopIteration as stop:
             return cast(T, stop.value)
+        finally:
+            del outcome  # an error's traceback leads to this frame
 
-    async def _do(self, step: Send[Any] | Wait) -> Outcome:
-        if isinstance(step, Wait):
-            await asyncio.sleep(step.seconds)
-            return None
+    async def _attempt(self, step: Send[Any]) -> Reply:
         request = request_of(step.call, step.request_id, step.timeout_s, step.deadline_s)
-        try:
-            return reply_of(await self._transport.send(request), step.request_id, step.call)
-        except AttndError as error:
-            return error
+        return reply_of(await self._transport.send(request), step.request_id, step.call)
 
     async def aclose(self) -> None:
         """Close the connections, of every `with_options` view too."""

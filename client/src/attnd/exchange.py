@@ -1,7 +1,8 @@
 """From a `Call` to its answer, retries and deadline included, without doing any input or output.
 
-`exchange` is a generator: it yields what to do next (`Send` or `Wait`) and is sent what came of it.
-The sync and the async client only carry out those steps, so they cannot differ in anything else.
+`first` is the attempt that every call begins with. Where it fails, `repeated` goes on: a generator
+that yields what to do next (`Send` or `Wait`) and is sent what came of it. The clients only carry
+out those steps, so they cannot differ in anything else.
 
 What is sent again, within `Retries.attempts`:
   always      nothing had been sent (connection refused), or the service said 429 or 503
@@ -11,9 +12,10 @@ What is sent again, within `Retries.attempts`:
 
 from __future__ import annotations
 
+import os
 import random
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -68,13 +70,15 @@ class Manner:
 class Send(Generic[T]):
     """Send this call once; send back the reply, or the `AttndError` raised.
 
-    `deadline_s` is what is left of the call's deadline, which the service is told.
+    `deadline_s` is what is left of the call's deadline, which the service is told and which passes
+    at `ends` by `time.monotonic`.
     """
 
     call: Call[T]
     request_id: str
     timeout_s: float
-    deadline_s: float | None
+    deadline_s: float | None = None
+    ends: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,38 +91,53 @@ class Wait:
 Outcome = Reply | AttndError | None
 
 
-def exchange(
-    call: Call[T], manner: Manner, now: Callable[[], float] = time.monotonic
+def first(call: Call[T], manner: Manner) -> Send[T]:
+    """The first attempt; raises `TimedOut` for a deadline that has passed already."""
+    request_id = manner.request_id or os.urandom(16).hex()
+    if manner.deadline_s is None:
+        return Send(call, request_id, manner.timeout_s)
+    return in_time(call, request_id, manner, time.monotonic() + manner.deadline_s)
+
+
+def in_time(call: Call[T], request_id: str, manner: Manner, ends: float | None) -> Send[T]:
+    """An attempt within what is left until `ends`; raises `TimedOut` when nothing is."""
+    if ends is None:
+        return Send(call, request_id, manner.timeout_s)
+    left = ends - time.monotonic()
+    if left <= 0:
+        raise TimedOut(f"the deadline of {manner.deadline_s} s passed", request_id)
+    return Send(call, request_id, min(manner.timeout_s, left), left, ends)
+
+
+def repeated(
+    tried: Send[T], error: AttndError, manner: Manner
 ) -> Generator[Send[Any] | Wait, Outcome, T]:
-    """Drive `call` to its answer; raises `AttndError`."""
-    request_id = manner.request_id or f"{random.getrandbits(128):032x}"
-    ends = None if manner.deadline_s is None else now() + manner.deadline_s
+    """Drive a call whose first attempt failed to its answer; raises `AttndError`."""
+    call, request_id, ends = tried.call, tried.request_id, tried.ends
+    outcome: Outcome = None
     attempt, lost = 0, False
-    while True:
-        left = None if ends is None else ends - now()
-        if left is not None and left <= 0:
-            raise TimedOut(f"the deadline of {manner.deadline_s} s passed", request_id)
-        timeout_s = manner.timeout_s if left is None else min(manner.timeout_s, left)
-        outcome = yield Send(call, request_id, timeout_s, left)
-        try:
-            return answer(call, outcome)
-        except AttndError as error:
+    try:
+        while True:
             error.request_id = error.request_id or request_id
-            if lost and isinstance(error, ServiceError):
-                recovery = call.recover(error)
-                if isinstance(recovery, Settled):
-                    return recovery.value
-                if recovery is not None:
-                    call, lost = recovery, False
-                    continue
-            if not may_repeat(call, error):
-                raise
-            lost = lost or isinstance(error, ReplyLost)
-            attempt += 1
-            wait = manner.retries.wait_s(attempt, error)
-            if wait is None or (ends is not None and now() + wait >= ends):
-                raise
-        yield Wait(wait)
+            recovery = call.recover(error) if lost and isinstance(error, ServiceError) else None
+            if isinstance(recovery, Settled):
+                return recovery.value
+            if recovery is not None:
+                call, lost = recovery, False
+            else:
+                lost = lost or isinstance(error, ReplyLost)
+                attempt += 1
+                wait = manner.retries.wait_s(attempt, error) if may_repeat(call, error) else None
+                if wait is None or (ends is not None and time.monotonic() + wait >= ends):
+                    raise error
+                yield Wait(wait)
+            outcome = yield in_time(call, request_id, manner, ends)
+            try:
+                return answer(call, outcome)
+            except AttndError as failed:
+                error = failed
+    finally:
+        del error, outcome  # an error's traceback leads to this frame
 
 
 def answer(call: Call[T], outcome: Outcome) -> T:

@@ -1,16 +1,19 @@
-"""What the clients' methods share: how one is made from a call, and the waiting for readiness."""
+"""What the clients' methods share: how one is made from a call, carried out, and readiness."""
 
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
-from attnd.errors import TransportError
-from attnd.exchange import Manner, Retries
+from attnd.call import Call, Reply
+from attnd.errors import AttndError, TransportError
+from attnd.exchange import Manner, Outcome, Retries, Send, Wait, first, repeated
 from attnd.results import Health
 
 M = TypeVar("M", bound=Callable[..., Any])
+T = TypeVar("T")
 
 POLL_S: Final = 0.05
 """Between two questions whether the service is ready yet."""
@@ -23,6 +26,31 @@ def with_self(method: M, build: Callable[..., Any]) -> M:
     parameters = [this, *signature.parameters.values()]
     method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return method
+
+
+def carry_out(call: Call[T], manner: Manner, attempt: Callable[[Send[Any]], Reply]) -> T:
+    """Make a call by attempts that block; raises `AttndError`."""
+    tried = first(call, manner)
+    try:
+        return call.parse(attempt(tried))
+    except AttndError as error:
+        steps = repeated(tried, error, manner)
+    outcome: Outcome = None
+    try:
+        while True:
+            step = steps.send(outcome)
+            if isinstance(step, Wait):
+                time.sleep(step.seconds)
+                outcome = None
+                continue
+            try:
+                outcome = attempt(step)
+            except AttndError as error:
+                outcome = error
+    except StopIteration as stop:
+        return cast(T, stop.value)
+    finally:
+        del outcome  # an error's traceback leads to this frame
 
 
 def manner(timeout: float, retries: int | Retries) -> Manner:

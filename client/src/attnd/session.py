@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from attnd import attention, control
-from attnd.call import Call
-from attnd.errors import AttndError, NotFound, TransportError
-from attnd.exchange import Outcome, Retries, Send, Wait, exchange
-from attnd.methods import POLL_S, checked, manner, not_ready, unreachable, with_self
+from attnd.call import Call, Reply
+from attnd.errors import NotFound, TransportError
+from attnd.exchange import Retries, Send
+from attnd.methods import POLL_S, carry_out, checked, manner, not_ready, unreachable, with_self
 from attnd.results import Meta, SequenceInfo
 from attnd.road.calling import HEALTH, attempt, health
 from attnd.road.connection import Connection
@@ -165,28 +165,16 @@ class Session:
 
     def send(self, call: Call[T]) -> T:
         """Carry out one call."""
-        steps = exchange(call, self._manner)
-        outcome: Outcome = None
-        try:
-            while True:
-                outcome = self._do(steps.send(outcome))
-        except StopIteration as stop:
-            return cast(T, stop.value)
+        return carry_out(call, self._manner, self._attempt)
 
-    def _do(self, step: Send[Any] | Wait) -> Outcome:
-        if isinstance(step, Wait):
-            time.sleep(step.seconds)
-            return None
-        try:
-            ends = time.monotonic() + step.timeout_s
+    def _attempt(self, step: Send[Any]) -> Reply:
+        ends = time.monotonic() + step.timeout_s
+        connection = self._road.connected(ends)
+        if step.call.operation not in HEALTH:
+            return attempt(connection, step, ends)
+        if not connection.is_open():
             connection = self._road.connected(ends)
-            if step.call.operation not in HEALTH:
-                return attempt(connection, step, ends)
-            if not connection.is_open():
-                connection = self._road.connected(ends)
-            return health(connection, step)
-        except AttndError as error:
-            return error
+        return health(connection, step)
 
     def close(self) -> None:
         """End the session, of every `with_options` view too. Arrays stay what they are."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from attnd.call import Call, Reply, Settled
+from attnd.call import Call, Reply, Settled, no_recovery
 from attnd.control import reads
 from attnd.errors import LengthMismatch, ServiceError
 from attnd.results import AttentionResult
@@ -29,17 +29,18 @@ def tensor_call(
     *,
     repeatable: bool,
     answer_bytes: int = 0,
-    recover: Callable[[ServiceError], Settled[T] | Call[T] | None] = lambda error: None,
+    recover: Callable[[ServiceError], Settled[T] | Call[T] | None] = no_recovery,
 ) -> Call[T]:
     """A call with what was given: fields and arrays that are None are left out."""
     return Call(
         operation,
-        reads(parse),
+        parse,
         repeatable,
         {name: value for name, value in fields.items() if value is not None},
         {name: array for name, array in arrays.items() if array is not None},
         answer_bytes,
-        recover=recover,
+        (),
+        recover,
     )
 
 
@@ -47,32 +48,37 @@ def attend(
     operation: str,
     fields: dict[str, Any],
     arrays: dict[str, Array | None],
-    after: dict[str, int],
     states: int = 1,
 ) -> Call[AttentionResult]:
-    """A call whose answer is attention, perhaps after an append that leaves lengths `after`.
+    """A call whose answer is attention, perhaps after an append.
 
     The answer has `states` pairs of an o like q and its lse.
     """
     appends = operation != "ragged_prefill" and arrays.get("k") is not None
+    known = bool(fields.get("offsets"))
     q = arrays["q"]
-
-    def recover(error: ServiceError) -> Call[AttentionResult] | None:
-        # The lost attempt appended k and v: only the attention is still wanted.
-        if not landed(error, after):
-            return None
-        without = {name: value for name, value in fields.items() if name != "offsets"}
-        return attend(operation, without, {**arrays, "k": None, "v": None}, {})
-
     return tensor_call(
         operation,
         fields,
         arrays,
-        attention_of,
-        repeatable=not appends or bool(after),
+        read_attention,
+        repeatable=not appends or known,
         answer_bytes=0 if q is None else states * state_bytes(q),
-        recover=recover,
+        recover=attends_only(operation, fields, arrays) if known else no_recovery,
     )
+
+
+def attends_only(
+    operation: str, fields: dict[str, Any], arrays: dict[str, Array | None]
+) -> Callable[[ServiceError], Call[AttentionResult] | None]:
+    """The recovery of a call whose lost attempt appended k and v: the attention is still wanted."""
+
+    def recover(error: ServiceError) -> Call[AttentionResult] | None:
+        if not landed(error, lengths_after(fields)):
+            return None
+        return attend(operation, {**fields, "offsets": None}, {**arrays, "k": None, "v": None})
+
+    return recover
 
 
 def state_bytes(o: Array) -> int:
@@ -83,19 +89,22 @@ def state_bytes(o: Array) -> int:
 def attention_of(reply: Reply) -> AttentionResult:
     fields, arrays = reply.fields, reply.tensors
     base: LseBase = fields["lse_base"]
+    states = level_states(arrays, base) if "o.0" in arrays else ()
+    return AttentionResult(
+        arrays["o"], arrays["lse"], base, fields["levels"], fields["cascade"], states, reply.meta
+    )
+
+
+read_attention: Final = reads(attention_of)
+
+
+def level_states(arrays: Mapping[str, Array], base: LseBase) -> tuple[AttentionState, ...]:
+    """The states of the single levels, which lie beside the merged one."""
     states: list[AttentionState] = []
     while f"o.{len(states)}" in arrays:
         i = len(states)
         states.append(AttentionState(arrays[f"o.{i}"], arrays[f"lse.{i}"], base))
-    return AttentionResult(
-        o=arrays["o"],
-        lse=arrays["lse"],
-        lse_base=base,
-        levels=fields["levels"],
-        cascade=fields["cascade"],
-        level_states=tuple(states),
-        meta=reply.meta,
-    )
+    return tuple(states)
 
 
 def mask_tensor(mask: Array | None) -> dict[str, Array | None]:
@@ -109,15 +118,13 @@ def numbers(values: Indices | None) -> list[int] | None:
     return None if values is None else [int(value) for value in values]
 
 
-def lengths_after(
-    sequences: Sequence[str], offsets: Indices | None, indptr: Indices | None
-) -> dict[str, int]:
-    """kv_len of each sequence after an append at `offsets`; empty when they are not given."""
-    if offsets is None:
-        return {}
-    counts = [1] * len(sequences) if indptr is None else np.diff(indptr).tolist()
+def lengths_after(fields: Mapping[str, Any]) -> dict[str, int]:
+    """kv_len of each sequence after the append of a call with these fields, which has offsets."""
+    sequences, offsets = fields["sequences"], fields["offsets"]
+    indptr = fields.get("append_indptr") or fields.get("qo_indptr")
+    counts = np.diff(indptr).tolist() if indptr else [1] * len(sequences)
     return {
-        name: int(offset) + int(count)
+        name: offset + count
         for name, offset, count in zip(sequences, offsets, counts, strict=False)
     }
 

@@ -89,6 +89,12 @@ class Door:
             raise NotReady(reason or f"the service is {state}")
         return caller
 
+    def engine(self) -> RoadCaller:
+        """The way to the engine for a request that was admitted. Raises NotReady."""
+        if self.caller is None or self.caller.lost:
+            raise NotReady(self.state[1])
+        return self.caller
+
     def take(self, size: int) -> Slot:
         """A slot from what the arena has now. Raises ArenaFull."""
         if self.caller is None or self.caller.lost:
@@ -104,7 +110,7 @@ class Door:
 
         Raises Overloaded, NotReady.
         """
-        caller = self.ready()
+        caller = self.engine()
         if self.growing is not None:  # an arena that the device uses grows while no call has it
             await asyncio.wait((self.growing,), timeout=GROW_S)
         take = caller.take if exactly else partial(self.spare.take, cut=caller.take)

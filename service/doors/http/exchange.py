@@ -56,6 +56,7 @@ class Exchange:
         "op",
         "path",
         "peer",
+        "query",
         "request_id",
         "seconds",
         "stages",
@@ -82,6 +83,7 @@ class Exchange:
         self.head = head
         self.method = head.method if head else "-"
         self.path = head.target.path if head else "-"
+        self.query = head.target.query if head else b""
         self.keep_alive = head.keep_alive if head else False
         given = self.read_headers(head.headers) if head else b""
         self.request_id = given if REQUEST_ID.fullmatch(given) else b"%032x" % getrandbits(128)

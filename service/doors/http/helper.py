@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from service.doors.http.door import Door
 
 IDLE_S: Final = 60.0
-MAX_WAITING: Final = 16
+MAX_WAITING: Final = 64
 GROWTH: Final = 4
 """At most so many bytes of an image become of one character: `0,` may stand for an F64."""
 SPARE_BYTES: Final = 64 * 2**10
@@ -115,7 +115,7 @@ class Helper:
 
     def start(self) -> socket.socket:
         """Start the process; it maps the arena too."""
-        arena = self.door.ready().mapping.fd
+        arena = self.door.engine().mapping.fd
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:

@@ -37,7 +37,7 @@ MOST_FIELDS: Final = 2**20
 """Room for an answer without tensors, whatever the length of its request."""
 JOIN_BYTES: Final = 64 * 2**10
 """Answers up to this length are copied, and leave the arena at once."""
-INLINE_BYTES: Final = 64 * 2**10
+INLINE_BYTES: Final = 16 * 2**10
 """JSON and images up to this length are turned into each other here, longer ones by the helper."""
 JSON_GROWTH: Final = 13
 """At most so many characters become of one byte: a BF16 takes 2 bytes, or 25 characters."""
@@ -70,7 +70,7 @@ class PathEndpoint:
 class Caller:
     """Calls one operation for HTTP requests."""
 
-    __slots__ = ("door", "limits", "may_change", "media", "operation")
+    __slots__ = ("door", "has_body", "has_tensors", "limits", "may_change", "media", "operation")
 
     def __init__(self, door: Door, operation: Operation) -> None:
         self.door = door
@@ -78,6 +78,8 @@ class Caller:
         self.limits = door.limits
         self.may_change = bool(operation.takes and operation.gives)
         """Whether rows may be appended before the answer is made."""
+        self.has_body = operation.has_body
+        self.has_tensors = operation.has_tensors
         self.media = (SAFETENSORS, JSON) if operation.has_tensors else (JSON,)
 
     async def run(self, exchange: Exchange, params: Mapping[str, Any]) -> None:
@@ -85,16 +87,17 @@ class Caller:
         operation = self.operation
         exchange.op = operation.name
         given = self.given(exchange, params)
-        media = exchange.media_type(self.media) if operation.has_body else JSON
+        media = exchange.media_type(self.media) if self.has_body else JSON
         self.door.ready()
-        exchange.read_deadline()
+        if exchange.deadline is not None:
+            exchange.read_deadline()
         if media == SAFETENSORS:
             request, length = await read_body(self.door, exchange, self.limits.max_body_bytes)
         else:
             request, length = await self.read_json(exchange, given)
         if request is None:
             raise MalformedBody("0 bytes: a safetensors body has at least 8")
-        to_json = not operation.has_tensors or exchange.answer_type(media) == JSON
+        to_json = not self.has_tensors or exchange.answer_type(media) == JSON
         answered, slot = await self.call(exchange, request, length, self.most(to_json))
         exchange.stages = answered.stages
         if answered.status >= 400:
@@ -110,7 +113,7 @@ class Caller:
 
     def given(self, exchange: Exchange, params: Mapping[str, Any]) -> dict[str, Any]:
         """The fields that path and query give."""
-        query = exchange.head.target.query if exchange.head is not None else b""
+        query = exchange.query
         if not query:
             return dict(params)
         pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
@@ -121,7 +124,7 @@ class Caller:
         door, body = self.door, exchange.body
         if body is None:
             raise Internal("a request was read after its answer: this is a bug")
-        if self.operation.has_body:
+        if self.has_body:
             limit = min(self.limits.max_json_bytes, self.limits.max_body_bytes)
             text, length = await read_body(door, exchange, limit)
             if text is not None and length > INLINE_BYTES:
@@ -154,11 +157,11 @@ class Caller:
     ) -> tuple[Answered, Slot]:
         """The engine's answer, and the slot that it lies in."""
         operation, door = self.operation, self.door
-        room = length if operation.gives else min(length, MOST_FIELDS)
-        slot = await door.slot(min(room + SPARE_BYTES, most), exactly=room + SPARE_BYTES > most)
+        room = (length if operation.gives else min(length, MOST_FIELDS)) + SPARE_BYTES
+        slot = await door.slot(min(room, most), exactly=room > most)
         try:
             while True:
-                answered = await door.ready().call(
+                answered = await door.engine().call(
                     operation.number,
                     request,
                     length,

@@ -17,7 +17,7 @@ from service.doors.http.gone import ClientGone
 from service.doors.http.heads import Head
 from service.doors.http.intake import Intake
 from service.doors.http.problems import tell
-from service.doors.http.watching import hung_up
+from service.doors.http.watching import CONTINUE, Watch
 from service.errors import AttndError, NotReady, RequestTimeout
 from service.image.dtypes import Part
 
@@ -28,10 +28,6 @@ JOIN_BYTES: Final = 64 * 2**10
 """Below this, copying an answer behind its head is cheaper than sending the two as they lie."""
 LINGER_S: Final = 2.0
 """How long a closed connection is read, so that what it was told is not lost to a reset."""
-FIRST_PROBE_S: Final = 0.02
-"""Most answers are out sooner than this after the client has closed its side."""
-NEXT_PROBE_S: Final = 0.1
-CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -41,18 +37,16 @@ class Connection(asyncio.BufferedProtocol):
         "deadline",
         "door",
         "exchange",
-        "half_closed",
-        "has_probed",
         "intake",
         "is_paused",
         "is_timed",
         "leaving",
         "loop",
         "peer",
-        "probe",
         "task",
         "transport",
         "unsent",
+        "watch",
     )
 
     def __init__(self, door: Door) -> None:
@@ -62,8 +56,8 @@ class Connection(asyncio.BufferedProtocol):
         self.exchange: Exchange | None = None
         self.task: asyncio.Task[None] | None = None
         self.is_paused = self.is_timed = self.leaving = False
-        self.half_closed = self.has_probed = False
-        self.probe: asyncio.TimerHandle | None = None
+        self.watch: Watch | None = None
+        """Once the client has closed its side."""
         self.deadline = inf
         self.unsent = 0
         """Bytes of answers that the client has not taken, when last looked at."""
@@ -82,8 +76,8 @@ class Connection(asyncio.BufferedProtocol):
         self.door.forget(self)
         self.leaving = True
         self.deadline = inf
-        if self.probe is not None:
-            self.probe.cancel()
+        if self.watch is not None:
+            self.watch.stop()
         if self.exchange is not None:
             self.hang_up(self.exchange)
 
@@ -108,8 +102,7 @@ class Connection(asyncio.BufferedProtocol):
         intake = self.intake
         if self.leaving or intake.is_underway or (self.exchange is None and not intake.ahead):
             return False
-        self.half_closed = True
-        self.probe = self.loop.call_later(FIRST_PROBE_S, self.see_whether_gone)
+        self.watch = Watch(self)
         return True
 
     def pause_writing(self) -> None:
@@ -174,11 +167,11 @@ class Connection(asyncio.BufferedProtocol):
             return
         if self.transport.is_closing():
             return
-        if self.is_paused and not self.intake.is_blocked and not self.half_closed:
+        if self.is_paused and not self.intake.is_blocked and self.watch is None:
             self.is_paused = False
             self.transport.resume_reading()
         self.see_how_far()
-        if self.half_closed and self.exchange is None:
+        if self.watch is not None and self.exchange is None:
             self.transport.close()  # half a request, and no more
 
     # answering
@@ -187,7 +180,7 @@ class Connection(asyncio.BufferedProtocol):
         """Decide whether the connection ends with this answer."""
         if not self.intake.keeps_step(exchange.expects_continue):
             exchange.keep_alive = False
-        if self.half_closed and not self.intake.ahead:
+        if self.watch is not None and not self.intake.ahead:
             exchange.keep_alive = False
 
     def send(self, head: bytes, parts: Sequence[Part]) -> None:
@@ -231,7 +224,7 @@ class Connection(asyncio.BufferedProtocol):
         """Close when all is sent; softly: when the client has closed too, or after a short while,
         for closing while it still sends would cost it the answer."""
         intake = self.intake
-        softly = (softly or bool(intake.ahead)) and not self.half_closed
+        softly = (softly or bool(intake.ahead)) and self.watch is None
         self.leaving = True
         intake.direct, intake.ahead = None, b""
         if not softly or not self.door.may_linger(self):
@@ -251,20 +244,6 @@ class Connection(asyncio.BufferedProtocol):
             exchange.body.fail(ClientGone())
         elif self.task is not None:
             self.task.cancel()
-
-    def see_whether_gone(self) -> None:
-        """A client that closed its side may still read, or not: TCP tells only when something is
-        sent to it, and an interim response is what may be sent at any time."""
-        exchange = self.exchange
-        if exchange is None or self.transport.is_closing():
-            return
-        if hung_up(self.transport.get_extra_info("socket")):
-            self.transport.abort()
-            return
-        if not self.has_probed and exchange.head is not None and exchange.head.is_http_11:
-            self.has_probed = True
-            self.transport.write(CONTINUE)
-        self.probe = self.loop.call_later(NEXT_PROBE_S, self.see_whether_gone)
 
     def drain(self) -> None:
         """The door takes no more: what has not come whole is refused."""

@@ -8,7 +8,8 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Final
 
@@ -119,15 +120,23 @@ class Server(uvicorn.Server):
             door.give_up(NotReady(CUT_OFF))
         self.stop()
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM begins the drain; another one, and Ctrl-C in the terminal that the supervisor
-        was started in, change nothing: the supervisor ends what takes too long."""
-        if sig == signal.SIGINT:
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM begins the drain. Nothing else is listened to: Ctrl-C is for whoever started this
+        process, and whoever loses patience with it kills it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
             return
-        if self.loop is None or self.door is None:
+        before = signal.signal(signal.SIGTERM, self.handle_exit)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.loop is None:
             self.should_exit = True
-        elif not self.door.draining:
-            LOG.info("%s: finishing admitted work", signal.Signals(sig).name)
+        else:
             self.loop.call_soon_threadsafe(self.begin_drain)
 
 

@@ -143,9 +143,9 @@ def plain_media_type(header: str) -> str:
 
 def meta_of(headers: Mapping[str, str], request_id: str) -> Meta:
     return Meta(
-        request_id=headers.get("x-request-id", request_id),
-        timings=ServerTiming(headers.get("server-timing", "")),
-        retry_after_s=seconds(headers.get("retry-after")),
+        headers.get("x-request-id", request_id),
+        ServerTiming(headers.get("server-timing", "")),
+        seconds(headers.get("retry-after")),
     )
 
 

@@ -123,10 +123,13 @@ class ResponseReader:
         rest = self._have - end
         if rest > length:
             raise ProtocolError(f"{rest - length} bytes follow an answer of {length}")
-        self._body = np.empty(length, np.uint8)
-        self._body[:rest] = self._view[end : self._have]
+        body: Bytes = np.empty(length, np.uint8)
+        body.data[:rest] = self._view[end : self._have]
+        if rest == length:
+            return self._finish(body)
+        self._body = body
         self._have = rest
-        return self._finish(self._body) if rest == length else None
+        return None
 
     def _skip(self, end: int) -> Response | None:
         """An interim answer ends here: the real one follows it."""

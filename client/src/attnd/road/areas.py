@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -89,7 +89,7 @@ class Areas:
     def _fits(self, area: Area, size: int) -> bool:
         return self._arena.slots.extend(area.slot, area.end + size - area.slot.offset)
 
-    def lay(self, fields: Mapping[str, Any], arrays: Mapping[str, Array], room: int) -> Laid:
+    def lay(self, fields: dict[str, Any], arrays: Mapping[str, Array], room: int) -> Laid:
         """The image of a request, and a place of at least `room` bytes for its answer.
 
         Raises TypeError as `in_order`, and `ArenaFull`.
@@ -102,25 +102,29 @@ class Areas:
         return self._copied(fields, ordered, room)
 
     def _in_place(
-        self, fields: Mapping[str, Any], ordered: Sequence[tuple[str, Array]], room: int
+        self, fields: dict[str, Any], ordered: list[tuple[str, Array]], room: int
     ) -> Laid | None:
         """The arrays where they are; None when they are not the beginning of one area."""
-        placed = []
+        area: object = None
+        offsets: dict[str, int] = {}
         for name, array in ordered:
             held = held_by(array)
             if held is None or not array.flags.c_contiguous:
                 return None
-            placed.append((held[1], name, array, held[0].owner))
-        placed.sort(key=offset_of)
-        begin, _, _, area = placed[0]
-        if not isinstance(area, Area) or area.memory is not self._arena or begin != area.begin:
+            bytes_held, offsets[name] = held
+            if area is not None and area is not bytes_held.owner:
+                return None
+            area = bytes_held.owner
+        if not isinstance(area, Area) or area.memory is not self._arena:
             return None
-        end = begin
-        for offset, _, array, owner in placed:
-            if owner is not area or offset != end:
+        if len(ordered) > 1:
+            ordered = sorted(ordered, key=lambda named: offsets[named[0]])
+        begin = end = area.begin
+        for name, array in ordered:
+            if offsets[name] != end:
                 return None
             end += array.nbytes
-        header = images.header(fields, [(name, array) for _, name, array, _ in placed], ALIGNMENT)
+        header = images.header(fields, ordered, ALIGNMENT)
         place = self._take(room)
         if len(header) > HEADER_ROOM or not area.busy.acquire(blocking=False):
             return None
@@ -128,9 +132,7 @@ class Areas:
         self._arena.memory[offset:begin] = header
         return Laid(offset, len(header) + end - begin, place, place.size, area)
 
-    def _copied(
-        self, fields: Mapping[str, Any], ordered: Sequence[tuple[str, Array]], room: int
-    ) -> Laid:
+    def _copied(self, fields: dict[str, Any], ordered: list[tuple[str, Array]], room: int) -> Laid:
         """The arrays copied behind a header, in one slot with the answer's place before it."""
         header = images.header(fields, ordered)
         length = len(header) + sum([array.nbytes for _, array in ordered])
@@ -144,7 +146,3 @@ class Areas:
                 self._arena.array(array.shape, array.dtype, offset)[...] = array
                 offset += array.nbytes
         return Laid(begin, length, slot, room)
-
-
-def offset_of(placed: tuple[int, str, Array, object]) -> int:
-    return placed[0]

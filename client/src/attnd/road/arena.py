@@ -15,6 +15,10 @@ from attnd.images import Array
 
 ALIGNMENT: Final = 64
 """Every slot begins at a multiple of this."""
+SCRAPS: Final = 1024
+"""Less than this part of the arena is a scrap, not worth giving back alone."""
+WAITING: Final = 16
+"""What was given back waits, up to so many pieces, to be taken by its size again."""
 
 
 class Held(np.ndarray[Any, Any]):
@@ -35,9 +39,12 @@ class Slot:
         self.size = size
 
     def trim(self, size: int) -> None:
-        """Give back what lies beyond the first `size` bytes."""
+        """Give back what lies beyond the first `size` bytes, if it is worth it.
+
+        A slot that stays whole is there for the next call, which most often needs as much again.
+        """
         size = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
-        if size < self.size:
+        if size + self._slots.size // SCRAPS < self.size:
             self._slots.returned.append((self.offset + size, self.size - size))
             self.size = size
 
@@ -66,6 +73,11 @@ class Slots:
         """A slot of at least `size` bytes; None when there is no such stretch."""
         size = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
         with self._lock:
+            if 0 < len(self.returned) <= WAITING:
+                last = self.returned.pop()
+                if last[1] == size:
+                    return Slot(self, last[0], size)
+                self.returned.append(last)
             self._merge_returned()
             for i, free in enumerate(self._sizes):
                 if free >= size:
@@ -159,7 +171,7 @@ class Arena:
 
 def held_by(array: Array) -> tuple[Held, int] | None:
     """What keeps this array in an arena, and where in the arena it begins; None elsewhere."""
-    base: object = array
+    base: object = array.base
     while isinstance(base, np.ndarray) and not isinstance(base, Held):
         base = base.base
     if not isinstance(base, Held):

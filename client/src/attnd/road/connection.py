@@ -120,10 +120,12 @@ class Connection:
         sent = 0
         try:
             while True:
-                with suppress(BlockingIOError):
+                try:
                     sent += self._socket.send(frame[sent:] if sent else frame)
-                if sent == len(frame):
-                    return
+                    if sent == len(frame):
+                        return
+                except BlockingIOError:
+                    pass
                 self._wait_writable(remaining(ends))
         except TimeoutError as error:
             if sent:  # the engine would take the next frame for the rest of this one
@@ -165,10 +167,13 @@ class Connection:
                 raise ReplyLost(self.broken)
             if self._reading.acquire(blocking=False):
                 try:
-                    self._read(waiting, ends)
+                    while waiting.answer is None and not self.broken:
+                        if not self._receive(ends - time.monotonic()):
+                            raise TimedOut("no answer within the timeout")
                 finally:
                     self._reading.release()
-                    self._wake_next()
+                    if self._pending or self._growing is not None:
+                        self._wake_next()
             else:
                 self._follow(waiting, ends)
         return answer
@@ -192,53 +197,48 @@ class Connection:
                 waiting.wake()
                 return
 
-    def _read(self, waiting: Waiting, ends: float) -> None:
-        """Receive until `waiting` has its answer or the connection breaks."""
-        while waiting.answer is None and not self.broken:
-            try:
-                self._receive(remaining(ends))
-            except TimeoutError as error:
-                raise TimedOut("no answer within the timeout") from error
-
-    def _receive(self, timeout_s: float) -> None:
-        """One read's worth of frames; TimeoutError when none comes in time."""
+    def _receive(self, timeout_s: float) -> bool:
+        """One read's worth of frames, or the connection's end; False when none comes in time."""
         try:
-            if not self._poll.poll(timeout_s * 1e3):
-                raise TimeoutError("nothing came")
+            if timeout_s <= 0 or not self._poll.poll(timeout_s * 1e3):
+                return False
             count = self._socket.recv_into(self._reader.buffer())
-            if count == 0:
+            if count:
+                self._reader.received(count)
+                self._dispatch()
+            else:
                 self._break("the engine closed the connection")
-                return
-            self._reader.received(count)
-            self._dispatch()
-        except TimeoutError:
-            raise
         except (OSError, ProtocolError) as error:
             self._break(f"the connection broke: {error}")
+        return True
 
     def _dispatch(self) -> None:
         """Hand out the frames that came."""
-        for kind, payload in self._reader.frames():
-            if kind == frames.ANSWER:
-                number, answer = frames.read_answer(payload)
-                waiting = self._pending.get(number)
-                if waiting is None:
-                    raise ProtocolError(f"an answer to call {number}, which waits for none")
-                self._forget(number)
-                waiting.answer = answer
-                waiting.wake()
+        while (frame := self._reader.take()) is not None:
+            kind, payload = frame
+            if kind != frames.ANSWER:
+                self._told(kind, frames.read_json(payload))
                 continue
-            content = frames.read_json(payload)
-            if kind == frames.STATE:
-                self.state = str(content.get("state", ""))
-                self.reason = str(content.get("reason", ""))
-            elif kind == frames.GROWN and self._growing is not None:
-                self.arena.grow(int(content.get("arena_bytes", 0)))
-                self._growing.answer = self.arena.slots.size
-                self._growing.wake()
-            elif kind == frames.REFUSED:
-                self._refusal = content
-                self._break(f"the engine refused the session: {content.get('detail', '')}")
+            number, answer = frames.read_answer(payload)
+            waiting = self._pending.get(number)
+            if waiting is None:
+                raise ProtocolError(f"an answer to call {number}, which waits for none")
+            self._forget(number)
+            waiting.answer = answer
+            waiting.wake()
+
+    def _told(self, kind: int, content: dict[str, Any]) -> None:
+        """What the engine says beside its answers."""
+        if kind == frames.STATE:
+            self.state = str(content.get("state", ""))
+            self.reason = str(content.get("reason", ""))
+        elif kind == frames.GROWN and self._growing is not None:
+            self.arena.grow(int(content.get("arena_bytes", 0)))
+            self._growing.answer = self.arena.slots.size
+            self._growing.wake()
+        elif kind == frames.REFUSED:
+            self._refusal = content
+            self._break(f"the engine refused the session: {content.get('detail', '')}")
 
     def is_open(self) -> bool:
         """Read what came while nobody waited: the engine's state, or its end."""

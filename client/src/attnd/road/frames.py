@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from struct import Struct
 from typing import Any, Final
@@ -103,7 +102,7 @@ def read_answer(payload: bytes) -> tuple[int, Answer]:
 
 
 class FrameReader:
-    """Receive into `buffer()`, tell `received` how much came, and take the whole `frames`."""
+    """Receive into `buffer()`, tell `received` how much came, and `take` the frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray(BUFFER_BYTES)
@@ -121,17 +120,19 @@ class FrameReader:
     def received(self, count: int) -> None:
         self._end += count
 
-    def frames(self) -> Iterator[tuple[int, bytes]]:
-        """Kind and payload of every whole frame there is; raises ProtocolError."""
-        while self._end - self._begin >= HEADER.size:
-            kind, _, size = HEADER.unpack_from(self._buffer, self._begin)
-            if size > MAX_FRAME_BYTES:
-                raise ProtocolError(f"a frame of kind {kind} with {size} bytes is not attnd's")
-            begin = self._begin + HEADER.size
-            if begin + size > self._end:
-                return
-            self._begin = begin + size
-            yield kind, bytes(self._view[begin : begin + size])
+    def take(self) -> tuple[int, bytes] | None:
+        """Kind and payload of the next frame, None when it is not whole; raises ProtocolError."""
+        begin = self._begin + HEADER.size
+        if begin > self._end:
+            return None
+        kind, _, size = HEADER.unpack_from(self._buffer, self._begin)
+        if size > MAX_FRAME_BYTES:
+            raise ProtocolError(f"a frame of kind {kind} with {size} bytes is not attnd's")
+        end = begin + size
+        if end > self._end:
+            return None
+        self._begin = end
+        return kind, bytes(self._view[begin:end])
 
     def _make_room(self) -> None:
         """Move what is unfinished to the front of a buffer that can hold all of it."""

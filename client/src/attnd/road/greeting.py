@@ -76,8 +76,9 @@ def first_frame(
             raise ConnectionFailed("the engine closed the connection instead of a WELCOME")
         into[: len(received)] = received
         reader.received(len(received))
-        for kind, payload in reader.frames():
-            content = frames.read_json(payload)
+        frame = reader.take()
+        if frame is not None:
+            kind, content = frame[0], frames.read_json(frame[1])
             if kind == frames.REFUSED:
                 raise service_error(content, Meta())
             if kind != frames.WELCOME:

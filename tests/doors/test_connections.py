@@ -1,0 +1,388 @@
+"""Connections: what is no request, limits of many kinds, and clients that leave."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from scripted import (
+    SAFETENSORS,
+    Reply,
+    Running,
+    decode_body,
+    receive_all,
+    replies,
+    request,
+    serving,
+    wait_for,
+)
+
+BODY = decode_body()
+GOOD = request("/v1/decode", BODY)
+
+
+def only(data: bytes) -> Reply:
+    (reply,) = replies(data)
+    return reply
+
+
+# what is no request
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"hello\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/1.1\nhost: x\n\n",
+        b"GET /\xff HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET / HTTP/1.1\r\na: b\r\n folded\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/3.0\r\n\r\n",
+        b"CONNECT other:443 HTTP/1.1\r\n\r\n",
+        b"POST /v1/decode HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        b"POST /v1/decode HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/decode HTTP/1.1\r\ncontent-length: 1e3\r\n\r\n",
+        b"POST /v1/decode HTTP/1.1\r\ncontent-length: 99999999999999999999\r\n\r\n",
+        b"POST /v1/decode HTTP/1.1\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"POST /v1/decode HTTP/1.1\r\ntransfer-encoding: gzip\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_told_so_and_closed(door: Running, data: bytes) -> None:
+    reply = only(door.say(data))
+    assert (reply.status, reply.problem["code"]) == (400, "malformed_request")
+    assert reply.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 7, 1000])
+def test_a_request_may_come_in_any_pieces(door: Running, pieces: int) -> None:
+    data = b"\r\n\r\n" + request("/v1/decode", BODY, connection="close")
+    size = -(-len(data) // pieces)
+    with door.connect() as peer:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(0, len(data), size):
+            peer.sendall(data[at : at + size])
+            if pieces < 10:
+                time.sleep(0.01)
+        assert only(receive_all(peer)).status == 200
+
+
+def test_requests_sent_ahead_are_answered_in_their_order(door: Running) -> None:
+    bodies = [decode_body(rows) for rows in (1, 20_000, 3, 4)]
+    asked = b"".join(request("/v1/decode", body) for body in bodies)
+    found = replies(door.say(asked + request("/v1/pool", method="GET", connection="close")))
+    assert [reply.status for reply in found] == [200] * 5
+    assert [heard.image for heard in door.engine.heard[:4]] == bodies
+
+
+def test_a_broken_request_behind_a_good_one_harms_only_itself(door: Running) -> None:
+    before = door.counted("internal", "decode")
+    first, second = replies(door.say(GOOD + b"\x00broken\r\n\r\n"))
+    assert (first.status, second.status) == (200, 400)
+    assert second.problem["code"] == "malformed_request"
+    assert door.counted("internal", "decode") == before
+
+
+def test_transfer_codings_beside_chunked_are_refused(door: Running) -> None:
+    headers = {"content_length": "", "transfer_encoding": "gzip, chunked"}
+    reply = only(door.say(request("/v1/decode", b"0\r\n\r\n", **headers)))
+    assert (reply.status, reply.problem["code"]) == (400, "malformed_request")
+
+
+@pytest.mark.parametrize(
+    ("chunks", "code"),
+    [
+        (b"zz\r\n", "malformed_body"),
+        (b"-1\r\n", "malformed_body"),
+        (b"1\r\nab\r\n0\r\n\r\n", "malformed_body"),
+        (b"3\nabc\r\n", "malformed_body"),
+        (b"1" * 16 + b"\r\n", "malformed_body"),
+        (b"1;" + b"x" * 2000 + b"\r\n", "malformed_body"),
+        (b"fffffffffffff\r\nabc", "body_too_large"),
+        (b"0\r\n" + b"a: b\r\n" * 20_000 + b"\r\n", "headers_too_large"),
+    ],
+)
+def test_chunks_that_break_a_rule_are_refused(door: Running, chunks: bytes, code: str) -> None:
+    headers = {"content_length": "", "transfer_encoding": "chunked"}
+    reply = only(door.say(request("/v1/decode", chunks, **headers)))
+    assert reply.problem["code"] == code
+    assert reply.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("upgrade", ["h2c", "websocket", "TLS/1.0"])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_upgrade_is_ignored_and_the_body_read(
+    door: Running, upgrade: str, chunked: bool
+) -> None:
+    asks = {"connection": "Upgrade, HTTP2-Settings", "upgrade": upgrade, "http2_settings": "AAMA"}
+    if chunked:
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+        first = request("/v1/decode", body, **asks, content_length="", transfer_encoding="chunked")
+    else:
+        first = request("/v1/decode", BODY, **asks)
+    found = replies(door.say(first + request("/v1/decode", BODY, connection="close")))
+    assert [reply.status for reply in found] == [200, 200]
+    assert [heard.image for heard in door.engine.heard] == [BODY, BODY]
+
+
+def test_a_client_of_http_1_0_is_answered_and_closed(door: Running) -> None:
+    data = GOOD.replace(b"HTTP/1.1", b"HTTP/1.0")
+    reply = only(door.say(data))
+    assert (reply.status, reply.headers["connection"]) == (200, "close")
+
+
+# limits on heads
+
+
+@pytest.fixture(scope="module")
+def tight(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """A door with small limits and little patience."""
+    limits = {
+        "max-header-bytes": "2048",
+        "max-header-count": "8",
+        "max-connections": "4",
+        "idle-timeout-s": "0.6",
+        "receive-timeout-s": "0.6",
+        "max-body-bytes": "1048576",
+        "max-json-bytes": "4096",
+    }
+    given = [text for name, value in limits.items() for text in (f"--server.{name}", value)]
+    with serving(tmp_path_factory.mktemp("tight"), *given) as running:
+        yield running
+
+
+@pytest.fixture
+def quiet(tight: Running) -> Running:
+    """Without the connections of the test before."""
+    wait_for(lambda: not tight.door.connections, "the door to be left alone")
+    tight.engine.heard.clear()
+    return tight
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (b"GET /" + b"x" * 4000 + b" HTTP/1.1\r\n\r\n", "server.max_header_bytes"),
+        (b"GET /" + b"x" * 4000, "server.max_header_bytes"),
+        (b"GET / HTTP/1.1\r\na: " + b"x" * 4000, "server.max_header_bytes"),
+        (b"\r\n" * 4000, "server.max_header_bytes"),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 9 + b"\r\n", "server.max_header_count"),
+    ],
+)
+def test_a_head_beyond_the_limits_is_refused(quiet: Running, data: bytes, named: str) -> None:
+    reply = only(quiet.say(data))
+    assert (reply.status, reply.problem["code"]) == (431, "headers_too_large")
+    assert named in reply.problem["detail"]
+
+
+def test_a_head_as_large_as_the_limits_is_read(quiet: Running) -> None:
+    start = b"GET /health/live HTTP/1.1\r\nconnection: close\r\n" + b"a: b\r\n" * 6 + b"c: "
+    data = start + b"x" * (2048 - len(start) - 4) + b"\r\n\r\n"
+    assert only(quiet.say(data)).status == 200
+
+
+# limits on bodies
+
+
+def test_a_body_declared_too_large_is_refused_before_it_is_sent(quiet: Running) -> None:
+    with quiet.connect() as peer:
+        peer.sendall(request("/v1/decode", content_length="1000000000"))
+        reply = only(receive_all(peer))
+    assert (reply.status, reply.problem["code"]) == (413, "body_too_large")
+    assert (reply.problem["size"], reply.problem["limit"]) == (1_000_000_000, 2**20)
+    assert reply.headers["connection"] == "close"
+
+
+def test_a_client_that_sends_a_whole_refused_body_still_gets_to_read_why(quiet: Running) -> None:
+    with quiet.client() as client:
+        headers = {"content-type": SAFETENSORS}
+        response = client.post("/v1/decode", content=bytes(20 * 2**20), headers=headers)
+        assert (response.status_code, response.json()["code"]) == (413, "body_too_large")
+        assert client.get("/health/live").status_code == 200
+
+
+def test_the_rest_of_a_short_refused_body_does_not_cost_the_connection(quiet: Running) -> None:
+    refused = request("/v1/decode", bytes(100_000), content_type="text/plain")
+    found = replies(quiet.say(refused + request("/v1/decode", BODY, connection="close")))
+    assert [reply.status for reply in found] == [415, 200]
+
+
+def test_a_body_on_a_get_is_passed_over(quiet: Running) -> None:
+    first = request("/v1/pool", bytes(100_000), method="GET")
+    found = replies(quiet.say(first + request("/v1/decode", BODY, connection="close")))
+    assert [reply.status for reply in found] == [200, 200]
+
+
+def test_json_has_a_limit_of_its_own(quiet: Running) -> None:
+    with quiet.client() as client:
+        text = b'{"sequences": [' + b" " * 4096 + b"{}]}"
+        headers = {"content-type": "application/json"}
+        problem = client.post("/v1/sequences", content=text, headers=headers).json()
+        assert (problem["code"], problem["limit"]) == ("body_too_large", 4096)
+
+
+def test_a_client_that_waits_for_100_continue_gets_it_when_its_head_is_right(
+    quiet: Running,
+) -> None:
+    with quiet.connect() as peer:
+        peer.sendall(request("/v1/decode", expect="100-continue", content_length=str(len(BODY))))
+        assert peer.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        peer.sendall(BODY + request("/v1/pool", method="GET", connection="close"))
+        assert [reply.status for reply in replies(receive_all(peer))] == [200, 200]
+
+
+def test_a_client_that_waits_for_100_continue_is_refused_instead(quiet: Running) -> None:
+    data = request("/v1/nothing", expect="100-continue", content_length="100")
+    answer = quiet.say(data)
+    assert answer.startswith(b"HTTP/1.1 404"), "no interim answer"
+    assert only(answer).headers["connection"] == "close"
+
+
+# limits on time
+
+
+def test_a_head_that_stops_coming_is_told_so(quiet: Running) -> None:
+    began = time.monotonic()
+    reply = only(quiet.say(GOOD[:40]))
+    assert (reply.status, reply.problem["code"]) == (408, "request_timeout")
+    assert 0.3 < time.monotonic() - began < 5
+
+
+def test_a_body_that_stops_coming_is_told_so_and_counted(quiet: Running) -> None:
+    before = quiet.counted("request_timeout", "decode")
+    reply = only(quiet.say(GOOD[:-10]))
+    assert (reply.status, reply.problem["code"]) == (408, "request_timeout")
+    assert "server.receive_timeout_s" in reply.problem["detail"]
+    wait_for(lambda: quiet.counted("request_timeout", "decode") == before + 1, "the count")
+    assert quiet.engine.heard == []
+
+
+def test_a_request_that_drips_is_no_excuse(quiet: Running) -> None:
+    with quiet.connect() as peer:
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() < began + 10:
+                peer.sendall(b"x")
+                time.sleep(0.05)
+        assert time.monotonic() - began < 8
+
+
+def test_an_idle_connection_is_closed_without_a_word(quiet: Running) -> None:
+    assert quiet.say(b"") == b""
+    (reply,) = replies(quiet.say(GOOD))
+    assert reply.status == 200 and "connection" not in reply.headers
+
+
+def test_a_long_wait_for_the_engine_is_no_idleness(quiet: Running) -> None:
+    quiet.engine.close_gate()
+    with quiet.connect() as peer:
+        peer.sendall(request("/v1/decode", BODY, connection="close"))
+        time.sleep(1.5)
+        quiet.engine.open_gate()
+        assert only(receive_all(peer)).status == 200
+
+
+def test_a_client_that_does_not_read_its_answer_is_dropped(quiet: Running) -> None:
+    with quiet.connect() as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with suppress(ConnectionError):
+            for _ in range(30):
+                peer.sendall(request("/v1/decode", decode_body(20_000)))
+        wait_for(lambda: not quiet.door.connections, "the door to lose patience")
+
+
+# limits on number
+
+
+def test_one_connection_too_many_is_told_so(quiet: Running) -> None:
+    peers = [quiet.connect() for _ in range(4)]
+    try:
+        wait_for(lambda: len(quiet.door.connections) == 4, "all to be in")
+        reply = only(quiet.say(b""))
+        assert (reply.status, reply.problem["code"]) == (429, "overloaded")
+        assert reply.headers["retry-after"] == "1"
+        assert "server.max_connections" in reply.problem["detail"]
+        peers[0].sendall(request("/health/live", method="GET", content_length=""))
+        assert peers[0].recv(12) == b"HTTP/1.1 200", "those that are in go on"
+    finally:
+        for peer in peers:
+            peer.close()
+    wait_for(lambda: not quiet.door.connections, "them to be gone")
+    with quiet.client() as client:
+        assert client.get("/health/live").status_code == 200
+
+
+# clients that leave
+
+
+def test_a_client_that_hangs_up_takes_its_call_back(door: Running) -> None:
+    before = door.counted("client_gone", "decode")
+    door.engine.close_gate()
+    with door.connect() as peer:
+        peer.sendall(GOOD)
+        wait_for(lambda: door.engine.waiting, "the call")
+    wait_for(lambda: door.engine.cancelled, "the call to be taken back")
+    wait_for(lambda: door.counted("client_gone", "decode") == before + 1, "the count")
+
+
+def test_a_client_that_resets_takes_its_call_back(door: Running) -> None:
+    door.engine.close_gate()
+    with door.connect() as peer:
+        peer.sendall(GOOD)
+        wait_for(lambda: door.engine.waiting, "the call")
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_for(lambda: door.engine.cancelled, "the call to be taken back")
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.4])
+def test_a_client_that_closes_only_its_own_side_gets_its_answer(
+    door: Running, wait_s: float
+) -> None:
+    door.engine.close_gate()
+    with door.connect() as peer:
+        peer.sendall(GOOD)
+        peer.shutdown(socket.SHUT_WR)
+        wait_for(lambda: door.engine.waiting, "the call")
+        time.sleep(wait_s)
+        door.engine.open_gate()
+        reply = only(receive_all(peer))
+    assert (reply.status, reply.headers["connection"]) == (200, "close")
+    assert door.engine.cancelled == []
+
+
+def test_all_that_was_sent_before_a_side_was_closed_is_answered(door: Running) -> None:
+    found = replies(door.say(GOOD * 3, then_close=True))
+    assert [reply.status for reply in found] == [200, 200, 200]
+    assert replies(door.say(GOOD + GOOD[:50], then_close=True))[0].status == 200
+
+
+def test_a_client_that_hangs_up_in_the_middle_of_its_body_leaves_nothing(door: Running) -> None:
+    before = door.counted("client_gone", "decode")
+    free = door.door.caller.slots.free()
+    with door.connect() as peer:
+        peer.sendall(request("/v1/decode", bytes(1000), content_length="10000000"))
+        wait_for(lambda: door.door.caller.slots.free() < free, "its slot")
+    wait_for(lambda: door.door.caller.slots.free() >= free, "its slot to be free again")
+    wait_for(lambda: door.counted("client_gone", "decode") == before + 1, "the count")
+
+
+def test_it_serves_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "http.sock"
+    with serving(tmp_path, uds=path) as running:
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://attnd") as client:
+            headers = {"content-type": SAFETENSORS}
+            response = client.post("/v1/decode", content=BODY, headers=headers)
+            assert response.status_code == 200
+        running.engine.close_gate()
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(str(path))
+            peer.sendall(GOOD)
+            wait_for(lambda: running.engine.waiting, "the call")
+        wait_for(lambda: running.engine.cancelled, "the call to be taken back")

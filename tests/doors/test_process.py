@@ -1,0 +1,121 @@
+"""The door as a process of its own: signals, the supervisor's death, what it imports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from road.stand_in import standing_in
+from scripted import WAIT_S, Engine, decode_body, receive_all, replies, request, wait_for
+
+from config.settings import load_settings
+from service.operations.table import BY_NAME
+from service.processes import Child, Shared, start
+from service.road.calls import SessionConfig
+
+GOOD = request("/v1/decode", decode_body())
+READY = request("/health/ready", method="GET", content_length="", connection="close")
+
+
+@dataclass
+class Process:
+    """A door's process before a scripted engine."""
+
+    child: subprocess.Popen[bytes]
+    engine: Engine
+    port: int
+    lifeline: int
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+
+    def is_ready(self) -> bool:
+        with self.connect() as peer:
+            peer.sendall(READY)
+            return replies(receive_all(peer))[0].status == 200
+
+
+@contextmanager
+def process(directory: Path) -> Iterator[Process]:
+    engine = Engine()
+    rules = SessionConfig(
+        instance_id="scripted",
+        routes={name: operation.number for name, operation in BY_NAME.items()},
+        limits={},
+        max_arena_bytes=2**30,
+        default_deadline_s=30.0,
+    )
+    reading, writing = os.pipe()
+    with (
+        standing_in(directory, engine.behave, rules) as engine.stand_in,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
+        port = listener.getsockname()[1]
+        shared = Shared(load_settings([]), reading, str(engine.stand_in.path), f"http://:{port}")
+        command = (sys.executable, "-m", "service.doors.http")
+        child = start(Child("http-0", command, (listener,)), shared)
+        running = Process(child, engine, port, writing)
+        try:
+            wait_for(running.is_ready, "the door")
+            yield running
+        finally:
+            child.kill()
+            child.wait()
+            os.close(reading)
+            with open(running.lifeline, "wb"):
+                pass
+
+
+def test_sigterm_answers_what_was_admitted_whatever_signals_follow(tmp_path: Path) -> None:
+    with process(tmp_path) as door, door.connect() as peer:
+        door.engine.close_gate()
+        peer.sendall(GOOD)
+        wait_for(lambda: door.engine.waiting, "the call")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            door.child.send_signal(number)
+            time.sleep(0.1)
+        assert door.child.poll() is None
+        door.engine.open_gate()
+        (reply,) = replies(receive_all(peer))
+        assert (reply.status, reply.headers["connection"]) == (200, "close")
+        assert door.child.wait(WAIT_S) == 0
+
+
+def test_sigint_alone_is_for_others(tmp_path: Path) -> None:
+    with process(tmp_path) as door:
+        door.child.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        assert door.is_ready()
+
+
+def test_without_its_supervisor_it_ends_at_once(tmp_path: Path) -> None:
+    with process(tmp_path) as door:
+        os.close(door.lifeline)
+        door.lifeline = os.open(os.devnull, os.O_WRONLY)
+        assert door.child.wait(WAIT_S) == 1
+
+
+def test_it_imports_nothing_of_the_engine() -> None:
+    program = (
+        "import sys, service.doors.http.__main__, service.doors.http.server\n"
+        "names = {name.split('.')[0] for name in sys.modules}\n"
+        "inner = {name for name in sys.modules if name.startswith(('service.engine', "
+        "'service.core', 'kernels'))}\n"
+        "print(sorted(names & {'torch', 'cupy', 'yaml', 'pydantic_settings'}), sorted(inner))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "[] []\n"

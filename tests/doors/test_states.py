@@ -1,0 +1,216 @@
+"""Starting, ready, draining, lost: what the door answers, and how it ends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from scripted import (
+    SAFETENSORS,
+    WAIT_S,
+    Running,
+    decode_body,
+    receive_all,
+    replies,
+    request,
+    serving,
+    wait_for,
+)
+
+from config.settings import load_settings
+from service.doors.http.server import make_server
+from service.metrics import Metrics
+
+BODY = decode_body()
+GOOD = request("/v1/decode", BODY)
+LIVE = request("/health/live", method="GET", content_length="")
+READY = request("/health/ready", method="GET", content_length="")
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> object:
+    with serving(tmp_path) as one:
+        yield one
+
+
+def statuses(peer: socket.socket, count: int) -> list[int]:
+    data = b""
+    while data.count(b"HTTP/1.1 ") < count:
+        piece = peer.recv(65536)
+        assert piece, f"closed after {data!r}"
+        data += piece
+    return [int(part[:3]) for part in data.split(b"HTTP/1.1 ")[1:]]
+
+
+def test_before_the_engine_answers_the_door_is_live_and_not_ready(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "engine.sock"))
+        silent.listen()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            server = make_server(
+                load_settings([]), str(tmp_path / "engine.sock"), [listener], Metrics()
+            )
+            thread = threading.Thread(target=server.run)
+            thread.start()
+            try:
+                wait_for(lambda: server.started, "the door")
+                with httpx.Client(base_url=url) as client:
+                    assert client.get("/health/live").status_code == 200
+                    assert client.get("/metrics").status_code == 200
+                    for path in ("/health/ready", "/v1/pool", "/v1/sequences"):
+                        response = client.get(path)
+                        assert (response.status_code, response.json()["code"]) == (503, "not_ready")
+                        assert "starting" in response.json()["detail"]
+                    headers = {"content-type": SAFETENSORS}
+                    response = client.post("/v1/decode", content=BODY, headers=headers)
+                    assert response.status_code == 503
+            finally:
+                assert server.loop is not None
+                server.loop.call_soon_threadsafe(server.begin_drain)
+                thread.join(WAIT_S)
+                assert not thread.is_alive()
+
+
+def ended(path: Path) -> str:
+    """Why a door before this socket ended, which it must by itself."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = make_server(load_settings([]), str(path), [listener], Metrics())
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    return server.failed
+
+
+def test_without_an_engine_the_door_ends(tmp_path: Path) -> None:
+    assert ended(tmp_path / "nothing.sock") == ""
+
+
+def test_before_something_that_is_no_engine_the_door_ends_and_says_why(tmp_path: Path) -> None:
+    def answer() -> None:
+        peer, _ = other.accept()
+        with peer:
+            peer.recv(1000)
+            peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "other.sock"))
+        other.listen()
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert "other.sock cannot be called" in ended(tmp_path / "other.sock")
+        thread.join()
+
+
+def test_what_the_engine_says_of_itself_is_what_the_door_says(running: Running) -> None:
+    with running.client() as client:
+        for state, reason in (("draining", "its last work"), ("lost", "no such card")):
+            running.engine.tell(state, reason)
+            wait_for(lambda state=state: running.door.state[0] == state, "the state")
+            for path in ("/health/ready", "/v1/pool"):
+                response = client.get(path)
+                assert (response.status_code, response.json()["code"]) == (503, "not_ready")
+                assert reason in response.json()["detail"]
+            assert client.get("/health/live").status_code == 200
+        running.engine.tell("ready", "ready")
+        wait_for(lambda: client.get("/health/ready").status_code == 200, "it to be ready again")
+
+
+def test_when_the_engine_is_gone_everything_is_answered_503_at_once(running: Running) -> None:
+    running.engine.close_gate()
+    with running.connect() as peer, running.client() as client:
+        peer.sendall(request("/v1/decode", BODY, connection="close"))
+        wait_for(lambda: running.engine.waiting, "the call")
+        running.engine.die()
+        (reply,) = replies(receive_all(peer))
+        assert (reply.status, reply.problem["code"]) == (503, "not_ready")
+        began = time.monotonic()
+        headers = {"content-type": SAFETENSORS}
+        response = client.post("/v1/decode", content=decode_body(100_000), headers=headers)
+        assert (response.status_code, response.json()["code"]) == (503, "not_ready")
+        assert client.get("/health/ready").status_code == 503
+        assert client.get("/health/live").status_code == 200
+        assert time.monotonic() - began < 5
+    running.engine.waiting.clear()
+
+
+def test_a_drain_answers_what_was_admitted_and_refuses_the_rest(running: Running) -> None:
+    running.engine.close_gate()
+    with running.connect() as admitted, running.connect() as open_one, running.connect() as half:
+        admitted.sendall(GOOD)
+        half.sendall(GOOD[:-4])
+        open_one.sendall(LIVE)
+        assert statuses(open_one, 1) == [200]
+        wait_for(lambda: running.engine.waiting, "the call")
+        wait_for(lambda: running.door.active == 2, "the half request")
+        running.drain()
+        (reply,) = replies(receive_all(half))
+        assert (reply.status, reply.problem["code"]) == (503, "not_ready")
+        assert reply.headers["connection"] == "close"
+        with pytest.raises(OSError):
+            running.connect().close()
+        open_one.sendall(READY)
+        (reply,) = replies(receive_all(open_one))
+        assert (reply.status, reply.headers["connection"]) == (503, "close")
+        assert "draining" in reply.problem["detail"]
+        assert running.thread.is_alive()
+        running.engine.open_gate()
+        (reply,) = replies(receive_all(admitted))
+        assert (reply.status, reply.headers["connection"]) == (200, "close")
+        running.thread.join(5)
+        assert not running.thread.is_alive()
+
+
+def test_a_half_head_is_refused_when_the_drain_begins(running: Running) -> None:
+    with running.connect() as peer, running.connect() as busy:
+        running.engine.close_gate()
+        busy.sendall(GOOD)
+        peer.sendall(GOOD[:30])
+        wait_for(lambda: running.engine.waiting, "the call")
+        wait_for(lambda: [one for one in running.door.connections if one.intake.parser], "the head")
+        running.drain()
+        (reply,) = replies(receive_all(peer))
+        assert reply.status == 503
+        running.engine.open_gate()
+        assert replies(receive_all(busy))[0].status == 200
+
+
+def test_an_idle_door_drains_at_once(running: Running) -> None:
+    with running.connect() as peer:
+        peer.sendall(LIVE)
+        assert statuses(peer, 1) == [200]
+        began = time.monotonic()
+        running.drain()
+        running.thread.join(WAIT_S)
+        assert time.monotonic() - began < 1
+        assert peer.recv(1) == b"", "idle connections are closed"
+
+
+def test_a_large_answer_is_sent_to_its_end_before_the_door_ends(running: Running) -> None:
+    body = decode_body(2_000_000)
+    with running.connect() as peer:
+        peer.sendall(request("/v1/decode", body))
+        first = peer.recv(1000)
+        assert first.startswith(b"HTTP/1.1 200")
+        running.drain()
+        time.sleep(0.3)
+        rest = receive_all(peer)
+    assert len(first + rest) > len(body)
+
+
+def test_work_that_takes_too_long_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    with serving(tmp_path, "--server.drain-timeout-s", "0.3") as running:
+        running.engine.close_gate()
+        with running.connect() as peer:
+            peer.sendall(GOOD)
+            wait_for(lambda: running.engine.waiting, "the call")
+            running.drain()
+            running.thread.join(5)
+            assert not running.thread.is_alive()
+            assert b"200" not in peer.recv(100)
+        running.engine.waiting.clear()

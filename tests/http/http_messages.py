@@ -1,0 +1,139 @@
+"""Bodies as clients write and read them, without the service's own code; and plain requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from typing import Any, Final
+
+import httpx
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+
+from kernels.backend import NUMPY_DTYPES
+
+KIND: Final = os.environ.get("TEST_BACKEND", "cpu")
+POOL_DTYPE: Final = "fp32" if KIND == "cpu" else "fp16"
+WIRE_DTYPE: Final = np.dtype(NUMPY_DTYPES[POOL_DTYPE])
+WIRE_NAME: Final = {"fp32": "F32", "fp16": "F16"}[POOL_DTYPE]
+O_TOLERANCE: Final = {"fp32": 1e-5, "fp16": 1e-3}[POOL_DTYPE]
+LSE_TOLERANCE: Final = 1e-3
+LAYERS, KV_HEADS, QO_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 2, 2, 4, 64, 4, 64
+SAFETENSORS: Final = "application/vnd.safetensors"
+JSON: Final = "application/json"
+SPELLED: Final = {"Infinity": np.inf, "-Infinity": -np.inf, "NaN": np.nan}
+DTYPES: Final = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "BOOL": np.dtype(bool),
+    "U8": np.dtype(np.uint8),
+    "F64": np.dtype(np.float64),
+}
+NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write_body(media: str, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> bytes:
+    if media == SAFETENSORS:
+        dense = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+        return bytes(safetensors.numpy.save(dense, {"request": json.dumps(fields)}))
+    spelled = {name: spell(array) for name, array in tensors.items()}
+    return json.dumps({**fields, "tensors": spelled}).encode()
+
+
+def spell(array: Any) -> dict[str, Any]:
+    flat = array.reshape(-1)
+    data = flat.tolist()
+    if array.dtype.kind not in "bui":
+        names = {np.inf: "Infinity", -np.inf: "-Infinity"}
+        data = [names.get(value, value) for value in flat.astype(np.float64).tolist()]
+    return {"dtype": NAMES[array.dtype], "shape": list(array.shape), "data": data}
+
+
+def read_body(response: httpx.Response) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields and tensors of an answer in either media type."""
+    if response.headers["content-type"] == SAFETENSORS:
+        (length,) = struct.unpack("<Q", response.content[:8])
+        header = json.loads(response.content[8 : 8 + length])
+        return json.loads(header["__metadata__"]["response"]), dict(
+            safetensors.numpy.load(response.content)
+        )
+    fields = response.json()
+    return fields, {name: unspell(one) for name, one in fields.pop("tensors", {}).items()}
+
+
+def unspell(one: dict[str, Any]) -> Any:
+    data = [SPELLED[value] if isinstance(value, str) else value for value in one["data"]]
+    return np.array(data, np.float64).astype(DTYPES[one["dtype"]]).reshape(one["shape"])
+
+
+def post(
+    client: httpx.Client,
+    path: str,
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, Any] | None = None,
+    media: str = SAFETENSORS,
+    headers: Mapping[str, str] | None = None,
+) -> httpx.Response:
+    body = write_body(media, fields, tensors or {})
+    return client.post(path, content=body, headers={"content-type": media, **(headers or {})})
+
+
+def ask(
+    client: httpx.Client,
+    path: str,
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, Any] | None = None,
+    media: str = SAFETENSORS,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields and tensors of an answer that must be 200."""
+    response = post(client, path, fields, tensors, media)
+    assert response.status_code == 200, response.text
+    return read_body(response)
+
+
+def create(client: httpx.Client, *sequences: Mapping[str, Any] | str) -> list[dict[str, Any]]:
+    new = [{"id": one} if isinstance(one, str) else dict(one) for one in sequences]
+    response = client.post("/v1/sequences", json={"sequences": new})
+    assert response.status_code == 201, response.text
+    made: list[dict[str, Any]] = response.json()["sequences"]
+    return made
+
+
+def rows(rng: np.random.Generator, n: int, heads: int = KV_HEADS) -> Any:
+    """Unit-normal `[n, heads, HEAD_DIM]` in the wire's dtype."""
+    return rng.standard_normal((n, heads, HEAD_DIM)).astype(WIRE_DTYPE)
+
+
+def append(client: httpx.Client, layer: int, name: str, k: Any, v: Any) -> dict[str, Any]:
+    fields = {"layer": layer, "sequences": [name], "append_indptr": [0, len(k)]}
+    return ask(client, "/v1/append", fields, {"k": k, "v": v})[0]
+
+
+def endless_prefill(n: int = 300_000) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A ragged prefill of n rows over n keys, of 6n bytes: minutes of work in a small body."""
+    small = np.zeros((n, 1, 1), np.float16)
+    fields = {"qo_indptr": [0, n], "kv_indptr": [0, n]}
+    return fields, {"q": small, "k": small, "v": small}
+
+
+def check_problem(response: httpx.Response, status: int, code: str, **numbers: Any) -> Any:
+    """The response is this error, as problem+json, with these numbers in it."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    problem = response.json()
+    assert problem["code"] == code, problem
+    assert problem["status"] == status, problem
+    assert problem["type"] and problem["title"] and problem["detail"], problem
+    assert {name: problem.get(name) for name in numbers} == numbers, problem
+    check_common_headers(response)
+    return problem
+
+
+def check_common_headers(response: httpx.Response) -> None:
+    assert response.headers["x-request-id"]
+    stages = [entry.split(";")[0].strip() for entry in response.headers["server-timing"].split(",")]
+    assert stages == ["queue", "plan", "copy-in", "kernel", "copy-out", "encode"]

@@ -1,0 +1,198 @@
+"""What requests may take of the memory: refused ones nothing, waiting ones what is allowed."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from http_messages import (
+    HEAD_DIM,
+    KV_HEADS,
+    PAGE_SIZE,
+    PAGES,
+    SAFETENSORS,
+    WIRE_DTYPE,
+    append,
+    ask,
+    check_problem,
+    create,
+    post,
+    rows,
+    write_body,
+)
+from http_service import Service, serving, wait_for
+
+MIB = 2**20
+
+
+def resident() -> int:
+    """Bytes of memory that this process has, the shared ones included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def taken(service: Service) -> int:
+    """Bytes of the door's arena that slots cover."""
+    slots = service.door.caller.slots
+    return int(slots.size) - int(slots.free())
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Memory that only the garbage collector would give back stays taken."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_refused_tensors_are_let_go_at_once() -> None:
+    n = 4 * MIB // (KV_HEADS * HEAD_DIM * WIRE_DTYPE.itemsize)
+    kv = np.zeros((n, KV_HEADS, HEAD_DIM), WIRE_DTYPE)
+    with serving() as service, service.client() as client, no_collector():
+        create(client, "a")
+        assert n > PAGES * PAGE_SIZE, "too many for the pool"
+        everything = {"layer": 0, "sequences": ["a"], "append_indptr": [0, n]}
+        refusals = {
+            507: write_body(SAFETENSORS, everything, {"k": kv, "v": kv}),
+            404: write_body(SAFETENSORS, everything | {"sequences": ["x"]}, {"k": kv, "v": kv}),
+            422: write_body(SAFETENSORS, everything | {"layer": 99}, {"k": kv, "v": kv}),
+        }
+        headers = {"content-type": SAFETENSORS}
+        before = None
+        for _ in range(12):  # of 8 MiB each
+            for status, body in refusals.items():
+                response = client.post("/v1/append", content=body, headers=headers)
+                assert response.status_code == status, response.text
+                del response
+            before = before or resident()
+        grown = resident() - before
+        wait_for(lambda: taken(service) < MIB, f"{taken(service)} bytes to come back")
+        assert service.door.caller.slots.size <= 64 * MIB, "the arena never had to grow"
+        assert grown < 64 * MIB, f"resident memory grew by {grown / MIB:.0f} MiB"
+
+
+def head(path: str, length: int) -> bytes:
+    lines = (f"POST {path} HTTP/1.1", "host: x", f"content-type: {SAFETENSORS}")
+    return "\r\n".join((*lines, f"content-length: {length}", "", "")).encode()
+
+
+def problem_of(peer: socket.socket) -> dict[str, object]:
+    """The document of the answer that has come, before any of the body was sent."""
+    data = b""
+    while b"\r\n\r\n" not in data or not data.endswith(b"}"):
+        piece = peer.recv(65536)
+        assert piece, data
+        data += piece
+    start, _, text = data.partition(b"\r\n\r\n")
+    assert b"application/problem+json" in start and b"x-request-id: " in start, start
+    problem: dict[str, object] = json.loads(text)
+    assert start.split()[1] == str(problem["status"]).encode()
+    return problem
+
+
+def test_unfinished_bodies_take_no_more_than_is_allowed() -> None:
+    limits = {"max-body-bytes": 24 * MIB, "max-answer-bytes": MIB, "max-inflight-bytes": 64 * MIB}
+    arguments = [part for name, n in limits.items() for part in (f"--server.{name}", str(n))]
+    with serving(*arguments) as service, ExitStack() as open_ones:
+        peers = [open_ones.enter_context(service.connect()) for _ in range(12)]
+        before = resident()
+        for peer in peers[:2]:
+            peer.sendall(head("/v1/merge", 24 * MIB) + bytes(MIB))
+        wait_for(lambda: taken(service) >= 48 * MIB, "two bodies to have their places")
+        for peer in peers[2:]:
+            peer.sendall(head("/v1/merge", 24 * MIB))
+            assert problem_of(peer)["code"] == "overloaded"
+        assert taken(service) <= 64 * MIB and resident() - before < 64 * MIB
+        with service.client() as client:
+            assert client.get("/v1/info").status_code == 200, "small ones find room"
+        for peer in peers[:2]:
+            peer.close()
+        wait_for(lambda: taken(service) < MIB, "the places to come back")
+
+
+def test_memory_that_the_system_does_not_give_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with serving() as service, service.connect() as peer:
+        monkeypatch.setattr("service.road.arena.Arena.grow", no_memory)
+        peer.sendall(head("/v1/merge", 200 * MIB))
+        problem = problem_of(peer)
+        assert (problem["status"], problem["code"]) == (429, "overloaded"), problem
+        with service.client() as client:
+            assert client.get("/health/ready").status_code == 200
+
+
+def test_more_sequences_than_allowed_are_refused_with_the_numbers() -> None:
+    with serving("--engine.max-sequences", "10") as service, service.client() as client:
+        create(client, *(f"s{i}" for i in range(8)))
+        response = client.post("/v1/sequences", json={"sequences": [{}, {}, {}]})
+        check_problem(response, 507, "out_of_sequences", needed=3, free=2, total=10)
+        create(client, "s8", "s9")
+        check_problem(
+            client.post("/v1/sequences", json={"sequences": [{}]}), 507, "out_of_sequences"
+        )
+        assert client.delete("/v1/sequences/s0").status_code == 204
+        create(client, "s10")
+
+
+def test_an_answer_as_json_has_a_limit_and_the_same_as_safetensors_has_none(
+    rng: np.random.Generator,
+) -> None:
+    arguments = ("--server.max-json-bytes", "65536", "--pool.num-pages", "512")
+    with serving(*arguments) as service, service.client() as client:
+        create(client, "a")
+        n = 400
+        kv = rng.standard_normal((n, KV_HEADS, 64)).astype(WIRE_DTYPE)
+        fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, n]}
+        assert post(client, "/v1/append", fields, {"k": kv, "v": kv}).status_code == 200
+        wanted = {"layer": 0, "sequences": ["a"]}
+        refused = post(client, "/v1/gather", wanted, media="application/json")
+        problem = check_problem(refused, 413, "answer_too_large")
+        assert problem["size"] > problem["limit"] >= 65536, problem
+        assert "Accept" in problem["detail"] and "server.max_json_bytes" in problem["detail"]
+        assert post(client, "/v1/gather", wanted).status_code == 200
+        accept = {"accept": SAFETENSORS}
+        told = post(client, "/v1/gather", wanted, media="application/json", headers=accept)
+        assert told.status_code == 200
+
+
+def test_gather_has_a_limit_and_is_read_in_parts(rng: np.random.Generator) -> None:
+    with serving("--server.max-answer-bytes", "65536") as service, service.client() as client:
+        read_in_parts(client, rng)
+
+
+def read_in_parts(client: httpx.Client, rng: np.random.Generator) -> None:
+    create(client, "a")
+    k, v = rows(rng, 60), rows(rng, 60)
+    for layer in (0, 1):
+        append(client, layer, "a", k, v)
+    forks = [f"f{i}" for i in range(40)]
+    create(client, *({"id": name, "parent": "a"} for name in forks))
+    wanted = {"layer": 0, "sequences": forks}
+    problem = check_problem(post(client, "/v1/gather", wanted), 413, "answer_too_large")
+    assert problem["size"] >= 40 * 2 * k.nbytes and problem["limit"] == 65536, problem
+    assert "start" in problem["detail"] and "stop" in problem["detail"], problem
+    step = 65536 // (2 * k[0].nbytes) // 40 or 1
+    parts: list[tuple[object, object]] = []
+    for start in range(0, 60, step):
+        part = wanted | {"start": start, "stop": min(start + step, 60)}
+        if (response := post(client, "/v1/gather", part)).status_code == 413:
+            pytest.fail(response.text)
+        told, tensors = ask(client, "/v1/gather", part)
+        count = min(step, 60 - start)
+        assert told["kv_indptr"] == [i * count for i in range(len(forks) + 1)]
+        parts.append((tensors["k"][:count], tensors["v"][-count:]))
+    np.testing.assert_array_equal(np.concatenate([one for one, _ in parts]), k)
+    np.testing.assert_array_equal(np.concatenate([one for _, one in parts]), v)

@@ -1,0 +1,216 @@
+"""Whose turn it is: small requests beside long ones, and long ones that nobody wants any more."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from http_messages import (
+    HEAD_DIM,
+    JSON,
+    KV_HEADS,
+    QO_HEADS,
+    SAFETENSORS,
+    WIRE_DTYPE,
+    append,
+    ask,
+    check_problem,
+    create,
+    endless_prefill,
+    post,
+    rows,
+    write_body,
+)
+from http_service import Service, needs_a_slow_device, serving, wait_for
+
+A = {"layer": 0, "sequences": ["a"]}
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with serving("--pool.num-pages", "512", "--engine.slice-ms", "10") as running:
+        yield running
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as executor:
+        yield executor
+
+
+def is_idle(service: Service) -> bool:
+    return not service.engine.scheduler.busy
+
+
+@contextmanager
+def beside_a_long_prefill(service: Service) -> Iterator[None]:
+    """A client asks for a prefill of many minutes, and hangs up in the end."""
+    body = write_body(SAFETENSORS, *endless_prefill())
+    head = f"POST /v1/ragged-prefill HTTP/1.1\r\nhost: x\r\ncontent-type: {SAFETENSORS}\r\n"
+    with service.connect() as peer:
+        peer.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: not is_idle(service), "the prefill to begin")
+        yield
+        assert not is_idle(service), "the prefill was over too soon to say anything"
+    wait_for(lambda: is_idle(service), "the prefill to be stopped")
+
+
+@needs_a_slow_device
+def test_small_decodes_have_their_turns_beside_a_long_prefill(
+    service: Service, client: httpx.Client, rng: np.random.Generator
+) -> None:
+    create(client, "a")
+    append(client, 0, "a", rows(rng, 5), rows(rng, 5))
+    q = {"q": rows(rng, 1, QO_HEADS)}
+    _, alone = ask(client, "/v1/decode", A, q)
+    with beside_a_long_prefill(service):
+        for _ in range(5):
+            _, beside = ask(client, "/v1/decode", A, q)
+            np.testing.assert_array_equal(beside["o"], alone["o"])
+        create(client, "b")
+        append(client, 0, "b", rows(rng, 5), rows(rng, 5))
+        assert client.delete("/v1/sequences/b").status_code == 204
+
+
+@needs_a_slow_device
+def test_a_client_that_hangs_up_stops_its_long_operation(
+    service: Service, client: httpx.Client
+) -> None:
+    with beside_a_long_prefill(service):
+        pass
+    wait_for(lambda: 'code="client_gone",op="ragged_prefill"' in client.get("/metrics").text, "it")
+
+
+@needs_a_slow_device
+def test_a_deadline_that_passes_during_a_long_operation_ends_it(
+    service: Service, client: httpx.Client
+) -> None:
+    headers = {"x-attnd-deadline-ms": "200"}
+    response = post(client, "/v1/ragged-prefill", *endless_prefill(), headers=headers)
+    check_problem(response, 504, "deadline_exceeded")
+    assert is_idle(service)
+
+
+@needs_a_slow_device
+def test_a_long_append_that_is_stopped_leaves_nothing(
+    service: Service, client: httpx.Client, rng: np.random.Generator, pool: ThreadPoolExecutor
+) -> None:
+    create(client, "a")
+    append(client, 0, "a", rows(rng, 3), rows(rng, 3))
+    before = client.get("/v1/pool").json()
+    n = 1500
+    tensors = {"k": rows(rng, n), "v": rows(rng, n), "q": rows(rng, n, QO_HEADS)}
+    fields = A | {"qo_indptr": [0, n], "causal": True}
+    answers = set()
+    for milliseconds in (5, 20, 50):
+        headers = {"x-attnd-deadline-ms": str(milliseconds)}
+        response = post(client, "/v1/prefill", fields, tensors, headers=headers)
+        answers.add(response.status_code)
+        if response.status_code == 200:
+            break
+        check_problem(response, 504, "deadline_exceeded")
+        assert client.get("/v1/pool").json() == before
+        assert client.get("/v1/sequences/a").json()["lengths"] == [3, 0]
+    assert 504 in answers, "no deadline was short enough"
+
+
+def test_the_check_of_the_pool_lets_others_have_their_turns(
+    service: Service,
+    client: httpx.Client,
+    rng: np.random.Generator,
+    pool: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create(client, "a", *(f"s{i}" for i in range(300)))
+    append(client, 0, "a", rows(rng, 5), rows(rng, 5))
+    tree = service.engine.store.tree
+    true_steps = type(tree).integrity_steps
+    goes_on, steps = threading.Event(), [0]
+
+    def slow_steps(self: Any) -> Iterator[None]:
+        while not goes_on.wait(0.001):
+            steps[0] += 1
+            yield
+        yield from true_steps(self)
+
+    monkeypatch.setattr(type(tree), "integrity_steps", slow_steps)
+    checked = pool.submit(lambda: httpx.get(f"{service.url}/v1/pool", timeout=20))
+    wait_for(lambda: steps[0] > 3, "the check to run")
+    ask(client, "/v1/decode", A, {"q": rows(rng, 1, QO_HEADS)})
+    assert not checked.done()
+    goes_on.set()
+    assert checked.result().json()["integrity"] == "ok"
+
+
+def lives_meanwhile(service: Service, work: Future[Any]) -> tuple[float, list[float]]:
+    """Seconds that the work still took, and those that /health/live took again and again."""
+    took: list[float] = []
+    started = monotonic()
+    with service.client() as client:
+        while not work.done():
+            asked = monotonic()
+            assert client.get("/health/live").status_code == 200
+            took.append(monotonic() - asked)
+    return monotonic() - started, took
+
+
+def long_answer(client: httpx.Client) -> httpx.Response:
+    return post(client, "/v1/gather", {"layer": 0, "sequences": ["big"]}, media=JSON)
+
+
+def long_request(client: httpx.Client) -> httpx.Response:
+    numbers = [0.125] * (KV_HEADS * HEAD_DIM * 1900)
+    one = {"dtype": "F32", "shape": [1900, KV_HEADS, HEAD_DIM], "data": numbers}
+    fields = {"layer": 0, "sequences": ["big"], "append_indptr": [0, 1900]}
+    body = json.dumps(fields | {"tensors": {"k": one, "v": one}})
+    return client.post("/v1/append", content=body, headers={"content-type": JSON})
+
+
+@pytest.mark.parametrize("asked", [long_answer, long_request])
+def test_long_json_stalls_nobody(
+    service: Service,
+    client: httpx.Client,
+    rng: np.random.Generator,
+    pool: ThreadPoolExecutor,
+    asked: Callable[[httpx.Client], httpx.Response],
+) -> None:
+    create(client, "big")
+    if asked is long_answer:
+        kv = rng.standard_normal((1100, KV_HEADS, HEAD_DIM)).astype(WIRE_DTYPE)
+        append(client, 0, "big", kv, kv)
+
+    def ask_thrice() -> list[int]:
+        with service.client() as another:
+            return [asked(another).status_code for _ in range(3)]
+
+    work = pool.submit(ask_thrice)
+    seconds, took = lives_meanwhile(service, work)
+    assert work.result()[0] == 200, work.result()
+    assert len(took) > 10, f"{len(took)} answers in {seconds:.1f} s"
+    assert max(took) < seconds / 2, f"one took {max(took):.2f} s of {seconds:.2f} s"
+
+
+def test_json_of_countless_brackets_is_refused(client: httpx.Client) -> None:
+    body = b'{"layer":[' + b"[]," * (2**21) + b"0]}"
+    response = client.post("/v1/gather", content=body, headers={"content-type": JSON})
+    check_problem(response, 400, "malformed_body")
+
+
+def test_a_header_of_countless_tensors_is_refused_before_it_is_parsed(
+    service: Service, client: httpx.Client
+) -> None:
+    entries = ",".join(f'"{i}":{{}}' for i in range(80_000)).encode()
+    text = b"{" + entries + b"}"
+    body = struct.pack("<Q", len(text)) + text
+    response = client.post("/v1/merge", content=body, headers={"content-type": SAFETENSORS})
+    check_problem(response, 400, "malformed_body")
+    assert is_idle(service)

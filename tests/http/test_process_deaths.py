@@ -1,0 +1,185 @@
+"""Processes that are killed, or told to stop in the middle of something: who notices, and how."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+
+import httpx
+import numpy as np
+import pytest
+from http_messages import (
+    QO_HEADS,
+    SAFETENSORS,
+    append,
+    ask,
+    check_problem,
+    create,
+    endless_prefill,
+    post,
+    rows,
+)
+from http_process import Process, is_alive, is_ready, listening
+from http_service import WAIT_S, needs_a_slow_device, wait_for
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as executor:
+        yield executor
+
+
+@contextmanager
+def busy(
+    pool: ThreadPoolExecutor, *arguments: str
+) -> Iterator[tuple[Process, str, Future[httpx.Response]]]:
+    """A service that is at a ragged prefill of many minutes, and what its client is told."""
+
+    def ask_for_it(url: str) -> httpx.Response:
+        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+            return post(client, "/v1/ragged-prefill", *endless_prefill())
+
+    with listening(*arguments) as (running, url):
+        asked = pool.submit(ask_for_it, url)
+        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+            wait_for(lambda: slices(client) > 3, "the prefill to run")
+        yield running, url, asked
+
+
+def slices(client: httpx.Client) -> float:
+    lines = client.get("/metrics").text.splitlines()
+    return float(next(one for one in lines if one.startswith("attnd_slices_total")).split()[1])
+
+
+@needs_a_slow_device
+def test_sigterm_during_an_operation_longer_than_the_drain_ends_it_with_503(
+    pool: ThreadPoolExecutor,
+) -> None:
+    with busy(pool, "--server.drain-timeout-s", "1") as (running, _, asked):
+        assert running.stop() == 0
+        check_problem(asked.result(WAIT_S), 503, "not_ready")
+    assert not [line for line in running.lines if "Traceback" in line or "terminate" in line]
+    told = running.told("warning", "error")
+    assert told == ["drain: 1 operations were not done in 1 s"], "nothing had to be killed"
+
+
+def test_a_partial_body_does_not_hold_up_the_end() -> None:
+    with listening() as (running, url):
+        host, _, port = url.removeprefix("http://").partition(":")
+        head = f"POST /v1/append HTTP/1.1\r\nhost: x\r\ncontent-type: {SAFETENSORS}\r\n"
+        with socket.create_connection((host, int(port)), WAIT_S) as peer:
+            peer.sendall(f"{head}content-length: 1000\r\n\r\n".encode() + bytes(500))
+            with httpx.Client(base_url=url, timeout=WAIT_S) as client:  # by now it has been read
+                client.get("/health/live")
+            running.child.send_signal(signal.SIGTERM)
+            told = b""
+            while piece := peer.recv(65536):
+                told += piece
+        assert running.child.wait(WAIT_S) == 0, "long before the drain's 30 s are over"
+    assert told.startswith(b"HTTP/1.1 503 ") and b"application/problem+json" in told, told
+    assert b"connection: close" in told and told.count(b"HTTP/1.1") == 1, told
+    assert not [line for line in running.lines if "Traceback" in line]
+
+
+@needs_a_slow_device
+def test_when_the_engine_is_killed_doors_answer_503_and_the_service_ends_with_1(
+    pool: ThreadPoolExecutor,
+) -> None:
+    with busy(pool) as (running, _, asked):
+        os.kill(running.pid("engine"), signal.SIGKILL)
+        check_problem(asked.result(WAIT_S), 503, "not_ready")
+        assert running.child.wait(WAIT_S) == 1
+    (told,) = running.told("error")
+    assert "engine was killed by SIGKILL" in told, told
+
+
+def test_when_a_door_is_killed_it_starts_again_and_nobody_else_notices(
+    rng: np.random.Generator,
+) -> None:
+    with listening("--server.http-workers", "2") as (running, url):
+        clients = [httpx.Client(base_url=url, timeout=WAIT_S) for _ in range(12)]
+        create(clients[0], "a")
+        append(clients[0], 0, "a", rows(rng, 3), rows(rng, 3))
+        for index, client in enumerate(clients):
+            client.get("/v1/info", headers={"x-request-id": f"one-{index}"})
+        running.find(f"one-{len(clients) - 1}")
+        entries = {entry.get("id"): entry for entry in running.entries()}
+        doors = [entries[f"one-{index}"]["process"] for index in range(len(clients))]
+        assert set(doors) == {"http-0", "http-1"}, doors
+        dead = running.pid("http-0")
+        os.kill(dead, signal.SIGKILL)
+        fields, q = {"layer": 0, "sequences": ["a"]}, {"q": rows(rng, 1, QO_HEADS)}
+        for door, client in zip(doors, clients, strict=True):
+            if door == "http-1":  # over the connection that it has
+                assert ask(client, "/v1/decode", fields, q)[1]["o"].shape[0] == 1
+            else:
+                with suppress(httpx.TransportError):
+                    client.get("/v1/info")
+        wait_for(lambda: came_back(running, dead), "the door to start again")
+        for index, client in enumerate(clients):
+            told = client.get("/v1/info", headers={"x-request-id": f"two-{index}"})
+            assert told.status_code == 200, "with a new connection where the old one is gone"
+        assert ask(clients[0], "/v1/decode", fields, q)[1]["o"].shape[0] == 1
+        for client in clients:
+            client.close()
+        assert running.stop() == 0
+    assert len([line for line in running.lines if "starting it again" in line]) == 1
+    assert running.told("error") == []
+
+
+def came_back(running: Process, dead: int) -> bool:
+    try:
+        return running.pid("http-0") != dead
+    except (AssertionError, FileNotFoundError):
+        return False
+
+
+@needs_a_slow_device
+def test_when_the_supervisor_is_killed_nothing_is_left_behind(pool: ThreadPoolExecutor) -> None:
+    with busy(pool) as (running, url, asked):
+        others = [running.pid(name) for name in ("engine", "http-0")]
+        running.child.kill()
+        wait_for(lambda: not any(map(is_alive, others)), "engine and door to end")
+        with pytest.raises(httpx.TransportError):
+            asked.result(WAIT_S)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url, timeout=WAIT_S)
+
+
+def test_a_door_that_runs_out_of_file_descriptors_says_so_and_comes_back() -> None:
+    with listening(open_files=128) as (running, url):
+        host, _, port = url.removeprefix("http://").partition(":")
+        with httpx.Client(base_url=url, timeout=WAIT_S) as client, ExitStack() as open_ones:
+            assert client.get("/health/live").status_code == 200
+            peers = [socket.create_connection((host, int(port)), WAIT_S) for _ in range(150)]
+            for peer in peers:
+                open_ones.enter_context(peer)
+            told = peers[-1].recv(65536)
+            assert told.startswith(b"HTTP/1.1 429 ") and b"limit of open files" in told, told
+            assert client.get("/health/live").status_code == 200, "those who are in stay in"
+            told_log = running.find(r"new connections are refused: (\d+) connections are open")
+            assert 32 < int(told_log[1]) < 128
+        wait_for(lambda: is_ready(url), "new connections to be taken again")
+        assert running.stop() == 0
+
+
+@needs_a_slow_device
+def test_ctrl_c_reaches_every_process_and_admitted_work_is_still_answered(
+    pool: ThreadPoolExecutor, rng: np.random.Generator
+) -> None:
+    some_seconds = {name: rng.standard_normal((2500, 8, 64), np.float32) for name in "qkv"}
+    fields = {"qo_indptr": [0, 2500], "kv_indptr": [0, 2500]}
+    with listening() as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        asked = pool.submit(post, client, "/v1/ragged-prefill", fields, some_seconds)
+        with httpx.Client(base_url=url, timeout=WAIT_S) as other:
+            wait_for(lambda: slices(other) > 3, "the prefill to run")
+        everyone = [running.pid("http-0"), running.pid("engine"), running.child.pid]
+        for pid in everyone:  # as a terminal does
+            os.kill(pid, signal.SIGINT)
+        assert asked.result(WAIT_S).status_code == 200
+        assert running.child.wait(WAIT_S) == 0
+    assert not [line for line in running.lines if "Traceback" in line]
