@@ -12,7 +12,6 @@ from service.core.errors import IntegrityError
 from service.core.nodes import Int32, Leaf, Links, Node
 from service.core.sequences import SequenceBooks
 
-
 LEAVES_PER_STEP: Final = 512
 """Sequences checked at a time: some 5 ms."""
 
@@ -42,8 +41,8 @@ def integrity_steps(
     """Check every invariant, a bounded piece of the sequences at a time.
 
     Nodes are counted at the first step and pages at the last, each at one moment. Between two steps
-    the sequences may change: one that is gone by its turn is passed over. Raises `IntegrityError` at the first
-    invariant that does not hold.
+    the sequences may change: one that is gone by its turn is passed over. Raises `IntegrityError`
+    at the first invariant that does not hold.
     """
     nodes = nodes_of(books)
     if len(nodes) != links.count:
