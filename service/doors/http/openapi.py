@@ -50,8 +50,8 @@ PARAMETERS: Final = (
         "name": DEADLINE_HEADER,
         "in": "header",
         "required": False,
-        "description": "Milliseconds the operation may wait for its turn; then 504, and it has not "
-        "run. Absent: server.deadline_s.",
+        "description": "Milliseconds the operation may take, waiting included; then 504, and it "
+        "has changed nothing. Absent: server.deadline_s.",
         "schema": {"type": "number", "minimum": MIN_DEADLINE_MS, "maximum": MAX_DEADLINE_MS},
     },
 )

@@ -42,9 +42,8 @@ INLINE_BYTES: Final = 16 * 2**10
 JSON_GROWTH: Final = 13
 """At most so many characters become of one byte: a BF16 takes 2 bytes, or 25 characters."""
 LESS: Final = "ask for less at once (gather takes start and stop), or raise server.max_answer_bytes"
-AS_SAFETENSORS: Final = (
-    f"send `Accept: {SAFETENSORS}`, ask for less at once, or raise server.max_json_bytes"
-)
+LESS_JSON: Final = "ask for less at once, or raise server.max_json_bytes"
+AS_SAFETENSORS: Final = f"send `Accept: {SAFETENSORS}`, {LESS_JSON}"
 CONTENT_TYPES: Final = {name: (b"content-type", name.encode()) for name in (SAFETENSORS, JSON)}
 
 
@@ -172,12 +171,19 @@ class Caller:
                 if not answered.needed:
                     return answered, slot
                 if answered.needed > most:
-                    raise too_large(answered.needed, most, self.limits.max_answer_bytes)
+                    if most < self.limits.max_answer_bytes:
+                        raise self.too_long_as_json(answered.needed)
+                    raise AnswerTooLarge(answered.needed, most, LESS)
                 self.door.give_back(slot)
                 slot = await door.slot(answered.needed)
         except BaseException:
             self.door.give_back(slot)
             raise
+
+    def too_long_as_json(self, size: int) -> AttndError:
+        """The answer is longer than JSON may be, or would be; `size` is its own or its image's."""
+        remedy = AS_SAFETENSORS if self.operation.has_tensors else LESS_JSON
+        return AnswerTooLarge(size, self.limits.max_json_bytes, remedy)
 
     def answer_image(self, exchange: Exchange, answered: Answered, slot: Slot) -> None:
         """Send the image: as a copy when it is short, else out of the arena, whose slot is free
@@ -202,15 +208,10 @@ class Caller:
         finally:
             self.door.give_back(slot)
         if size > limit:
-            raise AnswerTooLarge(size, limit, AS_SAFETENSORS)
+            raise self.too_long_as_json(size)
         *stages, encode = answered.stages
         exchange.stages = (*stages, encode + perf_counter() - started)
         answer(self.door, exchange, answered.status, [CONTENT_TYPES[JSON]], [part])
-
-
-def too_large(size: int, most: int, max_answer_bytes: int) -> AttndError:
-    """The answer is longer than what may be asked of the engine."""
-    return AnswerTooLarge(size, most, LESS if most >= max_answer_bytes else AS_SAFETENSORS)
 
 
 def lay(parts: Sequence[Part], into: memoryview) -> int:
