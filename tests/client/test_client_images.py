@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -51,6 +53,44 @@ def test_what_comes_back_may_be_written_to() -> None:
     _, arrays = images.decode(received(reply_body({}, {"x": np.zeros(4, np.float32)})))
     arrays["x"] += 1
     assert arrays["x"].sum() == 4
+
+
+class Base(StrEnum):
+    TWO = "2"
+
+
+@pytest.mark.parametrize("offsets", [None, [0], [5, 2**40]])
+def test_fields_are_written_as_they_are_however_like_those_before(offsets: Any) -> None:
+    values = [
+        True,
+        1,
+        1.0,
+        np.float64(1.0),
+        np.float64(0.1),
+        "1",
+        '\\"',
+        Base.TWO,
+        [1],
+        {"a": None},
+    ]
+    for value in [*values, *values]:
+        fields = {"layer": value, **({} if offsets is None else {"offsets": offsets})}
+        told = read_safetensors(b"".join(images.encode(fields, {}))).fields
+        assert told == fields
+        assert json.dumps(told["layer"]) == json.dumps(value)
+
+
+def test_more_headers_than_are_remembered_are_all_right() -> None:
+    for layer in [*range(2 * images.REMEMBERED), 0]:
+        names = ["a-name-longer-than-most"] * (1000 if layer % 100 == 0 else 1)
+        fields = {"layer": layer, "sequences": names}
+        assert read_safetensors(b"".join(images.encode(fields, {}))).fields == fields
+
+
+def test_a_field_that_json_does_not_have_is_a_type_error() -> None:
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            images.encode({"layer": np.int64(1)}, {})
 
 
 def test_a_dtype_that_cannot_travel_is_named() -> None:

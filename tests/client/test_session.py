@@ -265,6 +265,20 @@ def test_the_memory_of_arrays_that_are_gone_is_used_again(bench: Bench) -> None:
     assert engine.arena_sizes == [MIB]
 
 
+def test_a_call_gets_the_place_of_the_result_let_go_before_it_and_no_kept_one(bench: Bench) -> None:
+    engine = bench.start(attended)
+    session = bench.session(arena_bytes=64 * MIB)
+    for q in (session.empty("q", (2, 4, 8)), Q):
+        for _ in range(40):
+            session.decode(0, ["a"], q)
+        places = [seen.place for seen in engine.seen]
+        assert len(set(places)) == 1, places
+        kept = [session.decode(0, ["a"], q) for _ in range(5)]
+        assert len({seen.place for seen in engine.seen[-5:]}) == 5
+        del kept
+        engine.seen.clear()
+
+
 def test_a_kept_view_of_a_result_keeps_its_memory(bench: Bench) -> None:
     bench.start(attended)
     session = bench.session()

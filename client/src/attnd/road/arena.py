@@ -17,8 +17,6 @@ ALIGNMENT: Final = 64
 """Every slot begins at a multiple of this."""
 SCRAPS: Final = 1024
 """Less than this part of the arena is a scrap, not worth giving back alone."""
-WAITING: Final = 16
-"""What was given back waits, up to so many pieces, to be taken by its size again."""
 
 
 class Held(np.ndarray[Any, Any]):
@@ -73,11 +71,9 @@ class Slots:
         """A slot of at least `size` bytes; None when there is no such stretch."""
         size = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
         with self._lock:
-            if 0 < len(self.returned) <= WAITING:
-                last = self.returned.pop()
-                if last[1] == size:
-                    return Slot(self, last[0], size)
-                self.returned.append(last)
+            if len(self.returned) == 1 and self.returned[0][1] == size:
+                # Calls repeat themselves: what the last one gave back is just what is wanted.
+                return Slot(self, self.returned.popleft()[0], size)
             self._merge_returned()
             for i, free in enumerate(self._sizes):
                 if free >= size:

@@ -30,24 +30,7 @@ from attnd.road.areas import Areas, Laid
 from attnd.road.arena import Slot
 from attnd.road.frames import Answer, FrameReader
 from attnd.road.greeting import greet, remaining
-
-
-class Waiting:
-    """A call without its answer. What is `laid` stays taken until the engine is done with it."""
-
-    __slots__ = ("answer", "gate", "given_up", "laid")
-
-    def __init__(self, laid: Laid | None) -> None:
-        self.laid = laid
-        self.given_up = False
-        self.answer: Answer | int | None = None
-        self.gate: _thread.LockType | None = None
-
-    def wake(self) -> None:
-        gate = self.gate
-        if gate is not None:
-            with suppress(RuntimeError):  # it was woken before
-                gate.release()
+from attnd.road.waiting import Waiting
 
 
 class Connection:
@@ -101,7 +84,8 @@ class Connection:
                 self._send(frame, ends)
             except BaseException:
                 waiting.given_up = True
-                self._forget(number)
+                if self._pending.pop(number, None) is not None:
+                    waiting.settle()
                 raise
         try:
             answer = self._wait(waiting, ends)
@@ -147,15 +131,6 @@ class Connection:
         if number in self._pending and not self.broken:
             with self._sending, suppress(AttndError):
                 self._send(frames.cancel_frame(number), time.monotonic() + 0.1)
-
-    def _forget(self, number: int) -> None:
-        """Call `number` was answered, or never went out."""
-        waiting = self._pending.pop(number, None)
-        if waiting is not None and waiting.laid is not None:
-            waiting.laid.release()
-            if waiting.given_up:
-                waiting.laid.place.free()
-            waiting.laid = None
 
     # answers
 
@@ -220,10 +195,10 @@ class Connection:
                 self._told(kind, frames.read_json(payload))
                 continue
             number, answer = frames.read_answer(payload)
-            waiting = self._pending.get(number)
+            waiting = self._pending.pop(number, None)
             if waiting is None:
                 raise ProtocolError(f"an answer to call {number}, which waits for none")
-            self._forget(number)
+            waiting.settle()
             waiting.answer = answer
             waiting.wake()
 
