@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import tomllib
@@ -18,6 +19,8 @@ from service.metrics import Metrics
 from service.supervisor import GRACE_S
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+OF_ANOTHER_MAKE: Final = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+"""What `make test` would hand on to a make of a test."""
 GRAFANA: Final = ROOT / "config/grafana"
 DESIGNED: Final = (
     *("requests_total", "request_duration_seconds", "queue_duration_seconds"),
@@ -260,8 +263,9 @@ def test_make_run_shows_what_pip_does_while_it_installs(tmp_path: Path) -> None:
     )
     stand_in.chmod(0o755)
     done = subprocess.run(
-        ["make", "run", f"VENV={tmp_path}", "EXTRA=cpu", "ARGS=--log.level debug"],
+        ["make", "--no-print-directory", "run", f"VENV={tmp_path}", "EXTRA=cpu"],
         cwd=ROOT,
+        env={**os.environ, "ARGS": "--log.level debug"} | dict.fromkeys(OF_ANOTHER_MAKE, ""),
         capture_output=True,
         text=True,
         check=True,

@@ -261,20 +261,22 @@ class Scheduler:
             self._store.pace.correct("attend", grouped[0].cost, spent)
 
     def _answer(self, jobs: Iterable[Job]) -> None:
-        """Send the replies, then count what succeeded."""
+        """Count what succeeded, so that whoever is answered finds it counted; send the replies."""
         for job in jobs:
+            self._count(job)
             self._reply(job)
+
+    def _count(self, job: Job) -> None:
         metrics = self._metrics
-        for job in jobs:
-            if isinstance(job.error, OutOfPages):
-                metrics.out_of_pages()
-            if job.error is not None or job.work is None:
-                continue
-            counts = job.work.counts
-            if counts.appended:
-                metrics.appended(counts.appended)
-            if counts.mode is not None:
-                metrics.kv_read(counts.read_bytes, counts.saved_bytes, counts.mode)
+        if isinstance(job.error, OutOfPages):
+            metrics.out_of_pages()
+        if job.error is not None or job.work is None:
+            return
+        counts = job.work.counts
+        if counts.appended:
+            metrics.appended(counts.appended)
+        if counts.mode is not None:
+            metrics.kv_read(counts.read_bytes, counts.saved_bytes, counts.mode)
 
     # When a launch fails.
 

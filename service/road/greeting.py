@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from contextlib import suppress
 from dataclasses import fields
 from typing import Final
 
@@ -24,7 +25,8 @@ async def greet(sock: socket.socket, hello: Hello) -> tuple[f.Reader, Welcome, M
     Raises NotReady when the engine refuses or leaves, FrameError when it is no engine.
     """
     loop = asyncio.get_running_loop()
-    await loop.sock_sendall(sock, message(f.HELLO, hello))
+    with suppress(BrokenPipeError, ConnectionResetError):  # then it has said why: read that
+        await loop.sock_sendall(sock, message(f.HELLO, hello))
     reader = f.Reader(f.FROM_ENGINE)
     descriptors: list[int] = []
     try:

@@ -93,7 +93,7 @@ def test_who_is_refused_learns_why_and_keeps_nothing_open(loops: Loops, tmp_path
         turn_away(sock, Overloaded("256 sessions are open", retry_after_s=1.0))
         with pytest.raises(NotReady, match="refused the session: 256 sessions are open"):
             await connecting
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
 
     with listen_in(tmp_path) as (path, listener), asyncio.Runner(loop_factory=loops) as runner:
         runner.run(main(path, listener))
