@@ -102,6 +102,11 @@ class Engine:
         self._asked_to_drain = False
         self._seconds_per_operation = 0.0
 
+    @property
+    def num_admitted(self) -> int:
+        """Calls that have no answer yet."""
+        return len(self._jobs)
+
     def drain(self) -> None:
         """Take no more calls, finish what is admitted, and end; from any thread, or a signal."""
         self._asked_to_drain = True

@@ -48,7 +48,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def is_idle(service: Service) -> bool:
-    return not service.engine.scheduler.busy
+    return int(service.engine.num_admitted) == 0
 
 
 @contextmanager
