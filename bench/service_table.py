@@ -15,7 +15,6 @@ COSTS: Final = {
     "http_echo": "bare ASGI echo",
 }
 RATES: Final = {"session": "Session", "client": "Client", "http": "raw HTTP"}
-BEFORE: Final = {"before_http": "raw HTTP before", "before_client": "Client before"}
 LEAST_RATIO: Final = 1.5
 RATIO_BYTES: Final = range(65536, 1048576 + 1)
 """Sizes of q whose requests a second are held against the version before."""

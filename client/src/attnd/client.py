@@ -22,7 +22,17 @@ from attnd.http.awaiting import AsyncTransport, LoopTransport
 from attnd.http.blocking import SocketTransport, Transport
 from attnd.http.messages import reply_of, request_of
 from attnd.http.origin import origin_of
-from attnd.methods import POLL_S, carry_out, checked, manner, not_ready, unreachable, with_self
+from attnd.methods import (
+    POLL_S,
+    carry_out,
+    checked,
+    every_sequence,
+    manner,
+    not_ready,
+    unreachable,
+    wait_until_ready,
+    with_self,
+)
 from attnd.results import SequenceInfo
 
 P = ParamSpec("P")
@@ -91,26 +101,11 @@ class Client:
 
     def list_sequences(self, *, page_size: int | None = None) -> Iterator[SequenceInfo]:
         """Every sequence by id, fetched `page_size` at a time (None: the service's default)."""
-        after: str | None = None
-        while True:
-            page = self.sequence_page(after, page_size)
-            yield from page.sequences
-            if (after := page.next) is None:
-                return
+        return every_sequence(self.sequence_page, page_size)
 
     def wait_ready(self, timeout: float = 60.0) -> None:
         """Return once the service is ready; TimeoutError with its own reason when it is not."""
-        ends = time.monotonic() + timeout
-        while True:
-            try:
-                health = self.ready()
-            except TransportError as error:
-                health = unreachable(error)
-            if health.ok:
-                return
-            if time.monotonic() >= ends:
-                raise not_ready(timeout, health)
-            time.sleep(POLL_S)
+        wait_until_ready(self.ready, timeout)
 
     def with_options(self, *, deadline: float | None = None, request_id: str | None = None) -> Self:
         """The same client and connections, for calls that differ.

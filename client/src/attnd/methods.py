@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar, cast
 
 from attnd.call import Call, Reply
 from attnd.errors import AttndError, TransportError
 from attnd.exchange import Manner, Outcome, Retries, Send, Wait, first, repeated
-from attnd.results import Health
+from attnd.results import Health, SequenceInfo, SequencePage
 
 M = TypeVar("M", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -51,6 +51,33 @@ def carry_out(call: Call[T], manner: Manner, attempt: Callable[[Send[Any]], Repl
         return cast(T, stop.value)
     finally:
         del outcome  # an error's traceback leads to this frame
+
+
+def every_sequence(
+    page_of: Callable[[str | None, int | None], SequencePage], page_size: int | None
+) -> Iterator[SequenceInfo]:
+    """Every sequence by id, fetched a page at a time with `page_of(after, limit)`."""
+    after: str | None = None
+    while True:
+        page = page_of(after, page_size)
+        yield from page.sequences
+        if (after := page.next) is None:
+            return
+
+
+def wait_until_ready(ready: Callable[[], Health], timeout: float) -> None:
+    """Ask until the answer is yes; TimeoutError with the service's own reason when it is not."""
+    ends = time.monotonic() + timeout
+    while True:
+        try:
+            health = ready()
+        except TransportError as error:
+            health = unreachable(error)
+        if health.ok:
+            return
+        if time.monotonic() >= ends:
+            raise not_ready(timeout, health)
+        time.sleep(POLL_S)
 
 
 def manner(timeout: float, retries: int | Retries) -> Manner:

@@ -17,9 +17,16 @@ from numpy.typing import DTypeLike, NDArray
 
 from attnd import attention, control
 from attnd.call import Call, Reply
-from attnd.errors import NotFound, TransportError
+from attnd.errors import NotFound
 from attnd.exchange import Retries, Send
-from attnd.methods import POLL_S, carry_out, checked, manner, not_ready, unreachable, with_self
+from attnd.methods import (
+    carry_out,
+    checked,
+    every_sequence,
+    manner,
+    wait_until_ready,
+    with_self,
+)
 from attnd.results import Meta, SequenceInfo
 from attnd.road.calling import HEALTH, attempt, health
 from attnd.road.connection import Connection
@@ -135,26 +142,11 @@ class Session:
 
     def list_sequences(self, *, page_size: int | None = None) -> Iterator[SequenceInfo]:
         """Every sequence by id, fetched `page_size` at a time (None: the service's default)."""
-        after: str | None = None
-        while True:
-            page = self.sequence_page(after, page_size)
-            yield from page.sequences
-            if (after := page.next) is None:
-                return
+        return every_sequence(self.sequence_page, page_size)
 
     def wait_ready(self, timeout: float = 60.0) -> None:
         """Return once the service is ready; TimeoutError with its own reason when it is not."""
-        ends = time.monotonic() + timeout
-        while True:
-            try:
-                health = self.ready()
-            except TransportError as error:
-                health = unreachable(error)
-            if health.ok:
-                return
-            if time.monotonic() >= ends:
-                raise not_ready(timeout, health)
-            time.sleep(POLL_S)
+        wait_until_ready(self.ready, timeout)
 
     def with_options(self, *, deadline: float | None = None, request_id: str | None = None) -> Self:
         """The same session, for calls that differ; see `Client.with_options`."""
