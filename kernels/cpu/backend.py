@@ -86,12 +86,13 @@ class CpuBackend:
         self._pool.k.copy(src, dst, offset)
         self._pool.v.copy(src, dst, offset)
 
+    @torch.inference_mode()
     def attend(self, requests: Sequence[Attend]) -> Pending[list[AttentionState]]:
         seconds = StageSeconds()
         if not requests:
             return Done([], seconds)
-        _check_outs(requests)
         clock = time.perf_counter()
+        _check_outs(requests)
         prepared, first_page = self._prepare(requests)
         seconds.plan, clock = _lap(clock)
         given = map(_in_plan_order, requests, prepared.orders)
@@ -104,10 +105,11 @@ class CpuBackend:
         seconds.copy_out, clock = _lap(clock)
         return Done(answers, seconds)
 
+    @torch.inference_mode()
     def attend_ragged(self, request: RaggedAttend) -> Pending[AttentionState]:
         seconds = StageSeconds()
-        _check_outs([request])
         clock = time.perf_counter()
+        _check_outs([request])
         pool, paged = _as_paged(request)
         tokens, heads, dim = request.k.shape
         prepared, _ = prepare([paged], PagedShape(tokens, 1, heads * dim))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -15,7 +15,7 @@ from kernels.backend import Attend, AttentionState, Mask, Scoring
 from kernels.tensor import Array, host_array
 from service.core.values import Extension
 from service.engine.masks import ragged_mask
-from service.engine.place import AnswerLayout
+from service.engine.place import AnswerLayout, answer_bytes
 from service.engine.plans import Planned
 from service.engine.request import Request
 from service.engine.rows import write_steps
@@ -44,7 +44,7 @@ def paged(store: Store, request: Request, seconds: Seconds, *, causal: bool) -> 
     """Append the rows that came along, plan, and attend."""
     fields, tensors = request.fields, request.tensors
     q, qo_indptr = tensors["q"], fields.qo_indptr_array
-    request.place.require(TEXT_BYTES, state_shapes(q))
+    request.place.require_bytes(known_of(request).answer_bytes)
     rows = (tensors["k"], tensors["v"]) if "k" in tensors else None
     extension, writing = None, False
     if rows is not None:
@@ -57,8 +57,8 @@ def paged(store: Store, request: Request, seconds: Seconds, *, causal: bool) -> 
         started = time.monotonic()
         planned = store.plans.sequences(fields.ids, fields.layer, qo_indptr, causal, fields.cascade)
         mask = pooled_mask(store, request, planned)
-        seconds.plan += time.monotonic() - started
         repeated = repeated_of(store, request, planned)
+        seconds.plan += time.monotonic() - started
         laid = request.place.lay_out(repeated.answer)
     except BaseException:
         if extension is not None:
@@ -76,6 +76,25 @@ def paged(store: Store, request: Request, seconds: Seconds, *, causal: bool) -> 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """What a header says of its queries: room for the answer, and the kind of query that it is."""
+
+    answer_bytes: int
+    kind: Hashable
+
+
+def known_of(request: Request) -> Known:
+    """Worked out once for a request that repeats."""
+    known: Known | None = request.known.get("paged")
+    if known is None:
+        fields, q = request.fields, request.tensors["q"]
+        options = (fields.sm_scale, fields.logits_soft_cap, fields.window_left, fields.lse_base)
+        room = answer_bytes(TEXT_BYTES, state_shapes(q))
+        known = request.known["paged"] = Known(room, (q.shape, q.dtype, options))
+    return known
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Repeated:
     """What is the same for one kind of query at every layer that a plan serves."""
 
@@ -87,12 +106,11 @@ class Repeated:
 
 def repeated_of(store: Store, request: Request, planned: Planned) -> Repeated:
     """Made once for a plan and a kind of query, and kept with the plan."""
-    fields, q = request.fields, request.tensors["q"]
-    options = (fields.sm_scale, fields.logits_soft_cap, fields.window_left, fields.lse_base)
-    kind = (q.shape, q.dtype, options)
+    kind = known_of(request).kind
     found: Repeated | None = planned.repeated.get(kind)
     if found is not None:
         return found
+    fields, q = request.fields, request.tensors["q"]
     text = answer_text(fields.lse_base, planned)
     mode: Mode = "cascade" if planned.is_cascade else "flat"
     made = Repeated(

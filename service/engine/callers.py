@@ -101,7 +101,7 @@ class Callers:
         if mask & selectors.EVENT_WRITE:
             session.flush()
         events: Sequence[Call | Cancel] = session.read() if mask & selectors.EVENT_READ else ()
-        if session in self._ungreeted and session.greeted:
+        if self._ungreeted and session.greeted:
             self._ungreeted.discard(session)
         self._look_after(session)
         return events
@@ -125,16 +125,14 @@ class Callers:
     def answer(self, call: Call, status: int, length: int, stages: Stages) -> None:
         session = call.session
         session.answer(call, status, length, stages)
-        if session.wants_write or session.ended:
-            self._look_after(session)
+        self._look_after(session)
 
     def fail(
         self, call: Call, error: Exception, stages: Stages = NO_STAGES, needed: int = 0
     ) -> None:
         session = call.session
         session.fail(call, error, stages, needed=needed)
-        if session.wants_write or session.ended:
-            self._look_after(session)
+        self._look_after(session)
 
     def tell(self, state: State) -> None:
         """Push the engine's state to all."""
@@ -166,9 +164,10 @@ class Callers:
                 self._gone.append(session)
                 LOG.debug("session %d (%s): %s", session.number, session.name, session.ended)
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if session.wants_write else 0)
-        if self._selector.get_key(session).events != wanted:
-            self._selector.modify(session, wanted, session)
+        if session.wants_write != session.watched_for_room:
+            session.watched_for_room = session.wants_write
+            room = selectors.EVENT_WRITE if session.wants_write else 0
+            self._selector.modify(session, selectors.EVENT_READ | room, session)
 
     def _close_silent(self) -> None:
         now = time.monotonic()

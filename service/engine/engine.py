@@ -18,7 +18,7 @@ from config.settings import Settings
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Backend
 from service import __version__
 from service.engine.callers import Callers
-from service.engine.place import DoesNotFit, Place
+from service.engine.place import DoesNotFit
 from service.engine.request import RequestReader
 from service.engine.scheduler import FATAL, Scheduler
 from service.engine.selftest import self_test
@@ -182,9 +182,7 @@ class Engine:
                 raise NotReady(self.state.reason)
             if self.scheduler.num_waiting >= self._settings.server.queue_depth:
                 self._refuse_overload(operation.frees)
-            pinned = call.session.pinned
-            place = Place(call.answer, self.info.limits.max_answer_bytes, pinned)
-            request = self._reader.read(operation, call.request, pinned, place)
+            request = self._reader.read(operation, call)
         except AttndError as error:
             self.callers.fail(call, error)
             self._count_refused(call, operation.name, error)

@@ -46,10 +46,11 @@ class AnswerLayout:
 class Place:
     """Memory for one answer. `memory` None: as much as it takes, of its own (no caller waits).
 
-    `limit` bounds any answer, whatever the place. `length` is that of the image laid last.
+    `limit` bounds any answer, whatever the place. `length` is that of the image laid last; laying
+    the same layout again gives the same tensors.
     """
 
-    __slots__ = ("image", "length", "limit", "memory", "pinned")
+    __slots__ = ("image", "layout", "length", "limit", "memory", "pinned", "tensors")
 
     def __init__(
         self, memory: memoryview | None = None, limit: int = 2**63, pinned: bool = False
@@ -59,15 +60,18 @@ class Place:
         self.pinned = pinned
         self.image: memoryview | None = None
         self.length = 0
+        self.layout: AnswerLayout | None = None
+        self.tensors: dict[str, Array] = {}
 
     def require(self, text_bytes: int, shapes: Sequence[Shaped] = (), remedy: str = "") -> None:
         """Refuse an answer of so much JSON, escaped, and these tensors, before anything is changed.
 
         Raises `AnswerTooLarge`, or `DoesNotFit` with what would do.
         """
-        needed = HEADER_BYTES + text_bytes
-        for shape in shapes:
-            needed += TENSOR_BYTES + num_bytes(shape)
+        self.require_bytes(answer_bytes(text_bytes, shapes), remedy)
+
+    def require_bytes(self, needed: int, remedy: str = "") -> None:
+        """As `require`, for `answer_bytes`."""
         if needed > self.limit:
             raise AnswerTooLarge(needed, self.limit, remedy or "ask for less at once")
         if self.memory is not None and needed > len(self.memory):
@@ -84,11 +88,24 @@ class Place:
     def lay_out(self, layout: AnswerLayout) -> dict[str, Array]:
         """As `lay`, with the header made already."""
         head, end = layout.head, layout.size
+        if layout is self.layout and self.memory is not None:
+            self.memory[: len(head)] = head
+            self.length = end
+            return self.tensors
         image = memoryview(bytearray(end)) if self.memory is None else self.memory
         if end > len(image):
             raise DoesNotFit(end, len(image))
         self.image, self.length = image, end
         laid = lay(image, head, layout.tensors)
-        if not self.pinned:
-            return laid
-        return {name: array.view(PinnedArray) for name, array in laid.items()}
+        if self.pinned:
+            laid = {name: array.view(PinnedArray) for name, array in laid.items()}
+        self.layout, self.tensors = layout, laid
+        return laid
+
+
+def answer_bytes(text_bytes: int, shapes: Sequence[Shaped] = ()) -> int:
+    """At most what an answer of so much JSON, escaped, and these tensors takes."""
+    needed = HEADER_BYTES + text_bytes
+    for shape in shapes:
+        needed += TENSOR_BYTES + num_bytes(shape)
+    return needed

@@ -102,8 +102,12 @@ def sharing_of(request: Request) -> Hashable | None:
     anything.
     """
     turn = turn_of(request)
-    if turn.is_attention:
+    if not turn.is_attention:
+        return object() if turn.launches else None
+    sharing: Hashable | None = request.known.get("sharing")
+    if sharing is None:
         fields, q = request.fields, request.tensors["q"]
         window: Any = getattr(fields, "window_left", -1)
-        return (q.dtype, q.shape[1:], fields.sm_scale, fields.logits_soft_cap, window)
-    return id(request) if turn.launches else None
+        sharing = (q.dtype, q.shape[1:], fields.sm_scale, fields.logits_soft_cap, window)
+        request.known["sharing"] = sharing
+    return sharing

@@ -54,6 +54,8 @@ class Call:
     request: memoryview
     answer: memoryview
     request_id: bytes
+    at: tuple[int, int, int, int]
+    """Offset and length of both places."""
     cancelled: bool = False
 
 

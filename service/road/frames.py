@@ -35,6 +35,7 @@ NAMES: Final = {
 
 HEADER: Final = Struct("<HHI")
 """kind, flags (zero), payload bytes."""
+HEADER_BYTES: Final = HEADER.size
 CALL_PAYLOAD: Final = Struct("<QHHIQQQQ16s")
 """id, route, reserved (zero), deadline in µs, request offset and length, answer offset and
 capacity, request id."""
@@ -58,6 +59,8 @@ MAX_INLINE_BYTES: Final = 64 * 2**20
 BUFFER_BYTES: Final = 64 * 2**10
 
 Sizes = Mapping[int, tuple[int, int]]
+NEVER: Final = (1, 0)
+"""No size is between these."""
 
 FROM_CALLER: Final[Sizes] = {
     CALL: (CALL_PAYLOAD.size, CALL_PAYLOAD.size),
@@ -112,22 +115,28 @@ class Reader:
         self.end = end
 
     def frames(self) -> Iterator[tuple[int, int, int]]:
-        """Kind, first byte in `buffer`, and size of every whole payload that has arrived.
+        """Every whole payload that has arrived, as `next` gives it."""
+        return iter(self.next, None)
+
+    def next(self) -> tuple[int, int, int] | None:
+        """Kind, first byte in `buffer`, and size of the next whole payload, once it is there.
 
         Raises FrameError for a header that breaks a rule, as soon as the header is there.
         """
-        while self.end - self.begin >= HEADER.size:
-            kind, flags, size = HEADER.unpack_from(self.buffer, self.begin)
-            least, most = self.sizes.get(kind, (1, 0))
-            if flags or not least <= size <= most:
-                raise FrameError(describe(kind, flags, size, self.sizes))
-            start = self.begin + HEADER.size
-            if start + size > self.end:
-                if HEADER.size + size > len(self.buffer):
-                    self.enlarge(HEADER.size + size)
-                return
-            self.begin = start + size
-            yield kind, start, size
+        begin, end = self.begin, self.end
+        if end - begin < HEADER_BYTES:
+            return None
+        kind, flags, size = HEADER.unpack_from(self.buffer, begin)
+        least, most = self.sizes.get(kind, NEVER)
+        if flags or not least <= size <= most:
+            raise FrameError(describe(kind, flags, size, self.sizes))
+        start = begin + HEADER_BYTES
+        if start + size > end:
+            if HEADER_BYTES + size > len(self.buffer):
+                self.enlarge(HEADER_BYTES + size)
+            return None
+        self.begin = start + size
+        return kind, start, size
 
     @property
     def unfinished(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from contextlib import suppress
+from typing import Any
 
 from service.errors import AttndError, MalformedRequest, NoSuchRoute, Overloaded
 from service.road import frames as f
@@ -39,10 +40,14 @@ class Session:
         self.door = False
         self.ended = ""
         self.closed = False
+        self.watched_for_room = False
+        """Whether the engine's loop waits until the socket can be written, too."""
         self.live: dict[int, Call] = {}
         self.reader = f.Reader(f.FROM_CALLER)
         self.output = Output(sock, config.max_output_bytes)
         self.arena: Arena | None = None
+        self.repeated: dict[Any, Any] = {}
+        """What the engine remembers of places in the arena; goes when those move or go."""
         self.growth = 0
         """The size that a GROW asks for, while calls keep a pinned arena where it is."""
 
@@ -122,7 +127,8 @@ class Session:
         seconds = deadline_us * 1e-6 if deadline_us else config.default_deadline_s
         given = arena.memory[request : request + length]
         place = arena.memory[answer : answer + capacity]
-        call = live[number] = Call(self, number, route, seconds, given, place, name)
+        at = (request, length, answer, capacity)
+        call = live[number] = Call(self, number, route, seconds, given, place, name, at)
         return call
 
     def refuse_call(self, values: CallValues, size: int) -> None:
@@ -190,6 +196,7 @@ class Session:
         if arena is None or self.ended or (self.pinned and self.live):
             return
         wanted, self.growth = self.growth, 0
+        self.repeated.clear()
         with suppress(OSError):  # GROWN tells the size that there is
             arena.grow(wanted)
         self.send(message(f.GROWN, Grown(arena.size, len(arena.pinned))))
@@ -292,5 +299,6 @@ class Session:
 
     def release(self) -> None:
         """Forget the arena; its memory goes with the last view of it."""
+        self.repeated.clear()
         if self.arena is not None:
             self.arena.close()
