@@ -18,10 +18,13 @@ Int64 = NDArray[np.int64]
 
 CORRECTION: Final = 0.3
 """Share of the latest measurement in a rate, on a logarithmic scale."""
-LEAST_SHARE: Final = 0.01
-LEAST_CORRECTED_S: Final = 5e-5
-"""Work first thought to take less (or a smaller share of a slice) tells of calls and launches, not
-of the device's rates."""
+SHORT_SHARE: Final = 0.01
+SHORT_S: Final = 5e-5
+"""Work first thought to take less (or a smaller share of a slice) tells what calls and launches
+take, whatever the work."""
+TELLING_SHARE: Final = 0.1
+"""Work first thought to take so much of a slice tells the device's rates, and so does all that took
+a whole one. What lies between is some of both, and tells nothing."""
 MOST_CORRECTION: Final = 4.0
 
 
@@ -32,7 +35,7 @@ class Pace:
         self.slice_s = slice_s
         self._bytes_per_s = bytes_per_s
         self._flops_per_s = flops_per_s
-        self._least_s = max(LEAST_SHARE * slice_s, LEAST_CORRECTED_S)
+        self._short_s = max(SHORT_SHARE * slice_s, SHORT_S)
         self._factors: dict[str, float] = {}
         self._overheads: dict[str, float] = {}
 
@@ -55,10 +58,12 @@ class Pace:
 
     def correct(self, kind: str, cost: Cost, measured_s: float) -> None:
         """Work of a known cost took `measured_s`."""
-        overhead = self._overheads.get(kind)
-        if self._guess(cost) < self._least_s:
+        overhead, guess = self._overheads.get(kind), self._guess(cost)
+        if guess < self._short_s:
             before = measured_s if overhead is None else overhead
             self._overheads[kind] = before + CORRECTION * (measured_s - before)
+            return
+        if guess < TELLING_SHARE * self.slice_s and measured_s < self.slice_s:
             return
         ratio = (measured_s - (overhead or 0.0)) / self.seconds(kind, cost)
         ratio = min(max(ratio, 1 / MOST_CORRECTION), MOST_CORRECTION)

@@ -276,9 +276,17 @@ def test_estimates_come_to_what_is_measured_whatever_the_first_guess(factor: flo
     assert pace.seconds("append", cost) == pytest.approx(0.05), "each kind has its own rate"
 
 
-def test_what_small_calls_cost_does_not_cut_large_work_to_shreds() -> None:
+@pytest.mark.parametrize("cost", [Cost(1e4, 2e4), Cost(4e6, 1e6)], ids=["tiny", "small"])
+def test_what_small_calls_cost_does_not_cut_large_work_to_shreds(cost: Cost) -> None:
     pace = Pace(4e9, 2e10, slice_s=0.02)
-    for _ in range(1000):  # two milliseconds of calls for some microseconds of work
-        pace.correct("attend", Cost(1e4, 2e4), 0.002)
+    for _ in range(1000):  # milliseconds of calls for some microseconds of work
+        pace.correct("attend", cost, 0.005)
     large = Cost(4e8, 2e9)
     assert pace.num_slices("attend", large) <= 50, "0.2 s of work at 20 ms a slice"
+
+
+def test_a_launch_that_takes_a_whole_slice_is_learnt_from_however_short_it_was_thought() -> None:
+    pace, cost = Pace(4e9, 2e10, slice_s=0.02), Cost(4e6, 1e6)
+    for _ in range(20):
+        pace.correct("attend", cost, 0.05)
+    assert pace.is_long("attend", cost)
