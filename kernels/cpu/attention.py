@@ -1,5 +1,7 @@
 """The attention loop: steps of keys against tiles of rows, joined into states.
 
+16-bit queries over a 16-bit pool go another way, `fused.py`.
+
 A step's keys are gathered and widened once for all query rows of its segments, and a kv head meets
 its group's heads and all rows that share the segment in one matrix product. So a shared prefix is
 read once for all its queries, and no array grows with rows x keys.
@@ -8,14 +10,15 @@ read once for all its queries, and no array grows with rows x keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from kernels.backend import Scoring
+from kernels.cpu import fused
 from kernels.cpu.pool import Pool
-from kernels.cpu.state import States, finite
+from kernels.cpu.state import Rows, States, finite
 from kernels.cpu.steps import Step
 
 
@@ -41,26 +44,42 @@ def attention(
 
     The steps' pages count from page `first_page` of the pool.
     """
-    scores = Scores.of(scoring, pool.k.scale)
-    q = q.to(torch.float32) * scores.q_factor
     everything, states = slice(0, q.shape[0]), None
-    for step in steps:
-        k, v = pool.load(step.pages + first_page if first_page else step.pages, step.num_keys)
-        if step.dead is not None:
-            _clear(v, step.dead)
-        for tile in step.tiles:
-            found = _tile_states(q[tile.index], k, v, tile.shape, tile.hidden, scores.cap)
-            if states is None and tile.index == everything:
-                states = found
-                continue
-            states = States.empty(*q.shape) if states is None else states
-            states.join(tile.index, found)
+    for index, found in _found(pool, steps, first_page, q, scoring):
+        if states is None and index == everything:
+            states = found
+            continue
+        states = States.empty(*q.shape) if states is None else states.widened()
+        states.join(index, found)
     return States.empty(*q.shape) if states is None else states
 
 
-def _clear(v: torch.Tensor, dead: torch.Tensor) -> None:
-    """Zero V of dead slots: a weight of 0 times a dead slot's NaN is NaN."""
-    v.view(len(dead), -1, *v.shape[1:]).masked_fill_(dead[:, None, :, None], 0.0)
+def _found(
+    pool: Pool, steps: Iterable[Step], first_page: int, q: torch.Tensor, scoring: Scoring
+) -> Iterator[tuple[Rows, States]]:
+    """Each tile's rows, and their states over its step's keys."""
+    if fused.is_fused(pool, q, scoring):
+        for step in steps:
+            k, v = fused.load(pool, step, first_page)
+            for tile in step.tiles:
+                yield tile.index, fused.tile_states(q[tile.index], k, v, tile, scoring.sm_scale)
+        return
+    scores = Scores.of(scoring, pool.k.scale)
+    q = q.to(torch.float32) * scores.q_factor
+    for step in steps:
+        k, v = _load(pool, step, first_page)
+        for tile in step.tiles:
+            found = _tile_states(q[tile.index], k, v, tile.shape, tile.hidden, scores.cap)
+            yield tile.index, found
+
+
+def _load(pool: Pool, step: Step, first_page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step's K and V, V of dead slots zeroed: a weight of 0 times a dead slot's NaN is NaN."""
+    k, v = pool.load(step.pages + first_page if first_page else step.pages, step.num_keys)
+    if step.dead is not None:
+        dead = step.dead
+        v.view(len(dead), -1, *v.shape[1:]).masked_fill_(dead[:, None, :, None], 0.0)
+    return k, v
 
 
 def _tile_states(

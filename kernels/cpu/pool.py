@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from kernels.backend import NUMPY_DTYPES, Array, DType, Layout, PoolGeometry
-from kernels.cpu.tensors import BITS, narrow, to_torch, widen
+from kernels.cpu.tensors import BITS, TORCH_DTYPES, narrow, to_torch, widen
 
 JOINT_ELEMENTS: Final = 64 * 1024
 """Elements of K up to which K and V are gathered and widened by one call each, and not by two."""
@@ -35,6 +35,10 @@ class Store:
     def by_token(self) -> torch.Tensor:
         """View `[layers, pages, page_size, heads, dim]`, whatever the layout."""
         return self.bits if self.layout == "NHD" else self.bits.transpose(2, 3)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.dtype]
 
     def write(self, layer: int, page: torch.Tensor, offset: torch.Tensor, rows: Array) -> None:
         """Quantise `rows [n, heads, dim]` into the token slots (page, offset)."""
@@ -72,6 +76,15 @@ class Store:
         else:
             keys = widen(by_token.permute(0, 3, 1, 2, 4), self.dtype).flatten(2, 3).flatten(0, 1)
         return keys[:, :num_keys]
+
+    def load_stored(self, pages: torch.Tensor) -> torch.Tensor:
+        """Runs of pages int64 `[G, P]` over all layers as they are, `[G, heads, keys, dim]`."""
+        runs, per_run = pages.shape
+        units = self.flat.index_select(0, pages.reshape(-1) * self.step + self.first)
+        stored = units.view(self.torch_dtype).view(runs, per_run, *self.bits.shape[2:])
+        if self.layout == "NHD":
+            return stored.flatten(1, 2).transpose(1, 2)
+        return stored.transpose(1, 2).flatten(2, 3)
 
 
 @dataclass(frozen=True, slots=True)

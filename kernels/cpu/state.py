@@ -22,10 +22,13 @@ _LOWEST: Final = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Of n rows: float32 `m, l [n, heads]`, `o [n, heads, dim]`; filled in place."""
+    """Of n rows: float32 `m, l [n, heads]`, `o [n, heads, dim]`; filled in place.
+
+    `l` None is 1 everywhere: o is normalised, and may be of 16 bits.
+    """
 
     m: torch.Tensor
-    l: torch.Tensor  # noqa: E741 (the papers' name)
+    l: torch.Tensor | None  # noqa: E741 (the papers' name)
     o: torch.Tensor
 
     @classmethod
@@ -36,17 +39,29 @@ class States:
             torch.zeros(rows, heads, dim),
         )
 
+    def widened(self) -> States:
+        """The same states, to be joined to: all float32, `l` spelled out."""
+        if self.l is not None:
+            return self
+        return States(self.m, torch.ones_like(self.m), self.o.float())
+
     def join(self, rows: Rows, other: States) -> None:
-        """Join `other`'s states to those of `rows`, one to one."""
+        """Join `other`'s states to those of `rows`, one to one; these are `widened`."""
+        sums = torch.ones_like(other.m) if other.l is None else other.l
+        if self.l is None:
+            raise RuntimeError("states without sums are joined to: this is a bug")
         m = torch.maximum(self.m[rows], other.m)
         top = finite(m)
         mine, theirs = torch.exp2(self.m[rows] - top), torch.exp2(other.m - top)
         self.m[rows] = m
-        self.l[rows] = self.l[rows].mul(mine).addcmul_(other.l, theirs)
-        self.o[rows] = self.o[rows].mul(mine[..., None]).addcmul_(other.o, theirs[..., None])
+        self.l[rows] = self.l[rows].mul(mine).addcmul_(sums, theirs)
+        more = other.o.float()
+        self.o[rows] = self.o[rows].mul(mine[..., None]).addcmul_(more, theirs[..., None])
 
     def finish(self, v_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalised o, and lse in natural log; empty rows give exactly (0, -inf)."""
+        if self.l is None:
+            return self.o, self.m.mul(math.log(2))
         # l is at least 1, of the key that has the maximum, or 0
         factor = self.l.clamp(min=1.0).reciprocal_()
         if v_scale != 1.0:
