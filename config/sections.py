@@ -155,8 +155,8 @@ class ServerSettings(Section):
     itself. Pinned memory cannot be swapped out; 0 registers none."""
 
     queue_depth: Annotated[int, Field(ge=1, le=1_000_000)] = 256
-    """Operations that may wait for the engine; one more is answered 429. Deeper queues ride out
-    bursts, shallower ones push back sooner."""
+    """Operations of one namespace that may wait for the engine; one more is answered 429. Deeper
+    queues ride out bursts, shallower ones push back sooner."""
 
     deadline_s: Annotated[float, Field(gt=0.0)] = 30.0
     """Seconds an operation may take, waiting included, when its request names no deadline; then it
@@ -192,6 +192,17 @@ class ServerSettings(Section):
     max_header_count: Annotated[int, Field(ge=8)] = 100
     """Header lines of one request; more are answered 431."""
 
+    tls_cert: Annotated[str | None, Field(min_length=1)] = None
+    """PEM file with the certificate that HTTP is served with, the chain behind it. SIGHUP has
+    certificate and key read again."""
+
+    tls_key: Annotated[str | None, Field(min_length=1)] = None
+    """PEM file with that certificate's private key."""
+
+    tls_client_ca: Annotated[str | None, Field(min_length=1)] = None
+    """PEM file with the authorities whose certificates clients must show (mutual TLS), health
+    checks among them."""
+
     idle_timeout_s: Annotated[float, Field(gt=0.0)] = 75.0
     """Seconds a connection may stay open between requests. Keep it above the time for which clients
     and proxies keep idle connections, or some request meets a closing one."""
@@ -214,12 +225,53 @@ class ServerSettings(Section):
                 f"server.max_inflight_bytes = {self.max_inflight_bytes}: a door's arena may not "
                 f"pass server.max_arena_bytes = {self.max_arena_bytes}: raise that too"
             )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError(
+                f"server.tls_cert = {self.tls_cert}: TLS takes both, server.tls_cert and "
+                "server.tls_key"
+            )
+        if self.tls_cert is not None and self.uds is not None:
+            raise ValueError(
+                f"server.tls_cert = {self.tls_cert}: server.uds is a Unix socket, which takes no "
+                "TLS: leave out one of them"
+            )
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError(
+                f"server.tls_client_ca = {self.tls_client_ca}: clients show certificates over TLS "
+                "only: set server.tls_cert and server.tls_key as well"
+            )
         if self.uds is not None and self.uds == self.socket:
             raise ValueError(
                 f"server.socket = {self.socket}: server.uds has the same path: HTTP and the engine "
                 "need a socket each"
             )
         return self
+
+
+class AuthSettings(Section):
+    """Who may call, and what is open to everybody."""
+
+    keys_file: Annotated[str | None, Field(min_length=1)] = None
+    """File with a line for each key: SHA-256, namespace, scopes. `python -m service key new` prints
+    a key and its line; SIGHUP has the file read again. Without one everybody who reaches the
+    service may do everything."""
+
+    open: bool = False
+    """Without keys, the service refuses to listen beyond this machine unless this is true: say it
+    where the network itself keeps others out."""
+
+    open_metrics: bool = False
+    """With keys, `/metrics` asks for one with the scope admin; true shows it to everybody, such as
+    a Prometheus on a private network."""
+
+    open_docs: bool = False
+    """With keys, `/docs` and `/openapi.json` ask for any key, which a browser does not send; true
+    shows them to everybody."""
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the service must not be reached from other machines."""
+        return self.keys_file is None and not self.open
 
 
 class EngineSettings(Section):
@@ -250,7 +302,13 @@ class Settings(Section):
     pool: PoolSettings = PoolSettings()
     backend: BackendSettings = BackendSettings()
     server: ServerSettings = ServerSettings()
+    auth: AuthSettings = AuthSettings()
     engine: EngineSettings = EngineSettings()
     log: LogSettings = LogSettings()
     config: Path | None = None
     """A YAML file laid over the defaults."""
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether there are files that SIGHUP has read again."""
+        return self.auth.keys_file is not None or self.server.tls_cert is not None

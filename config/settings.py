@@ -26,6 +26,7 @@ from pydantic_settings import SettingsError as SourceError
 from config.sections import (
     DEFAULT_NUM_PAGES,
     MAX_SLOTS,
+    AuthSettings,
     BackendSettings,
     EngineSettings,
     LogSettings,
@@ -38,6 +39,7 @@ from config.sections import (
 __all__ = (
     "DEFAULT_NUM_PAGES",
     "MAX_SLOTS",
+    "AuthSettings",
     "BackendSettings",
     "EngineSettings",
     "LogSettings",

@@ -1,4 +1,5 @@
 """`python -m service`: settings, addresses, and the supervisor of engine and doors until they end.
+`python -m service key` makes keys.
 
 Nothing here imports torch, numpy or HTTP: this process only watches.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -19,12 +21,15 @@ from config.settings import Settings, SettingsError, let_idle_threads_sleep, loa
 from service import __version__
 from service.addresses import Addresses, bind_addresses
 from service.cells import make_shared
+from service.key_command import key_command
+from service.keys import KeysError, keys_of
 from service.logs import set_up_logs
 from service.processes import Child, Shared
 from service.road.listening import CannotListen
 from service.supervisor import ENGINE, Supervisor
 
 LOG: Final = logging.getLogger("attnd")
+SECRET_BYTES: Final = 32
 OTHER_FILES: Final = 256
 """Open files of a process beside its connections: libraries, devices, arenas, pipes."""
 
@@ -40,6 +45,8 @@ class Commands:
 def main(argv: Sequence[str], commands: Commands = Commands()) -> int:
     """Serve until SIGTERM or SIGINT; the service's exit status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while nothing runs yet
+    if argv[:1] == ["key"]:
+        return key_command(argv[1:])
     if "--version" in argv:
         print(f"attnd {__version__}")
         return 0
@@ -51,7 +58,12 @@ def main(argv: Sequence[str], commands: Commands = Commands()) -> int:
         return 2
     set_up_logs(settings.log, "main")
     try:
-        addresses = bind_addresses(settings.server)
+        keys_of(settings.auth)  # doors and engine read them by themselves
+    except KeysError as error:
+        print(f"attnd: {error}", file=sys.stderr)
+        return 2
+    try:
+        addresses = bind_addresses(settings.server, is_private=settings.auth.is_private)
     except CannotListen as error:
         LOG.error("cannot listen: %s", error)
         return 1
@@ -79,6 +91,7 @@ def supervise(
         lifeline=lifeline,
         engine_socket=str(addresses.engine.path),
         url=addresses.url,
+        secret=secrets.token_hex(SECRET_BYTES),
         metrics={child.process: make_shared() for child in children},
     )
     docs = " (API at /docs)" if addresses.uds is None else ""

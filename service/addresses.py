@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
@@ -40,14 +42,18 @@ class Addresses:
             one.close()
 
 
-def bind_addresses(server: ServerSettings) -> Addresses:
-    """Bind HTTP's sockets and the engine's. Raises `CannotListen`, one line."""
+def bind_addresses(server: ServerSettings, *, is_private: bool = False) -> Addresses:
+    """Bind HTTP's sockets and the engine's; with `is_private`, on this machine's loopback only.
+
+    Raises `CannotListen`, one line.
+    """
     with ExitStack() as undo:
         if server.uds is None:
-            uds, http = None, listen_tcp(server.host, server.port)
+            uds, http = None, listen_tcp(server.host, server.port, is_private)
             port = http[0].getsockname()[1]
             host = f"[{server.host}]" if ":" in server.host else server.host
-            url = f"http://{host}:{port}"
+            scheme = "http" if server.tls_cert is None else "https"
+            url = f"{scheme}://{host}:{port}"
         else:
             mode = int(server.uds_mode, 8)
             uds = listen(Path(server.uds), private=False, mode=mode, setting="server.uds")
@@ -67,12 +73,14 @@ def engine_path(server: ServerSettings, port: int) -> Path:
     return default_path(port) if server.uds is None else Path(f"{server.uds}.road")
 
 
-def listen_tcp(host: str, port: int) -> tuple[socket.socket, ...]:
+def listen_tcp(host: str, port: int, is_private: bool) -> tuple[socket.socket, ...]:
     """A listening socket for every address of `host`, all on one port; 0: a free one."""
     sockets: list[socket.socket] = []
     skipped: OSError | None = None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        if is_private:
+            check_loopback(host, [str(entry[4][0]) for entry in found])
         for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
             chosen = sockets[0].getsockname()[1] if sockets else port
             try:
@@ -89,6 +97,16 @@ def listen_tcp(host: str, port: int) -> tuple[socket.socket, ...]:
         place = f"server.host {host}, server.port {port}"
         raise CannotListen(f"{place}: {describe(error)}") from error
     return tuple(sockets)
+
+
+def check_loopback(host: str, addresses: Sequence[str]) -> None:
+    """Without keys whoever reaches the service may do everything. Raises `CannotListen`."""
+    for address in addresses:
+        if not ip_address(address.partition("%")[0]).is_loopback:
+            raise CannotListen(
+                f"server.host {host}: {address} can be reached from other machines, and the "
+                "service has no keys: set auth.keys_file, or auth.open: true if that is meant"
+            )
 
 
 def bind_tcp(family: int, address: tuple[object, ...]) -> socket.socket:

@@ -3,6 +3,8 @@
 AttndError
 ├── MalformedBody         400 malformed_body
 ├── MalformedRequest      400 malformed_request
+├── Unauthorized          401 unauthorized
+├── Forbidden             403 forbidden               scope
 ├── NoSuchRoute           404 not_found
 ├── UnknownSequence       404 unknown_sequence        sequences
 ├── MethodNotAllowed      405 method_not_allowed      allow
@@ -49,6 +51,14 @@ class MalformedBody(AttndError):
 
 class MalformedRequest(AttndError):
     """Not HTTP, or not a frame of the road."""
+
+
+class Unauthorized(AttndError):
+    """No key, or none that the service knows."""
+
+
+class Forbidden(AttndError):
+    """The key's scopes do not allow it; `scope` is the one that would."""
 
 
 class NoSuchRoute(AttndError):
@@ -163,6 +173,8 @@ class Kind:
 KINDS: Final[dict[type[AttndError], Kind]] = {
     MalformedBody: Kind(400, "malformed_body", "The body cannot be read"),
     MalformedRequest: Kind(400, "malformed_request", "The request cannot be read"),
+    Unauthorized: Kind(401, "unauthorized", "A key is needed"),
+    Forbidden: Kind(403, "forbidden", "The key does not allow it"),
     NoSuchRoute: Kind(404, "not_found", "No such route"),
     UnknownSequence: Kind(404, "unknown_sequence", "No such sequence"),
     MethodNotAllowed: Kind(405, "method_not_allowed", "The route has other methods"),

@@ -12,7 +12,8 @@ socket for the engine, HTTP's (TCP or Unix: look at `.family`) for a door. A doo
 at `inherited.engine_socket`; connecting works from the start and waits for the engine to accept.
 
 - `inherited.lifeline` becomes readable when the supervisor is gone: `os._exit(1)` at once.
-- SIGINT is ignored from the start. SIGTERM must be made "finish admitted work within
+- SIGINT and SIGHUP are ignored from the start; engine and doors then make SIGHUP read keys and
+  certificates again. SIGTERM must be made "finish admitted work within
   `server.drain_timeout_s`, then exit 0"; before that is set up it ends the process, which is right.
   It may come twice, when somebody signals the whole group: the second one changes nothing.
 - Exit with `CANNOT_START` after one line of `LOG.error` that says why: the service then stops with
@@ -64,6 +65,8 @@ class Shared:
     """Read end of a pipe whose write end only the supervisor holds."""
     engine_socket: str
     url: str
+    secret: str
+    """By which the engine knows the service's own doors; nobody else is told."""
     metrics: Mapping[str, int] = field(default_factory=dict)
     """For each process by name, the shared memory it counts in (`service/metrics.py`)."""
 
@@ -81,6 +84,7 @@ class Inherited:
     lifeline: int
     engine_socket: str
     url: str
+    secret: str
     metrics: Mapping[str, int]
 
 
@@ -111,6 +115,7 @@ def hand_over(child: Child, shared: Shared, sockets: Sequence[int]) -> bytes:
         "lifeline": shared.lifeline,
         "engine_socket": shared.engine_socket,
         "url": shared.url,
+        "secret": shared.secret,
         "metrics": dict(shared.metrics),
         "supervisor": os.getpid(),
     }
@@ -121,7 +126,7 @@ def hand_over(child: Child, shared: Shared, sockets: Sequence[int]) -> bytes:
 def interrupts_waiting() -> Iterator[None]:
     """Ctrl-C goes to the whole foreground group: a process that has not got as far as ignoring it
     would die with a traceback, so it starts with the signal blocked."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
     finally:
@@ -138,7 +143,8 @@ def receive(argv: Sequence[str] | None = None) -> Inherited:
     parser.add_argument("--handover", required=True, type=int)
     handover = parser.parse_args(argv).handover
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})
     with os.fdopen(handover, "rb") as pipe:
         handed = json.loads(pipe.read())
     die_with(handed["supervisor"])
@@ -150,6 +156,7 @@ def receive(argv: Sequence[str] | None = None) -> Inherited:
         lifeline=own(handed["lifeline"]),
         engine_socket=handed["engine_socket"],
         url=handed["url"],
+        secret=handed["secret"],
         metrics={name: own(fd) for name, fd in handed["metrics"].items()},
     )
 

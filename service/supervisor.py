@@ -74,7 +74,7 @@ class Supervisor:
 
     def run(self) -> Status:
         """Start them all, and watch until none is left; the service's exit status."""
-        with arriving_signals() as arrived:
+        with arriving_signals(self._shared.settings.reads_again) as arrived:
             try:
                 for child in self._children:
                     self._start(child)
@@ -102,6 +102,11 @@ class Supervisor:
 
     def _heed(self, number: int) -> None:
         if number == signal.SIGCHLD:
+            return
+        if number == signal.SIGHUP:
+            LOG.info("SIGHUP: keys and certificates are read again")
+            for running in self._running.values():
+                running.process.send_signal(signal.SIGHUP)
             return
         name = signal.Signals(number).name
         if self._stopping is None:
@@ -196,14 +201,14 @@ def describe(status: Status) -> str:
 
 
 @contextmanager
-def arriving_signals() -> Iterator[Callable[[float | None], bytes]]:
-    """Gives a function that waits (at most so many seconds) for SIGTERM, SIGINT or the end of a
-    child, and returns the numbers of the signals that came."""
+def arriving_signals(hang_ups: bool) -> Iterator[Callable[[float | None], bytes]]:
+    """Gives a function that waits (at most so many seconds) for SIGTERM, SIGINT, with `hang_ups`
+    SIGHUP, or the end of a child, and returns the numbers of the signals that came."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, *[signal.SIGHUP] * hang_ups):
         signal.signal(number, lambda *_: None)  # only so that the pipe is written
     with selectors.DefaultSelector() as selector:
         selector.register(reading, selectors.EVENT_READ)

@@ -37,5 +37,5 @@ def _fork_length(books: SequenceBooks, made: dict[str, int], spec: NewSpec, pare
     longest = made[parent] if parent in made else books.length(books.leaf(parent))
     length = longest if spec.length is None else spec.length
     if not 0 <= length <= longest:
-        raise InvalidRequest("length", length, f"0 to {longest}, the length of {parent}")
+        raise InvalidRequest("length", length, f"0 to {longest}, the parent's length")
     return length

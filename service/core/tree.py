@@ -107,7 +107,7 @@ class PrefixTree:
         leaf = self.books.leaf(name)
         longest = self.books.length(leaf)
         if not 0 <= length <= longest:
-            raise InvalidRequest("length", length, f"0 to {longest}, the length of {name}")
+            raise InvalidRequest("length", length, f"0 to {longest}, the sequence's length")
         copies = row_copies([])
         if (self.books.lengths[:, leaf.index] == length).all():
             return copies

@@ -35,12 +35,14 @@ def serve(inherited: Inherited) -> int:
     metrics = Metrics(inherited.process, inherited.metrics)
     try:
         backend = backend_maker(settings.pool, settings.backend)()
-        engine = Engine(inherited.sockets[0], settings, backend, metrics)
+        engine = Engine(inherited.sockets[0], settings, backend, metrics, inherited.secret)
     except Exception as error:
         LOG.error("cannot start: %s", error)
         LOG.debug("the start failed here:", exc_info=error)
         return CANNOT_START
     signal.signal(signal.SIGTERM, lambda *_: engine.drain())
+    signal.signal(signal.SIGHUP, lambda *_: engine.read_keys_again())
+    engine.read_keys_again()  # a signal may have come while nobody listened to it
     engine.watch(inherited.lifeline, lambda: os._exit(1))
     try:
         engine.run()

@@ -13,9 +13,10 @@ import numpy as np
 
 from config.settings import ServerSettings
 from kernels.backend import Backend
-from service.errors import NotReady, Overloaded
+from service.errors import NotReady, Overloaded, Unauthorized
 from service.operations.info import InfoAnswer
 from service.operations.table import BY_NAME
+from service.road.admission import Admission
 from service.road.arena import Pinning
 from service.road.calls import Call, Cancel, SessionConfig
 from service.road.listening import SpareDescriptor, accept, may_connect, turn_away
@@ -38,6 +39,7 @@ class Callers:
         server: ServerSettings,
         backend: Backend,
         info: InfoAnswer,
+        admission: Admission,
     ) -> None:
         self._listener = listener
         self._selector = selector
@@ -57,6 +59,7 @@ class Callers:
             max_arena_bytes=server.max_arena_bytes,
             default_deadline_s=server.deadline_s,
             pinning=Pinning(self._pin, self._unpin),
+            admission=admission,
         )
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, self.accept)
@@ -140,6 +143,15 @@ class Callers:
         for session in self._sessions:
             session.send_state(state)
             self._look_after(session)
+
+    def check_keys(self) -> None:
+        """The keys were read again: sessions whose key is gone end."""
+        for session in self._sessions:
+            try:
+                session.standing.renew()
+            except Unauthorized as error:
+                session.refuse(error)
+                self._look_after(session)
 
     def close(self, timeout_s: float) -> None:
         """Send what is still to be sent, then let everyone go."""

@@ -27,9 +27,11 @@ from service.engine.store import Store
 from service.engine.work import Job
 from service.errors import AttndError, Internal, NotReady, Overloaded, kind_of
 from service.image.dtypes import DTYPE_NAMES
+from service.keys import keys_of, read_again
 from service.metrics import Metrics
 from service.operations.info import InfoAnswer, LimitsAnswer
 from service.operations.table import BY_NUMBER
+from service.road.admission import Admission
 from service.road.calls import Call, Cancel
 from service.road.messages import State
 
@@ -76,8 +78,14 @@ class Engine:
     """Serves sessions on one listening socket until it is drained. Raises what is in `FATAL`."""
 
     def __init__(
-        self, listener: socket.socket, settings: Settings, backend: Backend, metrics: Metrics
+        self,
+        listener: socket.socket,
+        settings: Settings,
+        backend: Backend,
+        metrics: Metrics,
+        secret: str = "",
     ) -> None:
+        """`secret` is what doors of the service show. Raises `KeysError`."""
         self.info = make_info(backend, settings)
         self.state = State("ready", "ready")
         self.scheduler: Scheduler
@@ -93,13 +101,16 @@ class Engine:
         self._jobs: dict[Call, Job] = {}
         self._answered: list[tuple[Job, str, float]] = []
         self._selector = selectors.DefaultSelector()
-        self.callers = Callers(listener, self._selector, settings.server, backend, self.info)
+        self._admission = Admission(keys_of(settings.auth), secret)
+        self.callers = Callers(
+            listener, self._selector, settings.server, backend, self.info, self._admission
+        )
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._woken, False)
         os.set_blocking(self._wake, False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._drain_ends: float | None = None
-        self._asked_to_drain = False
+        self._asked_to_drain = self._asked_to_read_keys = False
         self._seconds_per_operation = 0.0
 
     @property
@@ -111,6 +122,12 @@ class Engine:
         """Take no more calls, finish what is admitted, and end; from any thread, or a signal."""
         self._asked_to_drain = True
         with suppress(OSError):  # it has ended already
+            os.write(self._wake, b"\0")
+
+    def read_keys_again(self) -> None:
+        """The file of keys has changed; from any thread, or a signal."""
+        self._asked_to_read_keys = True
+        with suppress(OSError):
             os.write(self._wake, b"\0")
 
     def watch(self, fd: int, ready: Callable[[], object]) -> None:
@@ -164,6 +181,10 @@ class Engine:
             self._cancel(call)
         if self._asked_to_drain and self._drain_ends is None:
             self._begin_drain()
+        if self._asked_to_read_keys:
+            self._asked_to_read_keys = False
+            self._admission.keys = read_again(self._settings.auth, self._admission.keys)
+            self.callers.check_keys()
 
     def _patience(self) -> float | None:
         """Seconds to wait for sockets: none while there is work that they could join."""
@@ -180,7 +201,8 @@ class Engine:
             if self.state.state != "ready":
                 self._metrics.rejected("not_ready")
                 raise NotReady(self.state.reason)
-            if self.scheduler.num_waiting >= self._settings.server.queue_depth:
+            tenant = call.tenant
+            if self.scheduler.depth(tenant.namespace) >= self._settings.server.queue_depth:
                 self._refuse_overload(operation.frees)
             request = self._reader.read(operation, call)
         except AttndError as error:
@@ -256,14 +278,14 @@ class Engine:
                 seconds.copy_out,
                 seconds.encode,
             )
-            if not job.token.session.door:
+            if not job.token.session.standing.is_door:
                 metrics.observe(job.request.operation.name, code, ended - job.arrived)
         self._tell_pool()
         mean = spent / len(answered)
         self._seconds_per_operation += PACE_WEIGHT * (mean - self._seconds_per_operation)
 
     def _count_refused(self, call: Call, name: str, error: AttndError) -> None:
-        if not call.session.door:
+        if not call.session.standing.is_door:
             self._metrics.observe(name, kind_of(error).code, 0.0)
 
     def _tell_pool(self) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from kernels.backend import DeviceLost, Pending
 from service.core.errors import IntegrityError
+from service.engine.fair import FairQueue
 from service.engine.store import Store, StoreLost
 from service.engine.work import Job, Sliced, Step
 from service.errors import Cancelled, DeadlineExceeded
@@ -36,7 +36,7 @@ class Longs:
         self._store = store
         self._metrics = metrics
         self._end = end
-        self._queue: deque[tuple[Job, Any]] = deque()
+        self._queue: FairQueue[tuple[Job, Any]] = FairQueue()
         """Jobs in turn, each with the result of its latest slice."""
         self._slice: Slice | None = None
 
@@ -49,13 +49,13 @@ class Longs:
         return None if self._slice is None else self._slice.started
 
     def begin(self, job: Job) -> None:
-        self._queue.append((job, None))
+        self._wait(job, None)
 
     def advance(self) -> None:
         """Take in the slice that is done, and start the next one."""
         self._look()
         if self._queue and self._slice is None:
-            self._start(*self._queue.popleft())
+            self._start(*self._queue.pop())
             self._look()  # where the device is the processor, it is done
 
     def _look(self) -> None:
@@ -69,7 +69,7 @@ class Longs:
             current.pending.result()
             self._stop(current.job, current.work, error)
         while self._queue:
-            job, _ = self._queue.popleft()
+            job, _ = self._queue.pop()
             if isinstance(job.work, Sliced):
                 self._stop(job, job.work, error)
 
@@ -107,7 +107,11 @@ class Longs:
         spent = time.monotonic() - current.started
         self._store.pace.correct(current.step.kind, current.step.cost, spent)
         current.job.seconds.kernel += spent
-        self._queue.append((current.job, result))
+        self._wait(current.job, result)
+
+    def _wait(self, job: Job, result: Any) -> None:
+        """Its next slice comes after those of others."""
+        self._queue.append(job.request.tenant.namespace, (job, result))
 
     def _stop(self, job: Job, work: Sliced, error: Exception) -> None:
         """End an operation between two slices, as if it had never begun."""

@@ -5,22 +5,37 @@ from __future__ import annotations
 from kernels.backend import Unsupported
 from service import errors
 from service.core import errors as core
+from service.tenants import Tenant
 
 
-def as_refusal(error: Exception) -> errors.AttndError | None:
-    """The error as callers are to see it; None for one that is a bug."""
+def as_refusal(error: Exception, tenant: Tenant) -> errors.AttndError | None:
+    """The error as the tenant's callers are to see it; None for one that is a bug."""
+    shown = tenant.shown
     match error:
         case errors.AttndError():
             return error
         case core.UnknownSequence():
-            return errors.UnknownSequence(error.ids)
+            return errors.UnknownSequence([shown(name) for name in error.ids])
         case core.SequenceExists():
-            return errors.SequenceExists(error.ids)
+            return errors.SequenceExists([shown(name) for name in error.ids])
         case core.LengthMismatch():
-            return errors.LengthMismatch(error.lengths)
+            return errors.LengthMismatch(
+                {shown(name): held for name, held in error.lengths.items()}
+            )
         case core.OutOfPages():
             return errors.OutOfPages(error.needed, error.free, error.total)
         case core.InvalidRequest() | Unsupported():
-            return errors.InvalidRequest(error.field, error.value, error.rule)
+            return errors.InvalidRequest(error.field, named(error.value, tenant), error.rule)
         case _:
             return None
+
+
+def named(value: object, tenant: Tenant) -> object:
+    """A value that a rule is about, sequences called what their callers call them."""
+    match value:
+        case str():
+            return tenant.shown(value)
+        case list():
+            return [named(one, tenant) for one in value]
+        case _:
+            return value

@@ -1,8 +1,9 @@
 """The scheduler: gives operations their turns, in order, with long work cut into slices.
 
-What waits is taken in order of arrival; compatible attention shares a launch. Replies of launches
-go out in order, so all that is not settled yet can still be undone and run again. Long work runs a
-slice at a time, between the turns of others, and holds its sequences until it is done.
+What waits is taken in order of arrival, from each namespace in turn; compatible attention shares a
+launch. Replies of launches go out in order, so all that is not settled yet can still be undone and
+run again. Long work runs a slice at a time, between the turns of others, and holds its sequences
+until it is done.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 from kernels.backend import DeviceLost
 from service.core.errors import IntegrityError
+from service.engine.fair import FairQueue
 from service.engine.holds import Holds
 from service.engine.longs import Longs
 from service.engine.refusals import as_refusal
@@ -38,9 +40,11 @@ class Scheduler:
         self._store = store
         self._metrics = metrics
         self._reply = reply
-        self._waiting: deque[Job] = deque()
+        self._waiting: FairQueue[Job] = FairQueue()
         self._group: list[Job] = []
         self._sharing: Hashable | None = None
+        self._is_closed = False
+        """The group takes nobody in any more: one of its namespaces waits for nothing else."""
         self._launches: deque[Launch] = deque()
         self._holds = Holds()
         self._longs = Longs(store, metrics, self._end_long)
@@ -49,6 +53,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Operations whose turn has not come."""
         return len(self._waiting)
+
+    def depth(self, namespace: str) -> int:
+        """Those of one namespace."""
+        return self._waiting.depth(namespace)
 
     @property
     def busy(self) -> bool:
@@ -62,13 +70,12 @@ class Scheduler:
         return 0.0 if oldest is None else time.monotonic() - oldest
 
     def admit(self, job: Job) -> None:
-        self._waiting.append(job)
+        self._waiting.append(job.request.tenant.namespace, job)
 
     def cancel(self, job: Job) -> None:
         """Nobody wants the answer: what waits leaves at once, long work at its next slice."""
         job.cancelled = True
-        if job.work is None and job in self._waiting:
-            self._waiting.remove(job)
+        if job.work is None and self._waiting.remove(job.request.tenant.namespace, job):
             job.seconds.queue = time.monotonic() - job.arrived
             self._metrics.rejected("cancelled")
             self._refuse(job, Cancelled("the caller took the operation back before its turn"))
@@ -83,7 +90,7 @@ class Scheduler:
 
     def give_up(self, error: Exception) -> None:
         """Answer all that waits or is long with `error`; what a launch holds still finishes."""
-        waiting, self._waiting = self._waiting, deque()
+        waiting, self._waiting = self._waiting, FairQueue()
         self._longs.stop_all(error)
         for job in waiting:
             self._refuse(job, error)
@@ -92,23 +99,27 @@ class Scheduler:
 
     def _take_turns(self) -> None:
         """Give turns until one has to wait for the device; those held up keep their order."""
-        if not self._waiting:
+        waiting = self._waiting
+        if not waiting:
             return
         held: list[Job] = []
         behind = Holds() if self._holds else None
-        while self._waiting:
-            job = self._waiting[0]
+        while waiting and not (self._is_closed and not self._submit()):
+            job = waiting.first()
             if not self._is_wanted(job):
-                self._waiting.popleft()
+                waiting.pop()
             elif behind is not None and self._is_held(job, behind):
                 behind.take(job.request)
-                held.append(self._waiting.popleft())
+                held.append(waiting.pop())
             elif self._turn(job):
-                self._waiting.popleft()
+                waiting.pop()
                 behind = Holds() if behind is None and self._holds else behind
+                if waiting and not waiting.depth(job.request.tenant.namespace):
+                    self._is_closed = bool(self._group)
             else:
                 break
-        self._waiting.extendleft(reversed(held))
+        for job in reversed(held):
+            waiting.put_back(job.request.tenant.namespace, job)
 
     def _is_held(self, job: Job, behind: Holds) -> bool:
         """Whether long work, or one that waits for it, has a sequence of the job's."""
@@ -194,7 +205,7 @@ class Scheduler:
             self._replay(error)
             return True
         self._launches.append(Launch(self._group, pending, started))
-        self._group, self._sharing = [], None
+        self._group, self._sharing, self._is_closed = [], None, False
         self._settle()
         return True
 
@@ -289,7 +300,7 @@ class Scheduler:
         jobs = [job for launch in self._launches for job in launch.jobs] + self._group
         self._wait_out(launch for launch in self._launches if launch.pending is not None)
         self._launches.clear()
-        self._group, self._sharing = [], None
+        self._group, self._sharing, self._is_closed = [], None, False
         for job in reversed(jobs):
             if job.extension is not None:
                 self._store.undo(job.extension)
@@ -335,7 +346,7 @@ class Scheduler:
 
     def _refusal(self, job: Job, error: Exception) -> Exception:
         """The error as the caller is to see it; a bug is logged here, with its traceback."""
-        refusal = as_refusal(error)
+        refusal = as_refusal(error, job.request.tenant)
         if refusal is not None:
             return refusal.with_traceback(None)  # its frames would keep the job, and it the tensors
         name = job.request.operation.name

@@ -18,6 +18,7 @@ from service.engine.rows import NUMBER_BYTES
 from service.engine.store import Store, StoreLost
 from service.engine.work import Answered, Cost, Seconds, Sliced, Step, Steps, Work
 from service.errors import OutOfSequences
+from service.tenants import Tenant
 
 MADE_AT_ONCE: Final = 1024
 """Sequences that one slice makes: some 20 ms."""
@@ -33,10 +34,11 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
     free = store.max_sequences - tree.num_sequences
     if len(new) > free:
         raise OutOfSequences(len(new), max(free, 0), store.max_sequences)
-    specs = [NewSpec(one.id or fresh_id(), one.parent, one.length) for one in new]
+    tenant = request.tenant
+    specs = [NewSpec(one.id or tenant.prefix + fresh_id(), one.parent, one.length) for one in new]
     names = sum(len(spec.id) + len(spec.parent or "") for spec in specs)
     request.place.require(view_bytes(store) * len(new) + names)
-    refuse_uneven_parents(store, specs)
+    refuse_uneven_parents(store, specs, tenant)
     if len(specs) > MADE_AT_ONCE:
         made: list[str] = []
         steps = create_steps(store, request, specs, made)
@@ -47,7 +49,7 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
     return Answered()
 
 
-def refuse_uneven_parents(store: Store, specs: Sequence[NewSpec]) -> None:
+def refuse_uneven_parents(store: Store, specs: Sequence[NewSpec], tenant: Tenant) -> None:
     """A fork of all of a parent that some layers have more of would silently lose what they have.
 
     Raises `InvalidRequest` where no length says that this is meant.
@@ -63,7 +65,7 @@ def refuse_uneven_parents(store: Store, specs: Sequence[NewSpec]) -> None:
                 f"its layers hold {least} to {most} tokens, and a fork holds the same at each: "
                 f"append to the other layers first, or say length = {least}"
             )
-            raise InvalidRequest("parent", spec.parent, rule)
+            raise InvalidRequest("parent", tenant.shown(spec.parent), rule)
 
 
 def create(store: Store, specs: Sequence[NewSpec]) -> None:
@@ -92,7 +94,8 @@ def create_steps(
 
 
 def lay_created(store: Store, request: Request, specs: Sequence[NewSpec]) -> None:
-    views = [sequence_fields(store.tree.describe(spec.id)) for spec in specs]
+    tenant = request.tenant
+    views = [sequence_fields(store.tree.describe(spec.id), tenant) for spec in specs]
     request.place.lay({"sequences": views})
 
 
@@ -111,7 +114,7 @@ def truncate(store: Store, request: Request, _: Seconds) -> Work:
         copy_rows(store, copies)
     except Exception as error:
         raise StoreLost(f"rows of {name} were lost in a truncate") from error
-    request.place.lay(sequence_fields(store.tree.describe(name)))
+    request.place.lay(sequence_fields(store.tree.describe(name), request.tenant))
     return Answered()
 
 
@@ -122,10 +125,11 @@ def copy_rows(store: Store, copies: RowCopies) -> None:
 
 def list_sequences(store: Store, request: Request, _: Seconds) -> Work:
     """A page of the list; one more is looked up to know whether there are more."""
-    fields = request.fields
-    found = store.tree.list(fields.after, fields.limit + 1)
-    shown = [sequence_fields(view) for view in found[: fields.limit]]
-    following = shown[-1]["id"] if len(found) > fields.limit else None
+    fields, tenant = request.fields, request.tenant
+    found = store.tree.list(fields.after or tenant.prefix, fields.limit + 1)
+    own = [view for view in found if view.id.startswith(tenant.prefix)]
+    shown = [sequence_fields(view, tenant) for view in own[: fields.limit]]
+    following = shown[-1]["id"] if len(own) > fields.limit else None
     request.place.require((view_bytes(store) + 2 * LONGEST_ID) * len(shown))
     request.place.lay({"sequences": shown, "next": following})
     return Answered()
@@ -133,7 +137,7 @@ def list_sequences(store: Store, request: Request, _: Seconds) -> Work:
 
 def get_sequence(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(view_bytes(store) + 2 * LONGEST_ID)
-    request.place.lay(sequence_fields(store.tree.describe(request.fields.id)))
+    request.place.lay(sequence_fields(store.tree.describe(request.fields.id), request.tenant))
     return Answered()
 
 
@@ -163,14 +167,14 @@ def table_fields(table: Any) -> dict[str, Any]:
     }
 
 
-def sequence_fields(view: SequenceView) -> dict[str, Any]:
+def sequence_fields(view: SequenceView, tenant: Tenant) -> dict[str, Any]:
     return {
-        "id": view.id,
+        "id": tenant.shown(view.id),
         "length": view.length,
         "lengths": list(view.lengths),
         "pages": view.pages,
         "last_page_len": view.last_page_len,
-        "parent": view.parent,
+        "parent": None if view.parent is None else tenant.shown(view.parent),
     }
 
 

@@ -199,6 +199,8 @@ DECODE: Final = Operation(
     gives=state(),
     answer=AttentionAnswer,
     check=check_paged,
+    scope="read",
+    appended_with="k",
     answer_text="The attention state of each row.",
     example={"layer": 0, "sequences": ["chat-1"], "tensors": row("q", 2)},
 )
@@ -217,6 +219,8 @@ PREFILL: Final = Operation(
     gives=state(),
     answer=AttentionAnswer,
     check=check_prefill,
+    scope="read",
+    appended_with="k",
     answer_text="The attention state of each row.",
     example={
         "layer": 0,
@@ -240,6 +244,7 @@ RAGGED_PREFILL: Final = Operation(
     gives=state(),
     answer=AttentionAnswer,
     check=check_ragged,
+    scope="read",
     answer_text="The attention state of each row.",
     example={
         "qo_indptr": [0, 1],
@@ -262,6 +267,7 @@ CASCADE: Final = Operation(
     gives=(*state(), *state(".{i}", optional=True)),
     answer=AttentionAnswer,
     check=check_cascade,
+    scope="read",
     answer_text="The merged state of each row, and with return_levels each level's own.",
     example={
         "layer": 0,

@@ -7,7 +7,8 @@ kept with them and shared by all calls that repeat the same header: nobody write
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Final, Literal, NoReturn
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,12 @@ def check_cap(value: float) -> float:
     return value
 
 
-SequenceId = Annotated[str, Field(pattern=ID_PATTERN, examples=["chat-1"])]
+class Naming:
+    """Marks the types of fields that name sequences."""
+
+
+NAMING: Final = Naming()
+SequenceId = Annotated[str, Field(pattern=ID_PATTERN, examples=["chat-1"]), NAMING]
 Ids = Annotated[
     list[SequenceId], Field(min_length=1, fail_fast=True, json_schema_extra={"uniqueItems": True})
 ]
@@ -71,6 +77,46 @@ class Fields(BaseModel):
     def is_ragged(self) -> bool:
         """Whether the tensors have their ragged shapes."""
         return False
+
+    def within(self, prefix: str) -> Self:
+        """The same fields, with `prefix` before every sequence's name in them."""
+        if not prefix:
+            return self
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        for name in naming_fields(type(self)):
+            values[name] = renamed(values[name], prefix)
+        return self.model_construct(self.model_fields_set, **values)
+
+
+@cache
+def naming_fields(model: type[Fields]) -> tuple[str, ...]:
+    """The fields that name sequences, or hold fields that do."""
+    every = model.model_fields.items()
+    return tuple(
+        name for name, field in every if NAMING in field.metadata or names(field.annotation)
+    )
+
+
+def names(kind: Any) -> bool:
+    """Whether a type names sequences."""
+    if isinstance(kind, type) and issubclass(kind, Fields):
+        return bool(naming_fields(kind))
+    if NAMING in getattr(kind, "__metadata__", ()):
+        return True
+    return any(names(part) for part in get_args(kind))
+
+
+def renamed(value: Any, prefix: str) -> Any:
+    """A value of such a field, its names with the prefix."""
+    match value:
+        case str():
+            return prefix + value
+        case Fields():
+            return value.within(prefix)
+        case list():
+            return [renamed(one, prefix) for one in value]
+        case _:
+            return value
 
 
 class NoFields(Fields):

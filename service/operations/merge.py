@@ -73,6 +73,7 @@ MERGE: Final = Operation(
     ),
     answer=MergeAnswer,
     check=check_merge,
+    scope="read",
     answer_text="One state per list.",
     example={
         "tensors": {

@@ -116,6 +116,7 @@ APPEND: Final = Operation(
     gives=(),
     answer=AppendAnswer,
     check=check_append,
+    scope="append",
     answer_text="The lengths after the append.",
     example={"layer": 0, "sequences": ["chat-1"], "tensors": row("k", 1) | row("v", 1)},
 )
@@ -134,6 +135,7 @@ GATHER: Final = Operation(
     gives=pair("tokens", "in `dtype`"),
     answer=GatherAnswer,
     check=check_gather,
+    scope="read",
     answer_text="Rows of all the sequences, one after another.",
     example={"layer": 0, "sequences": ["chat-1"], "dtype": "fp32"},
 )

@@ -143,6 +143,7 @@ CREATE_SEQUENCES: Final = Operation(
     gives=(),
     answer=CreatedAnswer,
     check=check_new,
+    scope="append",
     status=201,
     answer_text="The sequences, in the order given.",
 )
@@ -160,6 +161,7 @@ LIST_SEQUENCES: Final = Operation(
     gives=(),
     answer=ListAnswer,
     check=unchecked,
+    scope="read",
 )
 
 GET_SEQUENCE: Final = Operation(
@@ -175,6 +177,7 @@ GET_SEQUENCE: Final = Operation(
     gives=(),
     answer=SequenceAnswer,
     check=unchecked,
+    scope="read",
 )
 
 DELETE_SEQUENCE: Final = Operation(
@@ -190,6 +193,7 @@ DELETE_SEQUENCE: Final = Operation(
     gives=(),
     answer=None,
     check=unchecked,
+    scope="append",
     status=204,
     frees=True,
     answer_text="It is gone.",
@@ -208,6 +212,7 @@ TRUNCATE: Final = Operation(
     gives=(),
     answer=SequenceAnswer,
     check=unchecked,
+    scope="append",
     frees=True,
 )
 
@@ -224,4 +229,5 @@ PAGE_TABLE: Final = Operation(
     gives=(),
     answer=PageTableAnswer,
     check=check_page_table,
+    scope="read",
 )

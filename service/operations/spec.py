@@ -13,6 +13,7 @@ from service.image.dtypes import DTYPE_NAMES
 from service.image.reading import Entry, Layout, read_layout
 from service.operations.common import Entries, Fields, refuse
 from service.operations.info import InfoAnswer
+from service.tenants import OPEN, Scope, Tenant
 
 Symbols = tuple[str | int, ...]
 Check = Callable[[Any, Entries, InfoAnswer], None]
@@ -48,8 +49,9 @@ class Operation:
     """One thing that the service does, free of any protocol.
 
     `number` names it in the road's frames and never changes. The path's parameters are fields, and
-    so are the query parameters of a GET. `frees`: it only gives pages back, so a full queue takes
-    it. `answer` None: the answer has no fields.
+    so are the query parameters of a GET. `scope` is what a key must have for it, and `append` as
+    well where the tensor `appended_with` is given. `frees`: it only gives pages back, so a full
+    queue takes it. `answer` None: the answer has no fields.
     """
 
     name: str
@@ -64,8 +66,10 @@ class Operation:
     gives: tuple[TensorSpec, ...]
     answer: type[Fields] | None
     check: Check
+    scope: Scope
     status: int = 200
     frees: bool = False
+    appended_with: str = ""
     answer_text: str = "The answer."
     example: Any = None
 
@@ -101,18 +105,25 @@ class Prepared:
     """Where the tensors lie; its own fields are empty, those above are the checked ones."""
 
 
-def prepare(operation: Operation, header: bytes, room: int, info: InfoAnswer) -> Prepared:
+def prepare(
+    operation: Operation, header: bytes, room: int, info: InfoAnswer, tenant: Tenant = OPEN
+) -> Prepared:
     """A request by its image's header, with `room` bytes of tensors after it.
 
-    Raises `MalformedBody` and `InvalidRequest`. What depends on the pool's state (ids, lengths,
-    pages, a pooled mask's length) is left to the engine.
+    Sequences in its fields are then called what the tree calls those of the tenant. What depends on
+    the pool's state (ids, lengths, pages, a pooled mask's length) is left to the engine.
+
+    Raises `Forbidden`, `MalformedBody` and `InvalidRequest`.
     """
+    tenant.require(operation.scope, operation.name)
     layout = read_layout(header, room)
     fields = validate(operation.fields, layout.fields)
     entries = {entry.name: entry for entry in layout.entries}
     check_tensors(operation.takes, entries, fields.sizes(info), fields.is_ragged())
     operation.check(fields, entries, info)
-    return Prepared(operation, fields, Layout({}, layout.entries))
+    if operation.appended_with in entries:
+        tenant.require("append", f"{operation.name} with {operation.appended_with}")
+    return Prepared(operation, fields.within(tenant.prefix), Layout({}, layout.entries))
 
 
 Model = TypeVar("Model", bound=Fields)

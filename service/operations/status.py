@@ -34,6 +34,7 @@ INFO: Final = Operation(
     gives=(),
     answer=InfoAnswer,
     check=unchecked,
+    scope="read",
 )
 
 POOL: Final = Operation(
@@ -49,4 +50,5 @@ POOL: Final = Operation(
     gives=(),
     answer=PoolAnswer,
     check=unchecked,
+    scope="read",
 )

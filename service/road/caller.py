@@ -12,9 +12,19 @@ from typing import Final
 from service.errors import NotReady
 from service.road import frames as f
 from service.road.greeting import greet
-from service.road.messages import VERSION, Hello, State, Welcome, grow, read_known
+from service.road.messages import (
+    VERSION,
+    Announced,
+    Hello,
+    State,
+    Welcome,
+    announced,
+    grow,
+    read_known,
+)
 from service.road.output import Output, Unread
 from service.road.slots import Mapping, Slot, Slots
+from service.tenants import Tenant
 
 MAX_OUTPUT_BYTES: Final = 8 * 2**20
 """Frames that the engine has not read yet; far more than the calls in flight need."""
@@ -62,6 +72,7 @@ class RoadCaller:
         self.is_writing = False
         self.pending: dict[int, Pending] = {}
         self.last_id = 0
+        self.numbers: dict[Tenant, int] = {}
         self.growing = asyncio.Lock()
         self.grown: asyncio.Future[int] | None = None
         self.lost = ""
@@ -70,14 +81,16 @@ class RoadCaller:
 
     @classmethod
     async def connect(
-        cls, path: str, arena_bytes: int, *, name: str = "", door: bool = False
+        cls, path: str, arena_bytes: int, *, name: str = "", secret: str = "", key: str = ""
     ) -> RoadCaller:
-        """A session at the engine's socket. Raises OSError, NotReady when refused, FrameError."""
+        """A session at the engine's socket: a door's with the service's `secret`, else one in the
+        namespace of `key`. Raises OSError, NotReady when refused, FrameError.
+        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
             await asyncio.get_running_loop().sock_connect(sock, path)
-            hello = Hello(VERSION, name, door, arena_bytes)
+            hello = Hello(VERSION, name, bool(secret), arena_bytes, key, secret)
             caller = cls(sock, *await greet(sock, hello))
         except BaseException:
             sock.close()
@@ -85,6 +98,18 @@ class RoadCaller:
         caller.loop.add_reader(sock, caller.on_readable)
         caller.loop.call_soon(caller.on_frames)
         return caller
+
+    def number_of(self, tenant: Tenant) -> int:
+        """The number for calls of a tenant, of whom the engine is told the first time.
+
+        Raises NotReady.
+        """
+        number = self.numbers.get(tenant)
+        if number is None:
+            number = len(self.numbers) + 1
+            self.send(announced(Announced(number, tenant.namespace, tuple(tenant.scopes))))
+            self.numbers[tenant] = number
+        return number
 
     def take(self, size: int) -> Slot:
         """A slot for a request or an answer. Raises ArenaFull, or NotReady when all is over."""
@@ -101,8 +126,11 @@ class RoadCaller:
         *,
         deadline_us: int = 0,
         request_id: bytes = f.NO_REQUEST_ID,
+        tenant: int = 0,
     ) -> Answered:
         """Send the image of `length` bytes in `request`; the answer goes to `answer` if it fits.
+
+        `tenant` is the number of whom a door calls for.
 
         Cancelling this tells the engine; both slots stay taken until the engine has answered, for
         it may still read and write them. Raises NotReady when the session is or gets lost.
@@ -115,7 +143,7 @@ class RoadCaller:
             f.CALL_PAYLOAD.size,
             number,
             operation,
-            0,
+            tenant,
             min(deadline_us, LONGEST_DEADLINE_US),
             request.offset,
             length,

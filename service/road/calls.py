@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from service.road.admission import Admission
 from service.road.arena import PAGEABLE, Pinning
+from service.tenants import Tenant
 
 if TYPE_CHECKING:
     from service.road.session import Session
@@ -28,6 +30,7 @@ class SessionConfig:
     max_arena_bytes: int
     default_deadline_s: float
     pinning: Pinning = PAGEABLE
+    admission: Admission = field(default_factory=Admission)
     max_calls: int = MAX_CALLS
     max_output_bytes: int = MAX_OUTPUT_BYTES
     numbers: frozenset[int] = field(init=False)
@@ -54,6 +57,7 @@ class Call:
     request: memoryview
     answer: memoryview
     request_id: bytes
+    tenant: Tenant
     at: tuple[int, int, int, int]
     """Offset and length of both places."""
     cancelled: bool = False

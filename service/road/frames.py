@@ -20,6 +20,7 @@ GROW: Final = 18
 GROWN: Final = 19
 STATE: Final = 20
 REFUSED: Final = 21
+TENANT: Final = 22
 
 NAMES: Final = {
     CALL: "CALL",
@@ -31,13 +32,14 @@ NAMES: Final = {
     GROWN: "GROWN",
     STATE: "STATE",
     REFUSED: "REFUSED",
+    TENANT: "TENANT",
 }
 
 HEADER: Final = Struct("<HHI")
 """kind, flags (zero), payload bytes."""
 HEADER_BYTES: Final = HEADER.size
 CALL_PAYLOAD: Final = Struct("<QHHIQQQQ16s")
-"""id, route, reserved (zero), deadline in µs, request offset and length, answer offset and
+"""id, route, tenant, deadline in µs, request offset and length, answer offset and
 capacity, request id."""
 CALL_FRAME: Final = Struct("<HHIQHHIQQQQ16s")
 ANSWER_PAYLOAD: Final = Struct("<QHHIQQ6f")
@@ -67,6 +69,7 @@ FROM_CALLER: Final[Sizes] = {
     CANCEL: (CALL_ID.size, CALL_ID.size),
     HELLO: (2, MAX_JSON_BYTES),
     GROW: (2, MAX_JSON_BYTES),
+    TENANT: (2, MAX_JSON_BYTES),
 }
 """What the engine reads: smallest and largest payload of each kind."""
 FROM_ENGINE: Final[Sizes] = {

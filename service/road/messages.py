@@ -9,21 +9,36 @@ from typing import Any, Final
 
 from service.errors import MalformedBody, problem
 from service.image.json_text import dump_json, load_json
-from service.road.frames import GROW, HELLO, NAMES, REFUSED, FrameError, frame
+from service.road.frames import GROW, HELLO, NAMES, REFUSED, TENANT, FrameError, frame
+from service.tenants import Tenant, tenant_of
 
 VERSION: Final = 1
 NAME: Final = re.compile(r"[A-Za-z0-9 ._:/-]{0,64}")
 LARGEST: Final = 2**63 - 1
+MOST_TENANTS: Final = 2**16 - 1
+"""What the field of a CALL frame holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A caller's first message. `name` is for logs; a `door` passes on calls of others."""
+    """A caller's first message. `name` is for logs; a `door` passes on calls of others, and shows
+    the `secret` of the service's own ones."""
 
     version: int
     name: str
     door: bool
     arena_bytes: int
+    key: str = ""
+    secret: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A door's word that calls with this number are a tenant's."""
+
+    number: int
+    namespace: str
+    scopes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +83,11 @@ def grow(arena_bytes: int) -> bytes:
     return frame(GROW, dump_json({"arena_bytes": arena_bytes}).encode())
 
 
+def announced(tenant: Announced) -> bytes:
+    """A TENANT frame."""
+    return frame(TENANT, dump_json(asdict(tenant)).encode())
+
+
 def refusal(error: BaseException) -> bytes:
     """A REFUSED frame: the problem for which the engine closes the connection."""
     return frame(REFUSED, dump_json(problem(error)).encode())
@@ -95,7 +115,31 @@ def read_hello(payload: bytes) -> Hello:
         raise FrameError(f"name {name!r:.40}: at most 64 of A-Z a-z 0-9 space . _ : / -")
     if not isinstance(door, bool):
         raise FrameError(f"door {door!r:.40}: true or false")
-    return Hello(version, name, door, count(value, "arena_bytes", HELLO))
+    size = count(value, "arena_bytes", HELLO)
+    return Hello(version, name, door, size, word(value, "key"), word(value, "secret"))
+
+
+def word(value: dict[str, Any], key: str) -> str:
+    """A key of HELLO that may be left out, and of which no error tells what it holds."""
+    text = value.get(key, "")
+    if not isinstance(text, str) or not text.isascii():
+        raise FrameError(f"{key} in HELLO: a string of ASCII characters, or leave it out")
+    return text
+
+
+def read_announced(payload: bytes) -> tuple[int, Tenant]:
+    """A tenant, and the number by which a door's calls name it."""
+    value = read_object(TENANT, payload)
+    number = count(value, "number", TENANT)
+    namespace, scopes = value.get("namespace"), value.get("scopes")
+    if not 0 < number <= MOST_TENANTS:
+        raise FrameError(f"number {number} in TENANT: 1 to {MOST_TENANTS}")
+    if not isinstance(namespace, str) or not isinstance(scopes, list):
+        raise FrameError("TENANT has a namespace, a string, and scopes, a list")
+    try:
+        return number, tenant_of(namespace, map(str, scopes))
+    except ValueError as error:
+        raise FrameError(f"TENANT {number}: {error}") from error
 
 
 def read_grow(payload: bytes) -> int:

@@ -7,8 +7,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from service.errors import AttndError, MalformedRequest, NoSuchRoute, Overloaded
+from service.errors import AttndError, MalformedRequest, NoSuchRoute, Overloaded, Unauthorized
 from service.road import frames as f
+from service.road.admission import Standing
 from service.road.arena import ALIGNMENT, Arena, check_place
 from service.road.calls import Call, Cancel, SessionConfig
 from service.road.messages import VERSION, Grown, State, Welcome, message, read_grow, read_hello
@@ -37,7 +38,8 @@ class Session:
         self.state = state
         self.started = time.monotonic()
         self.name = ""
-        self.door = False
+        self.standing = Standing(config.admission)
+        self.tenants = self.standing.tenants
         self.ended = ""
         self.closed = False
         self.watched_for_room = False
@@ -99,20 +101,22 @@ class Session:
                     self.read_message(kind, bytes(reader.window[start : start + size]))
         except (BlockingIOError, InterruptedError):
             return events
-        except f.FrameError as error:
-            self.refuse(MalformedRequest(str(error)))
+        except (f.FrameError, Unauthorized) as error:
+            told = MalformedRequest(str(error)) if isinstance(error, f.FrameError) else error
+            self.refuse(told)
         except OSError as error:
             self.end(f"the connection broke: {error}")
         return events
 
     def read_call(self, values: CallValues) -> Call | None:
         """A call to run; None when it was answered here, with the rule that it breaks."""
-        number, route, reserved, deadline_us, request, length, answer, capacity, name = values
+        number, route, who, deadline_us, request, length, answer, capacity, name = values
         arena, live, config = self.arena, self.live, self.config
         if arena is None:
             raise f.FrameError("CALL before HELLO: a session begins with HELLO")
-        if reserved:
-            raise f.FrameError(f"reserved field of CALL {number} is {reserved}: send 0")
+        tenant = self.tenants.get(who)
+        if tenant is None:
+            raise f.FrameError(f"tenant field of CALL {number} is {who}: send 0")
         if number in live:
             raise f.FrameError(f"CALL {number} while call {number} waits for its answer")
         if (
@@ -128,7 +132,7 @@ class Session:
         given = arena.memory[request : request + length]
         place = arena.memory[answer : answer + capacity]
         at = (request, length, answer, capacity)
-        call = live[number] = Call(self, number, route, seconds, given, place, name, at)
+        call = live[number] = Call(self, number, route, seconds, given, place, name, tenant, at)
         return call
 
     def refuse_call(self, values: CallValues, size: int) -> None:
@@ -147,13 +151,17 @@ class Session:
         self.send_answer(number, status, inline=image)
 
     def read_message(self, kind: int, payload: bytes) -> None:
-        """HELLO or GROW."""
+        """HELLO, TENANT or GROW."""
         if kind == f.HELLO:
             if self.arena is not None:
                 raise f.FrameError("HELLO came twice: GROW makes the arena larger")
             hello = read_hello(payload)
-            self.name, self.door = hello.name, hello.door
+            self.name = hello.name
+            self.standing.greet(hello)
             self.welcome(hello.arena_bytes)
+            return
+        if kind == f.TENANT:
+            self.standing.announce(payload)
             return
         if self.arena is None:
             raise f.FrameError("GROW before HELLO: a session begins with HELLO")

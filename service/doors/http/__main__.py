@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import resource
 import sys
+from typing import Final
 
 from service.processes import CANNOT_START, Inherited, receive
+
+LOG: Final = logging.getLogger("attnd.http")
 
 
 def main() -> int:
@@ -22,15 +26,26 @@ def main() -> int:
 
 def serve(inherited: Inherited) -> int:
     from service.doors.http.server import make_server
+    from service.doors.http.tls import TlsError
+    from service.keys import KeysError
     from service.metrics import Metrics
 
     def watch(loop: asyncio.AbstractEventLoop) -> None:
         loop.add_reader(inherited.lifeline, os._exit, 1)
 
     metrics = Metrics(inherited.process, inherited.metrics)
-    server = make_server(
-        inherited.settings, inherited.engine_socket, inherited.sockets, metrics, inherited.process
-    )
+    try:
+        server = make_server(
+            inherited.settings,
+            inherited.engine_socket,
+            inherited.sockets,
+            metrics,
+            inherited.process,
+            inherited.secret,
+        )
+    except (KeysError, TlsError) as error:
+        LOG.error("cannot start: %s", error)
+        return CANNOT_START
     server.on_loop = watch
     server.run()
     return CANNOT_START if server.failed else 0

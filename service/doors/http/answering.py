@@ -51,6 +51,8 @@ async def hand_over(door: Door, exchange: Exchange) -> None:
     head, connection = exchange.head, exchange.connection
     if head is None or connection is None:
         raise Internal("a request without its head or connection: this is a bug")
+    if exchange.refusal is not None:
+        raise exchange.refusal
     scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Final
 
 from config.sections import ServerSettings
+from service.doors.gate import Gate
 from service.doors.http.application import make_application
 from service.doors.http.exchange import Exchange
 from service.doors.http.helper import Helper
@@ -40,8 +41,10 @@ COMPLAIN_EVERY_S: Final = 10.0
 class Door:
     """One door on its event loop."""
 
-    def __init__(self, limits: ServerSettings, metrics: Metrics) -> None:
+    def __init__(self, limits: ServerSettings, metrics: Metrics, gate: Gate | None = None) -> None:
+        """`gate` None: everybody is let in."""
         self.limits = limits
+        self.gate = gate
         self.metrics = metrics
         self.loop = asyncio.get_running_loop()
         self.ledger = Ledger(metrics)
@@ -67,10 +70,10 @@ class Door:
 
     # the road
 
-    async def connect(self, path: str, name: str) -> None:
+    async def connect(self, path: str, name: str, secret: str) -> None:
         """Meet the engine. Raises OSError, NotReady, FrameError."""
         size = min(FIRST_ARENA_BYTES, self.limits.max_inflight_bytes)
-        self.caller = await RoadCaller.connect(path, size, name=name, door=True)
+        self.caller = await RoadCaller.connect(path, size, name=name, secret=secret)
 
     @property
     def state(self) -> tuple[str, str]:

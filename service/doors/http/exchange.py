@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 from service.doors.http.bodies import Body
 from service.doors.http.heads import Head, Headers
-from service.errors import InvalidRequest, UnsupportedMediaType
+from service.errors import AttndError, InvalidRequest, UnsupportedMediaType
 from service.road.frames import NO_STAGES
+from service.tenants import OPEN
 
 if TYPE_CHECKING:
     from service.doors.http.protocol import Connection
@@ -23,6 +24,10 @@ SAFETENSORS: Final = "application/vnd.safetensors"
 JSON: Final = "application/json"
 PROBLEM: Final = "application/problem+json"
 REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+TRACEPARENT: Final = re.compile(
+    rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,200})?"
+)
+"""W3C Trace Context: version, trace, parent, flags; later versions may have more behind them."""
 HEX_ID: Final = re.compile(rb"[0-9a-fA-F]{32}")
 DEADLINE_HEADER: Final = "X-Attnd-Deadline-Ms"
 MIN_DEADLINE_MS: Final = 1.0
@@ -40,6 +45,7 @@ class Exchange:
 
     __slots__ = (
         "accept",
+        "authorization",
         "body",
         "code",
         "connection",
@@ -57,11 +63,14 @@ class Exchange:
         "path",
         "peer",
         "query",
+        "refusal",
         "request_id",
         "seconds",
         "stages",
         "started",
         "status",
+        "tenant",
+        "traceparent",
     )
 
     def __init__(self, head: Head | None, peer: str) -> None:
@@ -77,6 +86,10 @@ class Exchange:
         self.body: Body | None = None
         self.is_answered = self.is_gone = False
         self.content_type = self.accept = self.content_encoding = b""
+        self.authorization = self.traceparent = b""
+        self.tenant = OPEN
+        self.refusal: AttndError | None = None
+        """Why it is not let in."""
         self.deadline: bytes | None = None
         self.deadline_us = 0
         self.expects_continue = False
@@ -103,6 +116,10 @@ class Exchange:
                     self.content_encoding = value
                 case b"x-attnd-deadline-ms":
                     self.deadline = value
+                case b"authorization":
+                    self.authorization = value
+                case b"traceparent":
+                    self.traceparent = value if TRACEPARENT.fullmatch(value) else b""
                 case b"expect":
                     self.expects_continue = value.lower() == b"100-continue"
         return request_id
@@ -159,6 +176,8 @@ class Exchange:
             more += b"content-length: %d\r\n" % length
         if not self.keep_alive:
             more += b"connection: close\r\n"
+        if self.traceparent:
+            more += b"traceparent: %b\r\n" % self.traceparent
         return b"%b%bx-request-id: %b\r\nserver-timing: %b\r\ndate: %b\r\n\r\n" % (
             STATUS_LINES[status],
             more,

@@ -12,6 +12,7 @@ from typing import Final
 
 from service.doors.http.exchange import Exchange
 from service.metrics import Metrics
+from service.tenants import OPEN
 
 ACCESS: Final = logging.getLogger("attnd.access")
 DELAY_S: Final = 0.01
@@ -56,4 +57,6 @@ def log(exchange: Exchange) -> None:
         "duration_ms": round(exchange.seconds * 1e3, 3),
         "peer": exchange.peer,
     }
+    if exchange.tenant is not OPEN:
+        told["namespace"] = exchange.tenant.namespace
     ACCESS.log(level, "request", extra={"fields": told})

@@ -160,13 +160,15 @@ class Caller:
         slot = await door.slot(min(room, most), exactly=room > most)
         try:
             while True:
-                answered = await door.engine().call(
+                engine = door.engine()
+                answered = await engine.call(
                     operation.number,
                     request,
                     length,
                     slot,
                     deadline_us=exchange.deadline_us,
                     request_id=exchange.call_id,
+                    tenant=0 if door.gate is None else engine.number_of(exchange.tenant),
                 )
                 if not answered.needed:
                     return answered, slot

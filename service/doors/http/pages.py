@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from service.doors.http.answering import EXCHANGE
-from service.doors.http.exchange import JSON
+from service.doors.http.exchange import JSON, Exchange
 from service.errors import InvalidRequest, NoSuchRoute, NotReady
 from service.image.json_text import dump_json
 
@@ -55,6 +55,8 @@ class Pages:
         return Response(b'{"status":"ready"}', media_type=JSON)
 
     async def metrics(self, request: Request) -> Response:
+        exchange: Exchange = request.scope[EXCHANGE]
+        exchange.tenant.require("admin", "/metrics")
         self.door.ledger.settle()
         body, content_type = self.door.metrics.render()
         return Response(body, headers={"content-type": content_type})

@@ -49,6 +49,8 @@ def pass_on(text: str) -> Told:
 def headers_of(document: dict[str, Any]) -> Headers:
     """What the document says to a client's HTTP library."""
     match document["status"]:
+        case 401:
+            return [(b"www-authenticate", b"Bearer")]
         case 405:
             return [(b"allow", ", ".join(document["allow"]).encode())]
         case 429:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from service.doors.http.answering import answer_problem, run
 from service.doors.http.bodies import Body
+from service.doors.http.entrance import Entrance
 from service.doors.http.exchange import PROBLEM, Exchange
 from service.doors.http.gone import ClientGone
 from service.doors.http.heads import Head
@@ -36,10 +37,12 @@ class Connection(asyncio.BufferedProtocol):
     __slots__ = (
         "deadline",
         "door",
+        "entrance",
         "exchange",
         "intake",
         "is_paused",
         "is_timed",
+        "is_tls",
         "leaving",
         "loop",
         "peer",
@@ -55,7 +58,8 @@ class Connection(asyncio.BufferedProtocol):
         self.intake = Intake(door.limits, self.begin)
         self.exchange: Exchange | None = None
         self.task: asyncio.Task[None] | None = None
-        self.is_paused = self.is_timed = self.leaving = False
+        self.entrance = None if door.gate is None else Entrance(door.gate)
+        self.is_paused = self.is_timed = self.is_tls = self.leaving = False
         self.watch: Watch | None = None
         """Once the client has closed its side."""
         self.deadline = inf
@@ -68,6 +72,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: Any) -> None:
         self.transport: asyncio.Transport = transport
         self.peer = name_of(transport.get_extra_info("peername"))
+        self.is_tls = transport.get_extra_info("sslcontext") is not None
         self.deadline = self.loop.time() + self.door.limits.idle_timeout_s
         if not self.door.admit(self):
             self.refuse(self.door.too_many())
@@ -101,6 +106,8 @@ class Connection(asyncio.BufferedProtocol):
         """The client has closed its side; whether the connection stays open for an answer."""
         intake = self.intake
         if self.leaving or intake.is_underway or (self.exchange is None and not intake.ahead):
+            return False
+        if self.is_tls:  # it ends for both sides at once
             return False
         self.watch = Watch(self)
         return True
@@ -146,7 +153,9 @@ class Connection(asyncio.BufferedProtocol):
         exchange.connection = self
         exchange.body = body
         self.exchange = exchange
-        if exchange.method == "POST":
+        if self.entrance is not None:
+            self.entrance.let_in(exchange)
+        if exchange.method == "POST" and exchange.refusal is None:
             body.begin(self.door)
         self.task = self.loop.create_task(run(self.door, exchange))
 

@@ -16,8 +16,10 @@ from typing import Any, Final
 import uvicorn
 
 from config.sections import Settings
+from service.doors.gate import make_gate
 from service.doors.http.door import Door
 from service.doors.http.protocol import Connection
+from service.doors.http.tls import HANDSHAKE_S, Tls, make_tls
 from service.errors import NotReady
 from service.metrics import Metrics
 from service.road.frames import FrameError
@@ -42,13 +44,18 @@ class Server(uvicorn.Server):
         sockets: Sequence[socket.socket],
         metrics: Metrics,
         name: str,
+        secret: str,
     ) -> None:
+        """`secret` is what tells the engine that this is a door. Raises KeysError and TlsError."""
         super().__init__(configuration())
         self.settings = settings
         self.engine_socket = engine_socket
         self.listening = tuple(sockets)
         self.metrics = metrics
         self.name = name
+        self.secret = secret
+        self.gate = make_gate(settings.auth)
+        self.tls = make_tls(settings.server)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.door: Door | None = None
         self.meeting: asyncio.Task[None] | None = None
@@ -60,10 +67,10 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = loop = asyncio.get_running_loop()
-        self.door = door = Door(self.settings.server, self.metrics)
+        self.door = door = Door(self.settings.server, self.metrics, self.gate)
         self.ended = asyncio.Event()
         self.meeting = loop.create_task(self.meet(door))
-        self.accepting = [await listen(loop, door, sock) for sock in self.listening]
+        self.accepting = [await listen(loop, door, sock, self.tls) for sock in self.listening]
         if self.on_loop is not None:
             self.on_loop(loop)
         self.started = True
@@ -71,7 +78,7 @@ class Server(uvicorn.Server):
     async def meet(self, door: Door) -> None:
         """Connect to the engine; it answers when it is ready to take calls."""
         try:
-            await door.connect(self.engine_socket, self.name)
+            await door.connect(self.engine_socket, self.name, self.secret)
         except (ConnectionError, FileNotFoundError) as error:
             # the engine could not start, and has said why: whoever started both ends the service
             LOG.debug("the engine at %s has gone: %s", self.engine_socket, error)
@@ -122,16 +129,30 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM begins the drain. Nothing else is listened to: Ctrl-C is for whoever started this
-        process, and whoever loses patience with it kills it."""
+        """SIGTERM begins the drain, SIGHUP has keys and certificate read again. Nothing else is
+        listened to: Ctrl-C is for whoever started this process, and whoever loses patience with it
+        kills it."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = signal.signal(signal.SIGTERM, self.handle_exit)
+        before_hang_up = signal.signal(signal.SIGHUP, self.handle_hang_up)
         try:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGHUP, before_hang_up)
+
+    def read_again(self) -> None:
+        """Keys and certificate may have changed; in the loop's thread."""
+        if self.gate is not None:
+            self.gate.read_again()
+        if self.tls is not None:
+            self.tls.read_again()
+
+    def handle_hang_up(self, sig: int, frame: FrameType | None) -> None:
+        if self.loop is not None:  # else both are still to be read
+            self.loop.call_soon_threadsafe(self.read_again)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.loop is None:
@@ -162,14 +183,22 @@ async def not_called(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def listen(
-    loop: asyncio.AbstractEventLoop, door: Door, sock: socket.socket
+    loop: asyncio.AbstractEventLoop, door: Door, sock: socket.socket, tls: Tls | None
 ) -> asyncio.AbstractServer:
     def connection() -> Connection:
         return Connection(door)
 
     if sock.family == socket.AF_UNIX:
         return await loop.create_unix_server(connection, sock=sock, backlog=BACKLOG)
-    return await loop.create_server(connection, sock=sock, backlog=BACKLOG)
+    if tls is None:
+        return await loop.create_server(connection, sock=sock, backlog=BACKLOG)
+    return await loop.create_server(
+        connection,
+        sock=sock,
+        backlog=BACKLOG,
+        ssl=tls.context,
+        ssl_handshake_timeout=HANDSHAKE_S,
+    )
 
 
 def make_server(
@@ -178,6 +207,7 @@ def make_server(
     sockets: Sequence[socket.socket],
     metrics: Metrics,
     name: str = "http-0",
+    secret: str = "",
 ) -> Server:
     """A door for sockets that listen; `run` it in any thread, signals are only for the main one."""
-    return Server(settings, engine_socket, sockets, metrics, name)
+    return Server(settings, engine_socket, sockets, metrics, name, secret)

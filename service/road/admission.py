@@ -1,0 +1,65 @@
+"""Who may have a session with the engine, and whose its calls are."""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+
+from service.errors import Unauthorized
+from service.keys import Key, Keys
+from service.road.frames import FrameError
+from service.road.messages import Hello, read_announced
+from service.tenants import NOBODY, OPEN, Tenant
+
+
+@dataclass(slots=True)
+class Admission:
+    """`keys` None: everybody who may connect is let in. `secret` is what the service's own doors
+    show; where it is empty there are none. Not frozen: keys are read again while sessions last."""
+
+    keys: Keys | None = None
+    secret: str = ""
+
+
+class Standing:
+    """One session's: `tenants` has those it may call for, by the number that its calls carry. Only
+    a door has others than 0."""
+
+    __slots__ = ("admission", "is_door", "key", "tenants")
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self.tenants: dict[int, Tenant] = {}
+        self.key: Key | None = None
+        self.is_door = False
+
+    def greet(self, hello: Hello) -> None:
+        """Find out who has said HELLO. Raises Unauthorized."""
+        keys, secret = self.admission.keys, self.admission.secret
+        if hello.door:
+            if not secret or not hmac.compare_digest(secret, hello.secret):
+                told = "door: only processes that the service has started are its doors"
+                raise Unauthorized(f"{told}: say false")
+            self.is_door = True
+            self.tenants[0] = OPEN if keys is None else NOBODY
+        elif keys is None:
+            self.tenants[0] = OPEN
+        else:
+            self.key = keys.check(hello.key.encode(), "give it as key in HELLO")
+            self.tenants[0] = self.key.tenant
+
+    def announce(self, payload: bytes) -> None:
+        """Take in a TENANT frame. Raises FrameError."""
+        if not self.is_door:
+            raise FrameError("TENANT from a caller that is no door of the service")
+        number, tenant = read_announced(payload)
+        self.tenants[number] = tenant
+
+    def renew(self) -> None:
+        """The keys were read again. Raises Unauthorized where this session's is gone."""
+        if self.key is None or self.admission.keys is None:
+            return
+        tenant = self.admission.keys.holder(self.key.digest)
+        if tenant is None:
+            raise Unauthorized("the key of this session was taken back")
+        self.tenants[0] = tenant
