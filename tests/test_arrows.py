@@ -76,7 +76,10 @@ ARROWS: Final = (
     Arrow(
         "operations are declared outside every protocol, without pool or threads",
         ("service/operations/*",),
-        beyond("numpy", "pydantic", "service.operations", "service.image", "service.errors"),
+        beyond(
+            *("numpy", "pydantic", "service.operations", "service.image"),
+            *("service.errors", "service.tenants"),
+        ),
     ),
     Arrow(
         "operations have no threads",
@@ -86,7 +89,10 @@ ARROWS: Final = (
     Arrow(
         "the road knows neither its engine nor its doors",
         ("service/road/*",),
-        beyond("numpy", "service.road", "service.image", "service.errors"),
+        beyond(
+            *("numpy", "service.road", "service.image"),
+            *("service.errors", "service.keys", "service.tenants"),
+        ),
     ),
     Arrow(
         "doors never import the engine, the core or kernels",

@@ -32,6 +32,7 @@ from service.metrics import Metrics
 from service.road.listening import listen
 
 WAIT_S: Final = 20.0
+SECRET: Final = "what the supervisor hands to its processes"
 ARGUMENTS: Final = (
     *("--backend.kind", KIND),
     *("--pool.num-layers", str(LAYERS)),
@@ -186,7 +187,7 @@ def engine_running(*arguments: str) -> Iterator[tuple[Service, dict[str, int]]]:
         shared = {name: make_shared() for name in ("engine", "http-0")}
         for fd in shared.values():
             ending.callback(os.close, fd)
-        engine = Engine(listening.sock, settings, backend, Metrics("engine", shared))
+        engine = Engine(listening.sock, settings, backend, Metrics("engine", shared), SECRET)
         service = Service(settings, engine, EngineThread(engine), str(listening.path), backend)
         service.engine_thread.start()
         try:
@@ -203,7 +204,7 @@ def serving(*arguments: str) -> Iterator[Service]:
     with engine_running(*arguments) as (service, shared), ExitStack() as ending:
         listener = ending.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
         path, metrics = service.engine_socket, Metrics("http-0", shared)
-        server = make_server(service.settings, path, [listener], metrics)
+        server = make_server(service.settings, path, [listener], metrics, secret=SECRET)
         thread = threading.Thread(target=server.run, name="door")
         service.doors.append((server, thread))
         service.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

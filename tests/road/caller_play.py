@@ -23,7 +23,7 @@ def play(loops: Loops, engine: StandIn, test: Test) -> None:
     """Run a test on a loop of its own, with a caller that is connected to the engine."""
 
     async def main() -> None:
-        caller = await RoadCaller.connect(str(engine.path), ARENA, name="test", door=True)
+        caller = await RoadCaller.connect(str(engine.path), ARENA, name="test")
         try:
             await test(caller)
         finally:

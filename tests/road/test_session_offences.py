@@ -67,7 +67,7 @@ def test_more_calls_than_may_wait_are_refused_as_overload() -> None:
 
 
 OFFENCES = [
-    (call_frame(1, reserved=7), "reserved field of CALL 1 is 7: send 0"),
+    (call_frame(1, reserved=7), "tenant field of CALL 1 is 7: send 0"),
     (call_frame(1) + call_frame(1), "CALL 1 while call 1 waits for its answer"),
     (f.frame(f.HELLO, b'{"version":1,"arena_bytes":1}'), "HELLO came twice"),
     (f.frame(f.CALL, bytes(63)), "payload of 63 bytes in CALL: exactly 64"),

@@ -21,7 +21,7 @@ from attnd.exchange import Outcome, Retries, Send, Wait, first, repeated
 from attnd.http.awaiting import AsyncTransport, LoopTransport
 from attnd.http.blocking import SocketTransport, Transport
 from attnd.http.messages import reply_of, request_of
-from attnd.http.origin import origin_of
+from attnd.http.origin import Certificate, Verify, origin_of
 from attnd.methods import (
     POLL_S,
     carry_out,
@@ -63,6 +63,9 @@ class Client:
     """A blocking client; may be shared by threads. Close it, or use it as a context manager.
 
     `base_url` like `http://127.0.0.1:8080`, or `uds` the path of the service's Unix socket.
+    `api_key` is the caller's key, where the service has keys. Over https, `verify` is a PEM file of
+    authorities in place of the system's (or an `ssl.SSLContext`; False trusts anybody), and `cert`
+    a PEM file, or (certificate, key), for a service that asks clients for theirs.
     `timeout` bounds one attempt in seconds; `retries` says how often and how long to try again
     where that is safe (see `attnd.exchange`). `transport` replaces the connections, for tests.
     """
@@ -72,12 +75,17 @@ class Client:
         base_url: str = "http://127.0.0.1:8080",
         *,
         uds: str | None = None,
+        api_key: str | None = None,
+        verify: Verify = True,
+        cert: Certificate = None,
         timeout: float = 30.0,
         retries: int | Retries = 2,
         transport: Transport | None = None,
     ) -> None:
         self._manner = manner(timeout, retries)
-        self._transport: Transport = transport or SocketTransport(origin_of(base_url, uds))
+        self._transport: Transport = transport or SocketTransport(
+            origin_of(base_url, uds, api_key, verify, cert)
+        )
 
     create_sequences = blocking(control.create_sequences)
     create_sequence = blocking(control.create_sequence)
@@ -150,12 +158,17 @@ class AsyncClient:
         base_url: str = "http://127.0.0.1:8080",
         *,
         uds: str | None = None,
+        api_key: str | None = None,
+        verify: Verify = True,
+        cert: Certificate = None,
         timeout: float = 30.0,
         retries: int | Retries = 2,
         transport: AsyncTransport | None = None,
     ) -> None:
         self._manner = manner(timeout, retries)
-        self._transport: AsyncTransport = transport or LoopTransport(origin_of(base_url, uds))
+        self._transport: AsyncTransport = transport or LoopTransport(
+            origin_of(base_url, uds, api_key, verify, cert)
+        )
 
     create_sequences = awaiting(control.create_sequences)
     create_sequence = awaiting(control.create_sequence)

@@ -10,6 +10,8 @@ AttndError                       request_id
 └── ServiceError                 the service refused: status, code, title, detail, timings, problem
     ├── MalformedBody            400
     ├── MalformedRequest         400
+    ├── Unauthorized             401
+    ├── Forbidden                403 scope
     ├── UnknownSequence          404 sequences
     ├── NotFound                 404
     ├── MethodNotAllowed         405 allow
@@ -102,6 +104,18 @@ class MalformedBody(ServiceError):
 
 class MalformedRequest(ServiceError):
     """What was sent is not HTTP, or not a frame of the road: another version of attnd."""
+
+
+class Unauthorized(ServiceError):
+    """The service asks for a key (`api_key`), and does not know this one."""
+
+
+class Forbidden(ServiceError):
+    """The key is not for this; `scope` is what it would need."""
+
+    @property
+    def scope(self) -> str:
+        return str(self.problem.get("scope", ""))
 
 
 class UnknownSequence(ServiceError):
@@ -251,6 +265,8 @@ class Internal(ServiceError):
 CODES: Final[dict[str, type[ServiceError]]] = {
     "malformed_body": MalformedBody,
     "malformed_request": MalformedRequest,
+    "unauthorized": Unauthorized,
+    "forbidden": Forbidden,
     "unknown_sequence": UnknownSequence,
     "not_found": NotFound,
     "method_not_allowed": MethodNotAllowed,

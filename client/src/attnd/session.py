@@ -52,6 +52,7 @@ class Road:
     path: str
     arena_bytes: int
     own: bool
+    key: str = field(default="", repr=False)
     connection: Connection | None = None
     closed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -68,7 +69,9 @@ class Road:
             if connection is None or connection.broken or connection.pid != os.getpid():
                 if connection is not None and connection.pid == os.getpid():
                     connection.close()
-                connection = Connection(self.path, self.arena_bytes, ends, own=self.own)
+                connection = Connection(
+                    self.path, self.arena_bytes, ends, own=self.own, key=self.key
+                )
                 self.connection = connection
             return connection
 
@@ -84,8 +87,8 @@ class Session:
     """A blocking client over the road; may be shared by threads. Close it, or use it with `with`.
 
     `path` is the engine's socket (`server.socket`); without one the service's `port` tells where
-    it is. `timeout` and `retries` are as in `Client`. `arena_bytes` of shared memory are asked for;
-    the arena grows when calls need more.
+    it is. `api_key` is the caller's key, where the service has keys. `timeout` and `retries` are as
+    in `Client`. `arena_bytes` of shared memory are asked for; the arena grows when calls need more.
 
     Arrays of a result lie in the arena: keep those that are needed, and their memory is used again
     when they are gone. A connection that breaks is made again by the next call; if the engine was
@@ -97,13 +100,14 @@ class Session:
         path: str | os.PathLike[str] | None = None,
         *,
         port: int = 8080,
+        api_key: str | None = None,
         timeout: float = 30.0,
         retries: int | Retries = 2,
         arena_bytes: int = 64 * 2**20,
     ) -> None:
         self._manner = manner(timeout, retries)
         found = default_path(port) if path is None else os.fspath(path)
-        self._road = Road(found, arena_bytes, own=path is None)
+        self._road = Road(found, arena_bytes, path is None, api_key or "")
 
     create_sequences = blocking(control.create_sequences)
     create_sequence = blocking(control.create_sequence)

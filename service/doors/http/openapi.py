@@ -30,7 +30,12 @@ is that of the request.
 Every response carries `X-Request-ID` and `Server-Timing`. Every error is `{PROBLEM}`, with a `code`
 and the numbers that matter.
 """
-ERRORS_OF_PAGES: Final = (405, 422, 429, 500, 503, 504)
+SECURITY: Final = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "Where the service has keys. Each operation asks for a scope: read, append, admin.",
+}
+ERRORS_OF_PAGES: Final = (401, 403, 405, 422, 429, 500, 503, 504)
 HEADERS: Final = {
     "X-Request-ID": {"schema": {"type": "string"}},
     "Server-Timing": {
@@ -60,7 +65,8 @@ PARAMETERS: Final = (
 def document() -> Schema:
     """The whole document."""
     told = get_openapi(title="attnd", version=__version__, description=DESCRIPTION, routes=[])
-    told["components"] = {"schemas": schemas()}
+    told["components"] = {"schemas": schemas(), "securitySchemes": {"key": SECURITY}}
+    told["security"] = [{}, {"key": []}]
     paths: dict[str, Schema] = {}
     for operation in OPERATIONS:
         found = operation_object(operation)

@@ -240,9 +240,8 @@ async def connect(origin: Origin, ends: float) -> Connection:
             if origin.uds is not None:
                 _, connection = await loop.create_unix_connection(make, origin.uds)
             else:
-                tls = origin.tls or None
                 _, connection = await loop.create_connection(
-                    make, origin.host, origin.port, ssl=tls
+                    make, origin.host, origin.port, ssl=origin.context
                 )
     except OSError as error:
         raise ConnectionFailed(f"no connection to {origin}: {error}") from error

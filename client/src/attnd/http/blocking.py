@@ -9,12 +9,15 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from attnd.errors import ConnectionFailed, ReplyLost, TimedOut
 from attnd.http.messages import Request, Response
 from attnd.http.origin import KEEP_IDLE_S, MAX_CONNECTIONS, Origin
 from attnd.http.reading import ResponseReader
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 Part = bytes | memoryview
 
@@ -99,7 +102,7 @@ class Connection:
         self.idle_since = 0.0
         self._reader = ResponseReader()
         self._cut_short = False
-        self._tls = origin.tls and origin.uds is None
+        self._tls = origin.context is not None
         self._socket = connect(origin, ends)
         if not self._tls:  # asked when it is ready, which costs less than a timeout set each time
             self._socket.setblocking(False)
@@ -202,17 +205,15 @@ def connect(origin: Origin, ends: float) -> socket.socket:
             return made
         made = socket.create_connection((origin.host, origin.port), remaining(ends))
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return with_tls(made, origin.host) if origin.tls else made
+        return made if origin.context is None else with_tls(made, origin.host, origin.context)
     except OSError as error:
         raise ConnectionFailed(f"no connection to {origin}: {error}") from error
 
 
-def with_tls(plain: socket.socket, host: str) -> socket.socket:
-    """The connection under TLS, checked against the system's certificates."""
-    import ssl  # a service on this host or in this cluster does without
-
+def with_tls(plain: socket.socket, host: str, context: SSLContext) -> socket.socket:
+    """The connection under TLS."""
     try:
-        return ssl.create_default_context().wrap_socket(plain, server_hostname=host)
+        return context.wrap_socket(plain, server_hostname=host)
     except BaseException:
         plain.close()
         raise

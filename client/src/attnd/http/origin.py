@@ -1,15 +1,26 @@
-"""`Origin`: whom the client talks to, read from a base URL or a Unix socket's path."""
+"""`Origin`: whom the client talks to, and how: read from a base URL or a Unix socket's path."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeAlias
 from urllib.parse import urlsplit
 
 from attnd.http.messages import Request
 
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+KEY: Final = re.compile(r"[\x21-\x7e]+")
 USER_AGENT: Final = "attnd-client"
 PORTS: Final = {"http": 80, "https": 443}
+
+Verify: TypeAlias = "bool | str | SSLContext"
+"""Which certificates of services are trusted: the system's (True), those of a PEM file, any
+(False), or whatever a context says."""
+Certificate: TypeAlias = str | tuple[str, str] | None
+"""PEM files of a client's certificate and its key; one file may hold both."""
 
 KEEP_IDLE_S: Final = 60.0
 """Idle connections go before the service closes them (75 s), so none breaks under a request."""
@@ -20,7 +31,8 @@ MAX_CONNECTIONS: Final = 100
 @dataclass(frozen=True, slots=True)
 class Origin:
     """`uds` goes before host and port. `host_header` names them to the service; `prefix` is what
-    every path begins with."""
+    every path begins with. `secret` are headers that no error shows; `context` is made for TLS when
+    it is None."""
 
     host: str
     port: int
@@ -28,6 +40,8 @@ class Origin:
     host_header: str
     prefix: str = ""
     uds: str | None = None
+    secret: str = field(default="", repr=False)
+    context: SSLContext | None = None
 
     def __str__(self) -> str:
         return f"unix:{self.uds}" if self.uds else f"{self.host}:{self.port}"
@@ -40,11 +54,18 @@ class Origin:
             lines += f"content-length: {length}\r\n"
         return (
             f"{request.method} {self.prefix}{request.target} HTTP/1.1\r\n"
-            f"host: {self.host_header}\r\nuser-agent: {USER_AGENT}\r\n{lines}\r\n"
+            f"host: {self.host_header}\r\nuser-agent: {USER_AGENT}\r\n"
+            f"{self.secret}{lines}\r\n"
         ).encode("latin-1")
 
 
-def origin_of(base_url: str, uds: str | None) -> Origin:
+def origin_of(
+    base_url: str,
+    uds: str | None,
+    api_key: str | None = None,
+    verify: Verify = True,
+    cert: Certificate = None,
+) -> Origin:
     """Read a URL like `http://127.0.0.1:8080`; raises ValueError for one that is not of this kind.
 
     A path becomes the prefix of all paths.
@@ -62,4 +83,29 @@ def origin_of(base_url: str, uds: str | None) -> Origin:
         host_header=url.netloc,
         prefix=url.path.rstrip("/"),
         uds=uds,
+        secret="" if api_key is None else f"authorization: Bearer {checked_key(api_key)}\r\n",
+        context=context_of(verify, cert) if url.scheme == "https" and uds is None else None,
     )
+
+
+def checked_key(api_key: str) -> str:
+    """The key, if a header can carry it. Raises ValueError, which does not show it."""
+    if not KEY.fullmatch(api_key):
+        raise ValueError("api_key must be visible ASCII characters, without spaces")
+    return api_key
+
+
+def context_of(verify: Verify, cert: Certificate) -> SSLContext:
+    """How TLS is spoken. Raises OSError (ssl.SSLError) for files that cannot be used."""
+    import ssl  # a service on this host or in this cluster does without
+
+    if isinstance(verify, ssl.SSLContext):
+        context = verify
+    else:
+        context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
+    if verify is False:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if cert is not None:
+        context.load_cert_chain(*((cert,) if isinstance(cert, str) else cert))
+    return context

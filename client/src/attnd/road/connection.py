@@ -36,7 +36,7 @@ from attnd.road.waiting import Waiting
 class Connection:
     """A session that the engine has welcomed. `broken` says why it is over, else is empty."""
 
-    def __init__(self, path: str, arena_bytes: int, ends: float, *, own: bool) -> None:
+    def __init__(self, path: str, arena_bytes: int, ends: float, *, own: bool, key: str) -> None:
         """Connect and greet by `ends`; with `own`, an engine of another user is refused.
 
         Raises `ConnectionFailed`, `TimedOut`, `ProtocolError`, or the `ServiceError` of a refusal.
@@ -52,7 +52,7 @@ class Connection:
         self._sending = threading.Lock()
         self._reading = threading.Lock()
         self._only_one_grows = threading.Lock()
-        self._socket, welcome, self.arena = greet(path, arena_bytes, self._reader, ends, own)
+        self._socket, welcome, self.arena = greet(path, arena_bytes, self._reader, ends, own, key)
         self._socket.setblocking(False)
         self.routes = welcome.routes
         self.state, self.reason = welcome.state, welcome.reason

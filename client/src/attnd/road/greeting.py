@@ -32,7 +32,7 @@ class Welcome:
 
 
 def greet(
-    path: str, arena_bytes: int, reader: FrameReader, ends: float, own: bool
+    path: str, arena_bytes: int, reader: FrameReader, ends: float, own: bool, key: str
 ) -> tuple[socket.socket, Welcome, Arena]:
     """Connect and greet by `ends`; with `own`, an engine of another user is refused.
 
@@ -42,6 +42,8 @@ def greet(
     descriptors: list[int] = []
     try:
         hello = {"version": frames.VERSION, "name": NAME, "door": False, "arena_bytes": arena_bytes}
+        if key:
+            hello["key"] = key
         connected.settimeout(remaining(ends))
         connected.sendall(frames.json_frame(frames.HELLO, hello))
         content = first_frame(connected, reader, descriptors, ends)
