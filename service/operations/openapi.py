@@ -71,6 +71,7 @@ def operation_object(operation: Operation) -> Schema:
         "summary": operation.summary,
         "parameters": parameters(operation),
         "responses": {str(operation.status): response(operation), **errors(operation)},
+        "x-attnd-scope": operation.scope,
     }
     if operation.description:
         document["description"] = operation.description

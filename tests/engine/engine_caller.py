@@ -17,7 +17,7 @@ import numpy as np
 from engine_fakes import GEOMETRY, WAIT_S, FakeBackend
 from images import read_image, write_image
 
-from config.settings import EngineSettings, ServerSettings, Settings
+from config.settings import AuthSettings, EngineSettings, ServerSettings, Settings
 from kernels.backend import PoolGeometry
 from service.engine.engine import Engine
 from service.image.json_body import fields_text, read_header
@@ -191,12 +191,17 @@ def with_engine(
     max_sequences: int = 65536,
     ends: type[BaseException] | None = None,
     arena_bytes: int = ARENA_BYTES,
+    keys_file: str | None = None,
+    key: str = "",
     **server: Any,
 ) -> T:
-    """Run a scenario with a caller of a ready engine, and drain it; it is to end with `ends`."""
+    """Run a scenario with a caller of a ready engine, and drain it; it is to end with `ends`.
+
+    The caller shows `key`, where there is a `keys_file`.
+    """
 
     async def run(running: Running) -> T:
-        road = await RoadCaller.connect(running.path, arena_bytes)
+        road = await RoadCaller.connect(running.path, arena_bytes, key=key)
         try:
             async with asyncio.timeout(6 * WAIT_S):
                 return await scenario(Caller(running, road))
@@ -206,7 +211,11 @@ def with_engine(
             road.close()
 
     engine_settings = EngineSettings(slice_ms=slice_ms, max_sequences=max_sequences)
-    settings = Settings(server=ServerSettings(**server), engine=engine_settings)
+    settings = Settings(
+        server=ServerSettings(**server),
+        engine=engine_settings,
+        auth=AuthSettings(keys_file=keys_file),
+    )
     with tempfile.TemporaryDirectory(prefix="attnd-test-") as directory:
         listening = listen(Path(directory) / "engine.sock", private=True)
         metrics = Metrics()

@@ -140,7 +140,10 @@ def cases(tmp_path: Path) -> list[tuple[list[str], str]]:
     (tmp_path / "file").write_text("")
     below, long = str(tmp_path / "file" / "x.sock"), str(tmp_path / ("x" * 200))
     return [
-        (["--server.host", "192.0.2.1"], "server.host 192.0.2.1, server.port 0: cannot assign"),
+        (
+            ["--server.host", "192.0.2.1", "--auth.open", "true"],
+            "server.host 192.0.2.1, server.port 0: cannot assign",
+        ),
         (["--server.host", "no.such.host.invalid"], "server.host no.such.host.invalid"),
         (["--server.uds", below], f"server.uds {below}"),
         (["--server.uds", long], f"server.uds {long}"),

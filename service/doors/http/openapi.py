@@ -33,7 +33,7 @@ and the numbers that matter.
 SECURITY: Final = {
     "type": "http",
     "scheme": "bearer",
-    "description": "Where the service has keys. Each operation asks for a scope: read, append, admin.",
+    "description": "Where the service has keys. `x-attnd-scope` is what an operation asks for.",
 }
 ERRORS_OF_PAGES: Final = (401, 403, 405, 422, 429, 500, 503, 504)
 HEADERS: Final = {

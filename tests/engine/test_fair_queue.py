@@ -1,0 +1,71 @@
+"""The line that waits: order within a namespace, turns between them."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from service.engine.fair import FairQueue
+
+
+def taken(queue: FairQueue[str], count: int) -> str:
+    return "".join(queue.pop() for _ in range(count))
+
+
+def test_namespaces_take_turns_and_keep_their_order() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item in "aaaa":
+        queue.append("many", item)
+    queue.append("few", "x")
+    queue.append("some", "1")
+    queue.append("some", "2")
+    assert len(queue) == 7 and queue.depth("many") == 4 and queue.depth("nobody") == 0
+    assert taken(queue, 7) == "ax1a2aa"
+    assert not queue
+
+
+def test_a_newcomer_waits_for_one_turn_of_each_other() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(1000):
+        queue.append("many", str(number))
+    assert queue.pop() == "0"
+    queue.append("few", "x")
+    assert [queue.pop(), queue.pop()] == ["1", "x"]
+
+
+def test_what_is_put_back_comes_first_in_its_line() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item in "abc":
+        queue.append("one", item)
+    held = [queue.pop(), queue.pop()]
+    for item in reversed(held):
+        queue.put_back("one", item)
+    assert taken(queue, 3) == "abc"
+
+
+def test_any_history_keeps_each_lines_order_and_serves_all_in_turn() -> None:
+    rng = random.Random(5)
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    model: dict[str, deque[int]] = {name: deque() for name in "abcd"}
+    waited = dict.fromkeys(model, 0)
+    for number in range(3_000):
+        name = rng.choice("aaaaabbc" if number % 97 else "d")
+        match rng.randrange(5):
+            case 0 | 1:
+                queue.append(name, (name, number))
+                model[name].append(number)
+            case 2 if model[name]:
+                gone = rng.choice(model[name])
+                assert queue.remove(name, (name, gone))
+                model[name].remove(gone)
+            case 3:
+                assert not queue.remove(name, (name, -1))
+            case _ if queue:
+                owner, got = queue.first()
+                assert queue.pop() == (owner, got)
+                assert model[owner].popleft() == got
+                for other in model:
+                    waited[other] = waited[other] + 1 if model[other] and other != owner else 0
+                assert max(waited.values()) < 2 * len(model), "somebody was passed over"
+        assert len(queue) == sum(map(len, model.values()))
+        assert sorted(queue) == sorted((n, i) for n, line in model.items() for i in line)

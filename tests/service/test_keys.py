@@ -1,0 +1,142 @@
+"""Keys: their file, what is wrong with one, and that no comparison tells how near a key was."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from config.sections import AuthSettings
+from service.errors import Forbidden, Unauthorized
+from service.keys import KeysError, line_of, new_key, read_again, read_keys
+from service.tenants import OPEN, tenant_of
+
+ROOT = Path(__file__).resolve().parents[2]
+DIGEST = hashlib.sha256(b"secret").hexdigest()
+
+
+def file_of(directory: Path, *lines: str) -> str:
+    path = directory / "keys"
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_a_line_is_a_digest_a_namespace_and_scopes(tmp_path: Path) -> None:
+    path = file_of(
+        tmp_path,
+        "# whose keys these are",
+        "",
+        f"{DIGEST} search read,append  # rotated in spring",
+        line_of("other", "chat", ["admin"]),
+    )
+    keys = read_keys(path)
+    assert keys.check(b"secret", "") == keys.keys[0]
+    assert keys.keys[0].tenant is tenant_of("search", ["append", "read"])
+    assert keys.check(b"other", "").tenant.scopes == {"admin"}
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("secret search read", "64 hexadecimal digits"),
+        (f"{DIGEST} search", "2 words, 3 must be"),
+        (f"{DIGEST} search read append", "4 words, 3 must be"),
+        (f"{DIGEST} a/b read", "namespace 'a/b'"),
+        (f"{DIGEST} {'n' * 65} read", "1 to 64 characters"),
+        (f"{DIGEST} search read,write", "scope 'write': one of read, append, admin"),
+        (f"{DIGEST} search read,", "scope ''"),
+        (f"{DIGEST} one read\n{DIGEST} two read", "line 2: this key is there twice"),
+        ("# nobody", "no key is in it"),
+    ],
+)
+def test_a_file_that_breaks_a_rule_is_refused_with_the_line_and_without_the_key(
+    tmp_path: Path, line: str, rule: str
+) -> None:
+    with pytest.raises(KeysError) as refused:
+        read_keys(file_of(tmp_path, line))
+    told = str(refused.value)
+    assert rule in told and str(tmp_path) in told and "\n" not in told
+    assert "secret" not in told, "an operator who writes the key itself must not find it in the log"
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(KeysError, match=r"auth.keys_file .*none: .*No such file"):
+        read_keys(str(tmp_path / "none"))
+
+
+def test_every_digest_is_compared_whichever_key_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"key-{number}" for number in range(20)]
+    keys = read_keys(file_of(tmp_path, *(line_of(name, "a", ["read"]) for name in names)))
+    compared: list[int] = []
+    compare = hmac.compare_digest
+
+    def count(one: bytes, other: bytes) -> bool:
+        compared.append(len(one))
+        return compare(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", count)
+    for shown in ("key-0", "key-19", "key-20", "x" * 10_000, ""):
+        compared.clear()
+        keys.find(shown.encode())
+        assert compared == [32] * len(names), shown
+
+
+def test_a_key_that_is_unknown_or_missing_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    keys = read_keys(file_of(tmp_path, f"{DIGEST} search read"))
+    with pytest.raises(Unauthorized, match="asks for a key: show it"):
+        keys.check(b"", "show it")
+    with pytest.raises(Unauthorized, match="not, or no longer"):
+        keys.check(b"Secret", "")
+
+
+def test_a_file_that_has_become_unusable_leaves_the_keys_as_they_were(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    auth = AuthSettings(keys_file=file_of(tmp_path, f"{DIGEST} search read"))
+    before = read_again(auth, None)
+    assert before is not None
+    file_of(tmp_path, "half a line")
+    assert read_again(auth, before) is before
+    assert "the keys stay as they were" in caplog.text
+
+
+def test_a_scope_that_lacks_is_told_with_those_that_are_there() -> None:
+    reader = tenant_of("search", ["read"])
+    with pytest.raises(
+        Forbidden, match="append asks for the scope append, this key has read"
+    ) as no:
+        reader.require("append", "append")
+    assert no.value.extra == {"scope": "append"}
+    reader.require("read", "decode")
+    OPEN.require("admin", "anything")
+
+
+def test_the_command_prints_a_key_and_its_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "service", "key", "new", "--namespace", "search"]
+    done = subprocess.run(
+        [*command, "--scope", "admin", "--scope", "read"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    key, line = done.stdout.splitlines()
+    assert line == line_of(key, "search", ["read", "admin"])
+    assert read_keys(file_of(tmp_path, line)).check(key.encode(), "").tenant.namespace == "search"
+    wrong = subprocess.run(
+        [*command[:-1], "a b"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("attnd: namespace 'a b'")
+
+
+def test_no_two_keys_are_the_same() -> None:
+    made = {new_key() for _ in range(100)}
+    assert len(made) == 100
+    assert all(key.startswith("attnd_") and len(key) == 49 for key in made)
