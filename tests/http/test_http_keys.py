@@ -1,0 +1,310 @@
+"""Keys over HTTP: what is open, who may do what, and namespaces that do not see each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from attnd import Client, Forbidden, Session, Unauthorized, UnknownSequence
+from http_messages import (
+    KIND,
+    QO_HEADS,
+    append,
+    ask,
+    check_problem,
+    create,
+    post,
+    rows,
+)
+from http_process import listening, process
+from http_service import WAIT_S, Service, serving, wait_for
+
+from config.settings import ServerSettings
+from service.addresses import bind_addresses
+from service.keys import line_of
+from service.road.listening import CannotListen
+
+KEYS = {
+    "a-key-of-red": ("red", ["read", "append"]),
+    "a-key-of-blue": ("blue", ["read", "append"]),
+    "a-reader-of-red": ("red", ["read"]),
+    "an-operator": ("ops", ["admin"]),
+}
+
+
+def write_keys(path: Path, *names: str) -> None:
+    path.write_text("\n".join(line_of(name, *KEYS[name]) for name in names or KEYS))
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    write_keys(path)
+    with serving("--auth.keys-file", str(path)) as running:
+        yield running
+
+
+def holder(service: Service, key: str) -> httpx.Client:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.Client(base_url=service.url, headers=headers, timeout=WAIT_S)
+
+
+@pytest.fixture
+def red(guarded: Service) -> Iterator[httpx.Client]:
+    with holder(guarded, "a-key-of-red") as one:
+        yield one
+        clean(one)
+
+
+@pytest.fixture
+def blue(guarded: Service) -> Iterator[httpx.Client]:
+    with holder(guarded, "a-key-of-blue") as one:
+        yield one
+        clean(one)
+
+
+def clean(client: httpx.Client) -> None:
+    for sequence in client.get("/v1/sequences").json()["sequences"]:
+        client.delete(f"/v1/sequences/{sequence['id']}")
+
+
+PATHS = (
+    ("GET", "/v1/info"),
+    ("GET", "/v1/pool"),
+    ("GET", "/v1/sequences"),
+    ("DELETE", "/v1/sequences/a"),
+    ("POST", "/v1/decode"),
+    ("GET", "/metrics"),
+    ("GET", "/docs"),
+    ("GET", "/openapi.json"),
+    ("GET", "/no/such/path"),
+    ("PUT", "/v1/info"),
+)
+
+
+@pytest.mark.parametrize(
+    "header", [None, "Bearer a-key-of-nobody", "Bearer", "a-key-of-red", "Basic YTpi"]
+)
+def test_nothing_but_health_is_open(guarded: Service, header: str | None) -> None:
+    headers = {} if header is None else {"authorization": header}
+    with guarded.client() as client:
+        for method, path in PATHS:
+            refused = client.request(method, path, headers=headers)
+            check_problem(refused, 401, "unauthorized")
+            assert refused.headers["www-authenticate"] == "Bearer"
+            assert "red" not in refused.text
+        assert client.get("/health/live").status_code == 200
+        assert client.get("/health/ready").status_code == 200
+
+
+def test_a_body_is_neither_waited_for_nor_held_without_a_key(guarded: Service) -> None:
+    length = 100 * 2**20
+    with closing(guarded.connect()) as client:
+        head = f"POST /v1/decode HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n"
+        client.sendall(head.encode())
+        assert client.recv(64).startswith(b"HTTP/1.1 401 ")
+        assert guarded.door.caller.mapping.size < length
+
+
+def test_the_scheme_is_read_in_any_case_and_a_connection_may_change_its_key(
+    guarded: Service, red: httpx.Client, blue: httpx.Client
+) -> None:
+    create(red, "mine")
+    with guarded.client() as client:
+        for key, status in [("red", 200), ("blue", 404), ("nobody", 401), ("red", 200)]:
+            headers = {"authorization": f"bEARER  a-key-of-{key}"}
+            assert client.get("/v1/sequences/mine", headers=headers).status_code == status
+
+
+def test_the_same_id_in_two_namespaces_is_two_sequences(
+    red: httpx.Client, blue: httpx.Client, rng: np.random.Generator
+) -> None:
+    for client, count in ((red, 3), (blue, 6)):
+        (made,) = create(client, "same")
+        assert made["id"] == "same"
+        append(client, 0, "same", rows(rng, count), rows(rng, count))
+    for client, count in ((red, 3), (blue, 6)):
+        told = client.get("/v1/sequences/same").json()
+        assert (told["id"], told["lengths"][0]) == ("same", count)
+        assert [one["id"] for one in client.get("/v1/sequences").json()["sequences"]] == ["same"]
+    refused = red.post("/v1/sequences", json={"sequences": [{"id": "same"}]})
+    check_problem(refused, 409, "sequence_exists", sequences=["same"])
+    assert blue.delete("/v1/sequences/same").status_code == 204
+    assert red.get("/v1/sequences/same").json()["lengths"][0] == 3
+
+
+def test_guessed_ids_are_404_in_every_route(
+    red: httpx.Client, blue: httpx.Client, rng: np.random.Generator
+) -> None:
+    create(red, "guess")
+    append(red, 0, "guess", rows(rng, 5), rows(rng, 5))
+    q, k, v = rows(rng, 1, QO_HEADS), rows(rng, 1), rows(rng, 1)
+    named = {"layer": 0, "sequences": ["guess"]}
+    level = {"sequences": ["guess"], "qo_indptr": [0, 1]}
+    answers = [
+        blue.get("/v1/sequences/guess"),
+        blue.delete("/v1/sequences/guess"),
+        blue.post("/v1/sequences/guess/truncate", json={"length": 0}),
+        blue.post("/v1/sequences", json={"sequences": [{"id": "x", "parent": "guess"}]}),
+        blue.post("/v1/page-table", json={"sequences": ["guess"]}),
+        post(blue, "/v1/append", named, {"k": k, "v": v}),
+        post(blue, "/v1/append", named | {"offsets": [5]}, {"k": k, "v": v}),
+        post(blue, "/v1/gather", named),
+        post(blue, "/v1/decode", named, {"q": q}),
+        post(blue, "/v1/decode", named, {"q": q, "k": k, "v": v}),
+        post(blue, "/v1/prefill", named | {"qo_indptr": [0, 1]}, {"q": q}),
+        post(blue, "/v1/cascade", {"layer": 0, "levels": [level]}, {"q": q}),
+    ]
+    for answer in answers:
+        check_problem(answer, 404, "unknown_sequence", sequences=["guess"])
+    assert blue.get("/v1/sequences").json()["sequences"] == []
+    assert red.get("/v1/sequences/guess").json()["lengths"][0] == 5
+
+
+def test_a_fork_and_its_page_table_stay_within_the_namespace(
+    red: httpx.Client, blue: httpx.Client, rng: np.random.Generator
+) -> None:
+    for client in (red, blue):
+        create(client, "trunk")
+        for layer in (0, 1):
+            append(client, layer, "trunk", rows(rng, 9), rows(rng, 9))
+        create(client, {"id": "fork", "parent": "trunk"})
+    tables = [
+        client.post("/v1/page-table", json={"sequences": ["trunk", "fork"]}).json()
+        for client in (red, blue)
+    ]
+    pages = [set(table["kv_indices"]) for table in tables]
+    assert pages[0].isdisjoint(pages[1])
+    assert red.get("/v1/sequences/fork").json()["parent"] == "trunk"
+    fields = {"layer": 0, "sequences": ["trunk", "fork"], "cascade": "always"}
+    told, _ = ask(red, "/v1/decode", fields, {"q": rows(rng, 2, QO_HEADS)})
+    assert told["cascade"] is True
+
+
+def test_scopes_say_what_a_key_may_do(
+    guarded: Service, red: httpx.Client, rng: np.random.Generator
+) -> None:
+    create(red, "a")
+    append(red, 0, "a", rows(rng, 2), rows(rng, 2))
+    q, k, v = rows(rng, 1, QO_HEADS), rows(rng, 1), rows(rng, 1)
+    named = {"layer": 0, "sequences": ["a"]}
+    with holder(guarded, "a-reader-of-red") as reader:
+        assert post(reader, "/v1/decode", named, {"q": q}).status_code == 200
+        for answer in (
+            post(reader, "/v1/append", named, {"k": k, "v": v}),
+            post(reader, "/v1/decode", named, {"q": q, "k": k, "v": v}),
+            reader.delete("/v1/sequences/a"),
+            reader.post("/v1/sequences", json={"sequences": [{}]}),
+        ):
+            check_problem(answer, 403, "forbidden", scope="append")
+        check_problem(reader.get("/metrics"), 403, "forbidden", scope="admin")
+        assert reader.get("/docs").status_code == 200
+    with holder(guarded, "an-operator") as operator:
+        assert "attnd_requests_total" in operator.get("/metrics").text
+        check_problem(operator.get("/v1/pool"), 403, "forbidden", scope="read")
+    assert red.get("/v1/sequences/a").json()["lengths"][0] == 2
+
+
+@pytest.mark.parametrize("page", ["metrics", "docs"])
+def test_metrics_and_docs_have_a_switch_each(tmp_path: Path, page: str) -> None:
+    write_keys(tmp_path / "keys")
+    with (
+        serving(
+            *("--auth.keys-file", str(tmp_path / "keys")), *(f"--auth.open-{page}", "true")
+        ) as running,
+        running.client() as client,
+    ):
+        statuses = {
+            path: client.get(path).status_code for path in ("/metrics", "/docs", "/openapi.json")
+        }
+        opened = 200 if page == "docs" else 401
+        wanted = {"/metrics": 200 if page == "metrics" else 401}
+        assert statuses == wanted | {"/docs": opened, "/openapi.json": opened}
+        assert client.get("/docs/swagger-ui.css").status_code == opened
+
+
+def test_client_and_session_show_their_key(guarded: Service) -> None:
+    with (
+        Client(guarded.url, api_key="a-key-of-red") as client,
+        Session(guarded.engine_socket, api_key="a-key-of-red") as session,
+        Session(guarded.engine_socket, api_key="a-key-of-blue") as other,
+    ):
+        client.create_sequence("shared")
+        assert session.get_sequence("shared").length == 0
+        with pytest.raises(UnknownSequence):
+            other.get_sequence("shared")
+        session.delete_sequence("shared")
+    with (
+        Client(guarded.url, api_key="a-reader-of-red") as reader,
+        pytest.raises(Forbidden) as refused,
+    ):
+        reader.create_sequence()
+    assert refused.value.scope == "append"
+    for nobody in (Client(guarded.url, retries=0), Session(guarded.engine_socket, retries=0)):
+        with nobody, pytest.raises(Unauthorized):
+            nobody.info()
+
+
+@pytest.mark.parametrize("key", ["two words", "new\r\nline", "ключ", ""])
+def test_what_no_header_can_carry_is_no_key_and_is_not_shown(key: str) -> None:
+    with pytest.raises(ValueError, match="api_key must be visible ASCII") as refused:
+        Client(api_key=key)
+    assert key == "" or key not in str(refused.value)
+
+
+@pytest.mark.skipif(KIND != "cpu", reason="the same for every backend")
+def test_sighup_has_the_file_read_again_by_every_process(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    write_keys(path, "a-key-of-red")
+    with listening("--auth.keys-file", str(path)) as (running, url):
+        socket = running.find(r"sessions at ([^\s\"]+)")[1]
+        with (
+            httpx.Client(base_url=url, timeout=WAIT_S) as kept,
+            Session(socket, api_key="a-key-of-red", retries=0) as session,
+        ):
+            red = {"authorization": "Bearer a-key-of-red"}
+            blue = {"authorization": "Bearer a-key-of-blue"}
+            kept.headers.update(red)
+            create(kept, "a")
+            assert session.get_sequence("a").id == "a"
+            assert kept.get("/v1/info", headers=blue).status_code == 401
+
+            path.write_text("this is no line")
+            running.child.send_signal(1)
+            running.find("the keys stay as they were")
+            assert kept.get("/v1/sequences/a").status_code == 200
+
+            write_keys(path, "a-key-of-blue")
+            running.child.send_signal(1)
+            wait_for(lambda: kept.get("/v1/info").status_code == 401, "the key to go")
+            assert kept.get("/v1/info", headers=blue).status_code == 200
+            assert kept.get("/v1/sequences/a", headers=blue).status_code == 404
+            wait_for(lambda: refused(session), "the session to be refused")
+        assert running.stop() == 0
+
+
+def refused(session: Session) -> bool:
+    try:
+        session.info()
+    except Unauthorized:
+        return True
+    except Exception:
+        return False
+    return False
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_without_keys_the_service_listens_on_this_machine_only(host: str) -> None:
+    server = ServerSettings(host=host, port=0)
+    with pytest.raises(CannotListen, match=r"set auth.keys_file, or auth.open: true"):
+        bind_addresses(server, is_private=True)
+
+
+def test_keys_that_cannot_be_read_stop_the_start(tmp_path: Path) -> None:
+    with process("--auth.keys-file", str(tmp_path / "none")) as running:
+        assert running.child.wait(WAIT_S) == 2
+    assert len(running.lines) == 1 and "auth.keys_file" in running.lines[0]
