@@ -148,7 +148,7 @@ class Service:
         return httpx.Client(base_url=self.url, timeout=WAIT_S)
 
     def connect(self) -> socket.socket:
-        host, _, port = self.url.removeprefix("http://").partition(":")
+        host, _, port = self.url.partition("://")[2].partition(":")
         return socket.create_connection((host, int(port)), timeout=WAIT_S)
 
     def drain(self) -> None:
@@ -207,7 +207,8 @@ def serving(*arguments: str) -> Iterator[Service]:
         server = make_server(service.settings, path, [listener], metrics, secret=SECRET)
         thread = threading.Thread(target=server.run, name="door")
         service.doors.append((server, thread))
-        service.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        scheme = "http" if server.tls is None else "https"
+        service.url = f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
         thread.start()
         ending.callback(service.stop)
         wait_for(lambda: server.started and service.door.state[0] == "ready", "the start")

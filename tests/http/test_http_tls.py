@@ -1,0 +1,259 @@
+"""HTTPS: bodies through TLS, certificates that clients must show, certificates that are renewed."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import trustme
+from attnd import AsyncClient, Client, ConnectionFailed, NewSequence, TransportError
+from http_messages import (
+    HEAD_DIM,
+    KV_HEADS,
+    QO_HEADS,
+    SAFETENSORS,
+    WIRE_DTYPE,
+    append,
+    ask,
+    create,
+    rows,
+    write_body,
+)
+from http_process import START_S, process
+from http_service import WAIT_S, Service, serving, wait_for
+
+from config.settings import SettingsError, load_settings
+from service.doors.http.tls import Tls, TlsError
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Files:
+    """PEM files of an authority, of the service, and of a client."""
+
+    ca: str
+    cert: str
+    key: str
+    client: str
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        return ("--server.tls-cert", self.cert, "--server.tls-key", self.key)
+
+
+def write_files(directory: Path, authority: trustme.CA) -> Files:
+    issued, client = authority.issue_cert(HOST), authority.issue_cert("caller@example.org")
+    files = Files(*(str(directory / name) for name in ("ca", "cert", "key", "client")))
+    authority.cert_pem.write_to_path(files.ca)
+    for index, blob in enumerate(issued.cert_chain_pems):
+        blob.write_to_path(files.cert, append=index > 0)
+    issued.private_key_pem.write_to_path(files.key)
+    client.private_key_and_cert_chain_pem.write_to_path(files.client)
+    return files
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return write_files(tmp_path_factory.mktemp("tls"), trustme.CA())
+
+
+@pytest.fixture(scope="module")
+def secured(files: Files) -> Iterator[Service]:
+    with serving(*files.served) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def mutual(files: Files) -> Iterator[Service]:
+    with serving(*files.served, "--server.tls-client-ca", files.ca) as running:
+        yield running
+
+
+def trusting(files: Files, cert: str | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=files.ca)
+    if cert is not None:
+        context.load_cert_chain(cert)
+    return context
+
+
+def over_tls(service: Service, files: Files) -> ssl.SSLSocket:
+    return trusting(files).wrap_socket(service.connect(), server_hostname=HOST)
+
+
+def test_calls_are_answered_over_tls(
+    secured: Service, files: Files, rng: np.random.Generator
+) -> None:
+    with httpx.Client(base_url=secured.url, verify=trusting(files), timeout=WAIT_S) as client:
+        create(client, "a")
+        append(client, 0, "a", rows(rng, 3), rows(rng, 3))
+        told, tensors = ask(
+            client, "/v1/decode", {"layer": 0, "sequences": ["a"]}, {"q": rows(rng, 1, QO_HEADS)}
+        )
+        assert tensors["o"].shape == (1, QO_HEADS, HEAD_DIM) and told["lse_base"] == "e"
+        assert client.delete("/v1/sequences/a").status_code == 204
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 1000])
+def test_a_body_may_come_in_records_of_any_size(
+    secured: Service, files: Files, rng: np.random.Generator, pieces: int
+) -> None:
+    o = rng.standard_normal((2, 50, 3, 8)).astype(np.float32)
+    lse = rng.standard_normal((2, 50, 3)).astype(np.float32)
+    body = write_body(SAFETENSORS, {"lse_base": "e"}, {"o": o, "lse": lse})
+    head = (
+        f"POST /v1/merge HTTP/1.1\r\nhost: x\r\ncontent-type: {SAFETENSORS}\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    ).encode()
+    with closing(over_tls(secured, files)) as client:
+        whole = head + body
+        size = -(-len(whole) // pieces)
+        for begin in range(0, len(whole), size):
+            client.sendall(whole[begin : begin + size])
+        answer = b"".join(iter(lambda: client.recv(2**16), b""))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+def test_large_bodies_and_answers_are_whole_and_leave_the_arena_free(
+    secured: Service, files: Files, rng: np.random.Generator
+) -> None:
+    caller = secured.door.caller
+    k = rng.standard_normal((40_000, KV_HEADS, HEAD_DIM)).astype(WIRE_DTYPE)
+    lists = np.stack([k, k[::-1]], axis=1)
+    with Client(secured.url, verify=files.ca, timeout=WAIT_S) as client:
+        lse = np.zeros(lists.shape[:3], np.float32)
+        merged = client.merge(lists, lse)
+        np.testing.assert_allclose(merged.o, (k + k[::-1]) / 2, atol=2e-3)
+    del merged
+    wait_for(lambda: not caller.pending, "the calls to end")
+
+
+def test_both_clients_hold_the_certificate_to_the_authority_they_are_given(
+    secured: Service, files: Files
+) -> None:
+    with Client(secured.url, verify=files.ca) as client:
+        assert client.ready().ok
+        client.create_sequences([NewSequence(id="kept")])
+        client.delete_sequence("kept")
+        assert len(client._transport._idle) == 1, "calls go over one connection"
+    with (
+        Client(secured.url, retries=0) as client,
+        pytest.raises(ConnectionFailed, match="certificate verify failed"),
+    ):
+        client.ready()
+    with Client(secured.url, verify=False) as client:
+        assert client.ready().ok
+
+    async def scenario() -> None:
+        async with AsyncClient(secured.url, verify=files.ca) as client:
+            assert (await client.ready()).ok and (await client.info()).num_layers
+        async with AsyncClient(secured.url, retries=0) as client:
+            with pytest.raises(ConnectionFailed):
+                await client.ready()
+
+    asyncio.run(scenario())
+
+
+def test_with_a_client_ca_only_who_shows_a_certificate_is_served(
+    mutual: Service, files: Files, tmp_path: Path
+) -> None:
+    with Client(mutual.url, verify=files.ca, cert=files.client) as client:
+        assert client.info().num_layers
+    foreign = write_files(tmp_path, trustme.CA())
+    for cert in (None, foreign.client):
+        with (
+            Client(mutual.url, verify=files.ca, cert=cert, retries=0) as client,
+            pytest.raises(TransportError),
+        ):
+            client.live()
+
+    async def scenario() -> None:
+        async with AsyncClient(mutual.url, verify=files.ca, cert=files.client) as client:
+            assert (await client.info()).num_layers
+
+    asyncio.run(scenario())
+
+
+def test_what_is_no_tls_gets_no_answer_and_harms_nobody(secured: Service, files: Files) -> None:
+    with closing(secured.connect()) as plain:
+        plain.sendall(b"GET /v1/info HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert not plain.recv(4096).startswith(b"HTTP/")
+    with closing(secured.connect()) as silent, Client(secured.url, verify=files.ca) as client:
+        assert client.ready().ok
+        silent.shutdown(socket.SHUT_WR)
+    old = trusting(files)
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    assert httpx.get(f"{secured.url}/health/live", verify=old).status_code == 200
+
+
+def test_a_client_that_hangs_up_leaves_nothing(secured: Service, files: Files) -> None:
+    door = secured.door
+    client = over_tls(secured, files)
+    head = f"POST /v1/merge HTTP/1.1\r\nhost: x\r\ncontent-type: {SAFETENSORS}\r\n"
+    client.sendall(f"{head}content-length: 1000000\r\n\r\nab".encode())
+    wait_for(lambda: door.active == 1, "the request to begin")
+    client.close()
+    wait_for(lambda: door.active == 0, "the request to end")
+
+
+def test_a_renewed_certificate_is_served_after_sighup(tmp_path: Path) -> None:
+    first, second = trustme.CA(), trustme.CA()
+    files = write_files(tmp_path, first)
+    with process("--server.port", "0", *files.served) as running:
+        url = running.find(r"serves (https://[0-9.:]+)")[1]
+        running.find(r"ready: ")
+        before = trusting(files)
+        wait_for(lambda: is_served(url, before), "the start", START_S)
+        Path(files.key).write_text("no key")
+        running.child.send_signal(1)
+        running.find("the certificate stays as it was")
+        assert is_served(url, before)
+        write_files(tmp_path, second)
+        running.child.send_signal(1)
+        running.find("the certificate was read again")
+        assert is_served(url, trusting(files)) and not is_served(url, before)
+        assert running.stop() == 0
+
+
+def is_served(url: str, context: ssl.SSLContext) -> bool:
+    try:
+        return httpx.get(f"{url}/health/ready", verify=context, timeout=WAIT_S).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_files_that_cannot_be_used_are_named(files: Files, tmp_path: Path) -> None:
+    with pytest.raises(TlsError, match=r"server.tls_cert .*/none, .*: No such file"):
+        Tls(str(tmp_path / "none"), files.key, None)
+    with pytest.raises(TlsError, match=r"server.tls_key .*: key values mismatch"):
+        Tls(files.cert, files.client, None)
+    (tmp_path / "text").write_text("text")
+    with pytest.raises(TlsError, match=r"server.tls_client_ca .*/text: "):
+        Tls(files.cert, files.key, str(tmp_path / "text"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--server.tls-cert", "c"), "server.tls_cert = c: TLS takes both"),
+        (("--server.tls-key", "k"), "TLS takes both, server.tls_cert and server.tls_key"),
+        (("--server.tls-client-ca", "a"), "server.tls_client_ca = a: .* over TLS only"),
+        (
+            ("--server.tls-cert", "c", "--server.tls-key", "k", "--server.uds", "/tmp/x"),
+            "server.uds is a Unix socket",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    arguments: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(SettingsError, match=told):
+        load_settings(arguments)
