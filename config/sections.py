@@ -295,6 +295,10 @@ class LogSettings(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severity that is written."""
 
+    otlp_endpoint: Annotated[str | None, Field(pattern=r"^https?://")] = None
+    """Collector of OpenTelemetry spans, such as http://collector:4318/v1/traces: it gets one for
+    each HTTP request whose `traceparent` says that its caller samples. Needs attnd[otel]."""
+
 
 class Settings(Section):
     """attnd: attention and KV cache as a service. `--version` prints which version this is."""

@@ -128,6 +128,12 @@ ARROWS: Final = (
         but=("service/metrics.py",),
     ),
     Arrow(
+        "OpenTelemetry only in tracing",
+        PRODUCT,
+        under("opentelemetry"),
+        but=("service/doors/http/tracing.py",),
+    ),
+    Arrow(
         "the environment is read in config/settings.py only",
         PRODUCT,
         under("os.environ", "os.environb", "os.getenv", "os.getenvb"),

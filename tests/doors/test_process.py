@@ -19,8 +19,10 @@ from scripted import WAIT_S, Engine, decode_body, receive_all, replies, request,
 from config.settings import load_settings
 from service.operations.table import BY_NAME
 from service.processes import Child, Shared, start
+from service.road.admission import Admission
 from service.road.calls import SessionConfig
 
+SECRET = "by which the engine knows its doors"
 GOOD = request("/v1/decode", decode_body())
 READY = request("/health/ready", method="GET", content_length="", connection="close")
 
@@ -52,6 +54,7 @@ def process(directory: Path) -> Iterator[Process]:
         limits={},
         max_arena_bytes=2**30,
         default_deadline_s=30.0,
+        admission=Admission(secret=SECRET),
     )
     reading, writing = os.pipe()
     with (
@@ -59,7 +62,8 @@ def process(directory: Path) -> Iterator[Process]:
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
         port = listener.getsockname()[1]
-        shared = Shared(load_settings([]), reading, str(engine.stand_in.path), f"http://:{port}")
+        path, url = str(engine.stand_in.path), f"http://:{port}"
+        shared = Shared(load_settings([]), reading, path, url, SECRET)
         command = (sys.executable, "-m", "service.doors.http")
         child = start(Child("http-0", command, (listener,)), shared)
         running = Process(child, engine, port, writing)

@@ -27,6 +27,7 @@ def main() -> int:
 def serve(inherited: Inherited) -> int:
     from service.doors.http.server import make_server
     from service.doors.http.tls import TlsError
+    from service.doors.http.tracing import TracingError
     from service.keys import KeysError
     from service.metrics import Metrics
 
@@ -43,7 +44,7 @@ def serve(inherited: Inherited) -> int:
             inherited.process,
             inherited.secret,
         )
-    except (KeysError, TlsError) as error:
+    except (KeysError, TlsError, TracingError) as error:
         LOG.error("cannot start: %s", error)
         return CANNOT_START
     server.on_loop = watch

@@ -18,6 +18,7 @@ from service.doors.http.helper import Helper
 from service.doors.http.ledger import Ledger
 from service.doors.http.protocol import Connection
 from service.doors.http.spare import SpareSlots
+from service.doors.http.tracing import Tracing
 from service.errors import AttndError, NotReady, Overloaded
 from service.metrics import Metrics
 from service.road.caller import RoadCaller
@@ -41,13 +42,19 @@ COMPLAIN_EVERY_S: Final = 10.0
 class Door:
     """One door on its event loop."""
 
-    def __init__(self, limits: ServerSettings, metrics: Metrics, gate: Gate | None = None) -> None:
+    def __init__(
+        self,
+        limits: ServerSettings,
+        metrics: Metrics,
+        gate: Gate | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         """`gate` None: everybody is let in."""
         self.limits = limits
         self.gate = gate
         self.metrics = metrics
         self.loop = asyncio.get_running_loop()
-        self.ledger = Ledger(metrics)
+        self.ledger = Ledger(metrics, tracing)
         self.caller: RoadCaller | None = None
         self.draining = ""
         """Why no more requests are taken; empty while they are."""

@@ -1,4 +1,4 @@
-"""What is told of answered requests, a little later: their log lines and their metrics.
+"""What is told of answered requests, a little later: their log lines, metrics and spans.
 
 A client that sends its next request at once would wait for both to be written, so they are kept
 for a few milliseconds and told together.
@@ -11,6 +11,7 @@ import logging
 from typing import Final
 
 from service.doors.http.exchange import Exchange
+from service.doors.http.tracing import Tracing
 from service.metrics import Metrics
 from service.tenants import OPEN
 
@@ -24,8 +25,9 @@ QUIET: Final = frozenset({"live", "ready", "metrics"})
 class Ledger:
     """Belongs to one event loop; `settle` tells all at once (before a scrape, at the end)."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
         self._metrics = metrics
+        self._tracing = tracing
         self._answered: list[Exchange] = []
 
     def add(self, exchange: Exchange) -> None:
@@ -40,6 +42,8 @@ class Ledger:
         for exchange in answered:
             self._metrics.observe(exchange.op, exchange.code, exchange.seconds)
             log(exchange)
+            if self._tracing is not None:
+                self._tracing.tell(exchange)
 
 
 def log(exchange: Exchange) -> None:

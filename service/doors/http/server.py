@@ -20,6 +20,7 @@ from service.doors.gate import make_gate
 from service.doors.http.door import Door
 from service.doors.http.protocol import Connection
 from service.doors.http.tls import HANDSHAKE_S, Tls, make_tls
+from service.doors.http.tracing import make_tracing
 from service.errors import NotReady
 from service.metrics import Metrics
 from service.road.frames import FrameError
@@ -46,7 +47,10 @@ class Server(uvicorn.Server):
         name: str,
         secret: str,
     ) -> None:
-        """`secret` is what tells the engine that this is a door. Raises KeysError and TlsError."""
+        """`secret` is what tells the engine that this is a door.
+
+        Raises KeysError, TlsError, TracingError.
+        """
         super().__init__(configuration())
         self.settings = settings
         self.engine_socket = engine_socket
@@ -56,6 +60,7 @@ class Server(uvicorn.Server):
         self.secret = secret
         self.gate = make_gate(settings.auth)
         self.tls = make_tls(settings.server)
+        self.tracing = make_tracing(settings.log.otlp_endpoint, name)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.door: Door | None = None
         self.meeting: asyncio.Task[None] | None = None
@@ -67,7 +72,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = loop = asyncio.get_running_loop()
-        self.door = door = Door(self.settings.server, self.metrics, self.gate)
+        self.door = door = Door(self.settings.server, self.metrics, self.gate, self.tracing)
         self.ended = asyncio.Event()
         self.meeting = loop.create_task(self.meet(door))
         self.accepting = [await listen(loop, door, sock, self.tls) for sock in self.listening]
@@ -104,6 +109,8 @@ class Server(uvicorn.Server):
             server.close()
         if self.door is not None:
             await self.door.close(max(self.ends - loop_time(), LEAST_LAST_BYTES_S))
+        if self.tracing is not None:
+            await self.tracing.close()
 
     def stop(self) -> None:
         """End at once."""

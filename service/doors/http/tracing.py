@@ -1,0 +1,115 @@
+"""OpenTelemetry: a span for every request whose caller samples its own, sent to a collector.
+
+The extra `attnd[otel]` brings the library, which is imported here alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Final
+
+from service import __version__
+from service.doors.http.exchange import Exchange
+from service.road.frames import STAGES
+
+SAMPLED: Final = 1
+EXPORT_S: Final = 5.0
+"""How long a collector may take to accept spans."""
+
+
+class TracingError(ValueError):
+    """Spans cannot be made; one line that names the setting and the remedy."""
+
+
+class Tracing:
+    """Makes spans of answered requests; `exporter` sends them, some seconds later, in batches."""
+
+    def __init__(self, exporter: Any, process: str) -> None:
+        """Raises ImportError without the extra."""
+        from opentelemetry import trace
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+        about = {"service.name": "attnd", "service.version": __version__, "attnd.process": process}
+        self.otel = trace
+        self.provider = TracerProvider(sampler=ALWAYS_ON, resource=Resource.create(about))
+        self.provider.add_span_processor(BatchSpanProcessor(exporter))
+        self.tracer = self.provider.get_tracer("attnd", __version__)
+
+    def tell(self, exchange: Exchange) -> None:
+        """A span for a request that has been answered, if its caller samples."""
+        given = exchange.traceparent
+        if not given or not int(given[53:55], 16) & SAMPLED:
+            return
+        otel = self.otel
+        caller = otel.SpanContext(
+            trace_id=int(given[3:35], 16),
+            span_id=int(given[36:52], 16),
+            is_remote=True,
+            trace_flags=otel.TraceFlags(SAMPLED),
+        )
+        started = time.time() - (time.perf_counter() - exchange.started)
+        ended = started + exchange.seconds
+        span = self.tracer.start_span(
+            exchange.op,
+            context=otel.set_span_in_context(otel.NonRecordingSpan(caller)),
+            kind=otel.SpanKind.SERVER,
+            attributes=attributes(exchange),
+            start_time=nanoseconds(started),
+        )
+        for stage, seconds, end in stage_ends(exchange, started, ended):
+            span.add_event(stage, {"attnd.seconds": seconds}, timestamp=nanoseconds(end))
+        if exchange.status >= 500:
+            span.set_status(otel.Status(otel.StatusCode.ERROR, exchange.code))
+        span.end(nanoseconds(ended))
+
+    async def close(self) -> None:
+        """Send what has not been sent."""
+        await asyncio.get_running_loop().run_in_executor(None, self.provider.shutdown)
+
+
+def attributes(exchange: Exchange) -> dict[str, str | int]:
+    """What a span says of its request."""
+    return {
+        "http.request.method": exchange.method,
+        "url.path": exchange.path,
+        "http.response.status_code": exchange.status,
+        "attnd.code": exchange.code,
+        "attnd.namespace": exchange.tenant.namespace,
+        "attnd.request_id": exchange.request_id.decode("ascii"),
+    }
+
+
+def stage_ends(exchange: Exchange, started: float, ended: float) -> list[tuple[str, float, float]]:
+    """Each stage that the request reached, its seconds, and when it ended: they follow one another,
+    the last of them at the end."""
+    found: list[tuple[str, float, float]] = []
+    end = ended
+    for stage, seconds in zip(reversed(STAGES), reversed(exchange.stages), strict=True):
+        if seconds:
+            found.append((stage, seconds, max(end, started)))
+        end -= seconds
+    return found[::-1]
+
+
+def nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def make_tracing(endpoint: str | None, process: str) -> Tracing | None:
+    """Spans for the collector at `endpoint` (OTLP over HTTP); None without one.
+
+    Raises TracingError.
+    """
+    if endpoint is None:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        return Tracing(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S), process)
+    except ImportError as error:
+        told = f"log.otlp_endpoint {endpoint}: {error}"
+        raise TracingError(f"{told}: install attnd[otel], or leave it out") from error
