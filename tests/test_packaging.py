@@ -192,6 +192,22 @@ def test_compose_gives_the_service_settings_that_exist_and_time_to_drain(
     assert grace > settings.server.drain_timeout_s + GRACE_S
 
 
+@pytest.mark.parametrize("name", ["attnd", "attnd-gpu"])
+def test_compose_without_keys_says_that_it_is_meant_and_with_keys_closes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = read_yaml("docker-compose.yml")["services"][name]
+    assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    laid_over = read_yaml("docker-compose.keys.yml")["services"][name]
+    for environment, is_open in ((service["environment"], True), (laid_over["environment"], False)):
+        for key, value in environment.items():
+            monkeypatch.setenv(key, value)
+        auth = load_settings([]).auth
+        assert (auth.open, auth.keys_file is None) == (is_open, is_open)
+    mounted = laid_over["volumes"][0].rsplit(":", 2)[1]
+    assert str(auth.keys_file).startswith(f"{mounted}/")
+
+
 def instructions() -> list[tuple[str, str]]:
     """(instruction, the rest of it) of the Dockerfile, continued lines joined."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
