@@ -137,6 +137,33 @@ def test_the_same_id_in_two_namespaces_is_two_sequences(
     assert red.get("/v1/sequences/same").json()["lengths"][0] == 3
 
 
+def test_bodies_that_are_the_same_byte_for_byte_are_each_callers_own(
+    guarded: Service, red: httpx.Client, blue: httpx.Client, rng: np.random.Generator
+) -> None:
+    """Calls that repeat are remembered by the engine, places and all: for each tenant."""
+    for client in (red, blue):
+        create(client, "same")
+        append(client, 0, "same", rows(rng, 3), rows(rng, 3))
+    named = {"layer": 0, "sequences": ["same"]}
+    q, k, v = rows(rng, 1, QO_HEADS), rows(rng, 1), rows(rng, 1)
+    with guarded.client() as client:
+
+        def decode(key: str, **tensors: np.ndarray) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}"}
+            return post(client, "/v1/decode", named, tensors, headers=headers)
+
+        told = {key: decode(key, q=q).content for key in ("a-key-of-red", "a-key-of-blue")}
+        assert told["a-key-of-red"] != told["a-key-of-blue"]
+        for key in ("a-key-of-red", "a-key-of-blue") * 4:
+            assert decode(key, q=q).content == told[key]
+        for number in range(1, 4):
+            assert decode("a-key-of-red", q=q, k=k, v=v).status_code == 200
+            refused = decode("a-reader-of-red", q=q, k=k, v=v)
+            check_problem(refused, 403, "forbidden", scope="append")
+            assert red.get("/v1/sequences/same").json()["lengths"][0] == 3 + number
+    assert blue.get("/v1/sequences/same").json()["lengths"][0] == 3
+
+
 def test_guessed_ids_are_404_in_every_route(
     red: httpx.Client, blue: httpx.Client, rng: np.random.Generator
 ) -> None:
