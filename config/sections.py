@@ -301,7 +301,8 @@ class LogSettings(Section):
 
 
 class Settings(Section):
-    """attnd: attention and KV cache as a service. `--version` prints which version this is."""
+    """attnd: attention and KV cache as a service. `--version` prints which version this is;
+    `key new --namespace N` makes a key."""
 
     pool: PoolSettings = PoolSettings()
     backend: BackendSettings = BackendSettings()

@@ -10,51 +10,51 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items of one namespace keep their order; whoever has few does not wait for one with many."""
+    """Items of one namespace keep their order; whoever has few does not wait for one with many.
+
+    `count` is how many items wait in all.
+    """
+
+    __slots__ = ("_lines", "_order", "count")
 
     def __init__(self) -> None:
         self._lines: dict[str, deque[T]] = {}
-        self._order: deque[str] = deque()
-        """The namespaces with a line, in the order of their turns."""
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
+        """Empty ones stay: there are as many as namespaces."""
+        self._order: deque[deque[T]] = deque()
+        """The lines that are not empty, in the order of their turns."""
+        self.count = 0
 
     def __iter__(self) -> Iterator[T]:
         return (item for line in self._lines.values() for item in line)
 
     def depth(self, namespace: str) -> int:
         """How many items of a namespace wait."""
-        return len(self._lines.get(namespace, ()))
+        line = self._lines.get(namespace)
+        return 0 if line is None else len(line)
 
     def append(self, namespace: str, item: T) -> None:
         """To the end of its namespace's line."""
-        self._line(namespace).append(item)
-        self._count += 1
+        self._joined(namespace).append(item)
+
+    def put_back(self, namespace: str, item: T) -> None:
+        """An item that was taken and cannot go on: to the front of its line."""
+        self._joined(namespace).appendleft(item)
 
     def first(self) -> T:
         """Whose turn it is. Raises IndexError when nobody waits."""
-        return self._lines[self._order[0]][0]
+        return self._order[0][0]
 
     def pop(self) -> T:
         """Take the first; the next turn is another namespace's, if one waits."""
         order = self._order
-        namespace = order[0]
-        line = self._lines[namespace]
+        line = order[0]
         item = line.popleft()
-        self._count -= 1
+        self.count -= 1
         if not line:
-            del self._lines[namespace]
             order.popleft()
         elif len(order) > 1:
             order.rotate(-1)
         return item
-
-    def put_back(self, namespace: str, item: T) -> None:
-        """An item that was taken and cannot go on: to the front of its line."""
-        self._line(namespace).appendleft(item)
-        self._count += 1
 
     def remove(self, namespace: str, item: T) -> bool:
         """Take an item out; whether it was there."""
@@ -62,15 +62,17 @@ class FairQueue(Generic[T]):
         if line is None or item not in line:
             return False
         line.remove(item)
-        self._count -= 1
+        self.count -= 1
         if not line:
-            del self._lines[namespace]
-            self._order.remove(namespace)
+            self._order = deque(one for one in self._order if one)
         return True
 
-    def _line(self, namespace: str) -> deque[T]:
+    def _joined(self, namespace: str) -> deque[T]:
+        """The line of a namespace, which is about to get one more."""
         line = self._lines.get(namespace)
         if line is None:
             line = self._lines[namespace] = deque()
-            self._order.append(namespace)
+        if not line:
+            self._order.append(line)
+        self.count += 1
         return line

@@ -41,7 +41,7 @@ class Longs:
         self._slice: Slice | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._queue or self._slice)
+        return bool(self._queue.count or self._slice)
 
     @property
     def slice_started(self) -> float | None:
@@ -54,7 +54,7 @@ class Longs:
     def advance(self) -> None:
         """Take in the slice that is done, and start the next one."""
         self._look()
-        if self._queue and self._slice is None:
+        if self._queue.count and self._slice is None:
             self._start(*self._queue.pop())
             self._look()  # where the device is the processor, it is done
 
@@ -68,7 +68,7 @@ class Longs:
             current, self._slice = self._slice, None
             current.pending.result()
             self._stop(current.job, current.work, error)
-        while self._queue:
+        while self._queue.count:
             job, _ = self._queue.pop()
             if isinstance(job.work, Sliced):
                 self._stop(job, job.work, error)

@@ -52,7 +52,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Operations whose turn has not come."""
-        return len(self._waiting)
+        return self._waiting.count
 
     def depth(self, namespace: str) -> int:
         """Those of one namespace."""
@@ -61,7 +61,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do but wait for callers."""
-        return bool(self._waiting or self._launches or self._group or self._longs)
+        return bool(self._waiting.count or self._launches or self._group or self._longs)
 
     @property
     def flight_s(self) -> float:
@@ -100,11 +100,11 @@ class Scheduler:
     def _take_turns(self) -> None:
         """Give turns until one has to wait for the device; those held up keep their order."""
         waiting = self._waiting
-        if not waiting:
+        if not waiting.count:
             return
         held: list[Job] = []
         behind = Holds() if self._holds else None
-        while waiting and not (self._is_closed and not self._submit()):
+        while waiting.count and not (self._is_closed and not self._submit()):
             job = waiting.first()
             if not self._is_wanted(job):
                 waiting.pop()
@@ -114,7 +114,7 @@ class Scheduler:
             elif self._turn(job):
                 waiting.pop()
                 behind = Holds() if behind is None and self._holds else behind
-                if waiting and not waiting.depth(job.request.tenant.namespace):
+                if waiting.count and not waiting.depth(job.request.tenant.namespace):
                     self._is_closed = bool(self._group)
             else:
                 break

@@ -19,9 +19,9 @@ def test_namespaces_take_turns_and_keep_their_order() -> None:
     queue.append("few", "x")
     queue.append("some", "1")
     queue.append("some", "2")
-    assert len(queue) == 7 and queue.depth("many") == 4 and queue.depth("nobody") == 0
+    assert queue.count == 7 and queue.depth("many") == 4 and queue.depth("nobody") == 0
     assert taken(queue, 7) == "ax1a2aa"
-    assert not queue
+    assert not queue.count
 
 
 def test_a_newcomer_waits_for_one_turn_of_each_other() -> None:
@@ -60,12 +60,12 @@ def test_any_history_keeps_each_lines_order_and_serves_all_in_turn() -> None:
                 model[name].remove(gone)
             case 3:
                 assert not queue.remove(name, (name, -1))
-            case _ if queue:
+            case _ if queue.count:
                 owner, got = queue.first()
                 assert queue.pop() == (owner, got)
                 assert model[owner].popleft() == got
                 for other in model:
                     waited[other] = waited[other] + 1 if model[other] and other != owner else 0
                 assert max(waited.values()) < 2 * len(model), "somebody was passed over"
-        assert len(queue) == sum(map(len, model.values()))
+        assert queue.count == sum(map(len, model.values()))
         assert sorted(queue) == sorted((n, i) for n, line in model.items() for i in line)
