@@ -12,8 +12,8 @@ socket for the engine, HTTP's (TCP or Unix: look at `.family`) for a door. A doo
 at `inherited.engine_socket`; connecting works from the start and waits for the engine to accept.
 
 - `inherited.lifeline` becomes readable when the supervisor is gone: `os._exit(1)` at once.
-- SIGINT and SIGHUP are ignored from the start; engine and doors then make SIGHUP read keys and
-  certificates again. SIGTERM must be made "finish admitted work within
+- SIGINT is ignored from the start. SIGHUP is kept until `on_hang_up` says what it does: keys and
+  certificates are read again. SIGTERM must be made "finish admitted work within
   `server.drain_timeout_s`, then exit 0"; before that is set up it ends the process, which is right.
   It may come twice, when somebody signals the whole group: the second one changes nothing.
 - Exit with `CANNOT_START` after one line of `LOG.error` that says why: the service then stops with
@@ -32,7 +32,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -125,7 +125,8 @@ def hand_over(child: Child, shared: Shared, sockets: Sequence[int]) -> bytes:
 @contextmanager
 def interrupts_waiting() -> Iterator[None]:
     """Ctrl-C goes to the whole foreground group: a process that has not got as far as ignoring it
-    would die with a traceback, so it starts with the signal blocked."""
+    would die with a traceback, so it starts with the signal blocked; and with SIGHUP too, by which
+    it would die as well."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
@@ -143,8 +144,7 @@ def receive(argv: Sequence[str] | None = None) -> Inherited:
     parser.add_argument("--handover", required=True, type=int)
     handover = parser.parse_args(argv).handover
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with os.fdopen(handover, "rb") as pipe:
         handed = json.loads(pipe.read())
     die_with(handed["supervisor"])
@@ -159,6 +159,12 @@ def receive(argv: Sequence[str] | None = None) -> Inherited:
         secret=handed["secret"],
         metrics={name: own(fd) for name, fd in handed["metrics"].items()},
     )
+
+
+def on_hang_up(act: Callable[[], object]) -> None:
+    """From now on SIGHUP has `act` called, also one that has come since the start."""
+    signal.signal(signal.SIGHUP, lambda *_: act())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
 
 def listening(fd: int) -> socket.socket:

@@ -9,7 +9,7 @@ import sys
 from typing import Final
 
 from config.settings import let_idle_threads_sleep
-from service.processes import CANNOT_START, Inherited, receive
+from service.processes import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.engine")
 
@@ -41,8 +41,7 @@ def serve(inherited: Inherited) -> int:
         LOG.debug("the start failed here:", exc_info=error)
         return CANNOT_START
     signal.signal(signal.SIGTERM, lambda *_: engine.drain())
-    signal.signal(signal.SIGHUP, lambda *_: engine.read_keys_again())
-    engine.read_keys_again()  # a signal may have come while nobody listened to it
+    on_hang_up(engine.read_keys_again)
     engine.watch(inherited.lifeline, lambda: os._exit(1))
     try:
         engine.run()

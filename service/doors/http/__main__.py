@@ -9,7 +9,7 @@ import resource
 import sys
 from typing import Final
 
-from service.processes import CANNOT_START, Inherited, receive
+from service.processes import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.http")
 
@@ -33,6 +33,7 @@ def serve(inherited: Inherited) -> int:
 
     def watch(loop: asyncio.AbstractEventLoop) -> None:
         loop.add_reader(inherited.lifeline, os._exit, 1)
+        on_hang_up(lambda: loop.call_soon_threadsafe(server.read_again))
 
     metrics = Metrics(inherited.process, inherited.metrics)
     try:

@@ -136,19 +136,16 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM begins the drain, SIGHUP has keys and certificate read again. Nothing else is
-        listened to: Ctrl-C is for whoever started this process, and whoever loses patience with it
-        kills it."""
+        """SIGTERM begins the drain. Nothing else is listened to: Ctrl-C is for whoever started this
+        process, and whoever loses patience with it kills it."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = signal.signal(signal.SIGTERM, self.handle_exit)
-        before_hang_up = signal.signal(signal.SIGHUP, self.handle_hang_up)
         try:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
-            signal.signal(signal.SIGHUP, before_hang_up)
 
     def read_again(self) -> None:
         """Keys and certificate may have changed; in the loop's thread."""
@@ -156,10 +153,6 @@ class Server(uvicorn.Server):
             self.gate.read_again()
         if self.tls is not None:
             self.tls.read_again()
-
-    def handle_hang_up(self, sig: int, frame: FrameType | None) -> None:
-        if self.loop is not None:  # else both are still to be read
-            self.loop.call_soon_threadsafe(self.read_again)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.loop is None:
