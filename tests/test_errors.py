@@ -13,6 +13,8 @@ from service.errors import KINDS, AttndError, InvalidRequest, kind_of, problem, 
 EXAMPLES: list[tuple[AttndError, int, str, dict[str, Any]]] = [
     (errors.MalformedBody("x"), 400, "malformed_body", {}),
     (errors.MalformedRequest("x"), 400, "malformed_request", {}),
+    (errors.Unauthorized("x"), 401, "unauthorized", {}),
+    (errors.Forbidden("x", scope="read"), 403, "forbidden", {"scope": "read"}),
     (errors.NoSuchRoute("x"), 404, "not_found", {}),
     (errors.UnknownSequence(("a", "b")), 404, "unknown_sequence", {"sequences": ["a", "b"]}),
     (errors.MethodNotAllowed("x", ["GET"]), 405, "method_not_allowed", {"allow": ["GET"]}),
