@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -173,7 +173,8 @@ class Running:
 
     def drain(self) -> None:
         assert self.server.loop is not None
-        self.server.loop.call_soon_threadsafe(self.server.begin_drain)
+        with suppress(RuntimeError):  # it has ended, and closed its loop
+            self.server.loop.call_soon_threadsafe(self.server.begin_drain)
 
     def on_loop(self, task: Callable[[], Any]) -> None:
         assert self.server.loop is not None
