@@ -285,7 +285,7 @@ def test_no_request_leaves_anything_in_the_arena(tmp_path: Path) -> None:
         in_all = running.door.caller.slots
 
         def all_is_free() -> bool:
-            running.on_loop(running.door.spare.free)
+            running.on_loop(running.door.link.spare.free)
             return bool(in_all.free() == running.door.caller.mapping.size)
 
         wait_for(all_is_free, "all slots to come back")

@@ -7,7 +7,6 @@ import logging
 import resource
 import sys
 from email.utils import formatdate
-from functools import partial
 from typing import Final
 
 from config.sections import ServerSettings
@@ -17,19 +16,15 @@ from service.doors.http.exchange import Exchange
 from service.doors.http.helper import Helper
 from service.doors.http.ledger import Ledger
 from service.doors.http.protocol import Connection
-from service.doors.http.spare import SpareSlots
 from service.doors.http.tracing import Tracing
+from service.doors.link import Link
 from service.errors import AttndError, NotReady, Overloaded
 from service.metrics import Metrics
 from service.road.caller import RoadCaller
-from service.road.slots import ArenaFull, Slot
 
 LOG: Final = logging.getLogger("attnd.http")
 READ_BYTES: Final = 64 * 2**10
 """Of the buffer that all connections read into in turn, but for bodies in their slots."""
-FIRST_ARENA_BYTES: Final = 64 * 2**20
-GROW_S: Final = 5.0
-"""How long a request waits for the arena to grow."""
 SWEEP_S: Final = 0.5
 SPARE_DESCRIPTORS: Final = 128
 """Half of them for the road, logs and listening sockets, half for connections that are being
@@ -55,12 +50,11 @@ class Door:
         self.metrics = metrics
         self.loop = asyncio.get_running_loop()
         self.ledger = Ledger(metrics, tracing)
-        self.caller: RoadCaller | None = None
-        self.draining = ""
-        """Why no more requests are taken; empty while they are."""
+        self.link = link = Link(limits, has_keys=gate is not None)
+        self.connect, self.ready, self.engine = link.connect, link.ready, link.engine
+        self.take, self.slot, self.give_back = link.take, link.slot, link.give_back
         self.drained = asyncio.Event()
         self.helper = Helper(self)
-        self.spare = SpareSlots()
         self.buffer = bytearray(READ_BYTES)
         self.connections: set[Connection] = set()
         soft, spare = descriptors()
@@ -68,7 +62,6 @@ class Door:
         self.max_lingering = spare // 2
         self.active = 0
         self.date = b""
-        self.growing: asyncio.Task[int] | None = None
         self.last_complaint = 0.0
         self.last_work = self.loop.time()
         self.is_trimmed = True
@@ -77,83 +70,18 @@ class Door:
 
     # the road
 
-    async def connect(self, path: str, name: str, secret: str) -> None:
-        """Meet the engine. Raises OSError, NotReady, FrameError."""
-        size = min(FIRST_ARENA_BYTES, self.limits.max_inflight_bytes)
-        self.caller = await RoadCaller.connect(path, size, name=name, secret=secret)
+    @property
+    def caller(self) -> RoadCaller | None:
+        return self.link.caller
 
     @property
     def state(self) -> tuple[str, str]:
-        """`starting`, `ready`, `draining` or `lost`, and why."""
-        if self.draining:
-            return "draining", self.draining
-        if self.caller is None:
-            return "starting", "the service is starting: its engine has not answered yet"
-        return self.caller.state.state, self.caller.state.reason
+        return self.link.state
 
-    def ready(self) -> RoadCaller:
-        """The way to the engine. Raises NotReady."""
-        caller = self.caller
-        if self.draining or caller is None or caller.state.state != "ready":
-            state, reason = self.state
-            raise NotReady(reason or f"the service is {state}")
-        return caller
-
-    def engine(self) -> RoadCaller:
-        """The way to the engine for a request that was admitted. Raises NotReady."""
-        if self.caller is None or self.caller.lost:
-            raise NotReady(self.state[1])
-        return self.caller
-
-    def take(self, size: int) -> Slot:
-        """A slot from what the arena has now. Raises ArenaFull."""
-        if self.caller is None or self.caller.lost:
-            raise ArenaFull(size, 0, 0)
-        return self.spare.take(size, self.caller.take)
-
-    def give_back(self, slot: Slot) -> None:
-        """Give up a slot that nothing here refers to any more; a call may still hold it."""
-        self.spare.put(slot)
-
-    async def slot(self, size: int, *, exactly: bool = False) -> Slot:
-        """A slot, not much larger if `exactly`; the arena grows for it as far as it may.
-
-        Raises Overloaded, NotReady.
-        """
-        caller = self.engine()
-        if self.growing is not None:  # an arena that the device uses grows while no call has it
-            await asyncio.wait((self.growing,), timeout=GROW_S)
-        take = caller.take if exactly else partial(self.spare.take, cut=caller.take)
-        try:
-            return take(size)
-        except ArenaFull as full:
-            if full.size < self.limits.max_inflight_bytes:
-                await self.grow(caller, full)
-        try:
-            return take(size)
-        except ArenaFull as full:
-            raise self.overloaded(full) from None
-
-    async def grow(self, caller: RoadCaller, full: ArenaFull) -> None:
-        """Ask for an arena with room for what did not fit; only once, whoever asks."""
-        if self.growing is None:
-            size = min(max(2 * full.size, full.size + full.needed), self.limits.max_inflight_bytes)
-            self.growing = self.loop.create_task(caller.grow(size))
-            self.growing.add_done_callback(self.has_grown)
-        await asyncio.wait((self.growing,), timeout=GROW_S)
-
-    def has_grown(self, growing: asyncio.Task[int]) -> None:
-        """The arena is as large as it gets, or the session is over, which every call will tell."""
-        self.growing = None
-        if not growing.cancelled():
-            growing.exception()
-
-    def overloaded(self, full: ArenaFull) -> AttndError:
-        told = (
-            f"{full.needed} bytes are needed for bodies and answers in flight, {full.free} of "
-            f"{full.size} are free: retry later, or raise server.max_inflight_bytes"
-        )
-        return Overloaded(told, retry_after_s=1.0)
+    @property
+    def draining(self) -> str:
+        """Why no more requests are taken; empty while they are."""
+        return self.link.draining
 
     # connections
 
@@ -191,10 +119,9 @@ class Door:
             connection.check(now)
         if self.active:
             self.last_work, self.is_trimmed = now, False
-        elif not self.is_trimmed and now > self.last_work + QUIET_S and self.caller is not None:
+        elif not self.is_trimmed and now > self.last_work + QUIET_S:
             self.is_trimmed = True
-            self.spare.free()
-            self.caller.trim()
+            self.link.trim()
         self.sweeping = self.loop.call_later(SWEEP_S, self.sweep)
 
     # requests
@@ -213,7 +140,7 @@ class Door:
 
     def drain(self, reason: str) -> None:
         """Take no more requests; `drained` is set when all that came before are answered."""
-        self.draining = reason
+        self.link.draining = reason
         if not self.active:
             self.drained.set()
         for connection in list(self.connections):
@@ -236,9 +163,7 @@ class Door:
             connection.transport.abort()
         self.ledger.settle()
         self.helper.close()
-        self.spare.free()
-        if self.caller is not None:
-            self.caller.close()
+        self.link.close()
 
 
 def descriptors() -> tuple[int, int]:

@@ -31,17 +31,12 @@ from service.road.slots import Slot
 if TYPE_CHECKING:
     from service.doors.http.door import Door
 
-SPARE_BYTES: Final = 64 * 2**10
-"""Room for an answer beyond the length of its request; one that is longer is asked for again."""
-MOST_FIELDS: Final = 2**20
-"""Room for an answer without tensors, whatever the length of its request."""
 JOIN_BYTES: Final = 64 * 2**10
 """Answers up to this length are copied, and leave the arena at once."""
 INLINE_BYTES: Final = 16 * 2**10
 """JSON and images up to this length are turned into each other here, longer ones by the helper."""
 JSON_GROWTH: Final = 13
 """At most so many characters become of one byte: a BF16 takes 2 bytes, or 25 characters."""
-LESS: Final = "ask for less at once (gather takes start and stop), or raise server.max_answer_bytes"
 LESS_JSON: Final = "ask for less at once, or raise server.max_json_bytes"
 AS_SAFETENSORS: Final = f"send `Accept: {SAFETENSORS}`, {LESS_JSON}"
 CONTENT_TYPES: Final = {name: (b"content-type", name.encode()) for name in (SAFETENSORS, JSON)}
@@ -155,31 +150,19 @@ class Caller:
         self, exchange: Exchange, request: Slot, length: int, most: int
     ) -> tuple[Answered, Slot]:
         """The engine's answer, and the slot that it lies in."""
-        operation, door = self.operation, self.door
-        room = (length if operation.gives else min(length, MOST_FIELDS)) + SPARE_BYTES
-        slot = await door.slot(min(room, most), exactly=room > most)
         try:
-            while True:
-                engine = door.engine()
-                answered = await engine.call(
-                    operation.number,
-                    request,
-                    length,
-                    slot,
-                    deadline_us=exchange.deadline_us,
-                    request_id=exchange.call_id,
-                    tenant=0 if door.gate is None else engine.number_of(exchange.tenant),
-                )
-                if not answered.needed:
-                    return answered, slot
-                if answered.needed > most:
-                    if most < self.limits.max_answer_bytes:
-                        raise self.too_long_as_json(answered.needed)
-                    raise AnswerTooLarge(answered.needed, most, LESS)
-                self.door.give_back(slot)
-                slot = await door.slot(answered.needed)
-        except BaseException:
-            self.door.give_back(slot)
+            return await self.door.link.call(
+                self.operation,
+                request,
+                length,
+                most,
+                exchange.deadline_us,
+                exchange.call_id,
+                exchange.tenant,
+            )
+        except AnswerTooLarge as error:
+            if most < self.limits.max_answer_bytes:
+                raise self.too_long_as_json(error.extra["size"]) from None
             raise
 
     def too_long_as_json(self, size: int) -> AttndError:

@@ -1,0 +1,168 @@
+"""What a door's requests share of the road: the session with the engine, its slots, its state."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Final
+
+from config.sections import ServerSettings
+from service.doors.spare import SpareSlots
+from service.errors import AnswerTooLarge, AttndError, NotReady, Overloaded
+from service.operations.spec import Operation
+from service.road.caller import Answered, RoadCaller
+from service.road.slots import ArenaFull, Slot
+from service.tenants import Tenant
+
+FIRST_ARENA_BYTES: Final = 64 * 2**20
+GROW_S: Final = 5.0
+"""How long a request waits for the arena to grow."""
+SPARE_BYTES: Final = 64 * 2**10
+"""Room for an answer beyond the length of its request; one that is longer is asked for again."""
+MOST_FIELDS: Final = 2**20
+"""Room for an answer without tensors, whatever the length of its request."""
+LESS: Final = "ask for less at once (gather takes start and stop), or raise server.max_answer_bytes"
+
+
+class Link:
+    """The way to the engine of one door, on its event loop."""
+
+    def __init__(self, limits: ServerSettings, *, has_keys: bool = False) -> None:
+        """`has_keys`: calls are made for the tenants who showed them."""
+        self.limits = limits
+        self.has_keys = has_keys
+        self.loop = asyncio.get_running_loop()
+        self.caller: RoadCaller | None = None
+        self.draining = ""
+        """Why no more requests are taken; empty while they are."""
+        self.spare = SpareSlots()
+        self.growing: asyncio.Task[int] | None = None
+
+    async def connect(self, path: str, name: str, secret: str) -> None:
+        """Meet the engine, as a door by the service's secret. Raises OSError, NotReady, FrameError."""
+        size = min(FIRST_ARENA_BYTES, self.limits.max_inflight_bytes)
+        self.caller = await RoadCaller.connect(path, size, name=name, secret=secret)
+
+    @property
+    def state(self) -> tuple[str, str]:
+        """`starting`, `ready`, `draining` or `lost`, and why."""
+        if self.draining:
+            return "draining", self.draining
+        if self.caller is None:
+            return "starting", "the service is starting: its engine has not answered yet"
+        return self.caller.state.state, self.caller.state.reason
+
+    def ready(self) -> RoadCaller:
+        """The way to the engine. Raises NotReady."""
+        caller = self.caller
+        if self.draining or caller is None or caller.state.state != "ready":
+            state, reason = self.state
+            raise NotReady(reason or f"the service is {state}")
+        return caller
+
+    def engine(self) -> RoadCaller:
+        """The way to the engine for a request that was admitted. Raises NotReady."""
+        if self.caller is None or self.caller.lost:
+            raise NotReady(self.state[1])
+        return self.caller
+
+    def take(self, size: int) -> Slot:
+        """A slot from what the arena has now. Raises ArenaFull."""
+        if self.caller is None or self.caller.lost:
+            raise ArenaFull(size, 0, 0)
+        return self.spare.take(size, self.caller.take)
+
+    def give_back(self, slot: Slot) -> None:
+        """Give up a slot that nothing here refers to any more; a call may still hold it."""
+        self.spare.put(slot)
+
+    async def slot(self, size: int, *, exactly: bool = False) -> Slot:
+        """A slot, not much larger if `exactly`; the arena grows for it as far as it may.
+
+        Raises Overloaded, NotReady.
+        """
+        caller = self.engine()
+        if self.growing is not None:  # an arena that the device uses grows while no call has it
+            await asyncio.wait((self.growing,), timeout=GROW_S)
+        take = caller.take if exactly else partial(self.spare.take, cut=caller.take)
+        try:
+            return take(size)
+        except ArenaFull as full:
+            if full.size < self.limits.max_inflight_bytes:
+                await self.grow(caller, full)
+        try:
+            return take(size)
+        except ArenaFull as full:
+            raise overloaded(full) from None
+
+    async def grow(self, caller: RoadCaller, full: ArenaFull) -> None:
+        """Ask for an arena with room for what did not fit; only once, whoever asks."""
+        if self.growing is None:
+            size = min(max(2 * full.size, full.size + full.needed), self.limits.max_inflight_bytes)
+            self.growing = self.loop.create_task(caller.grow(size))
+            self.growing.add_done_callback(self.has_grown)
+        await asyncio.wait((self.growing,), timeout=GROW_S)
+
+    def has_grown(self, growing: asyncio.Task[int]) -> None:
+        """The arena is as large as it gets, or the session is over, which every call will tell."""
+        self.growing = None
+        if not growing.cancelled():
+            growing.exception()
+
+    async def call(
+        self,
+        operation: Operation,
+        request: Slot,
+        length: int,
+        most: int,
+        deadline_us: int,
+        request_id: bytes,
+        tenant: Tenant,
+    ) -> tuple[Answered, Slot]:
+        """The engine's answer, of at most `most` bytes, and the slot that it lies in.
+
+        Raises AnswerTooLarge, Overloaded, NotReady; what the engine refuses is an answer too.
+        """
+        room = (length if operation.gives else min(length, MOST_FIELDS)) + SPARE_BYTES
+        slot = await self.slot(min(room, most), exactly=room > most)
+        while True:
+            try:
+                engine = self.engine()
+                answered = await engine.call(
+                    operation.number,
+                    request,
+                    length,
+                    slot,
+                    deadline_us=deadline_us,
+                    request_id=request_id,
+                    tenant=engine.number_of(tenant) if self.has_keys else 0,
+                )
+            except BaseException:
+                self.give_back(slot)
+                raise
+            if not answered.needed:
+                return answered, slot
+            self.give_back(slot)
+            if answered.needed > most:
+                raise AnswerTooLarge(answered.needed, most, LESS)
+            slot = await self.slot(answered.needed)
+
+    def trim(self) -> None:
+        """Give memory that nobody uses back to the system."""
+        self.spare.free()
+        if self.caller is not None:
+            self.caller.trim()
+
+    def close(self) -> None:
+        """End the session."""
+        self.spare.free()
+        if self.caller is not None:
+            self.caller.close()
+
+
+def overloaded(full: ArenaFull) -> AttndError:
+    told = (
+        f"{full.needed} bytes are needed for bodies and answers in flight, {full.free} of "
+        f"{full.size} are free: retry later, or raise server.max_inflight_bytes"
+    )
+    return Overloaded(told, retry_after_s=1.0)
