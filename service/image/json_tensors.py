@@ -85,7 +85,6 @@ def read_tensor(field: str, entry: object, texts: dict[str, bytes]) -> Array:
 
 def read_data(field: str, text: bytes, name: str) -> Array:
     """The numbers of one list, by its text between the brackets."""
-    convert = read_floats if name in FLOATS else read_whole
     if not text.strip(BLANK):
         return np.empty(0, DTYPES[name])
     parts = []
@@ -93,9 +92,16 @@ def read_data(field: str, text: bytes, name: str) -> Array:
     while begin <= len(text):
         end = text.find(b",", begin + PIECE_BYTES)
         piece = text[begin : end if end >= 0 else len(text)]
-        parts.append(convert(field, read_piece(field, piece), name))
+        parts.append(convert_data(field, read_piece(field, piece), name))
         begin += len(piece) + 1
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def convert_data(field: str, values: list[Any], name: str) -> Array:
+    """Values of JSON as a flat array of the dtype of that name."""
+    if not values:
+        return np.empty(0, DTYPES[name])
+    return (read_floats if name in FLOATS else read_whole)(field, values, name)
 
 
 def read_piece(field: str, text: bytes) -> list[Any]:
@@ -164,10 +170,16 @@ def write_tensor(name: str, array: Array) -> Iterator[bytes]:
     dtype = DTYPE_NAMES[array.dtype]
     sizes = ",".join(map(str, array.shape))
     yield f'{dump_json(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data":['.encode()
+    yield from write_data(array)
+    yield b"]}"
+
+
+def write_data(array: Array) -> Iterator[bytes]:
+    """The elements, with commas between them, piece by piece."""
+    is_float = DTYPE_NAMES[array.dtype] in FLOATS
     flat = array.reshape(-1)
     for begin in range(0, flat.size, PIECE_ELEMENTS):
         piece = flat[begin : begin + PIECE_ELEMENTS]
-        values = piece.astype(np.float64) if dtype in FLOATS else piece
+        values = piece.astype(np.float64) if is_float else piece
         text = to_json(values.tolist(), inf_nan_mode="strings")
         yield (b"," if begin else b"") + text[1:-1]
-    yield b"]}"

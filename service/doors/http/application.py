@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from service import __version__
+from service.doors.http.models import ModelPages
 from service.doors.http.openapi import DESCRIPTION, document
 from service.doors.http.operation import PathEndpoint
 from service.doors.http.pages import Pages
@@ -34,6 +35,7 @@ def make_application(door: Door) -> FastAPI:
     routes = app.router.routes
     for path, operations in by_path().items():
         routes.append(Route(path, PathEndpoint(door, operations), name=operations[0].name))
+    routes.extend(ModelPages(door).routes())
     routes.extend(Pages(door, app.openapi).routes())
     return app
 

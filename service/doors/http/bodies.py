@@ -28,6 +28,7 @@ class Body:
     """One body. A declared length is received straight into its slot, chunks are copied there.
 
     When no slot can be had at once it stalls, holding what `wanted` says, until it is `place`d.
+    `lead` bytes of the slot before it are left free.
     """
 
     __slots__ = (
@@ -35,6 +36,7 @@ class Body:
         "complete",
         "declared",
         "failure",
+        "lead",
         "limit",
         "received",
         "slot",
@@ -48,7 +50,7 @@ class Body:
         self.declared = declared
         self.chunks = chunks
         self.limit = limit
-        self.received = 0
+        self.received = self.lead = 0
         self.complete = chunks is None and not declared
         self.slot: Slot | None = None
         self.view = NOTHING
@@ -70,9 +72,9 @@ class Body:
         """Declared bytes that have not come yet."""
         return 0 if self.declared is None else self.declared - self.received
 
-    def begin(self, source: Source) -> None:
+    def begin(self, source: Source, lead: int = 0) -> None:
         """Ask for room; a body declared beyond the limit gets none, and will be refused."""
-        self.source = source
+        self.source, self.lead = source, lead
         if self.complete or self.failure is not None:
             return
         if (self.declared or 0) <= self.limit:
@@ -83,14 +85,14 @@ class Body:
         if self.source is None:
             raise RuntimeError("a body that nobody asked for has no room: this is a bug")
         try:
-            self.place(self.source.take(size))
+            self.place(self.source.take(self.lead + size))
         except ArenaFull:
-            self.wanted = size
+            self.wanted = self.lead + size
             self.wake()
 
     def place(self, slot: Slot) -> None:
         """Go on in this slot, with what has come already copied over."""
-        view = slot.view()
+        view = slot.view()[self.lead :]
         view[: self.received] = self.view[: self.received]
         self.give_up_slot()
         self.slot, self.view, self.wanted = slot, view, 0

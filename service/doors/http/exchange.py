@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from service.doors.http.bodies import Body
 from service.doors.http.heads import Head, Headers
 from service.errors import AttndError, InvalidRequest, UnsupportedMediaType
+from service.road.arena import ALIGNMENT
 from service.road.frames import NO_STAGES
 from service.tenants import OPEN
 
@@ -28,12 +29,15 @@ TRACEPARENT: Final = re.compile(
     rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,200})?"
 )
 """W3C Trace Context: version, trace, parent, flags; later versions may have more behind them."""
+MAX_DIGITS: Final = 12
 HEX_ID: Final = re.compile(rb"[0-9a-fA-F]{32}")
 DEADLINE_HEADER: Final = "X-Attnd-Deadline-Ms"
 MIN_DEADLINE_MS: Final = 1.0
 MAX_DEADLINE_MS: Final = 3_600_000.0
 CLIENT_GONE: Final = 499
 """Logged for a client that hung up; nobody is there to read it."""
+LEAD_BYTES: Final = 256
+"""Room before a body that begins with JSON: the image's header may be longer than that."""
 NO_BODY: Final = frozenset({204, 304})
 STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
@@ -55,6 +59,7 @@ class Exchange:
         "deadline_us",
         "expects_continue",
         "head",
+        "inference_header",
         "is_answered",
         "is_gone",
         "keep_alive",
@@ -91,6 +96,8 @@ class Exchange:
         self.refusal: AttndError | None = None
         """Why it is not let in."""
         self.deadline: bytes | None = None
+        self.inference_header = b""
+        """How long the JSON is before the binary data of an inference request."""
         self.deadline_us = 0
         self.expects_continue = False
         self.head = head
@@ -120,6 +127,8 @@ class Exchange:
                     self.authorization = value
                 case b"traceparent":
                     self.traceparent = value if TRACEPARENT.fullmatch(value) else b""
+                case b"inference-header-content-length":
+                    self.inference_header = value
                 case b"expect":
                     self.expects_continue = value.lower() == b"100-continue"
         return request_id
@@ -131,6 +140,15 @@ class Exchange:
         if HEX_ID.fullmatch(self.request_id):
             return bytes.fromhex(self.request_id.decode("ascii"))
         return blake2b(self.request_id, digest_size=16).digest()
+
+    @property
+    def lead(self) -> int:
+        """Bytes to leave free before the body, so that the tensors behind its JSON lie aligned and
+        an image's header has room before them; 0 when it has no such parts."""
+        digits = self.inference_header
+        if not digits.isdigit() or len(digits) > MAX_DIGITS:
+            return 0
+        return LEAD_BYTES + -int(digits) % ALIGNMENT
 
     def read_deadline(self) -> None:
         """Take in how long the operation may wait, when the client says so."""
@@ -151,10 +169,14 @@ class Exchange:
         if given not in known:
             told = f"Content-Type is {given[:100] or 'not given'}: send {' or '.join(known)}"
             raise UnsupportedMediaType(told, supported=list(known))
+        self.check_encoding()
+        return given
+
+    def check_encoding(self) -> None:
+        """The body is as it is; raises UnsupportedMediaType."""
         if self.content_encoding not in (b"", b"identity"):
             encoding = self.content_encoding.decode("latin-1")[:100]
             raise UnsupportedMediaType(f"Content-Encoding is {encoding}: send the body as it is")
-        return given
 
     def answer_type(self, given: str) -> str:
         """The media type of the answer: what Accept names first, else that of the request."""

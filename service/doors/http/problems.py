@@ -11,9 +11,11 @@ from starlette.exceptions import HTTPException
 from service import errors
 from service.doors.http.exchange import Exchange
 from service.doors.http.heads import Headers
+from service.doors.oip.problems import error_text
 from service.image.json_text import dump_json, load_json
 
 LOG: Final = logging.getLogger("attnd.http")
+INFERENCE_PATHS: Final = ("/v2/",)
 Told = tuple[int, str, bytes, Headers]
 """Status, code, document, and headers beside the usual ones."""
 
@@ -28,22 +30,24 @@ class ProblemText(Exception):
 
 def tell(error: BaseException, exchange: Exchange) -> Told:
     """How an error is answered; what is no refusal is a bug, and logged with its traceback."""
+    document = document_of(error, exchange)
+    if exchange.path.startswith(INFERENCE_PATHS):
+        document["error"] = error_text(document)
+    text = dump_json(document).encode()
+    return document["status"], document["code"], text, headers_of(document)
+
+
+def document_of(error: BaseException, exchange: Exchange) -> dict[str, Any]:
+    """An error as a problem document."""
     if isinstance(error, ProblemText):
-        return pass_on(error.text)
+        written: dict[str, Any] = load_json(error.text.encode(), "the problem")
+        return written
     if isinstance(error, HTTPException):
         error = of_framework(error, exchange)
-    kind = errors.kind_of(error)
-    if kind.status == 500:
+    if errors.kind_of(error).status == 500:
         fields = {"id": exchange.request_id.decode("ascii")}
         LOG.error("internal error", exc_info=error, extra={"fields": fields})
-    document = errors.problem(error)
-    return kind.status, kind.code, dump_json(document).encode(), headers_of(document)
-
-
-def pass_on(text: str) -> Told:
-    """A problem as it was written."""
-    document: dict[str, Any] = load_json(text.encode(), "the engine's problem")
-    return document["status"], document["code"], text.encode(), headers_of(document)
+    return errors.problem(error)
 
 
 def headers_of(document: dict[str, Any]) -> Headers:

@@ -156,7 +156,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.entrance is not None:
             self.entrance.let_in(exchange)
         if exchange.method == "POST" and exchange.refusal is None:
-            body.begin(self.door)
+            body.begin(self.door, exchange.lead)
         self.task = self.loop.create_task(run(self.door, exchange))
 
     def welcome_body(self, exchange: Exchange, body: Body) -> None:

@@ -1,7 +1,7 @@
 """The process that turns long JSON into images and back, in the door's arena: `helper.py` runs it.
 
 It reads orders from a socket until that ends: what to do, the place of what is given and of what is
-to be written in the arena, and the fields that path and query gave.
+to be written in the arena, and what else there is to know (the fields that path and query gave).
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import mmap
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from struct import Struct
-from typing import Final
+from typing import Any, Final
 
 from service.errors import AttndError, Internal, problem
+from service.image.dtypes import Part
 from service.image.json_body import image_of_json, json_of_image
 from service.image.json_text import dump_json
 
@@ -22,9 +24,12 @@ ORDER: Final = Struct("<BQQQQI")
 """What to do; offset and length of what is given; offset and length of the room for what is
 written; length of the given fields' JSON, which follows."""
 OUTCOME: Final = Struct("<BQI")
-"""How it went; length of what was written; length of the problem's JSON, which follows."""
+"""How it went; length of what was written; length of the JSON that follows: the problem's, or what
+else is told."""
 TO_IMAGE: Final = 1
 TO_JSON: Final = 2
+INFERENCE_TO_IMAGE: Final = 3
+IMAGE_TO_INFERENCE: Final = 4
 DONE: Final = 0
 FAILED: Final = 1
 TOO_LONG: Final = 2
@@ -47,10 +52,7 @@ def main(orders: int, arena: int) -> None:
 def work(kind: int, source: memoryview, into: memoryview, given: bytes) -> bytes:
     """Carry out one order; its outcome as bytes to send."""
     try:
-        if kind == TO_IMAGE:
-            parts = image_of_json(bytes(source), json.loads(given))
-        else:
-            parts = [json_of_image(source)]
+        parts, told = convert(kind, source, json.loads(given) if given else {})
     except Exception as error:
         known = error if isinstance(error, AttndError) else Internal(f"{type(error).__name__}")
         text = dump_json(problem(known)).encode()
@@ -62,7 +64,21 @@ def work(kind: int, source: memoryview, into: memoryview, given: bytes) -> bytes
     for part in parts:
         into[at : at + len(part)] = part
         at += len(part)
-    return OUTCOME.pack(DONE, length, 0)
+    text = dump_json(told).encode()
+    return OUTCOME.pack(DONE, length, len(text)) + text
+
+
+def convert(
+    kind: int, source: memoryview, given: dict[str, Any]
+) -> tuple[Sequence[Part], dict[str, Any]]:
+    """What is to be written, in parts, and what is to be told of it."""
+    if kind == TO_IMAGE:
+        return image_of_json(bytes(source), given), {}
+    if kind == TO_JSON:
+        return [json_of_image(source)], {}
+    from service.doors.oip.long_json import answer_of_image, image_of_request
+
+    return (image_of_request if kind == INFERENCE_TO_IMAGE else answer_of_image)(source, given)
 
 
 def receive(door: socket.socket, size: int) -> bytes:

@@ -1,0 +1,158 @@
+"""Requests as HTTP carries them: a JSON object, and the binary tensor data behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from service.doors.oip.models import Model
+from service.doors.oip.request import (
+    TIMEOUT,
+    Call,
+    Input,
+    Wanted,
+    check_input,
+    check_size,
+    make_call,
+    read_timeout,
+    refuse_keys,
+)
+from service.errors import InvalidRequest, MalformedBody
+from service.image.dtypes import DTYPE_NAMES, Array, DType
+from service.image.json_body import MARK
+from service.image.json_tensors import convert_data, cut_data, read_data
+from service.image.json_text import check_counts, load_json
+from service.image.reading import MAX_RANK, MAX_TENSORS, MAX_VALUES
+
+BINARY_SIZE: Final = "binary_data_size"
+BINARY: Final = "binary_data"
+BINARY_OUTPUT: Final = "binary_data_output"
+TOP_KEYS: Final = frozenset({"id", "parameters", "inputs", "outputs"})
+INPUT_KEYS: Final = frozenset({"name", "shape", "datatype", "parameters", "data"})
+INPUT_PARAMETERS: Final = frozenset({BINARY_SIZE})
+OUTPUT_KEYS: Final = frozenset({"name", "parameters"})
+OUTPUT_PARAMETERS: Final = frozenset({BINARY})
+
+
+def read_request(model: Model, text: bytes, data: memoryview) -> Call:
+    """A request by its JSON text, and the binary data behind it, which the call's inputs point to.
+
+    Raises MalformedBody and InvalidRequest.
+    """
+    check_counts(text, "the body")
+    text, lists = cut_data(text, MARK)
+    if (count := text.count(b",")) > MAX_VALUES:
+        raise MalformedBody(
+            f"the request has {count} values beside the tensors' data: at most {MAX_VALUES}"
+        )
+    document = load_json(text, "the request")
+    if not isinstance(document, dict):
+        raise MalformedBody("the request is not a JSON object")
+    refuse_keys("", document, TOP_KEYS)
+    parameters = dict(read_object("parameters", document.get("parameters", {})))
+    wanted = read_wanted(document, parameters)
+    inputs = read_inputs(model, document.get("inputs", []), lists, data)
+    return make_call(model, parameters, inputs, wanted)
+
+
+def read_wanted(document: Mapping[str, Any], parameters: dict[str, Any]) -> Wanted:
+    """What the answer is to be; takes the protocol's own parameters out of `parameters`."""
+    binary = read_flag(BINARY_OUTPUT, parameters.pop(BINARY_OUTPUT, False))
+    deadline_us = read_timeout(parameters.pop(TIMEOUT, 0))
+    name = document.get("id", "")
+    if not isinstance(name, str):
+        raise InvalidRequest("id", name, "must be a string")
+    outputs = []
+    for index, output in enumerate(read_list("outputs", document.get("outputs", []))):
+        entry = read_object(f"outputs.{index}", output)
+        refuse_keys(f"outputs.{index}.", entry, OUTPUT_KEYS)
+        given = read_object(f"outputs.{index}.parameters", entry.get("parameters", {}))
+        refuse_keys(f"outputs.{index}.parameters.", given, OUTPUT_PARAMETERS)
+        is_binary = read_flag(BINARY, given.get(BINARY, binary))
+        outputs.append((read_name(f"outputs.{index}", entry), is_binary))
+    return Wanted(name, tuple(outputs), binary, deadline_us)
+
+
+def read_inputs(
+    model: Model, given: object, lists: dict[str, bytes], data: memoryview
+) -> list[Input]:
+    """The inputs; binary data lies in their order, and to its last byte is theirs."""
+    inputs = []
+    at = 0
+    for index, one in enumerate(read_list("inputs", given)):
+        entry = read_object(f"inputs.{index}", one)
+        refuse_keys(f"inputs.{index}.", entry, INPUT_KEYS)
+        name = read_name(f"inputs.{index}", entry)
+        shape: Any = entry.get("shape")
+        dtype, needed = check_input(model, name, entry.get("datatype", ""), shape)
+        parameters = read_object(f"{name}.parameters", entry.get("parameters", {}))
+        refuse_keys(f"{name}.parameters.", parameters, INPUT_PARAMETERS)
+        if BINARY_SIZE in parameters:
+            size = parameters[BINARY_SIZE]
+            if type(size) is not int or "data" in entry:
+                raise InvalidRequest(f"{name}.{BINARY_SIZE}", size, "must be a count, without data")
+            check_size(name, size, needed)
+            if at + size > len(data):
+                told = f"ends at byte {at + size} of the binary data, which has {len(data)}"
+                raise MalformedBody(f"input {name} {told}")
+            inputs.append(Input(name, dtype, tuple(shape), data[at : at + size], at))
+            at += size
+        else:
+            spelled = read_spelled(name, entry.get("data"), lists, dtype)
+            check_size(name, len(spelled), needed)
+            inputs.append(Input(name, dtype, tuple(shape), spelled))
+    if at != len(data):
+        raise MalformedBody(f"{len(data) - at} bytes after the last input's binary data")
+    return inputs
+
+
+def read_spelled(name: str, data: object, lists: dict[str, bytes], dtype: DType) -> memoryview:
+    """The bytes of an input whose numbers are spelled out, flat or nested."""
+    field = f"{name}.data"
+    if isinstance(data, str) and data in lists:
+        array: Array = read_data(field, lists[data], DTYPE_NAMES[dtype])
+    elif isinstance(data, list):
+        array = convert_data(field, flat(field, data), DTYPE_NAMES[dtype])
+    else:
+        raise InvalidRequest(field, data, "must be a list of numbers, or binary data")
+    return array.reshape(-1).view(np.uint8).data
+
+
+def flat(field: str, values: list[Any], depth: int = MAX_RANK) -> list[Any]:
+    """The elements of nested lists, in order; the JSON text has bounded how many lists."""
+    if not depth:
+        raise InvalidRequest(field, values, f"must be nested {MAX_RANK} times at most")
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, list):
+            found.extend(flat(field, value, depth - 1))
+        else:
+            found.append(value)
+    return found
+
+
+def read_object(field: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(field, value, "must be an object")
+    return value
+
+
+def read_list(field: str, value: object) -> list[Any]:
+    if not isinstance(value, list) or len(value) > MAX_TENSORS:
+        raise InvalidRequest(field, value, f"must be a list of at most {MAX_TENSORS} objects")
+    return value
+
+
+def read_name(field: str, entry: Mapping[str, Any]) -> str:
+    name = entry.get("name")
+    if not isinstance(name, str):
+        raise InvalidRequest(f"{field}.name", name, "must be a string")
+    return name
+
+
+def read_flag(field: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequest(field, value, "must be true or false")
+    return value

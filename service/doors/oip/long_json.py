@@ -1,0 +1,35 @@
+"""Long inference requests and answers, turned by the helper process of the HTTP door."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from service.doors.oip.json_answer import answer_parts
+from service.doors.oip.json_request import read_request
+from service.doors.oip.models import model_of
+from service.doors.oip.request import Wanted
+from service.image.dtypes import Part
+
+
+def image_of_request(
+    body: memoryview, given: Mapping[str, Any]
+) -> tuple[list[Part], dict[str, Any]]:
+    """The image of a request whose JSON lies at `begin`, up to `end`; and what it wants."""
+    begin, end = given["begin"], given["end"]
+    call = read_request(model_of(given["model"]), bytes(body[begin:end]), body[end:])
+    return call.parts, asdict(call.wanted)
+
+
+def answer_of_image(
+    image: memoryview, given: Mapping[str, Any]
+) -> tuple[list[Part], dict[str, Any]]:
+    """The answer that was wanted, and how much of it is JSON."""
+    parts, json_bytes = answer_parts(given["model"], image, wanted_of(given["wanted"]))
+    return parts, {"json_bytes": json_bytes}
+
+
+def wanted_of(told: Mapping[str, Any]) -> Wanted:
+    """`Wanted` again, after `asdict`."""
+    return Wanted(**{**told, "outputs": tuple((name, flag) for name, flag in told["outputs"])})

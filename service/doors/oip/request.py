@@ -1,0 +1,155 @@
+"""A request of the protocol, however it came, as the image that the engine reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from service.doors.oip.datatypes import DTYPES_BY_DATATYPE
+from service.doors.oip.models import NUMBERED, Model
+from service.errors import InvalidRequest
+from service.image.dtypes import DType, Part
+from service.image.json_body import dump_fields
+from service.image.json_text import load_json
+from service.image.reading import MAX_RANK, REQUEST, are_counts, is_huge
+from service.image.writing import Shaped, header
+
+TIMEOUT: Final = "timeout"
+"""The request parameter that the protocol's clients give a deadline by, in microseconds."""
+MAX_TIMEOUT_US: Final = 3_600_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input: its bytes, row-major and little-endian; `offset` is where they begin in the binary
+    data, None when the numbers were spelled out."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    data: Part
+    offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the answer is to be: `outputs` are the names asked for, each with whether its data is
+    to be binary, none for all; `binary` says so of those."""
+
+    id: str = ""
+    outputs: tuple[tuple[str, bool], ...] = ()
+    binary: bool = True
+    deadline_us: int = 0
+
+    @property
+    def has_text(self) -> bool:
+        """Whether any tensor is to be spelled out."""
+        return not all(is_binary for _, is_binary in self.outputs or (("", self.binary),))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request taken in: its image's header, and the tensors in the order in which they lie."""
+
+    head: bytes
+    tensors: tuple[Input, ...]
+    wanted: Wanted
+
+    @property
+    def parts(self) -> list[Part]:
+        """The whole image, as buffers to be laid one after another."""
+        return [self.head, *(one.data for one in self.tensors)]
+
+
+def make_call(
+    model: Model, parameters: Mapping[str, Any], inputs: Sequence[Input], wanted: Wanted
+) -> Call:
+    """The call for a request's parameters, the protocol's own left out, and its inputs.
+
+    Raises InvalidRequest, and MalformedBody for a parameter that is not JSON.
+    """
+    check_outputs(model, wanted.outputs)
+    fields = {name: field_value(model, name, value) for name, value in parameters.items()}
+    tensors = []
+    names: set[str] = set()
+    for one in inputs:
+        if one.name in names or one.name in fields:
+            raise InvalidRequest(one.name, "given", "is given twice")
+        names.add(one.name)
+        if one.name in model.list_fields:
+            fields[one.name] = np.frombuffer(one.data, one.dtype).tolist()
+        else:
+            tensors.append(one)
+    shapes: tuple[Shaped, ...] = tuple((one.name, one.dtype, one.shape) for one in tensors)
+    return Call(header(REQUEST, dump_fields(fields), shapes), tuple(tensors), wanted)
+
+
+def field_value(model: Model, name: str, value: Any) -> Any:
+    """A request parameter as a field: a string is JSON, unless the field is a string itself."""
+    if name not in model.fields:
+        raise InvalidRequest(name, value, f"model {model.name} has no such parameter")
+    if not isinstance(value, str) or name in model.text_fields:
+        return value
+    return load_json(value.encode("utf-8", "surrogatepass"), f"parameter {name}")
+
+
+def check_input(model: Model, name: str, datatype: str, shape: list[int]) -> tuple[DType, int]:
+    """An input's dtype and the length of its bytes; raises InvalidRequest."""
+    allowed = model.inputs.get(name)
+    if allowed is None:
+        raise InvalidRequest(f"inputs.{name}", "given", f"model {model.name} has no such input")
+    if datatype not in allowed:
+        rule = f"must be {' or '.join(allowed)}"
+        raise InvalidRequest(f"{name}.datatype", datatype, rule)
+    if not are_counts(shape) or len(shape) > MAX_RANK or is_huge(shape):
+        rule = f"must be a list of at most {MAX_RANK} counts"
+        raise InvalidRequest(f"{name}.shape", shape, rule)
+    if name in model.list_fields and len(shape) != 1:
+        raise InvalidRequest(f"{name}.shape", shape, "must be flat: one dimension")
+    dtype = DTYPES_BY_DATATYPE[datatype]
+    return dtype, math.prod(shape) * dtype.itemsize
+
+
+def check_size(name: str, size: int, needed: int) -> None:
+    """The bytes given for an input are as many as its shape has."""
+    if size != needed:
+        raise InvalidRequest(f"{name}.data", f"{size} bytes", f"its shape needs {needed}")
+
+
+def check_outputs(model: Model, outputs: Iterable[tuple[str, bool]]) -> None:
+    """Each output asked for is one that the model has, and is asked for once."""
+    seen: set[str] = set()
+    for name, _ in outputs:
+        if not any(is_named(name, spec.name) for spec in model.operation.gives):
+            raise InvalidRequest("outputs", name, f"model {model.name} has no such output")
+        if name in seen:
+            raise InvalidRequest("outputs", name, "is asked for twice")
+        seen.add(name)
+
+
+def is_named(name: str, spec: str) -> bool:
+    """Whether a declared output's name, perhaps with a number, is that."""
+    stem, numbered, _ = spec.partition(NUMBERED)
+    if not numbered:
+        return name == spec
+    digits = name.removeprefix(stem)
+    return name.startswith(stem) and digits.isascii() and digits.isdigit()
+
+
+def read_timeout(value: Any) -> int:
+    """A deadline in microseconds; 0 is none."""
+    if type(value) is not int or not 0 <= value <= MAX_TIMEOUT_US:
+        rule = f"must be microseconds, 0 (none) to {MAX_TIMEOUT_US}"
+        raise InvalidRequest(TIMEOUT, value, rule)
+    return value
+
+
+def refuse_keys(what: str, given: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Nothing that is not understood is passed over."""
+    if extra := given.keys() - known:
+        name = min(extra)
+        raise InvalidRequest(f"{what}{name}", given[name], "is not known here: leave it out")
