@@ -129,6 +129,14 @@ class ServerSettings(Section):
     """Processes that speak HTTP on the same port. Raise it when one of them is busy on a whole core
     while the engine is not: many connections with large bodies, or JSON tensors."""
 
+    grpc_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """TCP port, at the same host, of the gRPC door (Open Inference Protocol v2); none when absent.
+    It needs the extra `attnd[grpc]`."""
+
+    grpc_max_calls: Annotated[int, Field(ge=1, le=65536)] = 64
+    """Calls and streams of the gRPC door at once; one more is answered RESOURCE_EXHAUSTED. Each may
+    hold a message of server.max_body_bytes in the door's memory, beside its arena."""
+
     socket: Annotated[str | None, Field(min_length=1)] = None
     """Path of the engine's own socket, for sessions on this machine; by default
     `attnd-UID/PORT.sock` in the directory for temporary files, or the path of `server.uds` with

@@ -40,6 +40,7 @@ class Commands:
 
     engine: tuple[str, ...] = (sys.executable, "-m", "service.engine")
     door: tuple[str, ...] = (sys.executable, "-m", "service.doors.http")
+    grpc: tuple[str, ...] = (sys.executable, "-m", "service.doors.grpc")
 
 
 def main(argv: Sequence[str], commands: Commands = Commands()) -> int:
@@ -85,6 +86,8 @@ def supervise(
     children = [Child(ENGINE, commands.engine, (addresses.engine.sock,))]
     for worker in range(settings.server.http_workers):
         children.append(Child(f"http-{worker}", commands.door, addresses.http, worker))
+    if settings.server.grpc_port is not None:
+        children.append(Child("grpc-0", commands.grpc, ()))
     lifeline, held = os.pipe()  # `held` closes with this process
     shared = Shared(
         settings=settings,

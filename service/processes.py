@@ -1,7 +1,8 @@
 """What the supervisor hands to the processes it starts, and how they take it over.
 
 `python -m service` starts one engine (`python -m service.engine`) and `server.http_workers` doors
-(`python -m service.doors.http`). The `__main__` of each begins with
+(`python -m service.doors.http`), and with `server.grpc_port` a gRPC door (`python -m
+service.doors.grpc`), which binds its port itself. The `__main__` of each begins with
 
     inherited = receive()
     set_up_logs(inherited.settings.log, inherited.process)
@@ -77,7 +78,7 @@ class Inherited:
 
     settings: Settings
     process: str
-    """`engine`, `http-0`, ...: its name in logs and metrics."""
+    """`engine`, `http-0`, `grpc-0`, ...: its name in logs and metrics."""
     worker: int
     """Which door of several; 0 for the engine."""
     sockets: tuple[socket.socket, ...]

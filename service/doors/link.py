@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
 from config.sections import ServerSettings
 from service.doors.spare import SpareSlots
 from service.errors import AnswerTooLarge, AttndError, NotReady, Overloaded
+from service.image.dtypes import Part
 from service.operations.spec import Operation
 from service.road.caller import Answered, RoadCaller
 from service.road.slots import ArenaFull, Slot
@@ -94,6 +96,15 @@ class Link:
             return take(size)
         except ArenaFull as full:
             raise overloaded(full) from None
+
+    async def lay(self, parts: Sequence[Part]) -> tuple[Slot, int]:
+        """An image's parts in a slot, and its length. Raises Overloaded, NotReady."""
+        slot = await self.slot(sum(map(len, parts)))
+        into, at = slot.view(), 0
+        for part in parts:
+            into[at : at + len(part)] = part
+            at += len(part)
+        return slot, at
 
     async def grow(self, caller: RoadCaller, full: ArenaFull) -> None:
         """Ask for an arena with room for what did not fit; only once, whoever asks."""

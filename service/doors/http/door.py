@@ -14,10 +14,10 @@ from service.doors.gate import Gate
 from service.doors.http.application import make_application
 from service.doors.http.exchange import Exchange
 from service.doors.http.helper import Helper
-from service.doors.http.ledger import Ledger
 from service.doors.http.protocol import Connection
-from service.doors.http.tracing import Tracing
+from service.doors.ledger import Ledger
 from service.doors.link import Link
+from service.doors.tracing import Tracing
 from service.errors import AttndError, NotReady, Overloaded
 from service.metrics import Metrics
 from service.road.caller import RoadCaller

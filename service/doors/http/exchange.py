@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from hashlib import blake2b
 from http import HTTPStatus
-from random import getrandbits
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
+from service.doors.headers import call_id_of, request_id_of, server_timing, traceparent_of
 from service.doors.http.bodies import Body
 from service.doors.http.heads import Head, Headers
 from service.errors import AttndError, InvalidRequest, UnsupportedMediaType
@@ -24,13 +22,7 @@ if TYPE_CHECKING:
 SAFETENSORS: Final = "application/vnd.safetensors"
 JSON: Final = "application/json"
 PROBLEM: Final = "application/problem+json"
-REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
-TRACEPARENT: Final = re.compile(
-    rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,200})?"
-)
-"""W3C Trace Context: version, trace, parent, flags; later versions may have more behind them."""
 MAX_DIGITS: Final = 12
-HEX_ID: Final = re.compile(rb"[0-9a-fA-F]{32}")
 DEADLINE_HEADER: Final = "X-Attnd-Deadline-Ms"
 MIN_DEADLINE_MS: Final = 1.0
 MAX_DEADLINE_MS: Final = 3_600_000.0
@@ -106,11 +98,11 @@ class Exchange:
         self.query = head.target.query if head else b""
         self.keep_alive = head.keep_alive if head else False
         given = self.read_headers(head.headers) if head else b""
-        self.request_id = given if REQUEST_ID.fullmatch(given) else b"%032x" % getrandbits(128)
+        self.request_id = request_id_of(given)
 
     def read_headers(self, headers: Headers) -> bytes:
         """Keep the headers that matter; the request id given, or nothing."""
-        request_id = b""
+        found = b""
         for name, value in headers:
             match name:
                 case b"content-type":
@@ -118,7 +110,7 @@ class Exchange:
                 case b"accept":
                     self.accept = value
                 case b"x-request-id":
-                    request_id = value
+                    found = value
                 case b"content-encoding":
                     self.content_encoding = value
                 case b"x-attnd-deadline-ms":
@@ -126,20 +118,17 @@ class Exchange:
                 case b"authorization":
                     self.authorization = value
                 case b"traceparent":
-                    self.traceparent = value if TRACEPARENT.fullmatch(value) else b""
+                    self.traceparent = traceparent_of(value)
                 case b"inference-header-content-length":
                     self.inference_header = value
                 case b"expect":
                     self.expects_continue = value.lower() == b"100-continue"
-        return request_id
+        return found
 
     @property
     def call_id(self) -> bytes:
-        """The request id in the 16 bytes that the road has for it: itself when it is that many in
-        hexadecimal, else its BLAKE2b digest."""
-        if HEX_ID.fullmatch(self.request_id):
-            return bytes.fromhex(self.request_id.decode("ascii"))
-        return blake2b(self.request_id, digest_size=16).digest()
+        """The request id as the road has it."""
+        return call_id_of(self.request_id)
 
     @property
     def lead(self) -> int:
@@ -204,17 +193,9 @@ class Exchange:
             STATUS_LINES[status],
             more,
             self.request_id,
-            self.server_timing(),
+            server_timing(self.stages),
             date,
         )
-
-    def server_timing(self) -> bytes:
-        """Milliseconds per stage; 0 for a stage that the request never reached."""
-        queue, plan, copy_in, kernel, copy_out, encode = self.stages
-        return (
-            b"queue;dur=%.3f, plan;dur=%.3f, copy-in;dur=%.3f, kernel;dur=%.3f, "
-            b"copy-out;dur=%.3f, encode;dur=%.3f"
-        ) % (queue * 1e3, plan * 1e3, copy_in * 1e3, kernel * 1e3, copy_out * 1e3, encode * 1e3)
 
     def end(self, status: int, code: str) -> None:
         """The answer is out: stop the clock, and let go of what only the answer needed."""

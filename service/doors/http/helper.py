@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from service.doors.http.problems import ProblemText
 from service.doors.http.worker import (
     DONE,
     FAILED,
@@ -25,6 +24,7 @@ from service.doors.http.worker import (
     TO_IMAGE,
     TO_JSON,
 )
+from service.doors.problems import ProblemText
 from service.errors import Internal, Overloaded
 from service.image.json_text import dump_json
 from service.road.slots import Slot

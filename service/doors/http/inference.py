@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Final
 from service.doors.http.answering import EXCHANGE, Receive, Scope, Send, answer, read_body
 from service.doors.http.exchange import JSON, MAX_DIGITS, Exchange
 from service.doors.http.heads import Headers
-from service.doors.http.operation import INLINE_BYTES, JOIN_BYTES, JSON_GROWTH, LESS_JSON, lay
-from service.doors.http.problems import ProblemText, wrong_method
+from service.doors.http.operation import INLINE_BYTES, JOIN_BYTES, JSON_GROWTH, LESS_JSON
+from service.doors.http.problems import wrong_method
 from service.doors.oip.json_answer import answer_parts
 from service.doors.oip.json_request import read_request
 from service.doors.oip.long_json import wanted_of
 from service.doors.oip.models import Model, model_of
 from service.doors.oip.request import Call, Wanted
+from service.doors.problems import ProblemText
 from service.errors import (
     AnswerTooLarge,
     BodyTooLarge,
@@ -94,9 +95,7 @@ class InferenceEndpoint:
         call = read_request(model, bytes(view[begin:end]), view[end:])
         if in_place := lay_head(call, view, end):
             return slot, in_place, call.wanted
-        parts = call.parts
-        slot = await self.door.slot(sum(map(len, parts)))
-        length = lay(parts, slot.view())
+        slot, length = await self.door.link.lay(call.parts)
         body.take_over(slot, self.door)
         return slot, length, call.wanted
 
@@ -123,7 +122,12 @@ class InferenceEndpoint:
         most = self.most(model, wanted)
         try:
             return await self.door.link.call(
-                model.operation, request, length, most, exchange.deadline_us, exchange.call_id
+                model.operation,
+                request,
+                length,
+                most,
+                exchange.deadline_us,
+                exchange.call_id,
             )
         except AnswerTooLarge as error:
             if most < self.limits.max_answer_bytes:

@@ -16,7 +16,8 @@ from service.doors.http.answering import (
     read_body,
 )
 from service.doors.http.exchange import JSON, SAFETENSORS, Exchange
-from service.doors.http.problems import ProblemText, wrong_method
+from service.doors.http.problems import wrong_method
+from service.doors.problems import ProblemText
 from service.errors import AnswerTooLarge, AttndError, Internal, MalformedBody
 from service.image.dtypes import Part
 from service.image.json_body import fields_text_of_image, image_of_json, json_of_image
@@ -128,8 +129,7 @@ class Caller:
             parts = image_of_json(b"" if text is None else bytes(text.view(length)), given)
         else:
             parts = [header(REQUEST, dump_json(given), ())]
-        slot = await door.slot(sum(map(len, parts)))
-        length = lay(parts, slot.view())
+        slot, length = await door.link.lay(parts)
         body.take_over(slot, door)
         return slot, length
 
@@ -197,12 +197,3 @@ class Caller:
         *stages, encode = answered.stages
         exchange.stages = (*stages, encode + perf_counter() - started)
         answer(self.door, exchange, answered.status, [CONTENT_TYPES[JSON]], [part])
-
-
-def lay(parts: Sequence[Part], into: memoryview) -> int:
-    """Copy an image's parts to the front of a slot; its length."""
-    at = 0
-    for part in parts:
-        into[at : at + len(part)] = part
-        at += len(part)
-    return at

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -12,42 +11,23 @@ from service import errors
 from service.doors.http.exchange import Exchange
 from service.doors.http.heads import Headers
 from service.doors.oip.problems import error_text
-from service.image.json_text import dump_json, load_json
+from service.doors.problems import document_of
+from service.image.json_text import dump_json
 
-LOG: Final = logging.getLogger("attnd.http")
-INFERENCE_PATHS: Final = ("/v2/",)
+INFERENCE_PATHS: Final = "/v2/"
+"""Errors under these say themselves in one string too."""
 Told = tuple[int, str, bytes, Headers]
 """Status, code, document, and headers beside the usual ones."""
 
 
-class ProblemText(Exception):
-    """A problem that another process has written; `text` is the document."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-
 def tell(error: BaseException, exchange: Exchange) -> Told:
-    """How an error is answered; what is no refusal is a bug, and logged with its traceback."""
-    document = document_of(error, exchange)
-    if exchange.path.startswith(INFERENCE_PATHS):
-        document["error"] = error_text(document)
-    text = dump_json(document).encode()
-    return document["status"], document["code"], text, headers_of(document)
-
-
-def document_of(error: BaseException, exchange: Exchange) -> dict[str, Any]:
-    """An error as a problem document."""
-    if isinstance(error, ProblemText):
-        written: dict[str, Any] = load_json(error.text.encode(), "the problem")
-        return written
+    """How an error is answered."""
     if isinstance(error, HTTPException):
         error = of_framework(error, exchange)
-    if errors.kind_of(error).status == 500:
-        fields = {"id": exchange.request_id.decode("ascii")}
-        LOG.error("internal error", exc_info=error, extra={"fields": fields})
-    return errors.problem(error)
+    document = document_of(error, exchange.request_id)
+    if exchange.path.startswith(INFERENCE_PATHS):
+        document["error"] = error_text(document)
+    return document["status"], document["code"], dump_json(document).encode(), headers_of(document)
 
 
 def headers_of(document: dict[str, Any]) -> Headers:

@@ -10,7 +10,7 @@ import time
 from typing import Any, Final
 
 from service import __version__
-from service.doors.http.exchange import Exchange
+from service.doors.request import Request
 from service.road.frames import STAGES
 
 SAMPLED: Final = 1
@@ -39,9 +39,9 @@ class Tracing:
         self.provider.add_span_processor(BatchSpanProcessor(exporter))
         self.tracer = self.provider.get_tracer("attnd", __version__)
 
-    def tell(self, exchange: Exchange) -> None:
+    def tell(self, request: Request) -> None:
         """A span for a request that has been answered, if its caller samples."""
-        given = exchange.traceparent
+        given = request.traceparent
         if not given or not int(given[53:55], 16) & SAMPLED:
             return
         otel = self.otel
@@ -51,19 +51,19 @@ class Tracing:
             is_remote=True,
             trace_flags=otel.TraceFlags(SAMPLED),
         )
-        started = time.time() - (time.perf_counter() - exchange.started)
-        ended = started + exchange.seconds
+        started = time.time() - (time.perf_counter() - request.started)
+        ended = started + request.seconds
         span = self.tracer.start_span(
-            exchange.op,
+            request.op,
             context=otel.set_span_in_context(otel.NonRecordingSpan(caller)),
             kind=otel.SpanKind.SERVER,
-            attributes=attributes(exchange),
+            attributes=attributes(request),
             start_time=nanoseconds(started),
         )
-        for stage, seconds, end in stage_ends(exchange, started, ended):
+        for stage, seconds, end in stage_ends(request, started, ended):
             span.add_event(stage, {"attnd.seconds": seconds}, timestamp=nanoseconds(end))
-        if exchange.status >= 500:
-            span.set_status(otel.Status(otel.StatusCode.ERROR, exchange.code))
+        if request.status >= 500:
+            span.set_status(otel.Status(otel.StatusCode.ERROR, request.code))
         span.end(nanoseconds(ended))
 
     async def close(self) -> None:
@@ -71,24 +71,24 @@ class Tracing:
         await asyncio.get_running_loop().run_in_executor(None, self.provider.shutdown)
 
 
-def attributes(exchange: Exchange) -> dict[str, str | int]:
+def attributes(request: Request) -> dict[str, str | int]:
     """What a span says of its request."""
     return {
-        "http.request.method": exchange.method,
-        "url.path": exchange.path,
-        "http.response.status_code": exchange.status,
-        "attnd.code": exchange.code,
-        "attnd.namespace": exchange.tenant.namespace,
-        "attnd.request_id": exchange.request_id.decode("ascii"),
+        "http.request.method": request.method,
+        "url.path": request.path,
+        "http.response.status_code": request.status,
+        "attnd.code": request.code,
+        "attnd.namespace": request.tenant.namespace,
+        "attnd.request_id": request.request_id.decode("ascii"),
     }
 
 
-def stage_ends(exchange: Exchange, started: float, ended: float) -> list[tuple[str, float, float]]:
+def stage_ends(request: Request, started: float, ended: float) -> list[tuple[str, float, float]]:
     """Each stage that the request reached, its seconds, and when it ended: they follow one another,
     the last of them at the end."""
     found: list[tuple[str, float, float]] = []
     end = ended
-    for stage, seconds in zip(reversed(STAGES), reversed(exchange.stages), strict=True):
+    for stage, seconds in zip(reversed(STAGES), reversed(request.stages), strict=True):
         if seconds:
             found.append((stage, seconds, max(end, started)))
         end -= seconds

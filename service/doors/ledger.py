@@ -10,8 +10,8 @@ import asyncio
 import logging
 from typing import Final
 
-from service.doors.http.exchange import Exchange
-from service.doors.http.tracing import Tracing
+from service.doors.request import Request
+from service.doors.tracing import Tracing
 from service.metrics import Metrics
 from service.tenants import OPEN
 
@@ -28,39 +28,39 @@ class Ledger:
     def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
         self._metrics = metrics
         self._tracing = tracing
-        self._answered: list[Exchange] = []
+        self._answered: list[Request] = []
 
-    def add(self, exchange: Exchange) -> None:
+    def add(self, request: Request) -> None:
         """The request was answered just now."""
         if not self._answered:
             asyncio.get_running_loop().call_later(DELAY_S, self.settle)
-        self._answered.append(exchange)
+        self._answered.append(request)
 
     def settle(self) -> None:
         """Tell all that was answered."""
         answered, self._answered = self._answered, []
-        for exchange in answered:
-            self._metrics.observe(exchange.op, exchange.code, exchange.seconds)
-            log(exchange)
+        for request in answered:
+            self._metrics.observe(request.op, request.code, request.seconds)
+            log(request)
             if self._tracing is not None:
-                self._tracing.tell(exchange)
+                self._tracing.tell(request)
 
 
-def log(exchange: Exchange) -> None:
+def log(request: Request) -> None:
     """The access line of one request."""
-    level = logging.DEBUG if exchange.op in QUIET and exchange.status == 200 else logging.INFO
+    level = logging.DEBUG if request.op in QUIET and request.status == 200 else logging.INFO
     if not ACCESS.isEnabledFor(level):
         return
     told = {
-        "id": exchange.request_id.decode("ascii"),
-        "op": exchange.op,
-        "method": exchange.method,
-        "path": exchange.path,
-        "status": exchange.status,
-        "code": exchange.code,
-        "duration_ms": round(exchange.seconds * 1e3, 3),
-        "peer": exchange.peer,
+        "id": request.request_id.decode("ascii"),
+        "op": request.op,
+        "method": request.method,
+        "path": request.path,
+        "status": request.status,
+        "code": request.code,
+        "duration_ms": round(request.seconds * 1e3, 3),
+        "peer": request.peer,
     }
-    if exchange.tenant is not OPEN:
-        told["namespace"] = exchange.tenant.namespace
+    if request.tenant is not OPEN:
+        told["namespace"] = request.tenant.namespace
     ACCESS.log(level, "request", extra={"fields": told})

@@ -1,0 +1,58 @@
+"""The gRPC door's process; started by `python -m service`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from importlib.util import find_spec
+from typing import Final
+
+from service.processes import CANNOT_START, Inherited, receive
+
+LOG: Final = logging.getLogger("attnd.grpc")
+NEEDS: Final = ("grpc", "google.protobuf")
+
+
+def main() -> int:
+    """Serve until drained; the process's exit status."""
+    inherited = receive()
+    from service.logs import set_up_logs
+
+    set_up_logs(inherited.settings.log, inherited.process)
+    if not all(is_installed(name) for name in NEEDS):
+        LOG.error("cannot start: server.grpc_port needs grpcio: pip install 'attnd[grpc]'")
+        return CANNOT_START
+    return serve(inherited)
+
+
+def serve(inherited: Inherited) -> int:
+    from service.doors.grpc.server import Server
+    from service.metrics import Metrics
+
+    limits = inherited.settings.server
+    metrics = Metrics(inherited.process, inherited.metrics)
+    server = Server(limits, inherited.engine_socket, metrics, inherited.process)
+
+    def watch(loop: asyncio.AbstractEventLoop) -> None:
+        loop.add_reader(inherited.lifeline, os._exit, 1)
+        loop.add_signal_handler(signal.SIGTERM, server.drain)
+
+    asyncio.run(server.serve(limits.grpc_port or 0, watch))
+    if server.failed:
+        LOG.error("cannot start: %s", server.failed)
+        return CANNOT_START
+    return 0
+
+
+def is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

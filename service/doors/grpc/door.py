@@ -1,0 +1,213 @@
+"""The gRPC door: the protocol's methods over the road to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+from google.protobuf.json_format import ParseDict
+
+from config.sections import ServerSettings
+from service.doors.grpc.messages import (
+    SERVICE,
+    ModelStreamInferResponse,
+    message,
+)
+from service.doors.grpc.rpc import CLIENT_GONE, Rpc, problem_metadata, status_of
+from service.doors.grpc.tensors import read_request, write_answer
+from service.doors.ledger import Ledger
+from service.doors.link import Link
+from service.doors.oip import models
+from service.doors.oip.models import MODELS, model_of
+from service.doors.oip.problems import error_text
+from service.doors.oip.statistics import statistics
+from service.doors.problems import ProblemText, document_of
+from service.image.json_body import fields_text_of_image
+from service.image.writing import PROBLEM
+from service.metrics import Metrics
+
+QUIET_S: Final = 5.0
+"""A door without work for as long gives unused arena memory back."""
+Answer = Callable[[Any], Any]
+
+
+class GrpcDoor:
+    """One door on its event loop."""
+
+    def __init__(self, limits: ServerSettings, metrics: Metrics) -> None:
+        self.limits = limits
+        self.metrics = metrics
+        self.link = Link(limits)
+        self.ledger = Ledger(metrics)
+        self.calls = 0
+        self.calls_before = -1
+        """When last looked at; as many now: it is quiet."""
+        self.trimming = asyncio.get_running_loop().call_later(QUIET_S, self.trim)
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """Every method of the service."""
+        pages: dict[str, tuple[str, Answer]] = {
+            "ServerLive": ("live", self.live),
+            "ServerReady": ("ready", self.ready),
+            "ModelReady": ("ready", self.model_ready),
+            "ServerMetadata": ("model", self.server_metadata),
+            "ModelMetadata": ("model", self.model_metadata),
+            "ModelConfig": ("model", self.model_config),
+            "ModelStatistics": ("model", self.model_statistics),
+            "RepositoryIndex": ("model", self.index),
+        }
+        found = {}
+        for method in SERVICE.methods:
+            coders = {
+                "request_deserializer": message(method.input_type.name).FromString,
+                "response_serializer": message(method.output_type.name).SerializeToString,
+            }
+            if method.name == "ModelInfer":
+                handler = grpc.unary_unary_rpc_method_handler(self.infer, **coders)
+            elif method.name == "ModelStreamInfer":
+                handler = grpc.stream_stream_rpc_method_handler(self.stream, **coders)
+            else:
+                answer = self.page(method, *pages[method.name])
+                handler = grpc.unary_unary_rpc_method_handler(answer, **coders)
+            found[method.name] = handler
+        return grpc.method_handlers_generic_handler(SERVICE.full_name, found)
+
+    # inference
+
+    async def infer(self, request: Any, context: Any) -> Any:
+        rpc = Rpc(context, "ModelInfer")
+
+        async def work() -> Any:
+            return await self.call(rpc, request)
+
+        return await self.answered(rpc, work)
+
+    async def stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        """Each request is answered before the next is looked at, so that they take effect in the
+        order in which they came; one that fails does not end the stream."""
+        async for request in requests:
+            rpc = Rpc(context, "ModelStreamInfer")
+            response = ModelStreamInferResponse()
+            try:
+                response.infer_response.CopyFrom(await self.call(rpc, request))
+                rpc.end()
+            except asyncio.CancelledError:
+                rpc.end(CLIENT_GONE, "client_gone")
+                raise
+            except Exception as error:
+                problem = document_of(error, rpc.request_id)
+                response.error_message = error_text(problem)
+                response.infer_response.id = request.id
+                rpc.end(problem["status"], problem["code"])
+            finally:
+                self.ledger.add(rpc)
+            yield response
+
+    async def call(self, rpc: Rpc, request: Any) -> Any:
+        """The engine's answer to one request; raises whatever it deserves."""
+        self.calls += 1
+        model = model_of(request.model_name, request.model_version)
+        rpc.op = model.name
+        link = self.link
+        link.ready()
+        call = read_request(model, request)
+        deadline_us = rpc.deadline_us(call.wanted.deadline_us)
+        slot, length = await link.lay(call.parts)
+        try:
+            answered, place = await link.call(
+                model.operation,
+                slot,
+                length,
+                self.limits.max_answer_bytes,
+                deadline_us,
+                rpc.call_id,
+            )
+        finally:
+            link.give_back(slot)
+        rpc.stages = answered.stages
+        try:
+            if answered.status >= 400:
+                raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
+            return write_answer(model, answered.image, call.wanted)
+        finally:
+            link.give_back(place)
+
+    async def answered(self, rpc: Rpc, work: Callable[[], Awaitable[Any]]) -> Any:
+        """What the work gives, or its error as a status; either way it stands in the ledger."""
+        context = rpc.context
+        try:
+            response = await work()
+        except asyncio.CancelledError:
+            rpc.end(CLIENT_GONE, "client_gone")
+            self.ledger.add(rpc)
+            raise
+        except Exception as error:
+            problem = document_of(error, rpc.request_id)
+            rpc.end(problem["status"], problem["code"])
+            self.ledger.add(rpc)
+            code, text = status_of(problem)
+            await context.abort(code, text, (*rpc.trailing, *problem_metadata(problem)))
+        context.set_trailing_metadata(rpc.trailing)
+        rpc.end()
+        self.ledger.add(rpc)
+        return response
+
+    # what the door tells of itself
+
+    def page(self, method: Any, op: str, answer: Answer) -> Callable[..., Awaitable[Any]]:
+        """A method that is answered without the engine."""
+        made = message(method.output_type.name)
+
+        async def handle(request: Any, context: Any) -> Any:
+            rpc = Rpc(context, method.name)
+            rpc.op = op
+
+            async def work() -> Any:
+                return ParseDict(answer(request), made())
+
+            return await self.answered(rpc, work)
+
+        return handle
+
+    def live(self, request: Any) -> Any:
+        return {"live": True}
+
+    def ready(self, request: Any) -> Any:
+        return {"ready": self.link.state[0] == "ready"}
+
+    def model_ready(self, request: Any) -> Any:
+        model_of(request.name, request.version)
+        return self.ready(request)
+
+    def server_metadata(self, request: Any) -> Any:
+        return models.server_metadata()
+
+    def model_metadata(self, request: Any) -> Any:
+        return models.metadata(model_of(request.name, request.version))
+
+    def model_config(self, request: Any) -> Any:
+        return {"config": models.config(model_of(request.name, request.version))}
+
+    def model_statistics(self, request: Any) -> Any:
+        self.ledger.settle()
+        asked = [model_of(request.name, request.version)] if request.name else MODELS.values()
+        return {"model_stats": statistics(asked, self.metrics)}
+
+    def index(self, request: Any) -> Any:
+        return {"models": models.index(self.link.state)}
+
+    # its end
+
+    def trim(self) -> None:
+        """Give memory back that nobody has used for a while."""
+        if self.calls == self.calls_before:
+            self.link.trim()
+        self.calls_before = self.calls
+        self.trimming = asyncio.get_running_loop().call_later(QUIET_S, self.trim)
+
+    def close(self) -> None:
+        self.trimming.cancel()
+        self.ledger.settle()
+        self.link.close()

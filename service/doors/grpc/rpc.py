@@ -1,0 +1,95 @@
+"""One call of the gRPC door: what its metadata says, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any, Final
+
+import grpc
+
+from service.doors.headers import call_id_of, request_id_of, server_timing
+from service.doors.oip.problems import error_text
+from service.image.json_text import dump_json
+from service.road.frames import NO_STAGES
+
+SERVICE: Final = "/inference.GRPCInferenceService"
+CLIENT_GONE: Final = 499
+PROBLEM_KEY: Final = "attnd-problem"
+"""Of the trailing metadata with the problem document."""
+LONGEST_PROBLEM: Final = 4096
+"""Characters; a longer one would pass what clients take in as metadata."""
+LONGEST_TEXT: Final = 2048
+CODES: Final = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    409: grpc.StatusCode.FAILED_PRECONDITION,
+    413: grpc.StatusCode.OUT_OF_RANGE,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.UNAVAILABLE,
+    499: grpc.StatusCode.CANCELLED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+    507: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+"""By the statuses of HTTP; whatever is not here is INTERNAL."""
+
+
+class Rpc:
+    """What is known of a call, and told of it in the log; a stream has one for each request."""
+
+    def __init__(self, context: Any, method: str) -> None:
+        self.started = perf_counter()
+        self.context = context
+        self.method = method
+        self.path = f"{SERVICE}/{method}"
+        self.op = "unknown"
+        self.status = 200
+        self.code = "ok"
+        self.seconds = 0.0
+        self.stages: Sequence[float] = NO_STAGES
+        self.peer = str(context.peer())
+        given = dict(context.invocation_metadata() or ()).get("x-request-id", "")
+        self.request_id = request_id_of(
+            given.encode("latin-1", "replace") if isinstance(given, str) else given
+        )
+
+    @property
+    def call_id(self) -> bytes:
+        """The request id as the road has it."""
+        return call_id_of(self.request_id)
+
+    @property
+    def trailing(self) -> tuple[tuple[str, str], ...]:
+        """The metadata that every answer has behind it."""
+        timing = server_timing(self.stages).decode("ascii")
+        return ("x-request-id", self.request_id.decode("ascii")), ("server-timing", timing)
+
+    def deadline_us(self, wanted: int) -> int:
+        """How long the operation may take: what the client waits, or less when it says so; 0 when
+        it says nothing."""
+        left = self.context.time_remaining()
+        limits = [wanted] if wanted else []
+        if left is not None:
+            limits.append(max(1, int(min(left, 3600.0) * 1e6)))
+        return min(limits, default=0)
+
+    def end(self, status: int = 200, code: str = "ok") -> None:
+        self.status, self.code = status, code
+        self.seconds = perf_counter() - self.started
+
+
+def status_of(problem: Mapping[str, Any]) -> tuple[grpc.StatusCode, str]:
+    """A problem as gRPC's status and its text."""
+    code = CODES.get(problem["status"], grpc.StatusCode.INTERNAL)
+    if problem["code"] == "sequence_exists":
+        code = grpc.StatusCode.ALREADY_EXISTS
+    return code, error_text(problem)[:LONGEST_TEXT]
+
+
+def problem_metadata(problem: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The document itself, when it is not too long."""
+    text = dump_json(problem)
+    return ((PROBLEM_KEY, text),) if len(text) <= LONGEST_PROBLEM else ()

@@ -1,0 +1,103 @@
+"""The gRPC door's server: grpc.aio's, from its start to the end of its drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import grpc
+import grpc.aio
+
+from config.sections import ServerSettings
+from service.doors.grpc.door import GrpcDoor
+from service.errors import NotReady
+from service.metrics import Metrics
+from service.road.frames import FrameError
+
+LOG: Final = logging.getLogger("attnd.grpc")
+DRAINING: Final = "draining: admitted work is being finished, and no more is taken"
+MESSAGE_BYTES: Final = 2**20
+"""Of a message beside its tensors' bytes."""
+LARGEST_MESSAGE: Final = 2**31 - 1
+ENGINE_LATER_S: Final = 2.0
+"""The engine answers what it cannot finish when its own drain ends."""
+
+
+class Server:
+    """Serves until it is told to drain. `failed` says why it could not serve at all."""
+
+    def __init__(
+        self, limits: ServerSettings, engine_socket: str, metrics: Metrics, name: str
+    ) -> None:
+        self.limits = limits
+        self.engine_socket = engine_socket
+        self.metrics = metrics
+        self.name = name
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.door: GrpcDoor | None = None
+        self.port = 0
+        """The one that was bound."""
+        self.failed = ""
+
+    async def serve(
+        self, port: int, on_loop: Callable[[asyncio.AbstractEventLoop], object] | None = None
+    ) -> None:
+        """From the start to the end; port 0: a free one."""
+        self.ended = asyncio.Event()
+        self.loop = loop = asyncio.get_running_loop()
+        if on_loop is not None:
+            on_loop(loop)
+        self.door = door = GrpcDoor(self.limits, self.metrics)
+        server = grpc.aio.server(
+            options=options(self.limits), maximum_concurrent_rpcs=self.limits.grpc_max_calls
+        )
+        server.add_generic_rpc_handlers((door.handlers(),))
+        address = f"{bracketed(self.limits.host)}:{port}"
+        meeting = None
+        try:
+            self.port = server.add_insecure_port(address)
+            await server.start()
+            LOG.info("gRPC at %s:%d", bracketed(self.limits.host), self.port)
+            meeting = loop.create_task(self.meet(door))
+            await self.ended.wait()
+            door.link.draining = DRAINING
+            await server.stop(self.limits.drain_timeout_s + ENGINE_LATER_S)
+        except RuntimeError as error:
+            self.failed = f"server.host {self.limits.host}, server.grpc_port {port}: {error}"
+        finally:
+            if meeting is not None:
+                meeting.cancel()
+            door.close()
+
+    async def meet(self, door: GrpcDoor) -> None:
+        """Connect to the engine; it answers when it is ready to take calls."""
+        try:
+            await door.link.connect(self.engine_socket, self.name)
+        except (ConnectionError, FileNotFoundError) as error:
+            # the engine could not start, and has said why: whoever started both ends the service
+            LOG.debug("the engine at %s has gone: %s", self.engine_socket, error)
+            self.ended.set()
+        except (OSError, NotReady, FrameError) as error:
+            self.failed = f"the engine at {self.engine_socket} cannot be called: {error}"
+            self.ended.set()
+
+    def drain(self) -> None:
+        """Take no more calls, answer those that came, then end; in the loop's thread."""
+        self.ended.set()
+
+
+def options(limits: ServerSettings) -> list[tuple[str, int]]:
+    """A second service on the port is an error; messages are as large as bodies are."""
+    largest = min(limits.max_body_bytes + MESSAGE_BYTES, LARGEST_MESSAGE)
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", largest),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", limits.max_header_bytes),
+    ]
+
+
+def bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,127 @@
+"""Inference requests in protobuf as calls, and answers' images as protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from service.doors.grpc.messages import ModelInferResponse
+from service.doors.oip.answer import read_answer
+from service.doors.oip.models import VERSION, Model
+from service.doors.oip.request import (
+    TIMEOUT,
+    Call,
+    Input,
+    Wanted,
+    check_input,
+    check_size,
+    make_call,
+    read_timeout,
+    refuse_keys,
+)
+from service.errors import InvalidRequest
+from service.image.dtypes import DType, Part
+from service.image.reading import MAX_TENSORS
+
+CONTENTS: Final = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
+"""Where an input's elements are when they are spelled out; other datatypes come as raw bytes."""
+NOTHING: Final[frozenset[str]] = frozenset()
+
+
+def read_request(model: Model, request: Any) -> Call:
+    """A request as a call; raises InvalidRequest and MalformedBody."""
+    parameters = read_parameters(request.parameters)
+    deadline_us = read_timeout(parameters.pop(TIMEOUT, 0))
+    outputs = []
+    for output in request.outputs:
+        refuse_keys(f"{output.name}.parameters.", read_parameters(output.parameters), NOTHING)
+        outputs.append((output.name, True))
+    wanted = Wanted(request.id, tuple(outputs), deadline_us=deadline_us)
+    return make_call(model, parameters, read_inputs(model, request), wanted)
+
+
+def read_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters by their names."""
+    found = {}
+    for name, value in given.items():
+        kind = value.WhichOneof("parameter_choice")
+        if kind is None:
+            raise InvalidRequest(name, None, "must be a bool, a number or a string")
+        found[name] = getattr(value, kind)
+    return found
+
+
+def read_inputs(model: Model, request: Any) -> list[Input]:
+    """The inputs, whose bytes are all raw or all spelled out."""
+    raw = request.raw_input_contents
+    if len(request.inputs) > MAX_TENSORS:
+        raise InvalidRequest("inputs", len(request.inputs), f"at most {MAX_TENSORS} tensors")
+    if raw and len(raw) != len(request.inputs):
+        rule = f"must be one for each of {len(request.inputs)} inputs, or none"
+        raise InvalidRequest("raw_input_contents", f"{len(raw)} entries", rule)
+    inputs = []
+    for index, given in enumerate(request.inputs):
+        shape = list(given.shape)
+        dtype, needed = check_input(model, given.name, given.datatype, shape)
+        refuse_keys(f"{given.name}.parameters.", read_parameters(given.parameters), NOTHING)
+        if raw and given.HasField("contents"):
+            rule = "must be given in contents or in raw_input_contents, not in both"
+            raise InvalidRequest(f"{given.name}.contents", "given", rule)
+        data = raw[index] if raw else read_contents(given, dtype)
+        check_size(given.name, len(data), needed)
+        inputs.append(Input(given.name, dtype, tuple(shape), data))
+    return inputs
+
+
+def read_contents(given: Any, dtype: DType) -> Part:
+    """The bytes of an input that is spelled out."""
+    field = CONTENTS.get(given.datatype)
+    if field is None:
+        rule = f"{given.datatype} has no elements to spell out: send raw_input_contents"
+        raise InvalidRequest(f"{given.name}.contents", "given", rule)
+    try:
+        array: Any = np.array(getattr(given.contents, field), dtype)
+    except OverflowError:
+        rule = f"must be within the range of {given.datatype}"
+        raise InvalidRequest(f"{given.name}.contents", field, rule) from None
+    part: Part = array.view(np.uint8).data
+    return part
+
+
+def write_answer(model: Model, image: memoryview, wanted: Wanted) -> Any:
+    """The answer's message; the tensors' bytes are copied to it."""
+    answer = read_answer(image, wanted)
+    response = ModelInferResponse(model_name=model.name, model_version=VERSION, id=wanted.id)
+    for name, value in answer.parameters.items():
+        put_parameter(response.parameters[name], value)
+    for output in answer.outputs:
+        entry = output.entry
+        response.outputs.add(name=entry.name, datatype=output.datatype, shape=entry.shape)
+        response.raw_output_contents.append(bytes(output.data))
+    return response
+
+
+def put_parameter(into: Any, value: str | int | float | bool) -> None:
+    match value:
+        case bool():
+            into.bool_param = value
+        case int():
+            into.int64_param = value
+        case float():
+            into.double_param = value
+        case str():
+            into.string_param = value

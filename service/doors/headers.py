@@ -1,0 +1,44 @@
+"""What every door reads of a request beside its body, and tells beside its answer: request ids,
+traces, the time of each stage."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+from random import getrandbits
+from typing import Final
+
+REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+TRACEPARENT: Final = re.compile(
+    rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,200})?"
+)
+"""W3C Trace Context: version, trace, parent, flags; later versions may have more behind them."""
+HEX_ID: Final = re.compile(rb"[0-9a-fA-F]{32}")
+
+
+def request_id_of(given: bytes) -> bytes:
+    """The id that the client gave, or one that is made when it is none."""
+    return given if REQUEST_ID.fullmatch(given) else b"%032x" % getrandbits(128)
+
+
+def traceparent_of(given: bytes) -> bytes:
+    """The caller's trace, empty when it is none."""
+    return given if TRACEPARENT.fullmatch(given) else b""
+
+
+def call_id_of(request_id: bytes) -> bytes:
+    """A request id in the 16 bytes that the road has for it: itself when it is that many in
+    hexadecimal, else its BLAKE2b digest."""
+    if HEX_ID.fullmatch(request_id):
+        return bytes.fromhex(request_id.decode("ascii"))
+    return blake2b(request_id, digest_size=16).digest()
+
+
+def server_timing(stages: Sequence[float]) -> bytes:
+    """Milliseconds per stage; 0 for a stage that the request never reached."""
+    queue, plan, copy_in, kernel, copy_out, encode = stages
+    return (
+        b"queue;dur=%.3f, plan;dur=%.3f, copy-in;dur=%.3f, kernel;dur=%.3f, "
+        b"copy-out;dur=%.3f, encode;dur=%.3f"
+    ) % (queue * 1e3, plan * 1e3, copy_in * 1e3, kernel * 1e3, copy_out * 1e3, encode * 1e3)

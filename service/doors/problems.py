@@ -1,0 +1,31 @@
+"""Errors as problem documents, whoever wrote them: this door, its helper or the engine."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from service import errors
+from service.image.json_text import load_json
+
+LOG: Final = logging.getLogger("attnd.doors")
+
+
+class ProblemText(Exception):
+    """A problem that another process has written; `text` is the document."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+
+def document_of(error: BaseException, request_id: bytes) -> dict[str, Any]:
+    """The document that tells an error; what is no refusal is a bug, and logged with its
+    traceback."""
+    if isinstance(error, ProblemText):
+        written: dict[str, Any] = load_json(error.text.encode(), "the problem")
+        return written
+    if errors.kind_of(error).status == 500:
+        fields = {"id": request_id.decode("ascii")}
+        LOG.error("internal error", exc_info=error, extra={"fields": fields})
+    return errors.problem(error)
