@@ -1,0 +1,354 @@
+"""What the Open Inference Protocol's doors refuse, as tritonclient reads it; nothing is changed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from http_messages import KV_HEADS, LAYERS, PAGES, QO_HEADS, check_problem, rows
+from http_service import Service, serving, wait_for
+from triton import Triton, grpc_client, grpc_door, http_client
+from tritonclient.utils import InferenceServerException
+
+Q1: Any = np.zeros((1, QO_HEADS, 64), np.float32)
+KV1: Any = np.zeros((1, KV_HEADS, 64), np.float32)
+
+
+def refused(triton: Triton, model: str, *given: Any, **fields: Any) -> tuple[str, str]:
+    """The status, as gRPC names it, and the message of a refusal."""
+    with pytest.raises(InferenceServerException) as told:
+        triton.infer(model, *given, **fields)
+    return status(told.value), told.value.message()
+
+
+def status(error: InferenceServerException) -> str:
+    return str(error.status()).removeprefix("StatusCode.")
+
+
+REFUSALS: tuple[tuple[str, str, Any, dict[str, Any], tuple[str, str], str], ...] = (
+    (
+        "an unknown sequence",
+        "decode",
+        {"q": Q1},
+        {"layer": 0, "sequences": ["b"]},
+        ("404", "NOT_FOUND"),
+        "unknown_sequence: unknown sequence: b",
+    ),
+    (
+        "an id that is taken",
+        "create_sequences",
+        {},
+        {"sequences": [{"id": "a"}]},
+        ("409", "ALREADY_EXISTS"),
+        "sequence_exists: sequence exists already: a",
+    ),
+    (
+        "offsets that are not true",
+        "append",
+        {"k": KV1, "v": KV1},
+        {"layer": 0, "sequences": ["a"], "offsets": [3]},
+        ("409", "FAILED_PRECONDITION"),
+        "a has 0",
+    ),
+    (
+        "offsets as an input that are not true",
+        "append",
+        {"k": KV1, "v": KV1, "offsets": np.array([3], np.int32)},
+        {"layer": 0, "sequences": ["a"]},
+        ("409", "FAILED_PRECONDITION"),
+        "a has 0",
+    ),
+    (
+        "a parameter that the model has not",
+        "decode",
+        {"q": Q1},
+        {"layer": 0, "sequences": ["a"], "causal": True},
+        ("422", "INVALID_ARGUMENT"),
+        "model decode has no such parameter",
+    ),
+    (
+        "a parameter that is no JSON",
+        "decode",
+        {"q": Q1},
+        {"layer": 0, "sequences": "a"},
+        ("400", "INVALID_ARGUMENT"),
+        "parameter sequences is not JSON",
+    ),
+    (
+        "a field of another kind",
+        "decode",
+        {"q": Q1},
+        {"layer": True, "sequences": ["a"]},
+        ("422", "INVALID_ARGUMENT"),
+        "layer = True",
+    ),
+    (
+        "an input that the model has not",
+        "decode",
+        {"q": Q1, "mask": np.ones(1, bool)},
+        {"layer": 0, "sequences": ["a"]},
+        ("422", "INVALID_ARGUMENT"),
+        "model decode has no such input",
+    ),
+    (
+        "an input that is missing",
+        "decode",
+        {},
+        {"layer": 0, "sequences": ["a"]},
+        ("422", "INVALID_ARGUMENT"),
+        "tensors.q",
+    ),
+    (
+        "a datatype that the input cannot have",
+        "decode",
+        {"q": Q1.astype(np.float64)},
+        {"layer": 0, "sequences": ["a"]},
+        ("422", "INVALID_ARGUMENT"),
+        "q.datatype = FP64: must be FP32 or FP16 or BF16",
+    ),
+    (
+        "a shape that the pool has not",
+        "decode",
+        {"q": Q1[:, :, :32]},
+        {"layer": 0, "sequences": ["a"]},
+        ("422", "INVALID_ARGUMENT"),
+        "q.shape",
+    ),
+    (
+        "an indptr of two dimensions",
+        "prefill",
+        {"q": Q1, "qo_indptr": np.array([[0, 1]], np.int32)},
+        {"layer": 0, "sequences": ["a"]},
+        ("422", "INVALID_ARGUMENT"),
+        "qo_indptr.shape",
+    ),
+    (
+        "an indptr given twice",
+        "prefill",
+        {"q": Q1, "qo_indptr": np.array([0, 1], np.int32)},
+        {"layer": 0, "sequences": ["a"], "qo_indptr": [0, 1]},
+        ("422", "INVALID_ARGUMENT"),
+        "is given twice",
+    ),
+    (
+        "more tokens than there are pages",
+        "append",
+        {"k": np.zeros((2000, KV_HEADS, 64), np.float32)}
+        | {"v": np.zeros((2000, KV_HEADS, 64), np.float32)},
+        {"layer": 0, "sequences": ["a"], "append_indptr": [0, 2000]},
+        ("507", "RESOURCE_EXHAUSTED"),
+        f"out_of_pages: 500 pages needed, {PAGES} of {PAGES} are free",
+    ),
+    ("no such model", "attend", {}, {}, ("404", "NOT_FOUND"), "no model 'attend'"),
+)
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case[0])
+def test_a_refusal_says_why_and_changes_nothing(triton: Triton, case: Any) -> None:
+    _, model, inputs, fields, statuses, words = case
+    triton.infer("create_sequences", sequences=[{"id": "a"}])
+    how, message = refused(triton, model, inputs, **fields)
+    assert how in statuses and words in message, (how, message)
+    assert triton.infer("get_sequence", id="a")[0]["lengths"] == [0] * LAYERS
+
+
+def test_an_output_that_is_not_there_is_refused(triton: Triton) -> None:
+    triton.infer("create_sequences", sequences=[{"id": "a"}])
+    level = {"sequences": ["a"], "qo_indptr": [0, 1]}
+
+    def asking(*names: str) -> str:
+        outputs = [triton.module.InferRequestedOutput(name) for name in names]
+        options = {"outputs": outputs}
+        return refused(triton, "cascade", {"q": Q1}, options, layer=0, levels=[level])[1]
+
+    assert "model cascade has no such output" in asking("p")
+    assert "model cascade has no such output" in asking("o.x")
+    assert "is asked for twice" in asking("o", "o")
+    assert "this request has no such output" in asking("o.0")
+
+
+def test_there_is_one_version(triton: Triton) -> None:
+    assert triton.infer("pool", {}, {"model_version": "1"})[0]["sequences"] == 0
+    how, message = refused(triton, "pool", {}, {"model_version": "2"})
+    assert how in ("404", "NOT_FOUND") and "there is only 1" in message
+    with pytest.raises(InferenceServerException):
+        triton.client.get_model_metadata("pool", "2")
+
+
+def test_a_timeout_that_passes_is_the_engines_deadline(triton: Triton, service: Service) -> None:
+    triton.infer("create_sequences", sequences=[{"id": "a"}])
+    triton.infer("append", {"k": KV1, "v": KV1}, layer=0, sequences=["a"])
+    how, message = refused(triton, "decode", {"q": Q1}, {"timeout": -1}, layer=0, sequences=["a"])
+    assert how in ("422", "INVALID_ARGUMENT") and "timeout = -1" in message
+    how, message = refused(triton, "decode", {"q": Q1}, {"timeout": 1}, layer=0, sequences=["a"])
+    assert how in ("504", "DEADLINE_EXCEEDED") and "deadline_exceeded" in message
+
+
+def test_a_service_that_drains_is_not_ready() -> None:
+    with serving() as service, grpc_door(service) as door:
+        for made in (http_client(service), grpc_client(door)):
+            assert made.client.is_server_ready() and made.client.is_model_ready("decode")
+            made.client.close()
+        service.engine.drain()
+        wait_for(lambda: door.door.link.state[0] != "ready", "the gRPC door to hear of it")
+        made = grpc_client(door)
+        assert made.client.is_server_live() and not made.client.is_server_ready()
+        assert not made.client.is_model_ready("decode")
+        states = {one.state for one in made.client.get_model_repository_index().models}
+        assert states == {"UNAVAILABLE"}
+        assert refused(made, "pool")[0] == "UNAVAILABLE"
+        made.client.close()
+
+
+# requests that no client library makes
+
+
+def binary(
+    client: httpx.Client, model: str, document: Any, data: bytes, **headers: str
+) -> httpx.Response:
+    text = json.dumps(document).encode()
+    given = {"inference-header-content-length": str(len(text)), **headers}
+    return client.post(f"/v2/models/{model}/infer", content=text + data, headers=given)
+
+
+def q_input(size: int, **more: Any) -> dict[str, Any]:
+    told = {"name": "q", "shape": [1, QO_HEADS, 64], "datatype": "FP32"}
+    return {"inputs": [{**told, "parameters": {"binary_data_size": size}}], **more}
+
+
+def check_error(response: httpx.Response, status: int, words: str) -> None:
+    problem = check_problem(response, status, response.json()["code"])
+    assert words in problem["error"], problem
+    assert problem["error"] == f"{problem['code']}: {problem['detail']}"
+
+
+@pytest.mark.parametrize(
+    ("document", "size", "status", "words"),
+    [
+        (q_input(1024), 1020, 400, "input q ends at byte 1024 of the binary data, which has 1020"),
+        (q_input(1024), 1028, 400, "4 bytes after the last input's binary data"),
+        (q_input(1000), 1000, 422, "q.data = 1000 bytes: its shape needs 1024"),
+        (q_input(-1), 0, 422, "q.data = -1 bytes"),
+        (q_input(1024, extra=1), 1024, 422, "extra = 1: is not known here"),
+        (q_input(1024, parameters=[]), 1024, 422, "parameters = []: must be an object"),
+        (q_input(1024, id=7), 1024, 422, "id = 7: must be a string"),
+        (q_input(1024, outputs={}), 1024, 422, "outputs = {}: must be a list"),
+        (q_input(1024, outputs=[{"name": 1}]), 1024, 422, "outputs.0.name = 1"),
+        (q_input(1024, parameters={"layer": {"a": [0]}}), 1024, 422, "layer = "),
+        ({"inputs": [1]}, 0, 422, "inputs.0 = 1: must be an object"),
+        ({"inputs": [{"name": "q", "datatype": "FP32"}]}, 0, 422, "q.shape"),
+        ({"inputs": [{"name": "q", "datatype": "FP32", "shape": [-1]}]}, 0, 422, "q.shape"),
+        ({"inputs": [{"name": "q", "datatype": "FP32", "shape": [2**62] * 8}]}, 0, 422, "q.shape"),
+        ({"inputs": [{"name": "q", "datatype": "FP32", "shape": [1]}]}, 0, 422, "q.data"),
+        ([], 0, 400, "the request is not a JSON object"),
+    ],
+)
+def test_a_malformed_request_over_http_gets_the_error_twice(
+    client: httpx.Client, document: Any, size: int, status: int, words: str
+) -> None:
+    check_error(binary(client, "decode", document, bytes(size)), status, words)
+
+
+def test_data_may_be_nested_and_only_so_deep(client: httpx.Client) -> None:
+    def merge(data: Any, shape: list[int]) -> httpx.Response:
+        o = {"name": "o", "shape": [1, 2, 1, 2], "datatype": "FP32", "data": data}
+        lse = {"name": "lse", "shape": shape, "datatype": "FP32", "data": [0, "-Infinity"]}
+        return client.post("/v2/models/merge/infer", json={"inputs": [o, lse]})
+
+    nested = [[[[1, 2]], [[3, 4]]]]
+    answer = merge(nested, [1, 2, 1])
+    assert answer.status_code == 200, answer.text
+    outputs = {one["name"]: one for one in answer.json()["outputs"]}
+    assert outputs["o"] == {"name": "o", "datatype": "FP32", "shape": [1, 1, 2], "data": [1, 2]}
+    deep: Any = 1
+    for _ in range(900):
+        deep = [deep]
+    check_error(merge(deep, [1, 2, 1]), 422, "o.data")
+    check_error(merge([[]], [1, 2, 1]), 422, "o.data = 0 bytes: its shape needs 16")
+    check_error(merge([[1, "x"]], [1, 2, 1]), 422, "o.data")
+    check_error(merge(nested, [0]), 422, "lse.data")
+
+
+@pytest.mark.parametrize("length", ["-1", "x", "99999", "9" * 20, "1e1"])
+def test_a_header_that_lies_about_the_json_is_refused(client: httpx.Client, length: str) -> None:
+    headers = {"inference-header-content-length": length}
+    response = client.post("/v2/models/pool/infer", content=b"{}", headers=headers)
+    check_error(response, 422, "Inference-Header-Content-Length")
+
+
+def test_what_is_under_v2_says_its_errors_in_the_protocols_way(client: httpx.Client) -> None:
+    check_error(client.get("/v2/models/pool/infer"), 405, "use POST")
+    check_error(client.get("/v2/models/nothing"), 404, "no model 'nothing'")
+    check_error(client.get("/v2/nothing"), 404, "not_found")
+    check_error(client.get("/v2/models/pool?x=1"), 422, "takes no parameters")
+    response = client.post(
+        "/v2/models/pool/infer", content=b"{}", headers={"content-encoding": "gzip"}
+    )
+    check_error(response, 415, "send the body as it is")
+    check_error(client.post("/v2/models/pool/infer"), 400, "an inference request is a JSON object")
+    assert "error" not in client.get("/v1/nothing").json()
+
+
+def test_a_chunked_body_and_one_without_tensors_are_answered(
+    client: httpx.Client, rng: np.random.Generator
+) -> None:
+    client.post("/v1/sequences", json={"sequences": [{"id": "a"}]})
+    k = rows(rng, 1).astype(np.float32)
+    inputs = [
+        {"name": name, "shape": list(k.shape), "datatype": "FP32"}
+        | {"parameters": {"binary_data_size": k.nbytes}}
+        for name in ("k", "v")
+    ]
+    parameters = {"layer": 0, "sequences": ["a"]}  # a list as it is does as well
+    text = json.dumps({"inputs": inputs, "parameters": parameters}).encode()
+    answer = client.post(
+        "/v2/models/append/versions/1/infer",
+        content=iter([text, k.tobytes(), k.tobytes()]),
+        headers={"inference-header-content-length": str(len(text))},
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["parameters"] == {"lengths": "[1]"}
+    answer = client.post("/v2/models/get_sequence/infer", json={"parameters": {"id": "a"}})
+    assert answer.json()["parameters"]["length"] == 0
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_an_answer_too_long_for_json_is_refused_before_anything_changes() -> None:
+    with serving("--server.max-json-bytes", "20000") as service, service.client() as client:
+        made = http_client(service)
+        made.infer("create_sequences", sequences=[{"id": "a"}])
+        k = np.zeros((8, KV_HEADS, 64), np.float32)
+        q = np.zeros((8, QO_HEADS, 64), np.float32)
+        options = {"outputs": [made.module.InferRequestedOutput("o", binary_data=False)]}
+        fields = {"layer": 0, "sequences": ["a"], "qo_indptr": [0, 8]}
+        how, message = refused(made, "prefill", {"q": q, "k": k, "v": k}, options, **fields)
+        assert how == "413" and "ask for binary outputs" in message
+        assert client.get("/v1/sequences/a").json()["lengths"] == [0] * LAYERS
+        made.infer("prefill", {"q": q, "k": k, "v": k}, **fields)
+        made.client.close()
+
+
+def test_models_are_told_and_counted(triton: Triton, client: httpx.Client) -> None:
+    triton.infer("pool")
+    told = client.get("/v2/models/pool/stats").json()["model_stats"][0]
+    assert told["inference_count"] >= 1 and told["inference_stats"]["success"]["ns"] > 0
+    models = client.post("/v2/repository/index", json={"ready": True}).json()
+    assert {one["state"] for one in models} == {"READY"}
+    for one in models:
+        metadata = client.get(f"/v2/models/{one['name']}").json()
+        config = client.get(f"/v2/models/{one['name']}/versions/1/config").json()
+        assert [given["name"] for given in config["input"]] == [
+            given["name"] for given in metadata["inputs"]
+        ]
+        assert json.loads(config["parameters"]["fields"]["string_value"])["type"] == "object"
+        by_client = triton.client.get_model_metadata(one["name"])
+        name = by_client["name"] if isinstance(by_client, dict) else by_client.name
+        assert name == one["name"]
+        triton.client.get_model_config(one["name"])
+    triton.client.get_inference_statistics()
+    triton.client.get_inference_statistics("pool")
+    assert triton.client.is_server_live() and triton.client.is_server_ready()
+    assert 'attnd_requests_total{code="ok",op="pool"}' in client.get("/metrics").text

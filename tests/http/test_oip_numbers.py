@@ -1,0 +1,179 @@
+"""tritonclient, over HTTP and gRPC, gets the oracle's numbers from every tensor operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+import tritonclient.http
+from http_messages import HEAD_DIM, KV_HEADS, LAYERS, QO_HEADS, rows
+from test_http_numbers import SCALE, check, seen
+from triton import Triton
+
+
+def fill(triton: Triton, rng: np.random.Generator, name: str, n: int) -> tuple[Any, Any]:
+    """A sequence of n tokens at every layer; its k and v at layer 1."""
+    triton.infer("create_sequences", sequences=[{"id": name}])
+    for layer in range(LAYERS):
+        k, v = rows(rng, n), rows(rng, n)
+        indptr = np.array([0, n], np.int32)
+        told, _ = triton.infer(
+            "append",
+            {"k": k, "v": v, "append_indptr": indptr},
+            layer=layer,
+            sequences=[name],
+            offsets=[0],
+        )
+        assert told == {"lengths": [n]}
+    return k, v
+
+
+def test_decode_appends_first_and_says_how_it_ran(
+    triton: Triton, rng: np.random.Generator
+) -> None:
+    k, v = fill(triton, rng, "a", 5)
+    q, new_k, new_v = rows(rng, 1, QO_HEADS), rows(rng, 1), rows(rng, 1)
+    told, tensors = triton.infer(
+        "decode", {"q": q, "k": new_k, "v": new_v}, layer=1, sequences=["a"], sm_scale=0.25
+    )
+    k, v = np.concatenate((k, new_k)), np.concatenate((v, new_v))
+    check(tensors, *oracle.attend(q, k, v, seen(q, k), sm_scale=0.25), "decode")
+    assert told == {"lse_base": "e", "levels": 1, "cascade": False}
+
+
+def test_forks_share_a_prefix_and_cascade(triton: Triton, rng: np.random.Generator) -> None:
+    k, v = fill(triton, rng, "root", 18)
+    forks = [{"id": f"fork-{i}", "parent": "root"} for i in range(3)]
+    told, _ = triton.infer("create_sequences", sequences=forks)
+    assert [one["length"] for one in told["sequences"]] == [18] * 3
+    q, names = rows(rng, 3, QO_HEADS), [one["id"] for one in forks]
+    told, tensors = triton.infer("decode", {"q": q}, layer=1, sequences=names, cascade="always")
+    check(tensors, *oracle.attend(q, k, v, seen(q, k), sm_scale=SCALE), "forks")
+    assert told["cascade"] is True and told["levels"] == 2
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["BOOL", "packed"])
+def test_prefill_takes_masks_and_an_indptr_as_an_input(
+    triton: Triton, rng: np.random.Generator, packed: bool
+) -> None:
+    k, v = fill(triton, rng, "a", 6)
+    q = rows(rng, 3, QO_HEADS)
+    mask = rng.random((3, 6)) < 0.6
+    flat = np.packbits(mask.reshape(-1), bitorder="little") if packed else mask.reshape(-1)
+    inputs = {
+        "qo_indptr": np.array([0, 3], np.int32),
+        "q": q,
+        "packed_mask" if packed else "mask": flat,
+    }
+    _, tensors = triton.infer("prefill", inputs, layer=1, sequences=["a"], causal=True)
+    visible = seen(q, k, causal=True, mask=mask)
+    check(tensors, *oracle.attend(q, k, v, visible, sm_scale=SCALE), "a masked prefill")
+
+
+def test_ragged_prefill_takes_both_indptrs(triton: Triton, rng: np.random.Generator) -> None:
+    q, k, v = rows(rng, 3, QO_HEADS), rows(rng, 7), rows(rng, 7)
+    inputs = {"q": q, "k": k, "v": v, "kv_indptr": np.array([0, 4, 7], np.int32)}
+    _, tensors = triton.infer("ragged_prefill", inputs, qo_indptr=[0, 1, 3])
+    for name, (begin, end, first, last) in {"one": (0, 1, 0, 4), "two": (1, 3, 4, 7)}.items():
+        mine = {key: array[begin:end] for key, array in tensors.items()}
+        part, keys, values = q[begin:end], k[first:last], v[first:last]
+        check(mine, *oracle.attend(part, keys, values, seen(part, keys), sm_scale=SCALE), name)
+
+
+def test_an_explicit_cascade_answers_the_levels_that_are_asked_for(
+    triton: Triton, rng: np.random.Generator
+) -> None:
+    shared, own = fill(triton, rng, "shared", 9), fill(triton, rng, "own", 3)
+    q = rows(rng, 2, QO_HEADS)
+    levels = [
+        {"sequences": ["shared"], "qo_indptr": [0, 2]},
+        {"sequences": ["own"], "qo_indptr": [1, 2]},
+    ]
+    names = ("o", "lse", "o.0", "lse.0", "lse.1")
+    outputs = [triton.module.InferRequestedOutput(name) for name in names]
+    _, tensors = triton.infer(
+        "cascade",
+        {"q": q},
+        {"outputs": outputs},
+        layer=1,
+        levels=levels,
+        return_levels=True,
+    )
+    assert tuple(tensors) == names
+    first = oracle.attend(q, *shared, seen(q, shared[0]), sm_scale=SCALE)
+    check(tensors, *first, "level 0", ("o.0", "lse.0"))
+    second = oracle.attend(q[1:], *own, seen(q[1:], own[0]), sm_scale=SCALE)
+    merged = oracle.merge([(first[0][1:], first[1][1:]), second])
+    check({name: tensors[name][:1] for name in ("o", "lse")}, first[0][:1], first[1][:1], "row 0")
+    check({name: tensors[name][1:] for name in ("o", "lse")}, *merged, "row 1")
+    assert np.isneginf(tensors["lse.1"][0]).all()
+
+
+def test_merge_and_gather(triton: Triton, rng: np.random.Generator) -> None:
+    o, lse = rows(rng, 6, 3).reshape(2, 3, 3, HEAD_DIM), rng.random((2, 3, 3)).astype(np.float32)
+    told, tensors = triton.infer("merge", {"o": o, "lse": lse})
+    merged = oracle.merge([(o[:, i], lse[:, i]) for i in range(3)])
+    check(tensors, *merged, "a merge")
+    assert told == {"lse_base": "e"}
+    k, v = fill(triton, rng, "a", 5)
+    told, tensors = triton.infer("gather", layer=1, sequences=["a"], start=1, dtype="fp32")
+    assert told == {"kv_indptr": [0, 4]}
+    np.testing.assert_array_equal(tensors["k"], k[1:].astype(np.float32))
+    np.testing.assert_array_equal(tensors["v"], v[1:].astype(np.float32))
+
+
+def test_bf16_comes_and_goes_as_raw_bytes(triton: Triton, rng: np.random.Generator) -> None:
+    q = rng.standard_normal((1, 2, 8)).astype(ml_dtypes.bfloat16)
+    k = rng.standard_normal((3, 1, 8)).astype(ml_dtypes.bfloat16)
+    told, tensors = triton.infer(
+        "ragged_prefill", {"q": q, "k": k, "v": k}, qo_indptr=[0, 1], kv_indptr=[0, 3]
+    )
+    o, lse = oracle.attend(q, k, k, seen(q, k), sm_scale=8**-0.5)
+    assert tensors["o"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_allclose(tensors["o"].astype(np.float64), o, atol=2e-2)
+    np.testing.assert_allclose(tensors["lse"], lse, atol=1e-2)
+
+
+@pytest.mark.parametrize("rows_of_q", [1, 600], ids=["short", "long, by the helper"])
+def test_tensors_may_be_spelled_out_in_json(
+    over_http: Triton, rng: np.random.Generator, rows_of_q: int
+) -> None:
+    q = rng.standard_normal((rows_of_q, 2, 8)).astype(np.float16)
+    k = rng.standard_normal((3, 1, 8)).astype(np.float16)
+    inputs = [
+        over_http.input("q", q, binary_data=False),
+        over_http.input("k", k),
+        over_http.input("v", k, binary_data=False),
+        over_http.input("kv_indptr", np.array([0, 3], np.int32), binary_data=False),
+    ]
+    outputs = [
+        tritonclient.http.InferRequestedOutput("lse", binary_data=True),
+        tritonclient.http.InferRequestedOutput("o", binary_data=False),
+    ]
+    parameters = {"qo_indptr": f"[0,{rows_of_q}]"}
+    told = over_http.client.infer(
+        "ragged_prefill", inputs, outputs=outputs, parameters=parameters, request_id="mine"
+    )
+    o, lse = oracle.attend(q, k, k, seen(q, k), sm_scale=8**-0.5)
+    np.testing.assert_allclose(told.as_numpy("o").astype(np.float64), o, atol=4e-3)
+    np.testing.assert_allclose(told.as_numpy("lse"), lse, atol=1e-3)
+    assert told.get_response()["id"] == "mine"
+
+
+def test_sequences_are_listed_told_cut_and_deleted(
+    triton: Triton, rng: np.random.Generator
+) -> None:
+    fill(triton, rng, "a", 6)
+    assert triton.infer("truncate", id="a", length=5)[0]["lengths"] == [5] * LAYERS
+    told, tensors = triton.infer("get_sequence", id="a")
+    assert (told["length"], tensors) == (5, {}) and "parent" not in told
+    listed, _ = triton.infer("list_sequences", limit=1)
+    assert [one["id"] for one in listed["sequences"]] == ["a"]
+    table, _ = triton.infer("page_table", sequences=["a"])
+    assert len(table["kv_indices"]) == 2
+    assert triton.infer("info")[0]["num_kv_heads"] == KV_HEADS
+    assert triton.infer("delete_sequence", id="a") == ({}, {})
+    assert triton.infer("pool")[0]["sequences"] == 0
