@@ -31,9 +31,7 @@ def fill(triton: Triton, rng: np.random.Generator, name: str, n: int) -> tuple[A
     return k, v
 
 
-def test_decode_appends_first_and_says_how_it_ran(
-    triton: Triton, rng: np.random.Generator
-) -> None:
+def test_decode_appends_first_and_says_how_it_ran(triton: Triton, rng: np.random.Generator) -> None:
     k, v = fill(triton, rng, "a", 5)
     q, new_k, new_v = rows(rng, 1, QO_HEADS), rows(rng, 1), rows(rng, 1)
     told, tensors = triton.infer(
@@ -128,7 +126,7 @@ def test_merge_and_gather(triton: Triton, rng: np.random.Generator) -> None:
 def test_bf16_comes_and_goes_as_raw_bytes(triton: Triton, rng: np.random.Generator) -> None:
     q = rng.standard_normal((1, 2, 8)).astype(ml_dtypes.bfloat16)
     k = rng.standard_normal((3, 1, 8)).astype(ml_dtypes.bfloat16)
-    told, tensors = triton.infer(
+    _, tensors = triton.infer(
         "ragged_prefill", {"q": q, "k": k, "v": k}, qo_indptr=[0, 1], kv_indptr=[0, 3]
     )
     o, lse = oracle.attend(q, k, k, seen(q, k), sm_scale=8**-0.5)

@@ -13,7 +13,9 @@ from config.sections import ServerSettings
 from service.doors.grpc.messages import (
     SERVICE,
     ModelStreamInferResponse,
+    decoder,
     message,
+    read_infer_request,
 )
 from service.doors.grpc.rpc import CLIENT_GONE, Rpc, problem_metadata, status_of
 from service.doors.grpc.tensors import read_request, write_answer
@@ -47,7 +49,8 @@ class GrpcDoor:
         self.trimming = asyncio.get_running_loop().call_later(QUIET_S, self.trim)
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """Every method of the service."""
+        """Every method of the service; requests come as bytes, and what is none is refused as all
+        else is."""
         pages: dict[str, tuple[str, Answer]] = {
             "ServerLive": ("live", self.live),
             "ServerReady": ("ready", self.ready),
@@ -60,37 +63,36 @@ class GrpcDoor:
         }
         found = {}
         for method in SERVICE.methods:
-            coders = {
-                "request_deserializer": message(method.input_type.name).FromString,
-                "response_serializer": message(method.output_type.name).SerializeToString,
-            }
-            if method.name == "ModelInfer":
-                handler = grpc.unary_unary_rpc_method_handler(self.infer, **coders)
-            elif method.name == "ModelStreamInfer":
-                handler = grpc.stream_stream_rpc_method_handler(self.stream, **coders)
+            encode = message(method.output_type.name).SerializeToString
+            if method.name == "ModelStreamInfer":
+                make: Any = grpc.stream_stream_rpc_method_handler
+                answer: Any = self.stream
             else:
-                answer = self.page(method, *pages[method.name])
-                handler = grpc.unary_unary_rpc_method_handler(answer, **coders)
-            found[method.name] = handler
+                make = grpc.unary_unary_rpc_method_handler
+                is_infer = method.name == "ModelInfer"
+                answer = self.infer if is_infer else self.page(method, *pages[method.name])
+            found[method.name] = make(answer, response_serializer=encode)
         return grpc.method_handlers_generic_handler(SERVICE.full_name, found)
 
     # inference
 
-    async def infer(self, request: Any, context: Any) -> Any:
+    async def infer(self, data: bytes, context: Any) -> Any:
         rpc = Rpc(context, "ModelInfer")
 
         async def work() -> Any:
-            return await self.call(rpc, request)
+            return await self.call(rpc, read_infer_request(data))
 
         return await self.answered(rpc, work)
 
-    async def stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    async def stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
         """Each request is answered before the next is looked at, so that they take effect in the
         order in which they came; one that fails does not end the stream."""
-        async for request in requests:
+        async for data in requests:
             rpc = Rpc(context, "ModelStreamInfer")
             response = ModelStreamInferResponse()
             try:
+                request = read_infer_request(data)
+                response.infer_response.id = request.id
                 response.infer_response.CopyFrom(await self.call(rpc, request))
                 rpc.end()
             except asyncio.CancelledError:
@@ -99,7 +101,6 @@ class GrpcDoor:
             except Exception as error:
                 problem = document_of(error, rpc.request_id)
                 response.error_message = error_text(problem)
-                response.infer_response.id = request.id
                 rpc.end(problem["status"], problem["code"])
             finally:
                 self.ledger.add(rpc)
@@ -158,14 +159,14 @@ class GrpcDoor:
 
     def page(self, method: Any, op: str, answer: Answer) -> Callable[..., Awaitable[Any]]:
         """A method that is answered without the engine."""
-        made = message(method.output_type.name)
+        decode, made = decoder(method.input_type.name), message(method.output_type.name)
 
-        async def handle(request: Any, context: Any) -> Any:
+        async def handle(data: bytes, context: Any) -> Any:
             rpc = Rpc(context, method.name)
             rpc.op = op
 
             async def work() -> Any:
-                return ParseDict(answer(request), made())
+                return ParseDict(answer(decode(data)), made())
 
             return await self.answered(rpc, work)
 

@@ -1,0 +1,319 @@
+"""The gRPC door by itself: deadlines, cancellation, streams, limits, and messages that are none."""
+
+from __future__ import annotations
+
+import json
+import queue
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import grpc as grpcio
+import httpx
+import numpy as np
+import pytest
+from http_messages import KV_HEADS, LAYERS, QO_HEADS, rows
+from http_service import WAIT_S, Service, serving, wait_for
+from triton import Triton, grpc_client, grpc_door
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import InferenceServerException
+
+from service.doors.grpc.server import Server
+
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+FUZZ_CASES = 1500
+
+
+@pytest.fixture
+def channel(grpc: Server) -> Iterator[Any]:
+    with grpcio.insecure_channel(f"127.0.0.1:{grpc.port}") as made:
+        yield made
+
+
+def as_bytes(message: Any) -> bytes:
+    found: bytes = message if isinstance(message, bytes) else message.SerializeToString()
+    return found
+
+
+def request(model: str, **parameters: Any) -> Any:
+    made = service_pb2.ModelInferRequest(model_name=model)
+    for name, value in parameters.items():
+        kind = {str: "string_param", bool: "bool_param", int: "int64_param"}[type(value)]
+        setattr(made.parameters[name], kind, value)
+    return made
+
+
+def add_input(made: Any, name: str, datatype: str, shape: list[int], **contents: Any) -> Any:
+    given = made.inputs.add(name=name, datatype=datatype, shape=shape)
+    for field, values in contents.items():
+        getattr(given.contents, field).extend(values)
+    return given
+
+
+def ask(channel: Any, made: Any, **how: Any) -> Any:
+    response = service_pb2.ModelInferResponse
+    call = channel.unary_unary(
+        INFER, request_serializer=as_bytes, response_deserializer=response.FromString
+    )
+    return call(made, timeout=how.pop("timeout", WAIT_S), **how)
+
+
+def filled(triton: Triton, rng: np.random.Generator) -> Any:
+    """A sequence of three tokens; a q for it."""
+    triton.infer("create_sequences", sequences=[{"id": "a"}])
+    k = rows(rng, 3)
+    triton.infer("append", {"k": k, "v": k}, layer=0, sequences=["a"], append_indptr=[0, 3])
+    return rows(rng, 1, QO_HEADS)
+
+
+def test_a_clients_deadline_reaches_the_engine(
+    over_grpc: Triton, service: Service, rng: np.random.Generator
+) -> None:
+    q = filled(over_grpc, rng)
+    service.backend.gate.clear()
+    try:
+        with pytest.raises(InferenceServerException) as told:
+            over_grpc.infer("decode", {"q": q}, {"client_timeout": 0.1}, layer=0, sequences=["a"])
+        assert told.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+    finally:
+        service.backend.gate.set()
+    wait_for(lambda: service.num_waiting == 0, "the engine to let go of it")
+
+
+def test_a_call_that_its_client_cancels_is_taken_back(
+    over_grpc: Triton, grpc: Server, service: Service, rng: np.random.Generator
+) -> None:
+    q, k = filled(over_grpc, rng), rows(rng, 1)
+    ended: queue.Queue[Any] = queue.Queue()
+    service.backend.entered.clear()
+    service.backend.gate.clear()
+    try:
+        first = over_grpc.client.async_infer(
+            "decode",
+            [over_grpc.input("q", q)],
+            lambda result, error: ended.put(error),
+            parameters={"layer": 0, "sequences": '["a"]'},
+        )
+        assert service.backend.entered.wait(WAIT_S)
+        given = {"q": q, "k": k, "v": k}
+        second = over_grpc.client.async_infer(
+            "decode",
+            [over_grpc.input(name, array) for name, array in given.items()],
+            lambda result, error: ended.put(error),
+            parameters={"layer": 0, "sequences": '["a"]'},
+        )
+        pending = grpc.door.link.caller.pending
+        wait_for(lambda: len(pending) == 2, "the second call")
+        second.cancel()
+        wait_for(lambda: any(one.future.done() for one in list(pending.values())), "the news")
+        assert ended.get(timeout=WAIT_S).status() == "StatusCode.CANCELLED"
+    finally:
+        service.backend.gate.set()
+    assert ended.get(timeout=WAIT_S) is None
+    assert over_grpc.infer("get_sequence", id="a")[0]["lengths"][0] == 3
+    del first
+
+
+def test_a_stream_answers_in_order_and_goes_on_after_an_error(
+    over_grpc: Triton, rng: np.random.Generator
+) -> None:
+    filled(over_grpc, rng)
+    told: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    over_grpc.client.start_stream(lambda result, error: told.put((result, error)))
+    k = rows(rng, 1)
+    for name in ("a", "b", "a"):
+        inputs = [over_grpc.input("k", k), over_grpc.input("v", k)]
+        parameters = {"layer": 0, "sequences": json.dumps([name])}
+        over_grpc.client.async_stream_infer(
+            "append", inputs, request_id=name, parameters=parameters
+        )
+    over_grpc.client.stop_stream()
+    answers = [told.get(timeout=WAIT_S) for _ in range(3)]
+    lengths = [
+        result.get_response().parameters["lengths"].string_param if result else error.message()
+        for result, error in answers
+    ]
+    assert lengths == ["[4]", "unknown_sequence: unknown sequence: b", "[5]"]
+
+
+def test_inputs_may_be_spelled_out_where_the_protocol_has_a_place(channel: Any) -> None:
+    made = request("merge")
+    add_input(made, "o", "FP32", [1, 2, 1, 2], fp32_contents=[1, 2, 3, 4])
+    add_input(made, "lse", "FP32", [1, 2, 1], fp32_contents=[0, -np.inf])
+    add_input(made, "indptr", "INT32", [0], int_contents=[])
+    assert "INVALID_ARGUMENT" in str(refusal(channel, made).code())
+    del made.inputs[2]
+    answer = ask(channel, made)
+    raw = dict(zip([one.name for one in answer.outputs], answer.raw_output_contents, strict=True))
+    assert np.frombuffer(raw["o"], np.float32).tolist() == [1, 2]
+
+
+def refusal(channel: Any, made: Any, **how: Any) -> Any:
+    with pytest.raises(grpcio.RpcError) as told:
+        ask(channel, made, **how)
+    return told.value
+
+
+def test_what_does_not_hold_together_is_refused(channel: Any) -> None:
+    made = request("merge")
+    given = add_input(made, "o", "FP16", [1, 1, 1, 1], fp32_contents=[1])
+    assert "send raw_input_contents" in refusal(channel, made).details()
+    made.raw_input_contents.extend([b"", b""])
+    assert "raw_input_contents = 2 entries" in refusal(channel, made).details()
+    del made.raw_input_contents[1]
+    assert "not in both" in refusal(channel, made).details()
+    given.ClearField("contents")
+    assert "o.data = 0 bytes: its shape needs 2" in refusal(channel, made).details()
+    given.parameters["shared_memory_region"].string_param = "mine"
+    assert "shared_memory_region = mine: is not known here" in refusal(channel, made).details()
+    made = request("prefill")
+    add_input(made, "packed_mask", "UINT8", [1], uint_contents=[300])
+    assert "must be within the range of UINT8" in refusal(channel, made).details()
+    made = request("pool")
+    made.parameters["x"].SetInParent()
+    assert "x = None: must be a bool, a number or a string" in refusal(channel, made).details()
+    made = request("list_sequences", limit=1)
+    made.inputs.extend([made.inputs.add()] * 64)
+    assert "at most 64 tensors" in refusal(channel, made).details()
+
+
+def test_an_error_brings_its_document_and_its_request_id(channel: Any) -> None:
+    made = request("append", layer=0, sequences='["a"]', offsets="[7]")
+    made.parameters["sequences"].string_param = '["nobody"]'
+    for name in ("k", "v"):
+        add_input(made, name, "FP32", [1, KV_HEADS, 64], fp32_contents=[0] * KV_HEADS * 64)
+    error = refusal(channel, made, metadata=[("x-request-id", "mine")])
+    behind = dict(error.trailing_metadata())
+    assert json.loads(behind["attnd-problem"])["sequences"] == ["nobody"]
+    assert behind["x-request-id"] == "mine" and behind["server-timing"].startswith("queue;dur=")
+
+
+def test_more_calls_than_allowed_and_larger_messages_are_refused(rng: np.random.Generator) -> None:
+    limits = ("--server.grpc-max-calls", "1", "--server.max-body-bytes", "100000")
+    with serving(*limits) as service, grpc_door(service) as door:
+        made = grpc_client(door)
+        q = filled(made, rng)
+        k = np.zeros((5000, KV_HEADS, 64), np.float32)
+        fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, 5000]}
+        with pytest.raises(InferenceServerException) as told:
+            made.infer("append", {"k": k, "v": k}, **fields)
+        assert told.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+        ended: queue.Queue[Any] = queue.Queue()
+        service.backend.entered.clear()
+        service.backend.gate.clear()
+        try:
+            made.client.async_infer(
+                "decode",
+                [made.input("q", q)],
+                lambda result, error: ended.put(error),
+                parameters={"layer": 0, "sequences": '["a"]'},
+            )
+            assert service.backend.entered.wait(WAIT_S)
+            with pytest.raises(InferenceServerException) as told:
+                made.client.is_server_live()
+            assert told.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+        finally:
+            service.backend.gate.set()
+        assert ended.get(timeout=WAIT_S) is None
+        assert made.client.is_server_live()
+        made.client.close()
+
+
+def test_what_was_admitted_is_answered_before_the_door_ends(rng: np.random.Generator) -> None:
+    with serving() as service:
+        ended: queue.Queue[Any] = queue.Queue()
+        with grpc_door(service) as door:
+            made = grpc_client(door)
+            q = filled(made, rng)
+            service.backend.entered.clear()
+            service.backend.gate.clear()
+            made.client.async_infer(
+                "decode",
+                [made.input("q", q)],
+                lambda result, error: ended.put(error),
+                parameters={"layer": 0, "sequences": '["a"]'},
+            )
+            assert service.backend.entered.wait(WAIT_S)
+            door.loop.call_soon_threadsafe(door.drain)
+            wait_for(lambda: door.door.link.draining, "the drain")
+            service.backend.gate.set()
+            assert ended.get(timeout=WAIT_S) is None
+            made.client.close()
+
+
+def test_the_arena_is_as_free_after_calls_as_before(
+    over_grpc: Triton, grpc: Server, rng: np.random.Generator
+) -> None:
+    q = filled(over_grpc, rng)
+    slots = grpc.door.link.caller.slots
+    spare = grpc.door.link.spare
+
+    def is_free() -> bool:
+        grpc.loop.call_soon_threadsafe(spare.free)
+        return bool(slots.free() == grpc.door.link.caller.mapping.size)
+
+    for name in ("a", "b"):
+        try:
+            over_grpc.infer("decode", {"q": q}, layer=0, sequences=[name])
+        except InferenceServerException:
+            continue
+    wait_for(is_free, "all slots to be free")
+
+
+def test_mutated_messages_do_no_harm(
+    channel: Any, over_grpc: Triton, client: httpx.Client, rng: np.random.Generator
+) -> None:
+    """Whatever comes is answered or refused, and the door goes on with the right numbers."""
+    q = filled(over_grpc, rng)
+    before = over_grpc.infer("decode", {"q": q}, layer=0, sequences=["a"])[1]["o"]
+    seeds = [
+        request("create_sequences", sequences='[{"id":"b"},{"parent":"a","length":2}]'),
+        request("truncate", id="b", length=0),
+        request("page_table", sequences='["a"]', layer=1),
+        request("list_sequences", limit=5),
+        decode_of(q),
+    ]
+    chance = random.Random(11)
+    for _ in range(FUZZ_CASES):
+        data = mutate(as_bytes(chance.choice(seeds)), chance)
+        try:
+            ask(channel, data)
+        except grpcio.RpcError as error:
+            assert error.code() not in (
+                grpcio.StatusCode.UNKNOWN,
+                grpcio.StatusCode.INTERNAL,
+                grpcio.StatusCode.DEADLINE_EXCEEDED,
+            ), (data, error.details())
+    after = over_grpc.infer("decode", {"q": q}, layer=0, sequences=["a"])[1]["o"]
+    np.testing.assert_array_equal(before, after)
+    assert client.get("/v1/sequences/a").json()["lengths"] == [3, *[0] * (LAYERS - 1)]
+    assert client.get("/v1/pool").json()["integrity"] == "ok"
+
+
+def decode_of(q: Any) -> Any:
+    made = request("decode", layer=0, sequences='["a"]', timeout=10_000_000)
+    add_input(made, "q", "FP32", list(q.shape))
+    made.outputs.add(name="o")
+    made.raw_input_contents.append(q.astype(np.float32).tobytes())
+    return made
+
+
+def mutate(data: bytes, chance: random.Random) -> bytes:
+    """A few bytes changed, cut, doubled or put in; most of them near the front."""
+    body = bytearray(data)
+    for _ in range(chance.randint(1, 4)):
+        at = min(int(chance.expovariate(1 / 60)), len(body) - 1)
+        match chance.randrange(5):
+            case 0:
+                body[at] = chance.randrange(256)
+            case 1:
+                body[at] ^= 1 << chance.randrange(8)
+            case 2:
+                del body[at : at + chance.randint(1, 8)]
+            case 3:
+                body[at:at] = body[at : at + chance.randint(1, 30)]
+            case 4:
+                body[at:at] = chance.randbytes(chance.randint(1, 5))
+        if not body:
+            return b""
+    return bytes(body)
