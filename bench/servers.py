@@ -1,7 +1,7 @@
 """Servers under measurement: started as processes of their own on free ports, and stopped.
 
 A server may be the service of another version's folder; where that has no sessions, `socket` is
-empty.
+empty, and where it has no gRPC door, `grpc_port` is 0.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Server:
     pid: int
     ready_s: float
     socket: str = ""
+    grpc_port: int = 0
 
 
 @contextmanager
@@ -44,8 +45,12 @@ def attnd(*options: str, root: Path = ROOT, kind: str = "cpu") -> Iterator[Serve
         if (root / "service" / "road").exists():
             socket_path = str(Path(directory, "engine.sock"))
             arguments += ["--server.socket", socket_path]
+        grpc_port = 0
+        if (root / "service" / "doors" / "grpc").exists():
+            grpc_port = free_port()
+            arguments += ["--server.grpc-port", str(grpc_port)]
         with running(arguments, port, root) as server:
-            yield replace(server, socket=socket_path)
+            yield replace(server, socket=socket_path, grpc_port=grpc_port)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""What each way into the service costs: HTTP, the client package, frames, sessions.
+"""What each way into the service costs: HTTP, the client package, frames, sessions, the Open
+Inference Protocol.
 
 `python -m bench.service` prints a table and writes bench/results/service-cpu.json. In every repeat
 all ways take turns, each with its bare echo (of HTTP bodies, of frames), on one connection and on
@@ -155,6 +156,8 @@ def ways(worker: Worker, now: Server, echoes: tuple[Server, Server]) -> dict[str
         "road": Target("road", socket=now.socket),
         "session": Target("session", socket=now.socket),
         "session_in_place": Target("session_in_place", socket=now.socket),
+        "oip_http": Target("oip_http", now.port),
+        "oip_grpc": Target("oip_grpc", now.grpc_port),
     }
     return {name: Place(worker, target) for name, target in targets.items()}
 
@@ -248,6 +251,8 @@ BESIDE: Final = {
     "road": "road_echo",
     "session": "road",
     "session_in_place": "road",
+    "oip_http": "http",
+    "oip_grpc": "http",
     "before_http": "http_echo",
     "before_client": "before_http",
 }

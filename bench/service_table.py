@@ -14,6 +14,8 @@ COSTS: Final = {
     "http": "raw HTTP",
     "http_echo": "bare ASGI echo",
 }
+INFERENCE: Final = {"oip_http": "OIP over HTTP", "oip_grpc": "OIP over gRPC"}
+"""Ways that results of earlier versions do not have."""
 RATES: Final = {"session": "Session", "client": "Client", "http": "raw HTTP"}
 LEAST_RATIO: Final = 1.5
 RATIO_BYTES: Final = range(65536, 1048576 + 1)
@@ -28,10 +30,11 @@ def table(results: Mapping[str, Any]) -> str:
 
 def costs(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Medians beyond the backend's own time."""
-    yield head("B", "q", "backend ms", *(f"{name} ms" for name in COSTS.values()))
+    shown = COSTS | {name: words for name, words in INFERENCE.items() if name in rows[0]["ways"]}
+    yield head("B", "q", "backend ms", *(f"{name} ms" for name in shown.values()))
     for row in rows:
         ways = row["ways"]
-        cells = [f"{ways[name]['cost_p50_ms']:.3f}" for name in COSTS]
+        cells = [f"{ways[name]['cost_p50_ms']:.3f}" for name in shown]
         yield cut(*case(row), f"{ways['road']['backend_p50_ms']:.3f}", *cells)
 
 

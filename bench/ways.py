@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
+from bench import inference
 from bench.load import (
     BACKEND_STAGES,
     Caller,
@@ -34,7 +35,10 @@ from bench.load import (
 from bench.loads import Load, Request
 from bench.servers import ROOT
 
-Kind = Literal["http", "client", "road", "session", "session_in_place", "kernels", "process"]
+Kind = Literal[
+    *("http", "client", "road", "session", "session_in_place", "oip_http", "oip_grpc"),
+    *("kernels", "process"),
+]
 WARM_S: Final = 0.3
 """Every loop begins with each of its requests once, untimed, or with as many as this allows."""
 
@@ -43,7 +47,8 @@ WARM_S: Final = 0.3
 class Target:
     """Where calls go and how: HTTP's port and the engine's socket, whichever the way needs.
 
-    `path` overrides the operation's, for an echo.
+    `path` overrides the operation's, for an echo. `oip_http` goes to HTTP's port, `oip_grpc` to
+    the port that it names.
     """
 
     kind: Kind
@@ -70,12 +75,14 @@ class Raw:
         self._images = [request.image() for request in requests]
         self._answer_bytes = max(request.answer_bytes for request in requests)
         path = target.path or requests[0].path
-        is_http = target.kind == "http"
-        self._framed = [framed(path, image) for image in self._images] if is_http else []
+        if target.kind == "oip_http":
+            self._framed = [inference.framed(request) for request in requests]
+        else:
+            self._framed = [framed(path, image) for image in self._images]
 
     def connect(self) -> tuple[Caller, Sequence[bytes]]:
         target = self._target
-        if target.kind == "http":
+        if target.kind in ("http", "oip_http"):
             return Connection(target.port, self._answer_bytes), self._framed
         made = FrameConnection(target.socket, self._operation, self._images, self._answer_bytes)
         return made, made.frames
@@ -173,8 +180,10 @@ def backend_of(timings: Any) -> float:
 
 
 def make_way(target: Target, load: Load) -> Way:
-    if target.kind in ("http", "road"):
+    if target.kind in ("http", "road", "oip_http"):
         return Raw(target, load)
+    if target.kind == "oip_grpc":
+        return inference.Rpc(target.port, load)
     if target.kind in ("kernels", "process"):
         made: Way = importlib.import_module("bench.in_process").Alone(target.kind, load)
         return made

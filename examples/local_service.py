@@ -35,30 +35,44 @@ def serve(settings: Settings) -> Iterator[str]:
     """Run `python -m service` with `settings`; yields the path of its socket once it is ready."""
     with tempfile.TemporaryDirectory(prefix="attnd-") as folder:
         uds = f"{folder}/socket"
-        arguments = {"server.uds": uds, "log.level": "warning", **settings}
-        command = [sys.executable, "-m", "service"]
-        for name, value in arguments.items():
-            command += [f"--{name}", str(value)]
-        process = subprocess.Popen(command, cwd=ROOT)
-        try:
-            wait_ready(process, uds)
+        with running({"server.uds": uds, **settings}, Client(uds=uds, retries=0)):
             yield uds
-        finally:
-            process.terminate()
-            process.wait(timeout=STOP_S)
 
 
-def wait_ready(process: subprocess.Popen[bytes], uds: str) -> None:
+@contextmanager
+def serve_tcp(settings: Settings) -> Iterator[str]:
+    """The same on the TCP port that `settings` name; yields its URL."""
+    url = f"http://127.0.0.1:{settings['server.port']}"
+    with running(settings, Client(url, retries=0)):
+        yield url
+
+
+@contextmanager
+def running(settings: Settings, probe: Client) -> Iterator[None]:
+    """The service from when `probe` finds it ready until the end of the block."""
+    command = [sys.executable, "-m", "service"]
+    for name, value in {"log.level": "warning", **settings}.items():
+        command += [f"--{name}", str(value)]
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        with probe:
+            wait_ready(process, probe)
+        yield
+    finally:
+        process.terminate()
+        process.wait(timeout=STOP_S)
+
+
+def wait_ready(process: subprocess.Popen[bytes], probe: Client) -> None:
     """Return when the service is ready; RuntimeError when it ended instead."""
-    with Client(uds=uds, retries=0) as client:
-        for _ in range(int(START_S)):
-            try:
-                return client.wait_ready(1.0)
-            except TimeoutError:
-                if process.poll() is not None:
-                    told = f"the service ended at its start, exit status {process.returncode}"
-                    raise RuntimeError(told) from None
-        client.wait_ready(0.0)
+    for _ in range(int(START_S)):
+        try:
+            return probe.wait_ready(1.0)
+        except TimeoutError:
+            if process.poll() is not None:
+                told = f"the service ended at its start, exit status {process.returncode}"
+                raise RuntimeError(told) from None
+    probe.wait_ready(0.0)
 
 
 def metric(client: Client, name: str) -> float:

@@ -100,6 +100,17 @@ ARROWS: Final = (
         under("service.engine", "service.core", "kernels"),
     ),
     Arrow(
+        "gRPC and protobuf only in the gRPC door",
+        PRODUCT,
+        under("grpc", "google"),
+        but=("service/doors/grpc/*",),
+    ),
+    Arrow(
+        "no door knows another",
+        ("service/doors/grpc/*", "service/doors/oip/*"),
+        under("service.doors.http", "fastapi", "starlette", "uvicorn", "httptools"),
+    ),
+    Arrow(
         "the engine knows no door and no web framework",
         ("service/engine/*", "service/core/*", "kernels/*"),
         under("service.doors", "fastapi", "starlette", "uvicorn", "asyncio"),

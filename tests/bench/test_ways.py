@@ -38,13 +38,16 @@ def test_frames_are_answered_by_their_echo_without_any_backend(worker: Worker) -
     assert per_second > 1
 
 
-@pytest.mark.parametrize("kind", ["http", "client", "road", "session", "session_in_place"])
+@pytest.mark.parametrize(
+    "kind", ["http", "client", "road", "session", "session_in_place", "oip_http", "oip_grpc"]
+)
 def test_every_way_decodes_and_tells_what_the_backend_took(
     worker: Worker, service: Server, kind: Kind
 ) -> None:
     with Client(f"http://127.0.0.1:{service.port}") as client:
         load = Decode(fill(client, 2, HEADS, 5), HEADS, kv_len=5, count=3)
-    worker.open(kind, Target(kind, service.port, service.socket), load)
+    port = service.grpc_port if kind == "oip_grpc" else service.port
+    worker.open(kind, Target(kind, port, service.socket), load)
     run = worker.loop(kind, 10, 30.0)
     assert len(run.samples) == 10
     assert all(0 < sample.backend_s < sample.seconds for sample in run.samples)

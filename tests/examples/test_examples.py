@@ -61,6 +61,14 @@ def test_split_kv_equals_one_service_and_float64() -> None:
     assert "against dense float64: o differs by at most" in told, told
 
 
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_tritons_own_client_decodes_forks(protocol: str) -> None:
+    told = python("triton_client.py", "--protocol", protocol)
+    assert "decode of 4 forks: o (4, 8, 64) float16" in told, told
+    assert "every lse has grown: True" in told, told
+    assert "length_mismatch: offsets differ from the stored lengths: prompt has 1000" in told, told
+
+
 def test_a_transformers_model_served_generates_what_its_own_attention_does() -> None:
     told = python("transformers_generate.py")
     assert "256 of 256 tokens equal to eager attention" in told, told
