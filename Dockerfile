@@ -3,6 +3,7 @@
 #   docker build -t attnd:cuda --build-arg EXTRA=cuda .    CuPy for CUDA 13 (EXTRA=cuda12: CUDA 12)
 # It listens on all of the container's addresses, so it wants to know who may call: run it with
 # ATTND_AUTH__KEYS_FILE, or with ATTND_AUTH__OPEN=true where the network keeps others out.
+# With the gRPC door: EXTRA=cpu,grpc, EXTRA=cuda,grpc.
 
 ARG BASE=python:3.12-slim
 

@@ -102,6 +102,12 @@ def let_idle_threads_sleep() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+def let_grpc_be_silent() -> None:
+    """Call before grpc is imported: its core would write lines of its own to standard error. What
+    the environment says goes first."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def load_settings(argv: Sequence[str] = ()) -> Settings:
     """Settings from YAML, environment and command line; `--help` prints them all and exits.
 

@@ -17,7 +17,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
-from config.settings import Settings, SettingsError, let_idle_threads_sleep, load_settings
+from config.settings import (
+    Settings,
+    SettingsError,
+    let_grpc_be_silent,
+    let_idle_threads_sleep,
+    load_settings,
+)
 from service import __version__
 from service.addresses import Addresses, bind_addresses
 from service.cells import make_shared
@@ -52,6 +58,7 @@ def main(argv: Sequence[str], commands: Commands = Commands()) -> int:
         print(f"attnd {__version__}")
         return 0
     let_idle_threads_sleep()
+    let_grpc_be_silent()
     try:
         settings = load_settings(argv)
     except SettingsError as error:

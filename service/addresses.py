@@ -43,7 +43,8 @@ class Addresses:
 
 
 def bind_addresses(server: ServerSettings, *, is_private: bool = False) -> Addresses:
-    """Bind HTTP's sockets and the engine's; with `is_private`, on this machine's loopback only.
+    """Bind HTTP's sockets and the engine's, and see that gRPC's port is free; with `is_private`, on
+    this machine's loopback only.
 
     Raises `CannotListen`, one line.
     """
@@ -59,6 +60,11 @@ def bind_addresses(server: ServerSettings, *, is_private: bool = False) -> Addre
             uds = listen(Path(server.uds), private=False, mode=mode, setting="server.uds")
             undo.callback(uds.close)
             http, port, url = (uds.sock,), 0, f"unix:{server.uds}"
+        if server.grpc_port is not None:  # gRPC binds it itself, later
+            for one in listen_tcp(
+                server.host, server.grpc_port, is_private, "server.grpc_port"
+            ):
+                one.close()
         path = engine_path(server, port)
         private = server.socket is None and server.uds is None
         engine = listen(path, private=private, mode=int(server.socket_mode, 8))
@@ -73,7 +79,9 @@ def engine_path(server: ServerSettings, port: int) -> Path:
     return default_path(port) if server.uds is None else Path(f"{server.uds}.road")
 
 
-def listen_tcp(host: str, port: int, is_private: bool) -> tuple[socket.socket, ...]:
+def listen_tcp(
+    host: str, port: int, is_private: bool, setting: str = "server.port"
+) -> tuple[socket.socket, ...]:
     """A listening socket for every address of `host`, all on one port; 0: a free one."""
     sockets: list[socket.socket] = []
     skipped: OSError | None = None
@@ -94,7 +102,7 @@ def listen_tcp(host: str, port: int, is_private: bool) -> tuple[socket.socket, .
     except OSError as error:
         for one in sockets:
             one.close()
-        place = f"server.host {host}, server.port {port}"
+        place = f"server.host {host}, {setting} {port}"
         raise CannotListen(f"{place}: {describe(error)}") from error
     return tuple(sockets)
 

@@ -142,7 +142,7 @@ ARROWS: Final = (
         "OpenTelemetry only in tracing",
         PRODUCT,
         under("opentelemetry"),
-        but=("service/doors/http/tracing.py",),
+        but=("service/doors/tracing.py",),
     ),
     Arrow(
         "the environment is read in config/settings.py only",

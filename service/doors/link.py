@@ -41,7 +41,10 @@ class Link:
         self.growing: asyncio.Task[int] | None = None
 
     async def connect(self, path: str, name: str, secret: str) -> None:
-        """Meet the engine, as a door by the service's secret. Raises OSError, NotReady, FrameError."""
+        """Meet the engine, as a door by the service's secret.
+
+        Raises OSError, NotReady, FrameError.
+        """
         size = min(FIRST_ARENA_BYTES, self.limits.max_inflight_bytes)
         self.caller = await RoadCaller.connect(path, size, name=name, secret=secret)
 
