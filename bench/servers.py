@@ -1,7 +1,7 @@
 """Servers under measurement: started as processes of their own on free ports, and stopped.
 
 A server may be the service of another version's folder; where that has no sessions, `socket` is
-empty, and where it has no gRPC door, `grpc_port` is 0.
+empty.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ class Server:
     ready_s: float
     socket: str = ""
     grpc_port: int = 0
+    """Of the gRPC door, where there is one."""
 
 
 @contextmanager
-def attnd(*options: str, root: Path = ROOT, kind: str = "cpu") -> Iterator[Server]:
-    """The service on a backend, with further command line options."""
+def attnd(
+    *options: str, root: Path = ROOT, kind: str = "cpu", grpc: bool = False
+) -> Iterator[Server]:
+    """The service on a backend, with further command line options; `grpc`: with that door too."""
     port = free_port()
     arguments = ["-m", "service", "--server.port", str(port), "--backend.kind", kind, *options]
     with TemporaryDirectory(prefix="attnd-bench-") as directory:
@@ -46,7 +49,7 @@ def attnd(*options: str, root: Path = ROOT, kind: str = "cpu") -> Iterator[Serve
             socket_path = str(Path(directory, "engine.sock"))
             arguments += ["--server.socket", socket_path]
         grpc_port = 0
-        if (root / "service" / "doors" / "grpc").exists():
+        if grpc:
             grpc_port = free_port()
             arguments += ["--server.grpc-port", str(grpc_port)]
         with running(arguments, port, root) as server:

@@ -132,7 +132,7 @@ def measure(cases: Sequence[Case], effort: Effort, before: Path | None) -> Itera
         older = None if before is None else shared.enter_context(Worker(before))
         for options, group in groupby(sorted(cases, key=lambda case: case.pool), pool_of):
             with ExitStack() as stack:
-                now = stack.enter_context(attnd(*options))
+                now = stack.enter_context(attnd(*options, grpc=True))
                 old = None if before is None else stack.enter_context(attnd(*options, root=before))
                 for case in group:
                     places = ways(worker, now, echoes) | older_ways(worker, older, old)

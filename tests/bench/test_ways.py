@@ -24,7 +24,7 @@ def worker() -> Iterator[Worker]:
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Server]:
-    with attnd(*HEADS.pool(), "--log.level", "warning") as server:
+    with attnd(*HEADS.pool(), "--log.level", "warning", grpc=True) as server:
         yield server
 
 

@@ -111,7 +111,7 @@ def write_answer(model: Model, image: memoryview, wanted: Wanted) -> Any:
     for output in answer.outputs:
         entry = output.entry
         response.outputs.add(name=entry.name, datatype=output.datatype, shape=entry.shape)
-        response.raw_output_contents.append(bytes(output.data))
+        response.raw_output_contents.append(bytes(answer.data(image, output)))
     return response
 
 

@@ -13,7 +13,7 @@ from service.doors.http.heads import Headers
 from service.doors.http.operation import INLINE_BYTES, JOIN_BYTES, JSON_GROWTH, LESS_JSON
 from service.doors.http.problems import wrong_method
 from service.doors.oip.json_answer import answer_parts
-from service.doors.oip.json_request import read_request
+from service.doors.oip.json_request import Requests
 from service.doors.oip.long_json import wanted_of
 from service.doors.oip.models import Model, model_of
 from service.doors.oip.request import Call, Wanted
@@ -42,11 +42,12 @@ AS_BINARY: Final = f"ask for binary outputs (binary_data_output), {LESS_JSON}"
 class InferenceEndpoint:
     """ASGI: inference with the model that the path names."""
 
-    __slots__ = ("door", "limits")
+    __slots__ = ("door", "limits", "requests")
 
     def __init__(self, door: Door) -> None:
         self.door = door
         self.limits = door.limits
+        self.requests = Requests()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[EXCHANGE]
@@ -92,7 +93,7 @@ class InferenceEndpoint:
             body.take_over(slot, self.door)
             return slot, length, wanted_of(told)
         view = slot.view(body.lead + length)
-        call = read_request(model, bytes(view[begin:end]), view[end:])
+        call = self.requests.read(model, bytes(view[begin:end]), view[end:])
         if in_place := lay_head(call, view, end):
             return slot, in_place, call.wanted
         slot, length = await self.door.link.lay(call.parts)

@@ -4,47 +4,71 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
 from service.doors.oip.datatypes import DATATYPES
 from service.doors.oip.request import Wanted
 from service.errors import InvalidRequest
 from service.image.dtypes import DTYPE_NAMES
-from service.image.json_body import fields_text, read_header
+from service.image.json_body import fields_text
 from service.image.json_text import dump_json, load_json
 from service.image.reading import Entry, read_entry
 from service.image.writing import RESPONSE
 
+REMEMBERED_BYTES: Final = 2048
+"""Longest header whose reading is remembered: steps repeat theirs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One tensor of an answer; `data` lies in the image."""
+    """One tensor of an answer, from `entry.begin` to `end` in the image's data."""
 
     entry: Entry
-    data: memoryview
+    end: int
     is_binary: bool
 
     @property
     def datatype(self) -> str:
         return DATATYPES[DTYPE_NAMES[self.entry.dtype]]
 
+    @property
+    def size(self) -> int:
+        return self.end - self.entry.begin
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """Fields as parameters, and the outputs that were asked for."""
+    """Fields as parameters, and the outputs that were asked for; `start` is where the image's data
+    begins."""
 
     parameters: Mapping[str, str | int | float | bool]
     outputs: tuple[Output, ...]
+    start: int
+
+    def data(self, image: memoryview, output: Output) -> memoryview:
+        """An output's bytes, as they lie in the image."""
+        return image[self.start + output.entry.begin : self.start + output.end]
+
+
+EMPTY: Final = Answer({}, (), 0)
 
 
 def read_answer(image: memoryview, wanted: Wanted) -> Answer:
     """What an image of the engine says; raises InvalidRequest for an output that did not come."""
     if not len(image):
-        return Answer({}, ())
-    document, start = read_header(image)
+        return EMPTY
+    start = 8 + int.from_bytes(image[:8], "little")
+    read = read_header if start <= REMEMBERED_BYTES else read_header.__wrapped__
+    return read(bytes(image[8:start]), len(image) - start, wanted)
+
+
+@lru_cache(maxsize=256)
+def read_header(header: bytes, room: int, wanted: Wanted) -> Answer:
+    """The same by the image's header, with `room` bytes of data behind it."""
+    document: dict[str, Any] = load_json(header, "the answer's header")
     fields: dict[str, Any] = load_json(fields_text(document, RESPONSE).encode(), "the answer")
     document.pop("__metadata__", None)
-    room = len(image) - start
     found = {name: read_entry(name, entry, room) for name, entry in document.items()}
     outputs = []
     for name, is_binary in wanted.outputs or [(name, wanted.binary) for name in found]:
@@ -52,9 +76,9 @@ def read_answer(image: memoryview, wanted: Wanted) -> Answer:
             rule = "this request has no such output: see the model's parameters"
             raise InvalidRequest("outputs", name, rule)
         entry, end = found[name]
-        outputs.append(Output(entry, image[start + entry.begin : start + end], is_binary))
+        outputs.append(Output(entry, end, is_binary))
     told = {name: parameter(value) for name, value in fields.items() if value is not None}
-    return Answer(told, tuple(outputs))
+    return Answer(told, tuple(outputs), 8 + len(header))
 
 
 def parameter(value: Any) -> str | int | float | bool:

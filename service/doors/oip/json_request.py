@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +30,9 @@ from service.image.reading import MAX_RANK, MAX_TENSORS, MAX_VALUES
 BINARY_SIZE: Final = "binary_data_size"
 BINARY: Final = "binary_data"
 BINARY_OUTPUT: Final = "binary_data_output"
+REMEMBERED_BYTES: Final = 4096
+"""Longest JSON of a request that is remembered."""
+MOST_REMEMBERED: Final = 256
 TOP_KEYS: Final = frozenset({"id", "parameters", "inputs", "outputs"})
 INPUT_KEYS: Final = frozenset({"name", "shape", "datatype", "parameters", "data"})
 INPUT_PARAMETERS: Final = frozenset({BINARY_SIZE})
@@ -55,6 +59,39 @@ def read_request(model: Model, text: bytes, data: memoryview) -> Call:
     wanted = read_wanted(document, parameters)
     inputs = read_inputs(model, document.get("inputs", []), lists, data)
     return make_call(model, parameters, inputs, wanted)
+
+
+class Requests:
+    """Reads requests, and remembers those that would be read the same way again: a step's JSON is
+    that of the step before."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, bytes, int], Call] = {}
+
+    def read(self, model: Model, text: bytes, data: memoryview) -> Call:
+        """As `read_request`."""
+        key = (model.name, text, len(data))
+        kept = self.kept.get(key)
+        if kept is None:
+            call = read_request(model, text, data)
+            if call.repeats and len(text) <= REMEMBERED_BYTES:
+                if len(self.kept) >= MOST_REMEMBERED:
+                    self.kept.clear()
+                self.kept[key] = replace(call, tensors=tuple(map(without_data, call.tensors)))
+            return call
+        return replace(kept, tensors=tuple(with_data(one, data) for one in kept.tensors))
+
+
+def without_data(one: Input) -> Input:
+    return replace(one, data=b"")
+
+
+def with_data(one: Input, data: memoryview) -> Input:
+    """A binary input that was read before, with the data that came now."""
+    begin = one.offset or 0
+    return replace(one, data=data[begin : begin + one.size])
 
 
 def read_wanted(document: Mapping[str, Any], parameters: dict[str, Any]) -> Wanted:

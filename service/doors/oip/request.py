@@ -34,6 +34,10 @@ class Input:
     data: Part
     offset: int | None = None
 
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -53,11 +57,15 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request taken in: its image's header, and the tensors in the order in which they lie."""
+    """A request taken in: its image's header, and the tensors in the order in which they lie.
+
+    `repeats`: it depends on nothing but the request's JSON, and the length of the data behind it.
+    """
 
     head: bytes
     tensors: tuple[Input, ...]
     wanted: Wanted
+    repeats: bool = False
 
     @property
     def parts(self) -> list[Part]:
@@ -85,7 +93,9 @@ def make_call(
         else:
             tensors.append(one)
     shapes: tuple[Shaped, ...] = tuple((one.name, one.dtype, one.shape) for one in tensors)
-    return Call(header(REQUEST, dump_fields(fields), shapes), tuple(tensors), wanted)
+    repeats = len(tensors) == len(inputs) and all(one.offset is not None for one in tensors)
+    head = header(REQUEST, dump_fields(fields), shapes)
+    return Call(head, tuple(tensors), wanted, repeats)
 
 
 def field_value(model: Model, name: str, value: Any) -> Any:
