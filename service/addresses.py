@@ -61,9 +61,7 @@ def bind_addresses(server: ServerSettings, *, is_private: bool = False) -> Addre
             undo.callback(uds.close)
             http, port, url = (uds.sock,), 0, f"unix:{server.uds}"
         if server.grpc_port is not None:  # gRPC binds it itself, later
-            for one in listen_tcp(
-                server.host, server.grpc_port, is_private, "server.grpc_port"
-            ):
+            for one in listen_tcp(server.host, server.grpc_port, is_private, "server.grpc_port"):
                 one.close()
         path = engine_path(server, port)
         private = server.socket is None and server.uds is None

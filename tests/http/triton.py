@@ -12,7 +12,7 @@ from typing import Any
 
 import tritonclient.grpc
 import tritonclient.http
-from http_service import WAIT_S, Service, wait_for
+from http_service import SECRET, WAIT_S, Service, wait_for
 from tritonclient.utils import np_to_triton_dtype
 
 from service.doors.grpc.server import Server
@@ -77,7 +77,8 @@ def grpc_client(server: Server) -> Triton:
 @contextmanager
 def grpc_door(service: Service) -> Iterator[Server]:
     """A gRPC door of a running service, in a thread; drained at the end."""
-    server = Server(service.settings.server, service.engine_socket, Metrics("grpc-0"), "grpc-0")
+    path, metrics = service.engine_socket, Metrics("grpc-0")
+    server = Server(service.settings, path, metrics, "grpc-0", SECRET)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(0)), name="grpc")
     thread.start()
     try:

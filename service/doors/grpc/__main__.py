@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 from typing import Final
 
-from service.processes import CANNOT_START, Inherited, receive
+from service.processes import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.grpc")
 NEEDS: Final = ("grpc", "google.protobuf")
@@ -30,17 +30,26 @@ def main() -> int:
 
 def serve(inherited: Inherited) -> int:
     from service.doors.grpc.server import Server
+    from service.doors.tls import TlsError
+    from service.doors.tracing import TracingError
+    from service.keys import KeysError
     from service.metrics import Metrics
 
-    limits = inherited.settings.server
-    metrics = Metrics(inherited.process, inherited.metrics)
-    server = Server(limits, inherited.engine_socket, metrics, inherited.process)
+    settings, metrics = inherited.settings, Metrics(inherited.process, inherited.metrics)
+    try:
+        server = Server(
+            settings, inherited.engine_socket, metrics, inherited.process, inherited.secret
+        )
+    except (KeysError, TlsError, TracingError) as error:
+        LOG.error("cannot start: %s", error)
+        return CANNOT_START
 
     def watch(loop: asyncio.AbstractEventLoop) -> None:
         loop.add_reader(inherited.lifeline, os._exit, 1)
+        on_hang_up(lambda: loop.call_soon_threadsafe(server.read_again))
         loop.add_signal_handler(signal.SIGTERM, server.drain)
 
-    asyncio.run(server.serve(limits.grpc_port or 0, watch))
+    asyncio.run(server.serve(settings.server.grpc_port or 0, watch))
     if server.failed:
         LOG.error("cannot start: %s", server.failed)
         return CANNOT_START

@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.json_format import ParseDict
 
 from config.sections import ServerSettings
+from service.doors.gate import Gate
 from service.doors.grpc.messages import (
     SERVICE,
     ModelStreamInferResponse,
@@ -26,23 +27,34 @@ from service.doors.oip.models import MODELS, model_of
 from service.doors.oip.problems import error_text
 from service.doors.oip.statistics import statistics
 from service.doors.problems import ProblemText, document_of
+from service.doors.tracing import Tracing
 from service.image.json_body import fields_text_of_image
 from service.image.writing import PROBLEM
 from service.metrics import Metrics
 
 QUIET_S: Final = 5.0
 """A door without work for as long gives unused arena memory back."""
+UNGUARDED: Final = frozenset({"ServerLive", "ServerReady"})
+"""What is answered without a key, as HTTP's health is."""
 Answer = Callable[[Any], Any]
 
 
 class GrpcDoor:
     """One door on its event loop."""
 
-    def __init__(self, limits: ServerSettings, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        limits: ServerSettings,
+        metrics: Metrics,
+        gate: Gate | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
+        """`gate` None: everybody is let in."""
         self.limits = limits
+        self.gate = gate
         self.metrics = metrics
-        self.link = Link(limits)
-        self.ledger = Ledger(metrics)
+        self.link = Link(limits, has_keys=gate is not None)
+        self.ledger = Ledger(metrics, tracing)
         self.calls = 0
         self.calls_before = -1
         """When last looked at; as many now: it is quiet."""
@@ -109,6 +121,7 @@ class GrpcDoor:
     async def call(self, rpc: Rpc, request: Any) -> Any:
         """The engine's answer to one request; raises whatever it deserves."""
         self.calls += 1
+        self.let_in(rpc)
         model = model_of(request.model_name, request.model_version)
         rpc.op = model.name
         link = self.link
@@ -124,6 +137,7 @@ class GrpcDoor:
                 self.limits.max_answer_bytes,
                 deadline_us,
                 rpc.call_id,
+                rpc.tenant,
             )
         finally:
             link.give_back(slot)
@@ -134,6 +148,11 @@ class GrpcDoor:
             return write_answer(model, answered.image, call.wanted)
         finally:
             link.give_back(place)
+
+    def let_in(self, rpc: Rpc) -> None:
+        """Say whose call it is. Raises Unauthorized."""
+        if self.gate is not None:
+            rpc.tenant = self.gate.tenant_of(rpc.given("authorization"))
 
     async def answered(self, rpc: Rpc, work: Callable[[], Awaitable[Any]]) -> Any:
         """What the work gives, or its error as a status; either way it stands in the ledger."""
@@ -166,6 +185,10 @@ class GrpcDoor:
             rpc.op = op
 
             async def work() -> Any:
+                if method.name not in UNGUARDED:
+                    self.let_in(rpc)
+                if method.name == "ModelStatistics":
+                    rpc.tenant.require("admin", method.name)
                 return ParseDict(answer(decode(data)), made())
 
             return await self.answered(rpc, work)

@@ -8,10 +8,11 @@ from typing import Any, Final
 
 import grpc
 
-from service.doors.headers import call_id_of, request_id_of, server_timing
+from service.doors.headers import call_id_of, request_id_of, server_timing, traceparent_of
 from service.doors.oip.problems import error_text
 from service.image.json_text import dump_json
 from service.road.frames import NO_STAGES
+from service.tenants import OPEN
 
 SERVICE: Final = "/inference.GRPCInferenceService"
 CLIENT_GONE: Final = 499
@@ -51,10 +52,15 @@ class Rpc:
         self.seconds = 0.0
         self.stages: Sequence[float] = NO_STAGES
         self.peer = str(context.peer())
-        given = dict(context.invocation_metadata() or ()).get("x-request-id", "")
-        self.request_id = request_id_of(
-            given.encode("latin-1", "replace") if isinstance(given, str) else given
-        )
+        self.metadata = dict(context.invocation_metadata() or ())
+        self.request_id = request_id_of(self.given("x-request-id"))
+        self.traceparent = traceparent_of(self.given("traceparent"))
+        self.tenant = OPEN
+
+    def given(self, name: str) -> bytes:
+        """What the metadata has under a name, empty for nothing."""
+        value = self.metadata.get(name, "")
+        return value.encode("latin-1", "replace") if isinstance(value, str) else bytes(value)
 
     @property
     def call_id(self) -> bytes:

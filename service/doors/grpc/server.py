@@ -10,8 +10,11 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from config.sections import ServerSettings
+from config.sections import ServerSettings, Settings
+from service.doors.gate import make_gate
+from service.doors.grpc.credentials import make_credentials
 from service.doors.grpc.door import GrpcDoor
+from service.doors.tracing import make_tracing
 from service.errors import NotReady
 from service.metrics import Metrics
 from service.road.frames import FrameError
@@ -29,12 +32,20 @@ class Server:
     """Serves until it is told to drain. `failed` says why it could not serve at all."""
 
     def __init__(
-        self, limits: ServerSettings, engine_socket: str, metrics: Metrics, name: str
+        self, settings: Settings, engine_socket: str, metrics: Metrics, name: str, secret: str
     ) -> None:
-        self.limits = limits
+        """`secret` is what tells the engine that this is a door.
+
+        Raises KeysError, TlsError, TracingError.
+        """
+        self.limits = settings.server
         self.engine_socket = engine_socket
         self.metrics = metrics
         self.name = name
+        self.secret = secret
+        self.gate = make_gate(settings.auth)
+        self.credentials = make_credentials(settings.server)
+        self.tracing = make_tracing(settings.log.otlp_endpoint, name)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.door: GrpcDoor | None = None
         self.port = 0
@@ -49,7 +60,7 @@ class Server:
         self.loop = loop = asyncio.get_running_loop()
         if on_loop is not None:
             on_loop(loop)
-        self.door = door = GrpcDoor(self.limits, self.metrics)
+        self.door = door = GrpcDoor(self.limits, self.metrics, self.gate, self.tracing)
         server = grpc.aio.server(
             options=options(self.limits), maximum_concurrent_rpcs=self.limits.grpc_max_calls
         )
@@ -57,7 +68,10 @@ class Server:
         address = f"{bracketed(self.limits.host)}:{port}"
         meeting = None
         try:
-            self.port = server.add_insecure_port(address)
+            if self.credentials is None:
+                self.port = server.add_insecure_port(address)
+            else:
+                self.port = server.add_secure_port(address, self.credentials.made())
             await server.start()
             LOG.info("gRPC at %s:%d", bracketed(self.limits.host), self.port)
             meeting = loop.create_task(self.meet(door))
@@ -70,11 +84,13 @@ class Server:
             if meeting is not None:
                 meeting.cancel()
             door.close()
+            if self.tracing is not None:
+                await self.tracing.close()
 
     async def meet(self, door: GrpcDoor) -> None:
         """Connect to the engine; it answers when it is ready to take calls."""
         try:
-            await door.link.connect(self.engine_socket, self.name)
+            await door.link.connect(self.engine_socket, self.name, self.secret)
         except (ConnectionError, FileNotFoundError) as error:
             # the engine could not start, and has said why: whoever started both ends the service
             LOG.debug("the engine at %s has gone: %s", self.engine_socket, error)
@@ -82,6 +98,13 @@ class Server:
         except (OSError, NotReady, FrameError) as error:
             self.failed = f"the engine at {self.engine_socket} cannot be called: {error}"
             self.ended.set()
+
+    def read_again(self) -> None:
+        """Keys and certificate may have changed; in the loop's thread."""
+        if self.gate is not None:
+            self.gate.read_again()
+        if self.credentials is not None:
+            self.credentials.read_again()
 
     def drain(self) -> None:
         """Take no more calls, answer those that came, then end; in the loop's thread."""

@@ -26,7 +26,7 @@ def main() -> int:
 
 def serve(inherited: Inherited) -> int:
     from service.doors.http.server import make_server
-    from service.doors.http.tls import TlsError
+    from service.doors.tls import TlsError
     from service.doors.tracing import TracingError
     from service.keys import KeysError
     from service.metrics import Metrics

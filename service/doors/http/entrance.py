@@ -11,7 +11,7 @@ from service.errors import Unauthorized
 from service.keys import Keys
 from service.tenants import OPEN, Tenant
 
-HEALTH: Final = "/health/"
+HEALTH: Final = ("/health/", "/v2/health/")
 METRICS: Final = "/metrics"
 DOCS: Final = ("/docs", "/openapi.json")
 

@@ -129,6 +129,7 @@ class InferenceEndpoint:
                 most,
                 exchange.deadline_us,
                 exchange.call_id,
+                exchange.tenant,
             )
         except AnswerTooLarge as error:
             if most < self.limits.max_answer_bytes:

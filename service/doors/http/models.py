@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from service.doors.http.exchange import JSON
+from service.doors.http.answering import EXCHANGE
+from service.doors.http.exchange import JSON, Exchange
 from service.doors.http.inference import InferenceEndpoint
 from service.doors.http.pages import named
 from service.doors.oip import models
@@ -81,12 +82,14 @@ class ModelPages:
         return told(models.index(self.door.state))
 
     async def model_statistics(self, request: Request) -> Response:
-        return self.counted([model_in(request)])
+        return self.counted(request, [model_in(request)])
 
     async def all_statistics(self, request: Request) -> Response:
-        return self.counted(MODELS.values())
+        return self.counted(request, MODELS.values())
 
-    def counted(self, of: Iterable[Model]) -> Response:
+    def counted(self, request: Request, of: Iterable[Model]) -> Response:
+        exchange: Exchange = request.scope[EXCHANGE]
+        exchange.tenant.require("admin", exchange.path)
         self.door.ledger.settle()
         return told({"model_stats": statistics(of, self.door.metrics)})
 

@@ -19,7 +19,7 @@ from config.sections import Settings
 from service.doors.gate import make_gate
 from service.doors.http.door import Door
 from service.doors.http.protocol import Connection
-from service.doors.http.tls import HANDSHAKE_S, Tls, make_tls
+from service.doors.tls import HANDSHAKE_S, Tls, make_tls
 from service.doors.tracing import make_tracing
 from service.errors import NotReady
 from service.metrics import Metrics

@@ -1,4 +1,4 @@
-"""TLS for the HTTP door: its certificate, and those that clients must show."""
+"""TLS for the doors: the certificate, and those that clients must show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from config.sections import ServerSettings
 
-LOG: Final = logging.getLogger("attnd.http")
+LOG: Final = logging.getLogger("attnd.doors")
 HANDSHAKE_S: Final = 10.0
 """A client that has not shaken hands by then is cut off."""
 
@@ -46,16 +46,17 @@ class Tls:
             files = f"server.tls_cert {self.certificate}, server.tls_key {self.key}"
             raise TlsError(f"{files}: {reason(error)}") from error
 
-    def read_again(self) -> None:
+    def read_again(self) -> bool:
         """Connections to come get the certificate that is in the files now. What cannot be used is
-        told in the log, and the certificate stays."""
+        told in the log, and the certificate stays. Whether there is another one."""
         try:
             self.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # half of a pair spoils a context
             self.load(self.context)
         except TlsError as error:
             LOG.error("%s: the certificate stays as it was", error)
-            return
+            return False
         LOG.info("the certificate was read again")
+        return True
 
 
 def make_tls(server: ServerSettings) -> Tls | None:

@@ -1,0 +1,46 @@
+"""TLS for the gRPC door: the certificate that HTTPS has, and those that clients must show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from config.sections import ServerSettings
+from service.doors.tls import Tls, make_tls
+
+
+class Credentials:
+    """The certificate as it is now; connections to come are made with it."""
+
+    def __init__(self, server: ServerSettings, tls: Tls) -> None:
+        self.server = server
+        self.tls = tls
+        self.now = configuration(server)
+
+    def made(self) -> Any:
+        """What grpc makes connections with; it asks again for each of them."""
+        has_ca = self.server.tls_client_ca is not None
+        return grpc.dynamic_ssl_server_credentials(self.now, lambda: self.now, has_ca)
+
+    def read_again(self) -> None:
+        """As `Tls.read_again`: what cannot be used leaves all as it was."""
+        if self.tls.read_again():
+            self.now = configuration(self.server)
+
+
+def configuration(server: ServerSettings) -> Any:
+    """The files' content; they were read before, so they are what they should be."""
+    key, chain = read(server.tls_key), read(server.tls_cert)
+    return grpc.ssl_server_certificate_configuration([(key, chain)], read(server.tls_client_ca))
+
+
+def read(path: str | None) -> bytes | None:
+    return None if path is None else Path(path).read_bytes()
+
+
+def make_credentials(server: ServerSettings) -> Credentials | None:
+    """None where gRPC is spoken in the clear. Raises TlsError."""
+    tls = make_tls(server)
+    return None if tls is None else Credentials(server, tls)
