@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -239,6 +240,23 @@ def test_what_was_admitted_is_answered_before_the_door_ends(rng: np.random.Gener
             service.backend.gate.set()
             assert ended.get(timeout=WAIT_S) is None
             made.client.close()
+
+
+def test_a_stream_on_which_nothing_comes_does_not_hold_up_the_end() -> None:
+    told: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with serving() as service:
+        with grpc_door(service) as door:
+            made = grpc_client(door)
+            made.client.start_stream(lambda result, error: told.put((result, error)))
+            made.client.async_stream_infer("pool", [])
+            result, _ = told.get(timeout=WAIT_S)
+            assert result.get_response().parameters["sequences"].int64_param == 0
+            started = time.monotonic()
+        assert time.monotonic() - started < WAIT_S / 2, "it had 30 s"
+        _, error = told.get(timeout=WAIT_S)
+        assert error.status() == "StatusCode.UNAVAILABLE" and "not_ready" in error.message()
+        made.client.stop_stream(cancel_requests=True)
+        made.client.close()
 
 
 def test_the_arena_is_as_free_after_calls_as_before(

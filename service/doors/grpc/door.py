@@ -28,6 +28,7 @@ from service.doors.oip.problems import error_text
 from service.doors.oip.statistics import statistics
 from service.doors.problems import ProblemText, document_of
 from service.doors.tracing import Tracing
+from service.errors import NotReady
 from service.image.json_body import fields_text_of_image
 from service.image.writing import PROBLEM
 from service.metrics import Metrics
@@ -55,6 +56,8 @@ class GrpcDoor:
         self.metrics = metrics
         self.link = Link(limits, has_keys=gate is not None)
         self.ledger = Ledger(metrics, tracing)
+        self.draining = asyncio.Event()
+        """Set when no more is taken."""
         self.calls = 0
         self.calls_before = -1
         """When last looked at; as many now: it is quiet."""
@@ -98,8 +101,9 @@ class GrpcDoor:
 
     async def stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
         """Each request is answered before the next is looked at, so that they take effect in the
-        order in which they came; one that fails does not end the stream."""
-        async for data in requests:
+        order in which they came; one that fails does not end the stream. The drain does, when
+        nothing is left to be answered."""
+        async for data in self.until_drain(requests, context):
             rpc = Rpc(context, "ModelStreamInfer")
             response = ModelStreamInferResponse()
             try:
@@ -117,6 +121,26 @@ class GrpcDoor:
             finally:
                 self.ledger.add(rpc)
             yield response
+
+    async def until_drain(
+        self, requests: AsyncIterator[bytes], context: Any
+    ) -> AsyncIterator[bytes]:
+        """What a stream brings; it is aborted when the drain begins while nothing comes."""
+        draining = asyncio.ensure_future(self.draining.wait())
+        try:
+            while True:
+                coming = asyncio.ensure_future(anext(requests, None))
+                await asyncio.wait((coming, draining), return_when=asyncio.FIRST_COMPLETED)
+                if not coming.done():
+                    coming.cancel()
+                    problem = document_of(NotReady(self.link.draining), b"")
+                    await context.abort(*status_of(problem))
+                data = await coming
+                if data is None:
+                    return
+                yield data
+        finally:
+            draining.cancel()
 
     async def call(self, rpc: Rpc, request: Any) -> Any:
         """The engine's answer to one request; raises whatever it deserves."""
@@ -223,6 +247,11 @@ class GrpcDoor:
         return {"models": models.index(self.link.state)}
 
     # its end
+
+    def drain(self, reason: str) -> None:
+        """Take no more calls."""
+        self.link.draining = reason
+        self.draining.set()
 
     def trim(self) -> None:
         """Give memory back that nobody has used for a while."""

@@ -76,7 +76,7 @@ class Server:
             LOG.info("gRPC at %s:%d", bracketed(self.limits.host), self.port)
             meeting = loop.create_task(self.meet(door))
             await self.ended.wait()
-            door.link.draining = DRAINING
+            door.drain(DRAINING)
             await server.stop(self.limits.drain_timeout_s + ENGINE_LATER_S)
         except RuntimeError as error:
             self.failed = f"server.host {self.limits.host}, server.grpc_port {port}: {error}"
