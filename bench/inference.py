@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, Final
 
 from bench.load import Run, Sample, backend_seconds, loop
@@ -77,19 +78,24 @@ class Rpc:
 
     def crowd(self, connections: int, limit_s: float) -> float:
         """Requests a second of as many channels, each with a thread."""
-        with ThreadPoolExecutor(connections) as pool:
+        with ExitStack() as stack, ThreadPoolExecutor(connections) as pool:
+            methods = []
+            for _ in range(connections):
+                channel, method = self.connect()
+                stack.enter_context(channel)
+                timed(method, self._messages[0])
+                methods.append(method)
             started = time.perf_counter()
-            ends = started + limit_s
-            counts = pool.map(self.count_until, [ends] * connections, range(connections))
+            ends = [started + limit_s] * connections
+            counts = list(pool.map(self.count_until, methods, ends, range(connections)))
             return sum(counts) / (time.perf_counter() - started)
 
-    def count_until(self, ends: float, turn: int) -> int:
-        channel, method = self.connect()
+    def count_until(self, method: Any, ends: float, turn: int) -> int:
+        """The calls that one channel makes until then."""
         count = 0
-        with channel:
-            while time.perf_counter() < ends:
-                timed(method, self._messages[(turn + count) % len(self._messages)])
-                count += 1
+        while time.perf_counter() < ends:
+            timed(method, self._messages[(turn + count) % len(self._messages)])
+            count += 1
         return count
 
 
