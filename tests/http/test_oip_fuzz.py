@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from copy import deepcopy
 from typing import Any
 
 import httpx
@@ -57,7 +58,7 @@ def spoil(document: Any, chance: random.Random) -> Any:
                     ODD
                 )
             case _:
-                container[key] = chance.choice(ODD)
+                container[key] = deepcopy(chance.choice(ODD))
     return spoiled
 
 
