@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from bench import fairness, service, steps
+from bench import fairness, road, service, steps
 from bench.kernel_results import KERNEL_RESULTS, run_of
 from bench.machine import RESULTS, workloads
 
@@ -114,6 +114,7 @@ TABLES: Final[dict[str, tuple[Path, Render]]] = {
     "service": (RESULTS / "service-cpu.json", service.table),
     "fairness": (RESULTS / "fairness-cpu.json", fairness.table),
     "steps": (RESULTS / "service-h200.json", steps.table),
+    "road": (RESULTS / "road-h200.json", road.table),
     "cascade_cpu": (RESULTS / "cascade-cpu.json", cascade_table),
     "core": (RESULTS / "core.json", core_table),
     "kernels": (KERNEL_RESULTS, kernels_now),

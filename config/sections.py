@@ -162,6 +162,14 @@ class ServerSettings(Section):
     """CUDA: arenas up to this size are registered with the device, which then reads and writes them
     itself. Pinned memory cannot be swapped out; 0 registers none."""
 
+    max_device_sessions: Annotated[int, Field(ge=0, le=64)] = 8
+    """CUDA: sessions that may run steps at a time, each on a stream of its own; one more is
+    refused. Beyond eight or so they share the device's queues and may wait for each other."""
+
+    device_arena_bytes: Annotated[int, Field(ge=0)] = 2 * 2**30
+    """CUDA: device memory for the arenas of those sessions, all together, beside the pool. It is
+    taken as it is asked for, and kept for later sessions."""
+
     queue_depth: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     """Operations of one namespace that may wait for the engine; one more is answered 429. Deeper
     queues ride out bursts, shallower ones push back sooner."""

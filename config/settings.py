@@ -47,6 +47,7 @@ __all__ = (
     "ServerSettings",
     "Settings",
     "SettingsError",
+    "give_streams_queues_of_their_own",
     "let_idle_threads_sleep",
     "load_settings",
 )
@@ -106,6 +107,13 @@ def let_grpc_be_silent() -> None:
     """Call before grpc is imported: its core would write lines of its own to standard error. What
     the environment says goes first."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def give_streams_queues_of_their_own() -> None:
+    """Call before the device is used: a stream that waits for its caller must not hold up another,
+    nor a kernel's first launch wait for it. What the environment says goes first."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
 def load_settings(argv: Sequence[str] = ()) -> Settings:

@@ -119,12 +119,18 @@ ARROWS: Final = (
         "the client imports numpy, ml_dtypes and its HTTP parser only",
         ("client/*",),
         beyond("numpy", "httptools", "ml_dtypes", "attnd"),
+        but=("client/src/attnd/torch/*",),
     ),
     Arrow(
-        "torch only in the cpu backend",
+        "the client's steps need torch and nothing else",
+        ("client/src/attnd/torch/*",),
+        beyond("torch", "attnd"),
+    ),
+    Arrow(
+        "torch only in the cpu backend and where the client is made for it",
         PRODUCT,
         under("torch"),
-        but=("kernels/cpu*",),
+        but=("kernels/cpu*", "client/src/attnd/torch/*"),
     ),
     Arrow(
         "cupy and the CUDA bindings only under the cuda backend and its compiler",

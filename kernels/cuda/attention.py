@@ -96,7 +96,7 @@ class Attention:
         store = scene.store
         shift = (layer or 0) * store.layer_bytes
         tensors = (q, o, lse, store.k + shift, store.v + shift)
-        call = Call(layer, *tensors, *mask, *self._partials(resident, store))
+        call = Call(layer, *tensors, *mask, *self.partials(resident, store))
         if resident.beside:
             stream = cupy.cuda.get_current_stream()
             self._fork.record(stream)
@@ -112,7 +112,7 @@ class Attention:
         if resident.merge is not None:
             resident.merge.launch(call)
 
-    def _partials(self, resident: Resident, store: Store) -> tuple[int, int]:
+    def partials(self, resident: Resident, store: Store) -> tuple[int, int]:
         """Device addresses for the batch's partial states, from one buffer that only grows."""
         if resident.partial_rows == 0:
             return 0, 0

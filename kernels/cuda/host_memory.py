@@ -69,12 +69,16 @@ class HostRanges:
 
     def unregister(self, address: int) -> None:
         """Take a range back, which no copy touches any more."""
+        self.forget(address)
         runtime.hostUnregister(address)
+
+    def forget(self, address: int) -> None:
+        """Do not count on a range any more; whoever calls unregisters it."""
         self._ranges = [(begin, end) for begin, end in self._ranges if begin != address]
 
     def clear(self) -> None:
         """Take all ranges back."""
-        for begin, _ in self._ranges:
+        for begin, _ in list(self._ranges):
             self.unregister(begin)
 
     def cut(self, address: int, size: int) -> Iterator[tuple[int, int]]:

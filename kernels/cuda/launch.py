@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import CDLL, addressof, c_char, c_void_p
 from pathlib import Path
 from struct import Struct
@@ -37,7 +37,7 @@ class Launcher:
     begin at the offsets `parameters` of it.
     """
 
-    __slots__ = ("_kernel", "_settled", "_where", "memory")
+    __slots__ = ("_kernel", "_settled", "_struct_bytes", "_where", "memory")
 
     def __init__(
         self,
@@ -56,8 +56,14 @@ class Launcher:
         for i, offset in enumerate(parameters):
             _POINTER.pack_into(self.memory, size + 8 * i, address + offset)
         self._where = address + size
+        self._struct_bytes = size
         self._kernel = kernel  # kept alive: what follows is only its address
         self._settled = (kernel.kernel.ptr, grid, 1, 1, threads, 1, 1, shared_bytes)
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for launches that are the same, whatever is written to their memory later."""
+        return (self._settled, bytes(memoryview(self.memory)[: self._struct_bytes]))
 
     def __call__(self) -> None:
         """Enqueue on CuPy's current stream."""
@@ -89,6 +95,7 @@ class OverlappingLauncher(Launcher):
         config = attribute + _ATTRIBUTE.size
         end = config + _CONFIG.size
         super().__init__(kernel, grid, threads, shared_bytes, struct.ljust(end, b"\0"))
+        self._struct_bytes = attribute
         address = self._where - end
         _ATTRIBUTE.pack_into(self.memory, attribute, _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
         sizes = (grid, 1, 1, threads, 1, 1, shared_bytes)
@@ -108,6 +115,8 @@ class Library:
         self.arch = arch
         self.overlaps = int("".join(filter(str.isdigit, arch))) >= 90
         """Whether the device can start a kernel while its predecessor ends."""
+        self.before_load: Callable[[Spec], object] = lambda _: None
+        """Called before a kernel is loaded that `prepare` did not see; may raise."""
         self._cache = cache
         self._modules: dict[Spec, Any] = {}
         self._functions: dict[tuple[Spec, str], Any] = {}
@@ -136,6 +145,7 @@ class Library:
     def _module(self, spec: Spec) -> Any:
         module = self._modules.get(spec)
         if module is None:
+            self.before_load(spec)
             compile_cached(spec, self.arch, self._cache)
             module = cupy.RawModule(path=str(cached_path(spec, self.arch, self._cache)))
             self._modules[spec] = module

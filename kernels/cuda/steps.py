@@ -45,6 +45,11 @@ _write_wide_heads: Final = _wide_writer("head_blocks", "head_groups")
 
 
 class Step(Protocol):
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """As `Launcher.signature`."""
+        ...
+
     def launch(self, call: Call) -> None:
         """Enqueue on CuPy's current stream."""
         ...
@@ -55,6 +60,10 @@ class MmaStep:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        return self._launcher.signature
 
     def launch(self, call: Call) -> None:
         launcher = self._launcher
@@ -68,6 +77,10 @@ class WideStep:
 
     def __init__(self, launcher: Launcher, maps: Callable[[int | None], TensorMaps]) -> None:
         self._launcher, self._maps = launcher, maps
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        return self._launcher.signature
 
     def launch(self, call: Call) -> None:
         launcher, maps = self._launcher, self._maps(call.layer)
@@ -88,6 +101,10 @@ class VisibleStep:
         self.address: int = memory.ptr
         self.words = words
 
+    @property
+    def signature(self) -> tuple[object, ...]:
+        return self._launcher.signature
+
     def launch(self, call: Call) -> None:
         launcher = self._launcher
         _write_table_mask(launcher.memory, call.mask_bits, call.mask_row_offsets)
@@ -99,6 +116,10 @@ class MergeStep:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        return self._launcher.signature
 
     def launch(self, call: Call) -> None:
         launcher = self._launcher

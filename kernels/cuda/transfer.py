@@ -83,14 +83,25 @@ class Transfers:
 
     def unregister(self, address: int) -> None:
         """`Backend.unregister`."""
+        if self.finish_copies(address):
+            self._ranges.unregister(address)
+
+    def forget(self, address: int) -> bool:
+        """As `unregister`, but the runtime is left to the caller, if it is to be told."""
+        found = self.finish_copies(address)
+        self._ranges.forget(address)
+        return found
+
+    def finish_copies(self, address: int) -> bool:
+        """Wait for the copies of the range that begins there; False where there is none."""
         size = self._ranges.size(address)
         if size == 0:
-            return
+            return False
         for event, owners in self._inflight:
             arrays = [owner for owner in owners if isinstance(owner, PinnedArray)]
             if any(overlap(array, address, size) for array in arrays):
                 event.synchronize()
-        self._ranges.unregister(address)
+        return True
 
     def upload_ints(self, arrays: Sequence[Int32]) -> tuple[Any, list[int]]:
         """Flat int32 arrays in one device buffer, back to back: only the first is aligned to more.

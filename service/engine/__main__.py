@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import Final
 
-from config.settings import let_idle_threads_sleep
+from config.settings import give_streams_queues_of_their_own, let_idle_threads_sleep
 from service.processes import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.engine")
@@ -18,6 +18,7 @@ def main() -> int:
     """Serve until drained; the process's exit status."""
     inherited = receive()
     let_idle_threads_sleep()
+    give_streams_queues_of_their_own()
     from service.logs import set_up_logs
 
     set_up_logs(inherited.settings.log, inherited.process)

@@ -6,19 +6,18 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
-
-import numpy as np
 
 from config.settings import ServerSettings
 from kernels.backend import Backend
+from kernels.lanes import address_of
 from service.errors import NotReady, Overloaded, Unauthorized
 from service.operations.info import InfoAnswer
 from service.operations.table import BY_NAME
 from service.road.admission import Admission
 from service.road.arena import Pinning
-from service.road.calls import Call, Cancel, SessionConfig
+from service.road.calls import Call, Event, SessionConfig
 from service.road.listening import SpareDescriptor, accept, may_connect, turn_away
 from service.road.messages import State
 from service.road.session import Session, Stages
@@ -40,6 +39,7 @@ class Callers:
         backend: Backend,
         info: InfoAnswer,
         admission: Admission,
+        unpin: Callable[[memoryview], object],
     ) -> None:
         self._listener = listener
         self._selector = selector
@@ -58,7 +58,7 @@ class Callers:
             limits=info.limits.model_dump(),
             max_arena_bytes=server.max_arena_bytes,
             default_deadline_s=server.deadline_s,
-            pinning=Pinning(self._pin, self._unpin),
+            pinning=Pinning(self._pin, unpin),
             admission=admission,
         )
         listener.setblocking(False)
@@ -94,16 +94,16 @@ class Callers:
             turn_away(sock, Overloaded(told, retry_after_s=1.0))
             return
         self._number += 1
-        session = Session(sock, self._number, self._config, self._state)
+        session = Session(sock, self._number, self._config, self._state, who.pid)
         self._sessions.add(session)
         self._ungreeted.add(session)
         self._selector.register(session, selectors.EVENT_READ, session)
 
-    def ready(self, session: Session, mask: int) -> Sequence[Call | Cancel]:
+    def ready(self, session: Session, mask: int) -> Sequence[Event]:
         """What a session's socket is ready for: its new calls, in order."""
         if mask & selectors.EVENT_WRITE:
             session.flush()
-        events: Sequence[Call | Cancel] = session.read() if mask & selectors.EVENT_READ else ()
+        events: Sequence[Event] = session.read() if mask & selectors.EVENT_READ else ()
         if self._ungreeted and session.greeted:
             self._ungreeted.discard(session)
         self._look_after(session)
@@ -192,10 +192,3 @@ class Callers:
         if len(memory) > self._server.pinned_arena_bytes:
             return False
         return self._backend.register(address_of(memory), len(memory))
-
-    def _unpin(self, memory: memoryview) -> None:
-        self._backend.unregister(address_of(memory))
-
-
-def address_of(memory: memoryview) -> int:
-    return int(np.frombuffer(memory, np.uint8, 1).ctypes.data)

@@ -16,12 +16,15 @@ from typing import Final
 
 from config.settings import Settings
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Backend
+from kernels.lanes import make_lanes
 from service import __version__
 from service.engine.callers import Callers
+from service.engine.open_steps import FREE_S
 from service.engine.place import DoesNotFit
 from service.engine.request import RequestReader
 from service.engine.scheduler import FATAL, Scheduler
 from service.engine.selftest import self_test
+from service.engine.session_lanes import SessionLanes
 from service.engine.slices import Pace
 from service.engine.store import Store
 from service.engine.work import Job
@@ -30,9 +33,10 @@ from service.image.dtypes import DTYPE_NAMES
 from service.keys import keys_of, read_again
 from service.metrics import Metrics
 from service.operations.info import InfoAnswer, LimitsAnswer
+from service.operations.step import STEP
 from service.operations.table import BY_NUMBER
 from service.road.admission import Admission
-from service.road.calls import Call, Cancel
+from service.road.calls import STEP_ROUTE, AskedArena, Call, Cancel, Event, Ready
 from service.road.messages import State
 
 LOG: Final = logging.getLogger("attnd.engine")
@@ -96,14 +100,23 @@ class Engine:
         pace = Pace(*RATES.get(backend.name, RATES["cpu"]), slice_s)
         self.store = Store(backend, pace, self.info)
         self_test(self.store)
-        self.scheduler = Scheduler(self.store, metrics, self._reply)
+        server = settings.server
+        lanes = make_lanes(backend, server.device_arena_bytes, server.max_device_sessions)
+        self.scheduler = Scheduler(self.store, metrics, self._reply, lanes)
+        self._lanes = SessionLanes(lanes, self.scheduler.steps, self.info)
         self._reader = RequestReader(self.info)
         self._jobs: dict[Call, Job] = {}
         self._answered: list[tuple[Job, str, float]] = []
         self._selector = selectors.DefaultSelector()
         self._admission = Admission(keys_of(settings.auth), secret)
         self.callers = Callers(
-            listener, self._selector, settings.server, backend, self.info, self._admission
+            listener,
+            self._selector,
+            server,
+            backend,
+            self.info,
+            self._admission,
+            lanes.unpin,
         )
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._woken, False)
@@ -147,6 +160,8 @@ class Engine:
                 self._listen()
                 started = time.monotonic()
                 self.scheduler.round()
+                if self._lanes:
+                    self._lanes.look_after()
                 self._tell(time.monotonic() - started)
         except FATAL as error:
             self._lose(f"lost: {error}: restart the service")
@@ -173,10 +188,7 @@ class Engine:
                     key.data()
             else:
                 for event in self.callers.ready(key.data, mask):
-                    if isinstance(event, Cancel):
-                        self._cancel(event.call)
-                    else:
-                        self._admit(event)
+                    self._take(event)
         for call in self.callers.left():
             self._cancel(call)
         if self._asked_to_drain and self._drain_ends is None:
@@ -186,16 +198,37 @@ class Engine:
             self._admission.keys = read_again(self._settings.auth, self._admission.keys)
             self.callers.check_keys()
 
+    def _take(self, event: Event) -> None:
+        """What a session says."""
+        match event:
+            case Call():
+                self._admit(event)
+            case Cancel():
+                self._cancel(event.call)
+            case Ready():
+                self._run_layer(event)
+            case AskedArena():
+                self._lanes.asked(event)
+
+    def _run_layer(self, event: Ready) -> None:
+        """A layer of a step in host memory."""
+        job = self._jobs.get(event.call)
+        if job is not None and self.scheduler.steps.layer(job, event.layer) is None:
+            self._lanes.tell_done(event.call, event.layer)
+
     def _patience(self) -> float | None:
         """Seconds to wait for sockets: none while there is work that they could join."""
         scheduler = self.scheduler
         if not scheduler.busy:
-            return self.callers.patience
+            return FREE_S if scheduler.steps.any_spoilt else self.callers.patience
+        if scheduler.steps_only and not scheduler.steps.is_young:
+            return 1e-3
         return 1e-3 if scheduler.flight_s > SPIN_S else 0.0
 
     def _admit(self, call: Call) -> None:
         """Let a call wait for its turn, or answer it with what speaks against it."""
-        operation = BY_NUMBER[call.operation]
+        is_step = call.operation == STEP_ROUTE
+        operation = STEP if is_step else BY_NUMBER[call.operation]
         now = time.monotonic()
         try:
             if self.state.state != "ready":
@@ -204,7 +237,8 @@ class Engine:
             tenant = call.tenant
             if self.scheduler.depth(tenant.namespace) >= self._settings.server.queue_depth:
                 self._refuse_overload(operation.frees)
-            request = self._reader.read(operation, call)
+            reader = self._lanes if is_step else self._reader
+            request = reader.read(operation, call)
         except AttndError as error:
             self.callers.fail(call, error)
             self._count_refused(call, operation.name, error)

@@ -38,6 +38,8 @@ class Request:
     place: Place
     tenant: Tenant = OPEN
     known: dict[str, Any] = field(default_factory=dict)
+    step: Any = None
+    """A step's lane: `StepPlace`."""
 
 
 class RequestReader:

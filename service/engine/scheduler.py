@@ -15,18 +15,22 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Final
 
 from kernels.backend import DeviceLost
+from kernels.lanes import Lanes
 from service.core.errors import IntegrityError
 from service.engine.fair import FairQueue
 from service.engine.holds import Holds
 from service.engine.longs import Longs
+from service.engine.open_steps import OpenSteps
 from service.engine.refusals import as_refusal
 from service.engine.store import Store, StoreLost
 from service.engine.turns import sharing_of, turn_of
-from service.engine.work import Alone, Grouped, Job, Launch, Sliced
+from service.engine.work import Alone, Grouped, Job, Launch, Opened, Sliced
 from service.errors import Cancelled, DeadlineExceeded, Internal, OutOfPages
 from service.metrics import Metrics
 
 MAX_IN_FLIGHT: Final = 2
+ABORT_S: Final = 2.0
+"""How long steps may take to let go of the device when everything is given up."""
 FATAL: Final = (DeviceLost, StoreLost, IntegrityError)
 """After these nothing in the pool can be trusted."""
 
@@ -36,7 +40,9 @@ LOG: Final = logging.getLogger("attnd.engine")
 class Scheduler:
     """One thread's. `reply` takes a job whose answer is in its place, or whose `error` is set."""
 
-    def __init__(self, store: Store, metrics: Metrics, reply: Callable[[Job], None]) -> None:
+    def __init__(
+        self, store: Store, metrics: Metrics, reply: Callable[[Job], None], lanes: Lanes
+    ) -> None:
         self._store = store
         self._metrics = metrics
         self._reply = reply
@@ -48,6 +54,7 @@ class Scheduler:
         self._launches: deque[Launch] = deque()
         self._holds = Holds()
         self._longs = Longs(store, metrics, self._end_long)
+        self.steps = OpenSteps(metrics, lanes, self._end_step)
 
     @property
     def num_waiting(self) -> int:
@@ -61,7 +68,14 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do but wait for callers."""
-        return bool(self._waiting.count or self._launches or self._group or self._longs)
+        return bool(
+            self._waiting.count or self._launches or self._group or self._longs or self.steps
+        )
+
+    @property
+    def steps_only(self) -> bool:
+        """Whether open steps, and whoever waits for them, are all there is."""
+        return not (self._launches or self._group or self._longs)
 
     @property
     def flight_s(self) -> float:
@@ -87,11 +101,13 @@ class Scheduler:
         self._submit()
         self._settle()
         self._longs.advance()
+        self.steps.advance()
 
     def give_up(self, error: Exception) -> None:
         """Answer all that waits or is long with `error`; what a launch holds still finishes."""
         waiting, self._waiting = self._waiting, FairQueue()
         self._longs.stop_all(error)
+        self.steps.abort_all(error, ABORT_S)
         for job in waiting:
             self._refuse(job, error)
 
@@ -103,7 +119,7 @@ class Scheduler:
         if not waiting.count:
             return
         held: list[Job] = []
-        behind = Holds() if self._holds else None
+        behind = Holds() if self._holds or self.steps else None
         while waiting.count and not (self._is_closed and not self._submit()):
             job = waiting.first()
             if not self._is_wanted(job):
@@ -113,7 +129,8 @@ class Scheduler:
                 held.append(waiting.pop())
             elif self._turn(job):
                 waiting.pop()
-                behind = Holds() if behind is None and self._holds else behind
+                held_now = self._holds or self.steps
+                behind = Holds() if behind is None and held_now else behind
                 if waiting.count and not waiting.depth(job.request.tenant.namespace):
                     self._is_closed = bool(self._group)
             else:
@@ -123,7 +140,9 @@ class Scheduler:
 
     def _is_held(self, job: Job, behind: Holds) -> bool:
         """Whether long work, or one that waits for it, has a sequence of the job's."""
-        return self._holds.stop(job.request) or behind.stop(job.request)
+        request = job.request
+        lane = None if request.step is None else request.step.lane
+        return self._holds.stop(request) or behind.stop(request) or self.steps.stop(job, lane)
 
     def _is_wanted(self, job: Job) -> bool:
         """False when its deadline passed: it is answered, not run."""
@@ -147,9 +166,14 @@ class Scheduler:
             return False
         if (turn.is_barrier or job.alone) and not self._settled():
             return False
+        if job.request.step is not None and self._is_unsettled(job) and not self._settled():
+            return False
         self._begin(job)
         if isinstance(job.work, Sliced):
             return self._begin_long(job, job.work)
+        if isinstance(job.work, Opened):
+            self.steps.begin(job, job.work)
+            return True
         self._group.append(job)
         if sharing is not None and job.error is None:
             self._sharing = sharing
@@ -161,6 +185,8 @@ class Scheduler:
         """The turn itself: fills `work`, or `error`."""
         job.work = job.error = None
         try:
+            if job.request.step is not None:
+                self.steps.check(job.request.step.lane)
             job.work = turn_of(job.request).begin(self._store, job.request, job.seconds)
         except FATAL:
             raise
@@ -185,6 +211,23 @@ class Scheduler:
             self._holds.release(job.request, job.work.made)
         if error is not None:
             job.error = error if isinstance(error, Cancelled) else self._refusal(job, error)
+        self._answer([job])
+
+    def _is_unsettled(self, job: Job) -> bool:
+        """Whether what may yet be undone and run again has a sequence of the job's."""
+        names = set(job.request.fields.ids)
+        others = [one for launch in self._launches for one in launch.jobs] + self._group
+        for other in others:
+            turn = turn_of(other.request)
+            if not names.isdisjoint(turn.reads(other.request)):
+                return True
+            if not names.isdisjoint(turn.writes(other.request)):
+                return True
+        return False
+
+    def _end_step(self, job: Job, error: Exception | None) -> None:
+        """A step is over, or was not to go on (and has been undone)."""
+        job.error = error
         self._answer([job])
 
     # Launches.

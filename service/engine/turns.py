@@ -19,6 +19,7 @@ from service.engine.sequences import (
 )
 from service.engine.states import merge, ragged_prefill
 from service.engine.status import info, pool
+from service.engine.steps import step
 from service.engine.store import Store
 from service.engine.work import Seconds, Work
 
@@ -88,6 +89,7 @@ TURNS: Final[dict[str, Turn]] = {
     "merge": Turn(merge, launches=True),
     "info": Turn(info),
     "pool": Turn(pool),
+    "step": Turn(step, ids_of, ids_of),
 }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kernels.backend import Attend, AttentionState, Pending
+from kernels.lanes import Lane, Run
 from service.core.values import Extension
 from service.engine.request import Request
 
@@ -116,7 +117,21 @@ class Sliced:
                 result = self.steps.send(result).start().result()
 
 
-Work = Answered | Grouped | Alone | Sliced
+@dataclass(frozen=True, slots=True, eq=False)
+class Opened:
+    """A step on its lane: over when `run` is done, which is its caller's affair.
+
+    `undo` takes back all that the operation changed, once nothing of it runs any more.
+    """
+
+    run: Run
+    undo: Callable[[], None]
+    lane: Lane
+    counts: Counts = NOTHING
+    extension: None = None
+
+
+Work = Answered | Grouped | Alone | Sliced | Opened
 
 
 @dataclass(slots=True, eq=False)

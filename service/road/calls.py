@@ -63,8 +63,32 @@ class Call:
     cancelled: bool = False
 
 
+STEP_ROUTE: Final = 0
+"""`Call.operation` of a step: its request is the description, and it has no place."""
+
+
+@dataclass(slots=True, eq=False)
+class AskedArena:
+    """A caller wants a device arena of so many bytes, or its flags cleared after an abort."""
+
+    session: Session
+    arena_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Ready:
+    """A caller says that a layer of its step is ready; lanes in host memory have no flags."""
+
+    call: Call
+    layer: int
+
+
 @dataclass(slots=True, eq=False)
 class Cancel:
     """The caller no longer wants a call that is not answered yet; it is answered all the same."""
 
     call: Call
+
+
+Event = Call | Cancel | AskedArena | Ready
+"""What a session hands to the engine."""

@@ -21,6 +21,12 @@ GROWN: Final = 19
 STATE: Final = 20
 REFUSED: Final = 21
 TENANT: Final = 22
+DEVICE: Final = 23
+DEVICE_ARENA: Final = 24
+STEP: Final = 25
+OPENED: Final = 26
+READY: Final = 27
+DONE: Final = 28
 
 NAMES: Final = {
     CALL: "CALL",
@@ -33,6 +39,12 @@ NAMES: Final = {
     STATE: "STATE",
     REFUSED: "REFUSED",
     TENANT: "TENANT",
+    DEVICE: "DEVICE",
+    DEVICE_ARENA: "DEVICE_ARENA",
+    STEP: "STEP",
+    OPENED: "OPENED",
+    READY: "READY",
+    DONE: "DONE",
 }
 
 HEADER: Final = Struct("<HHI")
@@ -47,6 +59,11 @@ ANSWER_PAYLOAD: Final = Struct("<QHHIQQ6f")
 ANSWER_FRAME: Final = Struct("<HHIQHHIQQ6f")
 CANCEL_FRAME: Final = Struct("<HHIQ")
 CALL_ID: Final = Struct("<Q")
+STEP_HEAD: Final = Struct("<QI4x16s")
+"""id, deadline in µs, reserved, request id; the description, JSON, comes behind it."""
+LAYER_PAYLOAD: Final = Struct("<QI4x")
+"""id of the step, layer, reserved."""
+LAYER_FRAME: Final = Struct("<HHIQI4x")
 
 INLINE: Final = 1
 """Flag of an ANSWER whose image follows in the frame itself."""
@@ -58,6 +75,8 @@ MAX_JSON_BYTES: Final = 64 * 2**10
 """Longest JSON payload that the engine reads from a caller."""
 MAX_INLINE_BYTES: Final = 64 * 2**20
 """Longest image inside a frame: problems that list the ids or lengths of a large call."""
+MAX_STEP_BYTES: Final = 2**20
+"""Longest description of a step."""
 BUFFER_BYTES: Final = 64 * 2**10
 
 Sizes = Mapping[int, tuple[int, int]]
@@ -70,6 +89,9 @@ FROM_CALLER: Final[Sizes] = {
     HELLO: (2, MAX_JSON_BYTES),
     GROW: (2, MAX_JSON_BYTES),
     TENANT: (2, MAX_JSON_BYTES),
+    DEVICE: (2, MAX_JSON_BYTES),
+    STEP: (STEP_HEAD.size + 2, STEP_HEAD.size + MAX_STEP_BYTES),
+    READY: (LAYER_PAYLOAD.size, LAYER_PAYLOAD.size),
 }
 """What the engine reads: smallest and largest payload of each kind."""
 FROM_ENGINE: Final[Sizes] = {
@@ -78,6 +100,9 @@ FROM_ENGINE: Final[Sizes] = {
     GROWN: (2, MAX_INLINE_BYTES),
     STATE: (2, MAX_INLINE_BYTES),
     REFUSED: (2, MAX_INLINE_BYTES),
+    DEVICE_ARENA: (2, MAX_INLINE_BYTES),
+    OPENED: (CALL_ID.size + 2, MAX_INLINE_BYTES),
+    DONE: (LAYER_PAYLOAD.size, LAYER_PAYLOAD.size),
 }
 
 

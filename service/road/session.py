@@ -11,11 +11,12 @@ from service.errors import AttndError, MalformedRequest, NoSuchRoute, Overloaded
 from service.road import frames as f
 from service.road.admission import Standing
 from service.road.arena import ALIGNMENT, Arena, check_place
-from service.road.calls import Call, Cancel, SessionConfig
+from service.road.calls import Call, Cancel, Event, SessionConfig
 from service.road.messages import VERSION, Grown, State, Welcome, message, read_grow, read_hello
 from service.road.messages import refusal as refused
 from service.road.output import Output, Unread
 from service.road.problems import problem_image
+from service.road.stepping import read_stepping
 
 CallValues = tuple[int, int, int, int, int, int, int, int, bytes]
 Stages = tuple[float, ...]
@@ -29,10 +30,16 @@ class Session:
     """
 
     def __init__(
-        self, sock: socket.socket, number: int, config: SessionConfig, state: State
+        self,
+        sock: socket.socket,
+        number: int,
+        config: SessionConfig,
+        state: State,
+        pid: int = -1,
     ) -> None:
         sock.setblocking(False)
         self.sock = sock
+        self.pid = pid
         self.number = number
         self.config = config
         self.state = state
@@ -74,9 +81,9 @@ class Session:
 
     # what arrives
 
-    def read(self) -> list[Call | Cancel]:
+    def read(self) -> list[Event]:
         """What has arrived, in order; never raises. Look at `ended` and `wants_write` then."""
-        events: list[Call | Cancel] = []
+        events: list[Event] = []
         if self.ended:
             return events
         reader = self.reader
@@ -98,7 +105,7 @@ class Session:
                         waiting.cancelled = True
                         events.append(Cancel(waiting))
                 else:
-                    self.read_message(kind, bytes(reader.window[start : start + size]))
+                    self.read_rare(kind, bytes(reader.window[start : start + size]), events)
         except (BlockingIOError, InterruptedError):
             return events
         except (f.FrameError, Unauthorized) as error:
@@ -149,6 +156,13 @@ class Session:
         except AttndError as error:
             status, image = problem_image(error)
         self.send_answer(number, status, inline=image)
+
+    def read_rare(self, kind: int, payload: bytes, events: list[Event]) -> None:
+        """HELLO, GROW, or a frame of steps."""
+        if kind in (f.HELLO, f.GROW):
+            self.read_message(kind, payload)
+        elif (event := read_stepping(self, kind, payload)) is not None:
+            events.append(event)
 
     def read_message(self, kind: int, payload: bytes) -> None:
         """HELLO, TENANT or GROW."""

@@ -15,6 +15,7 @@ from engine_caller import Caller, Refused, append, code, create, decode, outcome
 from engine_fakes import FakeBackend
 
 from config.settings import Settings
+from kernels.host_lanes import HostLanes
 from service.engine import request as requests
 from service.engine.engine import make_info
 from service.engine.place import Place
@@ -93,7 +94,7 @@ def test_no_tensor_of_a_request_that_is_over_is_kept(
     info = make_info(backend, Settings())
     store = Store(backend, Pace(4e9, 2e10, slice_ms / 1e3), info)
     answered: list[Job] = []
-    scheduler = Scheduler(store, Metrics(), answered.append)
+    scheduler = Scheduler(store, Metrics(), answered.append, HostLanes(store.backend))
 
     def ask(name: str, fields: dict[str, Any], **tensors: Any) -> Job:
         operation = BY_NAME[name]

@@ -66,7 +66,14 @@ def test_more_calls_than_may_wait_are_refused_as_overload() -> None:
         assert [call.id for call in calls(session)] == [2]
 
 
+STEP = f.frame(f.STEP, f.STEP_HEAD.pack(1, 0, bytes(16)) + b"{}")
 OFFENCES = [
+    (STEP + STEP, "STEP 1 while 1 waits for its answer"),
+    (call_frame(1) + STEP, "STEP 1 while 1 waits for its answer"),
+    (f.frame(f.STEP, bytes(33)), "payload of 33 bytes in STEP: between 34 and"),
+    (f.frame(f.READY, f.LAYER_PAYLOAD.pack(77, 0)), "READY for 77, which is a CALL"),
+    (f.frame(f.DEVICE, b"[]"), "DEVICE is not a JSON object"),
+    (f.frame(f.OPENED, bytes(10)), "frame kind 26: this end reads"),
     (call_frame(1, reserved=7), "tenant field of CALL 1 is 7: send 0"),
     (call_frame(1) + call_frame(1), "CALL 1 while call 1 waits for its answer"),
     (f.frame(f.HELLO, b'{"version":1,"arena_bytes":1}'), "HELLO came twice"),
@@ -102,6 +109,8 @@ def test_what_breaks_the_protocol_ends_the_session_with_the_reason(
 
 
 EARLY = [
+    (STEP, "STEP before HELLO"),
+    (f.frame(f.DEVICE, b'{"arena_bytes":1}'), "DEVICE before HELLO"),
     (call_frame(1), "CALL before HELLO"),
     (grow(4096), "GROW before HELLO"),
     (f.frame(f.HELLO, b'{"version":2,"arena_bytes":1}'), "version 2: this service speaks"),

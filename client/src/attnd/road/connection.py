@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from attnd.errors import (
     ArenaFull,
@@ -30,7 +30,11 @@ from attnd.road.areas import Areas, Laid
 from attnd.road.arena import Slot
 from attnd.road.frames import Answer, FrameReader
 from attnd.road.greeting import greet, remaining
+from attnd.road.stepping import StepCall
 from attnd.road.waiting import Waiting
+
+STEPPING: Final = (frames.OPENED, frames.DONE)
+"""Frames that begin with a step's number."""
 
 
 class Connection:
@@ -48,6 +52,8 @@ class Connection:
         self._numbers = 0
         self._pending: dict[int, Waiting] = {}
         self._growing: Waiting | None = None
+        self._told_of: dict[tuple[int, int], Waiting] = {}
+        """Who waits to be told what, by the frame's kind and the step (0: the arena's)."""
         self._reader = FrameReader()
         self._sending = threading.Lock()
         self._reading = threading.Lock()
@@ -132,9 +138,50 @@ class Connection:
             with self._sending, suppress(AttndError):
                 self._send(frames.cancel_frame(number), time.monotonic() + 0.1)
 
+    # steps: see attnd.road.stepping
+
+    def send_step(self, description: bytes, deadline_us: int, ends: float) -> StepCall:
+        """Describe a step, without waiting for anything."""
+        over, opened = Waiting(None), Waiting(None)
+        with self._sending:
+            self._numbers = number = self._numbers + 1
+            self._pending[number] = over
+            self._told_of[frames.OPENED, number] = opened
+            try:
+                self._send(frames.step_frame(number, deadline_us, bytes(16), description), ends)
+            except BaseException:
+                del self._pending[number], self._told_of[frames.OPENED, number]
+                raise
+        return StepCall(self, number, over, opened)
+
+    def ask(
+        self, frame: bytes, kind: int, number: int, ends: float
+    ) -> Answer | int | dict[str, Any]:
+        """Send a frame, and wait for the one of `kind` that answers it."""
+        waiting = Waiting(None)
+        self._told_of[kind, number] = waiting
+        try:
+            with self._sending:
+                self._send(frame, ends)
+            return self._wait(waiting, ends)
+        finally:
+            self._told_of.pop((kind, number), None)
+
+    def wait(self, waiting: Waiting, ends: float) -> Answer | int | dict[str, Any]:
+        """What comes for someone who waits; raises `TransportError` when nothing does."""
+        return self._wait(waiting, ends)
+
+    def fileno(self) -> int:
+        """The socket's, to see its end."""
+        return self._socket.fileno()
+
+    def cancel(self, number: int) -> None:
+        """Take a step back; it is answered all the same."""
+        self._cancel(number)
+
     # answers
 
-    def _wait(self, waiting: Waiting, ends: float) -> Answer | int:
+    def _wait(self, waiting: Waiting, ends: float) -> Answer | int | dict[str, Any]:
         while (answer := waiting.answer) is None:
             if self.broken:
                 if self._refusal is not None:
@@ -147,7 +194,7 @@ class Connection:
                             raise TimedOut("no answer within the timeout")
                 finally:
                     self._reading.release()
-                    if self._pending or self._growing is not None:
+                    if self._pending or self._growing is not None or self._told_of:
                         self._wake_next()
             else:
                 self._follow(waiting, ends)
@@ -165,9 +212,12 @@ class Connection:
         finally:
             waiting.gate = None
 
+    def _everyone(self) -> list[Waiting | None]:
+        return [*self._pending.values(), self._growing, *self._told_of.values()]
+
     def _wake_next(self) -> None:
         """Let another one that waits read."""
-        for waiting in [*self._pending.values(), self._growing]:
+        for waiting in self._everyone():
             if waiting is not None and waiting.answer is None and waiting.gate is not None:
                 waiting.wake()
                 return
@@ -191,6 +241,9 @@ class Connection:
         """Hand out the frames that came."""
         while (frame := self._reader.take()) is not None:
             kind, payload = frame
+            if kind in STEPPING:
+                self._told_step(kind, payload)
+                continue
             if kind != frames.ANSWER:
                 self._told(kind, frames.read_json(payload))
                 continue
@@ -199,6 +252,20 @@ class Connection:
             if waiting is None:
                 raise ProtocolError(f"an answer to call {number}, which waits for none")
             waiting.settle()
+            waiting.answer = answer
+            waiting.wake()
+            for told in (frames.OPENED, frames.DONE):
+                self._hand(told, number, answer)
+
+    def _told_step(self, kind: int, payload: bytes) -> None:
+        """A step has been accepted, or one of its layers is done."""
+        number = frames.read_number(payload)
+        rest = payload[frames.STEP_NUMBER.size :]
+        self._hand(kind, number, frames.read_json(rest) if kind == frames.OPENED else number)
+
+    def _hand(self, kind: int, number: int, answer: Answer | int | dict[str, Any]) -> None:
+        waiting = self._told_of.pop((kind, number), None)
+        if waiting is not None:
             waiting.answer = answer
             waiting.wake()
 
@@ -211,6 +278,8 @@ class Connection:
             self.arena.grow(int(content.get("arena_bytes", 0)))
             self._growing.answer = self.arena.slots.size
             self._growing.wake()
+        elif kind == frames.DEVICE_ARENA:
+            self._hand(kind, 0, content)
         elif kind == frames.REFUSED:
             self._refusal = content
             self._break(f"the engine refused the session: {content.get('detail', '')}")
@@ -263,7 +332,7 @@ class Connection:
     def _break(self, reason: str) -> None:
         """The first reason stays; everyone who waits is told."""
         self.broken = self.broken or reason
-        for waiting in [*self._pending.values(), self._growing]:
+        for waiting in self._everyone():
             if waiting is not None:
                 waiting.wake()
 

@@ -21,6 +21,12 @@ GROW: Final = 18
 GROWN: Final = 19
 STATE: Final = 20
 REFUSED: Final = 21
+DEVICE: Final = 23
+DEVICE_ARENA: Final = 24
+STEP: Final = 25
+OPENED: Final = 26
+READY: Final = 27
+DONE: Final = 28
 
 HEADER: Final = Struct("<HHI")
 """kind, flags (zero), payload bytes."""
@@ -30,6 +36,11 @@ and capacity, request id."""
 ANSWER_PAYLOAD: Final = Struct("<QHHIQQ6f")
 """id, status, flags, reserved, image length, capacity needed, seconds of six stages."""
 CANCEL_FRAME: Final = Struct("<HHIQ")
+STEP_FRAME: Final = Struct("<HHIQI4x16s")
+"""The header; id, deadline in µs, reserved, request id. The description follows, as JSON."""
+STEP_NUMBER: Final = Struct("<Q")
+LAYER_FRAME: Final = Struct("<HHIQI4x")
+"""The header; id of the step, layer, reserved."""
 
 INLINE: Final = 1
 """Flag of an answer whose image follows in the frame."""
@@ -73,6 +84,25 @@ def call_frame(
 def cancel_frame(number: int) -> bytes:
     """Take call `number` back; it is answered all the same."""
     return CANCEL_FRAME.pack(CANCEL, 0, CANCEL_FRAME.size - HEADER.size, number)
+
+
+def step_frame(number: int, deadline_us: int, request_id: bytes, description: bytes) -> bytes:
+    """A step, to be answered when it is over."""
+    size = STEP_FRAME.size - HEADER.size + len(description)
+    return STEP_FRAME.pack(STEP, 0, size, number, deadline_us, request_id) + description
+
+
+def ready_frame(number: int, layer: int) -> bytes:
+    """A layer of a step in host memory is ready."""
+    return LAYER_FRAME.pack(READY, 0, LAYER_FRAME.size - HEADER.size, number, layer)
+
+
+def read_number(payload: bytes) -> int:
+    """The step that a frame tells of."""
+    if len(payload) < STEP_NUMBER.size:
+        raise ProtocolError(f"a frame of {len(payload)} bytes that names no step")
+    number: int = STEP_NUMBER.unpack_from(payload)[0]
+    return number
 
 
 def json_frame(kind: int, content: dict[str, Any]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 from contextlib import suppress
+from typing import Any
 
 from attnd.road.areas import Laid
 from attnd.road.frames import Answer
@@ -17,7 +18,7 @@ class Waiting:
     def __init__(self, laid: Laid | None) -> None:
         self.laid = laid
         self.given_up = False
-        self.answer: Answer | int | None = None
+        self.answer: Answer | int | dict[str, Any] | None = None
         self.gate: _thread.LockType | None = None
 
     def wake(self) -> None:

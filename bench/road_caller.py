@@ -1,0 +1,136 @@
+"""A model runner's side of steps: `python -m bench.road_caller`, a process of its own for each run.
+
+It fills sequences by prefill steps, then decodes: q, k and v are copied into the slots of a layer
+and o out of them, as projections would write and read them, and nothing else is computed. Prints
+one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Callable
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+import torch
+from attnd.torch import Slots, Step, TorchSession
+
+CHUNK: Final = 1024
+FILLED_AT_ONCE: Final = 8
+WARM_STEPS: Final = 8
+
+
+class Runner:
+    """Decode steps of a batch, on tensors of a model's own."""
+
+    def __init__(self, session: TorchSession, names: list[str], heads: int, layers: int) -> None:
+        self.session, self.names, self.layers = session, names, layers
+        self.slots: Slots = session.slots(len(names), heads, rotation=2)
+        self.q, self.k, self.v = (
+            torch.randn(part.shape, device=session.device, dtype=torch.float32).to(part.dtype)
+            for part in (self.slots.q(0), self.slots.k(0), self.slots.v(0))
+        )
+        self.o = torch.zeros_like(self.q)
+
+    def go_through(self) -> None:
+        """All layers, on the current stream."""
+        for layer in range(self.layers):
+            self.slots.q(layer).copy_(self.q)
+            self.slots.k(layer).copy_(self.k)
+            self.slots.v(layer).copy_(self.v)
+            self.o.copy_(self.slots.attend(layer))
+
+    def measure(self, run: Callable[[], None], steps: int) -> dict[str, float]:
+        """Microseconds of a layer, by the device's clock, of steps that are said one ahead."""
+        events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        ahead = self.session.step(self.names, self.slots)
+        torch.cuda.synchronize()
+        host, last = 0.0, ahead
+        events[0].record()
+        for number in range(steps):
+            started = time.perf_counter()
+            with ahead as step:
+                if number + 1 < steps:
+                    ahead = self.session.step(self.names, self.slots)
+                run()
+                step.handed_over()
+            last = step
+            host += time.perf_counter() - started
+            events[number + 1].record()
+        last.wait()
+        torch.cuda.synchronize()
+        pairs = zip(events[WARM_STEPS:], events[WARM_STEPS + 1 :], strict=False)
+        taken = [begin.elapsed_time(end) / self.layers * 1e3 for begin, end in pairs]
+        return {
+            "layer_us": round(median(taken), 2),
+            "layer_p90_us": round(float(np.percentile(taken, 90)), 2),
+            "host_us": round(host / steps / self.layers * 1e6, 2),
+        }
+
+    def captured(self) -> Callable[[], None]:
+        """`go_through` as a CUDA graph."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.go_through()
+        return graph.replay
+
+    def error(self) -> float:
+        """The last layer's o against the ordinary operation over the same tokens."""
+        layer = self.layers - 1
+        told = self.session.session.decode(layer, self.names, self.q.cpu().numpy())
+        return float(np.abs(told.o.astype(np.float32) - self.o.float().cpu().numpy()).max())
+
+
+def fill(session: TorchSession, names: list[str], heads: int, layers: int, kv_len: int) -> None:
+    """Random tokens, by prefill steps."""
+    some = min(FILLED_AT_ONCE, len(names))
+    chunk = min(CHUNK, kv_len)
+    slots = session.slots(some * chunk, heads)
+    for tensor in (slots.q(0), slots.k(0), slots.v(0)):
+        tensor.normal_()
+    for first in range(0, len(names), some):
+        for _ in range(kv_len // chunk):
+            indptr = list(range(0, some * chunk + 1, chunk))
+            step: Step = session.step(names[first : first + some], slots, qo_indptr=indptr)
+            with step:
+                for layer in range(layers):
+                    step.attend(layer)
+    step.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.road_caller")
+    parser.add_argument("--socket", required=True)
+    for name in ("device", "batch", "kv-len", "heads", "layers", "steps"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    asked = parser.parse_args()
+    names = [f"s{number}" for number in range(asked.batch)]
+    warnings.simplefilter("ignore", RuntimeWarning)
+    arena = 256 * 2**20
+    torch.cuda.set_device(asked.device)
+    with TorchSession(
+        asked.socket, timeout=120.0, device=asked.device, arena_bytes=arena
+    ) as session:
+        plain = session.session
+        for name in names:
+            plain.create_sequence(name)
+        fill(session, names, asked.heads, asked.layers, asked.kv_len)
+        runner = Runner(session, names, asked.heads, asked.layers)
+        found: dict[str, Any] = {
+            "placement": session.placement.kind,
+            "hand_over_us": round(session.placement.hand_over_us, 2),
+            "steps": runner.measure(runner.go_through, asked.steps),
+            "graph": runner.measure(runner.captured(), asked.steps),
+        }
+        found["error"] = runner.error()
+        for name in names:
+            plain.truncate(name, asked.kv_len)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

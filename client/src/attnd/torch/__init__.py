@@ -1,0 +1,11 @@
+"""Steps from torch: q, k, v and o in memory shared with the engine, in the order of torch's stream.
+
+See `TorchSession`. Needs torch; on CUDA its own driver library is all there is beside it.
+"""
+
+from attnd.torch.placement import Placement, TimeSliced
+from attnd.torch.session import TorchSession
+from attnd.torch.slots import Slots
+from attnd.torch.step import Step
+
+__all__ = ["Placement", "Slots", "Step", "TimeSliced", "TorchSession"]

@@ -1,0 +1,133 @@
+"""The few calls of the CUDA driver that torch does not have, by ctypes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from ctypes import (
+    CDLL,
+    POINTER,
+    Structure,
+    byref,
+    c_char,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_ubyte,
+    c_uint,
+    c_uint64,
+    c_void_p,
+    create_string_buffer,
+)
+from struct import Struct
+from typing import Any, Final
+
+LAZY_PEER_ACCESS: Final = 1
+MPS_ENABLED: Final = 133
+NATIVE_ATOMICS: Final = 3
+WAIT: Final = 1
+WRITE: Final = 2
+EQUAL: Final = 1
+"""Flag of a wait: until the word is equal to the value."""
+OPERATION: Final = Struct("<I4xQQI20x")
+"""`CUstreamBatchMemOpParams`: what, where, the value, flags."""
+MOST_AT_ONCE: Final = 128
+
+
+class DriverError(RuntimeError):
+    """The driver refused a call."""
+
+
+class IpcHandle(Structure):
+    """`CUipcMemHandle`, which goes by value."""
+
+    _fields_ = [("reserved", c_char * 64)]
+
+
+@functools.cache
+def library() -> Any:
+    """The driver, with the calls' types set."""
+    cuda = CDLL("libcuda.so.1")
+    cuda.cuIpcOpenMemHandle_v2.argtypes = (POINTER(c_uint64), IpcHandle, c_uint)
+    cuda.cuIpcCloseMemHandle.argtypes = (c_uint64,)
+    cuda.cuStreamBatchMemOp_v2.argtypes = (c_void_p, c_uint, c_char_p, c_uint)
+    cuda.cuMemsetD8Async.argtypes = (c_uint64, c_ubyte, c_size_t, c_void_p)
+    cuda.cuGetErrorName.argtypes = (c_int, POINTER(c_char_p))
+    return cuda
+
+
+def check(status: int, what: str) -> None:
+    """Raises `DriverError` with the driver's own name of the error."""
+    if status:
+        name = c_char_p()
+        library().cuGetErrorName(status, byref(name))
+        raise DriverError(f"{what}: {(name.value or b'unknown').decode()}")
+
+
+def open_memory(handle: bytes) -> int:
+    """Map another process's device memory into the current context; its address there."""
+    shared = IpcHandle.from_buffer_copy(handle)
+    address = c_uint64()
+    status = library().cuIpcOpenMemHandle_v2(byref(address), shared, LAZY_PEER_ACCESS)
+    check(status, "the engine's arena cannot be mapped (is its GPU visible here?)")
+    return address.value
+
+
+def close_memory(address: int) -> None:
+    check(library().cuIpcCloseMemHandle(address), "cuIpcCloseMemHandle")
+
+
+def operations(kinds: Sequence[tuple[int, int, int]]) -> Callable[[int], None]:
+    """Waits and writes, (WAIT or WRITE, address, value), as a function that enqueues them all on a
+    stream. A write comes after everything before it, for whoever sees it; a wait holds up
+    everything behind it."""
+    packed = b"".join(
+        OPERATION.pack(kind, address, value, EQUAL if kind == WAIT else 0)
+        for kind, address, value in kinds
+    )
+    parts = [
+        create_string_buffer(packed[i : i + MOST_AT_ONCE * OPERATION.size])
+        for i in range(0, len(packed), MOST_AT_ONCE * OPERATION.size)
+    ]
+    calls = [((len(part) - 1) // OPERATION.size, part) for part in parts]
+    enqueue = library().cuStreamBatchMemOp_v2
+
+    def run(stream: int) -> None:
+        for count, part in calls:
+            if status := enqueue(stream, count, part, 0):
+                check(status, "cuStreamBatchMemOp")
+
+    return run
+
+
+def clear(address: int, size: int, stream: int) -> None:
+    """Zero bytes, in the order of a stream."""
+    check(library().cuMemsetD8Async(address, 0, size, stream), "cuMemsetD8Async")
+
+
+def device_of(index: int) -> int:
+    device = c_int()
+    check(library().cuDeviceGet(byref(device), index), "cuDeviceGet")
+    return device.value
+
+
+def uuid_of(index: int) -> str:
+    """The GPU's own id, the same in every process."""
+    told = (c_ubyte * 16)()
+    check(library().cuDeviceGetUuid_v2(told, device_of(index)), "cuDeviceGetUuid")
+    return bytes(told).hex()
+
+
+def has_mps(index: int) -> bool:
+    """Whether contexts on the GPU go through MPS."""
+    value = c_int()
+    status = library().cuDeviceGetAttribute(byref(value), MPS_ENABLED, device_of(index))
+    return status == 0 and value.value != 0
+
+
+def has_nvlink(index: int, other: int) -> bool:
+    """Whether two GPUs reach each other by NVLink: only there atomics work across."""
+    value = c_int()
+    devices = device_of(index), device_of(other)
+    status = library().cuDeviceGetP2PAttribute(byref(value), NATIVE_ATOMICS, *devices)
+    return status == 0 and value.value != 0

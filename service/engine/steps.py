@@ -1,0 +1,143 @@
+"""A step's turn: sequences extended at all its layers, one plan, and the lane that takes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+
+from kernels.backend import NUMPY_DTYPES, Scoring
+from kernels.lanes import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
+from service.core.steps import StepExtension, check_level, extend_layers, undo_layers
+from service.engine.attention import LOG2_E, counts_of
+from service.engine.plans import Planned
+from service.engine.request import Request
+from service.engine.store import Store
+from service.engine.work import Counts, Mode, Opened, Seconds
+from service.errors import InvalidRequest
+from service.operations.step import StepFields
+
+WIRE_DTYPES: Final = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlace:
+    """Where a step runs, and how its caller is told that it has been accepted."""
+
+    lane: Lane
+    tell: Callable[[dict[str, Any]], None]
+
+
+def step(store: Store, request: Request, seconds: Seconds) -> Opened:
+    """Extend, plan, and start; the layers then follow their caller."""
+    fields, where = request.fields, request.step
+    if not isinstance(where, StepPlace):
+        raise RuntimeError("a step came without a lane: this is a bug")
+    check_places(store, fields, where.lane.arena_bytes)
+    started = time.monotonic()
+    if fields.op == "echo":
+        run = where.lane.begin(step_work(fields, None, None))
+        where.tell({"levels": 0, "cascade": False})
+        return Opened(run, lambda: None, where.lane)
+    extension = extend(store, fields)
+    try:
+        planned = store.plans.sequences(
+            fields.ids,
+            fields.layers[0],
+            fields.qo_indptr_array,
+            fields.causal and fields.op == "prefill",
+            fields.cascade,
+        )
+        slots = None if extension is None else extension.first.slots
+        run = where.lane.begin(step_work(fields, planned, slots, store.geometry.head_dim))
+    except BaseException:
+        if extension is not None:
+            undo_layers(store.tree, extension)
+        raise
+    seconds.plan += time.monotonic() - started
+    where.tell({"levels": planned.num_levels, "cascade": planned.is_cascade})
+
+    def undo() -> None:
+        if extension is not None:
+            undo_layers(store.tree, extension)
+
+    return Opened(run, undo, where.lane, counts_of_step(store, fields, planned, extension))
+
+
+def extend(store: Store, fields: StepFields) -> StepExtension | None:
+    """Make room for the new tokens at every layer; None where there are none."""
+    if fields.append:
+        return extend_layers(
+            store.tree, fields.layers, fields.ids, fields.counts, fields.offset_array
+        )
+    if fields.offsets is not None:
+        raise InvalidRequest("offsets", fields.offsets, "says where k and v go: append them")
+    check_level(store.tree, fields.layers, fields.ids)
+    return None
+
+
+def step_work(
+    fields: StepFields, planned: Planned | None, slots: Any, head_dim: int = 1
+) -> StepWork:
+    scale = head_dim**-0.5 if fields.sm_scale is None else fields.sm_scale
+    return StepWork(
+        layers=tuple(fields.layers),
+        slots=tuple(Slot(one.q, one.k, one.v, one.o, one.lse) for one in fields.slots or ()),
+        flags=fields.flags,
+        rows=fields.rows,
+        num_qo_heads=fields.num_qo_heads,
+        dtype=dtype_of(fields),
+        append_slots=slots,
+        plan=None if planned is None else planned.plan,
+        scorings=tuple(Scoring(scale, fields.logits_soft_cap, window) for window in fields.windows),
+        lse_scale=LOG2_E if fields.lse_base == "2" else 1.0,
+    )
+
+
+def dtype_of(fields: StepFields) -> np.dtype[Any]:
+    return next(NUMPY_DTYPES[name] for name in NUMPY_DTYPES if WIRE_DTYPES[fields.dtype] == name)
+
+
+def check_places(store: Store, fields: StepFields, arena_bytes: int) -> None:
+    """The flags and every slot lie inside the arena."""
+    flags = LAYER_FLAGS * FLAG_BYTES * store.geometry.num_layers
+    check_place("flags", fields.flags, flags, arena_bytes)
+    if fields.op == "echo":
+        for slot in fields.slots or ():
+            check_place("slots", slot.lse, 4, arena_bytes)
+        return
+    g, size = store.geometry, dtype_of(fields).itemsize
+    query = fields.rows * fields.num_qo_heads * g.head_dim * size
+    stored = fields.rows * g.num_kv_heads * g.head_dim * size if fields.append else 0
+    lse = prod((fields.rows, fields.num_qo_heads, 4))
+    sizes = {"q": query, "k": stored, "v": stored, "o": query, "lse": lse}
+    for number, slot in enumerate(fields.slots or ()):
+        for name, num_bytes in sizes.items():
+            place = getattr(slot, name)
+            if place + num_bytes > arena_bytes:
+                check_place(f"slots.{number}.{name}", place, num_bytes, arena_bytes)
+
+
+def check_place(field: str, place: int, num_bytes: int, arena_bytes: int) -> None:
+    if place + num_bytes > arena_bytes:
+        rule = f"{num_bytes} bytes from there: must lie in the arena of {arena_bytes} bytes"
+        raise InvalidRequest(field, place, rule)
+
+
+def counts_of_step(
+    store: Store, fields: StepFields, planned: Planned, extension: StepExtension | None
+) -> Counts:
+    """What all layers together add to the metrics."""
+    mode: Mode = "cascade" if planned.is_cascade else "flat"
+    one, layers = counts_of(store, planned, mode), len(fields.layers)
+    added = 0 if extension is None else extension.first.slots.size
+    return replace(
+        one,
+        appended=added * layers,
+        read_bytes=one.read_bytes * layers,
+        saved_bytes=one.saved_bytes * layers,
+    )

@@ -1,0 +1,146 @@
+"""A step: one decode or prefill of a batch through many layers, described once; road only."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Final, Literal
+
+import numpy as np
+from pydantic import Field
+
+from service.operations.attention import ScoringFields
+from service.operations.common import (
+    INT32_MAX,
+    Count,
+    Entries,
+    Fields,
+    Ids,
+    Indptr,
+    Int32,
+    Offsets,
+    check_ids,
+    check_indptr,
+    check_offsets,
+    int32,
+    one_each,
+    refuse,
+)
+from service.operations.info import InfoAnswer
+from service.operations.spec import Operation, check_heads
+
+MAX_STEP_LAYERS: Final = 4096
+MAX_SLOTS: Final = 4096
+ALIGNMENT: Final = 64
+Place = Annotated[int, Field(ge=0, le=2**62, multiple_of=ALIGNMENT)]
+"""Bytes from the beginning of the arena."""
+Window = Annotated[int, Field(ge=-1, le=INT32_MAX)]
+
+
+class SlotFields(Fields):
+    """Where a layer's tensors lie in the arena; k and v are read by steps that append."""
+
+    q: Place
+    k: Place
+    v: Place
+    o: Place
+    lse: Place
+
+
+class StepFields(ScoringFields):
+    op: Literal["decode", "prefill", "echo"]
+    """`echo` computes nothing: its layers are handed over and back, to measure how long that
+    takes."""
+    layers: Annotated[list[Count], Field(min_length=1, max_length=MAX_STEP_LAYERS, fail_fast=True)]
+    """Layers of the pool in the order in which they come."""
+    flags: Place = 0
+    """Where the flags lie, two 32-bit words for each layer of the pool: ready and done."""
+    slots: Annotated[list[SlotFields], Field(max_length=MAX_SLOTS, fail_fast=True)] | None = None
+    """Layer l of the pool uses slot l modulo their number."""
+    sequences: Ids | None = None
+    num_qo_heads: Annotated[int, Field(ge=1)] = 1
+    dtype: Literal["F32", "F16", "BF16"] = "F16"
+    """Of q, k, v and o."""
+    append: bool = True
+    """k and v are appended first, at every layer."""
+    offsets: Offsets | None = None
+    """kv_len that the caller believes every sequence to have, at every layer."""
+    qo_indptr: Indptr | None = None
+    """Prefill: sequence b owns rows `qo_indptr[b]:qo_indptr[b+1]`."""
+    causal: bool = False
+    """Prefill: hide keys after a query's own position."""
+    window_left: Window | Annotated[list[Window], Field(min_length=1, fail_fast=True)] = -1
+    """As in decode; one for all layers, or one for each of `layers`."""
+    cascade: Literal["auto", "always", "never"] = "auto"
+
+    @cached_property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self.sequences or ())
+
+    @cached_property
+    def qo_indptr_array(self) -> Int32:
+        if self.qo_indptr is None:
+            return one_each(len(self.ids))
+        return int32(self.qo_indptr)
+
+    @cached_property
+    def counts(self) -> Int32:
+        """Query rows of every sequence, and as many new tokens where k and v are appended."""
+        counts: Int32 = np.diff(self.qo_indptr_array)
+        return counts
+
+    @cached_property
+    def offset_array(self) -> Int32 | None:
+        return None if self.offsets is None else int32(self.offsets)
+
+    @property
+    def rows(self) -> int:
+        return int(self.qo_indptr_array[-1])
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """`window_left` of each layer."""
+        if isinstance(self.window_left, int):
+            return (self.window_left,) * len(self.layers)
+        return tuple(self.window_left)
+
+
+def check_step(fields: StepFields, _: Entries, info: InfoAnswer) -> None:
+    """Everything but what depends on the pool's state and the arena's size."""
+    if max(fields.layers) >= info.num_layers:
+        refuse("layers", max(fields.layers), f"must be below num_layers = {info.num_layers}")
+    if len(set(fields.layers)) != len(fields.layers):
+        refuse("layers", fields.layers, "a layer may come once")
+    if fields.op == "echo":
+        return
+    if fields.sequences is None:
+        refuse("sequences", None, "must be given")
+    check_ids(fields.ids)
+    check_offsets(fields.offsets, len(fields.ids))
+    if not fields.slots:
+        refuse("slots", fields.slots, "must be at least one")
+    check_heads(fields.num_qo_heads, info.num_kv_heads)
+    if len(fields.windows) != len(fields.layers):
+        given = f"{len(fields.windows)} numbers"
+        refuse("window_left", given, f"must be one, or {len(fields.layers)}, one per layer")
+    if (fields.op == "prefill") != (fields.qo_indptr is not None):
+        refuse("qo_indptr", fields.qo_indptr, "belongs to prefill, and must be given there")
+    if fields.qo_indptr is not None:
+        check_indptr("qo_indptr", fields.qo_indptr_array, fields.rows, len(fields.ids))
+
+
+STEP: Final = Operation(
+    name="step",
+    number=0,
+    method="POST",
+    path="",
+    summary="One decode or prefill through many layers, over a device arena",
+    description="A frame of the road and no route: see docs/road.md.",
+    tag="road",
+    fields=StepFields,
+    scope="read",
+    takes=(),
+    gives=(),
+    answer=None,
+    check=check_step,
+)
+"""No route has its number."""

@@ -1,0 +1,430 @@
+"""`TorchSession` on a running service: numbers, refusals, aborts, deaths, and others beside it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attnd import (
+    ArenaFull,
+    DeadlineExceeded,
+    InvalidRequest,
+    LengthMismatch,
+    OutOfPages,
+    TimedOut,
+    UnknownSequence,
+)
+from attnd.torch import Step, TorchSession
+from running_service import ROOT
+from stepping import (
+    HEADS,
+    KILLED,
+    LAYERS,
+    Served,
+    child,
+    decode_slots,
+    fresh,
+    go_through,
+    inputs,
+    prefill,
+    serve,
+)
+
+from kernels import cuda_devices
+
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if request.param == "cuda" and not cuda_devices():
+        pytest.skip("no CUDA device")
+    with serve(request.param, tmp_path_factory.mktemp("steps")) as running:
+        yield running
+
+
+@pytest.fixture
+def session(served: Served) -> Iterator[TorchSession]:
+    with ignoring_time_slices(), served.session() as made:
+        yield made
+        for info in list(made.session.list_sequences()):
+            made.session.delete_sequence(info.id)
+        told = made.session.pool()
+        assert told.integrity == "ok" and told.free == told.total, told
+
+
+@contextmanager
+def ignoring_time_slices() -> Iterator[None]:
+    """One GPU for engine and tests, without MPS."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def expect_same(served: Served, mine: Any, theirs: Any, case: str) -> None:
+    finite = np.isfinite(theirs)
+    assert (np.isfinite(mine) == finite).all(), case
+    worst = np.abs(np.where(finite, mine, 0) - np.where(finite, theirs, 0)).max(initial=0)
+    assert worst <= served.close_enough, f"{case}: {worst}"
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": False},
+    {"sm_scale": 0.3, "logits_soft_cap": 5.0},
+    {"lse_base": "2"},
+    {"window_left": 3},
+    {"cascade": "never"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_step_gives_what_the_layers_operations_give(
+    served: Served, session: TorchSession, options: dict[str, Any]
+) -> None:
+    plain = session.session
+    fresh(plain, ["root"])
+    prefill(session, ["root"], [37])
+    mine = fresh(plain, ["a", "b"], "root") + fresh(plain, ["c"])
+    twins = fresh(plain, ["a2", "b2"], "root") + fresh(plain, ["c2"])
+    rows, indptr = 9, [0, 4, 5, 9]
+    slots = session.slots(rows, HEADS, rotation=2)
+    with session.step(mine, slots, qo_indptr=indptr, **options) as step:
+        got = go_through(step, range(LAYERS), 7)
+    step.wait()
+    batch = decode_slots(session, 3)
+    rest = {name: value for name, value in options.items() if name != "causal"}
+    with session.step(mine, batch, **rest) as step:
+        decoded = go_through(step, range(LAYERS), 11)
+    step.wait()
+    causal = options.get("causal", True)
+    for layer in range(LAYERS):
+        tensors = inputs(rows, layer, 7, served.dtype)
+        told = plain.prefill(layer, twins, qo_indptr=indptr, causal=causal, **tensors, **rest)
+        expect_same(served, got[layer][0], told.o.astype(np.float32), f"o of layer {layer}")
+        expect_same(served, got[layer][1], told.lse, f"lse of layer {layer}")
+        tensors = inputs(3, layer, 11, served.dtype)
+        told = plain.decode(layer, twins, **tensors, **rest)
+        expect_same(served, decoded[layer][0], told.o.astype(np.float32), f"o, decode, {layer}")
+        expect_same(served, decoded[layer][1], told.lse, f"lse, decode, {layer}")
+    assert [plain.get_sequence(name).length for name in mine] == [42, 39, 5]
+
+
+def test_each_layer_may_have_a_window_of_its_own(served: Served, session: TorchSession) -> None:
+    fresh(session.session, ["a", "b"])
+    prefill(session, ["a", "b"], [20, 33])
+    slots = decode_slots(session, 2)
+    windows = [-1, 4, 9]
+    with session.step(["a", "b"], slots, append=False, window_left=windows) as step:
+        got = go_through(step, range(LAYERS), 3)
+    step.wait()
+    for layer in range(LAYERS):
+        q = inputs(2, layer, 3, served.dtype)["q"]
+        told = session.session.decode(layer, ["a", "b"], q, window_left=windows[layer])
+        expect_same(served, got[layer][0], told.o.astype(np.float32), f"layer {layer}")
+
+
+def test_many_steps_follow_each_other_and_say_the_next_one_ahead(
+    served: Served, session: TorchSession
+) -> None:
+    names = fresh(session.session, ["a", "b", "c"])
+    prefill(session, names, [5, 16, 31])
+    slots = decode_slots(session, 3)
+    total, got = 40, {}
+    ahead = session.step(names, slots)
+    for number in range(total):
+        with ahead as step:
+            got = go_through(step, range(LAYERS), 100 * number)
+            if number + 1 < total:
+                ahead = session.step(names, slots)
+    step.wait()
+    assert [session.session.get_sequence(name).length for name in names] == [45, 56, 71]
+    tensors = inputs(3, LAYERS - 1, 100 * (total - 1), served.dtype)
+    told = session.session.decode(LAYERS - 1, names, tensors["q"])
+    expect_same(served, got[LAYERS - 1][0], told.o.astype(np.float32), "the last step")
+
+
+def state(session: TorchSession) -> Any:
+    told = session.session.pool()
+    lengths = {info.id: info.lengths for info in session.session.list_sequences()}
+    return lengths, told.free, told.nodes, told.integrity
+
+
+def test_a_step_that_is_refused_changes_nothing(session: TorchSession) -> None:
+    names = fresh(session.session, ["a", "b"])
+    prefill(session, names, [20, 3])
+    session.session.append(1, ["b"], *[np.zeros((1, 2, 64), np.float16)] * 2)
+    slots, before = decode_slots(session, 1), state(session)
+    refused: list[tuple[type[Exception], dict[str, Any]]] = [
+        (UnknownSequence, {"sequences": ["nobody"]}),
+        (LengthMismatch, {"sequences": ["a"], "offsets": [19]}),
+        (InvalidRequest, {"sequences": ["b"]}),  # one token more at layer 1
+        (InvalidRequest, {"sequences": ["a"], "layers": [0, 9]}),
+        (InvalidRequest, {"sequences": ["a"], "layers": [0, 0]}),
+        (InvalidRequest, {"sequences": ["a"], "window_left": [1, 2]}),
+        (InvalidRequest, {"sequences": ["a"], "append": False, "offsets": [20]}),
+    ]
+    for error, asked in refused:
+        with pytest.raises(error):
+            session.step(asked.pop("sequences"), slots, **asked).__enter__()
+        assert state(session) == before, asked
+    wide = session.slots(2100, HEADS)
+    with pytest.raises(OutOfPages):
+        session.step(["a"], wide, qo_indptr=[0, 2100]).__enter__()
+    assert state(session) == before
+
+
+@pytest.mark.parametrize("layers", [0, 1, LAYERS - 1])
+def test_an_exception_leaves_everything_as_before_the_step(
+    session: TorchSession, layers: int
+) -> None:
+    names = fresh(session.session, ["a", "b"])
+    prefill(session, names, [16, 15])
+    slots, before = decode_slots(session, 2), state(session)
+    with pytest.raises(KeyError), session.step(names, slots) as step:
+        go_through(step, range(layers), 5)
+        raise KeyError("the caller's own")
+    assert state(session) == before
+    with pytest.raises(RuntimeError, match="not handed over"), session.step(names, slots):
+        pass
+    with session.step(names, slots) as step:
+        go_through(step, range(LAYERS), 5)
+    step.wait()
+    assert session.session.get_sequence("a").length == 17
+
+
+def test_a_step_out_of_time_is_undone_and_the_next_call_says_so(session: TorchSession) -> None:
+    names = fresh(session.session, ["a"])
+    prefill(session, names, [16])
+    slots, before = decode_slots(session, 1), state(session)
+    with pytest.raises(DeadlineExceeded), session.step(names, slots, deadline=0.2) as step:
+        go_through(step, [0], 5)
+        time.sleep(0.5)
+        go_through(step, range(1, LAYERS), 5)
+        step.wait()
+    assert state(session) == before
+    with session.step(names, slots) as step:
+        go_through(step, range(LAYERS), 5)
+    step.wait()
+    assert session.session.get_sequence("a").length == 17
+
+
+def test_steps_said_ahead_go_with_the_one_that_is_aborted(session: TorchSession) -> None:
+    names = fresh(session.session, ["a"])
+    prefill(session, names, [15])
+    slots, before = decode_slots(session, 1), state(session)
+    ahead: Step | None = None
+    with pytest.raises(KeyError), session.step(names, slots) as step:
+        ahead = session.step(names, slots)
+        go_through(step, [0], 5)
+        raise KeyError
+    assert ahead is not None
+    with pytest.raises(Exception, match=r"aborted|took"):
+        ahead.__enter__()
+        ahead.wait()
+    assert state(session) == before
+
+
+def test_others_work_goes_on_beside_an_open_step_and_its_sequences_wait(
+    served: Served, session: TorchSession
+) -> None:
+    names = fresh(session.session, ["a", "b"])
+    prefill(session, names, [16, 40])
+    slots = decode_slots(session, 1)
+    with served.session() as other:
+        fresh(other.session, ["c"])
+        theirs = decode_slots(other, 1)
+        with session.step(["a"], slots) as step:
+            go_through(step, [0], 5)
+            prefill(other, ["c"], [30])
+            with other.step(["c"], theirs) as beside:
+                go_through(beside, range(LAYERS), 9)
+            beside.wait()
+            q = np.zeros((1, HEADS, 64), np.float16)
+            other.session.decode(0, ["b"], q)
+            hurried = other.session.with_options(deadline=0.2)
+            for asked in (
+                lambda: hurried.decode(0, ["a"], q),
+                lambda: hurried.truncate("a", 3),
+                lambda: hurried.delete_sequence("a"),
+                lambda: hurried.create_sequence("fork", parent="a"),
+                lambda: other.step(["a"], theirs, deadline=0.2).__enter__(),
+            ):
+                with pytest.raises((DeadlineExceeded, TimedOut)):
+                    asked()
+            other.session.create_sequence("fork", parent="b", length=20)
+            go_through(step, range(1, LAYERS), 5)
+        step.wait()
+        assert other.session.get_sequence("c").length == 31
+    assert session.session.get_sequence("a").length == 17
+
+
+CALLER = """
+import os, signal, warnings
+warnings.simplefilter("ignore")
+from stepping import *
+
+def come_to(phase):
+    warnings.simplefilter("ignore")
+    session = served.session()
+    slots = decode_slots(session, 2)
+    step = session.step(["a", "b"], slots)
+    if phase == "described":
+        return
+    step.__enter__()
+    ahead = session.step(["a", "b"], slots)
+    if phase == "written":
+        fill((slots.q(0), slots.k(0)), 3)
+    if phase == "handed":
+        go_through(step, [0], 5)
+    if phase == "midway":
+        go_through(step, [0, 1], 5)
+    if phase == "ahead":
+        go_through(step, range(LAYERS), 5)
+        ahead.__enter__()
+        go_through(ahead, [0], 5)
+
+served = Served(*sys.argv[1:])
+for phase in sys.stdin:
+    if os.fork() == 0:
+        come_to(phase.strip())
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(os.wait()[1], flush=True)
+"""
+"""A caller that is killed where it is told, again and again: torch is loaded once."""
+
+
+def test_a_caller_killed_anywhere_leaves_no_trace(served: Served, session: TorchSession) -> None:
+    names = fresh(session.session, ["a", "b"])
+    prefill(session, names, [16, 31])
+    before, slots = state(session), decode_slots(session, 2)
+    with child(CALLER, served.kind, served.path) as caller:
+        assert caller.stdin is not None and caller.stdout is not None
+        for phase in ("described", "opened", "written", "handed", "midway", "ahead"):
+            caller.stdin.write(f"{phase}\n")
+            caller.stdin.flush()
+            assert caller.stdout.readline() == f"{int(signal.SIGKILL)}\n", phase
+            with session.step(names, slots) as step:  # waits until the dead one's is undone
+                go_through(step, range(LAYERS), 5)
+            step.wait()
+            assert session.session.get_sequence("a").length == 17 + (phase == "ahead"), phase
+            session.session.truncate("a", 16)
+            session.session.truncate("b", 31)
+            assert state(session) == before, phase
+        caller.stdin.close()
+
+
+def test_slots_make_room_or_say_how_much_is_missing(session: TorchSession) -> None:
+    small = session.slots(1, HEADS)
+    with pytest.raises(ArenaFull, match="arena_bytes"):
+        session.slots(2**16, HEADS)
+    del small
+    fresh(session.session, ["a"])
+    prefill(session, ["a"], [1500])
+    assert session.session.get_sequence("a").length == 1500
+
+
+@pytest.mark.gpu
+def test_a_caller_captures_its_side_in_a_cuda_graph(tmp_path: Path) -> None:
+    if not cuda_devices():
+        pytest.skip("no CUDA device")
+    with serve("cuda", tmp_path) as running, ignoring_time_slices(), running.session() as session:
+        torch.cuda.set_device(running.device)
+        names = fresh(session.session, ["a", "b"])
+        prefill(session, names, [16, 31])
+        slots = decode_slots(session, 2)
+        weights = torch.randn(LAYERS, 64, 64, device=running.device, dtype=torch.float16) / 8
+        x = torch.randn(2, HEADS, 64, device=running.device, dtype=torch.float16)
+        first = x.clone()
+
+        def layers() -> None:
+            for layer in range(LAYERS):
+                slots.q(layer).copy_(x @ weights[layer])
+                slots.k(layer).copy_(slots.q(layer)[:, :2])
+                slots.v(layer).copy_(x[:, :2])
+                x.copy_(slots.attend(layer))
+
+        with session.step(names, slots) as step:
+            layers()
+            step.handed_over()
+        step.wait()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layers()
+        twins = fresh(session.session, ["c", "d"])
+        prefill(session, twins, [16, 31])
+        results = []
+        for batch, run in ((names, graph.replay), (twins, layers)):
+            x.copy_(first)
+            session.session.truncate("a", 16)
+            session.session.truncate("b", 31)
+            for _ in range(20):
+                with session.step(batch, slots) as step:
+                    run()
+                    step.handed_over()
+            step.wait()
+            torch.cuda.synchronize()
+            results.append(x.clone())
+        assert session.session.get_sequence("d").length == 51
+        assert torch.equal(*results)
+
+
+def test_callers_killed_by_the_dozen_leak_nothing(served: Served, session: TorchSession) -> None:
+    prefill(session, fresh(session.session, ["a"]), [16])
+    before = state(session)
+    dtype = "F16" if served.kind == "cuda" else "F32"
+    number = os.environ.get("STEP_CALLERS", "40")
+    with child(KILLED, served.path, number, dtype) as killer:
+        assert killer.stdout is not None and killer.stdout.readline() == "done\n"
+    session.session.truncate("a", 16)  # waits until the last one is undone
+    assert state(session) == before
+
+
+ENGINE_GONE = """
+import os, signal, time, torch, warnings
+warnings.simplefilter("ignore", RuntimeWarning)
+from stepping import *
+kind, path, service = sys.argv[1:]
+session = Served(kind, path).session()
+slots = decode_slots(session, 1)
+session.session.create_sequence("a")
+step = session.step(["a"], slots).__enter__()
+os.kill(int(service), signal.SIGKILL)
+time.sleep(0.5)
+fill((slots.q(0),), 3)
+step.attend(0)
+try:
+    torch.cuda.synchronize()
+    print("went on", flush=True)
+except Exception as error:
+    print("raised", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.gpu
+def test_a_stream_that_waits_goes_on_when_the_engine_is_gone(tmp_path: Path) -> None:
+    if not cuda_devices():
+        pytest.skip("no CUDA device")
+    path = tmp_path / "engine.sock"
+    options = ["--backend.kind", "cuda", "--pool.num-kv-heads", "2", "--pool.head-dim", "64"]
+    options += ["--pool.num-layers", "3", "--server.socket", str(path), "--server.port", "0"]
+    with subprocess.Popen([sys.executable, "-m", "service", *options], cwd=ROOT) as running:
+        while not path.exists():
+            time.sleep(0.1)
+        with child(ENGINE_GONE, "cuda", str(path), str(running.pid)) as caller:
+            assert caller.stdout is not None
+            assert caller.stdout.readline() in ("went on\n", "raised\n")
+        assert running.wait() == -signal.SIGKILL

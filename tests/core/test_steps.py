@@ -1,0 +1,93 @@
+"""Extensions at many layers at once: all or none, one length everywhere, undone latest first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from core_pool import TokenPool, int32
+
+from service.core.errors import (
+    IntegrityError,
+    InvalidRequest,
+    LengthMismatch,
+    OutOfPages,
+    UnknownSequence,
+)
+from service.core.steps import extend_layers, undo_layers
+
+LAYERS = (2, 0, 1)
+
+
+@pytest.fixture
+def pool() -> TokenPool:
+    made = TokenPool(num_pages=8, page_size=4, num_layers=3)
+    made.start("a", [1, 2, 3])
+    made.start("b", [4, 5, 6, 7])
+    return made
+
+
+def lengths(pool: TokenPool) -> list[list[int]]:
+    return [pool.tree.lengths(["a", "b"], layer).tolist() for layer in pool.layers]
+
+
+def test_every_layer_gets_the_tokens_in_the_same_slots(pool: TokenPool) -> None:
+    extension = extend_layers(pool.tree, LAYERS, ["a", "b"], int32(2, 1))
+    for layer in LAYERS:
+        pool.stored[layer, extension.first.slots] = [10, 11, 12]
+    assert lengths(pool) == [[5, 5]] * 3
+    for layer in LAYERS:
+        assert pool.read("a", layer) == [1, 2, 3, 10, 11]
+        assert pool.read("b", layer) == [4, 5, 6, 7, 12]
+    pool.tree.check_integrity()
+
+
+def test_layers_that_are_left_out_stay_as_they_are(pool: TokenPool) -> None:
+    extend_layers(pool.tree, (0, 2), ["a"], int32(1))
+    assert lengths(pool) == [[4, 4], [3, 4], [4, 4]]
+
+
+def test_undoing_takes_the_latest_back_first(pool: TokenPool) -> None:
+    free = pool.tree.allocator.num_free
+    first = extend_layers(pool.tree, LAYERS, ["a", "b"], int32(3, 3))
+    second = extend_layers(pool.tree, LAYERS, ["b", "a"], int32(4, 0))
+    with pytest.raises(IntegrityError):
+        undo_layers(pool.tree, first)
+    undo_layers(pool.tree, second)
+    undo_layers(pool.tree, first)
+    assert lengths(pool) == [[3, 4]] * 3
+    assert pool.tree.allocator.num_free == free
+    pool.tree.check_integrity()
+
+
+def test_a_sequence_that_is_gone_cannot_be_undone(pool: TokenPool) -> None:
+    extension = extend_layers(pool.tree, LAYERS, ["a"], int32(1))
+    pool.tree.free(["a"])
+    with pytest.raises(IntegrityError, match="gone"):
+        undo_layers(pool.tree, extension)
+
+
+@pytest.mark.parametrize(
+    ("ids", "counts", "offsets", "error"),
+    [
+        (["a", "nobody"], int32(1, 1), None, UnknownSequence),
+        (["a", "a"], int32(1, 1), None, InvalidRequest),
+        (["a"], int32(1), int32(2), LengthMismatch),
+        (["a", "b"], int32(20, 20), None, OutOfPages),
+    ],
+)
+def test_what_is_refused_changes_nothing(
+    pool: TokenPool, ids: list[str], counts: np.ndarray, offsets: object, error: type[Exception]
+) -> None:
+    before, free = lengths(pool), pool.tree.allocator.num_free
+    with pytest.raises(error):
+        extend_layers(pool.tree, LAYERS, ids, counts, offsets)  # type: ignore[arg-type]
+    assert (lengths(pool), pool.tree.allocator.num_free) == (before, free)
+
+
+def test_layers_of_unequal_length_are_refused_with_the_numbers(pool: TokenPool) -> None:
+    pool.append("b", [8], layers=[1])
+    with pytest.raises(InvalidRequest, match="b: has 4 to 5 tokens"):
+        extend_layers(pool.tree, LAYERS, ["a", "b"], int32(1, 1))
+    extend_layers(pool.tree, (0, 2), ["a", "b"], int32(1, 1))
+    with pytest.raises(InvalidRequest, match="0 to 2"):
+        extend_layers(pool.tree, (0, 3), ["a"], int32(1))

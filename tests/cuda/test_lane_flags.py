@@ -1,0 +1,78 @@
+"""What lanes send to the driver, without one: waits and writes of flags; whose arena is whose."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from struct import unpack_from
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cupy")
+
+from attnd.torch import driver
+
+from kernels.cuda import flags
+from kernels.lanes import Owner
+
+
+class Driver:
+    """Keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[tuple[int, int, int, int]]] = []
+
+    def __call__(self, stream: int, count: int, packed: Any, options: int) -> int:
+        assert (stream, options, len(packed.raw) // 48) == (7, 0, count)
+        self.sent.append([unpack_from("<I4xQQI", packed, 48 * i) for i in range(count)])
+        return 0
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int, int, int]]]:
+    fake = Driver()
+    monkeypatch.setattr(flags, "_batch", lambda: fake)
+    return fake.sent
+
+
+def test_a_turn_says_done_then_waits_and_sets_the_flag_back(sent: list[Any]) -> None:
+    of = flags.Flags(4096)
+    for before, after in ((None, 0), (0, 3), (3, None)):
+        of.turn(before, after)(7)
+    wait, write = flags.WAIT, flags.WRITE
+    assert sent == [
+        [(wait, 4096, 1, 1), (write, 4096, 0, 0)],
+        [(write, 4100, 1, 0), (wait, 4120, 1, 1), (write, 4120, 0, 0)],
+        [(write, 4124, 1, 0)],
+    ]
+
+
+def test_many_flags_go_in_parts_that_the_driver_takes(sent: list[Any]) -> None:
+    flags.Flags(0).all_ready(range(300))(7)
+    assert [len(part) for part in sent] == [128, 128, 44]
+    assert sent[2][-1] == (flags.WRITE, 8 * 299, 1, 0)
+
+
+def test_both_ends_pack_operations_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        cuStreamBatchMemOp_v2 = fake = Driver()  # noqa: N815, RUF100
+
+    monkeypatch.setattr(driver, "library", lambda: Library)
+    driver.operations([(driver.WRITE, 8, 1), (driver.WAIT, 12, 1), (driver.WRITE, 12, 0)])(7)
+    assert Library.fake.sent == [[(2, 8, 1, 0), (1, 12, 1, 1), (2, 12, 0, 0)]]
+
+
+def test_an_owner_is_gone_when_its_process_has_ended_even_if_nobody_took_note() -> None:
+    assert not Owner.of(os.getpid()).is_gone
+    with subprocess.Popen(["sleep", "60"]) as process:
+        owner = Owner.of(process.pid)
+        assert not owner.is_gone
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays as a zombie
+        assert owner.is_gone
+    assert owner.is_gone and Owner.of(process.pid).started == ""
+
+
+def test_an_owner_that_cannot_be_seen_never_counts_as_gone() -> None:
+    assert not Owner(0, "").is_gone
