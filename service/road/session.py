@@ -16,7 +16,7 @@ from service.road.messages import VERSION, Grown, State, Welcome, message, read_
 from service.road.messages import refusal as refused
 from service.road.output import Output, Unread
 from service.road.problems import problem_image
-from service.road.stepping import read_stepping
+from service.road.stepping import STEPPING, read_stepping
 
 CallValues = tuple[int, int, int, int, int, int, int, int, bytes]
 Stages = tuple[float, ...]
@@ -158,8 +158,8 @@ class Session:
         self.send_answer(number, status, inline=image)
 
     def read_rare(self, kind: int, payload: bytes, events: list[Event]) -> None:
-        """HELLO, GROW, or a frame of steps."""
-        if kind in (f.HELLO, f.GROW):
+        """A frame of steps, or a message about the session."""
+        if kind not in STEPPING:
             self.read_message(kind, payload)
         elif (event := read_stepping(self, kind, payload)) is not None:
             events.append(event)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from service.image.json_text import dump_json
 from service.road import frames as f
@@ -12,7 +12,9 @@ from service.road.messages import count, read_object
 if TYPE_CHECKING:
     from service.road.session import Session
 
-NOWHERE = memoryview(b"")
+NOWHERE: Final = memoryview(b"")
+STEPPING: Final = (f.DEVICE, f.STEP, f.READY)
+"""Kinds of frames that are read here."""
 
 
 def read_stepping(session: Session, kind: int, payload: bytes) -> Call | AskedArena | Ready | None:

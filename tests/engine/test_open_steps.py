@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +18,18 @@ from service.engine.engine import make_info
 from service.engine.place import Place
 from service.engine.request import Request
 from service.engine.scheduler import Scheduler
+from service.engine.session_lanes import SessionLanes
 from service.engine.slices import Pace
 from service.engine.steps import StepPlace
 from service.engine.store import Store
 from service.engine.work import Job
+from service.errors import Forbidden
 from service.metrics import Metrics
 from service.operations.spec import validate
 from service.operations.step import STEP, StepFields
 from service.operations.table import BY_NAME
+from service.road.calls import STEP_ROUTE, AskedArena, Call
+from service.tenants import tenant_of
 
 SLOT = {"q": 4096, "k": 8192, "v": 12288, "o": 16384, "lse": 20480}
 
@@ -230,3 +236,37 @@ def test_everything_is_given_up_undone(rig: Rig) -> None:
     rig.scheduler.give_up(RuntimeError("the end"))
     assert sorted(map(id, rig.answered)) == sorted(map(id, jobs))
     assert rig.lengths == [0, 0] and not rig.scheduler.busy
+
+
+class FakeSession:
+    """As much of a session as its lane needs."""
+
+    def __init__(self) -> None:
+        self.arena = SimpleNamespace(memory=memoryview(bytearray(2**16)), size=2**16)
+        self.pid, self.live, self.closed, self.ended = 1, dict[int, Call](), False, ""
+        self.sent: list[bytes] = []
+        self.send = self.sent.append
+
+
+@pytest.mark.parametrize("scopes", [["read"], ["append"], ["read", "append"]], ids=str)
+def test_a_step_stays_in_its_keys_namespace_and_scopes(rig: Rig, scopes: list[Any]) -> None:
+    lanes = SessionLanes(HandLanes(), rig.scheduler.steps, rig.store.info)
+    session: Any = FakeSession()
+    lanes.asked(AskedArena(session, 2**16))
+    assert len(session.sent) == 1
+    fields = {"op": "decode", "sequences": ["a"], "layers": [0], "slots": [SLOT], "num_qo_heads": 2}
+    tenant = tenant_of("team", scopes)
+
+    def read(**more: Any) -> Any:
+        described = memoryview(json.dumps(fields | more).encode())
+        nowhere = memoryview(b"")
+        call = Call(session, 1, STEP_ROUTE, 1.0, described, nowhere, b"", tenant, (0, 0, 0, 0))
+        return lanes.read(STEP, call).fields.ids
+
+    if "read" in scopes:
+        assert read(append=False) == ("team/a",)
+    if scopes == ["read", "append"]:
+        assert read() == ("team/a",)
+    else:
+        with pytest.raises(Forbidden):
+            read()
