@@ -131,11 +131,11 @@ for _ in range(count):
     caller = os.fork()
     if caller == 0:
         ends = time.monotonic() + 60
-        connection = Connection(path, 65536, ends, own=False)
+        connection = Connection(path, 65536, ends, own=False, key="")
         ask_arena(connection, 65536, ends)
         connection.send_step(dump_json(fields).encode(), 0, ends).opened(ends)
         os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(caller, 0)
+    assert os.waitpid(caller, 0)[1] == signal.SIGKILL
 print("done", flush=True)
 """
 """Callers that open a step and are killed, one after another, by fork: they load no torch."""

@@ -35,7 +35,7 @@ class TorchSession:
     step waits on the host. With an engine on the CPU tensors are torch's CPU tensors, and each
     layer waits. `session` has every other operation, in order with the steps.
 
-    `arena_bytes` hold q, k, v and o of the slots in use. Raises `Overloaded` where the engine has
+    `api_key` is as in `Session`. `arena_bytes` hold q, k, v and o of the slots in use. Raises `Overloaded` where the engine has
     no room for another such session.
     """
 
@@ -45,10 +45,11 @@ class TorchSession:
         *,
         port: int = 8080,
         timeout: float = 30.0,
+        api_key: str | None = None,
         device: torch.device | str | int | None = None,
         arena_bytes: int = 64 * 2**20,
     ) -> None:
-        self.session = Session(path, port=port, timeout=timeout)
+        self.session = Session(path, port=port, timeout=timeout, api_key=api_key)
         self._timeout = timeout
         self._steps: deque[Step] = deque()
         self._open: Step | None = None
