@@ -35,8 +35,8 @@ class TorchSession:
     step waits on the host. With an engine on the CPU tensors are torch's CPU tensors, and each
     layer waits. `session` has every other operation, in order with the steps.
 
-    `api_key` is as in `Session`. `arena_bytes` hold q, k, v and o of the slots in use. Raises `Overloaded` where the engine has
-    no room for another such session.
+    `api_key` is as in `Session`. `arena_bytes` hold q, k, v and o of the slots in use. Raises
+    `Overloaded` where the engine has no room for another such session.
     """
 
     def __init__(
