@@ -56,6 +56,8 @@ def beyond(*packages: str) -> Callable[[str], bool]:
 
 
 PRODUCT: Final = ("service/*", "kernels/*", "config/*", "client/*")
+EXTRAS: Final = ("client/src/attnd/torch/*", "client/src/attnd/transformers/*")
+"""Parts of the client for those who have torch anyway."""
 ARROWS: Final = (
     Arrow(
         "service/core imports the standard library and numpy only",
@@ -119,7 +121,13 @@ ARROWS: Final = (
         "the client imports numpy, ml_dtypes and its HTTP parser only",
         ("client/*",),
         beyond("numpy", "httptools", "ml_dtypes", "attnd"),
-        but=("client/src/attnd/torch/*",),
+        but=EXTRAS,
+    ),
+    Arrow(
+        "the client does without its extras",
+        ("client/*",),
+        under("attnd.torch", "attnd.transformers"),
+        but=EXTRAS,
     ),
     Arrow(
         "the client's steps need torch and nothing else",
@@ -127,10 +135,15 @@ ARROWS: Final = (
         beyond("torch", "attnd"),
     ),
     Arrow(
-        "torch only in the cpu backend and where the client is made for it",
+        "attnd.transformers imports torch and transformers beside the client",
+        ("client/src/attnd/transformers/*",),
+        beyond("numpy", "ml_dtypes", "torch", "transformers", "attnd"),
+    ),
+    Arrow(
+        "torch only in the cpu backend and the client's extras",
         PRODUCT,
         under("torch"),
-        but=("kernels/cpu*", "client/src/attnd/torch/*"),
+        but=("kernels/cpu*", *EXTRAS),
     ),
     Arrow(
         "cupy and the CUDA bindings only under the cuda backend and its compiler",

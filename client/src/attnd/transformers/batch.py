@@ -1,0 +1,198 @@
+"""The sequences of one batch in the service: forwards over them, forks, cuts, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnd.control import NewSequence
+from attnd.errors import AttndError
+from attnd.transformers.columns import Bools, Columns, hide, mask_of, plan
+from attnd.transformers.release import delete
+from attnd.transformers.roads import Road, Scoring, Step, spread
+
+States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q, k and v of a layer, `[rows, heads, columns, head_dim]`."""
+
+
+class Batch:
+    """Row b of a batch is sequence `names[b]`; `columns` says which of its columns are stored.
+
+    A forward runs through all layers before it counts. One that did not come to its end is taken
+    back before anything else happens. None of this is for several threads.
+    """
+
+    def __init__(self, road: Road[Any], num_layers: int) -> None:
+        self.road = road
+        self.num_layers = num_layers
+        self.names: list[str] = []
+        self.columns: Columns | None = None
+        self.closed = False
+        self._step: Step | None = None
+        self._handle: Any = None
+        self._done: set[int] = set()
+        self._last: Any = None
+        self._before: Columns | None = None
+
+    @property
+    def covered(self) -> int:
+        """Columns that forwards have covered, padding included."""
+        return 0 if self.columns is None else self.columns.covered
+
+    def attend(
+        self, layer: int, qkv: States, visible: torch.Tensor | None, scoring: Scoring
+    ) -> torch.Tensor:
+        """Store k and v of a layer and attend; `[rows, columns, num_qo_heads, head_dim]`.
+
+        `visible [rows, covered + columns]` hides padding; None hides nothing. The first layer
+        begins a forward, the last one completes it; an error takes all of it back.
+        """
+        try:
+            if self._step is None or layer in self._done:
+                self._begin(qkv, visible, scoring)
+            step = self._under_way(qkv[0])
+            if step.forward.tokens:
+                o = self.road.attend(self._handle, layer, qkv, scoring)
+            else:
+                o = qkv[0].new_empty((0, qkv[0].shape[1], qkv[0].shape[3]))
+            self._done.add(layer)
+            if len(self._done) == self.num_layers:
+                self._complete(step)
+        except BaseException:
+            with contextlib.suppress(AttndError):  # what went wrong first is what counts
+                self._take_back()
+            raise
+        return spread(o, step, qkv[0])
+
+    def _begin(self, qkv: States, visible: torch.Tensor | None, scoring: Scoring) -> None:
+        """Say which tokens of which rows the forward adds, and make sequences for a new batch."""
+        self._take_back()
+        rows, heads, count, _ = qkv[0].shape
+        columns = self._columns_of(rows)
+        mask = mask_of(visible, columns, count)
+        columns = self._hide(columns, mask)
+        forward = plan(columns, mask, count)
+        if self.columns is None:
+            self.start(rows)
+        sequences = [self.names[row] for row in forward.rows]
+        take = None if forward.take is None else torch.from_numpy(forward.take).to(qkv[0].device)
+        step = Step(sequences, forward, take, heads, scoring)
+        if forward.tokens:
+            self._handle = self.road.begin(step)
+        self._step = step
+
+    def start(self, rows: int) -> None:
+        """Make an empty sequence for each of so many rows."""
+        self.names += self._made([NewSequence()] * rows)
+        self.columns = Columns(np.zeros((rows, 0), np.bool_))
+
+    def _columns_of(self, rows: int) -> Columns:
+        """The columns so far; ValueError when the forward has another number of rows."""
+        given = self.columns
+        if given is not None and len(self.names) != rows and not given.stored.any():
+            delete(self.road.control, self.handed_over())  # the first forward was taken back
+        if self.columns is None:
+            return Columns(np.zeros((rows, 0), np.bool_))
+        if len(self.names) != rows:
+            raise ValueError(
+                f"the forward has {rows} rows and the cache {len(self.names)}: "
+                "batch_repeat_interleave(num_beams) makes a row for each beam"
+            )
+        return self.columns
+
+    def _hide(self, columns: Columns, mask: Bools) -> Columns:
+        """Cut off the last tokens of rows where the mask hides them now."""
+        hidden = hide(columns, mask)
+        if hidden is not columns:
+            self.cut(hidden)
+        return hidden
+
+    def _under_way(self, query: torch.Tensor) -> Step:
+        """The step that has begun; ValueError when a layer has another shape than the first."""
+        step = self._step
+        if step is None or query.shape[2] != step.forward.count:
+            raise ValueError(f"a layer has {query.shape[2]} columns, those before it had others")
+        return step
+
+    def _complete(self, step: Step) -> None:
+        if step.forward.tokens:
+            self.road.end(self._handle)
+            self._last = self._handle
+        self._before, self.columns = self.columns, step.forward.after
+        self._step, self._handle = None, None
+        self._done.clear()
+
+    def settle(self) -> None:
+        """What was begun is over: a forward that did not come to its end is taken back.
+
+        Raises RuntimeError when closed, and what the last forward failed with behind its layers'
+        backs; that one is taken back too.
+        """
+        self._take_back()
+        last, self._last = self._last, None
+        try:
+            if last is not None:
+                self.road.wait(last)
+        except AttndError:
+            self.columns = self._before
+            raise
+
+    def _take_back(self) -> None:
+        if self.closed:
+            raise RuntimeError("the cache is closed")
+        step, handle = self._step, self._handle
+        self._step, self._handle = None, None
+        self._done.clear()
+        if step is not None and step.forward.tokens:
+            self.road.undo(handle)
+
+    def cut(self, to: Columns) -> None:
+        """Truncate the sequences to what these columns say, which is no more than they hold."""
+        if self.columns is None:
+            return
+        for name, old, new in zip(self.names, self.columns.lengths, to.lengths, strict=True):
+            if new < old:
+                self.road.control.truncate(name, int(new))
+        self.columns = to
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Row i goes on as row `rows[i]` was: once as its sequence, else as a fork of it."""
+        self.settle()
+        if self.columns is None or list(rows) == list(range(len(self.names))):
+            return
+        columns = self.columns.select(rows)
+        first = {row: place for place, row in reversed(list(enumerate(rows)))}
+        forked = [place for place, row in enumerate(rows) if first[row] != place]
+        names = [self.names[row] for row in rows]
+        for place, fork in zip(forked, self.forks([rows[i] for i in forked]), strict=True):
+            names[place] = fork
+        dropped = set(self.names) - set(names)
+        self.names[:], self.columns = names, columns
+        delete(self.road.control, sorted(dropped))
+
+    def forks(self, rows: Sequence[int]) -> list[str]:
+        """A fork of each of these rows' sequences; all are made, or none."""
+        return self._made([NewSequence(parent=self.names[row]) for row in rows])
+
+    def _made(self, new: list[NewSequence]) -> list[str]:
+        if not new:
+            return []
+        return [made.id for made in self.road.control.create_sequences(new)]
+
+    def handed_over(self) -> list[str]:
+        """The sequences, which are another's now."""
+        names, self.names[:] = list(self.names), []
+        self.columns = None
+        return names
+
+    def clear(self) -> None:
+        """Delete the sequences, and give memory back."""
+        try:
+            self.settle()
+        finally:
+            self.road.release()
+            delete(self.road.control, self.handed_over())

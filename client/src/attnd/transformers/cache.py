@@ -1,0 +1,224 @@
+"""`AttndCache`: transformers' cache interface over sequences of attnd."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import torch
+from transformers import Cache
+
+from attnd.client import Client
+from attnd.errors import AttndError
+from attnd.session import Session
+from attnd.transformers.attention import NAME, TAG
+from attnd.transformers.batch import Batch
+from attnd.transformers.device import DeviceRoad
+from attnd.transformers.geometry import Geometry, check_pool, geometry_of
+from attnd.transformers.host import HostRoad
+from attnd.transformers.prefixes import share
+from attnd.transformers.release import delete_behind
+from attnd.transformers.roads import Road
+
+if TYPE_CHECKING:
+    from attnd.torch import TorchSession
+
+
+class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(..., Cache)
+    """K and V of one batch, held by attnd: give it as `past_key_values` to a model or `generate`.
+
+    Every row is one sequence; padding is not stored. `crop`, `reorder_cache` and their like cut
+    and fork sequences. A forward that fails is taken back before the next one. Close the cache, or
+    use it with `with`: its sequences are deleted then, or when it is collected, or when the
+    interpreter ends. Keep the session open until then. One thread at a time.
+    """
+
+    def __init__(
+        self, session: Session | Client | TorchSession, model: Any, *, dtype: str | None = None
+    ) -> None:
+        """`dtype` is the pool's, where K and V are to be rounded to another than the model's.
+
+        Raises ValueError when the model asks for what attnd does not serve, or when the pool is not
+        the model's; then with the command that starts the right service.
+        """
+        if model.config._attn_implementation != NAME:
+            now = model.config._attn_implementation
+            remedy = f'call model.set_attn_implementation("{NAME}") first'
+            raise ValueError(f"the model's attn_implementation is {now!r}: {remedy}")
+        geometry = geometry_of(model, dtype)
+        road: Road[Any] = (
+            HostRoad(session)
+            if isinstance(session, Session | Client)
+            else DeviceRoad(session, geometry.windows)
+        )
+        info = road.control.info()
+        check_pool(geometry, info)
+        self._set_up(road, geometry, info.page_size)
+
+    def _set_up(self, road: Road[Any], geometry: Geometry, page_size: int) -> None:
+        super().__init__(layers=[])
+        self._geometry = geometry
+        self._page_size = page_size
+        self._given: int | None = None
+        self.batch = Batch(road, geometry.num_layers)
+        self._finalizer = weakref.finalize(self, delete_behind, road.control, self.batch.names)
+        self._finalizer.atexit = False
+        OPEN.add(self)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Note the new k and v, `[rows, num_kv_heads, columns, head_dim]`: attention comes next.
+
+        They are the answer as well, without those before. Raises ValueError where they do not fit
+        the pool, RuntimeError when the attention of the layer before was not attnd's.
+        """
+        if (missed := self._given) is not None:
+            self._given = None
+            raise RuntimeError(
+                f"layer {missed} gave the cache k and v, and its attention was not attnd's: "
+                f'call model.set_attn_implementation("{NAME}")'
+            )
+        wanted = (self._geometry.num_kv_heads, self._geometry.head_dim)
+        for name, states in (("k", key_states), ("v", value_states)):
+            found = (states.shape[1], states.shape[3])
+            if found != wanted or layer_idx >= len(self):
+                raise ValueError(
+                    f"layer {layer_idx} gives {name} of {found[0]} heads x {found[1]}, the pool "
+                    f"has {len(self)} layers of {wanted[0]} x {wanted[1]}: "
+                    "attnd cannot serve this model"
+                )
+        self._given = layer_idx
+        setattr(key_states, TAG, (self, layer_idx))
+        return key_states, value_states
+
+    def taken(self) -> Batch:
+        """Attention takes up the k and v that were given last."""
+        self._given = None
+        return self.batch
+
+    def __len__(self) -> int:
+        return self._geometry.num_layers
+
+    def __repr__(self) -> str:
+        return f"AttndCache({len(self.sequences)} sequences, {self.get_seq_length()} columns)"
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        """The ids of the rows' sequences in the service."""
+        return tuple(self.batch.names)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns that forwards have covered, padding included; the same for every layer."""
+        return self.batch.covered
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.batch.names) or -1
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.batch.columns is not None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last columns: `-n` for n of them, as transformers' caches count."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): -n removes the last n columns")
+        self.batch.settle()
+        if self.batch.columns is not None:
+            self.batch.cut(self.batch.columns.crop(-tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i goes on as row `beam_idx[i]` was."""
+        self.batch.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row so many times, as generate repeats rows for beams and return sequences."""
+        self.batch.select([row for row in range(len(self.sequences)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows, by numbers or by a mask."""
+        chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self.batch.select(chosen.tolist())
+
+    def share_prefix(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> int:
+        """Compute once what the prompts of a batch begin with in common, and fork it for each.
+
+        Give `generate` the same `input_ids` and `attention_mask` afterwards. Groups share as well:
+        all a system prompt, some of them a document behind it. Less than a page is not shared.
+        Answers how many tokens are not computed again. Raises RuntimeError when the cache is not
+        empty.
+        """
+        self.batch.settle()
+        if self.batch.columns is not None:
+            raise RuntimeError("share_prefix comes first: the cache holds a batch already")
+        shared = share(self, model, input_ids, attention_mask, self._page_size)
+        self.batch.names += shared.sequences
+        self.batch.columns = shared.columns
+        return shared.saved
+
+    def fork(self, rows: Sequence[int] | None = None) -> Self:
+        """Another cache whose rows go on from these (None: from all), sharing their pages."""
+        self.batch.settle()
+        other = type(self).__new__(type(self))
+        other._set_up(self.batch.road, self._geometry, self._page_size)
+        chosen = list(range(len(self.sequences)) if rows is None else rows)
+        other.batch.names += self.batch.forks(chosen)
+        if self.batch.columns is not None:
+            other.batch.columns = self.batch.columns.select(chosen)
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()
+
+    def reset(self) -> None:
+        """Delete the sequences; the cache is as new."""
+        self.batch.clear()
+
+    def close(self) -> None:
+        """Delete the sequences; the cache cannot be used any more."""
+        if not self.batch.closed:
+            try:
+                self.batch.clear()
+            finally:
+                self.batch.closed = True
+                self._finalizer.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+OPEN: Final[weakref.WeakSet[AttndCache]] = weakref.WeakSet()
+
+
+@atexit.register
+def close_all() -> None:
+    """At the interpreter's end, while sessions still work."""
+    for cache in list(OPEN):
+        with contextlib.suppress(AttndError, RuntimeError, OSError):
+            cache.close()

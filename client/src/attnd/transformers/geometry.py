@@ -1,0 +1,125 @@
+"""What a model's configuration asks of the service's pool, and which models cannot be served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from attnd.results import Info
+
+DTYPES: Final = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+"""What q, k, v and o may be, by the pool's name for it."""
+KINDS: Final = ("full_attention", "sliding_attention")
+"""`layer_types` that are causal attention over the layer's own keys, with a window or without."""
+FEATURES: Final = {
+    "attention_chunk_size": "chunked attention",
+    "num_kv_shared_layers": "layers that attend another layer's keys",
+    "kv_sharing_modes": "layers that attend another layer's keys",
+    "kv_lora_rank": "latent KV",
+}
+"""Entries of a configuration that ask for something else, and what that is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The pool that a model needs; `windows` has each layer's `window_left`, -1 where it is off."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    windows: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    def settings(self) -> dict[str, object]:
+        """The service's settings by name, as its command line takes them."""
+        return {
+            "pool.num-layers": self.num_layers,
+            "pool.num-kv-heads": self.num_kv_heads,
+            "pool.head-dim": self.head_dim,
+            "pool.dtype": self.dtype,
+        }
+
+    def command(self) -> str:
+        """How to start a service with such a pool."""
+        arguments = " ".join(f"--{name} {value}" for name, value in self.settings().items())
+        return f"python -m service {arguments}"
+
+
+def pool_settings(model: Any, dtype: str | None = None) -> dict[str, object]:
+    """The settings of a service for this model: `{"pool.num-layers": 32, ...}`.
+
+    `dtype` is the pool's when it is not to be the model's own. Raises ValueError for a model that
+    attnd cannot serve.
+    """
+    return geometry_of(model, dtype).settings()
+
+
+def geometry_of(model: Any, dtype: str | None = None) -> Geometry:
+    """What the model's configuration says; ValueError when it asks for what attnd does not have."""
+    config = model.config.get_text_config(decoder=True)
+    check_served(model.config, config)
+    if model.dtype not in DTYPES:
+        known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
+        raise ValueError(f"the model is {model.dtype}: attnd takes {known}; convert it with .to()")
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Geometry(
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=head_dim,
+        dtype=dtype or DTYPES[model.dtype],
+        windows=tuple(windows_of(config)),
+    )
+
+
+def check_served(config: Any, decoder: Any) -> None:
+    """ValueError with the first thing in a configuration that attnd's attention has not."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise refusal(config, "is_encoder_decoder", True, "encoder-decoder models")
+    for name, meaning in FEATURES.items():
+        if value := getattr(decoder, name, None):
+            raise refusal(decoder, name, value, meaning)
+    if not getattr(decoder, "is_causal", True):
+        raise refusal(decoder, "is_causal", False, "attention that is not causal")
+    for kind in getattr(decoder, "layer_types", None) or ():
+        if kind not in KINDS:
+            raise refusal(decoder, "layer_types", kind, f"layers but {' and '.join(KINDS)}")
+
+
+def refusal(config: Any, name: str, value: object, meaning: str) -> ValueError:
+    return ValueError(
+        f"{type(config).__name__}.{name} is {value!r}: attnd does not serve {meaning}; "
+        "use another attn_implementation for this model"
+    )
+
+
+def windows_of(config: Any) -> list[int]:
+    """Each layer's `window_left`; transformers' sliding window counts the query's own key too."""
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if kinds is None:
+        kinds = ["full_attention" if window is None else "sliding_attention"]
+        kinds *= config.num_hidden_layers
+    return [window_left(window if kind == "sliding_attention" else None) for kind in kinds]
+
+
+def window_left(sliding_window: int | None) -> int:
+    """attnd's name for a window that transformers counts with the query's own key in it."""
+    return -1 if sliding_window is None else sliding_window - 1
+
+
+def check_pool(geometry: Geometry, info: Info) -> None:
+    """ValueError with the command line of the right service when the pool is another model's."""
+    given = (info.num_layers, info.num_kv_heads, info.head_dim, info.dtype)
+    wanted = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, geometry.dtype)
+    if given == wanted:
+        return
+    shape = "{} layers x {} KV heads x {} in {}"
+    told = f"the service's pool is {shape.format(*given)}, the model needs {shape.format(*wanted)}"
+    if given[:3] == wanted[:3]:
+        told += f"; give dtype={info.dtype!r} to have K and V rounded to the pool's"
+    raise ValueError(f"{told}: start a service for it with\n  {geometry.command()}")

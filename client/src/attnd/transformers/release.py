@@ -1,0 +1,33 @@
+"""Deleting the sequences of caches that are closed, reset or collected."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+
+from attnd.client import Client
+from attnd.errors import AttndError, UnknownSequence
+from attnd.session import Session
+
+
+def delete(control: Session | Client, names: Sequence[str]) -> None:
+    """Delete these sequences; one that is gone, say with its engine, is no error."""
+    for name in names:
+        with contextlib.suppress(UnknownSequence):
+            control.delete_sequence(name)
+
+
+def delete_behind(control: Session | Client, names: Sequence[str]) -> None:
+    """Delete the sequences of a cache that was collected.
+
+    The collector runs in the midst of anything, a call of this very session included, so a thread
+    does it. Errors have nobody to go to: a session that was closed first has left its sequences.
+    """
+    if names:
+        threading.Thread(target=delete_quietly, args=(control, list(names)), daemon=True).start()
+
+
+def delete_quietly(control: Session | Client, names: Sequence[str]) -> None:
+    with contextlib.suppress(AttndError, RuntimeError, OSError):
+        delete(control, names)

@@ -1,0 +1,96 @@
+"""How a forward reaches the service: what the cache asks of a session of either kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from attnd.client import Client
+from attnd.session import Session
+from attnd.transformers.columns import Forward
+
+Handle = TypeVar("Handle")
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """A layer's attention, in the service's words; `sm_scale` None is head_dim ** -0.5."""
+
+    sm_scale: float | None
+    logits_soft_cap: float
+    window_left: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One forward through all layers: `sequences` get the tokens of `forward.rows`.
+
+    `take` is `forward.take` on the model's device.
+    """
+
+    sequences: list[str]
+    forward: Forward
+    take: torch.Tensor | None
+    num_qo_heads: int
+    scoring: Scoring
+
+
+class Road(Protocol[Handle]):
+    """Carries steps to the service. q, k, v are a model's, `[rows, heads, columns, head_dim]`."""
+
+    @property
+    def control(self) -> Session | Client:
+        """For everything but attention."""
+
+    def begin(self, step: Step) -> Handle:
+        """Before the step's first layer, whose scoring is the step's."""
+
+    def attend(
+        self, handle: Handle, layer: int, qkv: tuple[torch.Tensor, ...], scoring: Scoring
+    ) -> torch.Tensor:
+        """Append k and v of a layer and attend; o of the step's tokens `[tokens, heads, dim]`."""
+
+    def end(self, handle: Handle) -> None:
+        """After the last layer."""
+
+    def undo(self, handle: Handle) -> None:
+        """Take back what the layers so far have appended."""
+
+    def wait(self, handle: Handle) -> None:
+        """Until a step that has ended is over; raises what it failed with: then it never was."""
+
+    def release(self) -> None:
+        """Give shared memory back until the next step."""
+
+
+def lay(
+    into: torch.Tensor, states: torch.Tensor, take: torch.Tensor | None, begin: int = 0
+) -> None:
+    """Tokens of a model's `states [rows, heads, columns, head_dim]` as `[tokens, heads, head_dim]`.
+
+    `into` takes as many as it has room for, from token `begin` on.
+    """
+    by_column = states.transpose(1, 2)
+    if take is None and into.numel() == states.numel():
+        into.view(by_column.shape).copy_(by_column)
+        return
+    end = begin + len(into)
+    flat = by_column.flatten(0, 1)
+    into.copy_(
+        flat[begin:end] if take is None else flat.index_select(0, take[begin:end].to(flat.device))
+    )
+
+
+def spread(o: torch.Tensor, step: Step, like: torch.Tensor) -> torch.Tensor:
+    """o of the step's tokens as the model wants it, `[rows, columns, heads, head_dim]`.
+
+    Columns without a token, padding, are 0. `like` is the model's q.
+    """
+    rows, heads, columns, dim = like.shape
+    o = o.to(like.device, like.dtype)
+    if step.take is None:
+        return o.view(rows, columns, heads, dim)
+    spread = torch.zeros((rows * columns, heads, dim), dtype=like.dtype, device=like.device)
+    return spread.index_copy_(0, step.take.to(like.device), o).view(rows, columns, heads, dim)

@@ -1,0 +1,139 @@
+"""Two generations of the same batch compared: token by token, and by the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from local_model import Batch
+
+LOGIT_BOUNDS: Final = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 5e-1}
+"""Greatest difference of logits, of a standard deviation up to 2, that is still rounding."""
+COMPILED: Final = "sdpa, static, compiled"
+
+Tokens = list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Per continuation: the tokens, and the logits `[new tokens, vocab]` each was chosen from."""
+
+    tokens: list[Tokens]
+    logits: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One continuation up to and with the first token that differs: its history is still shared.
+
+    `equal` tokens came first; `error` is the logits' greatest difference; `closest` the least gap
+    between the reference's two best; `flipped` its gap between the two tokens that differ.
+    """
+
+    equal: int
+    error: float
+    closest: float
+    flipped: str | None
+
+
+def compare_one(
+    tokens: Tokens, expected: Tokens, logits: torch.Tensor, reference: torch.Tensor
+) -> Comparison:
+    """Tokens served and expected, and the logits `[new tokens, vocab]` they were chosen from."""
+    pairs = list(zip(tokens, expected, strict=True))
+    equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    ours, theirs = logits[: equal + 1], reference[: equal + 1]
+    best = theirs.topk(2, dim=-1).values
+    flipped = None
+    if equal < len(pairs):
+        got, wanted = pairs[equal]
+        gap = (theirs[equal, wanted] - theirs[equal, got]).item()
+        flipped = f"token {equal}: {got} for {wanted}, whose logits are {gap:.1e} apart"
+    error = (ours - theirs).abs().max().item()
+    return Comparison(equal, error, (best[:, 0] - best[:, 1]).min().item(), flipped)
+
+
+def compare(served: Generation, own: Generation, dtype: str, attention: str = "eager") -> None:
+    """Say whether every token is equal and how far logits are apart; SystemExit where too far."""
+    both = (served.tokens, own.tokens, served.logits, own.logits)
+    each = [compare_one(*continuation) for continuation in zip(*both, strict=True)]
+    deviation = torch.stack(own.logits).std().item()
+    error, bound = max(one.error for one in each), LOGIT_BOUNDS[dtype] * max(1.0, deviation / 2)
+    print(f"logits differ by at most {error:.1e} (standard deviation {deviation:.1f})", end=", ")
+    print(f"the two best are never closer than {min(one.closest for one in each):.1e}")
+    for name, one in enumerate(each):
+        if one.flipped is not None:
+            print(f"continuation {name} diverges at {one.flipped}")
+    equal, total = sum(one.equal for one in each), sum(map(len, own.tokens))
+    print(f"{equal} of {total} tokens equal to {attention} attention before any divergence")
+    if error > bound or (dtype == "fp32" and equal < total):
+        raise SystemExit(f"FAILED: logits may differ by {bound:g} at {dtype}: not the same model")
+    print("token for token equal" if equal == total else "equal but for near-ties")
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A way to generate the batch: `run(n)` is one `generate` of n tokens a row."""
+
+    name: str
+    run: Callable[[int], None]
+    served: bool = False
+    first_run: int = 2  # tokens: everything is made in it that is made once
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds to every row's first token; tokens a second of all rows after it, and with it."""
+
+    first_s: float
+    decode: float
+    whole: float
+
+
+def compare_speed(contenders: list[Contender], batch: Batch) -> None:
+    """Time every contender, prefill in and out, and say who is faster."""
+    speeds: dict[str, Speed] = {}
+    for one in contenders:
+        try:
+            speeds[one.name] = speed = timed(one, batch)
+        except torch.OutOfMemoryError:
+            print(f"{one.name:22}: more memory than the device has")
+            continue
+        print(f"{one.name:22}: first tokens after {speed.first_s:.2f} s, ", end="")
+        print(f"then {speed.decode:.1f} tokens/s; {speed.whole:.1f} tokens/s with the prefill")
+    if COMPILED not in {one.name for one in contenders}:
+        print(f"{COMPILED}: left out on a CPU, where compiling takes minutes: --compile")
+    ours = [speeds[one.name] for one in contenders if one.served and one.name in speeds]
+    others = {
+        one.name: speeds[one.name] for one in contenders if not one.served and one.name in speeds
+    }
+    for what, rate in RATES.items():
+        name = max(others, key=lambda one: rate(others[one]))
+        ratio = max(map(rate, ours)) / rate(others[name])
+        verdict = "faster than" if ratio > 1 else "slower than"
+        print(f"{what}, attnd has {ratio:.2f} x the tokens/s of {name}, ", end="")
+        print(f"the fastest that transformers has here: attnd is {verdict} in-process")
+
+
+RATES: Final[dict[str, Callable[[Speed], float]]] = {
+    "prefill out": lambda speed: speed.decode,
+    "prefill in": lambda speed: speed.whole,
+}
+
+
+def timed(contender: Contender, batch: Batch) -> Speed:
+    """The better of two runs each, after a first one."""
+
+    def seconds(count: int) -> float:
+        began = time.perf_counter()
+        contender.run(count)
+        return time.perf_counter() - began
+
+    seconds(contender.first_run)
+    first_s = min(seconds(1), seconds(1))
+    all_s = min(seconds(batch.new_tokens), seconds(batch.new_tokens))
+    rest = batch.rows * (batch.new_tokens - 1) / max(all_s - first_s, 1e-9)
+    return Speed(first_s, rest, batch.rows * batch.new_tokens / all_s)

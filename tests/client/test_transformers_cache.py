@@ -1,0 +1,317 @@
+"""`AttndCache`: what it refuses, how it recovers, and that its sequences always come to an end."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from attnd import Client, OutOfPages, Session
+from attnd.transformers import AttndCache, pool_settings
+from running_service import ROOT, connect, service
+from tiny_models import SIZES, Prompts, assert_same, generated, padded, prompts, random_tokens, tiny
+from transformers import (
+    DynamicCache,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    T5Config,
+)
+
+
+@pytest.fixture(scope="module")
+def socket(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("r") / "road")
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory, socket: str) -> Iterator[Client]:
+    """Of a running service with 8 pages, whose engine is at `socket`."""
+    path = str(tmp_path_factory.mktemp("s") / "s")
+    arguments = ("--server.uds", path, "--server.socket", socket, "--pool.num-pages", "8")
+    with service(*arguments) as where, connect(where) as client:
+        yield client
+
+
+@pytest.fixture
+def session(client: Client, socket: str) -> Iterator[Session]:
+    with Session(socket) as session:
+        yield session
+        pool = session.pool()
+    assert (pool.sequences, pool.referenced, pool.integrity) == (0, 0, "ok")
+
+
+def configured(**settings: Any) -> Any:
+    """A tiny llama whose configuration says something else too."""
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **settings})).eval()
+    model.set_attn_implementation("attnd")
+    return model
+
+
+def test_another_pool_is_refused_with_the_command_for_the_model(session: Session) -> None:
+    model = configured(num_hidden_layers=3, head_dim=32)
+    with pytest.raises(ValueError, match="2 layers x 2 KV heads x 64 in fp32") as refused:
+        AttndCache(session, model)
+    assert str(refused.value).endswith(
+        "the model needs 3 layers x 2 KV heads x 32 in fp32: start a service for it with\n"
+        "  python -m service --pool.num-layers 3 --pool.num-kv-heads 2 --pool.head-dim 32 "
+        "--pool.dtype fp32"
+    )
+    assert pool_settings(model)["pool.num-layers"] == 3
+
+
+def test_a_pool_of_another_dtype_must_be_meant(session: Session) -> None:
+    model = tiny().to(torch.bfloat16)
+    with pytest.raises(ValueError, match="give dtype='fp32' to have K and V rounded"):
+        AttndCache(session, model)
+    AttndCache(session, model, dtype="fp32").close()
+    with pytest.raises(ValueError, match="attnd takes float32, float16, bfloat16"):
+        AttndCache(session, model.to(torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("config", "meaning"),
+    [
+        (T5Config(), "encoder-decoder models"),
+        (Llama4TextConfig(num_hidden_layers=4), "chunked attention"),
+        (LlamaConfig(**SIZES, layer_types=["full_attention", "linear_attention"]), "layers but"),
+        (LlamaConfig(**SIZES, num_kv_shared_layers=1), "another layer's keys"),
+        (LlamaConfig(**SIZES, kv_lora_rank=16), "latent KV"),
+        (LlamaConfig(**SIZES, is_causal=False), "not causal"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_models_that_need_other_attention_are_refused_at_once(
+    session: Session, config: PreTrainedConfig, meaning: str
+) -> None:
+    model = tiny()
+    model.config = config
+    config._attn_implementation = "attnd"
+    with pytest.raises(ValueError, match=f"attnd does not serve .*{meaning}|{meaning}"):
+        AttndCache(session, model)
+
+
+def test_a_model_that_attends_by_itself_is_refused(session: Session) -> None:
+    model = tiny()
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"'sdpa': call model.set_attn_implementation"):
+        AttndCache(session, model)
+    model.set_attn_implementation("attnd")
+    with AttndCache(session, model) as cache:
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(RuntimeError, match="layer 0 gave the cache k and v, and its attention"):
+            model(prompts(4).ids, past_key_values=cache)
+
+
+def test_attention_sinks_are_refused(session: Session) -> None:
+    config = GptOssConfig(
+        **{**SIZES, "layer_types": ["full_attention"] * 2},
+        num_local_experts=1,
+        num_experts_per_tok=1,
+    )
+    model = GptOssForCausalLM(config).eval()
+    model.set_attn_implementation("attnd")
+    with (
+        AttndCache(session, model) as cache,
+        torch.inference_mode(),
+        pytest.raises(ValueError, match="s_aux asks for attention sinks"),
+    ):
+        model(prompts(4).ids, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda given: {**given, "past_key_values": None}, "pass past_key_values=AttndCache"),
+        (lambda given: {**given, "past_key_values": DynamicCache()}, "pass past_key_values=Attnd"),
+        (
+            lambda given: {**given, "attention_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool)},
+            "a mask of 4 dimensions",
+        ),
+        (lambda given: {**given, "attention_mask": torch.ones(1, 3)}, r"is \[1, 3\], not \[1, 4\]"),
+        (lambda given: {**given, "output_attentions": True}, "the weights of attention"),
+    ],
+    ids=["no cache", "another cache", "a mask of one's own", "another length", "weights"],
+)
+def test_a_forward_that_attnd_cannot_serve_is_refused(
+    session: Session, change: Callable[[dict[str, Any]], dict[str, Any]], told: str
+) -> None:
+    model = tiny()
+    with AttndCache(session, model) as cache, torch.inference_mode():
+        given = {"input_ids": prompts(4).ids, "past_key_values": cache}
+        with pytest.raises(ValueError, match=told):
+            model(**change(given))
+        model(**given)
+        assert cache.get_seq_length() == 4
+
+
+def test_gradients_are_refused(session: Session) -> None:
+    model = tiny()
+    with (
+        AttndCache(session, model) as cache,
+        pytest.raises(ValueError, match=r"no gradients: run under torch.inference_mode"),
+    ):
+        model(prompts(4).ids, past_key_values=cache)
+
+
+def test_another_number_of_rows_is_refused_with_what_to_call(session: Session) -> None:
+    model = tiny()
+    with AttndCache(session, model) as cache:
+        generated(model, prompts(4, 6), cache)
+        with pytest.raises(ValueError, match=r"3 rows and the cache 2: batch_repeat_interleave"):
+            generated(model, prompts(4, 30, 2), cache)
+
+
+def test_a_forward_without_pages_is_taken_back_and_can_be_repeated(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnd.transformers.host.CALL_BYTES", 40 * 16 * 64 * 4)
+    model, batch = tiny(), prompts(25, 25)
+    with AttndCache(session, model) as cache, torch.inference_mode():
+        model(batch.ids[:, :-1], past_key_values=cache)
+        longer = padded([random_tokens(70, 1), random_tokens(70, 2)])
+        with pytest.raises(OutOfPages):
+            model(longer.ids, past_key_values=cache)
+        assert cache.get_seq_length() == 24
+        assert [session.get_sequence(name).lengths for name in cache.sequences] == [(24, 24)] * 2
+        assert_same(generated(model, batch, cache), generated(model, batch))
+
+
+def test_a_batch_that_had_no_room_can_be_followed_by_a_smaller_one(session: Session) -> None:
+    model = tiny()
+    with AttndCache(session, model) as cache:
+        with pytest.raises(OutOfPages):
+            generated(model, prompts(60, 60, 60), cache)
+        batch = prompts(60)
+        assert_same(
+            generated(model, batch, cache, max_new_tokens=2),
+            generated(model, batch, max_new_tokens=2),
+        )
+
+
+def test_an_error_of_the_model_in_mid_forward_is_taken_back(session: Session) -> None:
+    model, batch = tiny(), prompts(9, 12)
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with AttndCache(session, model) as cache, torch.inference_mode():
+        hook = model.model.layers[1].register_forward_pre_hook(broken)
+        with pytest.raises(ZeroDivisionError):
+            model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
+        hook.remove()
+        assert cache.get_seq_length() == 0
+        assert_same(generated(model, batch, cache), generated(model, batch))
+
+
+def test_crop_takes_back_the_last_columns(session: Session) -> None:
+    model, batch = tiny(), prompts(5, 12)
+    with AttndCache(session, model) as cache:
+        generated(model, batch, cache)
+        assert cache.get_seq_length() == 21
+        cache.crop(-12)
+        assert [session.get_sequence(name).length for name in cache.sequences] == [2, 9]
+        assert_same(generated(model, batch, cache), generated(model, batch))
+        with pytest.raises(ValueError, match="-n removes the last n columns"):
+            cache.crop(3)
+
+
+def test_rows_are_chosen_by_number_or_mask(session: Session) -> None:
+    model, batch = tiny(), prompts(5, 12, 9)
+    with AttndCache(session, model) as cache:
+        generated(model, batch, cache, max_new_tokens=1)
+        first = cache.sequences
+        cache.reorder_cache(torch.tensor([2, 0, 2]))
+        assert (cache.sequences[0], cache.sequences[1]) == (first[2], first[0])
+        assert session.get_sequence(cache.sequences[2]).length == 9
+        cache.batch_select_indices(torch.tensor([False, True, True]))
+        assert [session.get_sequence(name).length for name in cache.sequences] == [5, 9]
+        assert (cache.batch_size, session.pool().sequences) == (2, 2)
+
+
+def test_a_fork_goes_its_own_way(session: Session) -> None:
+    model, batch = tiny(), prompts(20, 20)
+    single = Prompts(batch.ids[1:], batch.mask[1:])
+    with AttndCache(session, model) as cache, torch.inference_mode():
+        model(batch.ids[:, :-1], past_key_values=cache)
+        with cache.fork([1]) as fork:
+            assert_same(generated(model, single, fork), generated(model, single))
+        assert_same(generated(model, batch, cache), generated(model, batch))
+
+
+def test_a_prefix_is_shared_before_anything_else(session: Session) -> None:
+    model, batch = tiny(), prompts(3, 4, prefix=20)
+    with AttndCache(session, model) as cache:
+        generated(model, batch, cache, max_new_tokens=1)
+        with pytest.raises(RuntimeError, match="share_prefix comes first"):
+            cache.share_prefix(model, batch.ids, batch.mask)
+        cache.reset()
+        assert cache.share_prefix(model, batch.ids, batch.mask) == 20
+
+
+def test_a_shared_prefix_without_pages_leaves_nothing_behind(session: Session) -> None:
+    model, batch = tiny(), prompts(3, 4, prefix=200)
+    with AttndCache(session, model) as cache:
+        with pytest.raises(OutOfPages):
+            cache.share_prefix(model, batch.ids, batch.mask)
+        assert session.pool().sequences == 0
+        assert cache.get_seq_length() == 0
+
+
+def test_a_closed_cache_says_so(session: Session) -> None:
+    model = tiny()
+    cache = AttndCache(session, model)
+    cache.close()
+    cache.close()
+    with pytest.raises(RuntimeError, match="the cache is closed"):
+        generated(model, prompts(4), cache)
+
+
+def test_sequences_of_a_collected_cache_are_deleted(session: Session) -> None:
+    model = tiny()
+    generated(model, prompts(4, 5), AttndCache(session, model))
+    ends = time.monotonic() + 10
+    while session.pool().sequences and time.monotonic() < ends:
+        gc.collect()
+        time.sleep(0.01)
+    assert session.pool().sequences == 0
+
+
+def test_sequences_of_a_process_that_ends_are_deleted(session: Session, socket: str) -> None:
+    program = (
+        "import sys; sys.path.insert(0, 'tests/client')\n"
+        "from attnd import Session; from attnd.transformers import AttndCache\n"
+        "from tiny_models import generated, prompts, tiny\n"
+        "session, model = Session(sys.argv[1]), tiny()\n"
+        "cache = AttndCache(session, model)\n"
+        "generated(model, prompts(4, 5), cache)\n"
+        "print(session.pool().sequences)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, socket],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "2\n", done.stderr
+    assert session.pool().sequences == 0
+
+
+def test_a_session_that_is_closed_first_is_no_error(client: Client, socket: str) -> None:
+    model = tiny()
+    with Session(socket) as session:
+        cache = AttndCache(session, model)
+        generated(model, prompts(4), cache)
+        (name,) = cache.sequences
+    with pytest.raises(RuntimeError, match="the session is closed"):
+        cache.close()
+    client.delete_sequence(name)

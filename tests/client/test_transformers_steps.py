@@ -1,0 +1,142 @@
+"""Models over a `TorchSession`: the tokens of eager attention, and the same care of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attnd import OutOfPages
+from attnd.torch import TorchSession
+from attnd.transformers import AttndCache
+from running_service import connect, service
+from tiny_models import (
+    MODELS,
+    Prompts,
+    assert_same,
+    generated,
+    padded,
+    prompts,
+    random_tokens,
+    tiny,
+)
+
+
+@pytest.fixture(scope="module")
+def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where the engine of a running service with 24 pages is."""
+    road = str(tmp_path_factory.mktemp("r") / "road")
+    path = str(tmp_path_factory.mktemp("s") / "s")
+    arguments = ("--server.uds", path, "--server.socket", road, "--pool.num-pages", "24")
+    with service(*arguments) as where, connect(where):
+        yield road
+
+
+@pytest.fixture
+def session(socket: str) -> Iterator[TorchSession]:
+    with TorchSession(socket) as session:
+        yield session
+        pool = session.session.pool()
+    assert (pool.sequences, pool.referenced, pool.integrity) == (0, 0, "ok")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("share", [False, True], ids=["each for itself", "prefix shared"])
+def test_every_model_generates_the_tokens_of_eager_attention(
+    session: TorchSession, name: str, share: bool
+) -> None:
+    model, batch = tiny(name), prompts(5, 20, 1, prefix=37)
+    wanted = generated(model, batch)
+    with AttndCache(session, model) as cache:
+        if share:
+            cache.share_prefix(model, batch.ids, batch.mask)
+        assert_same(generated(model, batch, cache), wanted)
+
+
+def test_beams_fork_between_steps(session: TorchSession) -> None:
+    model, batch = tiny(), prompts(6, 3)
+    beams: dict[str, Any] = {"num_beams": 3, "output_logits": False, "max_new_tokens": 12}
+    wanted = generated(model, batch, **beams)
+    with AttndCache(session, model) as cache:
+        got = generated(model, batch, cache, **beams)
+    assert got.sequences.tolist() == wanted.sequences.tolist()
+
+
+def test_a_step_without_pages_is_refused_whole(session: TorchSession) -> None:
+    model, batch = tiny(), prompts(25, 25)
+    with AttndCache(session, model) as cache, torch.inference_mode():
+        model(batch.ids[:, :-1], past_key_values=cache)
+        longer = padded([random_tokens(200, 1), random_tokens(200, 2)])
+        with pytest.raises(OutOfPages):
+            model(longer.ids, past_key_values=cache)
+        assert cache.get_seq_length() == 24
+        assert_same(generated(model, batch, cache), generated(model, batch))
+
+
+def test_an_error_of_the_model_aborts_its_step(session: TorchSession) -> None:
+    model, batch = tiny(), prompts(9, 12)
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with AttndCache(session, model) as cache, torch.inference_mode():
+        hook = model.model.layers[1].register_forward_pre_hook(broken)
+        with pytest.raises(ZeroDivisionError):
+            model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
+        hook.remove()
+        assert_same(generated(model, batch, cache), generated(model, batch))
+
+
+def test_a_layer_that_attends_unlike_its_step_is_refused(session: TorchSession) -> None:
+    model, batch = tiny(), prompts(9)
+    model.model.layers[1].self_attn.scaling = 0.5
+    with AttndCache(session, model) as cache, torch.inference_mode():
+        with pytest.raises(ValueError, match="layer 1 attends with Scoring"):
+            model(batch.ids, past_key_values=cache)
+        model.model.layers[1].self_attn.scaling = model.model.layers[0].self_attn.scaling
+        assert_same(generated(model, batch, cache), generated(model, batch))
+
+
+def test_a_closed_cache_leaves_its_memory_to_the_next(socket: str) -> None:
+    model, closed = tiny(), []
+    with TorchSession(socket, arena_bytes=2**16) as session:
+        for length in (10, 30, 20, 60):
+            with AttndCache(session, model) as cache:
+                generated(model, prompts(length, length), cache, max_new_tokens=2)
+            closed.append(cache)
+
+
+@pytest.fixture(scope="module")
+def device_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchSession]:
+    """Of a service on a GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    road = str(tmp_path_factory.mktemp("g") / "road")
+    path = str(tmp_path_factory.mktemp("g") / "s")
+    arguments = ("--backend.kind", "cuda", "--pool.dtype", "fp16", "--server.uds", path)
+    with (
+        service(*arguments, "--server.socket", road) as where,
+        connect(where),
+        TorchSession(road) as session,
+    ):
+        yield session
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("share", [False, True], ids=["each for itself", "prefix shared"])
+def test_on_a_gpu_logits_are_those_of_eager_attention(
+    device_session: TorchSession, name: str, share: bool
+) -> None:
+    model = tiny(name).to("cuda", torch.float16)
+    on_host = prompts(5, 20, 1, prefix=37)
+    batch = Prompts(on_host.ids.cuda(), on_host.mask.cuda())
+    wanted = generated(model, batch, max_new_tokens=2)
+    with AttndCache(device_session, model) as cache:
+        if share:
+            cache.share_prefix(model, batch.ids, batch.mask)
+        got = generated(model, batch, cache, max_new_tokens=2)
+    scale = wanted.logits[0].abs().max().item()
+    error = (got.logits[0] - wanted.logits[0]).abs().max().item()
+    assert error < 0.02 * scale, f"logits up to {scale:.1f} are {error:.2e} apart"
