@@ -81,10 +81,12 @@ def checked_mask(mask: CausalMask | torch.Tensor | None, sliding_window: int | N
 
 def refuse_others(others: dict[str, Any], module: Any, dropout: float) -> None:
     """ValueError for a keyword that would change the numbers."""
-    for name, meaning in REFUSED.items():
-        value = others.get(name)
+    for name in others.keys() & REFUSED.keys():
+        value = others[name]
         if value is not None and value is not False:
-            raise ValueError(f"{name} asks for {meaning}, which attnd's attention does not have")
+            raise ValueError(
+                f"{name} asks for {REFUSED[name]}, which attnd's attention does not have"
+            )
     if others["is_causal"] is False or not getattr(module, "is_causal", True):
         raise ValueError(f"the layer is not causal: {REMEDY}")
     if dropout:

@@ -130,5 +130,7 @@ def mask_of(visible: Any, columns: Columns, count: int) -> Bools:
 
 def widened(stored: Bools, width: int) -> Bools:
     """`stored` with columns of False behind it, up to `width`."""
-    missing = width - stored.shape[1]
-    return stored if missing <= 0 else np.pad(stored, ((0, 0), (0, missing)))
+    rows, has = stored.shape
+    if has >= width:
+        return stored
+    return np.concatenate([stored, np.zeros((rows, width - has), np.bool_)], axis=1)
