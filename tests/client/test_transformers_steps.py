@@ -107,6 +107,17 @@ def test_a_closed_cache_leaves_its_memory_to_the_next(socket: str) -> None:
             closed.append(cache)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_replayed_decodes_give_the_same_tokens(session: TorchSession, name: str) -> None:
+    model, batch = tiny(name), prompts(5, 20, 1, prefix=37)
+    wanted = generated(model, batch)
+    with AttndCache(session, model) as cache:
+        cache.share_prefix(model, batch.ids, batch.mask)
+        with cache.graphs(model) as decodes:
+            assert_same(generated(model, batch, cache), wanted)
+        assert decodes.replayed == 8  # of nine, the first one warms up
+
+
 @pytest.fixture(scope="module")
 def device_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchSession]:
     """Of a service on a GPU."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,17 @@ from attnd.transformers.roads import Road, Scoring, Step, spread
 
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v of a layer, `[rows, heads, columns, head_dim]`."""
+Recorder = Callable[[int, States, Scoring], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a forward: batch rows, columns that are new; `device` is the model's."""
+
+    rows: int
+    count: int
+    num_qo_heads: int
+    device: torch.device
 
 
 class Batch:
@@ -32,8 +44,12 @@ class Batch:
         self.names: list[str] = []
         self.columns: Columns | None = None
         self.closed = False
+        self.latest: Step | None = None
+        """The step that began last."""
+        self.recorder: Recorder | None = None
+        """Attends in place of the road, while a decode is recorded."""
         self._step: Step | None = None
-        self._handle: Any = None
+        self.handle: Any = None
         self._done: set[int] = set()
         self._last: Any = None
         self._before: Columns | None = None
@@ -51,39 +67,41 @@ class Batch:
         `visible [rows, covered + columns]` hides padding; None hides nothing. The first layer
         begins a forward, the last one completes it; an error takes all of it back.
         """
+        if self.recorder is not None:
+            return self.recorder(layer, qkv, scoring)
+        rows, heads, count, _ = qkv[0].shape
         try:
             if self._step is None or layer in self._done:
-                self._begin(qkv, visible, scoring)
-            step = self._under_way(qkv[0])
+                self.begin(Shape(rows, count, heads, qkv[0].device), visible, scoring)
+            step = self._under_way(count)
             if step.forward.tokens:
-                o = self.road.attend(self._handle, layer, qkv, scoring)
+                o = self.road.attend(self.handle, layer, qkv, scoring)
             else:
                 o = qkv[0].new_empty((0, qkv[0].shape[1], qkv[0].shape[3]))
             self._done.add(layer)
             if len(self._done) == self.num_layers:
-                self._complete(step)
+                self.complete()
         except BaseException:
-            with contextlib.suppress(AttndError):  # what went wrong first is what counts
-                self._take_back()
+            self.give_up()
             raise
         return spread(o, step, qkv[0])
 
-    def _begin(self, qkv: States, visible: torch.Tensor | None, scoring: Scoring) -> None:
-        """Say which tokens of which rows the forward adds, and make sequences for a new batch."""
+    def begin(self, shape: Shape, visible: torch.Tensor | None, scoring: Scoring) -> Step:
+        """Say which tokens of which rows a forward adds, and make sequences for a new batch."""
         self._take_back()
-        rows, heads, count, _ = qkv[0].shape
-        columns = self._columns_of(rows)
-        mask = mask_of(visible, columns, count)
+        columns = self._columns_of(shape.rows)
+        mask = mask_of(visible, columns, shape.count)
         columns = self._hide(columns, mask)
-        forward = plan(columns, mask, count)
+        forward = plan(columns, mask, shape.count)
         if self.columns is None:
-            self.start(rows)
+            self.start(shape.rows)
         sequences = [self.names[row] for row in forward.rows]
-        take = None if forward.take is None else torch.from_numpy(forward.take).to(qkv[0].device)
-        step = Step(sequences, forward, take, heads, scoring)
+        take = None if forward.take is None else torch.from_numpy(forward.take).to(shape.device)
+        step = Step(sequences, forward, take, shape.num_qo_heads, scoring)
         if forward.tokens:
-            self._handle = self.road.begin(step)
-        self._step = step
+            self.handle = self.road.begin(step)
+        self._step = self.latest = step
+        return step
 
     def start(self, rows: int) -> None:
         """Make an empty sequence for each of so many rows."""
@@ -111,20 +129,29 @@ class Batch:
             self.cut(hidden)
         return hidden
 
-    def _under_way(self, query: torch.Tensor) -> Step:
-        """The step that has begun; ValueError when a layer has another shape than the first."""
+    def _under_way(self, count: int) -> Step:
+        """The step that has begun; ValueError when a layer has other columns than the first."""
         step = self._step
-        if step is None or query.shape[2] != step.forward.count:
-            raise ValueError(f"a layer has {query.shape[2]} columns, those before it had others")
+        if step is None or count != step.forward.count:
+            raise ValueError(f"a layer has {count} columns, those before it had others")
         return step
 
-    def _complete(self, step: Step) -> None:
+    def complete(self) -> None:
+        """Every layer has attended: the forward counts."""
+        step = self._step
+        if step is None:
+            raise RuntimeError("no forward is under way: this is a bug")
         if step.forward.tokens:
-            self.road.end(self._handle)
-            self._last = self._handle
+            self.road.end(self.handle)
+            self._last = self.handle
         self._before, self.columns = self.columns, step.forward.after
-        self._step, self._handle = None, None
+        self._step, self.handle = None, None
         self._done.clear()
+
+    def give_up(self) -> None:
+        """After an error: take the forward back. What went wrong first is what counts."""
+        with contextlib.suppress(AttndError):
+            self._take_back()
 
     def settle(self) -> None:
         """What was begun is over: a forward that did not come to its end is taken back.
@@ -144,8 +171,8 @@ class Batch:
     def _take_back(self) -> None:
         if self.closed:
             raise RuntimeError("the cache is closed")
-        step, handle = self._step, self._handle
-        self._step, self._handle = None, None
+        step, handle = self._step, self.handle
+        self._step, self.handle = None, None
         self._done.clear()
         if step is not None and step.forward.tokens:
             self.road.undo(handle)

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -19,6 +20,7 @@ from attnd.transformers.attention import NAME, TAG
 from attnd.transformers.batch import Batch
 from attnd.transformers.device import DeviceRoad
 from attnd.transformers.geometry import Geometry, check_pool, geometry_of
+from attnd.transformers.graphs import Decodes, replaying
 from attnd.transformers.host import HostRoad
 from attnd.transformers.prefixes import share
 from attnd.transformers.release import delete_behind
@@ -173,6 +175,18 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         self.batch.names += shared.sequences
         self.batch.columns = shared.columns
         return shared.saved
+
+    def graphs(self, model: Any) -> AbstractContextManager[Decodes]:
+        """`with cache.graphs(model):` decodes within are replayed as a CUDA graph, not run again.
+
+        That spares the host's work for each operation of the model, which is most of a decode's
+        time on a fast GPU. Needs a `TorchSession` (RuntimeError); the model must do the same
+        operations in each decode, and the logits it gives lie in memory that the next one uses
+        again. All else that the model is given within runs as it is.
+        """
+        if not isinstance(self.batch.road, DeviceRoad):
+            raise RuntimeError("graphs need an attnd.torch.TorchSession: this cache has none")
+        return replaying(self, self.batch, self.batch.road, model)
 
     def fork(self, rows: Sequence[int] | None = None) -> Self:
         """Another cache whose rows go on from these (None: from all), sharing their pages."""

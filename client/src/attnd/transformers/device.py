@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from attnd.session import Session
-from attnd.transformers.roads import Scoring, Step, lay
+from attnd.transformers.roads import Scoring, Step, lay, spread
 
 if TYPE_CHECKING:
     from attnd.torch import Slots, TorchSession
@@ -25,6 +26,14 @@ class Running:
 
     step: Step
     entered: TorchStep
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recording:
+    """Attention of a decode's layers over `slots`."""
+
+    attend: Callable[[int, tuple[torch.Tensor, ...], Scoring], torch.Tensor]
+    slots: Slots
 
 
 class DeviceRoad:
@@ -60,18 +69,39 @@ class DeviceRoad:
     def attend(
         self, handle: Running, layer: int, qkv: tuple[torch.Tensor, ...], scoring: Scoring
     ) -> torch.Tensor:
-        said = handle.step.scoring
-        said = Scoring(said.sm_scale, said.logits_soft_cap, self._windows[layer])
-        if scoring != said:
+        self._check(layer, handle.step.scoring, scoring)
+        return hand_over(handle.entered, layer, qkv, handle.step)
+
+    def record(self, step: Step) -> Recording:
+        """Attends the layers of a decode like this one, whatever its sequences.
+
+        It waits for nothing on the host and uses the same memory each time, so that a CUDA graph
+        may be captured over it. A step must be open when it runs.
+        """
+        slots = self._slots_for(step.forward.tokens, step.num_qo_heads)
+
+        def attend(layer: int, qkv: tuple[torch.Tensor, ...], scoring: Scoring) -> torch.Tensor:
+            self._check(layer, step.scoring, scoring)
+            return spread(hand_over(slots, layer, qkv, step), step, qkv[0])
+
+        return Recording(attend, slots)
+
+    def holds(self, recording: Recording) -> bool:
+        """Whether the memory of a recording is still that of the steps."""
+        return recording.slots is self._slots
+
+    def replayed(self, handle: Running) -> None:
+        """A recording's layers have been handed over in the step's place."""
+        handle.entered.handed_over()
+
+    def _check(self, layer: int, said: Scoring, scoring: Scoring) -> None:
+        """ValueError when a layer attends otherwise than its step says."""
+        described = Scoring(said.sm_scale, said.logits_soft_cap, self._windows[layer])
+        if scoring != described:
             raise ValueError(
-                f"layer {layer} attends with {scoring}, its step was described with {said}: "
+                f"layer {layer} attends with {scoring}, its step was described with {described}: "
                 "use attnd.Session in place of TorchSession for this model"
             )
-        entered, tokens = handle.entered, handle.step.forward.tokens
-        places = (entered.q(layer), entered.k(layer), entered.v(layer))
-        for place, states in zip(places, qkv, strict=True):
-            lay(place[:tokens], states, handle.step.take)
-        return entered.attend(layer)[:tokens]
 
     def end(self, handle: Running) -> None:
         handle.entered.__exit__(None, None, None)
@@ -92,3 +122,14 @@ class DeviceRoad:
             self._slots = slots = None  # its memory is needed for the new ones
             self._slots = slots = self._session.slots(tokens, num_qo_heads)
         return slots
+
+
+def hand_over(
+    slots: Slots | TorchStep, layer: int, qkv: tuple[torch.Tensor, ...], step: Step
+) -> torch.Tensor:
+    """Write a layer's q, k and v for a step's tokens; their o."""
+    tokens = step.forward.tokens
+    places = (slots.q(layer), slots.k(layer), slots.v(layer))
+    for place, states in zip(places, qkv, strict=True):
+        lay(place[:tokens], states, step.take)
+    return slots.attend(layer)[:tokens]

@@ -1,0 +1,152 @@
+"""Decodes of a model replayed as one CUDA graph, with their hand-overs inside it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Final
+
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from attnd.transformers.batch import Batch, Shape
+from attnd.transformers.device import DeviceRoad, Recording
+from attnd.transformers.roads import Step
+
+OF_A_DECODE: Final = {
+    *("input_ids", "position_ids", "past_key_values", "attention_mask"),
+    *("use_cache", "return_dict", "logits_to_keep"),
+}
+"""What `generate` gives a model for a decode; with anything else it runs as it is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graph:
+    """A decode of so many rows: fill `ids` and `positions`, `replay`, and read `output`."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    replay: Callable[[], None]
+    output: list[torch.Tensor]
+    recording: Recording
+
+
+@dataclass(slots=True, eq=False)
+class Decodes:
+    """Takes a model's forwards: decodes of its cache are replayed, all else goes on to `forward`.
+
+    The first decode of a number of rows runs as it is and warms up, the second is captured. Where
+    that is refused, decodes go on as they are, with a warning.
+    """
+
+    batch: Batch
+    road: DeviceRoad
+    forward: Callable[..., Any]
+    graphs: dict[int, Graph | None] = field(default_factory=dict)
+    replayed: int = 0
+    refused: bool = False
+
+    def run(self, cache: object, inputs: dict[str, Any]) -> Any:
+        latest = self.batch.latest
+        if latest is None or not is_decode(cache, inputs):
+            return self.forward(**inputs)
+        ids = inputs["input_ids"]
+        shape = Shape(len(ids), 1, latest.num_qo_heads, ids.device)
+        try:
+            step = self.batch.begin(shape, inputs.get("attention_mask"), latest.scoring)
+            graph = self._graph(step, ids, inputs) if step.take is None else None
+            if graph is None:
+                return self.forward(**inputs)  # which goes on with the step
+            graph.ids.copy_(ids)
+            graph.positions.copy_(inputs["position_ids"])
+            graph.replay()
+            self.road.replayed(self.batch.handle)
+            self.batch.complete()
+        except BaseException:
+            self.batch.give_up()
+            raise
+        self.replayed += 1
+        return CausalLMOutputWithPast(
+            logits=graph.output[0], past_key_values=inputs["past_key_values"]
+        )
+
+    def _graph(self, step: Step, ids: torch.Tensor, inputs: dict[str, Any]) -> Graph | None:
+        """The graph of such a decode; None for the first one."""
+        rows = len(ids)
+        known = self.graphs.get(rows)
+        if known is not None and self.road.holds(known.recording):
+            return known
+        if self.refused or rows not in self.graphs:
+            self.graphs[rows] = None
+            return None
+        try:
+            self.graphs[rows] = self._capture(step, inputs)
+        except RuntimeError as error:
+            self.refused = True
+            told = f"the model's decode cannot be captured, so it runs as it is: {error}"
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
+        return self.graphs[rows]
+
+    def _capture(self, step: Step, inputs: dict[str, Any]) -> Graph:
+        recording = self.road.record(step)
+        fixed = dict(inputs, attention_mask=None)
+        ids = fixed["input_ids"] = inputs["input_ids"].clone()
+        positions = fixed["position_ids"] = inputs["position_ids"].clone()
+        output: list[torch.Tensor] = []
+
+        def run() -> None:
+            self.batch.recorder = recording.attend
+            try:
+                output[:] = [self.forward(**fixed).logits]
+            finally:
+                self.batch.recorder = None
+
+        return Graph(ids, positions, graph_of(run, ids.device), output, recording)
+
+
+def is_decode(cache: object, inputs: dict[str, Any]) -> bool:
+    """Whether these are the inputs of one more token for every row of the cache."""
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    return (
+        inputs.get("past_key_values") is cache
+        and all(name in OF_A_DECODE for name, value in inputs.items() if value is not None)
+        and ids is not None
+        and ids.shape[1] == 1
+        and inputs.get("position_ids") is not None
+        and inputs["position_ids"].shape == ids.shape
+        and (mask is None or mask.ndim == 2)
+    )
+
+
+def graph_of(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """What repeats the work of `run` on the device; on a CPU `run` itself."""
+    if device.type != "cuda":
+        return run
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+@contextmanager
+def replaying(cache: object, batch: Batch, road: DeviceRoad, model: Any) -> Iterator[Decodes]:
+    """While this lasts, the model's decodes over the cache are replayed."""
+    forward = model.forward
+    decodes = Decodes(batch, road, forward)
+
+    @wraps(forward)
+    def run(*args: Any, **inputs: Any) -> Any:
+        return forward(*args, **inputs) if args else decodes.run(cache, inputs)
+
+    replaced = vars(model).get("forward")  # of a wrapper that was there before
+    model.forward = run
+    try:
+        yield decodes
+    finally:
+        del model.forward
+        if replaced is not None:
+            model.forward = replaced
