@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,9 @@ def main() -> None:
         reference = generate(model, batch, size.reference)
         compare(served, reference, arguments.dtype, size.reference)
         if not arguments.tokens_only:
-            compare_speed(contenders(model, service, arguments, batch), batch)
+            model.set_attn_implementation("attnd")
+            with AttndCache(service.session, model, dtype=arguments.dtype) as cache:
+                compare_speed(contenders(model, cache, batch, arguments.compile), batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,20 +139,19 @@ def kv_bytes(client: Client) -> tuple[float, float]:
     return metric(client, read), metric(client, saved)
 
 
-def contenders(
-    model: Model, service: Service, arguments: argparse.Namespace, batch: Batch
-) -> list[Contender]:
+def contenders(model: Model, cache: AttndCache, batch: Batch, compile: bool) -> list[Contender]:
     """attnd with and without the shared prefix, and all that transformers offers here."""
 
     def own(attention: str, **options: Any) -> Callable[[int], None]:
         return lambda count: run_once(model, batch, attention, count, **options)
 
-    def served(share: bool) -> Callable[[int], None]:
+    def served(share: bool, graphs: bool = False) -> Callable[[int], None]:
         def run(count: int) -> None:
-            model.set_attn_implementation("attnd")
-            with AttndCache(service.session, model, dtype=arguments.dtype) as cache:
-                if share:
-                    cache.share_prefix(model, batch.ids, batch.mask)
+            cache.reset()
+            if share:
+                model.set_attn_implementation("attnd")
+                cache.share_prefix(model, batch.ids, batch.mask)
+            with cache.graphs(model) if graphs else nullcontext():
                 run_once(model, batch, "attnd", count, past_key_values=cache)
 
         return run
@@ -164,7 +165,9 @@ def contenders(
         Contender("sdpa", own("sdpa")),
         Contender("sdpa, static cache", own("sdpa", **plain)),
     ]
-    if DEVICE == "cuda" or arguments.compile:
+    if cache.has_steps:
+        found.insert(2, Contender("attnd, shared, graphs", served(True, True), True, first_run=4))
+    if DEVICE == "cuda" or compile:
         found.append(Contender(COMPILED, own("sdpa", **compiled), first_run=batch.new_tokens))
     return found
 

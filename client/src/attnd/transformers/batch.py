@@ -217,9 +217,8 @@ class Batch:
         return names
 
     def clear(self) -> None:
-        """Delete the sequences, and give memory back."""
+        """Delete the sequences."""
         try:
             self.settle()
         finally:
-            self.road.release()
             delete(self.road.control, self.handed_over())

@@ -61,8 +61,12 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         check_pool(geometry, info)
         self._set_up(road, geometry, info.page_size)
 
-    def _set_up(self, road: Road[Any], geometry: Geometry, page_size: int) -> None:
+    def _set_up(
+        self, road: Road[Any], geometry: Geometry, page_size: int, *, forked: bool = False
+    ) -> None:
         super().__init__(layers=[])
+        self._forked = forked
+        self._decodes: Decodes | None = None
         self._geometry = geometry
         self._page_size = page_size
         self._given: int | None = None
@@ -176,23 +180,31 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         self.batch.columns = shared.columns
         return shared.saved
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a `TorchSession` carries the forwards."""
+        return isinstance(self.batch.road, DeviceRoad)
+
     def graphs(self, model: Any) -> AbstractContextManager[Decodes]:
         """`with cache.graphs(model):` decodes within are replayed as a CUDA graph, not run again.
 
         That spares the host's work for each operation of the model, which is most of a decode's
         time on a fast GPU. Needs a `TorchSession` (RuntimeError); the model must do the same
         operations in each decode, and the logits it gives lie in memory that the next one uses
-        again. All else that the model is given within runs as it is.
+        again. All else that the model is given within runs as it is. What was captured is kept for
+        the next time: `reset()` the cache for another batch.
         """
         if not isinstance(self.batch.road, DeviceRoad):
             raise RuntimeError("graphs need an attnd.torch.TorchSession: this cache has none")
-        return replaying(self, self.batch, self.batch.road, model)
+        if self._decodes is None or self._decodes.model is not model:
+            self._decodes = Decodes(model, self.batch, self.batch.road)
+        return replaying(self, self._decodes)
 
     def fork(self, rows: Sequence[int] | None = None) -> Self:
         """Another cache whose rows go on from these (None: from all), sharing their pages."""
         self.batch.settle()
         other = type(self).__new__(type(self))
-        other._set_up(self.batch.road, self._geometry, self._page_size)
+        other._set_up(self.batch.road, self._geometry, self._page_size, forked=True)
         chosen = list(range(len(self.sequences)) if rows is None else rows)
         other.batch.names += self.batch.forks(chosen)
         if self.batch.columns is not None:
@@ -213,6 +225,9 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
                 self.batch.clear()
             finally:
                 self.batch.closed = True
+                self._decodes = None
+                if not self._forked:  # forks use the memory of the cache they come from
+                    self.batch.road.release()
                 self._finalizer.detach()
 
     def __enter__(self) -> Self:

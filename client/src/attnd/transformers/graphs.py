@@ -16,6 +16,8 @@ from attnd.transformers.batch import Batch, Shape
 from attnd.transformers.device import DeviceRoad, Recording
 from attnd.transformers.roads import Step
 
+Forward = Callable[..., Any]
+
 OF_A_DECODE: Final = {
     *("input_ids", "position_ids", "past_key_values", "attention_mask"),
     *("use_cache", "return_dict", "logits_to_keep"),
@@ -36,30 +38,30 @@ class Graph:
 
 @dataclass(slots=True, eq=False)
 class Decodes:
-    """Takes a model's forwards: decodes of its cache are replayed, all else goes on to `forward`.
+    """Takes a model's forwards: decodes of a cache are replayed, all else is the model's own.
 
     The first decode of a number of rows runs as it is and warms up, the second is captured. Where
     that is refused, decodes go on as they are, with a warning.
     """
 
+    model: Any
     batch: Batch
     road: DeviceRoad
-    forward: Callable[..., Any]
     graphs: dict[int, Graph | None] = field(default_factory=dict)
     replayed: int = 0
     refused: bool = False
 
-    def run(self, cache: object, inputs: dict[str, Any]) -> Any:
+    def run(self, forward: Forward, cache: object, inputs: dict[str, Any]) -> Any:
         latest = self.batch.latest
         if latest is None or not is_decode(cache, inputs):
-            return self.forward(**inputs)
+            return forward(**inputs)
         ids = inputs["input_ids"]
         shape = Shape(len(ids), 1, latest.num_qo_heads, ids.device)
         try:
             step = self.batch.begin(shape, inputs.get("attention_mask"), latest.scoring)
-            graph = self._graph(step, ids, inputs) if step.take is None else None
+            graph = self._graph(step, forward, inputs) if step.take is None else None
             if graph is None:
-                return self.forward(**inputs)  # which goes on with the step
+                return forward(**inputs)  # which goes on with the step
             graph.ids.copy_(ids)
             graph.positions.copy_(inputs["position_ids"])
             graph.replay()
@@ -73,9 +75,9 @@ class Decodes:
             logits=graph.output[0], past_key_values=inputs["past_key_values"]
         )
 
-    def _graph(self, step: Step, ids: torch.Tensor, inputs: dict[str, Any]) -> Graph | None:
+    def _graph(self, step: Step, forward: Forward, inputs: dict[str, Any]) -> Graph | None:
         """The graph of such a decode; None for the first one."""
-        rows = len(ids)
+        rows = len(inputs["input_ids"])
         known = self.graphs.get(rows)
         if known is not None and self.road.holds(known.recording):
             return known
@@ -83,14 +85,14 @@ class Decodes:
             self.graphs[rows] = None
             return None
         try:
-            self.graphs[rows] = self._capture(step, inputs)
+            self.graphs[rows] = self._capture(step, forward, inputs)
         except RuntimeError as error:
             self.refused = True
             told = f"the model's decode cannot be captured, so it runs as it is: {error}"
             warnings.warn(told, RuntimeWarning, stacklevel=2)
         return self.graphs[rows]
 
-    def _capture(self, step: Step, inputs: dict[str, Any]) -> Graph:
+    def _capture(self, step: Step, forward: Forward, inputs: dict[str, Any]) -> Graph:
         recording = self.road.record(step)
         fixed = dict(inputs, attention_mask=None)
         ids = fixed["input_ids"] = inputs["input_ids"].clone()
@@ -100,7 +102,7 @@ class Decodes:
         def run() -> None:
             self.batch.recorder = recording.attend
             try:
-                output[:] = [self.forward(**fixed).logits]
+                output[:] = [forward(**fixed).logits]
             finally:
                 self.batch.recorder = None
 
@@ -133,14 +135,14 @@ def graph_of(run: Callable[[], None], device: torch.device) -> Callable[[], None
 
 
 @contextmanager
-def replaying(cache: object, batch: Batch, road: DeviceRoad, model: Any) -> Iterator[Decodes]:
+def replaying(cache: object, decodes: Decodes) -> Iterator[Decodes]:
     """While this lasts, the model's decodes over the cache are replayed."""
+    model = decodes.model
     forward = model.forward
-    decodes = Decodes(batch, road, forward)
 
     @wraps(forward)
     def run(*args: Any, **inputs: Any) -> Any:
-        return forward(*args, **inputs) if args else decodes.run(cache, inputs)
+        return forward(*args, **inputs) if args else decodes.run(forward, cache, inputs)
 
     replaced = vars(model).get("forward")  # of a wrapper that was there before
     model.forward = run
