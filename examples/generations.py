@@ -93,28 +93,22 @@ class Speed:
     whole: float
 
 
-def compare_speed(contenders: list[Contender], batch: Batch) -> None:
+def compare_speed(contenders: list[Contender], batch: Batch, rounds: int) -> None:
     """Time every contender, prefill in and out, and say who is faster."""
-    speeds: dict[str, Speed] = {}
-    for one in contenders:
-        try:
-            speeds[one.name] = speed = timed(one, batch)
-        except torch.OutOfMemoryError:
-            print(f"{one.name:22}: more memory than the device has")
-            continue
-        print(f"{one.name:22}: first tokens after {speed.first_s:.2f} s, ", end="")
+    speeds = timed(contenders, batch, rounds)
+    for name, speed in speeds.items():
+        print(f"{name:22}: first tokens after {speed.first_s:.2f} s, ", end="")
         print(f"then {speed.decode:.1f} tokens/s; {speed.whole:.1f} tokens/s with the prefill")
     if COMPILED not in {one.name for one in contenders}:
         print(f"{COMPILED}: left out on a CPU, where compiling takes minutes: --compile")
-    ours = [speeds[one.name] for one in contenders if one.served and one.name in speeds]
-    others = {
-        one.name: speeds[one.name] for one in contenders if not one.served and one.name in speeds
-    }
+    served = {one.name for one in contenders if one.served}
+    ours = [speed for name, speed in speeds.items() if name in served]
+    others = {name: speed for name, speed in speeds.items() if name not in served}
     for what, rate in RATES.items():
-        name = max(others, key=lambda one: rate(others[one]))
-        ratio = max(map(rate, ours)) / rate(others[name])
+        best = max(others, key=lambda name: rate(others[name]))
+        ratio = max(map(rate, ours)) / rate(others[best])
         verdict = "faster than" if ratio > 1 else "slower than"
-        print(f"{what}, attnd has {ratio:.2f} x the tokens/s of {name}, ", end="")
+        print(f"{what}, attnd has {ratio:.2f} x the tokens/s of {best}, ", end="")
         print(f"the fastest that transformers has here: attnd is {verdict} in-process")
 
 
@@ -124,16 +118,27 @@ RATES: Final[dict[str, Callable[[Speed], float]]] = {
 }
 
 
-def timed(contender: Contender, batch: Batch) -> Speed:
-    """The better of two runs each, after a first one."""
+def timed(contenders: list[Contender], batch: Batch, rounds: int) -> dict[str, Speed]:
+    """The best of so many rounds in which they take turns, after a first run of each."""
+    seconds: dict[str, tuple[list[float], list[float]]] = {}
+    for one in contenders:
+        try:
+            one.run(one.first_run)
+            seconds[one.name] = ([], [])
+        except torch.OutOfMemoryError:
+            print(f"{one.name:22}: more memory than the device has")
+    for _ in range(rounds):
+        for one in contenders:
+            if one.name in seconds:
+                for times, count in zip(seconds[one.name], (1, batch.new_tokens), strict=True):
+                    began = time.perf_counter()
+                    one.run(count)
+                    times.append(time.perf_counter() - began)
+    return {
+        name: speed_of(min(first), min(whole), batch) for name, (first, whole) in seconds.items()
+    }
 
-    def seconds(count: int) -> float:
-        began = time.perf_counter()
-        contender.run(count)
-        return time.perf_counter() - began
 
-    seconds(contender.first_run)
-    first_s = min(seconds(1), seconds(1))
-    all_s = min(seconds(batch.new_tokens), seconds(batch.new_tokens))
-    rest = batch.rows * (batch.new_tokens - 1) / max(all_s - first_s, 1e-9)
-    return Speed(first_s, rest, batch.rows * batch.new_tokens / all_s)
+def speed_of(first_s: float, whole_s: float, batch: Batch) -> Speed:
+    rest = batch.rows * (batch.new_tokens - 1) / max(whole_s - first_s, 1e-9)
+    return Speed(first_s, rest, batch.rows * batch.new_tokens / whole_s)

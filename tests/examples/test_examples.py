@@ -70,7 +70,7 @@ def test_tritons_own_client_decodes_forks(protocol: str) -> None:
 
 
 def test_a_transformers_model_served_generates_what_its_own_attention_does() -> None:
-    told = python("transformers_generate.py")
+    told = python("transformers_generate.py", "--rounds", "1")
     assert "256 of 256 tokens equal to eager attention" in told, told
     assert "\ntoken for token equal\n" in told, told
     # 12 shared pages of 16 tokens, read once and not eight times, in 4 layers and 32 steps
