@@ -98,13 +98,14 @@ def test_a_layer_that_attends_unlike_its_step_is_refused(session: TorchSession) 
         assert_same(generated(model, batch, cache), generated(model, batch))
 
 
-def test_a_closed_cache_leaves_its_memory_to_the_next(socket: str) -> None:
-    model, closed = tiny(), []
-    with TorchSession(socket, arena_bytes=2**16) as session:
-        for length in (10, 30, 20, 60):
-            with AttndCache(session, model) as cache:
-                generated(model, prompts(length, length), cache, max_new_tokens=2)
-            closed.append(cache)
+def test_longer_prefills_get_larger_memory(socket: str) -> None:
+    model = tiny()
+    with TorchSession(socket, arena_bytes=2**21) as session, AttndCache(session, model) as cache:
+        for length in (2, 12, 1, 150):
+            batch = prompts(length, length)
+            with cache.graphs(model):
+                assert_same(generated(model, batch, cache), generated(model, batch))
+            cache.reset()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import weakref
 from typing import TYPE_CHECKING, Final
 
 import torch
 
+from attnd.errors import AttndError
 from attnd.session import Session
 from attnd.transformers.roads import Scoring, Step, lay, spread
 
@@ -20,20 +20,55 @@ DEADLINE_S: Final = 600.0
 """Of a forward through all layers: its sequences are its own, and nobody else waits for it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Running:
-    """A step of the cache and the session's own, which is entered."""
+    """A step of the cache and the session's own, which is entered.
 
-    step: Step
-    entered: TorchStep
+    It can be let go when it is over, since it keeps the memory of its slots; `failed` is what it
+    ended with then.
+    """
+
+    __slots__ = ("__weakref__", "entered", "failed", "step")
+
+    def __init__(self, step: Step, entered: TorchStep) -> None:
+        self.step = step
+        self.entered: TorchStep | None = entered
+        self.failed: AttndError | None = None
+
+    @property
+    def open(self) -> TorchStep:
+        if self.entered is None:
+            raise RuntimeError("the step was let go before its end: this is a bug")
+        return self.entered
+
+    def let_go(self) -> None:
+        """Wait until it is over."""
+        entered, self.entered = self.entered, None
+        try:
+            if entered is not None:
+                entered.wait()
+        except AttndError as error:
+            self.failed = error
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Recording:
-    """Attention of a decode's layers over `slots`."""
+    """Attends the layers of a decode like `step`, whatever its sequences, over `slots`.
 
-    attend: Callable[[int, tuple[torch.Tensor, ...], Scoring], torch.Tensor]
-    slots: Slots
+    It waits for nothing on the host, so that a CUDA graph may be captured over it. A step must be
+    open when it runs. `slots` None: their memory has been given back.
+    """
+
+    __slots__ = ("_road", "slots", "step")
+
+    def __init__(self, road: DeviceRoad, step: Step, slots: Slots) -> None:
+        self._road = road
+        self.step = step
+        self.slots: Slots | None = slots
+
+    def attend(self, layer: int, qkv: tuple[torch.Tensor, ...], scoring: Scoring) -> torch.Tensor:
+        if self.slots is None:
+            raise RuntimeError("the memory of a recording is gone: this is a bug")
+        self._road.check(layer, self.step.scoring, scoring)
+        return spread(hand_over(self.slots, layer, qkv, self.step), self.step, qkv[0])
 
 
 class DeviceRoad:
@@ -47,6 +82,8 @@ class DeviceRoad:
         self._session = session
         self._windows = windows
         self._slots: Slots | None = None
+        self._ended: weakref.WeakSet[Running] = weakref.WeakSet()
+        self._recordings: list[Recording] = []
 
     @property
     def control(self) -> Session:
@@ -69,32 +106,20 @@ class DeviceRoad:
     def attend(
         self, handle: Running, layer: int, qkv: tuple[torch.Tensor, ...], scoring: Scoring
     ) -> torch.Tensor:
-        self._check(layer, handle.step.scoring, scoring)
-        return hand_over(handle.entered, layer, qkv, handle.step)
+        self.check(layer, handle.step.scoring, scoring)
+        return hand_over(handle.open, layer, qkv, handle.step)
 
     def record(self, step: Step) -> Recording:
-        """Attends the layers of a decode like this one, whatever its sequences.
-
-        It waits for nothing on the host and uses the same memory each time, so that a CUDA graph
-        may be captured over it. A step must be open when it runs.
-        """
+        """What attends decodes like this one in the same memory each time."""
         slots = self._slots_for(step.forward.tokens, step.num_qo_heads)
-
-        def attend(layer: int, qkv: tuple[torch.Tensor, ...], scoring: Scoring) -> torch.Tensor:
-            self._check(layer, step.scoring, scoring)
-            return spread(hand_over(slots, layer, qkv, step), step, qkv[0])
-
-        return Recording(attend, slots)
-
-    def holds(self, recording: Recording) -> bool:
-        """Whether the memory of a recording is still that of the steps."""
-        return recording.slots is self._slots
+        self._recordings.append(Recording(self, step, slots))
+        return self._recordings[-1]
 
     def replayed(self, handle: Running) -> None:
         """A recording's layers have been handed over in the step's place."""
-        handle.entered.handed_over()
+        handle.open.handed_over()
 
-    def _check(self, layer: int, said: Scoring, scoring: Scoring) -> None:
+    def check(self, layer: int, said: Scoring, scoring: Scoring) -> None:
         """ValueError when a layer attends otherwise than its step says."""
         described = Scoring(said.sm_scale, said.logits_soft_cap, self._windows[layer])
         if scoring != described:
@@ -104,22 +129,33 @@ class DeviceRoad:
             )
 
     def end(self, handle: Running) -> None:
-        handle.entered.__exit__(None, None, None)
+        handle.open.__exit__(None, None, None)
+        self._ended.add(handle)
 
     def undo(self, handle: Running) -> None:
-        handle.entered.abort()
+        handle.open.abort()
 
     def wait(self, handle: Running) -> None:
-        handle.entered.wait()
+        handle.let_go()
+        if handle.failed is not None:
+            raise handle.failed
 
     def release(self) -> None:
+        """Let go of the slots, and of all that keeps them."""
         self._slots = None
+        for recording in self._recordings:
+            recording.slots = None
+        self._recordings.clear()
+        for running in list(self._ended):
+            running.let_go()
+        self._ended.clear()
 
     def _slots_for(self, tokens: int, num_qo_heads: int) -> Slots:
         """Where the rows of a layer lie: the same memory in every step that it has room for."""
         slots = self._slots
         if slots is None or slots.rows < tokens or slots.num_qo_heads != num_qo_heads:
-            self._slots = slots = None  # its memory is needed for the new ones
+            slots = None
+            self.release()
             self._slots = slots = self._session.slots(tokens, num_qo_heads)
         return slots
 

@@ -79,7 +79,7 @@ class Decodes:
         """The graph of such a decode; None for the first one."""
         rows = len(inputs["input_ids"])
         known = self.graphs.get(rows)
-        if known is not None and self.road.holds(known.recording):
+        if known is not None and known.recording.slots is not None:
             return known
         if self.refused or rows not in self.graphs:
             self.graphs[rows] = None
@@ -115,6 +115,7 @@ def is_decode(cache: object, inputs: dict[str, Any]) -> bool:
     return (
         inputs.get("past_key_values") is cache
         and all(name in OF_A_DECODE for name, value in inputs.items() if value is not None)
+        and inputs.get("return_dict") is not False
         and ids is not None
         and ids.shape[1] == 1
         and inputs.get("position_ids") is not None
