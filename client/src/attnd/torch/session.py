@@ -82,6 +82,9 @@ class TorchSession:
         made = self._room.slots(shapes, rotation)
         if made is None:
             needed = shapes.layout(rotation)[1]
+            self.check()  # steps that are over keep their slots
+            if self._open is not None and self._open.told:
+                self._open = None
             if not self._room.is_free:
                 raise full(needed, self._room)
             self._room = self._open_arena(2 * needed + 2**20)
