@@ -26,7 +26,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from attnd import Client, Session
@@ -36,6 +36,8 @@ from local_model import DEVICE, PAGE_SIZE, SIZES, TORCH, Batch, build_model, mak
 from local_service import metric, serve
 from transformers import CompileConfig
 
+ARENA_BYTES: Final = 16 * 2**30
+"""Of the GPU, for the slots of a whole batch's prefill at once."""
 Model = Any
 """A LlamaForCausalLM; transformers' own annotations do not pass a strict checker."""
 
@@ -62,6 +64,7 @@ def main() -> None:
         "pool.page-size": PAGE_SIZE,
         "pool.num-pages": batch.pages,
         "backend.kind": arguments.backend,
+        "server.device-arena-bytes": ARENA_BYTES,
     }
     with open_service(arguments.url, settings, arguments.backend) as service:
         served = generate_served(model, service, arguments.dtype, batch)

@@ -335,6 +335,12 @@ def test_slots_make_room_or_say_how_much_is_missing(session: TorchSession) -> No
     assert session.session.get_sequence("a").length == 1500
 
 
+def test_slots_made_within_inference_mode_serve_outside_it(session: TorchSession) -> None:
+    with torch.inference_mode():
+        slots = session.slots(2**12, HEADS)  # in an arena made anew
+    slots.q(0)[:1].copy_(torch.zeros_like(slots.q(0)[:1]))
+
+
 @pytest.mark.gpu
 def test_a_caller_captures_its_side_in_a_cuda_graph(tmp_path: Path) -> None:
     if not cuda_devices():

@@ -62,6 +62,7 @@ DESCRIBED: Final[list[Any]] = []
 """What DLPack structs torch may still look at: a few hundred bytes for each arena, for ever."""
 
 
+@torch.inference_mode(False)
 def device_bytes(address: int, size: int, device: torch.device) -> torch.Tensor:
     """A tensor of bytes over device memory, as memory of `device` whichever GPU it lies on.
 
@@ -88,6 +89,7 @@ def device_bytes(address: int, size: int, device: torch.device) -> torch.Tensor:
     return made
 
 
+@torch.inference_mode(False)
 def host_bytes(memory: mmap.mmap) -> torch.Tensor:
     """A tensor of bytes over the session's shared memory."""
     return torch.frombuffer(memory, dtype=torch.uint8)

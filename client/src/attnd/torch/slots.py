@@ -109,6 +109,7 @@ class Shapes(NamedTuple):
             places.append(place)
         return tuple(places), end
 
+    @torch.inference_mode(False)  # made within it, they could be written to only there
     def tensors(self, memory: torch.Tensor, place: dict[str, int]) -> Tensors:
         """The tensors at `place` of the arena's bytes."""
         made = []
