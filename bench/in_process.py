@@ -19,8 +19,8 @@ from bench.load import Run, Sample
 from bench.loads import Decode, Request
 from bench.row_plans import level_of, row_levels
 from kernels.backend import NUMPY_DTYPES, Attend, Int32, Plan, PoolGeometry, Scoring
+from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.backend import CudaBackend
-from kernels.cuda.scene import Scene
 
 POOL_LAYERS: Final = 8
 """Layers in turn: many times the cache, a fraction of the service's pool beside it."""
@@ -85,8 +85,8 @@ class Alone:
     def _capture(self) -> tuple[Any, Any, object]:
         """The step's graph, its stream, and the tensors that it reads and writes."""
         backend, load, heads = self._backend, self._load, self._load.heads
-        scene = Scene(backend.store, heads.num_qo, "fp16", self._scoring, False)
-        resident = backend.attention.make([(0, self._plan)], scene)
+        config = AttentionConfig(backend.kv, heads.num_qo, "fp16", self._scoring, False)
+        device_plan = backend.attention.make([(0, self._plan)], config)
         rows = len(load.names)
         q, o = (random_array((rows, heads.num_qo, heads.dim), "fp16") for _ in "qo")
         k, v = (random_array((rows, heads.num_kv, heads.dim), "fp16") for _ in "kv")
@@ -98,7 +98,9 @@ class Alone:
 
         def enqueue(layer: int) -> None:
             backend.enqueue_rows("append_rows", layer, "fp16", rows, at)
-            backend.attention.enqueue(resident, scene, layer, q.data.ptr, o.data.ptr, lse.data.ptr)
+            backend.attention.enqueue(
+                device_plan, config, layer, q.data.ptr, o.data.ptr, lse.data.ptr
+            )
 
         with stream:
             enqueue(0)
@@ -123,7 +125,7 @@ def placed(shape: Shape) -> tuple[CudaBackend, Plan, Int32]:
     backend = CudaBackend(geometry)
     kind = NUMPY_DTYPES[geometry.dtype]
     count = POOL_LAYERS * pages * geometry.page_bytes // kind.itemsize
-    fill_random(backend.store.k, count, kind, backend)
+    fill_random(backend.kv.k, count, kind, backend)
     level = plan.levels[0]
     last = level.kv_indices[level.kv_indptr[1:] - 1]
     slots = last * PAGE_SIZE + level.kv_last_page_len - 1

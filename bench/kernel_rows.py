@@ -13,18 +13,18 @@ from bench.row_plans import (
     SEED,
     Row,
     append_slots,
+    config_of,
     geometry_of,
     merge_indptr,
     pool_plan,
     ragged_row_plan,
     rotation,
-    scene_of,
 )
 from kernels.backend import NUMPY_DTYPES, DType
+from kernels.cuda.attention.config import AttentionConfig
+from kernels.cuda.attention.device_plan import DevicePlan
 from kernels.cuda.backend import CudaBackend
-from kernels.cuda.kit import Resident
-from kernels.cuda.ragged import ragged_store
-from kernels.cuda.scene import Scene
+from kernels.cuda.kv.ragged import ragged_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +74,19 @@ def pool_case(row: Row, flat: bool) -> Case:
     layers = g.num_layers
     backend = CudaBackend(g)
     fill_random(
-        backend.store.k,
+        backend.kv.k,
         layers * g.num_pages * g.page_bytes // NUMPY_DTYPES[g.dtype].itemsize,
         NUMPY_DTYPES[g.dtype],
         backend,
     )
-    scene = scene_of(row, backend.store)
-    resident = backend.attention.make([(0, plan)], scene)
-    call, owners = attend_call(row, backend, scene, resident, len(plan.positions))
+    config = config_of(row, backend.kv)
+    device_plan = backend.attention.make([(0, plan)], config)
+    call, owners = attend_call(row, backend, config, device_plan, len(plan.positions))
     return Case(lambda i: call(i % layers), max(6, layers), (backend, owners))
 
 
 def attend_call(
-    row: Row, backend: CudaBackend, scene: Scene, resident: Resident, rows: int
+    row: Row, backend: CudaBackend, config: AttentionConfig, device_plan: DevicePlan, rows: int
 ) -> tuple[Callable[[int], None], Any]:
     shape = (rows, row["num_qo_heads"], row["head_dim"])
     q, o = random_array(shape, "fp16"), cupy.empty(int(np.prod(shape)) * 2, cupy.uint8)
@@ -94,7 +94,7 @@ def attend_call(
     backend.transfers.finish()
 
     def call(layer: int) -> None:
-        backend.attention.enqueue(resident, scene, layer, q.data.ptr, o.data.ptr, lse.data.ptr)
+        backend.attention.enqueue(device_plan, config, layer, q.data.ptr, o.data.ptr, lse.data.ptr)
 
     return call, (q, o, lse)
 
@@ -105,10 +105,10 @@ def ragged_case(row: Row) -> Case:
     tokens, plan = ragged_row_plan(row)
     k = random_array((tokens, heads, head_dim), row["kv_dtype"])
     v = random_array((tokens, heads, head_dim), row["kv_dtype"])
-    store = ragged_store(heads, head_dim, row["kv_dtype"], k.data.ptr, v.data.ptr, tokens)
-    scene = scene_of(row, store)
-    resident = backend.attention.make([(0, plan)], scene)
-    call, owners = attend_call(row, backend, scene, resident, len(plan.positions))
+    kv = ragged_view(heads, head_dim, row["kv_dtype"], k.data.ptr, v.data.ptr, tokens)
+    config = config_of(row, kv)
+    device_plan = backend.attention.make([(0, plan)], config)
+    call, owners = attend_call(row, backend, config, device_plan, len(plan.positions))
     return Case(lambda i: call(0), 6, (backend, k, v, owners))
 
 

@@ -32,10 +32,10 @@ from bench.launches import row_launches  # noqa: E402
 from bench.machine import provenance, workloads, write_results  # noqa: E402
 from bench.row_plans import Row, level_of, row_levels  # noqa: E402
 from kernels.backend import Attend, Plan, PoolGeometry, Scoring  # noqa: E402
-from kernels.cuda import wide  # noqa: E402
+from kernels.cuda.attention.config import AttentionConfig  # noqa: E402
 from kernels.cuda.backend import CudaBackend  # noqa: E402
-from kernels.cuda.launch import device_arch  # noqa: E402
-from kernels.cuda.scene import Scene  # noqa: E402
+from kernels.cuda.device.launch import device_arch  # noqa: E402
+from kernels.cuda.wide import variants as wide  # noqa: E402
 
 REPLAYS: Final = 7
 HOST_CALLS: Final = 40
@@ -196,16 +196,16 @@ def cpu_cost(kv_lens: list[int]) -> dict[str, list[float]]:
             if name == "cold_us":
                 times["cold_plan_us"].append(pending.seconds.plan)
             pending.result()
-    scene = Scene(backend.store, 32, "fp16", scoring, False)
+    config = AttentionConfig(backend.kv, 32, "fp16", scoring, False)
     on_device = cupy.zeros(q.size * 3, cupy.float16).data.ptr
     for plan in plans:
         start = time.perf_counter()
-        resident = backend.attention.find([(0, plan)], scene)
-        if resident is None:
+        device_plan = backend.attention.find([(0, plan)], config)
+        if device_plan is None:
             raise RuntimeError("a plan just used is not cached: this is a bug")
         with backend.transfers.compute:
             backend.attention.enqueue(
-                resident, scene, 0, on_device, on_device + q.nbytes, on_device + 2 * q.nbytes
+                device_plan, config, 0, on_device, on_device + q.nbytes, on_device + 2 * q.nbytes
             )
         times["cached_launch_us"].append(time.perf_counter() - start)
         backend.transfers.finish()

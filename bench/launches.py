@@ -11,20 +11,20 @@ from bench.recorder import MEMORY, Launched, Recorder, recording
 from bench.row_plans import (
     Row,
     append_slots,
+    config_of,
     merge_indptr,
     pool_plan,
     ragged_row_plan,
-    scene_of,
 )
 from kernels.backend import Plan
 from kernels.compile import Spec
-from kernels.cuda.kit import Kit
-from kernels.cuda.merges import Merging
-from kernels.cuda.pool import pool_store
-from kernels.cuda.ragged import ragged_store
-from kernels.cuda.rows import Rows
-from kernels.cuda.scene import Scene
-from kernels.cuda.steps import Call, Step
+from kernels.cuda.attention.config import AttentionConfig
+from kernels.cuda.attention.device_plan import DevicePlanBuilder
+from kernels.cuda.attention.steps import CallAddresses, Step
+from kernels.cuda.kv.pool import pool_view
+from kernels.cuda.kv.ragged import ragged_view
+from kernels.cuda.merge.merger import Merger
+from kernels.cuda.rows.mover import RowMover
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +95,25 @@ def _calls(row: Row, machine: Machine, recorder: Recorder) -> Iterator[Launches]
     elif row.get("storage") == "ragged":
         tokens, plan = ragged_row_plan(row)
         shape = (row["num_kv_heads"], row["head_dim"], row["kv_dtype"])
-        scene = scene_of(row, ragged_store(*shape, MEMORY, MEMORY, tokens))
-        yield attend_launches(scene, plan, machine, recorder)
+        config = config_of(row, ragged_view(*shape, MEMORY, MEMORY, tokens))
+        yield attend_launches(config, plan, machine, recorder)
     else:
         for flat in (False, True) if row["kind"] == "cascade" else (False,):
             geometry, plan = pool_plan(row, flat)
-            scene = scene_of(row, pool_store(geometry, MEMORY))
-            yield attend_launches(scene, plan, machine, recorder)
+            config = config_of(row, pool_view(geometry, MEMORY))
+            yield attend_launches(config, plan, machine, recorder)
 
 
-def attend_launches(scene: Scene, plan: Plan, machine: Machine, recorder: Recorder) -> Launches:
+def attend_launches(
+    config: AttentionConfig, plan: Plan, machine: Machine, recorder: Recorder
+) -> Launches:
     """An attention call over layer 0."""
-    kit = Kit(scene, cast(Any, recorder), machine.multiprocessors, MEMORY)
-    resident = kit.make([(0, plan)], cast(Any, recorder.memory), None)
-    partial = MEMORY if resident.partial_rows else 0
+    builder = DevicePlanBuilder(config, cast(Any, recorder), machine.multiprocessors, MEMORY)
+    device_plan = builder.make([(0, plan)], cast(Any, recorder.memory), None)
+    partial = MEMORY if device_plan.partial_rows else 0
     tensors = (MEMORY,) * 5
-    call = Call(0, *tensors, 0, 0, partial_o=partial, partial_lse=partial)
-    merges = () if resident.merge is None else (resident.merge,)
+    call = CallAddresses(0, *tensors, 0, 0, partial_o=partial, partial_lse=partial)
+    merges = () if device_plan.merge is None else (device_plan.merge,)
 
     def launched(steps: Sequence[Step]) -> tuple[Launched, ...]:
         begin = len(recorder.launched)
@@ -119,15 +121,15 @@ def attend_launches(scene: Scene, plan: Plan, machine: Machine, recorder: Record
             step.launch(call)
         return tuple(recorder.launched[begin:])
 
-    beside = launched(resident.beside)
-    return Launches(launched(resident.steps), beside, launched(merges), resident.partial_rows)
+    beside = launched(device_plan.beside)
+    return Launches(launched(device_plan.steps), beside, launched(merges), device_plan.partial_rows)
 
 
 def append_launches(row: Row, recorder: Recorder) -> Launches:
     """A call that appends to layer 0."""
     geometry, slots = append_slots(row)
     memory = recorder.memory
-    rows = Rows(geometry, pool_store(geometry, MEMORY), *_parts(recorder))
+    rows = RowMover(geometry, pool_view(geometry, MEMORY), *_parts(recorder))
     rows.enqueue("append_rows", 0, "fp16", len(slots), (MEMORY, MEMORY, memory.place(slots)))
     return Launches(tuple(recorder.launched))
 
@@ -135,7 +137,7 @@ def append_launches(row: Row, recorder: Recorder) -> Launches:
 def merge_launches(row: Row, machine: Machine, recorder: Recorder) -> Launches:
     """A call that merges lists of states."""
     geometry, lists = merge_indptr(row)
-    merging = Merging(geometry.head_dim, machine.multiprocessors, *_parts(recorder))
+    merging = Merger(geometry.head_dim, machine.multiprocessors, *_parts(recorder))
     shape = (row["rows"], row["num_heads"], row["head_dim"])
     members = (MEMORY, MEMORY, recorder.memory.place(lists))
     merging.enqueue(shape, "fp16", members, (MEMORY, MEMORY), row["states"])

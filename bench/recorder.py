@@ -19,9 +19,19 @@ import numpy as np
 from cuda.bindings import driver as cuda_driver
 
 from kernels.compile import Spec
-from kernels.cuda import launch, visible, wide
-from kernels.cuda.structs import ATTEND_PARAMS, MERGE_PARAMS, POOL_ROWS, TENSOR_ROWS
-from kernels.cuda.tensor_maps import MAP_BYTES
+from kernels.cuda.common.structs import (
+    ATTEND_PARAMS,
+    MERGE_PARAMS,
+    POOL_ROWS,
+    TENSOR_ROWS,
+    VISIBLE_PARAMS,
+    VISIBLE_TABLE,
+    WIDE_PARAMS,
+)
+from kernels.cuda.device import launch
+from kernels.cuda.kv.tensor_maps import MAP_BYTES
+from kernels.cuda.visible import table as visible
+from kernels.cuda.wide import variants as wide
 
 MEMORY: Final = 1 << 60
 """An address of memory that is the caller's: its content does not decide what is launched."""
@@ -36,9 +46,9 @@ _MAP: Final = np.dtype((np.void, MAP_BYTES))
 Kinds = tuple[np.dtype[Any], ...]
 PARAMETERS: Final[dict[str, tuple[Kinds, ...]]] = {
     "attend_narrow": ((ATTEND_PARAMS,),),
-    "attend_tile": ((ATTEND_PARAMS, visible.TABLE),),
-    wide.ENTRY: ((_MAP,), (_MAP,), (wide.ARGUMENTS,)),
-    visible.ENTRY: ((visible.PARAMS,),),
+    "attend_tile": ((ATTEND_PARAMS, VISIBLE_TABLE),),
+    wide.ENTRY: ((_MAP,), (_MAP,), (WIDE_PARAMS,)),
+    visible.ENTRY: ((VISIBLE_PARAMS,),),
     "merge_states": ((MERGE_PARAMS,),),
     "append_rows": ((POOL_ROWS, TENSOR_ROWS),),
 }

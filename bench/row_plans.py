@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import DType, Int32, Level, Plan, PoolGeometry, Scoring
-from kernels.cuda.ragged import ragged_plan
-from kernels.cuda.scene import Scene, Store
+from kernels.cuda.attention.config import AttentionConfig
+from kernels.cuda.kv.ragged import ragged_plan
+from kernels.cuda.kv.view import KvView
 
 COLD_BYTES: Final = 400_000_000
 """Consecutive calls go over at least this much, several times the L2 cache."""
@@ -126,10 +127,12 @@ def ragged_row_plan(row: Row) -> tuple[int, Plan]:
     return int(keys[-1]), ragged_plan(queries, keys, True)
 
 
-def scene_of(row: Row, store: Store) -> Scene:
-    """How an attention row scores, over a store."""
+def config_of(row: Row, kv: KvView) -> AttentionConfig:
+    """How an attention row scores, over such K and V."""
     compute: DType = "fp16" if row["kv_dtype"].startswith("fp8") else row["kv_dtype"]
-    return Scene(store, row["num_qo_heads"], compute, Scoring(row["head_dim"] ** -0.5), False)
+    return AttentionConfig(
+        kv, row["num_qo_heads"], compute, Scoring(row["head_dim"] ** -0.5), False
+    )
 
 
 def append_slots(row: Row) -> tuple[PoolGeometry, Int32]:

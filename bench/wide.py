@@ -54,9 +54,6 @@ VARIANTS: Final[dict[str, Variant]] = {
     "no-skip": Variant({}, skip=False),
     "1-query": Variant({"query_stages": 1}),
     "shared-q": Variant({"query_registers": False}),
-    "144": Variant({"tile_keys": 144, "query_registers": False}),
-    "160": Variant({"tile_keys": 160, "query_stages": 1, "query_registers": False}),
-    "96": Variant({"tile_keys": 96, "stages": 3}),
 }
 
 
@@ -91,7 +88,6 @@ def time_cases(variants: list[str], cases: list[str]) -> None:
             case = dataclasses.replace(
                 case,
                 granule=variant.tile_keys,
-                tile_rows=variant.tile_rows,
                 bucketed=change.bucketed,
                 head_block=min(change.head_block, case.num_kv_heads),
             )

@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 
 from kernels.backend import Level, Plan
-from kernels.cuda import wide
-from kernels.cuda.planner import Work, make_work
-from kernels.cuda.tiles import Problem, TileShape
+from kernels.cuda.plan.planner import BatchWork, make_work
+from kernels.cuda.plan.tiles import PlannerConfig, TileShape
+from kernels.cuda.wide import variants as wide
 
 SMS: Final = 132
 DOCUMENTS: Final = 8
@@ -122,13 +122,13 @@ def _level(
     )
 
 
-def make_items(case: Case, plan: Plan) -> Work:
+def make_items(case: Case, plan: Plan) -> BatchWork:
     shape = TileShape(
         "wide", case.tile_rows, 2**30, case.workers, case.granule, False, case.granule
     )
     size = 1 if case.ragged else case.page_size
     return make_work(
-        [(0, plan)], Problem(case.group, size, case.num_kv_heads, case.window, (shape,))
+        [(0, plan)], PlannerConfig(case.group, size, case.num_kv_heads, case.window, (shape,))
     )
 
 
@@ -210,7 +210,7 @@ def groups() -> dict[str, list[Case]]:
             *grid(head_dim=64, soft_cap=5.0),
             *grid(num_qo_heads=7, num_kv_heads=1),
         ],
-        "rare": [
+        "general": [
             *grid(window=33),
             *grid(window=200, page_size=64),
             *grid(soft_cap=5.0),

@@ -11,9 +11,10 @@ import numpy as np
 from bench.wide_cases import SMS, Case, case_variant, make_items, make_plan, mask_of
 from kernels.backend import Level, PoolGeometry
 from kernels.compile import Spec, compile_spec
-from kernels.cuda import visible, wide
-from kernels.cuda.structs import params
-from kernels.cuda.tensor_maps import paged_maps, ragged_maps, ragged_shape
+from kernels.cuda.common.structs import VISIBLE_PARAMS, WIDE_PARAMS, params
+from kernels.cuda.kv.tensor_maps import paged_maps, ragged_maps, ragged_shape
+from kernels.cuda.visible import table as visible
+from kernels.cuda.wide import variants as wide
 
 
 class Bench:
@@ -81,7 +82,7 @@ class Bench:
     def _upload(self, rng: np.random.Generator) -> None:
         case, torch, work = self.case, self.torch, self.work
         device = lambda x: torch.from_numpy(np.ascontiguousarray(x)).cuda()  # noqa: E731
-        items = work.launches[0].items.copy() if work.launches else np.zeros((0, 8), np.int32)
+        items = work.kernels[0].items.copy() if work.kernels else np.zeros((0, 8), np.int32)
         items[:, 0] = 0 if case.ragged else 1
         if case.bucketed:
             cost = np.floor(4 * np.log2(np.maximum(items[:, 4], 1)))
@@ -103,7 +104,7 @@ class Bench:
         size = max(1, len(items)) * words * 2
         self.visible = torch.full((size,), -1, dtype=torch.int32, device="cuda")
         self.finder = params(
-            visible.PARAMS,
+            VISIBLE_PARAMS,
             items=self.items.data_ptr(),
             positions=self.positions.data_ptr(),
             mask_bits=self.bits.data_ptr(),
@@ -115,7 +116,7 @@ class Bench:
             window_left=case.window,
         )
         self.block = params(
-            wide.ARGUMENTS,
+            WIDE_PARAMS,
             q=self.q.data_ptr(),
             o=self.o.data_ptr(),
             lse=self.lse.data_ptr(),
@@ -147,7 +148,7 @@ class Bench:
         """What the backend's steps do: the table of a mask's tiles, then attention."""
         import cupy
 
-        from kernels.cuda.launch import Launcher
+        from kernels.cuda.device.launch import Launcher
 
         count, variant = len(self.items), self.variant
         if count == 0:
@@ -158,7 +159,7 @@ class Bench:
                 grid = count * int(self.finder["words"][0])
                 Launcher(finder, grid, visible.THREADS, 0, self.finder.tobytes())()
             struct = self.maps.packed + self.block.tobytes()
-            sizes = (min(count * self.case.num_kv_heads, SMS), variant.threads)
+            sizes = (min(count * self.case.num_kv_heads, SMS), wide.THREADS)
             Launcher(kernel, *sizes, variant.shared_bytes, struct, wide.PARAMETERS)()
 
     def merge(self) -> None:

@@ -35,7 +35,7 @@ def make_backend(
 
 def cuda_devices() -> int:
     """How many CUDA devices answer; 0 without cupy, a driver or a device."""
-    count: int = importlib.import_module("kernels.cuda.devices").count()
+    count: int = importlib.import_module("kernels.cuda.device.devices").count()
     return count
 
 

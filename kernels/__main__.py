@@ -9,7 +9,8 @@ from pathlib import Path
 
 from kernels.backend import NUMPY_DTYPES
 from kernels.compile import ARCHITECTURES, DEFAULT_CACHE, CompileError, compile_all
-from kernels.cuda.shapes import HEAD_DIMS, service_specs
+from kernels.cuda.common.kernel import HEAD_DIMS
+from kernels.cuda.specs import service_specs
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -81,8 +81,8 @@ class Compiled:
 def sources_digest(sources: Path = SOURCES) -> str:
     """SHA-256 of every CUDA source and header of a folder: all of them may be included by any."""
     digest = hashlib.sha256()
-    for file in sorted([*sources.glob("*.cu"), *sources.glob("*.cuh")]):
-        digest.update(f"{file.name}\0".encode())
+    for file in sorted([*sources.rglob("*.cu"), *sources.rglob("*.cuh")]):
+        digest.update(f"{file.relative_to(sources).as_posix()}\0".encode())
         digest.update(file.read_bytes().replace(b"\r\n", b"\n"))
         digest.update(b"\0")
     return digest.hexdigest()
@@ -125,7 +125,7 @@ def cached_path(kernel: Spec, arch: str, cache: Path, sources: Path = SOURCES) -
     common = (*CODE_OPTIONS, nvrtc_version())
     key = "\0".join([sources_digest(sources), kernel.source, *kernel.options, *common])
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
-    return cache / arch / f"{kernel.source}-{name}.cubin"
+    return cache / arch / f"{Path(kernel.source).name}-{name}.cubin"
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -168,7 +168,7 @@ def process_start(pid: int) -> str:
 def make_lanes(backend: Backend, device_bytes: int, most: int) -> Lanes:
     """The lanes of a backend: at most `most` at a time, with `device_bytes` of arenas in all."""
     if backend.name == "cuda":
-        made: Lanes = importlib.import_module("kernels.cuda.lanes").CudaLanes(
+        made: Lanes = importlib.import_module("kernels.cuda.lanes.lanes").CudaLanes(
             backend, device_bytes, most
         )
         return made

@@ -15,7 +15,7 @@ CGROUP: Final = Path("/sys/fs/cgroup")
 def free_bytes(kind: Kind, device: int = 0) -> int:
     """Bytes free now where the backend `kind` keeps its pool."""
     if kind == "cuda":
-        return int(importlib.import_module("kernels.cuda.devices").free_bytes(device))
+        return int(importlib.import_module("kernels.cuda.device.devices").free_bytes(device))
     return host_free_bytes(MEMINFO, CGROUP)
 
 

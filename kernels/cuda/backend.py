@@ -36,19 +36,20 @@ from kernels.backend import (
 )
 from kernels.compile import DEFAULT_CACHE
 from kernels.cuda import checks
-from kernels.cuda.answers import Answers, states_made
-from kernels.cuda.attention import Attention
-from kernels.cuda.inputs import Uploaded, Wanted, as_is, upload
-from kernels.cuda.kit import Resident
-from kernels.cuda.launch import Library, device_arch
-from kernels.cuda.merges import Merging
-from kernels.cuda.pending import First, Mixed, Result
-from kernels.cuda.pool import allocate, pool_store
-from kernels.cuda.ragged import ragged_plan, ragged_store
-from kernels.cuda.rows import Rows
-from kernels.cuda.scene import Scene
-from kernels.cuda.shapes import HEAD_DIMS, service_specs
-from kernels.cuda.transfer import Transfers, mark
+from kernels.cuda.attention.config import AttentionConfig
+from kernels.cuda.attention.device_plan import DevicePlan
+from kernels.cuda.attention.runner import AttentionRunner
+from kernels.cuda.common.kernel import HEAD_DIMS
+from kernels.cuda.device.answers import Answers, states_made
+from kernels.cuda.device.inputs import Uploaded, Wanted, as_is, upload
+from kernels.cuda.device.launch import Library, device_arch
+from kernels.cuda.device.pending import First, Mixed, Result
+from kernels.cuda.device.transfer import Transfers, mark
+from kernels.cuda.kv.pool import allocate, pool_view
+from kernels.cuda.kv.ragged import ragged_plan, ragged_view
+from kernels.cuda.merge.merger import Merger
+from kernels.cuda.rows.mover import RowMover
+from kernels.cuda.specs import service_specs
 from kernels.outputs import check_outs
 
 MASK_PADDING: Final = 32
@@ -83,11 +84,11 @@ class CudaBackend:
             self.library = Library(device_arch(device), cache)
             self.transfers = Transfers()
             self._pool = allocate(geometry, self.transfers, poison)
-            self.store = pool_store(geometry, self._pool.ptr)
-            self.attention = Attention(self.library, self.transfers, self.multiprocessors)
+            self.kv = pool_view(geometry, self._pool.ptr)
+            self.attention = AttentionRunner(self.library, self.transfers, self.multiprocessors)
             shared = (self.library, self.transfers, self.guarded)
-            self._rows = Rows(geometry, self.store, *shared)
-            self._merging = Merging(geometry.head_dim, self.multiprocessors, *shared)
+            self._rows = RowMover(geometry, self.kv, *shared)
+            self._merging = Merger(geometry.head_dim, self.multiprocessors, *shared)
             self.library.prepare(
                 service_specs(
                     self.library.arch, geometry.head_dim, geometry.dtype, geometry.page_size
@@ -184,13 +185,15 @@ class CudaBackend:
         seconds, start = StageSeconds(), perf_counter()
         q, first = [request.q for request in requests], requests[0]
         compute = compute_dtype(checks.tensor_dtype(first.q, "q"), self._geometry.dtype)
-        scene = Scene(self.store, first.q.shape[1], compute, first.scoring, first.mask is not None)
+        config = AttentionConfig(
+            self.kv, first.q.shape[1], compute, first.scoring, first.mask is not None
+        )
         plans = [(request.layer, request.plan) for request in requests]
-        resident = self.attention.find(plans, scene)
-        if resident is None:
+        device_plan = self.attention.find(plans, config)
+        if device_plan is None:
             for request in requests:
                 checks.check_plan(request, self._geometry)
-            resident = self.attention.make(plans, scene)
+            device_plan = self.attention.make(plans, config)
         seconds.plan = perf_counter() - start
         layers = {layer for layer, _ in plans}
         layer = layers.pop() if len(layers) == 1 else None
@@ -198,12 +201,12 @@ class CudaBackend:
             self.transfers, [Wanted(q, NUMPY_DTYPES[compute]), *_masks(r.mask for r in requests)]
         )
         seconds.copy_in = perf_counter() - start - seconds.plan
-        return self._launch(resident, scene, layer, requests, uploaded, seconds)
+        return self._launch(device_plan, config, layer, requests, uploaded, seconds)
 
     def _launch(
         self,
-        resident: Resident,
-        scene: Scene,
+        device_plan: DevicePlan,
+        config: AttentionConfig,
         layer: int | None,
         requests: Sequence[Attend | RaggedAttend],
         uploaded: Uploaded,
@@ -211,14 +214,14 @@ class CudaBackend:
     ) -> Pending[list[AttentionState]]:
         """Launch attention of what is `uploaded`, q and mask last, and start the answers' way."""
         outs = [request.out for request in requests]
-        if resident.num_rows == 0:
+        if device_plan.num_rows == 0:
             return Done([out or _empty(r.q) for out, r in zip(outs, requests, strict=True)])
         shapes = [(r.q.shape, r.q.dtype, r.out) for r in requests]
-        answers = Answers(self.transfers, states_made(shapes, NUMPY_DTYPES[scene.compute]))
-        (o, lse), (q, *mask) = answers.at, uploaded.at[-3 if scene.masked else -1 :]
+        answers = Answers(self.transfers, states_made(shapes, NUMPY_DTYPES[config.compute]))
+        (o, lse), (q, *mask) = answers.at, uploaded.at[-3 if config.masked else -1 :]
         bits, offsets = mask or (0, 0)
         with self.transfers.compute:
-            self.attention.enqueue(resident, scene, layer, q, o, lse, (bits, offsets))
+            self.attention.enqueue(device_plan, config, layer, q, o, lse, (bits, offsets))
         launched = mark(self.transfers.compute)
         uploaded.release(launched)
         done = answers.send(launched)
@@ -243,14 +246,14 @@ class CudaBackend:
             seconds = StageSeconds(copy_in=perf_counter() - start)
             tokens, heads, head_dim = request.k.shape
             k, v = uploaded.at[:2]
-            store = ragged_store(heads, head_dim, compute, k, v, tokens)
+            kv = ragged_view(heads, head_dim, compute, k, v, tokens)
             masked = request.mask is not None
-            scene = Scene(store, request.q.shape[1], compute, request.scoring, masked)
+            config = AttentionConfig(kv, request.q.shape[1], compute, request.scoring, masked)
             ends = request.qo_indptr, request.kv_indptr
             plan = ragged_plan(*ends, request.causal, request.row_positions)
-            resident = self.attention.make([(0, plan)], scene)
+            device_plan = self.attention.make([(0, plan)], config)
             seconds.plan = perf_counter() - start - seconds.copy_in
-            return First(self._launch(resident, scene, 0, [request], uploaded, seconds))
+            return First(self._launch(device_plan, config, 0, [request], uploaded, seconds))
 
     def close(self) -> None:
         if self._lost is None:

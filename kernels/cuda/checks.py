@@ -18,7 +18,7 @@ from kernels.backend import (
     Tensor,
     Unsupported,
 )
-from kernels.cuda.shapes import HEAD_DIMS
+from kernels.cuda.common.kernel import HEAD_DIMS
 
 _DTYPES: Final[dict[np.dtype[Any], DType]] = {NUMPY_DTYPES[name]: name for name in TENSOR_DTYPES}
 

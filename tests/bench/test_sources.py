@@ -55,11 +55,11 @@ def test_headers_of_headers_count_and_files_beside_them_do_not(tmp_path: Path) -
 
 
 def test_definitions_and_architecture_count_and_the_order_of_definitions_does_not() -> None:
-    kernel = spec("rows", HEAD_DIM=64, TENSOR=0, STORE=0)
-    same = spec("rows", STORE=0, HEAD_DIM=64, TENSOR=0)
+    kernel = spec("rows/rows", HEAD_DIM=64, TENSOR=0, STORE=0)
+    same = spec("rows/rows", STORE=0, HEAD_DIM=64, TENSOR=0)
     assert source_digest(kernel, "sm_90a") == source_digest(same, "sm_90a")
     others = [
-        source_digest(spec("rows", HEAD_DIM=128, TENSOR=0, STORE=0), "sm_90a"),
+        source_digest(spec("rows/rows", HEAD_DIM=128, TENSOR=0, STORE=0), "sm_90a"),
         source_digest(kernel, "sm_80"),
     ]
     assert source_digest(kernel, "sm_90a") not in others

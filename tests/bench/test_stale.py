@@ -18,7 +18,9 @@ from bench.launches import Machine, row_launches
 from bench.machine import workloads, write_results
 from bench.stale import recorded, stale_rows
 from kernels.compile import SOURCES
-from kernels.cuda import shapes, wide
+from kernels.cuda.attention import kernels as attention_kernels
+from kernels.cuda.narrow import variants as narrow
+from kernels.cuda.wide import variants as wide
 
 H200 = Machine("sm_90a", 132)
 Results = dict[str, Any]
@@ -68,19 +70,19 @@ def test_nothing_is_stale_while_nothing_changes(results: Results, tmp_path: Path
 def test_comments_and_white_space_change_nothing(
     stale_after: StaleAfter,
 ) -> None:
-    assert stale_after("*.cu*", "{\n", "{  // a comment,\n\n  /* and\nanother */\n") == {}
+    assert stale_after("**/*.cu*", "{\n", "{  // a comment,\n\n  /* and\nanother */\n") == {}
 
 
 def test_another_name_in_a_source_changes_nothing(
     stale_after: StaleAfter,
 ) -> None:
-    assert stale_after("*.cu*", "kLn2", "kNaturalLogarithmOfTwo") == {}
+    assert stale_after("**/*.cu*", "kLn2", "kNaturalLogarithmOfTwo") == {}
 
 
 def test_a_constant_makes_the_rows_stale_whose_code_has_it(
     stale_after: StaleAfter, results: Results
 ) -> None:
-    stale = stale_after("state.cuh", "kLog2E = 1.4426950408889634f", "kLog2E = 1.5f")
+    stale = stale_after("common/state.cuh", "kLog2E = 1.4426950408889634f", "kLog2E = 1.5f")
     using = rows_that_run(results, "attend_wide", "merge_states")
     assert stale.keys() == using
     assert using < {row["name"] for row in results["rows"]}, "narrow kernels take it by argument"
@@ -93,7 +95,8 @@ def test_a_constant_of_a_format_that_no_row_writes_changes_nothing(
     stale_after: StaleAfter,
 ) -> None:
     assert (
-        stale_after("storage.cuh", "kLargest = kFour ? 448.0f", "kLargest = kFour ? 440.0f") == {}
+        stale_after("common/formats.cuh", "kLargest = kFour ? 448.0f", "kLargest = kFour ? 440.0f")
+        == {}
     )
 
 
@@ -109,7 +112,7 @@ def test_another_launch_of_the_wide_kernel_makes_its_rows_stale(
 def test_another_division_of_keys_makes_rows_stale_that_divide_them(
     results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shapes, "NARROW_RUN", 8192)
+    monkeypatch.setattr(attention_kernels, "NARROW_RUN", 8192)
     stale = stale_rows(results)
     assert "decode/1x32k" in stale
     assert stale.keys() <= rows_that_run(results, "attend_narrow")
@@ -117,7 +120,7 @@ def test_another_division_of_keys_makes_rows_stale_that_divide_them(
 
 
 def test_another_specialisation_is_named(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "NARROW_BLOCKS", {1: ((8, 1),), 2: ((8, 1),)})
+    monkeypatch.setattr(narrow, "NARROW_BLOCKS", {1: ((8, 1),), 2: ((8, 1),)})
     why = stale_rows(results)["decode/64x4k"]
     assert "no longer runs attend_narrow(" in why
     assert "now runs attend_narrow(" in why
@@ -146,7 +149,7 @@ def test_code_of_another_compiler_is_compared_by_its_source(
 ) -> None:
     sources = tmp_path / "sources"
     shutil.copytree(SOURCES, sources)
-    rows_cu = sources / "rows.cu"
+    rows_cu = sources / "rows/rows.cu"
     rows_cu.write_text(rows_cu.read_text() + "\nconstexpr int kUnused = 7;\n")
     older = of_release(results, "12.8.93")
     stale = stale_rows(older, sources=sources, cache=tmp_path / "cache")

@@ -66,7 +66,7 @@ def pool_tensor(backend: CudaBackend) -> torch.Tensor:
     """The whole pool as `[layers, pages, 2, ...]` of its dtype, sharing its memory."""
     g = backend.geometry
     size = g.num_layers * g.num_pages * g.page_bytes
-    memory = cupy.cuda.UnownedMemory(backend.store.k, size, backend)
+    memory = cupy.cuda.UnownedMemory(backend.kv.k, size, backend)
     raw = cupy.ndarray((size,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
     flat = torch.as_tensor(raw, device="cuda").view(TORCH[g.dtype])
     return flat.view(g.num_layers, *g.layer_shape)

@@ -194,7 +194,7 @@ def run(kind: BackendKind, pools: Pools = POOLS) -> set[str]:
 
 def entries() -> set[str]:
     """Every entry point of the sources."""
-    text = "".join(path.read_text() for path in SOURCES.glob("*.cu"))
+    text = "".join(path.read_text() for path in SOURCES.rglob("*.cu"))
     return set(re.findall(r'extern "C" __global__ .*?\s(\w+)\(const ', text, re.DOTALL))
 
 

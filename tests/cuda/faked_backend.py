@@ -13,8 +13,10 @@ from fake_device import FakeDevice
 
 from kernels.backend import NUMPY_DTYPES, AttentionState, DType, Mask, Plan, PoolGeometry, Scoring
 from kernels.cuda import backend as backend_module
-from kernels.cuda import host_memory, merges, rows, transfer
 from kernels.cuda.backend import CudaBackend
+from kernels.cuda.device import host_memory, transfer
+from kernels.cuda.merge import merger
+from kernels.cuda.rows import mover
 from kernels.masks import packbits
 from kernels.states import merge_ragged_states
 
@@ -34,23 +36,28 @@ class Kernels:
     merged: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
 
     def attend(
-        self, resident: Any, scene: Any, layer: Any, q: int, o: int, lse: int, mask: Any = (0, 0)
+        self,
+        device_plan: Any,
+        config: Any,
+        layer: Any,
+        q: int,
+        o: int,
+        lse: int,
+        mask: Any = (0, 0),
     ) -> None:
         self.attended.append((q, o, lse))
-        compute, store = NUMPY_DTYPES[scene.compute], scene.store
-        shape = (resident.num_rows, scene.num_qo_heads, store.head_dim)
+        compute, kv = NUMPY_DTYPES[config.compute], config.kv
+        shape = (device_plan.num_rows, config.num_qo_heads, kv.head_dim)
 
         def kernel() -> None:
             values = self.device.view(q, shape, compute)
-            bit = self.device.view(mask[0], (1,), np.uint8)[0] if scene.masked else 0
+            bit = self.device.view(mask[0], (1,), np.uint8)[0] if config.masked else 0
             keys = (
                 [
-                    self.device.view(
-                        at, (store.num_pages, store.num_kv_heads, store.head_dim), compute
-                    )
-                    for at in (store.k, store.v)
+                    self.device.view(at, (kv.num_pages, kv.num_kv_heads, kv.head_dim), compute)
+                    for at in (kv.k, kv.v)
                 ]
-                if store.contiguous
+                if kv.contiguous
                 else []
             )
             made = attention(values, keys, bit)
@@ -142,15 +149,15 @@ def fake_backend(
         monkeypatch.setattr(module, "cupy", device.cupy)
         monkeypatch.setattr(module, "runtime", device.runtime)
     monkeypatch.setattr(transfer, "convert", device.convert)
-    resident = lambda plans: SimpleNamespace(  # noqa: E731
+    device_plan = lambda plans: SimpleNamespace(  # noqa: E731
         num_rows=sum(len(plan.positions) for _, plan in plans)
     )
     planner = SimpleNamespace(
-        find=lambda plans, scene: None,
-        make=lambda plans, scene: resident(plans),
+        find=lambda plans, config: None,
+        make=lambda plans, config: device_plan(plans),
         enqueue=kernels.attend,
     )
-    monkeypatch.setattr(backend_module, "Attention", lambda *_: planner)
+    monkeypatch.setattr(backend_module, "AttentionRunner", lambda *_: planner)
     monkeypatch.setattr(
         backend_module,
         "Library",
@@ -160,8 +167,8 @@ def fake_backend(
     chip = SimpleNamespace(use=lambda: None)
     device.cupy.cuda.Device = lambda _: chip
     monkeypatch.setattr(backend_module, "cupy", device.cupy)
-    monkeypatch.setattr(rows.Rows, "enqueue", lambda _, *a, **named: kernels.rows(*a, **named))
-    monkeypatch.setattr(merges.Merging, "enqueue", lambda _, *a: kernels.merge(*a))
+    monkeypatch.setattr(mover.RowMover, "enqueue", lambda _, *a, **named: kernels.rows(*a, **named))
+    monkeypatch.setattr(merger.Merger, "enqueue", lambda _, *a: kernels.merge(*a))
     device.runtime.getDeviceProperties = lambda _: {"name": b"fake", "multiProcessorCount": 8}
     monkeypatch.setattr(backend_module, "runtime", device.runtime)
     return CudaBackend(GEOMETRY), kernels

@@ -18,11 +18,12 @@ pytest.importorskip("cupy")  # which needs no device for what follows
 
 from kernels.backend import Scoring
 from kernels.compile import Spec
-from kernels.cuda import attention as attention_module
-from kernels.cuda import launch as launch_module
-from kernels.cuda.attention import Attention
-from kernels.cuda.scene import Scene, Store
-from kernels.cuda.structs import ATTEND_PARAMS, MERGE_PARAMS, writer
+from kernels.cuda.attention import runner as runner_module
+from kernels.cuda.attention.config import AttentionConfig
+from kernels.cuda.attention.runner import AttentionRunner
+from kernels.cuda.common.structs import ATTEND_PARAMS, MERGE_PARAMS, writer
+from kernels.cuda.device import launch as launch_module
+from kernels.cuda.kv.view import KvView
 
 STREAM = 77
 
@@ -105,7 +106,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     )
     zeros = SimpleNamespace(data=SimpleNamespace(ptr=5))
     fake = SimpleNamespace(cuda=cuda, zeros=lambda *_: zeros, uint32=np.uint32)
-    monkeypatch.setattr(attention_module, "cupy", fake)
+    monkeypatch.setattr(runner_module, "cupy", fake)
     monkeypatch.setattr(launch_module, "cupy", fake)
     monkeypatch.setattr(launch_module, "driver", made)
     monkeypatch.setattr(launch_module, "_launch_kernel_ex", lambda: made.launch_kernel_ex)
@@ -113,12 +114,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 @pytest.fixture
-def attention(driver: Driver) -> Attention:
-    return Attention(driver, Memory(), 132)  # type: ignore[arg-type]
+def attention(driver: Driver) -> AttentionRunner:
+    return AttentionRunner(driver, Memory(), 132)  # type: ignore[arg-type]
 
 
-def scene() -> Scene:
-    store = Store(
+def config() -> AttentionConfig:
+    kv = KvView(
         k=1 << 30,
         v=(1 << 30) + 4096,
         layer_bytes=1 << 20,
@@ -136,19 +137,21 @@ def scene() -> Scene:
         contiguous=False,
         maps=lambda *_: pytest.fail("no wide kernel here"),
     )
-    return Scene(store, 32, "fp16", Scoring(0.125), False)
+    return AttentionConfig(kv, 32, "fp16", Scoring(0.125), False)
 
 
-def launched(attention: Attention, driver: Driver, kv_lens: list[int]) -> list[Any]:
+def launched(attention: AttentionRunner, driver: Driver, kv_lens: list[int]) -> list[Any]:
     """(entry, shape, struct) of each launch for such a batch, at layer 2."""
-    where = scene()
-    resident = attention.make([(2, decode_plan(kv_lens))], where)
+    where = config()
+    device_plan = attention.make([(2, decode_plan(kv_lens))], where)
     driver.launches.clear()
-    attention.enqueue(resident, where, 2, 11, 12, 13, (14, 15))
+    attention.enqueue(device_plan, where, 2, 11, 12, 13, (14, 15))
     return driver.launches
 
 
-def test_a_launch_gets_the_addresses_of_its_call(attention: Attention, driver: Driver) -> None:
+def test_a_launch_gets_the_addresses_of_its_call(
+    attention: AttentionRunner, driver: Driver
+) -> None:
     ((entry, shape, struct),) = launched(attention, driver, [1024] * 256)
     assert entry == "attend_narrow"
     assert [int(struct[name]) for name in ("q", "o", "lse")] == [11, 12, 13]
@@ -165,7 +168,7 @@ def test_a_launch_gets_the_addresses_of_its_call(attention: Attention, driver: D
     assert ints_at(struct["positions"], 1) == [1023]
 
 
-def test_workers_of_one_item_each_need_no_list(attention: Attention, driver: Driver) -> None:
+def test_workers_of_one_item_each_need_no_list(attention: AttentionRunner, driver: Driver) -> None:
     ((_, _, struct),) = launched(attention, driver, [4096] * 64)
     assert (int(struct["num_workers"]), int(struct["worker_begin"])) == (64, 0)
 
@@ -174,7 +177,7 @@ def test_workers_of_one_item_each_need_no_list(attention: Attention, driver: Dri
     ("kv_lens", "chunks"), [([32768], [0]), ([32768, 32768], [0, 1]), ([16, 0], [1])]
 )
 def test_a_merge_follows_where_rows_have_several_states_or_none(
-    attention: Attention, driver: Driver, kv_lens: list[int], chunks: list[int]
+    attention: AttentionRunner, driver: Driver, kv_lens: list[int], chunks: list[int]
 ) -> None:
     (_, _, struct), (entry, _, merge) = launched(attention, driver, kv_lens)
     assert entry == "merge_states"
@@ -186,7 +189,7 @@ def test_a_merge_follows_where_rows_have_several_states_or_none(
     assert ints_at(merge["chunks"], len(chunks)) == chunks
     indptr = ints_at(merge["indptr"], len(chunks) + 1)
     rows = int(merge["chunk_rows"])
-    members = sorted(ints_at(merge["list"], indptr[-1]))
+    members = sorted(ints_at(merge["members"], indptr[-1]))
     assert members == list(range(0, rows * indptr[-1], rows))
     if members:
         floats = (int(merge["lse_in"]) - int(merge["o_in"])) // 4
@@ -194,7 +197,7 @@ def test_a_merge_follows_where_rows_have_several_states_or_none(
 
 
 def test_the_merge_may_start_while_the_kernel_before_it_ends(
-    attention: Attention, driver: Driver
+    attention: AttentionRunner, driver: Driver
 ) -> None:
     launched(attention, driver, [32768])
     assert driver.overlapping == ["attend_narrow", "merge_states"]
@@ -206,28 +209,28 @@ def test_the_merge_may_start_while_the_kernel_before_it_ends(
     ids=["16x128", "64x1k", "64x4k"],
 )
 def test_a_short_launch_may_start_while_the_call_before_it_ends(
-    attention: Attention, driver: Driver, kv_lens: list[int], overlapping: list[str]
+    attention: AttentionRunner, driver: Driver, kv_lens: list[int], overlapping: list[str]
 ) -> None:
     assert len(launched(attention, driver, kv_lens)) == 1
     assert driver.overlapping == overlapping
 
 
 def test_no_launch_starts_early_where_the_device_cannot(
-    attention: Attention, driver: Driver
+    attention: AttentionRunner, driver: Driver
 ) -> None:
     driver.overlaps = False
     launched(attention, driver, [128] * 16)
     assert driver.overlapping == []
 
 
-def test_a_forced_team_is_what_plans_get(attention: Attention, driver: Driver) -> None:
+def test_a_forced_team_is_what_plans_get(attention: AttentionRunner, driver: Driver) -> None:
     attention.team = 2
     (_, _, struct), _ = launched(attention, driver, [32768])
     assert int(struct["team"]) == 2
 
 
-def test_a_plan_is_found_again_for_any_layer(attention: Attention) -> None:
-    plan, where = decode_plan([40, 50]), scene()
+def test_a_plan_is_found_again_for_any_layer(attention: AttentionRunner) -> None:
+    plan, where = decode_plan([40, 50]), config()
     assert attention.find([(0, plan)], where) is None
     made = attention.make([(0, plan)], where)
     assert attention.find([(3, plan)], where) is made

@@ -9,7 +9,9 @@ import pytest
 from kernels import compile as compile_module
 from kernels.backend import DType
 from kernels.compile import ARCHITECTURES, CompileError, Spec, compile_all, compile_spec, spec
-from kernels.cuda.shapes import HEAD_DIMS, attend_kernels, service_specs
+from kernels.cuda.attention.kernels import attend_kernels
+from kernels.cuda.common.kernel import HEAD_DIMS
+from kernels.cuda.specs import service_specs
 
 # (compute, storage): every code path of the formats, the rest differ in a constant
 FORMATS: tuple[tuple[DType, DType], ...] = (("fp16", "fp16"), ("fp16", "fp8_e4m3"))
@@ -21,8 +23,8 @@ def specs_for(arch: str) -> list[Spec]:
     specs = [*service_specs(arch, 128, "fp16", 16), *service_specs(arch, 64, "bf16", 16)]
     for head_dim in HEAD_DIMS:
         for formats in FORMATS if head_dim not in (64, 128) else (*FORMATS, *WORST):
-            for rare in (False, True):
-                specs += [k.spec for k in attend_kernels(arch, head_dim, *formats, rare)]
+            for general in (False, True):
+                specs += [k.spec for k in attend_kernels(arch, head_dim, *formats, general)]
     return list(dict.fromkeys(specs))
 
 
@@ -42,11 +44,11 @@ def test_a_source_that_does_not_compile_shows_the_compiler_log() -> None:
     with pytest.raises(CompileError, match=r"(?s)HEAD_DIM=17.*whole matrix fragments"):
         compile_spec(
             spec(
-                "attend_tile",
+                "tile/attend_tile",
                 HEAD_DIM=17,
                 BF16=0,
                 FP8=0,
-                RARE=0,
+                GENERAL=0,
                 ROW_TILES=1,
                 WARPS=4,
                 BLOCKS=1,
@@ -57,7 +59,7 @@ def test_a_source_that_does_not_compile_shows_the_compiler_log() -> None:
 
 
 def test_a_compiled_kernel_is_found_in_the_cache(tmp_path: Path) -> None:
-    wanted = spec("rows", HEAD_DIM=64, TENSOR=0, STORE=0)
+    wanted = spec("rows/rows", HEAD_DIM=64, TENSOR=0, STORE=0)
     (first,) = compile_all([wanted], "sm_80", tmp_path)
     (cubin,) = tmp_path.rglob("*.cubin")
     cubin.write_bytes(b"what the cache holds")
@@ -70,7 +72,7 @@ def test_a_compiled_kernel_is_found_in_the_cache(tmp_path: Path) -> None:
 def test_an_empty_log_leaves_what_python_shares_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     options = [o for o in compile_module.compiler_options() if o != "--ptxas-options=-v"]
     monkeypatch.setattr(compile_module, "compiler_options", lambda: options)
-    compiled = compile_spec(spec("rows", HEAD_DIM=64, TENSOR=0, STORE=0), "sm_80")
+    compiled = compile_spec(spec("rows/rows", HEAD_DIM=64, TENSOR=0, STORE=0), "sm_80")
     assert compiled.log == ""
     assert [bytes([code])[0] for code in range(256)] == list(range(256))
     with pytest.raises(ValueError, match="no register count"):

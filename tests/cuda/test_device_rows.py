@@ -172,7 +172,8 @@ def test_a_failed_launch_loses_the_device_with_a_clear_message() -> None:
     backend = backend_of(dtype="fp16")
     with pytest.raises(DeviceLost, match="cannot be trusted"), backend.guarded():
         function = backend.library.function(
-            next(spec for spec in backend.library.specs if spec.source == "merge"), "merge_states"
+            next(spec for spec in backend.library.specs if spec.source == "merge/merge"),
+            "merge_states",
         )
         function((1,), (4096,), (np.zeros(1, np.int32),))
     with pytest.raises(DeviceLost):

@@ -13,7 +13,7 @@ pytest.importorskip("cupy")
 
 from attnd.torch import driver
 
-from kernels.cuda import flags
+from kernels.cuda.lanes import flags
 from kernels.lanes import Owner
 
 

@@ -13,9 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.backend import Int32, Level, Plan
-from kernels.cuda.planner import Work, make_work
-from kernels.cuda.runs import SNAP
-from kernels.cuda.tiles import FINAL, HIDE_FUTURE, HIDE_WINDOW, Problem, TileShape, chunk_rows
+from kernels.cuda.plan.planner import BatchWork, make_work
+from kernels.cuda.plan.runs import SNAP
+from kernels.cuda.plan.tiles import (
+    FINAL,
+    HIDE_FUTURE,
+    HIDE_WINDOW,
+    PlannerConfig,
+    TileShape,
+    chunk_rows,
+)
 
 NARROW_16 = TileShape("narrow16", 16, 16, 132 * 8, 16, True, 128, teams=(1, 2, 4, 8))
 NARROW_32 = TileShape("narrow32", 32, 32, 132 * 8, 16, True, 128, teams=(1, 2, 4, 8))
@@ -23,15 +30,15 @@ WIDE = TileShape("wide", 128, 2**30, 132, 64, False, 256, key_cost=2.0)
 SHAPES = (NARROW_16, NARROW_32, WIDE)
 
 
-def problem(
+def config(
     group: int = 4,
     page_size: int = 16,
     heads: int = 8,
     window: int = -1,
     shapes: tuple[TileShape, ...] = SHAPES,
     team: int | None = None,
-) -> Problem:
-    return Problem(group, page_size, heads, window, shapes, team)
+) -> PlannerConfig:
+    return PlannerConfig(group, page_size, heads, window, shapes, team)
 
 
 def int32(*values: int) -> Int32:
@@ -58,10 +65,12 @@ def expected_pairs(plan: Plan, group: int, page_size: int, window: int) -> set[t
     return pairs
 
 
-def planned_pairs(work: Work, group: int, page_size: int, window: int) -> Counter[tuple[int, ...]]:
+def planned_pairs(
+    work: BatchWork, group: int, page_size: int, window: int
+) -> Counter[tuple[int, ...]]:
     """The same, as a kernel that follows the items would see them."""
     pairs: Counter[tuple[int, ...]] = Counter()
-    for launch in work.launches:
+    for launch in work.kernels:
         for _, begin, rows, kv_begin, keys, kv_start, hide, _ in launch.items.tolist():
             assert rows <= launch.shape.rows, f"{rows} rows in a tile of {launch.shape}"
             for packed in range(begin, begin + rows):
@@ -75,10 +84,10 @@ def planned_pairs(work: Work, group: int, page_size: int, window: int) -> Counte
     return pairs
 
 
-def check_merges(work: Work, num_packed: int) -> None:
+def check_merges(work: BatchWork, num_packed: int) -> None:
     """Every packed row is written exactly once: by one final item, or by one merge list."""
     merges, written, members = work.merges, Counter[int](), Counter[int]()
-    for launch in work.launches:
+    for launch in work.kernels:
         for item in launch.items.tolist():
             begin, rows, partial = item[1], item[2], item[7]
             for i in range(rows):
@@ -97,7 +106,7 @@ def check_merges(work: Work, num_packed: int) -> None:
     assert written == Counter(range(num_packed))
 
 
-def check(plan: Plan, p: Problem) -> Work:
+def check(plan: Plan, p: PlannerConfig) -> BatchWork:
     work = make_work([(0, plan)], p)
     planned = planned_pairs(work, p.group_size, p.page_size, p.window_left)
     assert max(planned.values(), default=1) == 1, "a pair is attended twice"
@@ -156,7 +165,7 @@ def trees(draw: st.DrawFn) -> Tree:
 def test_every_visible_pair_is_attended_once_and_every_row_written_once(
     tree: Tree, group: int, window: int, heads: int, team: int | None
 ) -> None:
-    check(tree.plan, problem(group, tree.page_size, heads, window, team=team))
+    check(tree.plan, config(group, tree.page_size, heads, window, team=team))
 
 
 @settings(max_examples=80, deadline=None)
@@ -170,9 +179,9 @@ def test_decode_items_cover_each_sequence_in_order_and_no_worker_is_empty(
     kv_lens: list[int], page_size: int, heads: int, team: int | None
 ) -> None:
     plan = decode_plan(kv_lens, page_size)
-    work = make_work([(0, plan)], problem(4, page_size, heads, team=team))
+    work = make_work([(0, plan)], config(4, page_size, heads, team=team))
     check_merges(work, len(kv_lens) * 4)
-    launch, at = work.launches[0], dict.fromkeys(range(len(kv_lens)), 0)
+    launch, at = work.kernels[0], dict.fromkeys(range(len(kv_lens)), 0)
     assert launch.worker_begin[0] == 0 and launch.worker_begin[-1] == launch.num_items
     assert (np.diff(launch.worker_begin) > 0).all(), f"idle workers: {launch.worker_begin}"
     assert launch.num_workers * launch.team <= max(launch.team, NARROW_16.workers // heads)
@@ -188,13 +197,13 @@ def test_decode_items_cover_each_sequence_in_order_and_no_worker_is_empty(
 
 @pytest.mark.parametrize("kv_lens", [[], [0], [1], [16], [17, 0, 5000], [70] * 300])
 def test_decode_batches_are_covered(kv_lens: list[int]) -> None:
-    check(decode_plan(kv_lens), problem(group=1))
+    check(decode_plan(kv_lens), config(group=1))
 
 
 def test_narrow_workers_get_equal_shares_of_a_skewed_batch() -> None:
     rng = np.random.default_rng(0)
     kv_lens = np.exp(rng.uniform(np.log(128), np.log(32768), 128)).astype(int).tolist()
-    (launch, *_) = make_work([(0, decode_plan(kv_lens))], problem()).launches
+    (launch, *_) = make_work([(0, decode_plan(kv_lens))], config()).kernels
     shares = [int(launch.items[a:b, 4].sum()) for a, b in pairwise(launch.worker_begin)]
     assert launch.num_workers == 132
     assert launch.team == 1
@@ -224,8 +233,8 @@ def test_narrow_workers_get_equal_shares_of_a_skewed_batch() -> None:
 def test_equal_sequences_are_cut_alike_or_not_at_all(
     batch: int, keys: int, heads: int, team: int, workers: int, items: int
 ) -> None:
-    work = make_work([(0, decode_plan([keys] * batch))], problem(heads=heads))
-    launch = work.launches[0]
+    work = make_work([(0, decode_plan([keys] * batch))], config(heads=heads))
+    launch = work.kernels[0]
     assert (launch.team, launch.num_workers, launch.num_items) == (team, workers, items)
     assert len(work.merges.chunks) == (batch if items > batch else 0)
     assert len(set(launch.items[:, 4].tolist())) == 1, "runs differ"
@@ -233,16 +242,16 @@ def test_equal_sequences_are_cut_alike_or_not_at_all(
 
 def test_sequences_that_differ_by_a_few_tokens_count_as_equal() -> None:
     kv_lens = [4000 + i for i in range(64)]
-    work = make_work([(0, decode_plan(kv_lens))], problem())
-    assert work.launches[0].items[:, 4].tolist() == kv_lens
+    work = make_work([(0, decode_plan(kv_lens))], config())
+    assert work.kernels[0].items[:, 4].tolist() == kv_lens
     assert work.merges.num_partial_rows == 0
 
 
 def test_a_share_that_ends_near_a_sequence_ends_with_it() -> None:
     kv_lens = [16000, 15840, 32000, 48000]  # the first share of two would end 80 keys further on
     shape = TileShape("narrow", 16, 16, 7, 16, True, 128)
-    work = make_work([(0, decode_plan(kv_lens))], problem(heads=1, shapes=(shape, WIDE)))
-    launch = work.launches[0]
+    work = make_work([(0, decode_plan(kv_lens))], config(heads=1, shapes=(shape, WIDE)))
+    launch = work.kernels[0]
     assert launch.num_workers == 7
     first, second = launch.items[0].tolist(), launch.items[1].tolist()
     assert (first[1], first[4], first[7]) == (0, 16000, FINAL)
@@ -251,9 +260,9 @@ def test_a_share_that_ends_near_a_sequence_ends_with_it() -> None:
 
 def test_short_sequences_of_any_length_are_not_cut_when_each_has_a_team() -> None:
     kv_lens = [20 + 3 * i for i in range(64)]
-    work = make_work([(0, decode_plan(kv_lens))], problem())
-    assert work.launches[0].items[:, 4].tolist() == kv_lens
-    assert work.launches[0].num_workers == 64
+    work = make_work([(0, decode_plan(kv_lens))], config())
+    assert work.kernels[0].items[:, 4].tolist() == kv_lens
+    assert work.kernels[0].num_workers == 64
 
 
 def test_narrow_work_beside_wide_work_takes_its_share_of_the_device() -> None:
@@ -261,21 +270,21 @@ def test_narrow_work_beside_wide_work_takes_its_share_of_the_device() -> None:
     top = Level(
         int32(0, 64), int32(0, 256), np.arange(256, dtype=np.int32), int32(16), int32(0), False
     )
-    work = make_work([(0, Plan((top, shared), np.full(64, 8191, np.int32)))], problem())
-    narrow, wide = work.launches
+    work = make_work([(0, Plan((top, shared), np.full(64, 8191, np.int32)))], config())
+    narrow, wide = work.kernels
     cost = 2.0 * 2 * 4096 / (64 * 4096 + 2.0 * 2 * 4096)
     assert narrow.num_workers == round(132 * (1 - cost))
     assert wide.num_items >= 2
 
 
 def test_a_short_batch_is_not_cut_into_more_states_than_it_is_worth() -> None:
-    work = make_work([(0, decode_plan([128] * 16))], problem())
-    assert work.launches[0].num_items == 16
+    work = make_work([(0, decode_plan([128] * 16))], config())
+    assert work.kernels[0].num_items == 16
     assert len(work.merges.chunks) == 0
 
 
 def test_a_row_that_sees_nothing_gets_an_empty_merge_list() -> None:
-    work = make_work([(0, decode_plan([0, 16]))], problem())
+    work = make_work([(0, decode_plan([0, 16]))], config())
     assert work.merges.chunks.tolist() == [0]
     assert work.merges.indptr.tolist() == [0, 0]
 
@@ -284,8 +293,8 @@ def test_causal_prefill_leaves_out_keys_after_each_tile() -> None:
     level = Level(
         int32(0, 256), int32(0, 16), np.arange(16, dtype=np.int32), int32(16), int32(0), True
     )
-    work = make_work([(0, Plan((level,), np.arange(256, dtype=np.int32)))], problem(group=1))
-    wide = work.launches[0].items
+    work = make_work([(0, Plan((level,), np.arange(256, dtype=np.int32)))], config(group=1))
+    wide = work.kernels[0].items
     keys = {begin: int(wide[wide[:, 1] == begin, 4].sum()) for begin in (0, 128)}
     assert keys == {0: 128, 128: 256}
     assert (np.diff(wide[:, 4]) <= 0).all(), "the dearest item comes first"
@@ -294,8 +303,8 @@ def test_causal_prefill_leaves_out_keys_after_each_tile() -> None:
 def test_whole_tiles_are_final_though_the_dearest_comes_first() -> None:
     level = replace(flat_level([1024] * 40, 16), qo_indptr=np.arange(41, dtype=np.int32) * 256)
     plan = Plan((replace(level, causal=True),), np.tile(np.arange(768, 1024, dtype=np.int32), 40))
-    work = make_work([(0, plan)], problem(group=1))
-    items = work.launches[0].items
+    work = make_work([(0, plan)], config(group=1))
+    items = work.kernels[0].items
     assert len(items) == 80 and (np.diff(items[:, 1]) < 0).any(), "tiles lie in another order"
     assert (items[:, 7] == FINAL).all()
     assert len(work.merges.chunks) == work.merges.num_partial_rows == 0
@@ -306,14 +315,14 @@ def test_a_plan_is_only_read() -> None:
     arrays = [plan.positions, *(getattr(plan.levels[0], f.name) for f in fields(Level)[:-1])]
     for array in arrays:
         array.flags.writeable = False
-    work = make_work([(2, plan), (1, plan)], problem(heads=1, window=600))
+    work = make_work([(2, plan), (1, plan)], config(heads=1, window=600))
     assert work.merges.num_partial_rows > 0
 
 
 def test_requests_of_several_layers_share_one_launch() -> None:
     plans = [(0, decode_plan([40, 50])), (3, decode_plan([20]))]
-    work = make_work(plans, problem(group=2))
-    items = np.concatenate([launch.items for launch in work.launches])
+    work = make_work(plans, config(group=2))
+    items = np.concatenate([launch.items for launch in work.kernels])
     assert dict(zip(items[:, 1].tolist(), items[:, 0].tolist(), strict=True)) == {0: 0, 2: 0, 4: 3}
     assert work.order.tolist() == [0, 1, 2]
     assert work.kv_indices.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1]

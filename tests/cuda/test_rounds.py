@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.cuda.rounds import (
+from kernels.cuda.plan.rounds import (
     ITEM_SECONDS,
     MERGE_SECONDS,
     PARTIAL_SECONDS,
-    Deal,
+    TileQueue,
     pieces,
     seconds,
     sizes_of,
@@ -23,11 +23,13 @@ GRANULE = 1.8e-6
 ALL = [(0.0, 130)]
 
 
-def deal(sizes: list[tuple[int, int]], free: list[tuple[float, int]] = ALL, turns: int = 1) -> Deal:
-    return Deal(sizes, turns, free, 128, GRANULE)
+def queue(
+    sizes: list[tuple[int, int]], free: list[tuple[float, int]] = ALL, turns: int = 1
+) -> TileQueue:
+    return TileQueue(sizes, turns, free, 128, GRANULE)
 
 
-def dealt_one_by_one(given: Deal, most: int) -> float:
+def dealt_one_by_one(given: TileQueue, most: int) -> float:
     """The same end, each run by itself given to the worker that is free first."""
     turn, partial = [], 0
     for size, count in given.sizes:
@@ -57,38 +59,38 @@ SIZES = st.dictionaries(st.integers(1, 60), st.integers(1, 40), min_size=1, max_
 def test_the_end_is_that_of_dealing_runs_one_by_one(
     sizes: dict[int, int], turns: int, later: list[tuple[float, int]], most: int
 ) -> None:
-    given = deal(sorted(sizes.items(), reverse=True), sorted([(0.0, 7), *later]), turns)
+    given = queue(sorted(sizes.items(), reverse=True), sorted([(0.0, 7), *later]), turns)
     assert seconds(given, most) == pytest.approx(dealt_one_by_one(given, most), rel=1e-9)
 
 
 def test_tiles_that_fill_a_round_are_not_cut() -> None:
-    assert pieces(deal([(32, 128)]), 16) == 1
+    assert pieces(queue([(32, 128)]), 16) == 1
 
 
 def test_tiles_that_leave_half_the_workers_idle_are_cut_in_two() -> None:
-    assert pieces(deal([(64, 64)]), 32) == 2
+    assert pieces(queue([(64, 64)]), 32) == 2
 
 
 def test_one_tile_is_cut_for_all_the_workers_as_far_as_runs_are_worth_it() -> None:
-    assert pieces(deal([(2560, 1)]), 1280) == 130
-    assert pieces(deal([(64, 1)]), 32) == 32
-    assert pieces(deal([(1, 1)]), 0) == 1
+    assert pieces(queue([(2560, 1)]), 1280) == 130
+    assert pieces(queue([(64, 1)]), 32) == 32
+    assert pieces(queue([(1, 1)]), 0) == 1
 
 
 def test_runs_fill_the_rounds_of_the_workers_that_others_leave() -> None:
     """64 tiles of 32k keys where 22 of 132 workers are busy for 265 us: five runs of each."""
     busy = [(0.0, 108), (265e-6, 22)]
-    assert pieces(deal([(256, 64)], busy), 128) == 5
+    assert pieces(queue([(256, 64)], busy), 128) == 5
 
 
 def test_whole_tiles_beside_a_kernel_that_takes_as_long_are_left_whole() -> None:
-    assert pieces(deal([(256, 64)], [(0.0, 72), (395e-6, 58)]), 128) == 1
+    assert pieces(queue([(256, 64)], [(0.0, 72), (395e-6, 58)]), 128) == 1
 
 
 def test_tiles_of_many_sizes_stay_whole_or_make_two_rounds() -> None:
     short = [(8, 8), (7, 8), (6, 8), (5, 8), (4, 8), (3, 8), (2, 8), (1, 8)]
-    assert pieces(deal(short, turns=4), 4) == 1
-    assert pieces(deal([(128, 8), (16, 16)], [(0.0, 99), (9e-5, 31)], turns=4), 64) == 7
+    assert pieces(queue(short, turns=4), 4) == 1
+    assert pieces(queue([(128, 8), (16, 16)], [(0.0, 99), (9e-5, 31)], turns=4), 64) == 7
 
 
 def test_sizes_are_counted_longest_first_to_an_eighth_of_the_longest() -> None:

@@ -11,11 +11,11 @@ pytest.importorskip("cupy")  # which needs no device for what follows
 
 from fake_device import FakeDevice
 
-from kernels.cuda import host_memory
-from kernels.cuda import transfer as transfer_module
-from kernels.cuda.inputs import as_is, upload
-from kernels.cuda.staging import Run, Span, stage
-from kernels.cuda.transfer import Transfers
+from kernels.cuda.device import host_memory
+from kernels.cuda.device import transfer as transfer_module
+from kernels.cuda.device.inputs import as_is, upload
+from kernels.cuda.device.staging import Copy, Span, stage
+from kernels.cuda.device.transfer import Transfers
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_uploads_of_nothing_are_legal(device: FakeDevice, transfers: Transfers) 
 
 def test_neighbours_go_together_and_a_stranger_between_them_keeps_them_apart() -> None:
     staged = stage([Span(0, 0, 100), Span(1, 256, 40), Span(3, 300, 8), Span(4, 1024, 8)])
-    assert staged.runs == [Run(0, 0, 296), Run(300, 512, 8), Run(1024, 768, 8)]
+    assert staged.copies == [Copy(0, 0, 296), Copy(300, 512, 8), Copy(1024, 768, 8)]
     assert staged.offsets == [0, 256, 512, 768]
     assert staged.size == 776
     assert stage([]) == ([], [], 0)

@@ -18,7 +18,7 @@ cupy = pytest.importorskip("cupy")
 from kernels.backend import Attend, DType, Mask, PoolGeometry, Scoring  # noqa: E402
 from kernels.masks import make_mask  # noqa: E402
 
-MASKED = [case for case in (*groups()["rare"], *groups()["skipped"]) if case.mask]
+MASKED = [case for case in (*groups()["general"], *groups()["skipped"]) if case.mask]
 
 
 def seen_and_cut(bench: Any, item: Any, begin: int) -> tuple[bool, bool]:
@@ -112,7 +112,7 @@ def mask_of(kind: str, qo_lens: list[int], kv_lens: list[int]) -> Mask:
     return make_mask(np.concatenate(parts), np.array(qo_lens), np.array(kv_lens))
 
 
-def scenes() -> Iterator[tuple[str, DType, int, int, tuple[int, int]]]:
+def configs() -> Iterator[tuple[str, DType, int, int, tuple[int, int]]]:
     """Pools of the tile kernel (fp8, odd pages, head_dim 80) and, last, of the wide one."""
     for kind in ("blocks", "last", "causal", "hidden"):
         yield kind, "fp8_e4m3", 128, 16, (8, 2)
@@ -124,16 +124,16 @@ def scenes() -> Iterator[tuple[str, DType, int, int, tuple[int, int]]]:
         yield kind, "bf16", 64, 8, (7, 1)
 
 
-@pytest.mark.parametrize("scene", list(scenes()), ids=str)
+@pytest.mark.parametrize("config", list(configs()), ids=str)
 @pytest.mark.parametrize("rules", [(False, -1), (True, 150)])
 def test_masks_that_hide_whole_tiles_equal_the_oracle(
-    scene: tuple[str, DType, int, int, tuple[int, int]], rules: tuple[bool, int]
+    config: tuple[str, DType, int, int, tuple[int, int]], rules: tuple[bool, int]
 ) -> None:
     from device_cases import PagePool, Segment, assert_close, make_level, oracle, random_q
 
     from kernels.backend import Plan
 
-    kind, dtype, dim, page_size, heads = scene
+    kind, dtype, dim, page_size, heads = config
     causal, window = rules
     qo_lens, kv_lens = [300, 40, 129], [2500, 33, 700]
     scale = (0.5, 2.0) if dtype.startswith("fp8") else (1.0, 1.0)

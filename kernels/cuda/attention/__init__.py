@@ -1,0 +1,1 @@
+"""From work items to launches: what a batch is, and its kernels."""

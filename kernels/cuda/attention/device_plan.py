@@ -1,0 +1,294 @@
+"""From a batch's plans to launches that are ready to go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from kernels.backend import Plan
+from kernels.cuda.attention.config import AttentionConfig
+from kernels.cuda.attention.kernels import attend_kernels, planner_shape, wide_variant
+from kernels.cuda.attention.steps import MergeStep, MmaStep, Step, VisibleStep, WideStep
+from kernels.cuda.common.kernel import Kernel
+from kernels.cuda.common.structs import (
+    ATTEND_PARAMS,
+    MERGE_PARAMS,
+    VISIBLE_PARAMS,
+    VISIBLE_TABLE,
+    WIDE_PARAMS,
+    packed,
+    writer,
+)
+from kernels.cuda.device.launch import Launcher, Library, OverlappingLauncher
+from kernels.cuda.device.transfer import Transfers
+from kernels.cuda.merge.variants import merge_launch
+from kernels.cuda.plan.planner import BatchWork, KernelWork, MergeLists, make_work
+from kernels.cuda.plan.tiles import KEYS, PAGE, PlannerConfig
+from kernels.cuda.visible import table as visible
+from kernels.cuda.wide import variants as wide
+
+SHORT_LAUNCH: Final = 512
+"""Keys a warp up to which a launch gains by beginning while its predecessor ends."""
+_LOG2E: Final = 1 / np.log(2)
+_write_arrays: Final = writer(
+    ATTEND_PARAMS, "items", "worker_begin", "kv_indices", "order", "positions"
+)
+_write_workers: Final = writer(ATTEND_PARAMS, "num_workers")
+_write_team: Final = writer(ATTEND_PARAMS, "team")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DevicePlan:
+    """A batch's plan on the device. `plans` are kept so that their identity stays theirs.
+
+    `beside` steps run beside `steps`, on another stream; `merge` comes after all of them.
+    """
+
+    plans: tuple[Plan, ...]
+    buffer: Any
+    steps: tuple[Step, ...]
+    beside: tuple[Step, ...]
+    merge: MergeStep | None
+    num_rows: int
+    partial_rows: int
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for plans whose launches are the same to the byte, if their tensors are."""
+        apart = tuple(step.signature for step in self.beside)
+        merge = None if self.merge is None else self.merge.signature
+        return (tuple(step.signature for step in self.steps), apart, merge, self.partial_rows)
+
+
+class _Places(NamedTuple):
+    """Device addresses of a plan's arrays, the last three those of its merge lists."""
+
+    order: int
+    positions: int
+    kv_indices: int
+    indptr: int
+    members: int
+    chunks: int
+
+
+class DevicePlanBuilder:
+    """What all plans of one configuration share: kernels, structs half filled.
+
+    `schedule` is the wide kernel's counters on the device. Raises Unsupported for a head_dim that
+    has no kernels.
+    """
+
+    def __init__(
+        self, config: AttentionConfig, library: Library, multiprocessors: int, schedule: int
+    ) -> None:
+        kv = config.kv
+        self._config, self._library = config, library
+        self._multiprocessors, self._schedule = multiprocessors, schedule
+        page_size = 0 if kv.contiguous else kv.page_size
+        options = (library.arch, kv.head_dim, config.compute, kv.dtype)
+        variant = wide_variant(*options, page_size, config.scoring, config.masked)
+        self._kernels = attend_kernels(*options, config.general, variant)
+        last, device = self._kernels[-1], (kv.head_dim, kv.dtype, multiprocessors)
+        self._planner = PlannerConfig(
+            group_size=config.group_size,
+            page_size=kv.page_size,
+            num_kv_heads=kv.num_kv_heads,
+            window_left=config.scoring.window_left,
+            shapes=tuple(planner_shape(k, *device, largest=k is last) for k in self._kernels),
+        )
+        self._struct = _config_struct(config)
+
+    def make(
+        self,
+        requests: Sequence[tuple[int, Plan]],
+        transfers: Transfers,
+        team: int | None,
+    ) -> DevicePlan:
+        """Plan, upload and lay out the launches of (layer, plan) requests.
+
+        `team` forces the size of teams.
+        """
+        planner_config = self._planner if team is None else replace(self._planner, team=team)
+        work = make_work(requests, planner_config)
+        merges = work.merges
+        arrays = [launch.items.reshape(-1) for launch in work.kernels]
+        arrays += [work.order, work.positions, work.kv_indices, merges.indptr, merges.members]
+        arrays.append(merges.chunks)
+        arrays += [launch.worker_begin for launch in work.kernels]
+        buffer, at = transfers.upload_ints(arrays)
+        count = len(work.kernels)
+        places = _Places(*at[count : count + 6])
+        make = self._launcher_type(work)
+        narrow: list[Step] = []
+        others: list[Step] = []
+        for launch, items, worker_begin in zip(work.kernels, at, at[count + 6 :], strict=False):
+            kernel = self._kernels[launch.index]
+            finder = None
+            if self._config.masked and not launch.shape.persistent:
+                finder = self._visible_step(launch, kernel, places, items, transfers)
+                others.append(finder)
+            if kernel.entry == wide.ENTRY:
+                others.append(self._wide_step(launch, kernel, places, items, finder))
+                continue
+            step = self._mma_step(launch, kernel, places, items, worker_begin, finder, make)
+            (narrow if launch.shape.persistent else others).append(step)
+        return DevicePlan(
+            plans=tuple(plan for _, plan in requests),
+            buffer=buffer,
+            steps=tuple(narrow or others),
+            beside=tuple(others if narrow else ()),
+            merge=self._merge_step(merges, places, make) if len(merges.chunks) else None,
+            num_rows=work.num_rows,
+            partial_rows=merges.num_partial_rows,
+        )
+
+    def _launcher_type(self, work: BatchWork) -> type[Launcher]:
+        """How the narrow kernel is launched, and the merge.
+
+        Where these two are the whole batch, each may begin while its predecessor ends: the plan is
+        read meanwhile. A long launch of the narrow kernel alone is faster when it begins after it
+        (measured).
+        """
+        if len(work.kernels) != 1 or not self._library.overlaps:
+            return Launcher
+        (launch,) = work.kernels
+        if len(work.merges.chunks) == 0:
+            most = SHORT_LAUNCH * launch.num_workers * launch.team
+            if int(launch.items[:, KEYS].sum()) > most:
+                return Launcher
+        return OverlappingLauncher if launch.shape.persistent else Launcher
+
+    def _visible_step(
+        self, launch: KernelWork, kernel: Kernel, places: _Places, items: int, transfers: Transfers
+    ) -> VisibleStep:
+        """What finds the key tiles that a mask leaves something of, for a kernel of many rows."""
+        words = visible.table_words(launch.items, kernel.tile_keys)
+        memory = transfers.scratch(launch.num_items * words * visible.ELEMENT_BYTES)
+        block = packed(
+            VISIBLE_PARAMS,
+            items=items,
+            positions=places.positions,
+            tiles=memory.ptr,
+            words=words,
+            tile_keys=kernel.tile_keys,
+            group_size=self._config.group_size,
+            window_left=self._config.scoring.window_left,
+        )
+        function = self._library.function(visible.SPEC, visible.ENTRY)
+        grid = launch.num_items * words
+        launcher = Launcher(function, grid, visible.THREADS, 0, block)
+        return VisibleStep(launcher, memory, words)
+
+    def _mma_step(
+        self,
+        launch: KernelWork,
+        kernel: Kernel,
+        places: _Places,
+        items: int,
+        worker_begin: int,
+        finder: VisibleStep | None,
+        make: type[Launcher],
+    ) -> MmaStep:
+        heads = self._planner.num_kv_heads
+        grid = launch.num_items * heads
+        if launch.shape.persistent:
+            grid = -(-launch.num_workers * heads * launch.team * 32 // kernel.threads)
+        struct = self._struct
+        if not launch.shape.persistent:  # TileParams of attend_tile.cu
+            tiles, words = (finder.address, finder.words) if finder is not None else (0, 0)
+            struct += packed(VISIBLE_TABLE, tiles=tiles, words=words)
+        function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
+        launcher = make(function, grid, kernel.threads, kernel.shared_bytes, struct)
+        pages = 0 if self._config.kv.contiguous else places.kv_indices
+        lists = 0 if launch.one_each else worker_begin
+        arrays = (items, lists, pages, places.order, places.positions)
+        _write_arrays(launcher.memory, *arrays)
+        _write_workers(launcher.memory, launch.num_workers)
+        _write_team(launcher.memory, launch.team)
+        return MmaStep(launcher)
+
+    def _wide_step(
+        self,
+        launch: KernelWork,
+        kernel: Kernel,
+        places: _Places,
+        items: int,
+        finder: VisibleStep | None,
+    ) -> WideStep:
+        kv, scoring = self._config.kv, self._config.scoring
+        runs = len(np.unique(launch.items[:, PAGE]))
+        block = packed(
+            WIDE_PARAMS,
+            items=items,
+            kv_indices=0 if kv.contiguous else places.kv_indices,
+            order=places.order,
+            positions=places.positions,
+            schedule=self._schedule,
+            sm_scale=scoring.sm_scale * kv.k_scale,
+            soft_cap=scoring.logits_soft_cap,
+            window_left=scoring.window_left,
+            num_items=launch.num_items,
+            num_kv_heads=kv.num_kv_heads,
+            group_size=self._config.group_size,
+            head_block=wide.heads_together(kv.num_kv_heads, launch.num_items, runs),
+            num_pages=kv.num_pages,
+            visible=finder.address if finder is not None else 0,
+            visible_words=finder.words if finder is not None else 0,
+        )
+        function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
+        grid = min(launch.num_items * kv.num_kv_heads, self._multiprocessors)
+        launcher = Launcher(
+            function,
+            grid,
+            kernel.threads,
+            kernel.shared_bytes,
+            bytes(wide.PARAMS_AT) + block,
+            wide.PARAMETERS,
+        )
+        return WideStep(launcher, lambda layer: kv.maps(layer, kernel.tile_keys))
+
+    def _merge_step(self, merges: MergeLists, places: _Places, make: type[Launcher]) -> MergeStep:
+        kv = self._config.kv
+        units = len(merges.chunks) * merges.chunk_rows * kv.num_kv_heads
+        how = merge_launch(
+            kv.head_dim,
+            True,
+            self._config.compute,
+            units,
+            merges.longest,
+            self._multiprocessors,
+        )
+        block = packed(
+            MERGE_PARAMS,
+            indptr=places.indptr,
+            members=places.members,
+            chunks=places.chunks,
+            order=places.order,
+            num_rows=len(merges.chunks),
+            num_kv_heads=kv.num_kv_heads,
+            group_size=self._config.group_size,
+            chunk_rows=merges.chunk_rows,
+            head_dim=kv.head_dim,
+            split=how.split,
+        )
+        function = self._library.function(how.spec, "merge_states")
+        return MergeStep(make(function, how.grid, how.threads, 0, block))
+
+
+def _config_struct(config: AttentionConfig) -> bytes:
+    """`AttendParams` as far as the config decides it."""
+    kv, scoring = config.kv, config.scoring
+    scale = scoring.sm_scale * kv.k_scale
+    return packed(
+        ATTEND_PARAMS,
+        **kv.strides,
+        group_size=config.group_size,
+        scale=scale,
+        scale2=scale * _LOG2E,
+        soft_cap=scoring.logits_soft_cap,
+        v_scale=kv.v_scale,
+        window_left=scoring.window_left,
+    )

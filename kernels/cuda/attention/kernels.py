@@ -1,0 +1,88 @@
+"""Which kernel takes which rows, and what the planner must know of each."""
+
+from __future__ import annotations
+
+from kernels.backend import NUMPY_DTYPES, DType, Scoring, Unsupported
+from kernels.cuda.common.kernel import HEAD_DIMS, Kernel
+from kernels.cuda.narrow.variants import LONG_ROWS, NARROW_RUN, narrow_kernel
+from kernels.cuda.plan.tiles import TileShape
+from kernels.cuda.tile.variants import tile_kernel
+from kernels.cuda.wide import variants as wide
+
+
+def wide_variant(
+    arch: str,
+    head_dim: int,
+    compute: DType,
+    storage: DType,
+    page_size: int,
+    scoring: Scoring,
+    masked: bool,
+) -> wide.WideVariant | None:
+    """Hopper's specialisation for such work, if it runs it; `page_size` 0 is ragged."""
+    if not wide.supports(arch, head_dim, compute, storage, page_size, scoring.sm_scale):
+        return None
+    dtype: wide.WideDType = "bf16" if compute == "bf16" else "fp16"
+    return wide.variant(head_dim, dtype, page_size, masked, scoring.logits_soft_cap > 0)
+
+
+def wide_kernel(variant: wide.WideVariant) -> Kernel:
+    return Kernel(
+        spec=variant.spec,
+        entry=wide.ENTRY,
+        rows=wide.TILE_ROWS,
+        threads=wide.THREADS,
+        shared_bytes=variant.shared_bytes,
+        blocks=1,
+        tile_keys=variant.tile_keys,
+    )
+
+
+def attend_kernels(
+    arch: str,
+    head_dim: int,
+    compute: DType,
+    storage: DType,
+    general: bool,
+    variant: wide.WideVariant | None = None,
+) -> tuple[Kernel, ...]:
+    """The kernels for growing numbers of packed rows, each row count served by the first fit.
+
+    Segments that the narrow kernels do not take are Hopper's `variant`'s, or the tile kernels'.
+    """
+    if head_dim not in HEAD_DIMS:
+        raise Unsupported("head_dim", head_dim, f"the CUDA backend has {HEAD_DIMS}")
+    options = (head_dim, compute, storage, general)
+    narrow = [narrow_kernel(arch, *options, 1)]
+    if head_dim <= LONG_ROWS:
+        narrow.append(narrow_kernel(arch, *options, 2))
+    if variant is not None:
+        return (*narrow, wide_kernel(variant))
+    tiles = [tile_kernel(arch, *options, m) for m in (1, 2)]
+    return (*narrow, *(tiles if tiles[0] != tiles[1] else tiles[:1]))
+
+
+def planner_shape(
+    kernel: Kernel, head_dim: int, storage: DType, multiprocessors: int, largest: bool
+) -> TileShape:
+    """What the planner must know of a kernel; the largest takes every segment left.
+
+    Costs of a key are seconds of the whole device: bytes at what its multiprocessors could take if
+    memory were no limit, or flops at what the kernel reaches.
+    """
+    narrow, wide = kernel.entry == "attend_narrow", kernel.entry == "attend_wide"
+    token_bytes = 2 * head_dim * NUMPY_DTYPES[storage].itemsize
+    flops = 4 * head_dim * kernel.rows
+    warps = kernel.threads // 32 if narrow else 1
+    return TileShape(
+        name=kernel.entry,
+        rows=kernel.rows,
+        most_rows=2**30 if largest else kernel.rows,
+        workers=multiprocessors * kernel.blocks * warps,
+        granule=kernel.tile_keys,
+        persistent=narrow,
+        least_run=NARROW_RUN if narrow else 256,
+        key_cost=token_bytes / 6.2e12 if narrow else flops / (620e12 if wide else 320e12),
+        heads_at_once=2 if wide else 0,  # wide.heads_together, but for hundreds of tiles on one run
+        teams=tuple(t for t in range(1, warps + 1) if warps % t == 0),
+    )

@@ -1,0 +1,145 @@
+"""Attention on the device: a batch is planned once, then launched for layer after layer.
+
+A `DevicePlan` serves any layer and any q; `AttentionRunner.enqueue` runs it on device addresses,
+which is also what the benchmarks time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Final
+
+import cupy
+
+from kernels.backend import Plan
+from kernels.cuda.attention.config import AttentionConfig
+from kernels.cuda.attention.device_plan import DevicePlan, DevicePlanBuilder
+from kernels.cuda.attention.steps import CallAddresses
+from kernels.cuda.device.launch import Library
+from kernels.cuda.device.transfer import Transfers
+from kernels.cuda.kv.view import KvView
+
+DEVICE_PLANS: Final = 64
+MOST_BUILDERS: Final = 64
+
+
+class AttentionRunner:
+    """Plans, caches and launches attention over one `KvView`.
+
+    `team` forces how many warps share an item in plans made from then on: for measurements.
+    """
+
+    def __init__(self, library: Library, transfers: Transfers, multiprocessors: int) -> None:
+        self._library = library
+        self._transfers = transfers
+        self._multiprocessors = multiprocessors
+        self.team: int | None = None
+        self._device_plans: OrderedDict[tuple[object, ...], DevicePlan] = OrderedDict()
+        self._builders: dict[AttentionConfig, DevicePlanBuilder] = {}
+        self._partial: Any = None
+        self._partial_bytes = 0
+        with transfers.compute:
+            self._schedule = cupy.zeros(2, cupy.uint32)
+        # less urgent than the compute stream: narrow blocks take their multiprocessors first
+        self._beside = cupy.cuda.Stream(non_blocking=True, priority=0)
+        self._fork, self._join = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
+
+    def find(
+        self, requests: Sequence[tuple[int, Plan]], config: AttentionConfig
+    ) -> DevicePlan | None:
+        """The device plan of (layer, plan) requests, if it was made before.
+
+        Requests of one layer share their work with every other layer.
+        """
+        key = _key(requests, config)
+        found = self._device_plans.get(key)
+        if found is not None:
+            self._device_plans.move_to_end(key)
+        return found
+
+    def make(self, requests: Sequence[tuple[int, Plan]], config: AttentionConfig) -> DevicePlan:
+        """Plan and upload; kept for `find` unless K and V are of this call only.
+
+        Raises Unsupported for a head_dim that has no kernels.
+        """
+        builder = self._builder(config)
+        made = builder.make(_layered(requests), self._transfers, self.team)
+        if not config.kv.contiguous:
+            self._device_plans[_key(requests, config)] = made
+            if len(self._device_plans) > DEVICE_PLANS:
+                self._transfers.retire(self._device_plans.popitem(last=False)[1])
+        return made
+
+    def _builder(self, config: AttentionConfig) -> DevicePlanBuilder:
+        """The configuration's kernels, kept unless K and V are of this call only."""
+        builder = self._builders.get(config)
+        if builder is None:
+            builder = DevicePlanBuilder(
+                config, self._library, self._multiprocessors, self._schedule.data.ptr
+            )
+            if len(self._builders) == MOST_BUILDERS:
+                self._builders.clear()
+            if not config.kv.contiguous:
+                self._builders[config] = builder
+        return builder
+
+    def enqueue(
+        self,
+        device_plan: DevicePlan,
+        config: AttentionConfig,
+        layer: int | None,
+        q: int,
+        o: int,
+        lse: int,
+        mask: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Launch on the current stream. q, o, lse: device addresses; mask: bits and offsets.
+
+        `layer` is that of the requests when they share one, else None.
+        """
+        kv = config.kv
+        shift = (layer or 0) * kv.layer_bytes
+        tensors = (q, o, lse, kv.k + shift, kv.v + shift)
+        call = CallAddresses(layer, *tensors, *mask, *self.partials(device_plan, kv))
+        if device_plan.beside:
+            stream = cupy.cuda.get_current_stream()
+            self._fork.record(stream)
+        for step in device_plan.steps:
+            step.launch(call)
+        if device_plan.beside:
+            with self._beside:
+                self._beside.wait_event(self._fork)
+                for step in device_plan.beside:
+                    step.launch(call)
+                self._join.record(self._beside)
+            stream.wait_event(self._join)
+        if device_plan.merge is not None:
+            device_plan.merge.launch(call)
+
+    def partials(self, device_plan: DevicePlan, kv: KvView) -> tuple[int, int]:
+        """Device addresses for the batch's partial states, from one buffer that only grows."""
+        if device_plan.partial_rows == 0:
+            return 0, 0
+        rows = device_plan.partial_rows * kv.num_kv_heads
+        size = rows * (kv.head_dim + 1) * 4
+        if size > self._partial_bytes:
+            self._partial = self._transfers.scratch(size)
+            self._partial_bytes = size
+        base: int = self._partial.ptr
+        return base, base + rows * kv.head_dim * 4
+
+
+def _layered(requests: Sequence[tuple[int, Plan]]) -> Sequence[tuple[int, Plan]]:
+    """Requests of a single layer as of layer 0: the layer comes with each launch."""
+    first = requests[0][0]
+    if any(layer != first for layer, _ in requests):
+        return requests
+    return [(0, plan) for _, plan in requests]
+
+
+def _key(requests: Sequence[tuple[int, Plan]], config: AttentionConfig) -> tuple[object, ...]:
+    """Plans never change, so their identity is their value while the cache holds them."""
+    if len(requests) == 1:
+        return (config, id(requests[0][1]))
+    return (config, *((layer, id(plan)) for layer, plan in _layered(requests)))

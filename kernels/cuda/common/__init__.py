@@ -1,0 +1,1 @@
+"""What several kernels share: instructions, state arithmetic, rows, formats."""

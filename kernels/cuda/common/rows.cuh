@@ -1,0 +1,52 @@
+// Where a packed row is, and which keys it sees.
+#pragma once
+
+#include "common/types.cuh"
+#include "common/work.cuh"
+
+// Packed row `packed` of a launch: row packed / group_size of the plan, and query head packed % group_size
+// of the kv head's group.
+struct PackedRow {
+  int packed;
+  int plan_row;
+
+  __device__ __forceinline__ PackedRow(int packed, int group_size)
+      : packed(packed), plan_row(packed / group_size) {}
+
+  // Its row of q, o and lse, counted in heads.
+  template <class Int = int, class Params>
+  __device__ __forceinline__ Int query(const Params& p, int head) const {
+    return (static_cast<Int>(p.order[plan_row]) * p.num_kv_heads + head) * p.group_size +
+           (packed - plan_row * p.group_size);
+  }
+};
+
+// Where partial row `row` of a kv head is in the partial arrays, counted in heads.
+template <class Int = int64>
+__device__ __forceinline__ Int partial_place(int row, int num_kv_heads, int head) {
+  return static_cast<Int>(row) * num_kv_heads + head;
+}
+
+// Keys `low` to `high` of a run.
+struct KeyRange {
+  int low, high;
+  __device__ __forceinline__ bool has(int key) const { return key >= low && key <= high; }
+};
+
+// What a row at `position` sees of the keys by the rules that the run still needs, causal and window; a
+// custom mask may hide some of it.
+template <class Int = int>
+__device__ __forceinline__ KeyRange visible_keys(KeyRange keys, const WorkItem& item, int position,
+                                                 int window_left) {
+  const Int at = position;
+  if (item.rules & kHideFuture)
+    keys.high = min(static_cast<Int>(keys.high), at - item.kv_start);
+  if (item.rules & kHideWindow)
+    keys.low = max(static_cast<Int>(keys.low), at - window_left - item.kv_start);
+  return keys;
+}
+
+// Whether the custom mask lets a key be seen whose bit this is.
+__device__ __forceinline__ bool unmasked(const uint8* mask_bits, int64 bit) {
+  return mask_bits[bit >> 3] >> (bit & 7) & 1;
+}

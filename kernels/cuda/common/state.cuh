@@ -1,0 +1,104 @@
+// The arithmetic of attention states, and every guard against -inf, in one place.
+//
+// Scores are kept in base 2: s2 = score * log2(e), so that exp is one ex2. A row's running state is
+// (max, sum): max over s2 seen so far (-inf when it saw nothing) and the sum of 2^(s2 - max). The
+// output accumulator is scaled by 2^-max too. A finished state is (o, lse), lse natural; the empty
+// state is (0, -inf). No large finite number stands in for -inf anywhere.
+#pragma once
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// Over the four lanes that hold a row of a product's result.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float tanh_accurate(float x) {
+  // 1 - 2 / (e^2x + 1): right at both infinities, and for small x within 1e-7 absolute.
+  return 1.0f - __fdividef(2.0f, exp2_fast(x * (2.0f * kLog2E)) + 1.0f);
+}
+
+// What to subtract from a row's scores: its maximum, or 0 where the row has seen nothing, because
+// -inf - -inf is NaN while 2^(-inf - 0) is the 0 we want.
+__device__ __forceinline__ float state_reference(float max) {
+  return max == minus_infinity() ? 0.0f : max;
+}
+
+// Factor that brings a sum or an accumulator from the old maximum to the new one (0 when the old
+// state was empty; both empty: 2^(-inf - 0) = 0 times an accumulator that is 0 already).
+__device__ __forceinline__ float state_rescale(float old_max, float new_max) {
+  return exp2_fast(old_max - state_reference(new_max));
+}
+
+// --- online softmax of one row: `score(i)` is its i-th score that this lane holds, of kCount ---------------
+//
+// A kernel raises the row's maximum (`highest_score`, over the lanes that share the row), brings what was
+// summed before to it (`state_rescale`), and turns the scores into weights (`weigh_scores`). `scale` brings
+// scores and maxima to base 2.
+
+template <int kCount, class Score>
+__device__ __forceinline__ float highest_score(float max, Score score) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) max = fmaxf(max, fmaxf(score(i), score(i + 1)));
+  return max;
+}
+
+// Scores to weights 2^(s scale - max scale), in place; the sum of `sum` and the weights.
+template <int kCount, class Score>
+__device__ __forceinline__ float weigh_scores(float sum, float reference, float scale, Score score) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    float& x = score(i);
+    x = exp2_fast(fmaf(x, scale, -reference));
+    sum += x;
+  }
+  return sum;
+}
+
+// Soft cap and scale of a product; leaves a base-2 score.
+__device__ __forceinline__ float capped_score(float x, float scale, float soft_cap) {
+  x *= scale;
+  if (soft_cap > 0.0f) x = soft_cap * tanh_accurate(__fdividef(x, soft_cap));
+  return x * kLog2E;
+}
+
+// 1 / sum, or 0 for the empty state, so that o = accumulator * this is exactly 0.
+__device__ __forceinline__ float state_inverse(float sum) {
+  return sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+}
+
+// Natural log-sum-exp of a state whose maximum is in base 2.
+__device__ __forceinline__ float state_lse(float max, float sum) {
+  return sum > 0.0f ? (max + log2_fast(sum)) * kLn2 : minus_infinity();
+}
+
+// Weight of a member state in a merge: e^(lse - max_lse), 0 for an empty member.
+__device__ __forceinline__ float state_weight(float lse, float max_lse) {
+  return exp2_fast((lse - state_reference(max_lse)) * kLog2E);
+}
+
+// lse of the merge of members whose weights sum to `sum`.
+__device__ __forceinline__ float state_merged_lse(float max_lse, float sum) {
+  return sum > 0.0f ? max_lse + log2_fast(sum) * kLn2 : minus_infinity();
+}

@@ -1,0 +1,152 @@
+"""Kernels on the device: loading what `kernels.compile` made, and launching it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from ctypes import CDLL, addressof, c_char, c_void_p
+from pathlib import Path
+from struct import Struct
+from typing import Any, Final
+
+import cupy
+from cupy_backends.cuda.api import driver
+
+from kernels.compile import DEFAULT_CACHE, Spec, cached_path, compile_all, compile_cached
+
+_POINTER: Final = Struct("=Q")
+_ATTRIBUTE: Final = Struct("=I4xI60x")
+"""`CUlaunchAttribute`: id, and a value of 64 bytes of which the first four count here."""
+_CONFIG: Final = Struct("=7I4xQQI4x")
+"""`CUlaunchConfig`: grid, block, shared bytes; stream; where its attributes are, and how many."""
+_STREAM_IN_CONFIG: Final = 32
+_PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
+
+
+def device_arch(device: int) -> str:
+    """The architecture to compile for; Hopper's own instructions need the `a`."""
+    capability: str = cupy.cuda.Device(device).compute_capability
+    return "sm_90a" if capability == "90" else f"sm_{capability}"
+
+
+class Launcher:
+    """A launch of a kernel, all of it settled but the stream.
+
+    Goes to the driver at a fraction of what CuPy's call costs. `memory` is the launch's own copy of
+    `struct`, which may be written to between launches; the kernel's parameters, structs by value,
+    begin at the offsets `parameters` of it.
+    """
+
+    __slots__ = ("_kernel", "_settled", "_struct_bytes", "_where", "memory")
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        struct: bytes,
+        parameters: tuple[int, ...] = (0,),
+    ) -> None:
+        size = len(struct)
+        # the struct and, for the driver, the addresses of its parts
+        self.memory = bytearray(size + 8 * len(parameters))
+        self.memory[:size] = struct
+        address = addressof(c_char.from_buffer(self.memory))
+        for i, offset in enumerate(parameters):
+            _POINTER.pack_into(self.memory, size + 8 * i, address + offset)
+        self._where = address + size
+        self._struct_bytes = size
+        self._kernel = kernel  # kept alive: what follows is only its address
+        self._settled = (kernel.kernel.ptr, grid, 1, 1, threads, 1, 1, shared_bytes)
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for launches that are the same, whatever is written to their memory later."""
+        return (self._settled, bytes(memoryview(self.memory)[: self._struct_bytes]))
+
+    def __call__(self) -> None:
+        """Enqueue on CuPy's current stream."""
+        stream = cupy.cuda.get_current_stream().ptr
+        driver.launchKernel(*self._settled, stream, self._where, 0)
+
+
+@functools.cache
+def _launch_kernel_ex() -> Any:
+    """The driver's `cuLaunchKernelEx`, which CuPy has no binding of."""
+    launch = CDLL("libcuda.so.1").cuLaunchKernelEx
+    launch.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p)
+    return launch
+
+
+class OverlappingLauncher(Launcher):
+    """A launch that may begin while its predecessor on the stream still runs.
+
+    The kernel calls `wait_for_predecessor` (overlap.cuh) in every thread before it touches anything
+    that others write.
+    """
+
+    __slots__ = ("_stream_at", "_where_all")
+
+    def __init__(
+        self, kernel: Any, grid: int, threads: int, shared_bytes: int, struct: bytes
+    ) -> None:
+        attribute = len(struct)
+        config = attribute + _ATTRIBUTE.size
+        end = config + _CONFIG.size
+        super().__init__(kernel, grid, threads, shared_bytes, struct.ljust(end, b"\0"))
+        self._struct_bytes = attribute
+        address = self._where - end
+        _ATTRIBUTE.pack_into(self.memory, attribute, _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+        sizes = (grid, 1, 1, threads, 1, 1, shared_bytes)
+        _CONFIG.pack_into(self.memory, config, *sizes, 0, address + attribute, 1)
+        self._stream_at = config + _STREAM_IN_CONFIG
+        self._where_all = (address + config, kernel.kernel.ptr, self._where, None)
+
+    def __call__(self) -> None:
+        _POINTER.pack_into(self.memory, self._stream_at, cupy.cuda.get_current_stream().ptr)
+        driver.check_status(_launch_kernel_ex()(*self._where_all))
+
+
+class Library:
+    """Loaded kernels of one device, compiled on first use when `prepare` did not see them."""
+
+    def __init__(self, arch: str, cache: Path = DEFAULT_CACHE) -> None:
+        self.arch = arch
+        self.overlaps = int("".join(filter(str.isdigit, arch))) >= 90
+        """Whether the device can start a kernel while its predecessor ends."""
+        self.before_load: Callable[[Spec], object] = lambda _: None
+        """Called before a kernel is loaded that `prepare` did not see; may raise."""
+        self._cache = cache
+        self._modules: dict[Spec, Any] = {}
+        self._functions: dict[tuple[Spec, str], Any] = {}
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """What is loaded."""
+        return tuple(self._modules)
+
+    def prepare(self, specs: Sequence[Spec]) -> None:
+        """Compile in parallel what the disk cache lacks, and load it all."""
+        compile_all(specs, self.arch, self._cache)
+        for spec in specs:
+            self._module(spec)
+
+    def function(self, spec: Spec, entry: str, shared_bytes: int = 0) -> Any:
+        """An entry point, allowed `shared_bytes` of dynamic shared memory."""
+        found = self._functions.get((spec, entry))
+        if found is None:
+            found = self._module(spec).get_function(entry)
+            if shared_bytes > 48 * 1024:
+                found.max_dynamic_shared_size_bytes = shared_bytes
+            self._functions[spec, entry] = found
+        return found
+
+    def _module(self, spec: Spec) -> Any:
+        module = self._modules.get(spec)
+        if module is None:
+            self.before_load(spec)
+            compile_cached(spec, self.arch, self._cache)
+            module = cupy.RawModule(path=str(cached_path(spec, self.arch, self._cache)))
+            self._modules[spec] = module
+        return module

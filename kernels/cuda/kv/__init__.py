@@ -1,0 +1,1 @@
+"""Where K and V lie: the pool's pages and ragged keys."""

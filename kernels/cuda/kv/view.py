@@ -1,0 +1,48 @@
+"""Where K and V lie in device memory, as the kernels take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kernels.backend import DType
+from kernels.cuda.kv.tensor_maps import TensorMaps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvView:
+    """Where K and V are: device addresses, strides in rows of head_dim elements, dtype, scales.
+
+    `layer_bytes` separates layers; `contiguous` means that a page id is its own index. `maps` makes
+    Hopper's tensor maps of one layer, or of all for None, for a kernel that takes so many keys at a
+    time: it waits for as many as one box of a map brings.
+    """
+
+    k: int
+    v: int
+    layer_bytes: int
+    layer_rows: int
+    page_rows: int
+    token_rows: int
+    head_rows: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: DType
+    k_scale: float
+    v_scale: float
+    num_pages: int
+    contiguous: bool
+    maps: Callable[[int | None, int], TensorMaps]
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """What finds the row of a token, by the names that all kernels' structs have for it."""
+        return {
+            "layer_rows": self.layer_rows,
+            "page_rows": self.page_rows,
+            "token_rows": self.token_rows,
+            "head_rows": self.head_rows,
+            "page_size": self.page_size,
+            "num_kv_heads": self.num_kv_heads,
+        }

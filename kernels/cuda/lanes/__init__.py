@@ -1,0 +1,1 @@
+"""Steps that follow their caller layer by layer, on a device."""

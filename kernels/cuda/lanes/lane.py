@@ -1,0 +1,295 @@
+"""A session's lane on the device: its stream, its arena, and steps that wait there for flags."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from kernels.backend import NUMPY_DTYPES, DType, Scoring, Unsupported
+from kernels.cuda import checks
+from kernels.cuda.attention.config import AttentionConfig
+from kernels.cuda.attention.device_plan import DevicePlan
+from kernels.cuda.attention.runner import AttentionRunner
+from kernels.cuda.common.structs import POOL_ROWS, TENSOR_ROWS, packed, writer
+from kernels.cuda.device.launch import Launcher, Library
+from kernels.cuda.device.transfer import mark, passed
+from kernels.cuda.kv.view import KvView
+from kernels.cuda.lanes.flags import Flags
+from kernels.cuda.lanes.memory import LaneMemory, Outgrown
+from kernels.cuda.rows.mover import APPENDED_UNITS, THREADS
+from kernels.cuda.rows.variants import rows_spec
+from kernels.lanes import Owner, StepWork
+
+MOST_GRAPHS: Final = 8
+SEEN_BEFORE: Final = 2
+"""A step is captured the second time it comes: capturing costs more than one step saves."""
+_write_pool: Final = writer(POOL_ROWS, "k", "v")
+_write_rows: Final = writer(TENSOR_ROWS, "k", "v", base=POOL_ROWS.itemsize)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """What a lane has in common with its backend and the other lanes.
+
+    `compute` is the backend's stream, `aside` one that never waits for a caller.
+    """
+
+    kv: KvView
+    library: Library
+    multiprocessors: int
+    guarded: Callable[[], AbstractContextManager[None]]
+    compute: Any
+    aside: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Laid:
+    """A step's plan in place: what attention is given, which of these kinds each layer has."""
+
+    kinds: tuple[tuple[AttentionConfig, DevicePlan], ...]
+    which: tuple[int, ...]
+    append: Launcher | None
+
+
+class CudaRun:
+    """A step on its lane; `done` when its stream has come to its end."""
+
+    def __init__(self, lane: CudaLane, work: StepWork, event: Any) -> None:
+        self._lane, self._work, self._event = lane, work, event
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        if not self._done:
+            with self._lane.shared.guarded():
+                self._done = passed(self._event)
+        return self._done
+
+    def layer(self, layer: int) -> None:
+        raise ValueError(f"layer {layer} was called ready: on a device its flag says so")
+
+    def release(self) -> None:
+        with self._lane.shared.guarded():
+            flags = self._lane.flags_at(self._work.flags)
+            flags.all_ready(self._work.layers)(self._lane.shared.aside.ptr)
+
+
+class CudaLane:
+    """`Lane` on the device. `address` is that of the arena, which is the lane's for good."""
+
+    def __init__(
+        self, shared: Shared, address: int, arena_bytes: int, told: dict[str, Any]
+    ) -> None:
+        self.shared = shared
+        self.address = address
+        self.arena_bytes = arena_bytes
+        self.told = told
+        self.owner: Owner | None = None
+        self._stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
+        self._memory = LaneMemory(self._stream)
+        transfers: Any = self._memory  # as much of it as attention needs
+        self._attention = AttentionRunner(shared.library, transfers, shared.multiprocessors)
+        self._flags: dict[int, Flags] = {}
+        self._graphs: OrderedDict[object, Any] = OrderedDict()
+        """By what a step launches: a graph of it, or how often it came."""
+        self.captures = True
+        self._last: StepWork | None = None
+        self._latest: CudaRun | None = None
+
+    def wipe(self, owner: Owner) -> None:
+        """Take the lane into use for `owner`, who must not see what others left in the arena."""
+        self.owner = owner
+        self._last = None
+        with self.shared.guarded():
+            runtime.memsetAsync(self.address, 0, self.arena_bytes, self._stream.ptr)
+            self._stream.synchronize()
+
+    def flags_at(self, offset: int) -> Flags:
+        found = self._flags.get(offset)
+        if found is None:
+            self._flags.clear()
+            found = self._flags[offset] = Flags(self.address + offset)
+        return found
+
+    def begin(self, work: StepWork) -> CudaRun:
+        """Lay the step's plan out, and give the stream all its layers."""
+        if work.plan is not None:
+            check_work(work, self.shared.kv)
+        with self.shared.guarded():
+            self._memory.next_side()
+            laid = self._lay(work)
+            self._stream.wait_event(mark(self.shared.compute))  # what was appended before is there
+            self._memory.side.send()
+            self._launch(work, laid)
+            self._last, self._latest = work, CudaRun(self, work, mark(self._stream))
+            return self._latest
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the stream may be waiting for the caller."""
+        return self._latest is not None and not self._latest.done
+
+    def free_caller(self) -> None:
+        if self._last is not None:
+            with self.shared.guarded():
+                flags = self.flags_at(self._last.flags)
+                flags.all_done(self._last.layers)(self.shared.aside.ptr)
+
+    def clear(self) -> None:
+        if self._last is not None:
+            with self.shared.guarded():
+                flags = self.flags_at(self._last.flags)
+                flags.all_unset(self._last.layers)(self.shared.aside.ptr)
+                self.shared.aside.synchronize()
+
+    # A step's plan.
+
+    def _lay(self, work: StepWork) -> Laid:
+        while True:
+            try:
+                return self._lay_once(work)
+            except Outgrown:
+                self._memory.side.restart()
+
+    def _lay_once(self, work: StepWork) -> Laid:
+        if work.plan is None or work.rows == 0:
+            return Laid((), (0,) * len(work.layers), None)
+        append = None
+        if work.append_slots is not None:
+            append = self._append(work, self._memory.side.place(work.append_slots))
+        scorings: dict[Scoring, int] = {}
+        which = tuple(scorings.setdefault(one, len(scorings)) for one in work.scorings)
+        kinds = []
+        for scoring in scorings:
+            config = AttentionConfig(
+                self.shared.kv, work.num_qo_heads, dtype_name(work.dtype), scoring, False
+            )
+            device_plan = self._attention.make([(0, work.plan)], config)
+            self._attention.partials(device_plan, config.kv)  # no memory is asked for later
+            kinds.append((config, device_plan))
+        return Laid(tuple(kinds), which, append)
+
+    def _append(self, work: StepWork, slots: int) -> Launcher:
+        """The launch that appends, but for the layer and its tensors."""
+        kv, dtype = self.shared.kv, dtype_name(work.dtype)
+        spec = rows_spec(kv.head_dim, dtype, kv.dtype)
+        function = self.shared.library.function(spec, "append_rows")
+        units = work.rows * kv.num_kv_heads * (kv.head_dim // 8)
+        struct = packed(POOL_ROWS, **kv.strides, k_scale=kv.k_scale, v_scale=kv.v_scale) + packed(
+            TENSOR_ROWS, slots=slots, num_rows=work.rows
+        )
+        grid = -(-units // (THREADS * APPENDED_UNITS))
+        return Launcher(function, grid, THREADS, 0, struct)
+
+    # Its launches.
+
+    def _launch(self, work: StepWork, laid: Laid) -> None:
+        """All layers: by a graph of the same launches, where they came before."""
+        if not self.captures or not laid.kinds:
+            self._enqueue(work, laid)
+            return
+        key = self._signature(work, laid)
+        found = self._graphs.get(key, 0)
+        if isinstance(found, int):
+            if found + 1 < SEEN_BEFORE:
+                self._keep(key, found + 1)
+                self._enqueue(work, laid)
+                return
+            found = self._capture(work, laid)
+            if found is None:
+                self._enqueue(work, laid)
+                return
+        self._keep(key, found)
+        found.launch(self._stream)
+
+    def _keep(self, key: object, found: Any) -> None:
+        self._graphs[key] = found
+        self._graphs.move_to_end(key)
+        if len(self._graphs) > MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+
+    def _capture(self, work: StepWork, laid: Laid) -> Any:
+        """A graph of the step's launches; None, and no other try, where the driver has none."""
+        self._stream.begin_capture()
+        try:
+            self._enqueue(work, laid)
+        except runtime.CUDARuntimeError:
+            self.captures = False
+        try:
+            graph = self._stream.end_capture()
+        except runtime.CUDARuntimeError:
+            self.captures = False
+        return graph if self.captures else None
+
+    def _signature(self, work: StepWork, laid: Laid) -> object:
+        """Equal for steps whose launches are the same to the byte."""
+        append = None if laid.append is None else laid.append.signature
+        attends = tuple(
+            (device_plan.signature, self._attention.partials(device_plan, config.kv))
+            for config, device_plan in laid.kinds
+        )
+        where = (work.layers, work.slots, work.flags, work.rows, work.lse_scale)
+        return (where, work.num_qo_heads, work.dtype, laid.which, append, attends)
+
+    def _enqueue(self, work: StepWork, laid: Laid) -> None:
+        flags, stream = self.flags_at(work.flags), self._stream
+        before: int | None = None
+        with stream:
+            for place, layer in enumerate(work.layers):
+                flags.turn(before, layer)(stream.ptr)
+                if laid.kinds:
+                    self._attend(work, laid, layer, laid.kinds[laid.which[place]])
+                elif work.plan is None and work.slots:
+                    scale(self.address + work.slots[0].lse, 1, 1.0)
+                before = layer
+            flags.turn(before, None)(stream.ptr)
+
+    def _attend(
+        self, work: StepWork, laid: Laid, layer: int, kind: tuple[AttentionConfig, DevicePlan]
+    ) -> None:
+        """One layer, on the current stream."""
+        slot, base, kv = work.slots[layer % len(work.slots)], self.address, self.shared.kv
+        if laid.append is not None:
+            shift = layer * kv.layer_bytes
+            _write_pool(laid.append.memory, kv.k + shift, kv.v + shift)
+            _write_rows(laid.append.memory, base + slot.k, base + slot.v)
+            laid.append()
+        config, device_plan = kind
+        lse = base + slot.lse
+        self._attention.enqueue(device_plan, config, layer, base + slot.q, base + slot.o, lse)
+        if work.lse_scale != 1.0:
+            scale(lse, work.rows * work.num_qo_heads, work.lse_scale)
+
+
+def scale(address: int, count: int, factor: float) -> None:
+    """Multiply float32 numbers in place, on CuPy's current stream."""
+    memory = cupy.cuda.UnownedMemory(address, 4 * count, None)
+    numbers = cupy.ndarray((count,), np.float32, cupy.cuda.MemoryPointer(memory, 0))
+    cupy.multiply(numbers, np.float32(factor), out=numbers)
+
+
+def dtype_name(dtype: np.dtype[Any]) -> DType:
+    names: Sequence[DType] = ("fp16", "bf16", "fp32")
+    return next(name for name in names if NUMPY_DTYPES[name] == dtype)
+
+
+def check_work(work: StepWork, kv: KvView) -> None:
+    """What kernels can take where it lies. Raises `Unsupported`."""
+    name = dtype_name(work.dtype)
+    fitting: tuple[DType, ...] = ("fp16", "bf16")
+    if kv.dtype in fitting:
+        fitting = (kv.dtype,)
+    if name not in fitting:
+        rule = f"steps on this pool of {kv.dtype} take {' or '.join(fitting)}"
+        raise Unsupported("dtype", name, rule)
+    checks.check_head_dim(kv.head_dim)
+    values = work.rows * max(kv.num_kv_heads, work.num_qo_heads)
+    if values * kv.head_dim >= 2**32 or values >= 2**31:
+        raise Unsupported("rows", work.rows, "fewer than 2^32 values of q or k at a time")

@@ -1,0 +1,1 @@
+"""Merges of attention states."""

@@ -1,0 +1,104 @@
+"""Merges of states that come from outside: any heads and head_dim, whatever the pool's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kernels.backend import AttentionState, Done, DType, Int32, Pending, StageSeconds, Tensor
+from kernels.cuda import checks
+from kernels.cuda.common.structs import MERGE_PARAMS, params
+from kernels.cuda.device.answers import Answers, states_made
+from kernels.cuda.device.inputs import as_is, upload
+from kernels.cuda.device.launch import Library
+from kernels.cuda.device.pending import Guard, Result
+from kernels.cuda.device.transfer import Transfers, mark
+from kernels.cuda.merge.variants import merge_launch
+from kernels.outputs import merge_place
+
+
+class Merger:
+    """Merges lists of states; `head_dim` is the one that has a kernel of its own."""
+
+    def __init__(
+        self,
+        head_dim: int,
+        multiprocessors: int,
+        library: Library,
+        transfers: Transfers,
+        guarded: Guard,
+    ) -> None:
+        self._head_dim, self._multiprocessors = head_dim, multiprocessors
+        self._library, self._transfers, self._guarded = library, transfers, guarded
+
+    def merge(
+        self,
+        o: Tensor,
+        lse: Tensor,
+        indptr: Int32,
+        into: AttentionState | None,
+        out: AttentionState | None,
+    ) -> Pending[AttentionState]:
+        """`Backend.merge`."""
+        dtype = checks.check_states(o, lse, indptr)
+        place = merge_place(o, indptr, into, out)
+        shape = (len(indptr) - 1, *o.shape[1:])
+        with self._guarded():
+            if 0 in shape:
+                return Done(place or _empty(shape, o.dtype))
+            members = (o, lse, indptr) if into is None else (o, lse, indptr, into.o, into.lse)
+            uploaded = upload(self._transfers, as_is(*members))
+            made = states_made([(shape, o.dtype, place)], o.dtype)
+            answers = Answers(self._transfers, made, None if into is None else uploaded.at[3:])
+            with self._transfers.compute:
+                longest = int(np.diff(indptr).max())
+                self.enqueue(shape, dtype, uploaded.at[:3], answers.at, longest, into is not None)
+            launched = mark(self._transfers.compute)
+            uploaded.release(launched)
+            done = answers.send(launched, uploaded)
+
+        def state() -> AttentionState:
+            taken = answers.take()
+            return place or AttentionState(*taken)
+
+        return Result(self._guarded, done, state, StageSeconds())
+
+    def enqueue(
+        self,
+        shape: tuple[int, ...],
+        dtype: DType,
+        members: Sequence[int],
+        where: Sequence[int],
+        longest: int,
+        into: bool = False,
+    ) -> None:
+        """Launch a merge of device addresses (o, lse, indptr) -> (o, lse) of `shape`.
+
+        `shape` is (lists, heads, head_dim); `longest` is the length of the longest list.
+        """
+        rows, heads, head_dim = shape
+        special = head_dim if head_dim == self._head_dim else 0
+        how = merge_launch(special, False, dtype, rows * heads, longest, self._multiprocessors)
+        block = params(
+            MERGE_PARAMS,
+            o_in=members[0],
+            lse_in=members[1],
+            indptr=members[2],
+            o=where[0],
+            lse=where[1],
+            num_rows=rows,
+            num_kv_heads=heads,
+            group_size=1,
+            chunk_rows=1,
+            head_dim=head_dim,
+            split=how.split,
+            into=int(into),
+        )
+        function = self._library.function(how.spec, "merge_states")
+        function((how.grid,), (how.threads,), (block,))
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> AttentionState:
+    """States over nothing."""
+    return AttentionState(np.zeros(shape, dtype), np.full(shape[:2], -np.inf, np.float32))

@@ -1,0 +1,57 @@
+"""Which specialisations merges have, and how each is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from kernels.backend import DType, Unsupported
+from kernels.compile import Spec, spec
+from kernels.cuda.common.kernel import FORMATS
+
+
+@dataclass(frozen=True, slots=True)
+class MergeLaunch:
+    """How to launch a merge of `units` lists: kernel, block, grid and shares per list."""
+
+    spec: Spec
+    threads: int
+    grid: int
+    split: int
+
+
+def merge_launch(
+    head_dim: int, partials: bool, dtype: DType, units: int, longest: int, multiprocessors: int
+) -> MergeLaunch:
+    """Long lists are shared by groups of lanes while that leaves no more groups than fit at once.
+
+    Raises Unsupported when there are more lists than a launch can number.
+    """
+    if units >= 2**31:
+        raise Unsupported("lists", units, "at most 2^31 rows times heads in one merge")
+    batch = 2 if longest <= 2 else 4
+    vector = 1 if head_dim == 0 else 4 if partials or dtype == "fp32" else 8
+    if batch == 2 and head_dim:
+        vector *= 2  # kUnits of merge.cu
+    lanes = min(32, 1 << (max(1, -(-head_dim // vector)) - 1).bit_length()) if head_dim else 32
+    few = units * lanes < 2**14 and longest >= 32
+    threads = 1024 if few and batch > 2 else 256
+    groups, split = threads // lanes, 1
+    most = 512 * multiprocessors // lanes
+    while split < groups and longest >= 8 * split and units * split < most:
+        split *= 2
+    grid = -(-units * split // groups)
+    return MergeLaunch(merge_spec(head_dim, partials, dtype, batch), threads, grid, split)
+
+
+@cache
+def merge_spec(head_dim: int, partials: bool, dtype: DType, batch: int) -> Spec:
+    """merge_states of float partials into `dtype`, or of `dtype` into itself; head_dim 0: any."""
+    return spec(
+        "merge/merge",
+        BATCH=batch,
+        HEAD_DIM=head_dim,
+        PARTIALS=int(partials),
+        TENSOR_IN=FORMATS["fp32" if partials else dtype],
+        TENSOR_OUT=FORMATS[dtype],
+    )

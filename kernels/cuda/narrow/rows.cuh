@@ -1,0 +1,113 @@
+// The packed rows of a run in the narrow kernel: where they are, which keys they must not see, and their
+// queries on the way to shared memory. ROW_TILES says how many rows there may be.
+#pragma once
+
+#include "common/mma.cuh"
+#include "common/params.cuh"
+#include "common/rows.cuh"
+#include "common/shape.cuh"
+#include "common/state.cuh"
+#include "common/work.cuh"
+#include "narrow/warp.cuh"
+
+constexpr int kN = ROW_TILES;  // of 8 packed rows
+constexpr int kRows = kN * 8;
+static_assert(kN == 1 || kN == 2, "one fragment of Q");
+
+// Item `index` of this worker's, or nothing to do past its last.
+__device__ __forceinline__ WorkItem read_item(const AttendParams& p, int index, int end) {
+  WorkItem item = {};
+  if (index < end) {
+    const int4* at = reinterpret_cast<const int4*>(p.items + index);
+    const int4 a = at[0], b = at[1];
+    item = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  }
+  return item;
+}
+
+// Where packed row `lane` of an item is, and by what rules it sees keys.
+struct RowPlace {
+  int query;     // row of q and o, in heads; -1: no such row
+  int position;
+  int64 mask;    // bit of key position 0; used with a custom mask only
+};
+
+__device__ __forceinline__ RowPlace find_row(const AttendParams& p, const WorkItem& item, int head) {
+  const int lane = threadIdx.x & 31;
+  RowPlace place = {-1, 0, 0};
+  if (lane < item.num_rows) {
+    const PackedRow row(item.row_begin + lane, p.group_size);
+    place.query = row.query(p, head);
+    place.position = p.positions[row.plan_row];
+    if (kGeneral && p.mask_bits != nullptr) place.mask = p.mask_row_offsets[row.plan_row];
+  }
+  return place;
+}
+
+// Hide what a row must not see: keys past the run's end, the future, the window, the custom mask.
+struct RowRules {
+  int position[kN];  // of rows g and g + 8
+  int64 mask[kN];    // bit of key position 0; used with a custom mask only
+
+  __device__ __forceinline__ void hide(Scores& s, const WorkItem& item, int first,
+                                       const AttendParams& p) const {
+    const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      int last = item.num_keys - 1, least = 0;  // visible keys of the run, for this row
+      if (item.rules & kHideFuture) last = min(last, position[n] - item.kv_start);
+      if (item.rules & kHideWindow)
+        least = max(least, position[n] - p.window_left - item.kv_start);
+#pragma unroll
+      for (int tile = 0; tile < kTokenTiles * 2; ++tile)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int key = first + tile * 8 + j * 2 + i;
+          bool visible = key >= least && key <= last;
+          if constexpr (kGeneral) {
+            if (p.mask_bits != nullptr && visible && n * 8 + g < item.num_rows)
+              visible = unmasked(p.mask_bits, mask[n] + item.kv_start + key);
+          }
+          if (!visible) s[tile][n * 2 + i] = minus_infinity();
+        }
+    }
+  }
+};
+
+// A run's queries on their way from memory to shared memory.
+struct Queries {
+  static constexpr int kChunks = kHeadDim / 8;  // of a row, 16 bytes each
+  static constexpr int kAll = kRows * kChunks;
+  static constexpr int kLoads = (kAll + 31) / 32;
+  uint4 x[kLoads];
+
+  // `query`: lane r's row r; rows that are not there are zeros.
+  __device__ __forceinline__ void load(const AttendParams& p, int query) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int chunk = i * 32 + (threadIdx.x & 31);
+      const int from = __shfl_sync(kAllLanes, query, chunk / kChunks);
+      x[i] = make_uint4(0, 0, 0, 0);
+      if (from >= 0 && chunk < kAll)
+        x[i] = *reinterpret_cast<const uint4*>(
+            static_cast<const char*>(p.q) +
+            (static_cast<int64>(from) * kHeadDim + chunk % kChunks * 8) * 2);
+    }
+  }
+  __device__ __forceinline__ void store(char* fragments) const {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int chunk = i * 32 + (threadIdx.x & 31);
+      if (chunk >= kAll) break;
+      const int row = chunk / kChunks, dim = chunk % kChunks * 8;
+      const uint32 words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int place = query_step(dim + half * 4) * 32 + query_lane(row, dim + half * 4);
+        uint32* fragment = reinterpret_cast<uint32*>(fragments + place * 16) + row / 8;
+        fragment[0] = words[half * 2];
+        fragment[2] = words[half * 2 + 1];
+      }
+    }
+  }
+};

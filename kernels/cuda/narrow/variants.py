@@ -1,0 +1,49 @@
+"""Which specialisations the narrow kernel has, and their sizes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kernels.backend import DType
+from kernels.compile import spec
+from kernels.cuda.common.kernel import RESERVED, Kernel, definitions, shared_limit
+
+NARROW_BLOCKS: Final = {1: ((12, 1), (8, 1), (4, 1)), 2: ((8, 1), (6, 1), (4, 1))}
+"""Warps of a narrow block and blocks a multiprocessor, the first that fits, by tiles of 8 rows."""
+LONG_ROWS: Final = 128
+"""Above this head_dim the narrow kernel has registers for 8 rows and 8 warps only."""
+NARROW_RUN: Final = 128
+"""Keys under which another narrow worker is not worth its partial state."""
+NARROW_TILE: Final = 16
+
+
+def narrow_kernel(
+    arch: str, head_dim: int, compute: DType, storage: DType, general: bool, row_tiles: int
+) -> Kernel:
+    """The kernel of teams of warps for 8 * `row_tiles` packed rows."""
+    limit = shared_limit(arch)
+    rows = 8 * row_tiles
+    # kWarpBytes of team.cuh: queries, a row tile's states, maxima and sums, row numbers
+    own = head_dim * 32 + 8 * (head_dim + 4) * 4 + 64 + rows * 4
+    # 168 registers hold neither long rows, nor 128 dims of what is general or has to be converted;
+    # for sm_100 and later the compiler takes a few more
+    hard = head_dim == LONG_ROWS and (general or storage != compute)
+    hard = hard or (arch.startswith("sm_1") and head_dim >= 96)
+    choices = NARROW_BLOCKS[2 if hard or head_dim > LONG_ROWS else row_tiles]
+    warps, blocks = next(c for c in choices if c[1] * (c[0] * own + RESERVED) <= limit)
+    return Kernel(
+        spec=spec(
+            "narrow/attend_narrow",
+            **definitions(head_dim, compute, storage),
+            GENERAL=int(general),
+            ROW_TILES=row_tiles,
+            WARPS=warps,
+            BLOCKS=blocks,
+        ),
+        entry="attend_narrow",
+        rows=rows,
+        threads=32 * warps,
+        shared_bytes=warps * own,
+        blocks=blocks,
+        tile_keys=NARROW_TILE,
+    )

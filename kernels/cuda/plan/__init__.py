@@ -1,0 +1,1 @@
+"""Plans to work items, in numpy."""

@@ -1,0 +1,227 @@
+"""Plans -> work items: pure numpy, one pass over a batch's segments, no loop over rows or pages.
+
+Tiles first (tiles.py): each level's segments are cut into tiles of packed rows, each with the keys
+that at least one of its rows can see. Then runs (runs.py): tiles are dealt to the workers, whole or
+cut, so that all finish together. Rows that end up with more than one run, or none, go on merge
+lists. See work.cuh for the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.backend import Int32, Plan
+from kernels.cuda.plan.runs import cut
+from kernels.cuda.plan.tiles import (
+    ITEM_FIELDS,
+    PARTIAL,
+    ROW,
+    ROWS,
+    Int,
+    PlannerConfig,
+    TileShape,
+    beside,
+    keep_rules,
+    level_tiles,
+)
+
+NOTHING: Final = np.zeros(0, np.int32)
+NO_LISTS: Final = np.zeros(1, np.int32)
+"""The indptr of no lists."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelWork:
+    """Items of one kernel, `PlannerConfig.shapes[index]`: int32 [num_items, 8] as in work.cuh.
+
+    Persistent kernels: worker w, a team of `team` warps, owns items
+    `worker_begin[w]:worker_begin[w + 1]`.
+    """
+
+    index: int
+    shape: TileShape
+    items: Int32
+    worker_begin: Int32
+    team: int
+
+    @property
+    def num_items(self) -> int:
+        return len(self.items)
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.worker_begin) - 1
+
+    @property
+    def one_each(self) -> bool:
+        """Whether every worker has one item, worker w item w."""
+        return self.num_workers == self.num_items  # no worker is without items
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergeLists:
+    """Chunks of packed rows whose partial states are merged, and the lists of those states.
+
+    `chunks[m]` is merged from partial rows `members[indptr[m]:indptr[m + 1]]` (each the first row
+    of a chunk's partial state); an empty list, which come last, is a chunk that sees nothing.
+    """
+
+    chunk_rows: int
+    chunks: Int32
+    indptr: Int32
+    members: Int32
+    num_partial_rows: int
+
+    @property
+    def longest(self) -> int:
+        lengths = self.indptr[1:] - self.indptr[:-1]
+        return int(np.maximum.reduce(lengths, initial=0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchWork:
+    """Everything a batch needs on the device; row arrays run over all plans, one after another.
+
+    `kernels` has those of `PlannerConfig.shapes` that have items.
+    """
+
+    kernels: tuple[KernelWork, ...]
+    merges: MergeLists
+    order: Int32
+    positions: Int32
+    kv_indices: Int32
+    num_rows: int
+
+
+def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> BatchWork:
+    """Work for (layer, plan) requests of one scoring, rows packed one plan after another."""
+    chunk = config.chunk
+    tiles, orders, positions, indices = [], [], [], []
+    row = page = 0
+    ruled = config.window_left >= 0
+    for layer, plan in requests:
+        count = len(plan.positions)
+        for level in plan.levels:
+            tiles.append(level_tiles(layer, plan.positions, level, row, page, chunk, config))
+            indices.append(level.kv_indices)
+            page += len(level.kv_indices)
+            ruled |= level.causal
+        order = np.arange(count, dtype=np.int32) if plan.order is None else plan.order
+        orders.append(order + np.int32(row) if row else order)
+        positions.append(plan.positions)
+        row += count
+    cuts = cut(beside(tiles), config)
+    runs = beside([part.runs for part in cuts])
+    merges = _merge_lists(runs, row * config.group_size, chunk)
+    if ruled:
+        keep_rules(runs, config.window_left)
+    items = np.ascontiguousarray(runs[: len(ITEM_FIELDS)].T)
+    kernels, at = [], 0
+    for part in cuts:
+        stop = at + part.runs.shape[1]
+        shape, mine = config.shapes[part.index], items[at:stop]
+        kernels.append(KernelWork(part.index, shape, mine, part.worker_begin, part.team))
+        at = stop
+    return BatchWork(
+        kernels=tuple(kernels),
+        merges=merges,
+        order=_joined(orders),
+        positions=_joined(positions),
+        kv_indices=_joined(indices),
+        num_rows=row,
+    )
+
+
+def _joined(parts: Sequence[Int32]) -> Int32:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def _once_each(runs: Int, num_packed: int) -> bool:
+    """Whether every packed row is in one run: all are final."""
+    begins, ends = runs[ROW], runs[ROW] + runs[ROWS]
+    if _follow(begins, ends, num_packed):
+        return True
+    # in another order? As many runs have a row as begin by then less those that end, whichever
+    return _follow(np.sort(begins), np.sort(ends), num_packed)
+
+
+def _follow(begins: Int, ends: Int, num_packed: int) -> bool:
+    """Whether each begins where the one before ends, from the first row to the last."""
+    if len(begins) == 0:
+        return num_packed == 0
+    if begins[0] != 0 or ends[-1] != num_packed:
+        return False
+    return not np.count_nonzero(begins[1:] != ends[:-1])
+
+
+def _merge_lists(runs: Int, num_packed: int, chunk: int) -> MergeLists:
+    """The lists of chunks that are merged; gives runs that are not final their partial rows."""
+    num_runs, num_chunks = runs.shape[1], num_packed // chunk
+    if num_runs <= num_chunks and _once_each(runs, num_packed):
+        return MergeLists(chunk, NOTHING, NO_LISTS, NOTHING, 0)
+    first = runs[ROW] // chunk
+    width = runs[ROWS] // chunk if np.count_nonzero(runs[ROWS] != chunk) else None
+    seen, partial = _seen(first, width, num_chunks)
+    chunks = _members(runs, partial.nonzero()[0], first, width, chunk)
+
+    # members gathered by chunk, those of one chunk in the order of their runs
+    order = chunks.argsort(kind="stable")
+    chunks = chunks.take(order)
+    fresh = np.empty(len(chunks), np.bool_)
+    fresh[:1] = True
+    np.not_equal(chunks[1:], chunks[:-1], out=fresh[1:])
+    lists = fresh.nonzero()[0]
+    merged = chunks.take(lists)
+    if np.count_nonzero(seen) < num_chunks:
+        merged = np.concatenate([merged, (seen == 0).nonzero()[0]])
+    indptr = np.empty(len(merged) + 1, np.int32)
+    indptr[: len(lists)] = lists
+    indptr[len(lists) :] = len(chunks)
+    return MergeLists(
+        chunk_rows=chunk,
+        chunks=merged.astype(np.int32, copy=False),
+        indptr=indptr,
+        members=(order * chunk).astype(np.int32),
+        num_partial_rows=len(chunks) * chunk,
+    )
+
+
+def _members(runs: Int, partial: Int, first: Int, width: Int | None, chunk: int) -> Int:
+    """The chunk of every member: those of the first of the `partial` runs, of the second, ...
+
+    Member i is the state of partial rows `i * chunk` and on. Writes each run's first into `runs`.
+    """
+    chunks = first.take(partial)
+    if width is None:
+        runs[PARTIAL][partial] = np.arange(0, len(partial) * chunk, chunk, dtype=np.int32)
+        return chunks
+    width = width.take(partial)
+    begins = np.add.accumulate(width) - width
+    runs[PARTIAL][partial] = (begins * chunk).astype(np.int32)
+    chunks = (chunks - begins).repeat(width)
+    chunks += np.arange(len(chunks))
+    return chunks
+
+
+def _seen(first: Int, width: Int | None, num_chunks: int) -> tuple[Int, NDArray[np.bool_]]:
+    """How many runs each chunk is in, and which runs have a chunk that others have too.
+
+    `width` is None where each run is one chunk.
+    """
+    if width is None:
+        seen = np.bincount(first, minlength=num_chunks)
+        return seen, (seen > 1).take(first)
+    past = first + width
+    change = np.bincount(first, minlength=num_chunks + 1)
+    change -= np.bincount(past, minlength=num_chunks + 1)
+    seen = np.add.accumulate(change)[:-1]
+    shared = np.zeros(num_chunks + 1, np.intp)
+    np.add.accumulate(seen > 1, out=shared[1:])
+    return seen, shared.take(past) > shared.take(first)

@@ -1,0 +1,97 @@
+"""Into how many runs to cut tiles whose workers take items as they are free: who ends when.
+
+More runs even out the end, but each is a partial state more for its rows, to be written and merged.
+So what a few counts would take is worked out, and the fewest runs that end about as soon as the
+best are taken. Costs were fitted to measurements on a H200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Final
+
+import numpy as np
+
+from kernels.cuda.plan.tiles import Int
+
+ROUNDS: Final = 4
+"""How often, at most, runs are meant to go round the workers."""
+AS_SOON: Final = 1.05
+"""Fewer runs are taken where they end this much later at most."""
+ITEM_SECONDS: Final = 2e-6
+"""What an item costs its worker besides its keys."""
+MERGE_SECONDS: Final = 4e-6
+PARTIAL_SECONDS: Final = 1.5e-10
+"""What a merge costs, and a row of a partial state, written and read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileQueue:
+    """Tiles, and the workers that take them as they are free.
+
+    `sizes`: in granules, longest first, and how many tiles have each; all of it comes `turns`
+    times, for other heads each time. `free`: when workers are, in seconds from the start, and how
+    many, the first of them at once; `rows` are a tile's, `granule_seconds` what a granule costs.
+    """
+
+    sizes: list[tuple[int, int]]
+    turns: int
+    free: list[tuple[float, int]]
+    rows: int
+    granule_seconds: float
+
+    @property
+    def longest(self) -> int:
+        return self.sizes[0][0]
+
+
+def sizes_of(tiles: Int, longest: int) -> list[tuple[int, int]]:
+    """`TileQueue.sizes` of one head's tiles, sizes rounded up to an eighth of the longest."""
+    step = -(longest // -8)
+    counts = np.bincount(-(tiles // -step)).tolist()
+    return [(i * step, count) for i, count in reversed(list(enumerate(counts))) if count]
+
+
+def pieces(queue: TileQueue, most: int) -> int:
+    """How many runs to make of the longest tiles, at most `most`; no other tile's are longer.
+
+    Tiles of one size: as many as fill some rounds of the workers. Others even out by themselves:
+    whole, or cut to what makes two rounds.
+    """
+    workers = sum(count for _, count in queue.free)
+    tiles = queue.turns * sum(count for _, count in queue.sizes)
+    if len(queue.sizes) == 1:
+        wanted = {
+            rounds * filled // tiles
+            for rounds in range(1, ROUNDS + 1)
+            for filled in (queue.free[0][1], workers)
+        }
+    else:
+        granules = queue.turns * sum(size * count for size, count in queue.sizes)
+        wanted = {-(2 * workers * queue.longest // -granules)}
+    choices = sorted({1, *(max(1, min(count, most)) for count in wanted)})
+    ends = [seconds(queue, -(queue.longest // -count)) for count in choices]
+    soon = min(ends) * AS_SOON
+    return next(count for count, end in zip(choices, ends, strict=True) if end <= soon)
+
+
+def seconds(queue: TileQueue, most: int) -> float:
+    """How long the tiles take, cut to runs of at most `most` granules, the longest first."""
+    runs, partial = [], 0
+    for size, count in queue.sizes:
+        cut = -(size // -most)
+        runs.append((-(size // -cut) * queue.granule_seconds + ITEM_SECONDS, count * cut))
+        partial += queue.turns * count * cut if cut > 1 else 0
+    runs.sort(reverse=True)
+    free, end = list(queue.free), 0.0
+    for cost, count in runs * queue.turns:
+        while count:
+            start, workers = heappop(free)
+            taken = min(workers, count)
+            count -= taken
+            end = max(end, start + cost)
+            heappush(free, (start + cost, taken))
+            if taken < workers:
+                heappush(free, (start, workers - taken))
+    return end + partial * queue.rows * PARTIAL_SECONDS + (MERGE_SECONDS if partial else 0.0)

@@ -1,0 +1,225 @@
+"""Tiles -> runs: tiles are cut, where whole ones would leave the device idle, into balanced runs.
+
+A persistent kernel's tiles are laid end to end and dealt to teams of workers, each a consecutive
+list of runs. Where tiles are few, teams are large, so that a tile need not be cut to keep every
+worker busy; cutting costs a partial state for every row. Tiles of the other kernels go to whichever
+worker is free: they are cut into as many runs as let the last worker end soonest.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kernels.backend import Int32
+from kernels.cuda.plan import rounds
+from kernels.cuda.plan.tiles import (
+    KEYS,
+    PAGE,
+    ROW,
+    SHAPE,
+    START,
+    Int,
+    PlannerConfig,
+    TileShape,
+    spread,
+)
+
+EQUAL: Final = 1.03
+"""Tiles are of one size when the largest is at most this many times the mean."""
+BUSY: Final = 0.95
+"""Share of the workers that whole tiles, or tiles cut alike, must occupy."""
+FILLED: Final = 0.95
+"""Share of the places for whole tiles, a few per worker, that must be taken."""
+SNAP: Final = 0.03
+"""A share ends with a tile when that is no further off than this part of the share."""
+ENOUGH: Final = 7
+"""Rounds of the longest tile that need no cut: what is idle at the end is little."""
+SPARE: Final = 2
+"""Workers not counted on: whoever still runs what came before."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """Runs for `PlannerConfig.shapes[index]`; `worker_begin` and `team` are for persistent kernels.
+
+    Team w owns runs `worker_begin[w]:worker_begin[w + 1]`; `team` workers share each run.
+    """
+
+    index: int
+    runs: Int
+    worker_begin: Int32
+    team: int = 1
+
+
+def cut(tiles: Int, config: PlannerConfig) -> list[Cut]:
+    """Runs of every shape that has tiles; persistent kernels get their share beside the others."""
+    counts = np.bincount(tiles[SHAPE]).tolist()
+    mine = [
+        (tiles if count == tiles.shape[1] else tiles.compress(tiles[SHAPE] == index, axis=1), index)
+        for index, count in enumerate(counts)
+        if count
+    ]
+    share, seconds = _persistent_share(mine, config) if mine else (0.0, 0.0)
+    cuts = []
+    for part, index in mine:
+        shape = config.shapes[index]
+        if shape.persistent:
+            workers = max(1, shape.workers // config.num_kv_heads)
+            cuts.append(_deal(part, index, max(1, round(workers * share)), config))
+        else:
+            busy = round(shape.workers * share)
+            free = [(0.0, max(1, shape.workers - busy - SPARE)), (seconds, busy)]
+            runs = _cut_evenly(part, shape, free[: 2 if busy else 1], config)
+            cuts.append(Cut(index, runs, np.zeros(1, np.int32)))
+    return cuts
+
+
+def _persistent_share(parts: list[tuple[Int, int]], config: PlannerConfig) -> tuple[float, float]:
+    """What part of the batch's cost the persistent kernels have, and how long they take for it."""
+    if len(parts) == 1:
+        return float(config.shapes[parts[0][1]].persistent), 0.0
+    kept = whole = 0.0
+    for tiles, index in parts:
+        shape = config.shapes[index]
+        cost = int(np.add.reduce(tiles[KEYS])) * config.num_kv_heads * shape.key_cost
+        whole += cost
+        kept += cost if shape.persistent else 0.0
+    return kept / whole, whole
+
+
+def _granule(shape: TileShape, page_size: int) -> int:
+    """Keys between places where a run may end: whole granules of the kernel, whole pages."""
+    return page_size * -(-shape.granule // page_size)
+
+
+def _deal(tiles: Int, index: int, workers: int, config: PlannerConfig) -> Cut:
+    """Deal tiles to teams of `workers`, whole ones or runs of one length where that fills them."""
+    shape, keys = config.shapes[index], tiles[KEYS]
+    num_tiles, largest, total = len(keys), int(np.maximum.reduce(keys)), int(np.add.reduce(keys))
+    alike = largest * num_tiles <= EQUAL * total
+    team = config.team or _team(shape, -(-largest // shape.granule), workers // num_tiles)
+    teams = max(1, workers // team)
+    worth = -(-total // shape.least_run)  # more would not be worth their partial states
+    # keys of a tile that its team alone gets through before a merge of several teams' states would
+    short = shape.least_run * (team if 2 * num_tiles > teams else max(1, team // 4))
+
+    if num_tiles > teams:
+        for size in (shape.teams if config.team is None else (team,)) if alike else ():
+            if each := _whole_each(num_tiles, max(1, workers // size)):
+                return Cut(index, tiles, _bounds(num_tiles, each), size)
+    elif largest <= short:
+        return Cut(index, tiles, _bounds(num_tiles, 1), team)
+    elif alike:
+        pieces = min(teams // num_tiles, max(1, worth // num_tiles))
+        if pieces * num_tiles >= BUSY * min(teams, worth):
+            runs = _cut_alike(tiles, pieces, _granule(shape, config.page_size), config.page_size)
+            return Cut(index, runs, _bounds(runs.shape[1], 1), team)
+    granule = _granule(shape, config.page_size)
+    runs, begin = _equal_shares(tiles, min(teams, worth), granule, config.page_size)
+    return Cut(index, runs, begin, team)
+
+
+def _team(shape: TileShape, useful: int, most: int) -> int:
+    """The smallest team with the `useful` workers that a tile has granules for, or the largest."""
+    fit = shape.teams[: bisect_right(shape.teams, max(1, most))]
+    return fit[min(bisect_left(fit, useful), len(fit) - 1)]
+
+
+def _whole_each(num_tiles: int, teams: int) -> int:
+    """How many whole tiles to give each team, or 0 where that would leave teams idle."""
+    each = -(-num_tiles // teams)
+    used = -(-num_tiles // each)
+    return each if num_tiles >= FILLED * each * used and used >= BUSY * teams else 0
+
+
+def _bounds(count: int, each: int) -> Int32:
+    """Where each team's runs begin when it has `each` of `count`, the last one what is left."""
+    bounds = np.arange(0, count + each, each, dtype=np.int32)
+    bounds[-1] = count
+    return bounds
+
+
+def _cut_alike(tiles: Int, pieces: int, granule: int, page_size: int) -> Int:
+    """Every tile cut into as many runs, `pieces` or as many granules as the shortest tile has."""
+    sizes = -(tiles[KEYS] // -granule)
+    pieces = min(pieces, int(np.minimum.reduce(sizes)))
+    if pieces == 1:
+        return tiles
+    offset = sizes[:, None] * np.arange(pieces) // pieces
+    return _runs(tiles, offset.reshape(-1), granule, page_size)
+
+
+def _equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple[Int, Int32]:
+    """Lay the tiles end to end and cut where each team's equal share ends, or a tile close by.
+
+    Returns the runs and where each team's begin.
+    """
+    sizes = -(tiles[KEYS] // -granule)
+    ends = np.add.accumulate(sizes)
+    total = int(ends[-1])
+    teams = min(teams, total)
+    bounds = np.arange(0, teams * total + 1, total) // teams
+    tile = ends.searchsorted(bounds)
+    left = ends.take(tile) - bounds
+    past = sizes.take(tile) - left
+    # a bound that is closer to an edge of its tile moves there, the others cut it
+    cuts = np.minimum(past, left) > int(SNAP * total) // teams
+    # runs before a bound: those of the tiles before its own, its own tile's first unless the bound
+    # is where that begins, and one for each cut before it
+    begin = np.add.accumulate(cuts)
+    begin += tile
+    begin += (past > left) & ~cuts
+    which = cuts.nonzero()[0]
+    offset = np.zeros(len(sizes) + len(which), np.intp)
+    offset[begin.take(which)] = past.take(which)
+    return _runs(tiles, offset, granule, page_size), begin.astype(np.int32)
+
+
+def _runs(tiles: Int, offset: Int, granule: int, page_size: int) -> Int:
+    """Runs of all tiles, each from `offset` granules on to the tile's next run, or to its end.
+
+    A tile's first run has offset 0.
+    """
+    later = offset > 0
+    runs = tiles.take(np.add.accumulate(~later) - 1, axis=1)
+    page, keys, start = runs[PAGE], runs[KEYS], runs[START]
+    skipped = (offset * granule).astype(np.int32)
+    page += skipped // page_size
+    start += skipped
+    keys -= skipped  # to the tile's end
+    keys[:-1] -= keys[1:] * later[1:]  # less what its next run has
+    return runs
+
+
+def _cut_evenly(
+    tiles: Int, shape: TileShape, free: list[tuple[float, int]], config: PlannerConfig
+) -> Int:
+    """Cut tiles that would leave workers idle at the end; dearest first, sharers of keys together.
+
+    Tiles of one segment are cut alike, so that their runs of the same keys follow each other, the
+    last rows first: those see most where a custom mask is causal in shape.
+    """
+    granule, heads = _granule(shape, config.page_size), config.num_kv_heads
+    sizes = -(tiles[KEYS] // -granule)
+    longest, total = int(np.maximum.reduce(sizes)), int(np.add.reduce(sizes))
+    if longest * shape.workers * ENOUGH > total * heads:
+        kinds = rounds.sizes_of(sizes, longest)
+        # tiles of one size come in the same order however heads take turns
+        together = shape.heads_at_once if kinds[1:] and shape.heads_at_once else heads
+        queue = rounds.TileQueue(
+            sizes=[(size, count * together) for size, count in kinds],
+            turns=-(heads // -together),
+            free=free,
+            rows=shape.rows,
+            granule_seconds=granule * shape.key_cost * shape.workers,
+        )
+        pieces = rounds.pieces(queue, longest * granule // shape.least_run)
+        most = -(longest // -pieces)
+        piece = -(sizes // (sizes // -most))
+        tile, inside = spread(-(sizes // -piece))
+        tiles = _runs(tiles, inside * piece.take(tile), granule, config.page_size)
+    return tiles.take(np.lexsort((-tiles[ROW], tiles[PAGE], -tiles[KEYS])), axis=1)

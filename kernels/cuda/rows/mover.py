@@ -1,0 +1,165 @@
+"""Rows in and out of the pool: append, gather, and row copies between pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kernels.backend import (
+    NUMPY_DTYPES,
+    Done,
+    DType,
+    Int32,
+    Pending,
+    PoolGeometry,
+    StageSeconds,
+    Tensor,
+    Unsupported,
+)
+from kernels.cuda import checks
+from kernels.cuda.common.structs import POOL_ROWS, TENSOR_ROWS, packed
+from kernels.cuda.device.answers import Answers, Goal, Made
+from kernels.cuda.device.inputs import as_is, upload
+from kernels.cuda.device.launch import Launcher, Library, OverlappingLauncher
+from kernels.cuda.device.pending import Guard, Result
+from kernels.cuda.device.transfer import Transfers, mark
+from kernels.cuda.kv.view import KvView
+from kernels.cuda.rows.variants import rows_spec
+from kernels.outputs import check_gathered
+from kernels.tensor import DeviceTensor
+
+THREADS = 256
+APPENDED_UNITS = 2
+"""Units of 8 values that a thread of append_rows writes; one of gather_rows reads one."""
+
+
+class RowMover:
+    """Moves rows between tensors and the token slots of one pool."""
+
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        kv: KvView,
+        library: Library,
+        transfers: Transfers,
+        guarded: Guard,
+    ) -> None:
+        self._geometry, self._kv = geometry, kv
+        self._library, self._transfers, self._guarded = library, transfers, guarded
+
+    def append(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
+        """`Backend.append`."""
+        checks.check_layer(layer, self._geometry)
+        checks.check_kv(k, v, self._geometry, len(slots))
+        checks.check_slots(slots, self._geometry)
+        dtype = checks.tensor_dtype(k, "k")
+        if len(slots) == 0:
+            return Done(None)
+        transfers = self._transfers
+        with self._guarded():
+            uploaded = upload(transfers, as_is(k, v, slots))
+            made_here = any(_is_of(tensor, transfers.compute) for tensor in (k, v))
+            with transfers.compute:
+                at = uploaded.at
+                self.enqueue("append_rows", layer, dtype, len(slots), at, overlap=not made_here)
+            uploaded.release(mark(transfers.compute))
+        if uploaded.copied is None:
+            return Done(None)
+        return Result(self._guarded, uploaded.copied, lambda: None, StageSeconds())
+
+    def gather(
+        self, layer: int, slots: Int32, dtype: DType, out: tuple[Tensor, Tensor] | None
+    ) -> Pending[tuple[Tensor, Tensor]]:
+        """`Backend.gather`."""
+        g, kind, transfers = self._geometry, NUMPY_DTYPES[dtype], self._transfers
+        checks.check_layer(layer, g)
+        checks.check_slots(slots, g)
+        if dtype.startswith("fp8"):
+            raise Unsupported("dtype", dtype, "gather gives fp16, bf16 or fp32")
+        shape = (len(slots), g.num_kv_heads, g.head_dim)
+        places = check_gathered(out, shape, kind)
+        if len(slots) == 0:
+            return Done(out or (np.zeros(shape, kind), np.zeros(shape, kind)))
+        with self._guarded():
+            uploaded = upload(transfers, as_is(slots))
+            made = [Made(kind, [Goal(shape, kind, place)]) for place in places]
+            answers = Answers(transfers, made)
+            with transfers.compute:
+                at = (*answers.at, *uploaded.at)
+                self.enqueue("gather_rows", layer, dtype, len(slots), at)
+            launched = mark(transfers.compute)
+            uploaded.release(launched)
+            done = answers.send(launched)
+
+        def rows() -> tuple[Tensor, Tensor]:
+            k, v = answers.take()
+            return k, v
+
+        return Result(self._guarded, done, rows, StageSeconds())
+
+    def copy(self, src_pages: Int32, dst_pages: Int32, num_rows: Int32) -> None:
+        """`Backend.copy_rows`."""
+        g = self._geometry
+        checks.check_pages(src_pages, g, "src_pages")
+        checks.check_pages(dst_pages, g, "dst_pages")
+        same = len(src_pages) == len(dst_pages) == len(num_rows)
+        checks.require(same, "num_rows", len(num_rows), "one per source and destination page")
+        if len(num_rows) == 0:
+            return
+        low, high = int(num_rows.min()), int(num_rows.max())
+        checks.require(low >= 0 and high <= g.page_size, "num_rows", (low, high), "0..page_size")
+        with self._guarded():
+            uploaded = upload(self._transfers, as_is(src_pages, dst_pages, num_rows))
+            function = self._library.function(rows_spec(g.head_dim, "fp16", g.dtype), "copy_rows")
+            grid = (len(num_rows), g.num_layers)
+            pool = np.frombuffer(bytearray(self._pool(0)), POOL_ROWS)
+            with self._transfers.compute:
+                function(grid, (THREADS,), (pool, *map(np.uint64, uploaded.at)))
+            uploaded.release(mark(self._transfers.compute))
+
+    def enqueue(
+        self,
+        entry: str,
+        layer: int,
+        dtype: DType,
+        rows: int,
+        at: Sequence[int],
+        overlap: bool = True,
+    ) -> None:
+        """Launch append_rows or gather_rows on the current stream; `at`: k, v and slots there.
+
+        With `overlap`, what is appended must be there already: it is read while earlier kernels of
+        the stream may still run.
+        """
+        g, appends = self._geometry, entry == "append_rows"
+        if rows * g.num_kv_heads * g.head_dim >= 2**32:
+            raise Unsupported("rows", rows, "fewer than 2^32 values of k at a time")
+        function = self._library.function(rows_spec(g.head_dim, dtype, g.dtype), entry)
+        units = rows * g.num_kv_heads * (g.head_dim // 8)
+        per_block = THREADS * (APPENDED_UNITS if appends else 1)
+        k, v, slots = at
+        tensors = packed(TENSOR_ROWS, k=k, v=v, slots=slots, num_rows=rows)
+        overlaps = overlap and appends and self._library.overlaps
+        launcher = OverlappingLauncher if overlaps else Launcher
+        grid = -(-units // per_block)
+        launcher(function, grid, THREADS, 0, self._pool(layer) + tensors)()
+
+    def _pool(self, layer: int) -> bytes:
+        """`PoolRows` of one layer."""
+        kv = self._kv
+        shift = layer * kv.layer_bytes
+        return packed(
+            POOL_ROWS,
+            k=kv.k + shift,
+            v=kv.v + shift,
+            **kv.strides,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+        )
+
+
+def _is_of(tensor: Tensor, stream: Any) -> bool:
+    """Whether a kernel of `stream` may be writing the tensor."""
+    return isinstance(tensor, DeviceTensor) and tensor.stream == stream.ptr

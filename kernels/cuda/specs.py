@@ -1,0 +1,41 @@
+"""Everything that is compiled before a service starts."""
+
+from __future__ import annotations
+
+from kernels.backend import TENSOR_DTYPES, DType, Scoring
+from kernels.compile import Spec
+from kernels.cuda.attention.kernels import attend_kernels, wide_variant
+from kernels.cuda.merge.variants import merge_spec
+from kernels.cuda.rows.variants import rows_spec
+from kernels.cuda.visible import table as visible
+
+
+def service_specs(arch: str, head_dim: int, dtype: DType, page_size: int) -> tuple[Spec, ...]:
+    """Everything a service with such a pool launches, ragged attention and merges included."""
+    fp8 = dtype.startswith("fp8")
+    computes: tuple[DType, ...] = ("fp16", "bf16") if fp8 else (dtype,)
+    specs = [visible.SPEC]
+    for compute in computes:
+        for storage in dict.fromkeys((dtype, compute)):
+            for general in (False, True):
+                kernels = attend_kernels(arch, head_dim, compute, storage, general)
+                specs += [kernel.spec for kernel in kernels]
+            specs += _wide_specs(arch, head_dim, compute, storage, page_size)
+        specs += [merge_spec(head_dim, True, compute, batch) for batch in (2, 4)]
+    for tensor in TENSOR_DTYPES:
+        specs.append(rows_spec(head_dim, tensor, dtype))
+        specs += [merge_spec(dim, False, tensor, b) for dim in (head_dim, 0) for b in (2, 4)]
+    return tuple(dict.fromkeys(specs))
+
+
+def _wide_specs(
+    arch: str, head_dim: int, compute: DType, storage: DType, page_size: int
+) -> list[Spec]:
+    """Hopper's kernels for a pool's pages and for ragged keys, with and without mask and cap."""
+    variants = [
+        wide_variant(arch, head_dim, compute, storage, size, Scoring(1.0, cap), masked)
+        for size in (page_size, 0)
+        for cap in (0.0, 1.0)
+        for masked in (False, True)
+    ]
+    return [variant.spec for variant in variants if variant is not None]

@@ -1,0 +1,1 @@
+"""Which key tiles a custom mask leaves something of."""

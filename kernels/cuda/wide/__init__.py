@@ -1,0 +1,1 @@
+"""The kernel for many query rows on Hopper."""

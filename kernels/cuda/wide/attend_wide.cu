@@ -1,0 +1,193 @@
+// Attention of many query rows over long runs of keys, for Hopper: wgmma products, TMA loads.
+//
+// One CTA per multiprocessor takes units (work item x kv head) from a counter until none is left. Its
+// first warpgroup only moves data: warp 0 streams K tiles and warp 1 V tiles through two rings of
+// kStages tiles, one whole page (or, for ragged keys, half a tile) per TMA instruction; warps 2 and 3
+// take the units and gather their packed query rows through `order`. Each further warpgroup owns 64
+// packed rows. It walks the run's key tiles from the last to the first:
+//
+//   S = Q K^T of the next tile is issued, then O += P V of the present one; while the tensor cores do
+//   the second, the softmax of the first runs in registers; P never leaves them.
+//
+// Named barriers hand the tensor cores from one warpgroup to the next, so that one's softmax falls under
+// the other's products. Memory traffic: each K and V byte of a run once per 64 * kConsumers rows, through
+// L2; q once, o or partial states once. Scores and sums are float32, P is rounded to the element type.
+//
+// Specialised by -D: HEAD_DIM (64, 128, 192, 256), BF16, TILE_KEYS, STAGES, QUERY_STAGES, PAGE_SIZE (a multiple
+// of 8 that divides TILE_KEYS; 0: ragged keys), HAS_MASK, HAS_SOFT_CAP, QUERIES_IN_REGISTERS (the scores'
+// products take Q from there; shared memory only passes it on).
+
+#include "wide/params.cuh"
+#include "wide/hopper.cuh"
+#include "wide/movers.cuh"
+#include "wide/products.cuh"
+#include "wide/ring.cuh"
+#include "wide/rows.cuh"
+#include "wide/shared.cuh"
+#include "wide/walk.cuh"
+#include "wide/wgmma.cuh"
+
+// The tensor cores go round the warpgroups: each waits for its turn, issues, and passes the turn on.
+__device__ __forceinline__ void take_turn(int consumer) {
+  named_barrier_sync(1 + consumer, 256);
+}
+
+__device__ __forceinline__ void pass_turn(int consumer) {
+  named_barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
+}
+
+// This warp no longer needs a K or V tile.
+__device__ __forceinline__ void release(uint32 barrier) {
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// Zeroes V rows `valid` and up of the tile to come: slots past the run's end may hold anything, NaN
+// included, and 0 * NaN is NaN. Each warpgroup does it for itself, so that it waits for no other.
+__device__ __forceinline__ void clear_values(const Shared& shared, const Ring<kStages>& values,
+                                             int valid, int consumer) {
+  if (valid >= kTileKeys) return;
+  barrier_wait(shared.values_full(values.stage()), values.parity());
+  clear_rows(shared.values(values.stage()), valid);
+  fence_async_proxy();
+  named_barrier_sync(4 + consumer, 128);
+}
+
+// Scores of a tile to weights.
+__device__ __forceinline__ void softmax_tile(float (&s)[kScores], Rows& rows, const KeyTile& tile,
+                                            float (&factor)[2], const Shared& shared, int stage,
+                                            const WideParams& params) {
+  rows.cap(s);
+  rows.hide(s, tile.index * kTileKeys);
+#if HAS_MASK
+  if (tile.cut) {
+    hide_masked(s, tile.index * kTileKeys, shared, stage, my_row(), params.mask_bits);
+  }
+#endif
+  rows.online_softmax(s, factor);
+}
+
+// A consumer warpgroup's way through all units, as one sequence of key tiles: the scores of the next
+// tile, be it the next unit's first, are always under way with the values of the present one.
+__device__ __forceinline__ void attend_units(const Shared& shared, const WideParams& params) {
+  const int consumer = threadIdx.x / 128 - 1;
+  const uint32 my_queries = consumer * kConsumerQueryBytes;
+  if (consumer == kConsumers - 1) pass_turn(consumer);
+
+  Ring<kUnitSlots> units;
+  Ring<kQueryStages> queries;
+  Ring<kRowSlots> slots;
+  Ring<kStages> keys, values;
+  Unit unit;
+  if (!next_unit(shared, units, unit)) return;
+  float s[kScores], o[kOutputs], factor[2];
+  uint32 p[kScores / 2];
+  Queries q;
+  clear(o);
+
+  // the first unit's first scores, alone
+  barrier_wait(shared.query_full(queries.stage()), queries.parity());
+  if (kQueriesInRegisters) load_queries(q, shared, queries);
+  Rows rows(unit.item, params, shared, slots.stage(), my_row());
+  bool final = unit.item.partial == kFinal;
+  KeyTile tile;
+  tile.enter(unit.item);
+  barrier_wait(shared.keys_full(keys.stage()), keys.parity());
+  visit_next(tile, shared, keys.stage());
+  int valid = unit.item.num_keys - tile.index * kTileKeys;  // keys of the tile whose values come next
+  take_turn(consumer);
+  issue_scores(s, q, shared.queries(queries.stage()) + my_queries, shared.keys(keys.stage()));
+  pass_turn(consumer);
+  products_wait<0>();
+  pin(s);
+  release(shared.keys_empty(keys.stage()));
+  keys.advance();
+  softmax_tile(s, rows, tile, factor, shared, slots.stage(), params);
+  if (tile.is_last() && !kQueriesInRegisters) barrier_arrive(shared.query_empty(queries.stage()));
+  pack(s, p);
+
+  for (;;) {
+    const bool switching = tile.is_last();
+    Finished finished;
+    if (switching) {
+      finished = rows.finish(slots.stage(), final);
+      if (!next_unit(shared, units, unit)) break;
+      queries.advance();
+      slots.advance();
+      barrier_wait(shared.query_full(queries.stage()), queries.parity());
+      if (kQueriesInRegisters) load_queries(q, shared, queries);
+      rows = Rows(unit.item, params, shared, slots.stage(), my_row());
+      tile.enter(unit.item);
+      final = unit.item.partial == kFinal;
+    }
+    barrier_wait(shared.keys_full(keys.stage()), keys.parity());
+    visit_next(tile, shared, keys.stage());
+    clear_values(shared, values, valid, consumer);
+    take_turn(consumer);
+    issue_scores(s, q, shared.queries(queries.stage()) + my_queries, shared.keys(keys.stage()));
+    barrier_wait(shared.values_full(values.stage()), values.parity());
+    issue_values(o, p, shared.values(values.stage()));
+    valid = switching ? unit.item.num_keys - tile.index * kTileKeys : kTileKeys;
+    pass_turn(consumer);
+    products_wait<1>();
+    pin(s);
+    release(shared.keys_empty(keys.stage()));
+    keys.advance();
+    if (tile.is_last() && !switching && !kQueriesInRegisters) {
+      barrier_arrive(shared.query_empty(queries.stage()));
+    }
+    softmax_tile(s, rows, tile, factor, shared, slots.stage(), params);
+    // A sum is never negative. The branch ends a basic block: without it ptxas moves the wait for P V
+    // up over the softmax, and nothing overlaps.
+    pin(s);
+    if (rows.sum[0] + rows.sum[1] < 0.0f) __trap();
+    products_wait<0>();
+    pin(o);
+    pin(p);
+    release(shared.values_empty(values.stage()));
+    values.advance();
+    if (switching) {
+      finished.write(o, params, shared, my_row());
+      clear(o);
+      // only now, because rows of the unit just written are still read above
+      if (tile.is_last() && !kQueriesInRegisters) barrier_arrive(shared.query_empty(queries.stage()));
+    } else {
+      rows.rescale(o, factor);
+    }
+    pack(s, p);
+  }
+
+  // the last unit's last values, alone
+  clear_values(shared, values, valid, consumer);
+  take_turn(consumer);
+  barrier_wait(shared.values_full(values.stage()), values.parity());
+  issue_values(o, p, shared.values(values.stage()));
+  pass_turn(consumer);
+  products_wait<0>();
+  pin(o);
+  rows.finish(slots.stage(), final).write(o, params, shared, my_row());
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    attend_wide(const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
+                const __grid_constant__ WideParams params) {
+  extern __shared__ __align__(1024) uint8 storage[];
+  const Shared shared(storage);
+  if (shared.address % 1024 != 0) __trap();  // swizzled groups repeat with the address
+  if (threadIdx.x == 0) shared.init_barriers();
+  __syncthreads();
+
+  if (threadIdx.x < 128) {
+    give_registers<kProducerRegisters>();
+    const int warp = threadIdx.x / 32;
+    if (warp == 0) {
+      stream_tiles<true>(shared, &key_map, params);
+    } else if (warp == 1) {
+      stream_tiles<false>(shared, &value_map, params);
+    } else {
+      stream_queries(shared, params);
+    }
+  } else {
+    take_registers<kConsumerRegisters>();
+    attend_units(shared, params);
+  }
+}

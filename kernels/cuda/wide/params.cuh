@@ -1,0 +1,33 @@
+// Parameters of one launch of the wide kernel, beside the tensor maps of K and V.
+#pragma once
+
+#include "common/types.cuh"
+#include "common/work.cuh"
+#include "visible/visible.cuh"
+
+struct WideParams {
+  const void* q;                      // [rows, num_qo_heads, head_dim] Element
+  void* o;                            // same
+  float* lse;                         // [rows, num_qo_heads], natural log
+  const WorkItem* items;
+  const int* kv_indices;              // page ids; unused for ragged keys
+  const int* order;                   // plan row -> row of q and o
+  const int* positions;               // by plan row
+  const uint32* mask_bits;          // padded by 32 readable bytes
+  const int64* mask_row_offsets;  // by plan row
+  const VisibleTiles* visible;        // visible_words for each item
+  float* partial_o;
+  float* partial_lse;
+  uint32* schedule;                 // two counters, zero between launches
+  float sm_scale;
+  float soft_cap;
+  int window_left;
+  int num_items;
+  int num_kv_heads;
+  int group_size;
+  int head_block;                     // kv heads worked on together; divides num_kv_heads
+  int num_pages;                      // pages of one layer: outer map index = layer * num_pages + page
+  int head_blocks;                    // what a kv head adds to the map's third coordinate (NHD) ...
+  int head_groups;                    // ... or to its fourth (HND); the other one is 0
+  int visible_words;
+};

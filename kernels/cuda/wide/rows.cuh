@@ -1,0 +1,197 @@
+// A consumer thread's two rows of the wide kernel: which they are, their softmax, what they may
+// not see, their results.
+#pragma once
+
+#include "common/convert.cuh"
+#include "common/rows.cuh"
+#include "common/state.cuh"
+#include "wide/params.cuh"
+#include "wide/shared.cuh"
+
+// This thread's first row of the tile (the other is 8 further); computed anew each time where registers
+// are short.
+__device__ __forceinline__ int my_row() {
+  int thread = threadIdx.x;
+  if (kQueriesInRegisters) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return (thread / 128 - 1) * 64 + thread / 32 % 4 * 16 + thread % 32 / 4;
+}
+
+// A unit's two rows when their last key is summed: what is left is to write them.
+struct Finished {
+  float inverse[2], lse[2];
+  int slot;
+  bool final;
+
+  __device__ __forceinline__ void write(const float (&o)[kOutputs], const WideParams& params,
+                                        const Shared& shared, int row) const;
+};
+
+// Running softmax of rows `row` and `row + 8`, of which this thread holds every fourth pair of columns.
+// `max` is kept in units of the products; times `scale` it is in base 2.
+struct Rows {
+  float max[2], sum[2];
+  float scale;              // of a product (after the cap, if any) to base 2
+  float cap_scale;          // sm_scale / soft_cap
+  int low[2], high[2];      // first and last key of the run that the row sees
+  int warp_low, warp_high;  // keys in this range are seen by all 16 rows of the warp
+
+  __device__ __forceinline__ Rows(const WorkItem& item, const WideParams& params,
+                                  const Shared& shared, int stage, int row) {
+    scale = kHasSoftCap ? params.soft_cap * kLog2E : params.sm_scale * kLog2E;
+    cap_scale = kHasSoftCap ? params.sm_scale / params.soft_cap : 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      max[r] = minus_infinity();
+      sum[r] = 0.0f;
+      low[r] = 0;
+      high[r] = item.num_keys - 1;
+      const UnitRow& packed = shared.row(stage, row + 8 * r);
+      if (packed.source >= 0) {
+        const int64 key = static_cast<int64>(packed.position) - item.kv_start;
+        if (item.rules & kHideFuture) high[r] = ::min(static_cast<int64>(high[r]), key);
+        if (item.rules & kHideWindow) low[r] = ::max(key - params.window_left, 0ll);
+      }
+    }
+    warp_low = __reduce_max_sync(kAllLanes, ::max(low[0], low[1]));
+    warp_high = __reduce_min_sync(kAllLanes, ::min(high[0], high[1]));
+  }
+
+  // Hides the keys, of the tile that starts at key `begin`, which a row does not see.
+  __device__ __forceinline__ void hide(float (&s)[kScores], int begin) const {
+    const int column = begin + threadIdx.x % 4 * 2;
+    if (begin < warp_low || begin + kTileKeys - 1 > warp_high) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        const int r = i / 2 % 2, key = column + i / 4 * 8 + i % 2;
+        if (key < low[r] || key > high[r]) s[i] = minus_infinity();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void cap(float (&s)[kScores]) const {
+#if HAS_SOFT_CAP
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) s[i] = tanh_accurate(s[i] * cap_scale);
+#endif
+  }
+
+  // Visible scores to weights 2^(s - max), in place. `factor` brings what was summed before to the new
+  // maximum.
+  __device__ __forceinline__ void online_softmax(float (&s)[kScores], float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const auto score = [&](int i) -> float& { return s[i / 2 * 4 + 2 * r + i % 2]; };
+      const float top = quad_max(highest_score<kScores / 2>(max[r], score));
+      const float reference = state_reference(top) * scale;
+      factor[r] = exp2_fast(max[r] * scale - reference);
+      max[r] = top;
+      const float total = weigh_scores<kScores / 2>(0.0f, reference, scale, score);
+      sum[r] = fmaf(sum[r], factor[r], total);
+    }
+  }
+
+  __device__ __forceinline__ void rescale(float (&o)[kOutputs], const float (&factor)[2]) const {
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
+  }
+
+  // Completes the sums over the four threads of a row.
+  __device__ __forceinline__ Finished finish(int slot, bool final) const {
+    Finished finished;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float total = quad_sum(sum[r]);
+      finished.inverse[r] = state_inverse(total);
+      finished.lse[r] = state_lse(max[r] * scale, total);
+    }
+    finished.slot = slot;
+    finished.final = final;
+    return finished;
+  }
+};
+
+#if HAS_MASK
+// Hides what the custom mask hides of the tile that starts at key `begin`: 32 bits at a time.
+__device__ __forceinline__ void hide_masked(float (&s)[kScores], int begin, const Shared& shared,
+                                            int stage, int row, const uint32* mask_bits) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int64 bit = shared.row(stage, row + 8 * r).mask_bit + begin;
+    const uint32* words = mask_bits + (bit >> 5);
+#pragma unroll
+    for (int w = 0; w < (kTileKeys + 31) / 32; ++w) {
+      const uint32 word = __funnelshift_r(words[w], words[w + 1], bit & 31);
+#pragma unroll
+      for (int j = 4 * w; j < 4 * w + 4 && j < kTileKeys / 8; ++j) {
+        const uint32 pair = word >> (j % 4 * 8 + threadIdx.x % 4 * 2);
+        if (!(pair & 1)) s[4 * j + 2 * r] = minus_infinity();
+        if (!(pair & 2)) s[4 * j + 2 * r + 1] = minus_infinity();
+      }
+    }
+  }
+}
+#endif
+
+// Accumulator pairs in their order are the A fragments of the next product: 4 registers per 16 keys.
+__device__ __forceinline__ void pack(const float (&s)[kScores], uint32 (&p)[kScores / 2]) {
+#pragma unroll
+  for (int i = 0; i < kScores / 2; ++i) p[i] = pack<kBf16>(s[2 * i], s[2 * i + 1]);
+}
+
+// --- results -----------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void clear(float (&o)[kOutputs]) {
+#pragma unroll
+  for (int i = 0; i < kOutputs; ++i) o[i] = 0.0f;
+}
+
+// Each thread of a quad holds word `lane % 4` of four 16-byte chunks; after it, all of chunk `lane % 4`.
+__device__ __forceinline__ uint4 transpose_quad(uint32 a, uint32 b, uint32 c, uint32 d,
+                                                int lane) {
+  const bool odd = lane & 1, high = lane & 2;
+  const uint32 ab = __shfl_xor_sync(kAllLanes, odd ? a : b, 1);
+  const uint32 cd = __shfl_xor_sync(kAllLanes, odd ? c : d, 1);
+  a = odd ? ab : a;
+  b = odd ? b : ab;
+  c = odd ? cd : c;
+  d = odd ? d : cd;
+  const uint32 ac = __shfl_xor_sync(kAllLanes, high ? a : c, 2);
+  const uint32 bd = __shfl_xor_sync(kAllLanes, high ? b : d, 2);
+  return make_uint4(high ? ac : a, high ? bd : b, high ? c : ac, high ? d : bd);
+}
+
+// Final rows in 16-byte chunks, a quad of threads 64 consecutive bytes at a time; partial rows in
+// float, a quad 32 bytes at a time.
+__device__ __forceinline__ void Finished::write(const float (&o)[kOutputs],
+                                                const WideParams& params,
+                                                const Shared& shared, int row) const {
+  const int part = fresh_lane() % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int index = shared.row(slot, row + 8 * r).target;
+    const int64 offset = static_cast<int64>(index) * kHeadDim;
+    if (final) {
+      Element* o_row = static_cast<Element*>(params.o) + offset + part * 8;
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; j += 4) {
+        uint32 words[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int i = 4 * (j + c) + 2 * r;
+          words[c] = pack<kBf16>(o[i] * inverse[r], o[i + 1] * inverse[r]);
+        }
+        const uint4 chunk = transpose_quad(words[0], words[1], words[2], words[3], part);
+        if (index >= 0) *reinterpret_cast<uint4*>(o_row + j * 8) = chunk;
+      }
+    } else if (index >= 0) {
+      float* o_row = params.partial_o + offset + part * 2;
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        const int i = 4 * j + 2 * r;
+        *reinterpret_cast<float2*>(o_row + 8 * j) =
+            make_float2(o[i] * inverse[r], o[i + 1] * inverse[r]);
+      }
+    }
+    if (part == 0 && index >= 0) (final ? params.lse : params.partial_lse)[index] = lse[r];
+  }
+}

@@ -1,0 +1,133 @@
+"""The Hopper kernel for many query rows, from Python: when it may run, its variants, what it takes.
+
+Nothing here imports cupy or touches a device.
+
+Items are cut to at most `TILE_ROWS` packed rows, best sorted by cost, dearest first;
+any number of keys, zero included (such rows get the empty state). Items whose rows share keys
+should stand next to each other: they then meet in the L2 cache. `schedule` is two uint32 that are
+zero at first; the kernel leaves them zero, and launches that may overlap must not share them. Mask
+bits start at a multiple of 4 bytes and need 32 readable bytes after the last; a masked launch comes
+after visible.cu has filled the table at `visible`, for its `tile_keys`. For ragged keys `kv_begin`
+is the first key's row in k and v.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kernels.backend import DType
+from kernels.compile import Spec, spec
+from kernels.cuda.common.kernel import definitions
+from kernels.cuda.kv.tensor_maps import MAP_BYTES
+
+WideDType = Literal["fp16", "bf16"]
+
+ENTRY: Final = "attend_wide"
+TILE_ROWS: Final = 128
+THREADS: Final = 384
+
+PARAMS_AT: Final = 2 * MAP_BYTES
+PARAMETERS: Final = (0, MAP_BYTES, PARAMS_AT)
+"""Where the kernel's parameters begin in its launch's memory: both maps, then `WideParams`."""
+
+SHARED_LIMIT: Final = 232448
+"""Dynamic shared memory one block may have on compute capability 9.0, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WideVariant:
+    """One specialisation of the kernel. `page_size` 0 stands for ragged keys."""
+
+    head_dim: int
+    dtype: WideDType
+    page_size: int
+    has_mask: bool = False
+    has_soft_cap: bool = False
+    tile_keys: int = 128
+    stages: int = 2
+    query_stages: int = 2
+    query_registers: bool = False
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory, laid out as `Shared` of shared.cuh."""
+        tiles = 2 * self.stages * self.tile_keys * self.head_dim * 2
+        queries = self.query_stages * TILE_ROWS * self.head_dim * 2
+        slots = self.query_stages + 1 + self.query_registers
+        rows = slots * TILE_ROWS * (24 if self.has_mask else 12)
+        barriers = 4 * self.stages + 2 * self.query_stages + 4
+        visits = 4 * self.stages if self.has_mask else 0
+        return tiles + queries + rows + 2 * 64 + 8 * barriers + visits
+
+    @property
+    def spec(self) -> Spec:
+        """What to compile."""
+        return spec(
+            "wide/attend_wide",
+            **definitions(self.head_dim, self.dtype, self.dtype),
+            TILE_KEYS=self.tile_keys,
+            STAGES=self.stages,
+            QUERY_STAGES=self.query_stages,
+            PAGE_SIZE=self.page_size,
+            QUERIES_IN_REGISTERS=int(self.query_registers),
+            HAS_MASK=int(self.has_mask),
+            HAS_SOFT_CAP=int(self.has_soft_cap),
+        )
+
+
+# head_dim -> (key tile, K/V stages, query stages): what 227 KiB and 232 registers hold; and up to
+# which head_dim they hold queries in registers. A mask or a soft cap needs registers of its own.
+_GENERAL: Final = {64: (128, 3, 2), 128: (128, 2, 2), 192: (64, 3, 1), 256: (64, 2, 1)}
+_GENERAL_IN_REGISTERS: Final = 64
+_PLAIN: Final = {**_GENERAL, 64: (192, 2, 2)}
+_PLAIN_IN_REGISTERS: Final = 128
+_PAGE_SIZES: Final = (0, 8, 16, 32, 64)
+
+
+def supports(
+    arch: str,
+    head_dim: int,
+    q_dtype: DType,
+    kv_dtype: DType,
+    page_size: int,
+    sm_scale: float,
+) -> bool:
+    """Whether this kernel runs such work; everything else is the `mma.sync` kernel's.
+
+    `sm_scale` must be positive, because maxima are taken before scaling.
+    """
+    return (
+        arch == "sm_90a"
+        and head_dim in _PLAIN
+        and q_dtype == kv_dtype
+        and kv_dtype in ("fp16", "bf16")
+        and page_size in _PAGE_SIZES
+        and sm_scale > 0.0
+    )
+
+
+def variant(
+    head_dim: int,
+    dtype: WideDType,
+    page_size: int,
+    has_mask: bool = False,
+    has_soft_cap: bool = False,
+) -> WideVariant:
+    """The tuned specialisation for supported work."""
+    general = has_mask or has_soft_cap
+    in_registers = head_dim <= (_GENERAL_IN_REGISTERS if general else _PLAIN_IN_REGISTERS)
+    sizes = (_GENERAL if general else _PLAIN)[head_dim]
+    return WideVariant(
+        head_dim, dtype, page_size, has_mask, has_soft_cap, *sizes, query_registers=in_registers
+    )
+
+
+def heads_together(num_kv_heads: int, num_items: int, num_runs: int) -> int:
+    """How many kv heads the CTAs work on at a time (`head_block`), by row tiles per run of keys.
+
+    Measured: tiles that read the same keys at the same time find them in the L2 cache, so few heads
+    are best; but with hundreds of tiles on one run, all CTAs would read the same lines at once.
+    """
+    wanted = 4 if num_items > 128 * num_runs else 2
+    return max(n for n in (1, 2, 4) if n <= wanted and num_kv_heads % n == 0)
