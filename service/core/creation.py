@@ -18,10 +18,18 @@ def first_lengths(books: SequenceBooks, new: Sequence[NewSpec]) -> list[int]:
     if existing := [spec.id for spec in new if spec.id in books]:
         raise SequenceExists(existing)
     made: dict[str, int] = {}
+    begun: set[str] = set()
     unknown: list[str] = []
     for spec in new:
         made[spec.id] = 0
-        if spec.parent is None:
+        if spec.prefix is not None and (spec.parent is not None or spec.length is not None):
+            raise InvalidRequest("prefix", "given", "a sequence has a parent or a prefix, not both")
+        if spec.prefix is not None:
+            begun.add(spec.id)
+        elif spec.parent in begun:
+            rule = "its length is known when it is made: fork it by a later call"
+            raise InvalidRequest("parent", spec.parent, rule)
+        elif spec.parent is None:
             if spec.length:
                 raise InvalidRequest("length", spec.length, "0, or a parent to take tokens from")
         elif spec.parent in books or (spec.parent in made and spec.parent != spec.id):

@@ -4,7 +4,10 @@ CoreError
 ├── UnknownSequence     ids
 ├── SequenceExists      ids
 ├── LengthMismatch      sequence id -> true kv_len
-├── OutOfPages          needed, free, total
+├── OutOfPages          needed, free, total, referenced, pinned, cached, leases
+├── UnknownLease        lease
+├── UnknownPage         key
+├── KeyMismatch         page, rule
 └── InvalidRequest      field, value, rule
 
 IntegrityError is no refusal but a bug: the core's own books disagree.
@@ -41,12 +44,51 @@ class LengthMismatch(CoreError):
 
 
 class OutOfPages(CoreError):
-    def __init__(self, needed: int, free: int, total: int) -> None:
+    """Too few pages are free, and too few can be evicted.
+
+    Of the namespace's own pages, `referenced` ones are held by sequences and `leases`, `pinned`
+    ones by hard pins, and `cached` ones could have been evicted.
+    """
+
+    def __init__(
+        self,
+        needed: int,
+        free: int,
+        total: int,
+        referenced: int = 0,
+        pinned: int = 0,
+        cached: int = 0,
+        leases: int = 0,
+    ) -> None:
         super().__init__(
             f"{needed} pages needed, {free} of {total} are free: "
             "free sequences or raise pool.num_pages"
         )
         self.needed, self.free, self.total = needed, free, total
+        self.referenced, self.pinned, self.cached = referenced, pinned, cached
+        self.leases = leases
+
+
+class UnknownLease(CoreError):
+    def __init__(self, lease: str) -> None:
+        super().__init__(f"unknown lease: {lease}")
+        self.lease = lease
+
+
+class UnknownPage(CoreError):
+    """No page of that key is cached, or pinned, where the caller can see it."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"no such page: {key}")
+        self.key = key
+
+
+class KeyMismatch(CoreError):
+    """The name given for a page contradicts the one that it, or another page, has already."""
+
+    def __init__(self, page: int, rule: str) -> None:
+        super().__init__(f"page {page}: {rule}")
+        self.page, self.rule = page, rule
 
 
 class InvalidRequest(CoreError):

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 
 from service.core.allocator import PageAllocator
+from service.core.budget import Budget
 from service.core.errors import IntegrityError
+from service.core.leases import Leases
+from service.core.named_integrity import check_counts, check_named
 from service.core.nodes import Int32, Leaf, Links, Node
 from service.core.sequences import SequenceBooks
+from service.core.values import Indices
 
 LEAVES_PER_STEP: Final = 512
 """Sequences checked at a time: some 5 ms."""
 
 
 def nodes_of(books: SequenceBooks) -> set[Node]:
-    """Every shared node, found from the leaves up."""
+    """Every node on the path of a sequence, found from the leaves up."""
     found: set[Node] = set()
     for leaf in books:
         node = leaf.parent
@@ -36,17 +41,19 @@ def sharing_ratio(books: SequenceBooks, page_size: int) -> float:
 
 
 def integrity_steps(
-    books: SequenceBooks, links: Links, allocator: PageAllocator, page_size: int
+    books: SequenceBooks, links: Links, budget: Budget, leases: Leases
 ) -> Iterator[None]:
-    """Check every invariant, a bounded piece of the sequences at a time.
+    """Check every invariant, a bounded piece of the sequences and of the named nodes at a time.
 
     Nodes are counted at the first step and pages at the last, each at one moment. Between two steps
     the sequences may change: one that is gone by its turn is passed over. Raises `IntegrityError`
     at the first invariant that does not hold.
     """
-    nodes = nodes_of(books)
-    if len(nodes) != links.count:
-        raise IntegrityError(f"{links.count} nodes were counted, {len(nodes)} hold sequences")
+    named = links.named
+    unnamed = [node for node in nodes_of(books) if node.name is None]
+    count = len(unnamed) + named.num_nodes
+    if count != links.count:
+        raise IntegrityError(f"{links.count} nodes were counted, {count} are there")
     serials = books.serials[[leaf.index for leaf in books]]
     if np.unique(serials).size != len(books):
         raise IntegrityError(f"{len(books)} sequences have {np.unique(serials).size} serials")
@@ -54,11 +61,19 @@ def integrity_steps(
     for begin in range(0, len(leaves), LEAVES_PER_STEP):
         for leaf in leaves[begin : begin + LEAVES_PER_STEP]:
             if books.holds(leaf):
-                _check_path(leaf, books, page_size, checked)
+                _check_path(leaf, books, named.page_size, checked)
         yield
-    held = [node.pages for node in nodes_of(books)]
-    held += [leaf.table[leaf.start : books.num_pages[leaf.index]] for leaf in books]
-    _check_pages(held, allocator)
+    held = Counter(leases.held())
+    for begin in range(0, len(named.nodes), LEAVES_PER_STEP):
+        for node in named.nodes[begin : begin + LEAVES_PER_STEP]:
+            if node is not None:
+                check_named(node, named, held)
+        yield
+        held = Counter(leases.held())
+    pages = [node.pages for node in nodes_of(books) if node.name is None]
+    pages += [leaf.table[leaf.start : books.num_pages[leaf.index]] for leaf in books]
+    _check_pages(pages, np.flatnonzero(named.node_of >= 0), budget.allocator)
+    check_counts(books, budget, named)
 
 
 def _check_path(leaf: Leaf, books: SequenceBooks, page_size: int, checked: set[Node]) -> None:
@@ -76,8 +91,10 @@ def _check_node(node: Node) -> None:
     above = 0 if node.parent is None else node.parent.end
     if node.pages.size == 0 or node.start != above:
         raise IntegrityError(f"{where} has {node.pages.size} pages and starts after {above}")
-    if len(node.children) < 2:
+    if node.name is None and len(node.children) < 2:
         raise IntegrityError(f"{where} has {len(node.children)} children, at least 2 share a node")
+    if node.name is not None and node.parent is not None and node.parent.name is None:
+        raise IntegrityError(f"{where} has a name, and none before it")
     if node.parent is not None and node not in node.parent.children:
         raise IntegrityError(f"{where} is unknown to its parent")
     if any(child.parent is not node for child in node.children):
@@ -107,11 +124,12 @@ def _check_leaf(leaf: Leaf, books: SequenceBooks, page_size: int) -> None:
         node = node.parent
 
 
-def _check_pages(held: list[Int32], allocator: PageAllocator) -> None:
+def _check_pages(held: list[Int32], named: Indices, allocator: PageAllocator) -> None:
     """Every page is free or has exactly one holder, and the allocator knows which."""
     total = allocator.num_pages
     every = np.concatenate([np.empty(0, dtype=np.int32), *held])
     holders = np.bincount(every, minlength=total)
+    holders[named] += 1
     refcounts = allocator.refcounts
     if (wrong := np.flatnonzero(holders != refcounts)).size:
         page = int(wrong[0])

@@ -1,30 +1,89 @@
-"""The links of the prefix tree: shared nodes, private leaves, and how they split and merge.
+"""The links of the prefix tree: nodes of whole pages, private leaves, and how they split and merge.
 
 Nothing here allocates pages; a split or a merge moves pages between holders, never in or out.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from service.core.named import NamedPages
+    from service.core.namespaces import Namespace, Root
+
 Int32 = NDArray[np.int32]
+
+DEFAULT_PRIORITY: Final = 35
+FOREVER: Final = math.inf
+REFERENCED: Final = 1
+PINNED: Final = 2
+CACHED: Final = 3
+"""The states of a named node: held by sequences or leases, by hard pins alone, by nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class Retention:
+    """How long pages are kept: by `priority` until `priority_ends`, then by the default one.
+
+    Until `soft_ends` they are evicted after all that is not pinned. Ends are the tree's clock.
+    """
+
+    priority: int = DEFAULT_PRIORITY
+    priority_ends: float = FOREVER
+    soft_ends: float = -FOREVER
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Retention) and (
+            (self.priority, self.priority_ends, self.soft_ends)
+            == (other.priority, other.priority_ends, other.soft_ends)
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Name:
+    """What a node has once its pages are committed: they can be found by their keys.
+
+    `number` is the node's in the books of pages. `kids` are the named nodes below by the key of
+    their first page. `refs` counts the children that sequences or leases hold and the leases on
+    this very node, `pins` likewise for hard pins; `own` counts the leases and pins on this node.
+    `with_ids`: the pages' token ids are known. `stamp` orders nodes by their last use; `place` and
+    `rank` say where in the order of eviction the node stands, `timer` when its `keep` changes.
+    """
+
+    root: Root
+    number: int
+    with_ids: bool
+    keep: Retention
+    kids: dict[bytes, Node]
+    refs: int = 0
+    pins: int = 0
+    own: int = 0
+    state: int = 0
+    stamp: int = 0
+    place: int = 0
+    rank: int = 0
+    timer: float = FOREVER
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     """Full pages seen by every sequence below it, and never written again.
 
-    `start` counts the pages before it on the path. A node has at least one page and, between
-    operations, at least two children.
+    `start` counts the pages before it on the path. A node has at least one page. Without a `name`
+    it is there because sequences share it, and has, between operations, at least two children; with
+    one it stays until it is evicted, and all nodes above it have a name too.
     """
 
     parent: Node | None
     start: int
     pages: Int32
     children: set[Node | Leaf]
+    name: Name | None = None
 
     @property
     def end(self) -> int:
@@ -38,12 +97,14 @@ class Leaf:
 
     `table` is the sequence's whole page table, shared pages first, in a buffer that grows by
     doubling; what is valid of it is `num_pages` in the sequence's books. Pages from `start` on are
-    the leaf's own. `index` is the sequence's place in the books; `origin` the id it was forked off.
+    the leaf's own. `index` is the sequence's place in the books; `origin` the id it was forked off;
+    `owner` the namespace that its pages count for.
     """
 
     id: str
     index: int
     origin: str | None
+    owner: Namespace
     parent: Node | None
     start: int
     table: Int32
@@ -67,36 +128,51 @@ class Leaf:
         self.table = grown
 
 
+def named(node: Node) -> Name:
+    """The name of a node that must have one."""
+    if node.name is None:
+        raise RuntimeError("a node without a name among named ones: this is a bug")
+    return node.name
+
+
 class Links:
-    """How nodes and leaves hang together; `count` is the number of nodes."""
+    """How nodes and leaves hang together; `count` is the number of nodes.
 
-    __slots__ = ("count",)
+    `named` keeps the books of nodes that have a name.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("count", "named")
+
+    def __init__(self, named: NamedPages) -> None:
         self.count = 0
+        self.named = named
 
     def node_ending_at(self, leaf: Leaf, end: int) -> Node | None:
         """The node of `leaf`'s path whose last page is the path's `end`-th; None for `end = 0`.
 
         Splits a node, or the front off the leaf, where none ends there; a node made that way has
-        one child, so the caller must hang another under it. The part of a split node that is
-        further from the root stays the same object. `end` counts full pages of the path.
+        one child, so the caller must hang another under it, or name it. The part of a split node
+        that is further from the root stays the same object. `end` counts full pages of the path.
         """
         if end == 0:
             return None
         if end > leaf.start:
-            return self._split_off(leaf, leaf.table[leaf.start : end].copy())
+            return self.split_off(leaf, leaf.table[leaf.start : end].copy())
         node = leaf.parent
         while node is not None and node.start >= end:
             node = node.parent
-        if node is None or node.end == end:
-            return node
+        return node if node is None or node.end == end else self.split(node, end)
+
+    def split(self, node: Node, end: int) -> Node:
+        """The upper part of a node, whose last page is the path's `end`-th."""
         size = end - node.start
-        upper = self._split_off(node, node.pages[:size])
+        upper = self.split_off(node, node.pages[:size])
         node.pages = node.pages[size:]
+        if node.name is not None:
+            self.named.split(upper, node, node.name)
         return upper
 
-    def _split_off(self, lower: Node | Leaf, pages: Int32) -> Node:
+    def split_off(self, lower: Node | Leaf, pages: Int32) -> Node:
         """A new node that takes `pages` off the front of `lower` and stands above it."""
         upper = Node(lower.parent, lower.start, pages, {lower})
         if lower.parent is not None:
@@ -113,16 +189,49 @@ class Links:
         leaf.start = 0 if node is None else node.end
         if node is not None:
             node.children.add(leaf)
+            if node.name is not None:
+                self.named.hold(node)
 
     def detach(self, leaf: Leaf, node: Node | None) -> None:
-        """Take `leaf` from under `node`, and merge the node into its child if one alone is left."""
+        """Take `leaf` from under `node`; a node without a name that has one child left merges."""
         if node is None:
             return
         node.children.remove(leaf)
-        if len(node.children) > 1:
-            return
+        if node.name is not None:
+            self.release(node)
+        elif len(node.children) == 1:
+            (child,) = node.children
+            self._merge(node, child)
+
+    def release(self, node: Node | None) -> None:
+        """One holder less for a named node; what nothing holds any more is cached from now on.
+
+        Nodes that are used last at the same moment become one.
+        """
+        while node is not None and self.named.let_go(node):
+            parent = node.parent
+            while parent is not None and self.named.is_last_holder(parent, node):
+                self.named.absorb(parent, node)
+                self._merge(parent, node)
+                parent = node.parent
+            node = parent
+
+    def grow_together(self, node: Node) -> None:
+        """Make one of a named node and the one above it where nothing tells them apart."""
+        parent = node.parent
+        if parent is not None and self.named.are_alike(parent, node):
+            self.named.absorb(parent, node)
+            self._merge(parent, node)
+
+    def remove(self, node: Node) -> None:
+        """Forget a node without children."""
         self.count -= 1
-        (child,) = node.children
+        if node.parent is not None:
+            node.parent.children.remove(node)
+
+    def _merge(self, node: Node, child: Node | Leaf) -> None:
+        """Give the pages of `node` to its only child, which takes its place."""
+        self.count -= 1
         child.parent = node.parent
         child.start = node.start
         if isinstance(child, Node):

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from service.core.errors import InvalidRequest, UnknownSequence
-from service.core.nodes import Leaf
+from service.core.namespaces import Namespace
+from service.core.nodes import FOREVER, Leaf
+from service.core.values import NewSpec
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 _FIRST_CAPACITY = 64
+LEAST_ENDS: Final = 1024
+"""Ends of sequences that are gone are not looked for among fewer."""
 
 
 class SequenceBooks:
@@ -24,18 +31,25 @@ class SequenceBooks:
     `lengths` int32 [num_layers, capacity] is kv_len; `num_pages` int32 the size of the page table;
     `last_page` int32 the table's last page, so that a decode step finds where to write without
     touching tables; `serials` int64 names the state of a sequence's written pages (see `renew`).
+    `ttl_s` float64 is how long a sequence lives unused, `used` when it was used last; both count
+    only while some sequence has an end, and `now` is the time then.
     """
 
     __slots__ = (
         "_free",
         "_index_of",
         "_leaves",
+        "_mortal",
         "_next_serial",
+        "_num_ends",
         "_sorted",
         "last_page",
         "lengths",
+        "now",
         "num_pages",
         "serials",
+        "ttl_s",
+        "used",
     )
 
     def __init__(self, num_layers: int) -> None:
@@ -44,10 +58,15 @@ class SequenceBooks:
         self._free: list[int] = []
         self._sorted: list[str] | None = []
         self._next_serial = 0
+        self._mortal: list[tuple[float, int, Leaf]] = []
+        self._num_ends = 0
+        self.now = 0.0
         self.lengths: Int32 = np.zeros((num_layers, _FIRST_CAPACITY), dtype=np.int32)
         self.num_pages: Int32 = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
         self.last_page: Int32 = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
         self.serials: Int64 = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
+        self.ttl_s: Float64 = np.zeros(_FIRST_CAPACITY, dtype=np.float64)
+        self.used: Float64 = np.zeros(_FIRST_CAPACITY, dtype=np.float64)
 
     def __len__(self) -> int:
         return len(self._index_of)
@@ -58,7 +77,7 @@ class SequenceBooks:
     def __iter__(self) -> Iterator[Leaf]:
         return (self._leaves[index] for index in self._index_of.values())
 
-    def add(self, name: str, origin: str | None, length: int, table: Int32) -> Leaf:
+    def add(self, spec: NewSpec, owner: Namespace, length: int, table: Int32) -> Leaf:
         """A new sequence, `length` tokens at every layer, with all of `table` as its page table.
 
         Its leaf hangs nowhere yet.
@@ -66,18 +85,23 @@ class SequenceBooks:
         if not self._free:
             self._add_column()
         index = self._free.pop()
-        leaf = Leaf(name, index, origin, None, 0, table)
+        leaf = Leaf(spec.id, index, spec.parent, owner, None, 0, table)
         self._leaves[index : index + 1] = [leaf]
-        self._index_of[name] = index
+        self._index_of[spec.id] = index
+        owner.num_sequences += 1
         self._sorted = None
         self.lengths[:, index] = length
         self.set_num_pages(leaf, table.size)
         self.renew(leaf)
+        if spec.ttl_s is not None:
+            self.ttl_s[index], self.used[index] = spec.ttl_s, self.now
+            self._look_again(leaf, self.now + spec.ttl_s)
         return leaf
 
     def remove(self, leaf: Leaf) -> None:
         """Forget a sequence; its pages and links are the caller's."""
         del self._index_of[leaf.id]
+        leaf.owner.num_sequences -= 1
         leaf.table = leaf.table[:0].copy()  # the leaf stays in its column until another comes
         self._free.append(leaf.index)
         self._sorted = None
@@ -96,10 +120,13 @@ class SequenceBooks:
     def indices(self, ids: Sequence[str]) -> Indices:
         """Columns of `ids`, in their order. Raises `UnknownSequence` with every unknown id."""
         try:
-            return np.fromiter(map(self._index_of.__getitem__, ids), np.intp, len(ids))
+            indices = np.fromiter(map(self._index_of.__getitem__, ids), np.intp, len(ids))
         except KeyError:
             unknown = [name for name in ids if name not in self._index_of]
             raise UnknownSequence(unknown) from None
+        if self._mortal:
+            self.used[indices] = self.now
+        return indices
 
     def distinct_indices(self, ids: Sequence[str]) -> Indices:
         """As `indices`, for operations that change each sequence once.
@@ -116,6 +143,7 @@ class SequenceBooks:
         index = self._index_of.get(name)
         if index is None:
             raise UnknownSequence((name,))
+        self.used[index] = self.now
         return self._leaves[index]
 
     def holds(self, leaf: Leaf) -> bool:
@@ -131,12 +159,54 @@ class SequenceBooks:
         """The least kv_len over layers."""
         return int(self.lengths[:, leaf.index].min())
 
-    def names_after(self, after: str | None, limit: int) -> list[str]:
-        """Up to `limit` ids in order, those after `after`."""
+    def after(self, after: str | None, limit: int) -> list[Leaf]:
+        """Up to `limit` leaves in order of id, those after `after`."""
+        names = self._names()
+        first = 0 if after is None else bisect_right(names, after)
+        return [self._leaves[self._index_of[name]] for name in names[first : first + limit]]
+
+    def beginning_with(self, prefix: str, limit: int) -> list[str]:
+        """Up to `limit` ids that begin with `prefix`, in order."""
+        names = self._names()
+        first = bisect_left(names, prefix)
+        found = names[first : first + limit]
+        return [name for name in found if name.startswith(prefix)]
+
+    def _names(self) -> list[str]:
         if self._sorted is None:
             self._sorted = sorted(self._index_of)
-        first = 0 if after is None else bisect_right(self._sorted, after)
-        return self._sorted[first : first + limit]
+        return self._sorted
+
+    def outlived(self, is_held: Callable[[str], bool]) -> list[str]:
+        """Ids of the sequences that nobody has used for as long as they may live unused.
+
+        Those that `is_held` says are in use have been used just now.
+        """
+        over: list[str] = []
+        while self._mortal and self._mortal[0][0] <= self.now:
+            leaf = heappop(self._mortal)[2]
+            if not self.holds(leaf):
+                continue
+            if is_held(leaf.id):
+                self.used[leaf.index] = self.now
+            ends = float(self.used[leaf.index] + self.ttl_s[leaf.index])
+            if ends <= self.now:
+                over.append(leaf.id)
+            else:
+                self._look_again(leaf, ends)
+        return over
+
+    @property
+    def next_end(self) -> float:
+        """When to ask next who has outlived its time."""
+        return self._mortal[0][0] if self._mortal else FOREVER
+
+    def _look_again(self, leaf: Leaf, when: float) -> None:
+        self._num_ends += 1  # no two entries are equal, so leaves are never compared
+        heappush(self._mortal, (when, self._num_ends, leaf))
+        if len(self._mortal) > LEAST_ENDS + 2 * len(self):
+            self._mortal = [one for one in self._mortal if self.holds(one[2])]
+            heapify(self._mortal)
 
     def _add_column(self) -> None:
         index = len(self._leaves)
@@ -146,6 +216,8 @@ class SequenceBooks:
             self.num_pages = np.concatenate((self.num_pages, np.zeros_like(self.num_pages)))
             self.last_page = np.concatenate((self.last_page, np.zeros_like(self.last_page)))
             self.serials = np.concatenate((self.serials, np.zeros_like(self.serials)))
+            self.ttl_s = np.concatenate((self.ttl_s, np.zeros_like(self.ttl_s)))
+            self.used = np.concatenate((self.used, np.zeros_like(self.used)))
 
 
 def refuse_twice(ids: Sequence[str]) -> None:

@@ -10,9 +10,14 @@ from collections.abc import Hashable, Iterator, Sequence
 import numpy as np
 
 from service.core.allocator import PageAllocator
+from service.core.budget import Budget
+from service.core.cache import PrefixCache
 from service.core.creation import first_lengths
 from service.core.errors import IntegrityError, InvalidRequest, LengthMismatch
 from service.core.integrity import integrity_steps, sharing_ratio
+from service.core.keys import Prefix
+from service.core.named import NamedPages
+from service.core.namespaces import Namespace
 from service.core.nodes import Leaf, Links
 from service.core.ragged import CsrTable, csr_table, indptr, token_slots
 from service.core.sequences import SequenceBooks
@@ -25,6 +30,7 @@ from service.core.values import (
     SequenceView,
     row_copies,
 )
+from service.core.views import view
 
 # Named here because the class has a method called `list`.
 Leaves = list[Leaf]
@@ -35,13 +41,16 @@ class PrefixTree:
     """All sequences of one pool, `num_layers` layers deep.
 
     Not thread-safe: one thread owns it. `allocator`, `books` and the leaves' links are open to the
-    planner and the integrity check, which only read them.
+    planner and the integrity check, which only read them. `budget` says who may have how many
+    pages, `cache` finds those that are committed.
     """
 
     __slots__ = (
         "_links",
         "allocator",
         "books",
+        "budget",
+        "cache",
         "num_layers",
         "page_size",
     )
@@ -58,25 +67,33 @@ class PrefixTree:
         self.books = SequenceBooks(num_layers)
         self.num_layers = num_layers
         self.page_size = page_size
-        self._links = Links()
+        named = NamedPages(num_pages, page_size)
+        self._links = Links(named)
+        self.budget = Budget(self.allocator, named, self._links)
+        self.cache = PrefixCache(self.books, self._links, self.budget)
 
     def create(self, new: Sequence[NewSpec]) -> RowCopies:
         """Make sequences, each empty or a fork; all or none.
 
         A fork shares its parent's full pages up to its length and gets a fresh page for the rest,
-        whose rows the returned copies bring there. A parent may come earlier in `new`.
+        whose rows the returned copies bring there. A parent may come earlier in `new`. One with a
+        prefix begins with the longest part of it that is cached.
 
         Raises `InvalidRequest`, `SequenceExists`, `UnknownSequence` (parents), `OutOfPages`.
         """
         lengths = first_lengths(self.books, new)
         num_tails = sum(length % self.page_size > 0 for length in lengths)
-        fresh = self.allocator.allocate(num_tails)
+        owner = self.budget.namespace(new[0].namespace) if new else None
+        fresh = np.empty(0, np.int32) if owner is None else self.budget.take(owner, num_tails)
         copies: list[tuple[int, int, int]] = []
         written_from: dict[int, int] = {}
         for spec, length in zip(new, lengths, strict=True):
             full, num_rows = divmod(length, self.page_size)
             tail = fresh[len(copies) : len(copies) + (num_rows > 0)]
             parent = None if spec.parent is None else self.books.leaf(spec.parent)
+            if spec.prefix is not None:
+                self._add_cached(spec, spec.prefix)
+                continue
             self._add(spec, parent, length, tail)
             if parent is not None and num_rows:
                 # A parent of this very call has no rows yet: they come from where its own do.
@@ -210,19 +227,25 @@ class PrefixTree:
 
     def describe(self, name: str) -> SequenceView:
         """What is known of one sequence. Raises `UnknownSequence`."""
-        leaf = self.books.leaf(name)
-        lengths = tuple(self.books.lengths[:, leaf.index].tolist())
-        pages = int(self.books.num_pages[leaf.index])
-        last_page_len = max(lengths) - max(pages - 1, 0) * self.page_size
-        return SequenceView(name, min(lengths), lengths, pages, last_page_len, leaf.origin)
+        return view(self.books, self.books.leaf(name), self.page_size)
 
     def list(self, after: str | None, limit: int) -> Views:
         """Up to `limit` sequences in order of id, those after `after` (None: from the start)."""
-        return [self.describe(name) for name in self.books.names_after(after, limit)]
+        return [view(self.books, leaf, self.page_size) for leaf in self.books.after(after, limit)]
+
+    def tick(self, now: float) -> None:
+        """The time is `now`, in seconds by one clock: leases and soft pins end in time."""
+        self.books.now = now
+        self.cache.tick(now)
+
+    @property
+    def next_end(self) -> float:
+        """When time alone will next change something."""
+        return min(self.books.next_end, self.cache.next_end)
 
     def integrity_steps(self) -> Iterator[None]:
         """`check_integrity` in pieces between which the tree may change."""
-        return integrity_steps(self.books, self._links, self.allocator, self.page_size)
+        return integrity_steps(self.books, self._links, self.budget, self.cache.leases)
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError`, with the numbers, where an invariant does not hold."""
@@ -235,7 +258,7 @@ class PrefixTree:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes shared by two sequences or more; leaves are not counted."""
+        """Nodes that are cached, or shared by two sequences or more; leaves are not counted."""
         return self._links.count
 
     @property
@@ -253,13 +276,23 @@ class PrefixTree:
         shared = tail[:0] if parent is None else parent.table[:full]
         node = None if parent is None else self._links.node_ending_at(parent, full)
         table = np.concatenate((shared, tail))
-        self._links.attach(self.books.add(spec.id, spec.parent, length, table), node)
+        owner = self.budget.namespace(spec.namespace)
+        self._links.attach(self.books.add(spec, owner, length, table), node)
+
+    def _add_cached(self, spec: NewSpec, prefix: Prefix) -> None:
+        """A new sequence with as much of the prefix as is cached."""
+        found = self.cache.match(spec.namespace, prefix)
+        node = found.cut(self._links)
+        table = found.table()
+        owner = self.budget.namespace(spec.namespace)
+        length = found.num_pages * self.page_size
+        self._links.attach(self.books.add(spec, owner, length, table), node)
 
     def _cut_shared(self, leaf: Leaf, full: int, num_rows: int) -> RowCopies:
         """Leave `leaf` its first `full` pages, still shared, and `num_rows` rows of the next."""
         count = int(self.books.num_pages[leaf.index])
         kept = leaf.table[leaf.start : count][: num_rows > 0]
-        fresh = self.allocator.allocate((num_rows > 0) - kept.size)
+        fresh = self.budget.take(leaf.owner, (num_rows > 0) - kept.size)
         tail = np.concatenate((kept, fresh))
         copies = row_copies([(int(leaf.table[full]), int(page), num_rows) for page in tail])
         self._drop_pages(leaf, leaf.start + kept.size)
@@ -273,16 +306,16 @@ class PrefixTree:
     def _drop_pages(self, leaf: Leaf, keep: int) -> None:
         """Release the leaf's own pages after the first `keep` of its table."""
         count = int(self.books.num_pages[leaf.index])
-        self.allocator.release(leaf.table[keep:count])
+        self.budget.give_back(leaf.owner, leaf.table[keep:count])
         self.books.set_num_pages(leaf, keep)
 
     def _grow(self, grown: Indices, missing: Int32) -> None:
         """Give each leaf of the columns `grown` as many fresh pages as it is `missing`."""
         if grown.size == 0:
             return
-        pages = self.allocator.allocate(int(missing.sum()))
-        ends = np.cumsum(missing)
         leaves, held = self.books.leaves(grown), self.books.num_pages[grown].tolist()
+        pages = self.budget.take(owner_of(leaves), int(missing.sum()))
+        ends = np.cumsum(missing)
         if pages.size == grown.size:
             for leaf, have, page in zip(leaves, held, pages.tolist(), strict=True):
                 leaf.push_one(have, page)
@@ -302,3 +335,11 @@ class PrefixTree:
             return slots
         tables = [leaf.table for leaf in self.books.leaves(index)]
         return token_slots(tables, before, counts, self.page_size)
+
+
+def owner_of(leaves: Leaves) -> Namespace:
+    """The namespace of a batch, which has one."""
+    owner = leaves[0].owner
+    if any(leaf.owner is not owner for leaf in leaves):
+        raise IntegrityError("sequences of two namespaces in one batch")
+    return owner

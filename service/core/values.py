@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from service.core.keys import Prefix
 from service.core.nodes import Leaf
 
 Int32 = NDArray[np.int32]
 Indices = NDArray[np.intp]
 
+DEFAULT_NAMESPACE: Final = "default"
+"""Everybody's, where nobody says whose."""
+
 
 @dataclass(frozen=True, slots=True)
 class NewSpec:
-    """A sequence to make; with `parent`, a fork of it at `length` (None: all of it)."""
+    """A sequence to make: empty, a fork of `parent` at `length` (None: all of it), or beginning
+    with as much of `prefix` as is cached in its `namespace`. `ttl_s`: seconds it lives unused."""
 
     id: str
     parent: str | None = None
     length: int | None = None
+    prefix: Prefix | None = None
+    namespace: str = DEFAULT_NAMESPACE
+    ttl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

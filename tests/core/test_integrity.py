@@ -104,7 +104,7 @@ DAMAGE: list[tuple[Callable[[TokenPool], None], str]] = [
     (node_with_one_child, "the node of pages 0 to 2 of its path has 1 children"),
     (node_lost_a_page, "owns them from 2, shares 1"),
     (node_without_pages, "has 0 pages and starts after 0"),
-    (node_miscounted, "1 nodes were counted, 0 hold sequences"),
+    (node_miscounted, "1 nodes were counted, 0 are there"),
     (length_past_the_pages, r"b with 3 pages of 4 has lengths \[20, 11\]"),
     (length_within_the_shared_part, r"lengths \[11, 3\] owns them from 2, shares 2"),
     (another_last_page, "b with 3 pages of 4 ends in 2, its books say 3"),

@@ -1,0 +1,116 @@
+"""The prefix cache: committed pages found again by their names, kept, held and let go."""
+
+from __future__ import annotations
+
+from service.core.budget import Budget
+from service.core.changes import Cleared
+from service.core.commits import DEFAULT, Commits, keep_path
+from service.core.errors import UnknownPage
+from service.core.keys import Prefix
+from service.core.leases import Leases
+from service.core.matching import Match, named_path, walk
+from service.core.nodes import FOREVER, Links, Node, Retention, named
+from service.core.sequences import SequenceBooks
+
+
+class PrefixCache:
+    """Finds, commits and evicts named pages; shares the tree's books, links and pages."""
+
+    __slots__ = ("_budget", "_commits", "_links", "leases", "named")
+
+    def __init__(self, books: SequenceBooks, links: Links, budget: Budget) -> None:
+        self._commits = Commits(books, links, budget)
+        self._links = links
+        self._budget = budget
+        self.named = links.named
+        self.leases = Leases(links, links.named)
+
+    # Finding.
+
+    def match(self, namespace: str, prefix: Prefix) -> Match:
+        """The longest beginning of `prefix` that is cached in the namespace."""
+        held = self._budget.namespaces.get(namespace)
+        root = None if held is None else held.roots.get(prefix.cache_salt)
+        if root is None:
+            return Match(None, 0)
+        return walk(self.named, root, None, prefix, prefix.num_pages(self.named.page_size))
+
+    def lease(self, namespace: str, prefix: Prefix, lease_id: str, lease_s: float) -> int:
+        """Hold the longest cached beginning of `prefix` for so long; its pages."""
+        found = self.match(namespace, prefix)
+        owner = self._budget.namespace(namespace)
+        self.leases.open(lease_id, owner, found.cut(self._links), self.named.keeping.now + lease_s)
+        return found.num_pages
+
+    def use(self, namespace: str, prefix: Prefix) -> int:
+        """Use the longest cached beginning of `prefix` now, holding nothing; its pages."""
+        found = self.match(namespace, prefix)
+        node = found.cut(self._links)
+        if node is not None:
+            self.named.hold(node)
+            self._links.release(node)
+        return found.num_pages
+
+    # Keeping.
+
+    def commit(self, name: str, prefix: Prefix, keep: Retention = DEFAULT) -> int:
+        """Name a sequence's full pages as far as `prefix` does; see `Commits.commit`."""
+        return self._commits.commit(name, prefix, keep)
+
+    def pin(self, namespace: str, key: bytes, cache_salt: str, soft_ttl_s: float | None) -> int:
+        """Pin a page and all before it: soft for so long, or hard (None). Pages that it covers.
+
+        Raises `UnknownPage`.
+        """
+        node = self._page(namespace, key, cache_salt)
+        if soft_ttl_s is None:
+            self.leases.pin(named(node).root, key, node)
+        else:
+            keep_path(
+                self._links, node, Retention(0, -FOREVER, self.named.keeping.now + soft_ttl_s)
+            )
+        return node.end
+
+    def unpin(self, namespace: str, key: bytes, cache_salt: str) -> None:
+        """Take the pins of a page away, hard and soft. Raises `UnknownPage` where it has none."""
+        node = self._page(namespace, key, cache_salt)
+        was_hard = self.leases.unpin(named(node).root, key)
+        ends = named(node).keep.soft_ends
+        if not was_hard and ends == -FOREVER:
+            raise UnknownPage(key.hex())
+        # What comes before it is evicted after it in any case.
+        for above in named_path(node):
+            if named(above).keep.soft_ends <= ends:
+                self.named.keeping.unpin(above)
+
+    def _page(self, namespace: str, key: bytes, cache_salt: str) -> Node:
+        """The node that ends with the page of that key."""
+        held = self._budget.namespaces.get(namespace)
+        root = None if held is None else held.roots.get(cache_salt)
+        found = None if root is None else self.named.find(root, key)
+        if found is None:
+            raise UnknownPage(key.hex())
+        node, at = found
+        return Match(node, node.start + at + 1).cut(self._links) or node
+
+    # Letting go.
+
+    def evict(self, namespace: str, count: int) -> int:
+        """Evict up to `count` cached pages of a namespace; how many were."""
+        held = self._budget.namespaces.get(namespace)
+        return 0 if held is None else self._budget.evict(held, count)
+
+    def cleared(self, namespace: str) -> None:
+        """Say that all that could be evicted was."""
+        self.named.changes.add(Cleared(namespace))
+
+    def tick(self, now: float) -> None:
+        """The time is `now`: end what ends by then."""
+        self.named.keeping.now = now
+        self.leases.expire(now)
+        self.named.keeping.expire()
+
+    @property
+    def next_end(self) -> float:
+        """When time alone will next change something."""
+        return min(self.leases.next_end, self.named.keeping.next_end)

@@ -1,0 +1,70 @@
+"""Page keys: how pages are named, from a caller's own chain or from token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+KEY_BYTES: Final = 16
+WORDS: Final = KEY_BYTES // 8
+"""A key as numbers: it is compared as two uint64."""
+
+Keys = NDArray[np.uint64]
+TokenIds = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """The beginning of a prompt, by exactly one of `token_ids` and `page_keys`.
+
+    `token_ids` uint32 [n]; a last page that is not full counts for nothing. `page_keys` uint64
+    [n, 2], the 16 bytes of each page's key. `cache_salt` divides a namespace: pages are found again
+    under the salt they were committed with.
+    """
+
+    token_ids: TokenIds | None = None
+    page_keys: Keys | None = None
+    cache_salt: str = ""
+
+    def num_pages(self, page_size: int) -> int:
+        """Full pages that it names."""
+        if self.page_keys is not None:
+            return len(self.page_keys)
+        return 0 if self.token_ids is None else self.token_ids.size // page_size
+
+    def key_at(self, page: int, before: bytes, page_size: int) -> bytes:
+        """The key of one page, with the key `before` it."""
+        if self.page_keys is not None:
+            key: bytes = self.page_keys[page].tobytes()
+            return key
+        if self.token_ids is None:
+            raise ValueError("a prefix without names: this is a bug")
+        ids = self.token_ids[page * page_size : (page + 1) * page_size]
+        return blake2b(before + ids.tobytes(), digest_size=KEY_BYTES).digest()
+
+    def keys(self, first: int, last: int, before: bytes, page_size: int) -> Keys:
+        """The keys of pages `first:last`, with the key `before` them; uint64 [last - first, 2]."""
+        if self.page_keys is not None:
+            return self.page_keys[first:last]
+        if self.token_ids is None:
+            raise ValueError("a prefix without names: this is a bug")
+        ids = memoryview(self.token_ids[first * page_size : last * page_size].tobytes())
+        width, key, chained = 4 * page_size, before, []
+        for begin in range(0, len(ids), width):
+            key = blake2b(b"".join((key, ids[begin : begin + width])), digest_size=16).digest()
+            chained.append(key)
+        return as_keys(b"".join(chained))
+
+
+def root_key(namespace: str, cache_salt: str) -> bytes:
+    """What stands before the first page's key: nothing is shared across namespaces or salts."""
+    return blake2b(f"{namespace}\0{cache_salt}".encode(), digest_size=KEY_BYTES).digest()
+
+
+def as_keys(raw: bytes) -> Keys:
+    """Keys one after another, as uint64 [n, 2]."""
+    return np.frombuffer(raw, dtype=np.uint64).reshape(-1, WORDS)

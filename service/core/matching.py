@@ -1,0 +1,72 @@
+"""Finding cached pages: down the tree by the keys of pages, then compared page by page at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.core.keys import Prefix
+from service.core.named import NamedPages
+from service.core.namespaces import Root
+from service.core.nodes import Int32, Links, Node, named
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached beginning of a prefix: `num_pages`, the last of them in `node`."""
+
+    node: Node | None
+    num_pages: int
+
+    def table(self) -> Int32:
+        """The pages, in order; int32 [num_pages]."""
+        table = np.empty(self.num_pages, dtype=np.int32)
+        node = self.node
+        while node is not None:
+            end = min(node.end, self.num_pages)
+            table[node.start : end] = node.pages[: end - node.start]
+            node = node.parent
+        return table
+
+    def cut(self, links: Links) -> Node | None:
+        """The node that ends with the last page; whoever asks must hold it."""
+        if self.node is None or self.node.end == self.num_pages:
+            return self.node
+        return links.split(self.node, self.num_pages)
+
+
+def walk(names: NamedPages, root: Root, node: Node | None, prefix: Prefix, stop: int) -> Match:
+    """The longest way below `node` (None: the root) whose pages are those of the prefix.
+
+    Nodes are found by the keys of their first pages; then all their pages are compared at once.
+    """
+    begin = at = 0 if node is None else node.end
+    key = root.key if node is None else names.last_key(node)
+    way: list[Node] = []
+    last = node
+    while at < stop:
+        kids = root.kids if last is None else named(last).kids
+        kid = kids.get(prefix.key_at(at, key, names.page_size)) if kids else None
+        if kid is None or not (prefix.token_ids is None or named(kid).with_ids):
+            break
+        way.append(kid)
+        last = kid
+        at, key = kid.end, names.last_key(kid)
+    if not way:
+        return Match(node, begin)
+    pages = way[0].pages if len(way) == 1 else np.concatenate([one.pages for one in way])
+    end = begin + names.num_same(pages[: stop - begin], prefix, begin)
+    while way and way[-1].start >= end:
+        way.pop()
+    return Match(way[-1] if way else node, end)
+
+
+def named_path(node: Node | None) -> list[Node]:
+    """The named nodes from the root down to `node`."""
+    path = []
+    while node is not None:
+        if node.name is not None:
+            path.append(node)
+        node = node.parent
+    return path[::-1]

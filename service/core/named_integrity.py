@@ -1,0 +1,86 @@
+"""The invariants of named nodes: their names, who holds them, their states, and the sums of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from service.core.budget import Budget
+from service.core.errors import IntegrityError
+from service.core.eviction_order import OUT
+from service.core.named import NamedPages
+from service.core.nodes import CACHED, PINNED, REFERENCED, Name, Node, named
+from service.core.sequences import SequenceBooks
+
+
+def check_named(node: Node, books: NamedPages, held: Counter[Node]) -> None:
+    """One node with a name; `held` counts the leases and pins of each."""
+    name = named(node)
+    where = f"the named node of pages {node.start} to {node.end} of its path"
+    if node.pages.size == 0 or (books.node_of[node.pages] != name.number).any():
+        raise IntegrityError(f"{where} holds pages that are not known as its own")
+    _check_place(node, name, books, where)
+    live = [child for child in node.children if _is_live(child)]
+    pinned = [child for child in name.kids.values() if named(child).pins]
+    if name.own != held[node] or name.refs + name.pins < name.own:
+        raise IntegrityError(f"{where} has {name.own} leases and pins, {held[node]} are on it")
+    if name.refs + name.pins != len(live) + len(pinned) + name.own or name.refs < len(live):
+        raise IntegrityError(
+            f"{where} has {name.refs} holders and {name.pins} pins, with {len(live)} children "
+            f"held, {len(pinned)} pinned, and {name.own} of its own"
+        )
+    state = REFERENCED if name.refs else PINNED if name.pins else CACHED
+    if name.state != state or (name.place != OUT) != (state == CACHED):
+        raise IntegrityError(f"{where} is in state {name.state}, place {name.place}, not {state}")
+
+
+def _is_live(child: object) -> bool:
+    return not isinstance(child, Node) or child.name is None or child.name.refs > 0
+
+
+def _check_place(node: Node, name: Name, books: NamedPages, where: str) -> None:
+    """It hangs where its key says, under nodes with names."""
+    above = 0 if node.parent is None else node.parent.end
+    if node.start != above or books.nodes[name.number] is not node:
+        raise IntegrityError(f"{where} starts after {above}, or another has its number")
+    if node.parent is not None and (node.parent.name is None or node not in node.parent.children):
+        raise IntegrityError(f"{where} hangs under a node that does not know it")
+    kids = name.root.kids if node.parent is None else named(node.parent).kids
+    if kids.get(books.first_key(node)) is not node:
+        raise IntegrityError(f"{where} is not found by its key")
+    if name.root.namespace.roots.get(name.root.cache_salt) is not name.root:
+        raise IntegrityError(f"{where} hangs under a root that is gone")
+    if any(child not in node.children for child in name.kids.values()):
+        raise IntegrityError(f"{where} finds a child that hangs elsewhere")
+
+
+def check_counts(books: SequenceBooks, budget: Budget, pages: NamedPages) -> None:
+    """The sums of every namespace, counted anew."""
+    used, cached, pinned = Counter[str](), Counter[str](), Counter[str]()
+    for node in pages.nodes:
+        if node is not None:
+            name = named(node)
+            owner, size = name.root.namespace.name, node.pages.size
+            used[owner] += size
+            cached[owner] += size if name.state == CACHED else 0
+            pinned[owner] += size if name.state == PINNED else 0
+    shared: set[Node] = set()
+    for leaf in books:
+        used[leaf.owner.name] += int(books.num_pages[leaf.index]) - leaf.start
+        node = leaf.parent
+        while node is not None and node.name is None and node not in shared:
+            shared.add(node)
+            used[leaf.owner.name] += node.pages.size
+            node = node.parent
+    for one in budget.namespaces.values():
+        found = (used.pop(one.name, 0), cached[one.name], pinned[one.name])
+        if found != (one.used, one.cached, one.pinned):
+            raise IntegrityError(
+                f"namespace {one.name} has {found} pages used, cached and pinned, its books say "
+                f"{(one.used, one.cached, one.pinned)}"
+            )
+    if any(used.values()):
+        raise IntegrityError(f"pages of unknown namespaces: {dict(used)}")
+    if int(np.count_nonzero(pages.node_of >= 0)) != pages.num_pages:
+        raise IntegrityError(f"{pages.num_pages} pages have names, by their books")

@@ -1,0 +1,68 @@
+"""Namespaces: whose pages are whose, how many of each, and how many each may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from service.core.eviction_order import EvictionOrder
+from service.core.keys import root_key
+from service.core.nodes import Node
+
+
+@dataclass(slots=True, eq=False)
+class Root:
+    """Where the paths of a namespace and cache salt begin; `key` stands before the first page's."""
+
+    namespace: Namespace
+    cache_salt: str
+    key: bytes
+    kids: dict[bytes, Node] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Namespace:
+    """The pages that one tenant holds.
+
+    `used` of them in all: `cached` ones that can be evicted, `pinned` ones that only hard pins
+    hold, and those that sequences and leases refer to. At most `max_pages` (None: no limit);
+    `reserved_pages` are kept for it when it has fewer.
+    """
+
+    name: str
+    max_pages: int | None = None
+    reserved_pages: int = 0
+    used: int = 0
+    cached: int = 0
+    pinned: int = 0
+    num_leases: int = 0
+    num_sequences: int = 0
+    order: EvictionOrder = field(default_factory=EvictionOrder)
+    roots: dict[str, Root] = field(default_factory=dict)
+
+    @property
+    def referenced(self) -> int:
+        """Pages that sequences or leases hold."""
+        return self.used - self.cached - self.pinned
+
+    @property
+    def unfilled(self) -> int:
+        """Pages that are kept for it and that it does not have yet."""
+        return max(0, self.reserved_pages - self.used)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held for it and nobody has said anything about it."""
+        held = self.used or self.num_sequences or self.num_leases
+        return not held and not self.reserved_pages and self.max_pages is None
+
+    def root(self, cache_salt: str) -> Root:
+        """The root of a salt, made when it is asked for the first time."""
+        root = self.roots.get(cache_salt)
+        if root is None:
+            root = self.roots[cache_salt] = Root(self, cache_salt, root_key(self.name, cache_salt))
+        return root
+
+    def drop_root(self, root: Root) -> None:
+        """Forget a root that nothing hangs under any more: salts are the caller's to invent."""
+        if not root.kids and self.roots.get(root.cache_salt) is root:
+            del self.roots[root.cache_salt]

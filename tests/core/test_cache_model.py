@@ -1,0 +1,19 @@
+"""Any history of a prefix cache leaves what a plain model of pages would hold."""
+
+from __future__ import annotations
+
+import pytest
+from cache_model import run
+
+
+@pytest.mark.timeout(900)  # half a minute of CPU time, more on a busy machine
+def test_any_history_leaves_what_pages_in_a_dict_would_be() -> None:
+    over = run(100_000, seed=2026, check_every=100)
+    assert over.hits > 1000, "hardly anything was found again"
+    for kind in ("evicted", "moved", "left to forks", "outlived", "out of pages"):
+        assert over.counts[kind] > 20, f"{kind}: {over.counts[kind]} times only"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_books_are_right_after_every_single_operation(seed: int) -> None:
+    run(1000, seed, check_every=1)
