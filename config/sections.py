@@ -302,6 +302,14 @@ class EngineSettings(Section):
     or none."""
 
 
+class CacheSettings(Section):
+    """The prefix cache: committed pages that outlive their sequences."""
+
+    high_watermark: Annotated[float, Field(gt=0.0, le=1.0)] = 0.90
+    """Share of the pool's pages in use above which cached ones are evicted ahead of need, a few
+    each turn. Lower it where large prompts come in bursts; 1 evicts only what is needed at once."""
+
+
 class LogSettings(Section):
     """What is written to standard error."""
 
@@ -325,6 +333,7 @@ class Settings(Section):
     server: ServerSettings = ServerSettings()
     auth: AuthSettings = AuthSettings()
     engine: EngineSettings = EngineSettings()
+    cache: CacheSettings = CacheSettings()
     log: LogSettings = LogSettings()
     config: Path | None = None
     """A YAML file laid over the defaults."""

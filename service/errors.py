@@ -7,10 +7,13 @@ AttndError
 ├── Forbidden             403 forbidden               scope
 ├── NoSuchRoute           404 not_found
 ├── UnknownSequence       404 unknown_sequence        sequences
+├── UnknownLease          404 unknown_lease           lease
+├── UnknownPage           404 unknown_page            page_key
 ├── MethodNotAllowed      405 method_not_allowed      allow
 ├── RequestTimeout        408 request_timeout
 ├── SequenceExists        409 sequence_exists         sequences
 ├── LengthMismatch        409 length_mismatch         lengths
+├── KeyMismatch           409 key_mismatch            page
 ├── BodyTooLarge          413 body_too_large          size, limit
 ├── AnswerTooLarge        413 answer_too_large        size, limit
 ├── UnsupportedMediaType  415 unsupported_media_type  supported
@@ -21,7 +24,7 @@ AttndError
 ├── Internal              500 internal
 ├── NotReady              503 not_ready
 ├── DeadlineExceeded      504 deadline_exceeded
-├── OutOfPages            507 out_of_pages            needed, free, total
+├── OutOfPages            507 out_of_pages            needed, free, total, held
 └── OutOfSequences        507 out_of_sequences        needed, free, total
 """
 
@@ -70,6 +73,19 @@ class UnknownSequence(AttndError):
         super().__init__(f"unknown sequence: {', '.join(ids)}", sequences=list(ids))
 
 
+class UnknownLease(AttndError):
+    def __init__(self, lease: str) -> None:
+        super().__init__(f"unknown lease: {lease}", lease=lease)
+
+
+class UnknownPage(AttndError):
+    """Not cached, or for a pin to be taken away: not pinned."""
+
+    def __init__(self, page_key: str) -> None:
+        detail = f"no such page: {page_key}: it is not cached, or has no pin to take away"
+        super().__init__(detail, page_key=page_key)
+
+
 class MethodNotAllowed(AttndError):
     """The path is there, the method is not; `allow` lists those that are."""
 
@@ -92,6 +108,14 @@ class LengthMismatch(AttndError):
     def __init__(self, lengths: Mapping[str, int]) -> None:
         true = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         super().__init__(f"offsets differ from the stored lengths: {true}", lengths=dict(lengths))
+
+
+class KeyMismatch(AttndError):
+    """A page that has a name already was given another, or a name was given to another page."""
+
+    def __init__(self, page: int, rule: str) -> None:
+        detail = f"page {page}: {rule}: give the name it has, or commit under another cache_salt"
+        super().__init__(detail, page=page)
 
 
 class BodyTooLarge(AttndError):
@@ -144,12 +168,14 @@ class DeadlineExceeded(AttndError):
 
 
 class OutOfPages(AttndError):
-    def __init__(self, needed: int, free: int, total: int) -> None:
+    """`held`: the namespace's own pages by state, and how many leases it has."""
+
+    def __init__(self, needed: int, free: int, total: int, held: Mapping[str, int]) -> None:
         detail = (
             f"{needed} pages needed, {free} of {total} are free: "
             "free sequences or raise pool.num_pages"
         )
-        super().__init__(detail, needed=needed, free=free, total=total)
+        super().__init__(detail, needed=needed, free=free, total=total, held=dict(held))
 
 
 class OutOfSequences(AttndError):
@@ -177,10 +203,13 @@ KINDS: Final[dict[type[AttndError], Kind]] = {
     Forbidden: Kind(403, "forbidden", "The key does not allow it"),
     NoSuchRoute: Kind(404, "not_found", "No such route"),
     UnknownSequence: Kind(404, "unknown_sequence", "No such sequence"),
+    UnknownLease: Kind(404, "unknown_lease", "No such lease"),
+    UnknownPage: Kind(404, "unknown_page", "No such page"),
     MethodNotAllowed: Kind(405, "method_not_allowed", "The route has other methods"),
     RequestTimeout: Kind(408, "request_timeout", "The request took too long to arrive"),
     SequenceExists: Kind(409, "sequence_exists", "The sequence exists already"),
     LengthMismatch: Kind(409, "length_mismatch", "Offsets differ from the stored lengths"),
+    KeyMismatch: Kind(409, "key_mismatch", "A page has another name already"),
     BodyTooLarge: Kind(413, "body_too_large", "The body is too large"),
     AnswerTooLarge: Kind(413, "answer_too_large", "The answer is too large"),
     UnsupportedMediaType: Kind(415, "unsupported_media_type", "The media type is not supported"),

@@ -39,6 +39,8 @@ STAGES: Final = ("plan", "copy_in", "kernel", "copy_out", "encode")
 Reason = Literal["overloaded", "not_ready", "deadline_exceeded", "cancelled"]
 Mode = Literal["flat", "cascade", "explicit"]
 REASONS: Final[tuple[Reason, ...]] = ("overloaded", "not_ready", "deadline_exceeded", "cancelled")
+STATES: Final = ("free", "referenced", "cached", "pinned")
+RESULTS: Final = ("hit", "miss")
 MODES: Final[tuple[Mode, ...]] = ("flat", "cascade", "explicit")
 
 
@@ -81,6 +83,11 @@ SPECS: Final[dict[str, Spec]] = {
     "sessions": Spec("gauge", "Connections to the engine, doors included."),
     "kv_pages": Spec("gauge", "Pages of the pool.", ("state",)),
     "kv_cache_usage_ratio": Spec("gauge", "Referenced pages over all pages."),
+    "prefix_tokens": Spec(
+        "counter", "Tokens of prompts looked up, in whole pages, by what was found.", ("result",)
+    ),
+    "pages_evicted": Spec("counter", "Cached pages evicted."),
+    "leases": Spec("gauge", "Leases that hold cached pages."),
     "sequences": Spec("gauge", "Sequences alive."),
     "prefix_nodes": Spec("gauge", "Nodes of the prefix tree."),
     "build_info": Spec(
@@ -126,7 +133,10 @@ class Metrics:
         self._rejected = {reason: self._block("rejected", reason) for reason in REASONS}
         self._inflight = self._block("inflight")
         self._sessions = self._block("sessions")
-        self._pages = [self._block("kv_pages", state) for state in ("free", "referenced")]
+        self._pages = {state: self._block("kv_pages", state) for state in STATES}
+        self._leases = self._block("leases")
+        self._evicted = self._block("pages_evicted")
+        self._looked_up = {result: self._block("prefix_tokens", result) for result in RESULTS}
         self._usage_ratio = self._block("kv_cache_usage_ratio")
         self._sequences = self._block("sequences")
         self._nodes = self._block("prefix_nodes")
@@ -209,12 +219,24 @@ class Metrics:
 
     def pool(self, free: int, referenced: int, sequences: int, nodes: int) -> None:
         """The pool after an operation: pages, and counts."""
-        self._pages[0][0] = free
-        self._pages[1][0] = referenced
-        total = free + referenced
+        self._pages["free"][0] = free
+        self._pages["referenced"][0] = referenced
+        total = sum(block[0] for block in self._pages.values())
         self._usage_ratio[0] = referenced / total if total else 0.0
         self._sequences[0] = sequences
         self._nodes[0] = nodes
+
+    def cache(self, cached: int, pinned: int, leases: int, evicted: int) -> None:
+        """The prefix cache after an operation: pages, leases, and pages evicted so far."""
+        self._pages["cached"][0] = cached
+        self._pages["pinned"][0] = pinned
+        self._leases[0] = leases
+        self._evicted[0] = evicted
+
+    def looked_up(self, tokens: int, found: int) -> None:
+        """A prompt of `tokens` in whole pages was looked up, and so many were found."""
+        self._looked_up["hit"][0] += found
+        self._looked_up["miss"][0] += tokens - found
 
     def build(self, version: str, backend: str) -> None:
         """Which build this is; set once the backend is known."""

@@ -41,7 +41,15 @@ EXAMPLES: list[tuple[AttndError, int, str, dict[str, Any]]] = [
     (errors.Internal("x"), 500, "internal", {}),
     (errors.NotReady("x"), 503, "not_ready", {}),
     (errors.DeadlineExceeded("x"), 504, "deadline_exceeded", {}),
-    (errors.OutOfPages(3, 2, 9), 507, "out_of_pages", {"needed": 3, "free": 2, "total": 9}),
+    (
+        errors.OutOfPages(3, 2, 9, {"cached": 1}),
+        507,
+        "out_of_pages",
+        {"needed": 3, "free": 2, "total": 9, "held": {"cached": 1}},
+    ),
+    (errors.UnknownLease("lease-1"), 404, "unknown_lease", {"lease": "lease-1"}),
+    (errors.UnknownPage("ab"), 404, "unknown_page", {"page_key": "ab"}),
+    (errors.KeyMismatch(3, "it has another"), 409, "key_mismatch", {"page": 3}),
     (errors.OutOfSequences(3, 2, 9), 507, "out_of_sequences", {"needed": 3, "free": 2, "total": 9}),
 ]
 

@@ -68,6 +68,9 @@ class PageAllocator:
 
     def release(self, pages: Int32) -> None:
         """One holder less for each of the distinct `pages`; those without holders become free."""
+        if pages.size == 1:
+            self._release_one(int(pages[0]))
+            return
         self._check_held(pages, "released")
         left = self._refcounts[pages] - 1
         self._refcounts[pages] = left
@@ -75,6 +78,18 @@ class PageAllocator:
         freed = pages[left == 0][::-1]
         self._stack[self._num_free : self._num_free + freed.size] = freed
         self._num_free += freed.size
+
+    def _release_one(self, page: int) -> None:
+        """As `release`, for one page: evictions often take no more."""
+        if not 0 <= page < self.num_pages:
+            raise IntegrityError(f"page {page} of {self.num_pages} released")
+        left = int(self._refcounts[page]) - 1
+        if left < 0:
+            raise IntegrityError(f"free page {page} released")
+        self._refcounts[page] = left
+        if left == 0:
+            self._stack[self._num_free] = page
+            self._num_free += 1
 
     def _check_held(self, pages: Int32, verb: str) -> None:
         if pages.size == 0:

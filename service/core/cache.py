@@ -36,10 +36,13 @@ class PrefixCache:
         return walk(self.named, root, None, prefix, prefix.num_pages(self.named.page_size))
 
     def lease(self, namespace: str, prefix: Prefix, lease_id: str, lease_s: float) -> int:
-        """Hold the longest cached beginning of `prefix` for so long; its pages."""
+        """Hold the longest cached beginning of `prefix` for so long; its pages, and no lease where
+        there are none."""
         found = self.match(namespace, prefix)
-        owner = self._budget.namespace(namespace)
-        self.leases.open(lease_id, owner, found.cut(self._links), self.named.keeping.now + lease_s)
+        node = found.cut(self._links)
+        if node is not None:
+            owner = named(node).root.namespace
+            self.leases.open(lease_id, owner, node, self.named.keeping.now + lease_s)
         return found.num_pages
 
     def use(self, namespace: str, prefix: Prefix) -> int:

@@ -54,10 +54,10 @@ class Commits:
         size, length = self._named.page_size, self._books.length(leaf)
         count = prefix.num_pages(size)
         if prefix.token_ids is not None and prefix.token_ids.size > length:
-            rule = f"at most {length}, the tokens that {leaf.id} has at every layer"
+            rule = f"at most {length}, the tokens that the sequence has at every layer"
             raise InvalidRequest("token_ids", f"{prefix.token_ids.size} ids", rule)
         if count > length // size:
-            rule = f"at most {length // size}, the full pages that {leaf.id} has at every layer"
+            rule = f"at most {length // size}, the full pages that the sequence has at every layer"
             raise InvalidRequest("page_keys", f"{count} keys", rule)
         return count
 
@@ -107,13 +107,13 @@ class Commits:
     def _refuse_taken(self, root: Root, found: Match, prefix: Prefix, stop: int) -> None:
         """Raises `KeyMismatch` where the next key stands for a page of other or unknown ids."""
         node, at = found.node, found.num_pages
-        if at == stop:
+        if at == stop or found.is_free:
             return
         key = root.key
         if node is not None:
             key = self._named.keys[node.pages[at - node.start - 1]].tobytes()
         key = prefix.key_at(at, key, self._named.page_size)
-        taken = key in (root.kids if node is None else named(node).kids)
+        taken = key in ((root.kids if node is None else named(node).kids) or ())
         if node is not None and at < node.end:
             taken = self._named.keys[node.pages[at - node.start]].tobytes() == key
         if taken:

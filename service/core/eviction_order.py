@@ -69,7 +69,8 @@ class EvictionOrder:
 
     def first(self) -> Node | None:
         """The node to evict next; None when there is none."""
-        for rank in sorted(self._queues.keys() | self._aside.keys()):
+        ranks = self._queues.keys() | self._aside.keys() if self._aside else self._queues
+        for rank in sorted(ranks):
             node = self._first_of(rank)
             if node is not None:
                 return node

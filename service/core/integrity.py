@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -21,10 +21,10 @@ LEAVES_PER_STEP: Final = 512
 """Sequences checked at a time: some 5 ms."""
 
 
-def nodes_of(books: SequenceBooks) -> set[Node]:
+def nodes_of(leaves: Iterable[Leaf]) -> set[Node]:
     """Every node on the path of a sequence, found from the leaves up."""
     found: set[Node] = set()
-    for leaf in books:
+    for leaf in leaves:
         node = leaf.parent
         while node is not None and node not in found:
             found.add(node)
@@ -32,10 +32,17 @@ def nodes_of(books: SequenceBooks) -> set[Node]:
     return found
 
 
-def sharing_ratio(books: SequenceBooks, page_size: int) -> float:
+def num_unnamed(leaves: Iterable[Leaf]) -> int:
+    """Nodes that are there only because these sequences share them."""
+    return sum(node.name is None for node in nodes_of(leaves))
+
+
+def sharing_ratio(books: SequenceBooks, leaves: Sequence[Leaf], page_size: int) -> float:
     """Tokens seen by sequences / tokens stored, by each sequence's least kv_len; 1 for none."""
-    seen = int(books.lengths.min(axis=0).sum(dtype=np.int64))
-    shared = sum(leaf.start for leaf in books) - sum(node.pages.size for node in nodes_of(books))
+    columns = np.array([leaf.index for leaf in leaves], dtype=np.intp)
+    seen = int(books.lengths[:, columns].min(axis=0).sum(dtype=np.int64))
+    shared = sum(leaf.start for leaf in leaves)
+    shared -= sum(node.pages.size for node in nodes_of(leaves))
     stored = seen - shared * page_size
     return seen / stored if stored else 1.0
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from service.core.nodes import CACHED, DEFAULT_PRIORITY, FOREVER, Name, Node, Retention, named
+from service.core.nodes import CACHED, FOREVER, Name, Node, Retention, named
 
 SOFT_PIN: Final = 1000
 """Rank that a soft pin adds: above every priority."""
@@ -31,18 +32,19 @@ class Keeping:
 
     def keep(self, node: Node, keep: Retention) -> None:
         """Keep a node at least like this: the higher priority counts, then the later end."""
-        name, held = named(node), named(node).keep
-        if keep.priority > held.priority:
-            held.priority, held.priority_ends = keep.priority, keep.priority_ends
-        elif keep.priority == held.priority:
-            held.priority_ends = max(held.priority_ends, keep.priority_ends)
-        held.soft_ends = max(held.soft_ends, keep.soft_ends)
+        name = named(node)
+        held = name.keep
+        priority, ends = max(
+            (held.priority, held.priority_ends), (keep.priority, keep.priority_ends)
+        )
+        name.keep = Retention(priority, ends, max(held.soft_ends, keep.soft_ends))
         self._rank_again(node, name)
 
     def unpin(self, node: Node) -> None:
         """End a soft pin now."""
-        named(node).keep.soft_ends = -FOREVER
-        self._rank_again(node, named(node))
+        name = named(node)
+        name.keep = replace(name.keep, soft_ends=-FOREVER)
+        self._rank_again(node, name)
 
     def expire(self) -> None:
         """End the priorities and soft pins whose time is over."""
@@ -53,9 +55,9 @@ class Keeping:
             _, _, node, name = timer
             self.forget(name)
             if name.keep.priority_ends <= self.now:
-                name.keep.priority, name.keep.priority_ends = DEFAULT_PRIORITY, FOREVER
+                name.keep = Retention(soft_ends=name.keep.soft_ends)
             if name.keep.soft_ends <= self.now:
-                name.keep.soft_ends = -FOREVER
+                name.keep = replace(name.keep, soft_ends=-FOREVER)
             self._rank_again(node, name)
 
     @property
@@ -64,10 +66,10 @@ class Keeping:
 
     def watch(self, node: Node, name: Name) -> None:
         """Look at a node again when the first of its ends has come."""
-        ends = min(
-            (end for end in (name.keep.priority_ends, name.keep.soft_ends) if end > self.now),
-            default=FOREVER,
-        )
+        keep = name.keep
+        ends = keep.priority_ends if keep.priority_ends > self.now else FOREVER
+        if self.now < keep.soft_ends < ends:
+            ends = keep.soft_ends
         if ends >= name.timer:
             return
         self.forget(name)

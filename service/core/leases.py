@@ -17,11 +17,11 @@ LEAST_ENDS: Final = 1024
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Holds `node` and all above it until `ends`, by the tree's clock. None: it matched nothing."""
+    """Holds `node` and all above it until `ends`, by the tree's clock."""
 
     id: str
     namespace: Namespace
-    node: Node | None
+    node: Node
     ends: float
 
 
@@ -41,13 +41,12 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def open(self, lease_id: str, namespace: Namespace, node: Node | None, ends: float) -> None:
+    def open(self, lease_id: str, namespace: Namespace, node: Node, ends: float) -> None:
         """A lease on `node`, which stays until then or until it is closed."""
         lease = self._leases[lease_id] = Lease(lease_id, namespace, node, ends)
         namespace.num_leases += 1
-        if node is not None:
-            named(node).own += 1
-            self._named.hold(node)
+        named(node).own += 1
+        self._named.hold(node)
         self._watch(lease)
 
     def renew(self, lease_id: str, namespace: str, ends: float) -> None:
@@ -88,9 +87,8 @@ class Leases:
         return True
 
     def held(self) -> list[Node]:
-        """The node of each lease and pin, for those that have one."""
-        leased = [lease.node for lease in self._leases.values() if lease.node is not None]
-        return leased + list(self._pins.values())
+        """The node of each lease and pin."""
+        return [*(lease.node for lease in self._leases.values()), *self._pins.values()]
 
     def _get(self, lease_id: str, namespace: str) -> Lease:
         lease = self._leases.get(lease_id)
@@ -101,9 +99,8 @@ class Leases:
     def _end(self, lease: Lease) -> None:
         del self._leases[lease.id]
         lease.namespace.num_leases -= 1
-        if lease.node is not None:
-            named(lease.node).own -= 1
-            self._links.release(lease.node)
+        named(lease.node).own -= 1
+        self._links.release(lease.node)
 
     def _watch(self, lease: Lease) -> None:
         self._num_ends += 1  # no two entries are equal, so leases are never compared

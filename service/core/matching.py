@@ -18,6 +18,8 @@ class Match:
 
     node: Node | None
     num_pages: int
+    is_free: bool = False
+    """Whether nothing has the key of the page after them."""
 
     def table(self) -> Int32:
         """The pages, in order; int32 [num_pages]."""
@@ -44,22 +46,23 @@ def walk(names: NamedPages, root: Root, node: Node | None, prefix: Prefix, stop:
     begin = at = 0 if node is None else node.end
     key = root.key if node is None else names.last_key(node)
     way: list[Node] = []
-    last = node
+    last, is_free = node, False
     while at < stop:
         kids = root.kids if last is None else named(last).kids
         kid = kids.get(prefix.key_at(at, key, names.page_size)) if kids else None
         if kid is None or not (prefix.token_ids is None or named(kid).with_ids):
+            is_free = kid is None
             break
         way.append(kid)
         last = kid
         at, key = kid.end, names.last_key(kid)
     if not way:
-        return Match(node, begin)
+        return Match(node, begin, is_free)
     pages = way[0].pages if len(way) == 1 else np.concatenate([one.pages for one in way])
     end = begin + names.num_same(pages[: stop - begin], prefix, begin)
     while way and way[-1].start >= end:
         way.pop()
-    return Match(way[-1] if way else node, end)
+    return Match(way[-1] if way else node, end, is_free and end == at)
 
 
 def named_path(node: Node | None) -> list[Node]:

@@ -49,14 +49,16 @@ class NamedPages:
     ) -> None:
         """Commit a node's pages, whose `keys` uint64 [n, 2] and `ids` uint32 [n * page_size] these
         are. All of its children are held by sequences."""
-        keep = Retention(keep.priority, keep.priority_ends, keep.soft_ends)
-        name = Name(root, self._number(node), ids is not None, keep, {}, len(node.children))
+        name = Name(root, self._number(node), ids is not None, keep, len(node.children))
         node.name = name
-        self.keys[node.pages] = keys
-        self.node_of[node.pages] = name.number
+        # One page by its number: a commit while decoding has no more, and that is faster.
+        rows = node.pages if node.pages.size > 1 else int(node.pages[0])
+        self.keys[rows] = keys
+        self.node_of[rows] = name.number
         if ids is not None:
-            self.token_ids[node.pages] = ids.reshape(-1, self.page_size)
+            self.token_ids[rows] = ids.reshape(-1, self.page_size)
         self.num_pages += node.pages.size
+        root.namespace.num_nodes += 1
         name.state = REFERENCED
         self._kids_above(node, root)[keys[0].tobytes()] = node
         self.keeping.watch(node, name)
@@ -66,9 +68,9 @@ class NamedPages:
 
     def split(self, upper: Node, lower: Node, name: Name) -> None:
         """`upper` has taken the front of `lower`: it is named and held likewise."""
-        keep = Retention(name.keep.priority, name.keep.priority_ends, name.keep.soft_ends)
-        kids = {self.first_key(lower): lower}
-        upper.name = Name(name.root, self._number(upper), name.with_ids, keep, kids)
+        upper.name = Name(name.root, self._number(upper), name.with_ids, name.keep)
+        name.root.namespace.num_nodes += 1
+        upper.name.kids = {self.first_key(lower): lower}
         upper.name.refs, upper.name.pins = int(name.refs > 0), int(name.pins > 0)
         upper.name.state, upper.name.stamp = name.state, name.stamp
         upper.name.place = OUT
@@ -224,7 +226,12 @@ class NamedPages:
         return len(self.nodes) - len(self._free_numbers)
 
     def _kids_above(self, node: Node, root: Root) -> dict[bytes, Node]:
-        return root.kids if node.parent is None else named(node.parent).kids
+        if node.parent is None:
+            return root.kids
+        above = named(node.parent)
+        if above.kids is None:
+            above.kids = {}
+        return above.kids
 
     def _number(self, node: Node) -> int:
         if self._free_numbers:
@@ -237,6 +244,7 @@ class NamedPages:
     def _forget(self, name: Name) -> None:
         self.nodes[name.number] = None
         self.keeping.forget(name)
+        name.root.namespace.num_nodes -= 1
         self._free_numbers.append(name.number)
 
 

@@ -22,7 +22,7 @@ def check_named(node: Node, books: NamedPages, held: Counter[Node]) -> None:
         raise IntegrityError(f"{where} holds pages that are not known as its own")
     _check_place(node, name, books, where)
     live = [child for child in node.children if _is_live(child)]
-    pinned = [child for child in name.kids.values() if named(child).pins]
+    pinned = [child for child in (name.kids or {}).values() if named(child).pins]
     if name.own != held[node] or name.refs + name.pins < name.own:
         raise IntegrityError(f"{where} has {name.own} leases and pins, {held[node]} are on it")
     if name.refs + name.pins != len(live) + len(pinned) + name.own or name.refs < len(live):
@@ -47,11 +47,11 @@ def _check_place(node: Node, name: Name, books: NamedPages, where: str) -> None:
     if node.parent is not None and (node.parent.name is None or node not in node.parent.children):
         raise IntegrityError(f"{where} hangs under a node that does not know it")
     kids = name.root.kids if node.parent is None else named(node.parent).kids
-    if kids.get(books.first_key(node)) is not node:
+    if kids is None or kids.get(books.first_key(node)) is not node:
         raise IntegrityError(f"{where} is not found by its key")
     if name.root.namespace.roots.get(name.root.cache_salt) is not name.root:
         raise IntegrityError(f"{where} hangs under a root that is gone")
-    if any(child not in node.children for child in name.kids.values()):
+    if any(child not in node.children for child in (name.kids or {}).values()):
         raise IntegrityError(f"{where} finds a child that hangs elsewhere")
 
 

@@ -35,6 +35,7 @@ class Namespace:
     cached: int = 0
     pinned: int = 0
     num_leases: int = 0
+    num_nodes: int = 0
     num_sequences: int = 0
     order: EvictionOrder = field(default_factory=EvictionOrder)
     roots: dict[str, Root] = field(default_factory=dict)

@@ -26,7 +26,7 @@ CACHED: Final = 3
 """The states of a named node: held by sequences or leases, by hard pins alone, by nothing."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Retention:
     """How long pages are kept: by `priority` until `priority_ends`, then by the default one.
 
@@ -37,29 +37,23 @@ class Retention:
     priority_ends: float = FOREVER
     soft_ends: float = -FOREVER
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Retention) and (
-            (self.priority, self.priority_ends, self.soft_ends)
-            == (other.priority, other.priority_ends, other.soft_ends)
-        )
-
 
 @dataclass(slots=True, eq=False)
 class Name:
     """What a node has once its pages are committed: they can be found by their keys.
 
     `number` is the node's in the books of pages. `kids` are the named nodes below by the key of
-    their first page. `refs` counts the children that sequences or leases hold and the leases on
-    this very node, `pins` likewise for hard pins; `own` counts the leases and pins on this node.
-    `with_ids`: the pages' token ids are known. `stamp` orders nodes by their last use; `place` and
-    `rank` say where in the order of eviction the node stands, `timer` when its `keep` changes.
+    their first page, once there is one. `refs` counts the children that sequences or leases hold
+    and the leases on this very node, `pins` likewise for hard pins; `own` counts the leases and
+    pins on it. `with_ids`: the pages' token ids are known. `stamp` orders nodes by their last use;
+    `place` and `rank` say where in the order of eviction the node stands, `timer` when its `keep`
+    changes.
     """
 
     root: Root
     number: int
     with_ids: bool
     keep: Retention
-    kids: dict[bytes, Node]
     refs: int = 0
     pins: int = 0
     own: int = 0
@@ -68,6 +62,7 @@ class Name:
     place: int = 0
     rank: int = 0
     timer: float = FOREVER
+    kids: dict[bytes, Node] | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -77,6 +77,10 @@ class SequenceBooks:
     def __iter__(self) -> Iterator[Leaf]:
         return (self._leaves[index] for index in self._index_of.values())
 
+    def of(self, owner: Namespace) -> list[Leaf]:
+        """The leaves of one namespace."""
+        return [leaf for leaf in self if leaf.owner is owner]
+
     def add(self, spec: NewSpec, owner: Namespace, length: int, table: Int32) -> Leaf:
         """A new sequence, `length` tokens at every layer, with all of `table` as its page table.
 
@@ -93,8 +97,9 @@ class SequenceBooks:
         self.lengths[:, index] = length
         self.set_num_pages(leaf, table.size)
         self.renew(leaf)
+        self.ttl_s[index] = FOREVER if spec.ttl_s is None else spec.ttl_s
         if spec.ttl_s is not None:
-            self.ttl_s[index], self.used[index] = spec.ttl_s, self.now
+            self.used[index] = self.now
             self._look_again(leaf, self.now + spec.ttl_s)
         return leaf
 

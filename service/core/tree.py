@@ -14,7 +14,7 @@ from service.core.budget import Budget
 from service.core.cache import PrefixCache
 from service.core.creation import first_lengths
 from service.core.errors import IntegrityError, InvalidRequest, LengthMismatch
-from service.core.integrity import integrity_steps, sharing_ratio
+from service.core.integrity import integrity_steps, num_unnamed, sharing_ratio
 from service.core.keys import Prefix
 from service.core.named import NamedPages
 from service.core.namespaces import Namespace
@@ -261,10 +261,21 @@ class PrefixTree:
         """Nodes that are cached, or shared by two sequences or more; leaves are not counted."""
         return self._links.count
 
+    def nodes_of(self, namespace: str) -> int:
+        """The nodes of one namespace."""
+        held = self.budget.namespaces.get(namespace)
+        return 0 if held is None else held.num_nodes + num_unnamed(self.books.of(held))
+
     @property
     def sharing_ratio(self) -> float:
         """Tokens seen by sequences / tokens stored; 1 when nothing is shared."""
-        return sharing_ratio(self.books, self.page_size)
+        return sharing_ratio(self.books, list(self.books), self.page_size)
+
+    def sharing_ratio_of(self, namespace: str) -> float:
+        """The same for the sequences of one namespace."""
+        held = self.budget.namespaces.get(namespace)
+        leaves = [] if held is None else self.books.of(held)
+        return sharing_ratio(self.books, leaves, self.page_size)
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:

@@ -77,7 +77,8 @@ class SequenceView:
     """One sequence: `length` is the least over layers, `lengths` per layer.
 
     `pages` is the size of its page table and `last_page_len` the tokens in the last one, at the
-    longest layer. `parent` is the id it was forked off, which may be gone by now.
+    longest layer. `parent` is the id it was forked off, which may be gone by now. `ttl_s` is how
+    long it lives unused (None: for good).
     """
 
     id: str
@@ -86,3 +87,4 @@ class SequenceView:
     pages: int
     last_page_len: int
     parent: str | None
+    ttl_s: float | None = None

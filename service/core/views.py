@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.core.nodes import Leaf
+from service.core.nodes import FOREVER, Leaf
 from service.core.sequences import SequenceBooks
 from service.core.values import SequenceView
 
@@ -12,4 +12,6 @@ def view(books: SequenceBooks, leaf: Leaf, page_size: int) -> SequenceView:
     lengths = tuple(books.lengths[:, leaf.index].tolist())
     pages = int(books.num_pages[leaf.index])
     last_page_len = max(lengths) - max(pages - 1, 0) * page_size
-    return SequenceView(leaf.id, min(lengths), lengths, pages, last_page_len, leaf.origin)
+    ttl_s = float(books.ttl_s[leaf.index])
+    ends = None if ttl_s == FOREVER else ttl_s
+    return SequenceView(leaf.id, min(lengths), lengths, pages, last_page_len, leaf.origin, ends)

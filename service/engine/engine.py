@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import selectors
 import socket
@@ -98,7 +99,7 @@ class Engine:
         self._metrics = metrics
         slice_s = settings.engine.slice_ms / 1e3
         pace = Pace(*RATES.get(backend.name, RATES["cpu"]), slice_s)
-        self.store = Store(backend, pace, self.info)
+        self.store = Store(backend, pace, self.info, settings.cache.high_watermark)
         self_test(self.store)
         server = settings.server
         lanes = make_lanes(backend, server.device_arena_bytes, server.max_device_sessions)
@@ -220,10 +221,18 @@ class Engine:
         """Seconds to wait for sockets: none while there is work that they could join."""
         scheduler = self.scheduler
         if not scheduler.busy:
-            return FREE_S if scheduler.steps.any_spoilt else self.callers.patience
+            return FREE_S if scheduler.steps.any_spoilt else self._idle_patience()
         if scheduler.steps_only and not scheduler.steps.is_young:
             return 1e-3
         return 1e-3 if scheduler.flight_s > SPIN_S else 0.0
+
+    def _idle_patience(self) -> float | None:
+        """Seconds until time alone changes something, with nothing else to do."""
+        ends, patience = self.store.next_end, self.callers.patience
+        if ends == math.inf:
+            return patience
+        left = max(0.0, ends - time.monotonic())
+        return left if patience is None else min(left, patience)
 
     def _admit(self, call: Call) -> None:
         """Let a call wait for its turn, or answer it with what speaks against it."""
@@ -324,6 +333,9 @@ class Engine:
 
     def _tell_pool(self) -> None:
         numbers = self.store.numbers()
+        self._metrics.cache(
+            numbers.cached, numbers.pinned, numbers.leases, self.store.tree.budget.num_evicted
+        )
         self._metrics.pool(numbers.free, numbers.referenced, numbers.sequences, numbers.nodes)
 
     # The end.

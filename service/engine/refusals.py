@@ -23,7 +23,19 @@ def as_refusal(error: Exception, tenant: Tenant) -> errors.AttndError | None:
                 {shown(name): held for name, held in error.lengths.items()}
             )
         case core.OutOfPages():
-            return errors.OutOfPages(error.needed, error.free, error.total)
+            held = {
+                "referenced": error.referenced,
+                "cached": error.cached,
+                "pinned": error.pinned,
+                "leases": error.leases,
+            }
+            return errors.OutOfPages(error.needed, error.free, error.total, held)
+        case core.UnknownLease():
+            return errors.UnknownLease(error.lease)
+        case core.UnknownPage():
+            return errors.UnknownPage(error.key)
+        case core.KeyMismatch():
+            return errors.KeyMismatch(error.page, error.rule)
         case core.InvalidRequest() | Unsupported():
             return errors.InvalidRequest(error.field, named(error.value, tenant), error.rule)
         case _:

@@ -96,8 +96,13 @@ class Scheduler:
 
     def round(self) -> None:
         """All turns that can be given now, then one slice of long work. Raises `FATAL`."""
+        self._store.tick()
         self._settle()
-        self._take_turns()
+        if not self._store.has_outlived:
+            self._take_turns()
+        elif self._settled():
+            self._store.drop_outlived(self._holds.__contains__)
+            self._take_turns()
         self._submit()
         self._settle()
         self._longs.advance()
@@ -329,6 +334,8 @@ class Scheduler:
         counts = job.work.counts
         if counts.appended:
             metrics.appended(counts.appended)
+        if counts.looked_up:
+            metrics.looked_up(counts.looked_up, counts.found)
         if counts.mode is not None:
             metrics.kv_read(counts.read_bytes, counts.saved_bytes, counts.mode)
 

@@ -12,17 +12,19 @@ import numpy as np
 
 from kernels.backend import Done
 from service.core.errors import InvalidRequest
+from service.core.keys import Prefix
 from service.core.values import NewSpec, RowCopies, SequenceView
+from service.engine.prefix import prefix_of
 from service.engine.request import Request
 from service.engine.rows import NUMBER_BYTES
 from service.engine.store import Store, StoreLost
-from service.engine.work import Answered, Cost, Seconds, Sliced, Step, Steps, Work
+from service.engine.work import Answered, Cost, Counts, Seconds, Sliced, Step, Steps, Work
 from service.errors import OutOfSequences
 from service.tenants import Tenant
 
 MADE_AT_ONCE: Final = 1024
 """Sequences that one slice makes: some 20 ms."""
-VIEW_BYTES: Final = 160
+VIEW_BYTES: Final = 240
 """Room for one sequence in an answer, beside its ids and lengths."""
 LONGEST_ID: Final = 128
 NO_COST: Final = Cost()
@@ -35,7 +37,18 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
     if len(new) > free:
         raise OutOfSequences(len(new), max(free, 0), store.max_sequences)
     tenant = request.tenant
-    specs = [NewSpec(one.id or tenant.prefix + fresh_id(), one.parent, one.length) for one in new]
+    prefixes = prefixes_of(request)
+    specs = [
+        NewSpec(
+            one.id or tenant.prefix + fresh_id(),
+            one.parent,
+            one.length,
+            prefix,
+            tenant.namespace,
+            one.ttl_s,
+        )
+        for one, prefix in zip(new, prefixes, strict=True)
+    ]
     names = sum(len(spec.id) + len(spec.parent or "") for spec in specs)
     request.place.require(view_bytes(store) * len(new) + names)
     refuse_uneven_parents(store, specs, tenant)
@@ -45,8 +58,7 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
         fresh = tuple(spec.id for spec, one in zip(specs, new, strict=True) if one.id is None)
         return Sliced(steps, lambda: tree.free(made), made=fresh)
     create(store, specs)
-    lay_created(store, request, specs)
-    return Answered()
+    return Answered(counts=lay_created(store, request, specs))
 
 
 def refuse_uneven_parents(store: Store, specs: Sequence[NewSpec], tenant: Tenant) -> None:
@@ -93,10 +105,61 @@ def create_steps(
     lay_created(store, request, specs)
 
 
-def lay_created(store: Store, request: Request, specs: Sequence[NewSpec]) -> None:
-    tenant = request.tenant
-    views = [sequence_fields(store.tree.describe(spec.id), tenant) for spec in specs]
+def lay_created(store: Store, request: Request, specs: Sequence[NewSpec]) -> Counts:
+    """The answer, and how many tokens of prefixes were looked up and found."""
+    views, looked_up, found = [], 0, 0
+    size = store.geometry.page_size
+    for spec in specs:
+        view = sequence_fields(store.tree.describe(spec.id), request.tenant)
+        cached = view["length"] if spec.prefix is not None else 0
+        views.append(view | {"cached_len": cached})
+        found += cached
+        looked_up += 0 if spec.prefix is None else spec.prefix.num_pages(size) * size
     request.place.lay({"sequences": views})
+    return Counts(looked_up=looked_up, found=found)
+
+
+def prefixes_of(request: Request) -> list[Prefix | None]:
+    """The prefix of every sequence to make, from its fields or its part of the tensor."""
+    fields, tensors = request.fields, request.tensors
+    new = fields.sequences
+    spans = fields.prefix_indptr
+    if not tensors or spans is None:
+        return [None if one.prefix is None else prefix_of(one.prefix, tensors) for one in new]
+    parts = []
+    for index, one in enumerate(new):
+        part = {name: rows[spans[index] : spans[index + 1]] for name, rows in tensors.items()}
+        parts.append(None if one.prefix is None else prefix_of(one.prefix, part))
+    return parts
+
+
+def delete_sequences(store: Store, request: Request, _: Seconds) -> Work:
+    """Those there are of many, some at a time."""
+    fields, books = request.fields, store.tree.books
+    request.place.require(VIEW_BYTES)
+    if fields.prefix is None:
+        names = [name for name in fields.names if name in books]
+    else:
+        names = books.beginning_with(request.tenant.prefix + fields.prefix, len(books))
+    if len(names) <= MADE_AT_ONCE:
+        store.tree.free(names)
+        request.place.lay({"num_deleted": len(names)})
+        return Answered()
+
+    def steps() -> Steps:
+        deleted = 0
+        for begin in range(0, len(names), MADE_AT_ONCE):
+            some = [name for name in names[begin : begin + MADE_AT_ONCE] if name in books]
+            yield Step(partial(free_some, store, some), "create", NO_COST)
+            deleted += len(some)
+        request.place.lay({"num_deleted": deleted})
+
+    return Sliced(steps(), lambda: None)
+
+
+def free_some(store: Store, names: Sequence[str]) -> Done[None]:
+    store.tree.free(names)
+    return Done(None)
 
 
 def delete_sequence(store: Store, request: Request, _: Seconds) -> Work:
@@ -175,6 +238,7 @@ def sequence_fields(view: SequenceView, tenant: Tenant) -> dict[str, Any]:
         "pages": view.pages,
         "last_page_len": view.last_page_len,
         "parent": None if view.parent is None else tenant.shown(view.parent),
+        "ttl_s": view.ttl_s,
     }
 
 

@@ -24,16 +24,20 @@ def info(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def pool(store: Store, request: Request, _: Seconds) -> Work:
-    """The numbers of this moment, and the verdict of a check that lets others in between."""
+    """The caller's numbers of this moment, and the verdict of a check with others in between."""
     request.place.require(TEXT_BYTES)
-    numbers = store.numbers()
+    namespace = request.tenant.namespace
+    numbers = store.numbers(namespace)
     fields = {
         "free": numbers.free,
         "referenced": numbers.referenced,
-        "total": store.geometry.num_pages,
+        "cached": numbers.cached,
+        "pinned": numbers.pinned,
+        "total": numbers.free + numbers.referenced + numbers.cached + numbers.pinned,
+        "leases": numbers.leases,
         "sequences": numbers.sequences,
-        "nodes": numbers.nodes,
-        "sharing_ratio": store.tree.sharing_ratio,
+        "nodes": store.tree.nodes_of(namespace),
+        "sharing_ratio": store.tree.sharing_ratio_of(namespace),
     }
 
     def steps() -> Steps:

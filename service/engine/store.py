@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 from kernels.backend import Backend, Int32, Pending, Tensor
+from service.core.namespaces import Namespace
 from service.core.tree import PrefixTree
 from service.core.values import Extension
 from service.engine.plans import PlanCache
 from service.engine.slices import Pace
 from service.engine.work import Cost, Seconds
 from service.operations.info import InfoAnswer
+
+EVICTED_A_TURN: Final = 32
+"""Pages evicted ahead of need in one round of turns: a fraction of a millisecond."""
 
 
 class StoreLost(RuntimeError):
@@ -21,10 +26,13 @@ class StoreLost(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class PoolNumbers:
-    """The pool in counts: pages, sequences, shared nodes."""
+    """Pages by their state, and counts; of the whole pool, or as one namespace sees it."""
 
     free: int
     referenced: int
+    cached: int
+    pinned: int
+    leases: int
     sequences: int
     nodes: int
 
@@ -32,7 +40,9 @@ class PoolNumbers:
 class Store:
     """Owned by one thread: nothing here is locked."""
 
-    def __init__(self, backend: Backend, pace: Pace, info: InfoAnswer) -> None:
+    def __init__(
+        self, backend: Backend, pace: Pace, info: InfoAnswer, high_watermark: float = 1.0
+    ) -> None:
         geometry = backend.geometry
         self.info = info
         self.backend = backend
@@ -41,6 +51,8 @@ class Store:
         self.max_sequences = info.limits.max_sequences
         self.tree = PrefixTree(geometry.num_pages, geometry.page_size, geometry.num_layers)
         self.plans = PlanCache(self.tree)
+        self.now = time.monotonic()
+        self._watermark = int(high_watermark * geometry.num_pages)
 
     def extend(
         self,
@@ -77,14 +89,61 @@ class Store:
         """Whether writing `rows` is more than one slice."""
         return self.pace.is_long("append", write_cost(rows))
 
-    def numbers(self) -> PoolNumbers:
-        allocator = self.tree.allocator
+    def tick(self) -> None:
+        """Let time pass: leases, priorities and pins end, and room is made ahead of need."""
+        tree = self.tree
+        self.now = time.monotonic()
+        tree.tick(self.now)
+        if tree.allocator.num_referenced > self._watermark:
+            over = tree.allocator.num_referenced - self._watermark
+            tree.budget.evict_ahead(min(over, EVICTED_A_TURN))
+
+    @property
+    def next_end(self) -> float:
+        """When time alone will next change something, by `time.monotonic()`."""
+        return self.tree.next_end
+
+    @property
+    def has_outlived(self) -> bool:
+        """Whether a sequence may have gone unused for as long as it may."""
+        return self.tree.books.next_end <= self.now
+
+    def drop_outlived(self, is_held: Callable[[str], bool]) -> None:
+        """Delete the sequences that nobody has used for as long as they may live unused."""
+        self.tree.free(self.tree.books.outlived(is_held))
+
+    def numbers(self, namespace: str | None = None) -> PoolNumbers:
+        """Of the whole pool (None), or as a namespace sees it."""
+        tree = self.tree
+        every = list(tree.budget.namespaces.values())
+        chosen = [one for one in every if namespace is None or one.name == namespace]
+        free = tree.allocator.num_free
+        if namespace is not None and chosen:
+            free = max(0, tree.budget.available(chosen[0]))
         return PoolNumbers(
-            allocator.num_free,
-            allocator.num_referenced,
-            self.tree.num_sequences,
-            self.tree.num_nodes,
+            free,
+            sum(one.referenced for one in chosen),
+            sum(one.cached for one in chosen),
+            sum(one.pinned for one in chosen),
+            sum(one.num_leases for one in chosen),
+            sum(one.num_sequences for one in chosen),
+            tree.num_nodes,
         )
+
+    def namespace_fields(self, name: str) -> dict[str, Any]:
+        """A namespace's quota and use; one that nobody has met has neither."""
+        held = self.tree.budget.namespaces.get(name) or Namespace(name)
+        return {
+            "name": name,
+            "max_pages": held.max_pages,
+            "reserved_pages": held.reserved_pages,
+            "used": held.used,
+            "referenced": held.referenced,
+            "cached": held.cached,
+            "pinned": held.pinned,
+            "leases": held.num_leases,
+            "sequences": held.num_sequences,
+        }
 
 
 def write_cost(rows: tuple[Tensor, Tensor]) -> Cost:

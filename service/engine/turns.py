@@ -7,11 +7,24 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from service.engine.attention import cascade, decode, prefill
+from service.engine.prefix import (
+    clear,
+    commit,
+    evict,
+    get_namespace,
+    match_prefix,
+    pin,
+    release_lease,
+    renew_lease,
+    set_namespace,
+    unpin,
+)
 from service.engine.request import Request
 from service.engine.rows import append, gather
 from service.engine.sequences import (
     create_sequences,
     delete_sequence,
+    delete_sequences,
     get_sequence,
     list_sequences,
     page_table,
@@ -55,6 +68,19 @@ def made(request: Request) -> Iterable[str]:
     return [new.id for new in request.fields.sequences if new.id is not None]
 
 
+def named_ids(request: Request) -> Iterable[str]:
+    return request.fields.names  # type: ignore[no-any-return]
+
+
+def id_prefix(request: Request) -> str | None:
+    prefix = request.fields.prefix
+    return None if prefix is None else request.tenant.prefix + prefix
+
+
+def no_prefix(_: Request) -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """`begin` gives a request its turn: it changes the tree, hands writes to the device, and says
@@ -62,7 +88,7 @@ class Turn:
 
     `reads` and `writes` name the sequences that must stand still meanwhile. `is_barrier`: it gives
     pages away or renames them, so everything before it must be settled for good. `is_attention`: it
-    may share a launch with its like.
+    may share a launch with its like. `sweeps`: it writes every sequence whose id begins like this.
     """
 
     begin: Callable[[Store, Request, Seconds], Work]
@@ -71,6 +97,7 @@ class Turn:
     is_barrier: bool = False
     is_attention: bool = False
     launches: bool = False
+    sweeps: Callable[[Request], str | None] = no_prefix
 
 
 TURNS: Final[dict[str, Turn]] = {
@@ -90,6 +117,17 @@ TURNS: Final[dict[str, Turn]] = {
     "info": Turn(info),
     "pool": Turn(pool),
     "step": Turn(step, ids_of, ids_of),
+    "delete_sequences": Turn(delete_sequences, writes=named_ids, is_barrier=True, sweeps=id_prefix),
+    "match_prefix": Turn(match_prefix, is_barrier=True),
+    "commit": Turn(commit, writes=one_id, is_barrier=True),
+    "renew_lease": Turn(renew_lease),
+    "release_lease": Turn(release_lease, is_barrier=True),
+    "pin": Turn(pin, is_barrier=True),
+    "unpin": Turn(unpin, is_barrier=True),
+    "evict": Turn(evict, is_barrier=True),
+    "clear": Turn(clear, is_barrier=True),
+    "get_namespace": Turn(get_namespace),
+    "set_namespace": Turn(set_namespace),
 }
 
 

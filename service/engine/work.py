@@ -36,6 +36,8 @@ class Counts:
     read_bytes: int = 0
     saved_bytes: int = 0
     mode: Mode | None = None
+    looked_up: int = 0
+    found: int = 0
 
 
 NOTHING = Counts()

@@ -109,7 +109,9 @@ def request_content(operation: Operation) -> Schema:
     spelled: Schema = {"schema": {"$ref": REF + operation.fields.__name__}}
     if not operation.has_tensors:
         return {JSON: spelled}
-    return content(operation.fields, operation.takes, "request", operation.example)
+    document = content(operation.fields, operation.takes, "request", operation.example)
+    drop(document[JSON]["schema"], operation.path_names)
+    return document
 
 
 def response(operation: Operation) -> Schema:

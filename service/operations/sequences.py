@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Final
 
+import numpy as np
 from pydantic import Field
 
 from service.operations.common import (
@@ -13,13 +14,23 @@ from service.operations.common import (
     Entries,
     Fields,
     Ids,
+    Indptr,
     SequenceId,
     check_ids,
+    check_indptr,
     check_layer,
+    int32,
     refuse,
     unchecked,
 )
 from service.operations.info import InfoAnswer
+from service.operations.names import (
+    NAMES,
+    NamedPages,
+    Seconds,
+    check_names_given,
+    given_names,
+)
 from service.operations.spec import Operation
 
 MAX_NEW: Final = 65536
@@ -35,6 +46,11 @@ class NewSequenceFields(Fields):
     """Fork this sequence: share its full pages, copy the rows of a partial last one."""
     length: Count | None = None
     """Fork at this many tokens; all of the parent's when absent."""
+    prefix: NamedPages | None = None
+    """Begin with the longest part of this prompt that is cached. It may be empty when the tensor
+    `token_ids` or `page_keys` names the pages."""
+    ttl_s: Seconds | None = None
+    """Delete it when it has not been used for so many seconds; absent: never."""
 
 
 class CreateFields(Fields):
@@ -42,6 +58,9 @@ class CreateFields(Fields):
         list[NewSequenceFields], Field(min_length=1, max_length=MAX_NEW, fail_fast=True)
     ]
     """All are made, or none."""
+    prefix_indptr: Indptr | None = None
+    """Which ids or keys of the tensor are whose: prefix sums over the sequences. May be absent for
+    a single one."""
 
 
 class ListFields(Fields):
@@ -55,6 +74,21 @@ class SequenceFields(Fields):
     """One sequence, named by the path."""
 
     id: SequenceId
+
+
+class DeleteFields(Fields):
+    ids: Ids | None = None
+    """Those that are unknown are passed over."""
+    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{0,128}$")] | None = None
+    """All sequences whose id begins like this."""
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.ids or ())
+
+
+class DeletedAnswer(Fields):
+    num_deleted: Count
 
 
 class TruncateFields(Fields):
@@ -83,10 +117,17 @@ class SequenceAnswer(Fields):
     """Tokens in the last page; 0 when the sequence is empty."""
     parent: SequenceId | None
     """Whom it is a fork of."""
+    ttl_s: float | None
+    """Seconds that it lives unused; null: for good."""
+
+
+class CreatedSequenceAnswer(SequenceAnswer):
+    cached_len: Count
+    """Tokens that were found in the prefix cache; the rest of the prompt is the caller's to add."""
 
 
 class CreatedAnswer(Fields):
-    sequences: list[SequenceAnswer]
+    sequences: list[CreatedSequenceAnswer]
 
 
 class ListAnswer(Fields):
@@ -117,12 +158,48 @@ class PageTableAnswer(Fields):
 
 
 def check_new(fields: CreateFields, entries: Entries, info: InfoAnswer) -> None:
-    """The ids given are different, and a length is that of a fork."""
+    """The ids given are different, a length is that of a fork, and every prefix names pages."""
     for index, new in enumerate(fields.sequences):
         if new.length is not None and new.parent is None:
             rule = "length is that of a fork: give parent as well"
             refuse(f"sequences.{index}", new.model_dump(exclude_unset=True), rule)
+        if new.prefix is not None and new.parent is not None:
+            refuse(f"sequences.{index}", new.id, "give parent or prefix, not both")
     check_ids([new.id for new in fields.sequences if new.id is not None])
+    check_prefixes(fields, entries)
+
+
+def check_prefixes(fields: CreateFields, entries: Entries) -> None:
+    """Prefixes are named in the fields, or all of them by one tensor."""
+    begun = [new.prefix for new in fields.sequences if new.prefix is not None]
+    if not entries:
+        if fields.prefix_indptr is not None:
+            refuse("prefix_indptr", "given", "counts rows of a tensor: give token_ids or page_keys")
+        for prefix in begun:
+            check_names_given(prefix, entries)
+        return
+    for prefix in begun:
+        if given := given_names(prefix, {}):
+            refuse(given[0], "given", "a tensor names the pages of every prefix: leave it out")
+    if len(entries) > 1:
+        refuse("tensors.page_keys", "given", "give either token_ids or page_keys")
+    (entry,) = entries.values()
+    if fields.prefix_indptr is not None:
+        sums = int32(fields.prefix_indptr)
+        check_indptr("prefix_indptr", sums, entry.shape[0], len(fields.sequences))
+        for index in np.flatnonzero(np.diff(sums)).tolist():
+            if fields.sequences[index].prefix is None:
+                refuse(f"sequences.{index}", None, "has rows of the tensor: give prefix = {}")
+    elif len(fields.sequences) > 1:
+        refuse("prefix_indptr", None, "must be given for more than one sequence")
+    elif not begun:
+        refuse("sequences.0", None, "has a tensor for its prefix: give prefix = {}")
+
+
+def check_delete(fields: DeleteFields, entries: Entries, info: InfoAnswer) -> None:
+    if (fields.ids is None) == (fields.prefix is None):
+        refuse("ids", None, "give either ids or prefix")
+    check_ids(fields.names, "ids")
 
 
 def check_page_table(fields: PageTableFields, entries: Entries, info: InfoAnswer) -> None:
@@ -135,17 +212,18 @@ CREATE_SEQUENCES: Final = Operation(
     number=1,
     method="POST",
     path="/v1/sequences",
-    summary="Make sequences, empty or forked; all or none",
+    summary="Make sequences, empty, forked or from the prefix cache; all or none",
     description="",
     tag="sequences",
     fields=CreateFields,
-    takes=(),
+    takes=NAMES,
     gives=(),
     answer=CreatedAnswer,
     check=check_new,
     scope="append",
     status=201,
     answer_text="The sequences, in the order given.",
+    example={"sequences": [{"id": "chat-1", "prefix": {"token_ids": [11, 12, 13, 14]}}]},
 )
 
 LIST_SEQUENCES: Final = Operation(
@@ -185,7 +263,7 @@ DELETE_SEQUENCE: Final = Operation(
     number=4,
     method="DELETE",
     path="/v1/sequences/{id}",
-    summary="Delete a sequence; its forks keep what they share",
+    summary="Delete a sequence; its forks keep what they share, committed pages stay cached",
     description="",
     tag="sequences",
     fields=SequenceFields,
@@ -197,6 +275,23 @@ DELETE_SEQUENCE: Final = Operation(
     status=204,
     frees=True,
     answer_text="It is gone.",
+)
+
+DELETE_SEQUENCES: Final = Operation(
+    name="delete_sequences",
+    number=26,
+    method="POST",
+    path="/v1/sequences/delete",
+    summary="Delete many sequences, by id or by how their ids begin",
+    description="",
+    tag="sequences",
+    fields=DeleteFields,
+    takes=(),
+    gives=(),
+    answer=DeletedAnswer,
+    check=check_delete,
+    scope="append",
+    frees=True,
 )
 
 TRUNCATE: Final = Operation(

@@ -49,14 +49,14 @@ class Operation:
     """One thing that the service does, free of any protocol.
 
     `number` names it in the road's frames and never changes. The path's parameters are fields, and
-    so are the query parameters of a GET. `scope` is what a key must have for it, and `append` as
-    well where the tensor `appended_with` is given. `frees`: it only gives pages back, so a full
-    queue takes it. `answer` None: the answer has no fields.
+    so are the query parameters of a method without a body. `scope` is what a key must have for it,
+    and `append` as well where the tensor `appended_with` is given. `frees`: it only gives pages
+    back, so a full queue takes it. `answer` None: the answer has no fields.
     """
 
     name: str
     number: int
-    method: Literal["GET", "POST", "DELETE"]
+    method: Literal["GET", "POST", "PUT", "DELETE"]
     path: str
     summary: str
     description: str
@@ -81,13 +81,13 @@ class Operation:
     @property
     def query_names(self) -> tuple[str, ...]:
         """The fields that a query gives."""
-        if self.method != "GET":
+        if self.has_body:
             return ()
         return tuple(name for name in self.fields.model_fields if name not in self.path_names)
 
     @property
     def has_body(self) -> bool:
-        return self.method == "POST"
+        return self.method in ("POST", "PUT")
 
     @property
     def has_tensors(self) -> bool:

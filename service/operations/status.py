@@ -11,8 +11,16 @@ from service.operations.spec import Operation
 
 class PoolAnswer(Fields):
     free: Count
+    """Pages that the caller's namespace can have without an eviction."""
     referenced: Count
+    """Pages of the caller's namespace that sequences or leases hold."""
+    cached: Count
+    """Committed pages that nothing holds: they are found again, or evicted for others."""
+    pinned: Count
+    """Pages that nothing but hard pins holds."""
     total: Count
+    """All of these together."""
+    leases: Count
     sequences: Count
     nodes: Count
     sharing_ratio: float

@@ -6,10 +6,23 @@ from typing import Final
 
 from service.operations.attention import CASCADE, DECODE, PREFILL, RAGGED_PREFILL
 from service.operations.merge import MERGE
+from service.operations.prefix import (
+    CLEAR,
+    COMMIT,
+    EVICT,
+    GET_NAMESPACE,
+    MATCH,
+    PIN,
+    RELEASE_LEASE,
+    RENEW_LEASE,
+    SET_NAMESPACE,
+    UNPIN,
+)
 from service.operations.rows import APPEND, GATHER
 from service.operations.sequences import (
     CREATE_SEQUENCES,
     DELETE_SEQUENCE,
+    DELETE_SEQUENCES,
     GET_SEQUENCE,
     LIST_SEQUENCES,
     PAGE_TABLE,
@@ -34,6 +47,17 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     MERGE,
     INFO,
     POOL,
+    MATCH,
+    COMMIT,
+    RENEW_LEASE,
+    RELEASE_LEASE,
+    PIN,
+    UNPIN,
+    EVICT,
+    CLEAR,
+    GET_NAMESPACE,
+    SET_NAMESPACE,
+    DELETE_SEQUENCES,
 )
 BY_NAME: Final = {operation.name: operation for operation in OPERATIONS}
 BY_NUMBER: Final = {operation.number: operation for operation in OPERATIONS}

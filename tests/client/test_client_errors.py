@@ -50,9 +50,19 @@ def test_the_numbers_of_each_error_are_attributes() -> None:
     mismatch = caught(service.LengthMismatch({"a": 3, "b": 0}))
     assert isinstance(mismatch, errors.LengthMismatch)
     assert mismatch.lengths == {"a": 3, "b": 0}
-    pages = caught(service.OutOfPages(12, 3, 64))
+    pages = caught(service.OutOfPages(12, 3, 64, {"referenced": 61}))
     assert isinstance(pages, errors.OutOfPages)
     assert (pages.needed, pages.free, pages.total) == (12, 3, 64)
+    assert pages.held == {"referenced": 61}
+    lease = caught(service.UnknownLease("lease-1"))
+    assert isinstance(lease, errors.UnknownLease)
+    assert lease.lease == "lease-1"
+    page = caught(service.UnknownPage("0" * 32))
+    assert isinstance(page, errors.UnknownPage)
+    assert page.page_key == "0" * 32
+    name = caught(service.KeyMismatch(3, "it is committed under another name"))
+    assert isinstance(name, errors.KeyMismatch)
+    assert name.page == 3
     sequences = caught(service.OutOfSequences(3, 1, 2))
     assert isinstance(sequences, errors.OutOfSequences)
     assert (sequences.needed, sequences.free, sequences.total) == (3, 1, 2)

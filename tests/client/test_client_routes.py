@@ -249,14 +249,17 @@ def test_gather_gives_rows_and_their_indptr(kind: Kind) -> None:
 def test_pool_and_metrics_are_read(kind: Kind) -> None:
     pool = {
         "free": 5,
-        "referenced": 3,
+        "referenced": 1,
+        "cached": 1,
+        "pinned": 1,
         "total": 8,
+        "leases": 4,
         "sequences": 2,
         "nodes": 3,
         "sharing_ratio": 1.5,
         "integrity": "ok",
     }
-    assert ask(kind, Script(answer(pool)), "pool") == attnd.Pool(5, 3, 8, 2, 3, 1.5, "ok")
+    assert ask(kind, Script(answer(pool)), "pool") == attnd.Pool(5, 1, 1, 1, 8, 4, 2, 3, 1.5, "ok")
     text = "# HELP attnd_x x\nattnd_x 1.0\n"
     plain = {"content-type": "text/plain; version=1.0.0; charset=utf-8"}
     reply = Scripted(200, text.encode(), plain)

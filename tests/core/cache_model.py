@@ -364,8 +364,8 @@ class Driver:
         lease = f"lease-{self.random.randrange(10**9)}"
         seconds = self.random.choice((1.0, 4.0))
         assert self.tree.cache.lease(namespace, prefix, lease, seconds) == len(found)
-        ends = self.model.now + seconds
-        self.model.leases[lease] = (namespace, found[-1] if found else None, ends)
+        if found:
+            self.model.leases[lease] = (namespace, found[-1], self.model.now + seconds)
 
     def lease(self, namespace: str) -> tuple[str, bool]:
         """Some lease, and whether it is the namespace's."""

@@ -220,7 +220,7 @@ def test_no_such_route(client: httpx.Client, path: str) -> None:
     [
         ("/v1/decode", [SAFETENSORS, JSON]),
         ("/v1/gather", [SAFETENSORS, JSON]),
-        ("/v1/sequences", [JSON]),
+        ("/v1/sequences", [SAFETENSORS, JSON]),
         ("/v1/sequences/a/truncate", [JSON]),
     ],
 )

@@ -124,7 +124,8 @@ class Fuzz:
                 break
         pool = self.fields("pool", {})
         pages = -(-KNOWN_TOKENS // INFO.page_size)
-        assert (pool["sequences"], pool["referenced"], pool["integrity"]) == (1, pages, "ok"), pool
+        assert (pool["sequences"], pool["integrity"]) == (1, "ok"), pool
+        assert pool["referenced"] == pages or pool["leases"] > 0, pool
 
     # what callers do
 

@@ -66,6 +66,17 @@ PLAIN: Final[dict[str, dict[str, Any]]] = {
     "page_table": {"sequences": ["a", "b"], "layer": 1},
     "info": {},
     "pool": {},
+    "delete_sequences": {"ids": ["a", "c"]},
+    "match_prefix": {"token_ids": [1, 2, 3, 4, 5, 6], "lease_s": 0.0, "cache_salt": "a"},
+    "commit": {"id": "a", "token_ids": [1, 2], "priority": 3, "duration_s": 1.0},
+    "renew_lease": {"id": "a", "lease_s": 1.0},
+    "release_lease": {"id": "a"},
+    "pin": {"page_key": "0" * 32, "soft_ttl_s": 1.0},
+    "unpin": {"page_key": "0" * 32, "cache_salt": ""},
+    "evict": {"num_pages": 1},
+    "clear": {},
+    "get_namespace": {"name": "a"},
+    "set_namespace": {"name": "spare", "max_pages": 9, "reserved_pages": 1},
 }
 VALUES: Final = (
     *(None, True, False, -1, 0, 1, 2, 3, 2**31 - 1, 2**31, 2**62, 2**63, 2**64, 10**30, 0.5, 1e400),

@@ -24,6 +24,9 @@ TENSORS = {
     "cascade": ({"q"}, {"o", "lse", "o.{i}", "lse.{i}"}),
     "merge": ({"o", "lse"}, {"o", "lse"}),
     "gather": (set(), {"k", "v"}),
+    "create_sequences": ({"token_ids", "page_keys"}, set()),
+    "match_prefix": ({"token_ids", "page_keys"}, set()),
+    "commit": ({"token_ids", "page_keys"}, set()),
 }
 each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
 
@@ -41,7 +44,7 @@ def test_every_reference_leads_somewhere(operation: Operation) -> None:
 @pytest.mark.parametrize("name", TENSORS)
 def test_the_tensors_are_told_for_both_media_types(name: str) -> None:
     document = operation_object(BY_NAME[name])
-    bodies = (document["requestBody"], document["responses"]["200"])
+    bodies = (document["requestBody"], document["responses"][str(BY_NAME[name].status)])
     for body, names in zip(bodies, TENSORS[name], strict=True):
         assert set(body["content"]) == {SAFETENSORS, JSON}
         binary = body["content"][SAFETENSORS]["schema"]
@@ -140,7 +143,8 @@ def test_every_field_of_a_request_is_described_or_plain() -> None:
 def test_the_examples_are_right_requests(name: str) -> None:
     document = operation_object(BY_NAME[name])
     example = document["requestBody"]["content"][JSON]["example"]
-    parts = image_of_json(json.dumps(example).encode(), {})
+    given = dict.fromkeys(BY_NAME[name].path_names, "chat-1")
+    parts = image_of_json(json.dumps(example).encode(), given)
     tiny = INFO.model_copy(update={"num_kv_heads": 1, "head_dim": 2})
     room = sum(map(len, parts[1:]))
     request = prepare(BY_NAME[name], bytes(parts[0][8:]), room, tiny)

@@ -26,6 +26,17 @@ NUMBERS = {
     "merge": 13,
     "info": 14,
     "pool": 15,
+    "match_prefix": 16,
+    "commit": 17,
+    "renew_lease": 18,
+    "release_lease": 19,
+    "pin": 20,
+    "unpin": 21,
+    "evict": 22,
+    "clear": 23,
+    "get_namespace": 24,
+    "set_namespace": 25,
+    "delete_sequences": 26,
 }
 
 
@@ -35,7 +46,10 @@ def test_the_roads_numbers_stay_what_they_are() -> None:
 
 
 def test_calls_that_only_give_pages_back_are_marked() -> None:
-    assert {one.name for one in OPERATIONS if one.frees} == {"delete_sequence", "truncate"}
+    assert {one.name for one in OPERATIONS if one.frees} == {
+        *("delete_sequence", "delete_sequences", "truncate"),
+        *("release_lease", "unpin", "evict", "clear"),
+    }
 
 
 def test_no_two_operations_share_method_and_path() -> None:

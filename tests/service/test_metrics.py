@@ -28,6 +28,9 @@ LABELS = {
     "attnd_kv_cache_usage_ratio": set(),
     "attnd_sequences": set(),
     "attnd_sessions": set(),
+    "attnd_prefix_tokens": {"result"},
+    "attnd_pages_evicted": set(),
+    "attnd_leases": set(),
     "attnd_prefix_nodes": set(),
     "attnd_kv_bytes_read": set(),
     "attnd_kv_bytes_saved": set(),
@@ -101,7 +104,9 @@ def filled() -> Metrics:
     metrics.batch(17)
     metrics.slices(3)
     metrics.out_of_pages()
+    metrics.cache(cached=6, pinned=4, leases=2, evicted=9)
     metrics.pool(free=30, referenced=10, sequences=4, nodes=2)
+    metrics.looked_up(tokens=64, found=48)
     metrics.sessions(2)
     return metrics
 
@@ -137,7 +142,13 @@ def test_events_are_counted_in_base_units() -> None:
         "attnd_tokens_appended_total": 5,
         "attnd_kv_pages,free": 30,
         "attnd_kv_pages,referenced": 10,
-        "attnd_kv_cache_usage_ratio": 0.25,
+        "attnd_kv_pages,cached": 6,
+        "attnd_kv_pages,pinned": 4,
+        "attnd_leases": 2,
+        "attnd_pages_evicted_total": 9,
+        "attnd_prefix_tokens_total,hit": 48,
+        "attnd_prefix_tokens_total,miss": 16,
+        "attnd_kv_cache_usage_ratio": 0.2,
         "attnd_sequences": 4,
         "attnd_prefix_nodes": 2,
         "attnd_sessions": 2,

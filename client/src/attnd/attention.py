@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attnd.call import Call, Settled, no_recovery
-from attnd.control import indices, reads
+from attnd.control import indices
 from attnd.errors import ServiceError
+from attnd.reading import reads
 from attnd.results import AppendResult, AttentionResult, GatherResult, MergeResult
 from attnd.states import LseBase
 from attnd.tensor_calls import (

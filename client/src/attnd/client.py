@@ -14,7 +14,7 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
-from attnd import attention, control
+from attnd import attention, control, prefix
 from attnd.call import Call, Reply
 from attnd.errors import AttndError, TransportError
 from attnd.exchange import Outcome, Retries, Send, Wait, first, repeated
@@ -101,6 +101,17 @@ class Client:
     cascade = blocking(attention.cascade)
     merge = blocking(attention.merge)
     gather = blocking(attention.gather)
+    delete_sequences = blocking(control.delete_sequences)
+    match_prefix = blocking(prefix.match_prefix)
+    commit = blocking(prefix.commit)
+    renew_lease = blocking(prefix.renew_lease)
+    release_lease = blocking(prefix.release_lease)
+    pin = blocking(prefix.pin)
+    unpin = blocking(prefix.unpin)
+    evict = blocking(prefix.evict)
+    clear = blocking(prefix.clear)
+    get_namespace = blocking(prefix.get_namespace)
+    set_namespace = blocking(prefix.set_namespace)
     info = blocking(control.info)
     pool = blocking(control.pool)
     live = blocking(control.live)
@@ -184,6 +195,17 @@ class AsyncClient:
     cascade = awaiting(attention.cascade)
     merge = awaiting(attention.merge)
     gather = awaiting(attention.gather)
+    delete_sequences = awaiting(control.delete_sequences)
+    match_prefix = awaiting(prefix.match_prefix)
+    commit = awaiting(prefix.commit)
+    renew_lease = awaiting(prefix.renew_lease)
+    release_lease = awaiting(prefix.release_lease)
+    pin = awaiting(prefix.pin)
+    unpin = awaiting(prefix.unpin)
+    evict = awaiting(prefix.evict)
+    clear = awaiting(prefix.clear)
+    get_namespace = awaiting(prefix.get_namespace)
+    set_namespace = awaiting(prefix.set_namespace)
     info = awaiting(control.info)
     pool = awaiting(control.pool)
     live = awaiting(control.live)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from attnd.call import Call, Reply, Settled
-from attnd.errors import ProtocolError, ServiceError, UnknownSequence
+from attnd.call import Array, Call, Reply, Settled
+from attnd.errors import ServiceError, UnknownSequence
+from attnd.prefix import Prefix
+from attnd.reading import reads
 from attnd.results import (
     Health,
     Info,
@@ -22,44 +24,91 @@ from attnd.results import (
     SequencePage,
 )
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """`id` None: the service makes one. With `parent`, fork it at `length` (None: all of it)."""
+    """`id` None: the service makes one. With `parent`, fork it at `length` (None: all of it).
+
+    With `prefix`, begin with as much of it as is cached. `ttl_s`: seconds it lives unused.
+    """
 
     id: str | None = None
     parent: str | None = None
     length: int | None = None
+    prefix: Prefix | None = None
+    ttl_s: float | None = None
 
     def document(self) -> dict[str, Any]:
-        given = {"id": self.id, "parent": self.parent, "length": self.length}
+        given = {
+            "id": self.id,
+            "parent": self.parent,
+            "length": self.length,
+            "prefix": None if self.prefix is None else self.prefix.fields(),
+            "ttl_s": None if self.ttl_s is None else float(self.ttl_s),
+        }
         return {name: value for name, value in given.items() if value is not None}
 
 
 def create_sequences(sequences: Sequence[NewSequence]) -> Call[tuple[SequenceInfo, ...]]:
-    """Make sequences, empty or forked, all or none; answers them in the order given.
+    """Make sequences, empty, forked or from the prefix cache, all or none, in the order given.
 
-    Raises `SequenceExists`, `UnknownSequence` (a parent), `OutOfPages`, `InvalidRequest`.
+    Prefixes are named all by token ids or all by page keys. Raises `SequenceExists`,
+    `UnknownSequence` (a parent), `OutOfPages`, `InvalidRequest`.
     """
+    fields, arrays = new_sequences(sequences)
     return Call(
         "create_sequences",
         reads(lambda reply: tuple(sequence_infos(reply))),
         repeatable=False,  # a second time the ids exist, or more ids are made
-        fields={"sequences": [new.document() for new in sequences]},
+        fields=fields,
+        arrays=arrays,
     )
 
 
 def create_sequence(
-    id: str | None = None, *, parent: str | None = None, length: int | None = None
+    id: str | None = None,
+    *,
+    parent: str | None = None,
+    length: int | None = None,
+    prefix: Prefix | None = None,
+    ttl_s: float | None = None,
 ) -> Call[SequenceInfo]:
-    """`create_sequences` of one: empty, or `parent` forked at `length` (None: all of it)."""
+    """`create_sequences` of one: empty, `parent` forked at `length` (None: all of it), or beginning
+    with as much of `prefix` as is cached (`cached_len` of the answer)."""
+    fields, arrays = new_sequences([NewSequence(id, parent, length, prefix, ttl_s)])
     return Call(
         "create_sequences",
         reads(lambda reply: sequence_infos(reply)[0]),
         repeatable=False,
-        fields={"sequences": [NewSequence(id, parent, length).document()]},
+        fields=fields,
+        arrays=arrays,
+    )
+
+
+def new_sequences(sequences: Sequence[NewSequence]) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The fields, and the tensor that names the pages of all prefixes."""
+    fields: dict[str, Any] = {"sequences": [new.document() for new in sequences]}
+    named = [{} if new.prefix is None else new.prefix.arrays() for new in sequences]
+    kinds = {kind for arrays in named for kind in arrays}
+    if not kinds:
+        return fields, {}
+    if len(kinds) > 1:
+        raise ValueError("name the prefixes of one call all by token_ids or all by page_keys")
+    (kind,) = kinds
+    if len(sequences) > 1:
+        sizes = [len(arrays[kind]) if arrays else 0 for arrays in named]
+        fields["prefix_indptr"] = [0, *np.cumsum(sizes).tolist()]
+    return fields, {kind: np.concatenate([arrays[kind] for arrays in named if arrays])}
+
+
+def delete_sequences(ids: Sequence[str] | None = None, *, prefix: str | None = None) -> Call[int]:
+    """Delete those there are of `ids`, or all whose id begins with `prefix`; how many were."""
+    fields = {"prefix": prefix} if ids is None else {"ids": list(ids)}
+    return Call(
+        "delete_sequences",
+        reads(lambda reply: int(reply.fields["num_deleted"])),
+        repeatable=True,
+        fields={name: value for name, value in fields.items() if value is not None},
     )
 
 
@@ -144,19 +193,6 @@ def metrics() -> Call[str]:
     return Call("metrics", lambda reply: reply.text, repeatable=True)
 
 
-def reads(parse: Callable[[Reply], T]) -> Callable[[Reply], T]:
-    """A parser whose surprises (a field missing, a value of another kind) are `ProtocolError`."""
-
-    def parse_or_say(reply: Reply) -> T:
-        try:
-            return parse(reply)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            told = f"the answer lacks what the contract promises: {error!r}"
-            raise ProtocolError(told, reply.meta.request_id) from error
-
-    return parse_or_say
-
-
 def sequence_infos(reply: Reply) -> list[SequenceInfo]:
     return [sequence_info(document, reply.meta) for document in reply.fields["sequences"]]
 
@@ -173,6 +209,8 @@ def sequence_info(document: dict[str, Any], meta: Meta) -> SequenceInfo:
         pages=document["pages"],
         last_page_len=document["last_page_len"],
         parent=document["parent"],
+        cached_len=document.get("cached_len", 0),
+        ttl_s=document.get("ttl_s"),
         meta=meta,
     )
 

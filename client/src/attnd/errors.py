@@ -13,11 +13,14 @@ AttndError                       request_id
     ├── Unauthorized             401
     ├── Forbidden                403 scope
     ├── UnknownSequence          404 sequences
+    ├── UnknownLease             404 lease
+    ├── UnknownPage              404 page_key
     ├── NotFound                 404
     ├── MethodNotAllowed         405 allow
     ├── RequestTimeout           408
     ├── SequenceExists           409 sequences
     ├── LengthMismatch           409 lengths
+    ├── KeyMismatch              409 page
     ├── BodyTooLarge             413 size, limit
     ├── AnswerTooLarge           413 size, limit
     ├── UnsupportedMediaType     415 supported
@@ -28,7 +31,7 @@ AttndError                       request_id
     ├── Internal                 500
     ├── NotReady                 503 retry_after_s
     ├── DeadlineExceeded         504
-    ├── OutOfPages               507 needed, free, total
+    ├── OutOfPages               507 needed, free, total, held
     └── OutOfSequences           507 needed, free, total
 
 A `ServiceError` changed nothing in the service. After `ReplyLost` and `TimedOut` one cannot know.
@@ -126,6 +129,22 @@ class UnknownSequence(ServiceError):
         return tuple(self.problem.get("sequences", ()))
 
 
+class UnknownLease(ServiceError):
+    """The lease has ended, or never was."""
+
+    @property
+    def lease(self) -> str:
+        return str(self.problem.get("lease", ""))
+
+
+class UnknownPage(ServiceError):
+    """No page of that key is cached; for a pin to be taken away: or it has none."""
+
+    @property
+    def page_key(self) -> str:
+        return str(self.problem.get("page_key", ""))
+
+
 class NotFound(ServiceError):
     """No such route: not attnd, or another version of it."""
 
@@ -156,6 +175,14 @@ class LengthMismatch(ServiceError):
     @property
     def lengths(self) -> dict[str, int]:
         return {str(name): int(length) for name, length in self.problem.get("lengths", {}).items()}
+
+
+class KeyMismatch(ServiceError):
+    """`page` of the sequence is committed under another name, or the name stands for another."""
+
+    @property
+    def page(self) -> int:
+        return int(self.problem.get("page", 0))
 
 
 class BodyTooLarge(ServiceError):
@@ -223,7 +250,14 @@ class DeadlineExceeded(ServiceError):
 
 
 class OutOfPages(ServiceError):
-    """`needed` pages, `free` of `total` are free: free sequences, or preempt, then try again."""
+    """`needed` pages, `free` of `total` are free: free sequences, or preempt, then try again.
+
+    `held` says by state what the caller's namespace has, and how many leases.
+    """
+
+    @property
+    def held(self) -> dict[str, int]:
+        return {str(name): int(count) for name, count in self.problem.get("held", {}).items()}
 
     @property
     def needed(self) -> int:
@@ -268,11 +302,14 @@ CODES: Final[dict[str, type[ServiceError]]] = {
     "unauthorized": Unauthorized,
     "forbidden": Forbidden,
     "unknown_sequence": UnknownSequence,
+    "unknown_lease": UnknownLease,
+    "unknown_page": UnknownPage,
     "not_found": NotFound,
     "method_not_allowed": MethodNotAllowed,
     "request_timeout": RequestTimeout,
     "sequence_exists": SequenceExists,
     "length_mismatch": LengthMismatch,
+    "key_mismatch": KeyMismatch,
     "body_too_large": BodyTooLarge,
     "answer_too_large": AnswerTooLarge,
     "unsupported_media_type": UnsupportedMediaType,

@@ -37,6 +37,7 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
+    "U32": np.dtype("<u4"),
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }

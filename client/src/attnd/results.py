@@ -29,7 +29,11 @@ NO_META = Meta()
 
 @dataclass(frozen=True, slots=True)
 class SequenceInfo:
-    """`length` is the least of `lengths`, one per layer; `parent` is whom it was forked from."""
+    """`length` is the least of `lengths`, one per layer; `parent` is whom it was forked from.
+
+    `cached_len` are the tokens found in the prefix cache when it was made; `ttl_s` how long it
+    lives unused (None: for good).
+    """
 
     id: str
     length: int
@@ -37,6 +41,8 @@ class SequenceInfo:
     pages: int
     last_page_len: int
     parent: str | None
+    cached_len: int = 0
+    ttl_s: float | None = None
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 
@@ -131,12 +137,63 @@ class GatherResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Lease:
+    """Holds what was matched until `expires_at`, in seconds since the epoch."""
+
+    id: str
+    expires_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Tokens that are cached, in whole pages; `lease` None: none was asked for, or none are."""
+
+    matched_len: int
+    num_pages: int
+    lease: Lease | None
+    meta: Meta = field(default=NO_META, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """What is committed of the tokens that were named; `last_key` is the last page's, in hex."""
+
+    committed_len: int
+    num_pages: int
+    last_key: str | None
+    meta: Meta = field(default=NO_META, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """A tenant's quota (`max_pages` None: no limit), and its pages by state."""
+
+    name: str
+    max_pages: int | None
+    reserved_pages: int
+    used: int
+    referenced: int
+    cached: int
+    pinned: int
+    leases: int
+    sequences: int
+    meta: Meta = field(default=NO_META, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Pool:
-    """Pages free, referenced and in total; `sharing_ratio` is tokens seen per token stored."""
+    """Pages by state and in total; `sharing_ratio` is tokens seen per token stored.
+
+    `referenced` pages are held by sequences and leases, `pinned` ones by hard pins alone, `cached`
+    ones by nothing: they are found again, or evicted.
+    """
 
     free: int
     referenced: int
+    cached: int
+    pinned: int
     total: int
+    leases: int
     sequences: int
     nodes: int
     sharing_ratio: float

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from attnd import attention, control
+from attnd import attention, control, prefix
 from attnd.call import Call, Reply
 from attnd.errors import NotFound
 from attnd.exchange import Retries, Send
@@ -123,6 +123,17 @@ class Session:
     cascade = blocking(attention.cascade)
     merge = blocking(attention.merge)
     gather = blocking(attention.gather)
+    delete_sequences = blocking(control.delete_sequences)
+    match_prefix = blocking(prefix.match_prefix)
+    commit = blocking(prefix.commit)
+    renew_lease = blocking(prefix.renew_lease)
+    release_lease = blocking(prefix.release_lease)
+    pin = blocking(prefix.pin)
+    unpin = blocking(prefix.unpin)
+    evict = blocking(prefix.evict)
+    clear = blocking(prefix.clear)
+    get_namespace = blocking(prefix.get_namespace)
+    set_namespace = blocking(prefix.set_namespace)
     info = blocking(control.info)
     pool = blocking(control.pool)
     live = blocking(control.live)

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnd.call import Call, Reply, Settled, no_recovery
-from attnd.control import reads
 from attnd.errors import LengthMismatch, ServiceError
+from attnd.reading import reads
 from attnd.results import AttentionResult
 from attnd.states import AttentionState, LseBase
 

@@ -20,6 +20,7 @@ from service.doors.http.problems import wrong_method
 from service.doors.problems import ProblemText
 from service.errors import AnswerTooLarge, AttndError, Internal, MalformedBody
 from service.image.dtypes import Part
+from service.image.given import image_with
 from service.image.json_body import fields_text_of_image, image_of_json, json_of_image
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST
@@ -92,6 +93,8 @@ class Caller:
             request, length = await self.read_json(exchange, given)
         if request is None:
             raise MalformedBody("0 bytes: a safetensors body has at least 8")
+        if media == SAFETENSORS and given:
+            request, length = await self.with_fields(exchange, request, length, given)
         to_json = not self.has_tensors or exchange.answer_type(media) == JSON
         answered, slot = await self.call(exchange, request, length, self.most(to_json))
         exchange.stages = answered.stages
@@ -113,6 +116,19 @@ class Caller:
             return dict(params)
         pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
         return {**query_values(self.operation, pairs), **params}
+
+    async def with_fields(
+        self, exchange: Exchange, request: Slot, length: int, given: dict[str, Any]
+    ) -> tuple[Slot, int]:
+        """A safetensors body with the path's fields in its header, in a slot of its own."""
+        body = exchange.body
+        if body is None:
+            raise Internal("a request was read after its answer: this is a bug")
+        parts = image_with(request.view(length), given)
+        slot = await self.door.slot(sum(map(len, parts)))
+        length = lay(parts, slot.view())
+        body.take_over(slot, self.door)
+        return slot, length
 
     async def read_json(self, exchange: Exchange, given: dict[str, Any]) -> tuple[Slot, int]:
         """The image of a request in JSON, or of one without a body; its slot is the exchange's."""

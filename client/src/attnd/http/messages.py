@@ -34,6 +34,17 @@ ROUTES: Final[Mapping[str, tuple[str, str]]] = {
     "merge": ("POST", "/v1/merge"),
     "info": ("GET", "/v1/info"),
     "pool": ("GET", "/v1/pool"),
+    "delete_sequences": ("POST", "/v1/sequences/delete"),
+    "match_prefix": ("POST", "/v1/prefix/match"),
+    "commit": ("POST", "/v1/sequences/{id}/commit"),
+    "renew_lease": ("POST", "/v1/leases/{id}"),
+    "release_lease": ("DELETE", "/v1/leases/{id}"),
+    "pin": ("PUT", "/v1/prefix/pin"),
+    "unpin": ("DELETE", "/v1/prefix/pin"),
+    "evict": ("POST", "/v1/prefix/evict"),
+    "clear": ("POST", "/v1/prefix/clear"),
+    "get_namespace": ("GET", "/v1/namespaces/{name}"),
+    "set_namespace": ("PUT", "/v1/namespaces/{name}"),
     "live": ("GET", "/health/live"),
     "ready": ("GET", "/health/ready"),
     "metrics": ("GET", "/metrics"),
@@ -43,7 +54,8 @@ ROUTES: Final[Mapping[str, tuple[str, str]]] = {
 TENSORS: Final = frozenset(
     {"append", "gather", "decode", "prefill", "ragged_prefill", "cascade", "merge"}
 )
-"""Operations that send and are answered with images; the others are JSON both ways."""
+"""Operations that send and are answered with images; the others are JSON both ways, unless they are
+given arrays."""
 
 MAX_DEADLINE_MS: Final = 3_600_000.0
 """The longest deadline the service takes; a longer one is only kept here."""
@@ -82,14 +94,15 @@ def request_of(
     method, target = ROUTES[call.operation]
     headers = {"x-request-id": request_id}
     fields = call.fields
-    if "{id}" in target:
-        target = target.format(id=quote(fields["id"], safe=""))
-        fields = {name: value for name, value in fields.items() if name != "id"}
+    if "{" in target:
+        own = target[target.index("{") + 1 : target.index("}")]
+        target = target.replace(f"{{{own}}}", quote(fields[own], safe=""))
+        fields = {name: value for name, value in fields.items() if name != own}
     body: Body = ()
-    if call.operation in TENSORS:
+    if call.arrays or call.operation in TENSORS:
         headers["content-type"] = headers["accept"] = images.MEDIA_TYPE
         body = tuple(images.encode(fields, call.arrays))
-    elif method == "POST":
+    elif method in ("POST", "PUT"):
         headers["content-type"] = "application/json"
         body = (images.dump_json(fields).encode(),)
     elif fields:

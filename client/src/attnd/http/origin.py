@@ -50,7 +50,7 @@ class Origin:
         """The request line and the headers."""
         length = request.body_bytes
         lines = "".join([f"{name}: {value}\r\n" for name, value in request.headers.items()])
-        if length or request.method == "POST":
+        if length or request.method in ("POST", "PUT"):
             lines += f"content-length: {length}\r\n"
         return (
             f"{request.method} {self.prefix}{request.target} HTTP/1.1\r\n"

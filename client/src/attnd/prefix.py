@@ -1,0 +1,216 @@
+"""The calls of the prefix cache: match, commit, leases, pins, evict, clear, and quotas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnd.call import Call, Reply, Settled
+from attnd.errors import ServiceError, UnknownLease, UnknownPage
+from attnd.reading import reads
+from attnd.results import CommitResult, Lease, Namespace, PrefixMatch
+
+TokenIds = Sequence[int] | NDArray[np.integer[Any]]
+PageKeys = Sequence[str | bytes] | NDArray[np.uint8]
+
+KEY_BYTES: Final = 16
+DEFAULT_LEASE_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """The beginning of a prompt, by exactly one of `token_ids` and `page_keys`.
+
+    `token_ids` are ints or an integer array; `page_keys` uint8 [n, 16], or the keys as bytes or
+    hex. Pages are found again under the `cache_salt` that they were committed with.
+    """
+
+    token_ids: TokenIds | None = None
+    page_keys: PageKeys | None = None
+    cache_salt: str = ""
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The tensor that names the pages; raises ValueError unless exactly one is given."""
+        if (self.token_ids is None) == (self.page_keys is None):
+            raise ValueError("give either token_ids or page_keys")
+        if self.token_ids is not None:
+            return {"token_ids": token_array(self.token_ids)}
+        return {"page_keys": key_array(self.page_keys if self.page_keys is not None else ())}
+
+    def fields(self) -> dict[str, Any]:
+        return {"cache_salt": self.cache_salt} if self.cache_salt else {}
+
+
+def token_array(ids: TokenIds) -> NDArray[np.uint32]:
+    """uint32 [n]; raises ValueError for what is no token id."""
+    array = np.asarray(ids)
+    if array.size == 0:
+        return np.empty(0, np.uint32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(f"token_ids are {array.dtype} {list(array.shape)}: they must be flat ints")
+    if array.min() < 0 or array.max() >= 2**32:
+        raise ValueError(f"token_ids reach from {array.min()} to {array.max()}: they are uint32")
+    return np.ascontiguousarray(array, np.uint32)
+
+
+def key_array(keys: PageKeys) -> NDArray[np.uint8]:
+    """uint8 [n, 16]; raises ValueError for a key of another length."""
+    if isinstance(keys, np.ndarray):
+        if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != KEY_BYTES:
+            told = f"page_keys are {keys.dtype} {list(keys.shape)}"
+            raise ValueError(f"{told}: they must be uint8 [n, {KEY_BYTES}]")
+        return np.ascontiguousarray(keys)
+    raw = [bytes.fromhex(key) if isinstance(key, str) else key for key in keys]
+    if wrong := [key for key in raw if len(key) != KEY_BYTES]:
+        raise ValueError(f"a page key has {len(wrong[0])} bytes: it must have {KEY_BYTES}")
+    return np.frombuffer(b"".join(raw), np.uint8).reshape(-1, KEY_BYTES)
+
+
+def match_prefix(prefix: Prefix, *, lease_s: float = DEFAULT_LEASE_S) -> Call[PrefixMatch]:
+    """The longest cached beginning, held for `lease_s` seconds (0: not held)."""
+    return Call(
+        "match_prefix",
+        reads(match_of),
+        repeatable=True,  # a lease that nobody heard of ends by itself
+        fields={**prefix.fields(), "lease_s": float(lease_s)},
+        arrays=prefix.arrays(),
+    )
+
+
+def commit(
+    sequence: str,
+    prefix: Prefix,
+    *,
+    priority: int | None = None,
+    duration_s: float | None = None,
+) -> Call[CommitResult]:
+    """Name the sequence's full pages as far as `prefix` does, so that they outlive it.
+
+    Raises `UnknownSequence`, `InvalidRequest` beyond the sequence's length, `KeyMismatch`.
+    """
+    given = {"priority": priority, "duration_s": duration_s}
+    return Call(
+        "commit",
+        reads(commit_of),
+        repeatable=True,
+        fields={
+            "id": sequence,
+            **prefix.fields(),
+            **{name: value for name, value in given.items() if value is not None},
+        },
+        arrays=prefix.arrays(),
+    )
+
+
+def renew_lease(lease: str, lease_s: float = DEFAULT_LEASE_S) -> Call[Lease]:
+    """Let a lease end in `lease_s` seconds; raises `UnknownLease`."""
+    fields = {"id": lease, "lease_s": float(lease_s)}
+    return Call("renew_lease", reads(lease_of_reply), repeatable=True, fields=fields)
+
+
+def release_lease(lease: str) -> Call[None]:
+    """End a lease; raises `UnknownLease`."""
+    return Call(
+        "release_lease", nothing, repeatable=True, fields={"id": lease}, recover=lease_is_gone
+    )
+
+
+def pin(
+    page_key: str | bytes,
+    *,
+    cache_salt: str = "",
+    soft_ttl_s: float | None = None,
+    hard: bool = False,
+) -> Call[int]:
+    """Keep a page and all before it: softly for `soft_ttl_s`, or `hard`; how many pages that are.
+
+    Raises `UnknownPage`, `InvalidRequest`.
+    """
+    fields: dict[str, Any] = {"page_key": hex_key(page_key)}
+    fields |= {"cache_salt": cache_salt} if cache_salt else {}
+    fields |= {"hard": True} if hard else {}
+    fields |= {} if soft_ttl_s is None else {"soft_ttl_s": float(soft_ttl_s)}
+    return Call("pin", reads(num_pages), repeatable=True, fields=fields)
+
+
+def unpin(page_key: str | bytes, *, cache_salt: str = "") -> Call[None]:
+    """Take the pins of a page away, hard and soft; raises `UnknownPage` where it has none."""
+    fields = {"page_key": hex_key(page_key)}
+    fields |= {"cache_salt": cache_salt} if cache_salt else {}
+    return Call("unpin", nothing, repeatable=True, fields=fields, recover=pin_is_gone)
+
+
+def evict(num_pages_at_most: int) -> Call[int]:
+    """Evict cached pages, those first that would go first; how many were."""
+    fields = {"num_pages": num_pages_at_most}
+    return Call("evict", reads(num_pages), repeatable=False, fields=fields)
+
+
+def clear() -> Call[int]:
+    """Evict all that nothing holds; how many pages were."""
+    return Call("clear", reads(num_pages), repeatable=True)
+
+
+def get_namespace(name: str) -> Call[Namespace]:
+    """What a namespace has, and may have."""
+    return Call("get_namespace", reads(namespace_of), repeatable=True, fields={"name": name})
+
+
+def set_namespace(
+    name: str, *, max_pages: int | None = None, reserved_pages: int = 0
+) -> Call[Namespace]:
+    """What a namespace may have (None: no limit), and what nobody else may take."""
+    fields = {"name": name, "max_pages": max_pages, "reserved_pages": reserved_pages}
+    return Call("set_namespace", reads(namespace_of), repeatable=True, fields=fields)
+
+
+def hex_key(key: str | bytes) -> str:
+    return key if isinstance(key, str) else key.hex()
+
+
+def nothing(_: Reply) -> None:
+    """The answer has no fields."""
+
+
+def lease_is_gone(error: ServiceError) -> Settled[None] | None:
+    """A lease unknown on the second attempt was ended by the first."""
+    return Settled(None) if isinstance(error, UnknownLease) else None
+
+
+def pin_is_gone(error: ServiceError) -> Settled[None] | None:
+    """A page without pins on the second attempt had them taken away by the first."""
+    return Settled(None) if isinstance(error, UnknownPage) else None
+
+
+def num_pages(reply: Reply) -> int:
+    return int(reply.fields["num_pages"])
+
+
+def lease_of(document: dict[str, Any]) -> Lease:
+    return Lease(document["id"], document["expires_at"])
+
+
+def lease_of_reply(reply: Reply) -> Lease:
+    return lease_of(reply.fields)
+
+
+def match_of(reply: Reply) -> PrefixMatch:
+    fields = reply.fields
+    lease = None if fields["lease"] is None else lease_of(fields["lease"])
+    return PrefixMatch(fields["matched_len"], fields["num_pages"], lease, reply.meta)
+
+
+def commit_of(reply: Reply) -> CommitResult:
+    fields = reply.fields
+    return CommitResult(
+        fields["committed_len"], fields["num_pages"], fields["last_key"], reply.meta
+    )
+
+
+def namespace_of(reply: Reply) -> Namespace:
+    known = [name for name in Namespace.__slots__ if name != "meta"]
+    return Namespace(**{name: reply.fields[name] for name in known}, meta=reply.meta)

@@ -1,0 +1,171 @@
+"""Operations on the prefix cache: match, commit, leases, pins, evict, clear, and quotas."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from kernels.backend import Done
+from service.core.keys import Prefix, as_keys
+from service.core.nodes import FOREVER, Retention
+from service.engine.request import Request
+from service.engine.store import Store
+from service.engine.work import Answered, Cost, Counts, Seconds, Sliced, Step, Steps, Work
+from service.operations.names import NamedPages
+
+Array = np.ndarray[Any, Any]
+
+NO_COST: Final = Cost()
+ANSWER_BYTES: Final = 512
+EVICTED_AT_ONCE: Final = 4096
+"""Pages that one slice evicts: some milliseconds, or 20 where every page is a node of its own."""
+
+
+def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
+    """What is cached of a prompt, with a lease on it where one is wanted."""
+    fields, namespace = request.fields, request.tenant.namespace
+    request.place.require(ANSWER_BYTES)
+    prefix = prefix_of(fields, request.tensors)
+    cache = store.tree.cache
+    lease = None
+    if fields.lease_s:
+        lease_id = f"lease-{secrets.token_hex(10)}"
+        num_pages = cache.lease(namespace, prefix, lease_id, fields.lease_s)
+        lease = {"id": lease_id, "expires_at": time.time() + fields.lease_s}
+        if num_pages == 0:
+            cache.leases.close(lease_id, namespace)
+            lease = None
+    else:
+        num_pages = cache.use(namespace, prefix)
+    size = store.geometry.page_size
+    request.place.lay({"matched_len": num_pages * size, "num_pages": num_pages, "lease": lease})
+    return Answered(counts=looked_up(prefix, num_pages, size))
+
+
+def commit(store: Store, request: Request, _: Seconds) -> Work:
+    fields = request.fields
+    request.place.require(ANSWER_BYTES)
+    prefix = prefix_of(fields, request.tensors)
+    cache = store.tree.cache
+    keep = []
+    if fields.priority is not None:
+        ends = FOREVER if fields.duration_s is None else store.now + fields.duration_s
+        keep = [Retention(fields.priority, ends)]
+    num_pages = cache.commit(fields.id, prefix, *keep)
+    leaf = store.tree.books.leaf(fields.id)
+    last = leaf.table[num_pages - 1] if num_pages else None
+    key = None if last is None else cache.named.keys[last].tobytes().hex()
+    request.place.lay(
+        {
+            "committed_len": num_pages * store.geometry.page_size,
+            "num_pages": num_pages,
+            "last_key": key,
+        }
+    )
+    return Answered()
+
+
+def renew_lease(store: Store, request: Request, _: Seconds) -> Work:
+    fields = request.fields
+    request.place.require(ANSWER_BYTES)
+    store.tree.cache.leases.renew(fields.id, request.tenant.namespace, store.now + fields.lease_s)
+    request.place.lay({"id": fields.id, "expires_at": time.time() + fields.lease_s})
+    return Answered()
+
+
+def release_lease(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(0)
+    store.tree.cache.leases.close(request.fields.id, request.tenant.namespace)
+    request.place.lay({})
+    return Answered()
+
+
+def pin(store: Store, request: Request, _: Seconds) -> Work:
+    fields = request.fields
+    request.place.require(ANSWER_BYTES)
+    key = bytes.fromhex(fields.page_key)
+    pages = store.tree.cache.pin(
+        request.tenant.namespace, key, fields.cache_salt, fields.soft_ttl_s
+    )
+    request.place.lay({"num_pages": pages})
+    return Answered()
+
+
+def unpin(store: Store, request: Request, _: Seconds) -> Work:
+    fields = request.fields
+    request.place.require(0)
+    key = bytes.fromhex(fields.page_key)
+    store.tree.cache.unpin(request.tenant.namespace, key, fields.cache_salt)
+    request.place.lay({})
+    return Answered()
+
+
+def evict(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(ANSWER_BYTES)
+    return evicting(store, request, request.fields.num_pages)
+
+
+def clear(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(ANSWER_BYTES)
+    return evicting(store, request, store.geometry.num_pages, told=True)
+
+
+def evicting(store: Store, request: Request, count: int, told: bool = False) -> Work:
+    """Evict up to `count` pages of the caller's, some at a time."""
+    cache, namespace = store.tree.cache, request.tenant.namespace
+    evicted = cache.evict(namespace, min(count, EVICTED_AT_ONCE))
+    if evicted < EVICTED_AT_ONCE or evicted == count:
+        finish(store, request, evicted, told)
+        return Answered()
+
+    def steps() -> Steps:
+        done = evicted
+        while done < count:
+            yield Step(lambda: Done(None), "evict", NO_COST)
+            some = cache.evict(namespace, min(count - done, EVICTED_AT_ONCE))
+            if some == 0:
+                break
+            done += some
+        finish(store, request, done, told)
+
+    return Sliced(steps(), lambda: None)
+
+
+def finish(store: Store, request: Request, evicted: int, told: bool) -> None:
+    if told:
+        store.tree.cache.cleared(request.tenant.namespace)
+    request.place.lay({"num_pages": evicted})
+
+
+def get_namespace(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(ANSWER_BYTES)
+    request.place.lay(store.namespace_fields(request.fields.name))
+    return Answered()
+
+
+def set_namespace(store: Store, request: Request, _: Seconds) -> Work:
+    fields = request.fields
+    request.place.require(ANSWER_BYTES)
+    store.tree.budget.set_quota(fields.name, fields.max_pages, fields.reserved_pages)
+    request.place.lay(store.namespace_fields(fields.name))
+    return Answered()
+
+
+def prefix_of(fields: NamedPages, tensors: Mapping[str, Array]) -> Prefix:
+    """The prefix that fields or tensors name; tensors are copied, as their owner may write on."""
+    ids, keys = tensors.get("token_ids", fields.ids_array), tensors.get("page_keys")
+    if ids is not None:
+        return Prefix(np.array(ids, np.uint32), None, fields.cache_salt)
+    keys = fields.keys_array if keys is None else keys
+    if keys is None:
+        raise RuntimeError("neither token ids nor page keys: this is a bug")
+    return Prefix(None, as_keys(keys.tobytes()), fields.cache_salt)
+
+
+def looked_up(prefix: Prefix, num_pages: int, page_size: int) -> Counts:
+    """Tokens asked for in whole pages, and those of them that were there."""
+    return Counts(looked_up=prefix.num_pages(page_size) * page_size, found=num_pages * page_size)

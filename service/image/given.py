@@ -1,0 +1,42 @@
+"""Requests whose path gives fields: laid into the header of the image that came as the body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from service.errors import InvalidRequest, MalformedBody
+from service.image.dtypes import Part
+from service.image.json_body import dump_fields
+from service.image.json_text import dump_json, load_json
+from service.image.reading import MAX_VALUES, REQUEST, split
+
+
+def image_with(whole: memoryview, given: Mapping[str, Any]) -> list[Part]:
+    """A request's image with the fields `given` by its path; the tensors' bytes are not copied.
+
+    Raises `MalformedBody`, and `InvalidRequest` for a field that is given twice. The rest is for
+    the engine to check.
+    """
+    header, start = split(whole)
+    if (count := header.count(b",")) > MAX_VALUES:
+        raise MalformedBody(f"the safetensors header has {count} values: at most {MAX_VALUES}")
+    document = load_json(header, "the safetensors header")
+    if not isinstance(document, dict):
+        raise MalformedBody("the safetensors header is not a JSON object")
+    metadata = document.setdefault("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise MalformedBody("__metadata__ is not a JSON object")
+    text = metadata.get(REQUEST, "{}")
+    if not isinstance(text, str):
+        raise MalformedBody(f"__metadata__.{REQUEST} is not a string in the safetensors header")
+    fields = load_json(text.encode("utf-8", "surrogatepass"), f"__metadata__.{REQUEST}")
+    if not isinstance(fields, dict):
+        raise MalformedBody(f"__metadata__.{REQUEST} is not a JSON object")
+    if twice := given.keys() & fields.keys():
+        name = min(twice)
+        raise InvalidRequest(name, fields[name], "is given by the path: leave it out")
+    metadata[REQUEST] = dump_fields({**fields, **given})
+    laid = dump_json(document).encode()
+    laid += b" " * (-len(laid) % 8)
+    return [len(laid).to_bytes(8, "little") + laid, whole[start:]]

@@ -1,0 +1,77 @@
+"""How callers name pages: by token ids or by keys of their own, as JSON or as tensors."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from service.operations.common import Entries, Fields, refuse
+from service.operations.spec import TensorSpec
+
+UInt32 = NDArray[np.uint32]
+UInt8 = NDArray[np.uint8]
+
+KEY_BYTES: Final = 16
+KEY_PATTERN: Final = r"^[0-9a-f]{32}$"
+SALT_PATTERN: Final = r"^[!-~]{0,128}$"
+
+PageKey = Annotated[str, Field(pattern=KEY_PATTERN, examples=["0f" * 16])]
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+CacheSalt = Annotated[str, Field(pattern=SALT_PATTERN)]
+Seconds = Annotated[float, Field(gt=0.0, le=365 * 86400.0)]
+
+
+class NamedPages(Fields):
+    """The beginning of a prompt: `token_ids` or `page_keys`, here or as the tensor of that name."""
+
+    token_ids: Annotated[list[TokenId] | None, Field(fail_fast=True)] = None
+    """Token ids from the first one on; the last page counts when it is full."""
+    page_keys: Annotated[list[PageKey] | None, Field(fail_fast=True)] = None
+    """Keys of a chain of the caller's own: 32 hex digits for each page, in order."""
+    cache_salt: CacheSalt = ""
+    """Pages are found again only under the salt that they were committed with."""
+
+    @cached_property
+    def ids_array(self) -> UInt32 | None:
+        """uint32 [n]."""
+        return None if self.token_ids is None else np.array(self.token_ids, np.uint32)
+
+    @cached_property
+    def keys_array(self) -> UInt8 | None:
+        """uint8 [n, 16]."""
+        if self.page_keys is None:
+            return None
+        raw = bytes.fromhex("".join(self.page_keys))
+        return np.frombuffer(raw, np.uint8).reshape(-1, KEY_BYTES)
+
+
+NAMES: Final = (
+    TensorSpec("token_ids", ("U32",), ("n",), "token ids, in place of the field", optional=True),
+    TensorSpec(
+        "page_keys",
+        ("U8",),
+        ("pages", KEY_BYTES),
+        "page keys, in place of the field",
+        optional=True,
+    ),
+)
+
+
+def given_names(fields: NamedPages, entries: Entries) -> list[str]:
+    """What names pages here: of `token_ids` and `page_keys`, as fields or tensors."""
+    given = [name for name in ("token_ids", "page_keys") if getattr(fields, name) is not None]
+    for name in entries:
+        if name in given:
+            refuse(name, "given", "is given as a tensor: leave the field out")
+    return given + [name for name in ("token_ids", "page_keys") if name in entries]
+
+
+def check_names_given(fields: Any, entries: Entries) -> None:
+    """Exactly one of token ids and page keys."""
+    given = given_names(fields, entries)
+    if len(given) != 1:
+        refuse("token_ids", " and ".join(given) or None, "give either token_ids or page_keys")

@@ -1,0 +1,331 @@
+"""Operations on the prefix cache: match, commit, leases, pins, evict, clear, and quotas."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from pydantic import Field
+
+from service.operations.common import (
+    Count,
+    Entries,
+    Fields,
+    NoFields,
+    SequenceId,
+    refuse,
+    unchecked,
+)
+from service.operations.info import InfoAnswer
+from service.operations.names import (
+    NAMES,
+    CacheSalt,
+    NamedPages,
+    PageKey,
+    Seconds,
+    check_names_given,
+)
+from service.operations.spec import Operation
+
+DEFAULT_LEASE_S: Final = 10.0
+MAX_LEASE_S: Final = 3600.0
+LEASE_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,64}$"
+NAMESPACE_PATTERN: Final = r"^[A-Za-z0-9._-]{1,64}$"
+
+LeaseId = Annotated[str, Field(pattern=LEASE_PATTERN)]
+LeaseSeconds = Annotated[float, Field(ge=0.0, le=MAX_LEASE_S)]
+Priority = Annotated[int, Field(ge=1, le=100)]
+NamespaceName = Annotated[str, Field(pattern=NAMESPACE_PATTERN)]
+
+
+class MatchFields(NamedPages):
+    lease_s: LeaseSeconds = DEFAULT_LEASE_S
+    """Seconds for which what was found is not evicted; 0 takes no lease."""
+
+
+class LeaseAnswer(Fields):
+    id: LeaseId
+    expires_at: float
+    """Seconds since the epoch; then the lease ends by itself."""
+
+
+class MatchAnswer(Fields):
+    matched_len: Count
+    """Tokens that are cached, in whole pages."""
+    num_pages: Count
+    lease: LeaseAnswer | None
+    """Null when none was asked for, or nothing was found."""
+
+
+class CommitFields(NamedPages):
+    id: SequenceId
+    priority: Priority | None = None
+    """Pages of lower priority are evicted first; 35 when nobody says otherwise. A page keeps the
+    highest that a commit gave it."""
+    duration_s: Seconds | None = None
+    """Seconds for which the priority holds; then it is 35 again."""
+
+
+class CommitAnswer(Fields):
+    committed_len: Count
+    """Tokens of the sequence that are committed, as far as this request named them."""
+    num_pages: Count
+    last_key: PageKey | None
+    """The key of the last of these pages: what a pin names."""
+
+
+class RenewFields(Fields):
+    id: LeaseId
+    lease_s: Annotated[float, Field(gt=0.0, le=MAX_LEASE_S)] = DEFAULT_LEASE_S
+    """Seconds from now."""
+
+
+class LeaseFields(Fields):
+    """One lease, named by the path."""
+
+    id: LeaseId
+
+
+class PinFields(Fields):
+    page_key: PageKey
+    """Pins this page and all before it."""
+    cache_salt: CacheSalt = ""
+    """The salt it was committed with."""
+    soft_ttl_s: Seconds | None = None
+    """For so long they are evicted only when nothing else can be."""
+    hard: bool = False
+    """They are never evicted, until the pin is taken away."""
+
+
+class UnpinFields(Fields):
+    page_key: PageKey
+    """The page that a pin named."""
+    cache_salt: CacheSalt = ""
+    """The salt it was committed with."""
+
+
+class PagesAnswer(Fields):
+    num_pages: Count
+
+
+class EvictFields(Fields):
+    num_pages: Count
+    """At most so many."""
+
+
+class NamespaceFields(Fields):
+    """One namespace, named by the path."""
+
+    name: NamespaceName
+    """Nobody need have met it before."""
+
+
+class QuotaFields(Fields):
+    name: NamespaceName
+    """Nobody need have met it before."""
+    max_pages: Count | None = None
+    """Pages that it may have at once, cached ones included; null: no limit."""
+    reserved_pages: Count = 0
+    """Pages that nobody else may take."""
+
+
+class NamespaceAnswer(Fields):
+    name: NamespaceName
+    max_pages: Count | None
+    reserved_pages: Count
+    used: Count
+    """Pages in all: referenced, cached and pinned."""
+    referenced: Count
+    cached: Count
+    pinned: Count
+    leases: Count
+    sequences: Count
+
+
+def check_match(fields: MatchFields, entries: Entries, info: InfoAnswer) -> None:
+    check_names_given(fields, entries)
+
+
+def check_commit(fields: CommitFields, entries: Entries, info: InfoAnswer) -> None:
+    check_names_given(fields, entries)
+    if fields.duration_s is not None and fields.priority is None:
+        refuse("duration_s", fields.duration_s, "is that of a priority: give priority as well")
+
+
+def check_pin(fields: PinFields, entries: Entries, info: InfoAnswer) -> None:
+    if fields.hard == (fields.soft_ttl_s is not None):
+        refuse("soft_ttl_s", fields.soft_ttl_s, "give either soft_ttl_s or hard = true")
+
+
+MATCH: Final = Operation(
+    name="match_prefix",
+    number=16,
+    method="POST",
+    path="/v1/prefix/match",
+    summary="The longest cached beginning of a prompt, held for a while",
+    description="",
+    tag="prefix cache",
+    fields=MatchFields,
+    takes=NAMES,
+    gives=(),
+    answer=MatchAnswer,
+    check=check_match,
+    scope="read",
+    example={"token_ids": [11, 12, 13, 14]},
+)
+
+COMMIT: Final = Operation(
+    name="commit",
+    number=17,
+    method="POST",
+    path="/v1/sequences/{id}/commit",
+    summary="Name a sequence's full pages, so that they outlive it and are found again",
+    description="Pages count that are full at every layer. Where pages of those names are cached "
+    "already, the sequence moves onto them and its own go free. Committing again changes nothing.",
+    tag="prefix cache",
+    fields=CommitFields,
+    takes=NAMES,
+    gives=(),
+    answer=CommitAnswer,
+    check=check_commit,
+    scope="append",
+    example={"token_ids": [11, 12, 13, 14], "priority": 80, "duration_s": 600.0},
+)
+
+RENEW_LEASE: Final = Operation(
+    name="renew_lease",
+    number=18,
+    method="POST",
+    path="/v1/leases/{id}",
+    summary="Let a lease end later",
+    description="",
+    tag="prefix cache",
+    fields=RenewFields,
+    takes=(),
+    gives=(),
+    answer=LeaseAnswer,
+    check=unchecked,
+    scope="read",
+)
+
+RELEASE_LEASE: Final = Operation(
+    name="release_lease",
+    number=19,
+    method="DELETE",
+    path="/v1/leases/{id}",
+    summary="End a lease",
+    description="",
+    tag="prefix cache",
+    fields=LeaseFields,
+    takes=(),
+    gives=(),
+    answer=None,
+    check=unchecked,
+    scope="read",
+    status=204,
+    frees=True,
+    answer_text="It is gone.",
+)
+
+PIN: Final = Operation(
+    name="pin",
+    number=20,
+    method="PUT",
+    path="/v1/prefix/pin",
+    summary="Keep a page, and all before it, from being evicted",
+    description="A soft pin ends by itself, a hard one when it is taken away.",
+    tag="prefix cache",
+    fields=PinFields,
+    takes=(),
+    gives=(),
+    answer=PagesAnswer,
+    check=check_pin,
+    scope="append",
+    answer_text="How many pages the pin covers.",
+)
+
+UNPIN: Final = Operation(
+    name="unpin",
+    number=21,
+    method="DELETE",
+    path="/v1/prefix/pin",
+    summary="Take the pins of a page away, hard and soft",
+    description="",
+    tag="prefix cache",
+    fields=UnpinFields,
+    takes=(),
+    gives=(),
+    answer=None,
+    check=unchecked,
+    scope="append",
+    status=204,
+    frees=True,
+    answer_text="They are gone.",
+)
+
+EVICT: Final = Operation(
+    name="evict",
+    number=22,
+    method="POST",
+    path="/v1/prefix/evict",
+    summary="Evict cached pages, those first that would go first",
+    description="",
+    tag="prefix cache",
+    fields=EvictFields,
+    takes=(),
+    gives=(),
+    answer=PagesAnswer,
+    check=unchecked,
+    scope="append",
+    frees=True,
+    answer_text="How many pages were evicted.",
+)
+
+CLEAR: Final = Operation(
+    name="clear",
+    number=23,
+    method="POST",
+    path="/v1/prefix/clear",
+    summary="Evict all that can be evicted",
+    description="What sequences, leases and hard pins hold stays.",
+    tag="prefix cache",
+    fields=NoFields,
+    takes=(),
+    gives=(),
+    answer=PagesAnswer,
+    check=unchecked,
+    scope="append",
+    frees=True,
+    answer_text="How many pages were evicted.",
+)
+
+GET_NAMESPACE: Final = Operation(
+    name="get_namespace",
+    number=24,
+    method="GET",
+    path="/v1/namespaces/{name}",
+    summary="What a namespace has, and may have",
+    description="",
+    tag="prefix cache",
+    fields=NamespaceFields,
+    takes=(),
+    gives=(),
+    answer=NamespaceAnswer,
+    check=unchecked,
+    scope="admin",
+)
+
+SET_NAMESPACE: Final = Operation(
+    name="set_namespace",
+    number=25,
+    method="PUT",
+    path="/v1/namespaces/{name}",
+    summary="What a namespace may have",
+    description="What it has beyond that already stays until it goes.",
+    tag="prefix cache",
+    fields=QuotaFields,
+    takes=(),
+    gives=(),
+    answer=NamespaceAnswer,
+    check=unchecked,
+    scope="admin",
+)
