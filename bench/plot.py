@@ -1,12 +1,14 @@
-"""Draws bench/results/h200.json as bench/results/h200.svg: `python -m bench.plot`.
+"""Draws bench/results/h200.json and cache-cpu.json as pictures beside them: `python -m bench.plot`.
 
-A bar is the roofline fraction of a workload, a dot that of FlashInfer on the same kind of machine,
+Of the cache: hit rate against pool size, beside exact LRU and a cache without end. Of the kernels: a
+bar is the roofline fraction of a workload, a dot that of FlashInfer on the same kind of machine,
 each by the ceilings of its own run; a line is what is required. A dagger marks a row that was
 measured with other kernels than those here, as in the README.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +18,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+from bench.cache import CACHE_RESULTS
 from bench.kernel_results import KERNEL_RESULTS, read_results
 from bench.machine import workloads
 from bench.readme import DAGGER
@@ -74,9 +77,32 @@ def draw(results: dict[str, Any], stale: Container[str], path: Path) -> None:
         plt.close(figure)
 
 
+def draw_cache(results: dict[str, Any], path: Path) -> None:
+    """Hit rate against pool size, as SVG at `path`."""
+    shares = [100 * row["share"] for row in results["rows"]]
+    with plt.rc_context({"svg.hashsalt": "attnd", "svg.fonttype": "none", "font.size": 8}):
+        figure, axes = plt.subplots(figsize=(5.4, 2.8), layout="constrained")
+        axes.axhline(results["endless"], color=OTHER, linestyle="--", label="without end")
+        lru = [row["lru_hit_rate"] for row in results["rows"]]
+        axes.plot(shares, lru, "o", color="#c44536", markersize=7, mfc="none", label="exact LRU")
+        attnd = [row["hit_rate"] for row in results["rows"]]
+        axes.plot(shares, attnd, ".-", color=COLOURS["decode"], label="attnd")
+        axes.set(xscale="log", ylim=(0, 0.7), ylabel="hit rate, by tokens")
+        axes.set(xlabel="pool, in % of the trace's distinct pages")
+        axes.set_xticks(shares, [f"{share:g}" for share in shares], minor=False)
+        axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="lower right", frameon=False)
+        axes.set_title(results["trace"], loc="left", fontsize=9)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+        plt.close(figure)
+
+
 def main() -> None:
     results = read_results()
     draw(results, stale_rows(results), KERNEL_RESULTS.with_suffix(".svg"))
+    cache = json.loads(CACHE_RESULTS.read_text(encoding="utf-8"))
+    draw_cache(cache, CACHE_RESULTS.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -110,12 +110,35 @@ def core_table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", told])
 
 
+def cache_table(results: dict[str, Any]) -> str:
+    """Hit rates by pool size beside exact LRU and a cache without end, and times."""
+    lines = [
+        "| pool, of distinct pages | pages | hit rate | exact LRU | without end | hits checked |"
+        " begin, append, commit, delete: µs a page |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in results["rows"]:
+        us = ", ".join(f"{row[name]:.2f}" for name in CACHE_TIMES)
+        lines.append(
+            f"| {row['share']:.0%} | {row['num_pages']:,} | **{row['hit_rate']:.3f}** |"
+            f" {row['lru_hit_rate']:.3f} | {results['endless']:.3f} | {row['hits_checked']:,} | {us} |"
+        )
+    lines += ["", "| what | median µs |", "|---|---|"]
+    lines += [f"| {name} | {us:.1f} |" for name, us in results["times_us"].items()]
+    told = (
+        f"{results['machine']}; {results['date'][:10]}; `{results['command']}`; {results['trace']}"
+    )
+    return "\n".join([*lines, "", f"{told}, pages of {results['page_size']} tokens."])
+
+
+CACHE_TIMES: Final = ("begin_us", "append_us", "commit_us", "free_us")
 TABLES: Final[dict[str, tuple[Path, Render]]] = {
     "service": (RESULTS / "service-cpu.json", service.table),
     "fairness": (RESULTS / "fairness-cpu.json", fairness.table),
     "steps": (RESULTS / "service-h200.json", steps.table),
     "road": (RESULTS / "road-h200.json", road.table),
     "cascade_cpu": (RESULTS / "cascade-cpu.json", cascade_table),
+    "cache": (RESULTS / "cache-cpu.json", cache_table),
     "core": (RESULTS / "core.json", core_table),
     "kernels": (KERNEL_RESULTS, kernels_now),
 }

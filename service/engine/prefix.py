@@ -35,10 +35,8 @@ def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
     if fields.lease_s:
         lease_id = f"lease-{secrets.token_hex(10)}"
         num_pages = cache.lease(namespace, prefix, lease_id, fields.lease_s)
-        lease = {"id": lease_id, "expires_at": time.time() + fields.lease_s}
-        if num_pages == 0:
-            cache.leases.close(lease_id, namespace)
-            lease = None
+        if num_pages:
+            lease = {"id": lease_id, "expires_at": time.time() + fields.lease_s}
     else:
         num_pages = cache.use(namespace, prefix)
     size = store.geometry.page_size

@@ -115,10 +115,11 @@ class Store:
     def numbers(self, namespace: str | None = None) -> PoolNumbers:
         """Of the whole pool (None), or as a namespace sees it."""
         tree = self.tree
-        every = list(tree.budget.namespaces.values())
-        chosen = [one for one in every if namespace is None or one.name == namespace]
-        free = tree.allocator.num_free
-        if namespace is not None and chosen:
+        known = tree.budget.namespaces
+        if namespace is None:
+            chosen, free = list(known.values()), tree.allocator.num_free
+        else:
+            chosen = [known.get(namespace) or Namespace(namespace)]
             free = max(0, tree.budget.available(chosen[0]))
         return PoolNumbers(
             free,

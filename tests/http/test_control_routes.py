@@ -29,7 +29,7 @@ def test_sequences_are_made_forked_told_and_deleted(
 ) -> None:
     (made,) = create(client, "a")
     empty = {"length": 0, "lengths": [0, 0], "pages": 0, "last_page_len": 0, "parent": None}
-    assert made == {"id": "a", **empty}
+    assert made == {"id": "a", **empty, "ttl_s": None, "cached_len": 0}
     for layer in range(LAYERS):
         append(client, layer, "a", rows(rng, 6), rows(rng, 6))
     fork, own = create(client, {"id": "b", "parent": "a", "length": 5}, {"parent": "b"})
@@ -43,6 +43,7 @@ def test_sequences_are_made_forked_told_and_deleted(
         "pages": 2,
         "last_page_len": 2,
         "parent": None,
+        "ttl_s": None,
     }
     response = client.delete("/v1/sequences/a")
     assert (response.status_code, response.content) == (204, b"")

@@ -34,7 +34,8 @@ def make_application(door: Door) -> FastAPI:
     app.openapi = cache(document)  # type: ignore[method-assign]
     routes = app.router.routes
     for path, operations in by_path().items():
-        routes.append(Route(path, PathEndpoint(door, operations), name=operations[0].name))
+        endpoint = PathEndpoint(door, operations, namesake(path))
+        routes.append(Route(path, endpoint, name=operations[0].name))
     routes.extend(ModelPages(door).routes())
     routes.extend(Pages(door, app.openapi).routes())
     return app
@@ -49,7 +50,19 @@ def by_path() -> dict[str, list[Operation]]:
     return paths
 
 
+def namesake(path: str) -> list[tuple[Operation, dict[str, str]]]:
+    """Operations on a thing whose own path is this one, as that of a sequence called `delete`."""
+    found = []
+    for operation in OPERATIONS:
+        folder, _, last = operation.path.rpartition("/")
+        if last.startswith("{") and path.rpartition("/")[0] == folder and path != operation.path:
+            found.append((operation, {last[1:-1]: path.rpartition("/")[2]}))
+    return found
+
+
 def rank(operation: Operation) -> int:
+    if "{" not in operation.path and namesake(operation.path):
+        return 1
     if operation.takes:
         return 0 if "k" in {one.name for one in operation.takes} else 1
     return 2 if operation.gives else 3

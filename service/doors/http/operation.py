@@ -45,12 +45,21 @@ CONTENT_TYPES: Final = {name: (b"content-type", name.encode()) for name in (SAFE
 
 
 class PathEndpoint:
-    """ASGI: all operations of one path, by method."""
+    """ASGI: all operations of one path, by method; then those on its namesake, by other methods."""
 
-    __slots__ = ("allow", "by_method")
+    __slots__ = ("allow", "by_method", "given")
 
-    def __init__(self, door: Door, operations: Sequence[Operation]) -> None:
+    def __init__(
+        self,
+        door: Door,
+        operations: Sequence[Operation],
+        namesake: Sequence[tuple[Operation, dict[str, str]]] = (),
+    ) -> None:
         self.by_method: dict[str, Caller] = {one.method: Caller(door, one) for one in operations}
+        self.given: dict[str, str] = {}
+        for one, given in namesake:
+            self.by_method.setdefault(one.method, Caller(door, one))
+            self.given = given
         if "GET" in self.by_method:
             self.by_method["HEAD"] = self.by_method["GET"]
         self.allow = sorted(self.by_method)
@@ -60,7 +69,10 @@ class PathEndpoint:
         caller = self.by_method.get(exchange.method)
         if caller is None:
             raise wrong_method(exchange, self.allow)
-        await caller.run(exchange, scope["path_params"])
+        params = scope["path_params"]
+        if self.given and caller.operation.path_names:
+            params = self.given
+        await caller.run(exchange, params)
 
 
 class Caller:

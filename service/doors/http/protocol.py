@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 JOIN_BYTES: Final = 64 * 2**10
 """Below this, copying an answer behind its head is cheaper than sending the two as they lie."""
+WITH_BODY: Final = frozenset({"POST", "PUT"})
 LINGER_S: Final = 2.0
 """How long a closed connection is read, so that what it was told is not lost to a reset."""
 
@@ -155,7 +156,7 @@ class Connection(asyncio.BufferedProtocol):
         self.exchange = exchange
         if self.entrance is not None:
             self.entrance.let_in(exchange)
-        if exchange.method == "POST" and exchange.refusal is None:
+        if exchange.method in WITH_BODY and exchange.refusal is None:
             body.begin(self.door, exchange.lead)
         self.task = self.loop.create_task(run(self.door, exchange))
 

@@ -1,0 +1,266 @@
+"""How well the prefix cache remembers, and what it costs: a trace of prompts replayed on the core.
+
+    python -m bench.cache --trace FILE [--page-size 16] [--sizes 0.01 0.05 0.2] [--write]
+
+FILE has one request a line, `{"hash_ids": [...]}`: the prompt's blocks of 512 tokens, where equal
+ids mean equal prompts up to there (the format of Mooncake's published traces). Every request
+begins from the cache, gets the rest of its pages, is committed and deleted. Beside the token hit
+rate stand those of an exact LRU over the same pages and of a cache without end. What lies in a page
+is known from its block alone, so every hit is checked by what is in the pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.machine import RESULTS, provenance, write_results
+from service.core.errors import OutOfPages
+from service.core.keys import Prefix
+from service.core.tree import PrefixTree
+from service.core.values import NewSpec
+
+CACHE_RESULTS: Final = RESULTS / "cache-cpu.json"
+BLOCK_TOKENS: Final = 512
+SIZES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+PROMPT_TOKENS: Final = 100_000
+TIMED_PAGE_SIZE: Final = 16
+CACHED_PAGES: Final = 1_000_000
+NODE_PAGES: Final = 64
+REPEATS: Final = 200
+
+Blocks = NDArray[np.int64]
+Requests = Sequence[Blocks]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One pool size: hit rates, what was checked, and microseconds of CPU for one page."""
+
+    share: float
+    num_pages: int
+    hit_rate: float
+    lru_hit_rate: float
+    hits_checked: int
+    too_long: int
+    begin_us: float
+    append_us: float
+    commit_us: float
+    free_us: float
+
+
+def read_trace(path: Path) -> list[Blocks]:
+    """The blocks of every request, in order."""
+    with path.open(encoding="utf-8") as lines:
+        return [np.array(json.loads(line)["hash_ids"], np.int64) for line in lines]
+
+
+def pages_of(blocks: Blocks, per_block: int) -> Blocks:
+    """A number for every page of a prompt, equal where the prompt is equal up to there."""
+    return (blocks[:, np.newaxis] * per_block + np.arange(per_block)).ravel()
+
+
+def token_ids(pages: Blocks, page_size: int) -> NDArray[np.uint32]:
+    """Ids that only these pages have."""
+    ids = (pages[:, np.newaxis] * page_size + np.arange(page_size)) % (1 << 32)
+    return ids.astype(np.uint32).ravel()
+
+
+def endless(requests: Requests) -> float:
+    """The hit rate of a cache that forgets nothing."""
+    seen: set[int] = set()
+    hits = total = 0
+    for blocks in requests:
+        known = [one in seen for one in blocks.tolist()]
+        hits += known.index(False) if False in known else len(known)
+        total += len(known)
+        seen.update(blocks.tolist())
+    return hits / total
+
+
+def exact_lru(requests: Requests, per_block: int, capacity: int) -> float:
+    """The hit rate of a list of pages in the order of their last use, the oldest of which goes.
+
+    A chain is used from its end to its beginning, so its end goes first; of one that is longer than
+    the cache, the beginning is kept.
+    """
+    order: OrderedDict[int, None] = OrderedDict()
+    hits = total = 0
+    for blocks in requests:
+        pages = pages_of(blocks, per_block).tolist()
+        total += len(pages)
+        for page in pages:
+            if page not in order:
+                break
+            hits += 1
+        for page in reversed(pages[:capacity]):
+            order[page] = None
+            order.move_to_end(page)
+        while len(order) > capacity:
+            order.popitem(last=False)
+    return hits / total
+
+
+class Replay:
+    """Replays requests on a tree of `num_pages`; what lies in page p is `held[p]`."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.tree = PrefixTree(num_pages, page_size, 1)
+        self.page_size = page_size
+        self.held = np.full(num_pages, -1, np.int64)
+        self.spent: dict[str, float] = dict.fromkeys(("begin", "append", "commit", "free"), 0.0)
+        self.pages: dict[str, int] = dict.fromkeys(self.spent, 0)
+        self.hits = self.total = self.too_long = 0
+
+    def timed(self, what: str, pages: int, call: Callable[[], Any]) -> None:
+        begun = time.process_time()
+        call()
+        self.spent[what] += time.process_time() - begun
+        self.pages[what] += pages
+
+    def request(self, pages: Blocks) -> None:
+        """One prompt, from its match to its deletion."""
+        tree, ids = self.tree, token_ids(pages, self.page_size)
+        whole = Prefix(ids)
+        self.timed("begin", pages.size, lambda: tree.create([NewSpec("r", prefix=whole)]))
+        leaf = tree.books.leaf("r")
+        cached = int(tree.books.num_pages[leaf.index])
+        if (self.held[leaf.table[:cached]] != pages[:cached]).any():
+            raise RuntimeError("a hit with another page's content: this is a bug")
+        self.hits += cached
+        self.total += pages.size
+        stop = self.append(leaf.table, cached, pages)
+        some = Prefix(ids[: stop * self.page_size])
+        self.timed("commit", stop - cached, lambda: tree.cache.commit("r", some))
+        self.timed("free", stop, lambda: tree.free(["r"]))
+
+    def append(self, table: Any, cached: int, pages: Blocks) -> int:
+        """The rest of the prompt, as much of it as there are pages for; how many it has then."""
+        tree, stop = self.tree, pages.size
+        room = tree.allocator.num_free + tree.budget.namespace("default").cached
+        if stop - cached > room:
+            self.too_long += 1
+            stop = cached + room
+        count = np.array([(stop - cached) * self.page_size], np.int32)
+        try:
+            self.timed("append", stop - cached, lambda: tree.extend(0, ["r"], count))
+        except OutOfPages as error:
+            raise RuntimeError(f"{room} pages could be had: this is a bug") from error
+        leaf = tree.books.leaf("r")
+        self.held[leaf.table[cached:stop]] = pages[cached:stop]
+        return stop
+
+
+def replay(requests: Requests, share: float, page_size: int) -> Row:
+    """The whole trace on a pool of that share of its distinct pages."""
+    per_block = BLOCK_TOKENS // page_size
+    distinct = len({one for blocks in requests for one in blocks.tolist()}) * per_block
+    num_pages = max(1, int(share * distinct))
+    run = Replay(num_pages, page_size)
+    for blocks in requests:
+        run.request(pages_of(blocks, per_block))
+    run.tree.check_integrity()
+    us = {what: 1e6 * run.spent[what] / max(1, run.pages[what]) for what in run.spent}
+    return Row(
+        share,
+        num_pages,
+        round(run.hits / run.total, 4),
+        round(exact_lru(requests, per_block, num_pages), 4),
+        run.hits,
+        run.too_long,
+        *(round(us[what], 3) for what in ("begin", "append", "commit", "free")),
+    )
+
+
+def microseconds(call: Callable[[], object], restore: Callable[[], object], repeats: int) -> float:
+    """The median time of a call, in microseconds; `restore` puts things back after each."""
+    spent = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        call()
+        spent.append(1e6 * (time.perf_counter() - begun))
+        restore()
+    return round(median(spent), 1)
+
+
+def long_prompt(page_size: int = TIMED_PAGE_SIZE) -> dict[str, float]:
+    """Match and create for a prompt of 100k tokens, all of which is cached."""
+    ids = np.random.default_rng(0).integers(0, 1 << 17, PROMPT_TOKENS, dtype=np.uint32)
+    tree = PrefixTree(PROMPT_TOKENS // page_size + 1, page_size, 1)
+    tree.create([NewSpec("r")])
+    tree.extend(0, ["r"], np.array([PROMPT_TOKENS], np.int32))
+    tree.cache.commit("r", Prefix(ids))
+    tree.free(["r"])
+    keys = tree.cache.named.keys[tree.cache.match("default", Prefix(ids)).table()].copy()
+    told = {}
+    for name, prefix in (("token_ids", Prefix(ids)), ("page_keys", Prefix(None, keys))):
+        create = [NewSpec("r", prefix=prefix)]
+        told[f"match and create, 100k tokens by {name}"] = microseconds(
+            lambda create=create: tree.create(create),  # type: ignore[misc]
+            lambda: tree.free(["r"]),
+            REPEATS,
+        )
+    return told
+
+
+def many_pages(page_size: int = TIMED_PAGE_SIZE) -> dict[str, float]:
+    """Commit and evict of one page beside a million cached pages."""
+    tree = PrefixTree(CACHED_PAGES + REPEATS * 2, page_size, 1)
+    rng = np.random.default_rng(1)
+    one = np.array([NODE_PAGES * page_size], np.int32)
+    for _ in range(CACHED_PAGES // NODE_PAGES):
+        tree.create([NewSpec("r")])
+        tree.extend(0, ["r"], one)
+        ids = rng.integers(0, 1 << 32, NODE_PAGES * page_size, dtype=np.uint32)
+        tree.cache.commit("r", Prefix(ids))
+        tree.free(["r"])
+    names = [f"r{i}" for i in range(REPEATS)]
+    tree.create([NewSpec(name) for name in names])
+    tree.extend(0, names, np.full(REPEATS, page_size, np.int32))
+    prompts = [rng.integers(0, 1 << 32, page_size, dtype=np.uint32) for _ in names]
+    todo = iter(zip(names, map(Prefix, prompts), strict=True))
+    committed = microseconds(lambda: tree.cache.commit(*next(todo)), lambda: None, REPEATS)
+    evicted = microseconds(lambda: tree.cache.evict("default", 1), lambda: None, REPEATS)
+    return {
+        "commit of one page beside a million": committed,
+        "evict of one page of a million": evicted,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--page-size", type=int, default=16, choices=(16, 32, 64, 128, 256, 512))
+    parser.add_argument("--sizes", type=float, nargs="+", default=SIZES)
+    parser.add_argument("--write", action="store_true", help="keep the figures")
+    args = parser.parse_args()
+    requests = read_trace(args.trace)
+    best = endless(requests)
+    print(f"{len(requests)} requests, endless cache {best:.4f}")
+    rows = []
+    for share in args.sizes:
+        row = replay(requests, share, args.page_size)
+        print(f"{share:6.1%} {row.num_pages:8d} pages: {row}", flush=True)
+        rows.append(asdict(row))
+    times = long_prompt() | many_pages()
+    for name, us in times.items():
+        print(f"{us:9.1f} us  {name}")
+    if args.write:
+        about = provenance(["numpy"])
+        about["command"] = about["command"].replace(str(args.trace), args.trace.name)
+        results = {"trace": args.trace.name, "page_size": args.page_size, "endless": round(best, 4)}
+        write_results(CACHE_RESULTS, about | results | {"rows": rows, "times_us": times})
+
+
+if __name__ == "__main__":
+    main()

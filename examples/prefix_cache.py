@@ -1,0 +1,88 @@
+"""A chat whose history grows: every turn finds the KV of the turns before in the prefix cache.
+
+    python examples/prefix_cache.py [--url http://127.0.0.1:8080]
+
+No sequence lives longer than its turn. Without --url it starts a service of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+from attnd import Client, KeyMismatch, Prefix
+from local_service import open_client
+
+SETTINGS = {
+    "pool.num-layers": 2,
+    "pool.num-kv-heads": 2,
+    "pool.head-dim": 64,
+    "pool.page-size": 16,
+    "pool.num-pages": 128,
+    "pool.dtype": "fp16",
+}
+SYSTEM_TOKENS = 160
+TURN_TOKENS = 70
+TURNS = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", help="of a running service; default: start one")
+    with open_client(parser.parse_args().url, SETTINGS) as client:
+        show(client)
+
+
+def show(client: Client) -> None:
+    rng = np.random.default_rng(0)
+    system = [int(token) for token in rng.integers(0, 32_000, SYSTEM_TOKENS)]
+    for chat in ("first", "second"):
+        history = list(system)
+        for turn in range(TURNS):
+            history += [int(token) for token in rng.integers(0, 32_000, TURN_TOKENS)]
+            cached = answer(client, history)
+            share = cached / len(history)
+            print(f"{chat} chat, turn {turn + 1}: {cached} of {len(history)} tokens cached", end="")
+            print(f" ({share:.0%}), {len(history) - cached} computed")
+
+    pool = client.pool()
+    print(f"no sequences ({pool.sequences}), {pool.cached} pages cached, {pool.free} free")
+
+    # A scheduler that plans ahead takes a lease: until it ends nothing of this is evicted.
+    found = client.match_prefix(Prefix(token_ids=system), lease_s=30.0)
+    print(f"leased: {found.matched_len} tokens; {client.clear()} other pages evicted")
+    if found.lease is not None:
+        client.release_lease(found.lease.id)
+
+    # The system prompt is asked for all the time: evict it last.
+    sequence = client.create_sequence(prefix=Prefix(token_ids=system)).id
+    committed = client.commit(sequence, Prefix(token_ids=system), priority=90)
+    try:
+        client.commit(sequence, Prefix(token_ids=[7, *system[1:]]))
+    except KeyMismatch as refused:
+        print(f"{refused.status} {refused.code}: page {refused.page} has a name already")
+    client.delete_sequence(sequence)
+    if committed.last_key is not None:
+        print(f"pinned: {client.pin(committed.last_key, soft_ttl_s=60.0)} pages")
+    print(f"evicted in the end: {client.clear()} pages, {client.pool().free} free")
+
+
+def answer(client: Client, history: list[int]) -> int:
+    """One turn: what is cached is not computed again. How many tokens were cached."""
+    info = client.info()
+    prompt = Prefix(token_ids=history)
+    sequence = client.create_sequence(prefix=prompt, ttl_s=60.0)
+    missing = len(history) - sequence.cached_len
+    for layer in range(info.num_layers):  # a model's forward pass over the missing tokens
+        q, k, v = (
+            np.random.standard_normal((missing, heads, info.head_dim)).astype(np.float16)
+            for heads in (4 * info.num_kv_heads, info.num_kv_heads, info.num_kv_heads)
+        )
+        client.prefill(layer, [sequence.id], q, [0, missing], k=k, v=v, causal=True)
+    client.commit(sequence.id, prompt)
+    client.delete_sequence(sequence.id)
+    return sequence.cached_len
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The prefix cache by every client, against a service: found, held, pinned, evicted, deleted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from attnd import (
+    AsyncClient,
+    Client,
+    InvalidRequest,
+    KeyMismatch,
+    NewSequence,
+    Prefix,
+    Session,
+    UnknownLease,
+    UnknownPage,
+)
+from running_service import connect, service
+
+PAGE = 16
+IDS = list(range(1000, 1000 + 4 * PAGE))
+Caller = Client | Session
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """A service's address, and the path of its engine's socket."""
+    folder = tmp_path_factory.mktemp("s")
+    with service("--server.uds", f"{folder}/s", "--server.socket", f"{folder}/road") as address:
+        yield address, f"{folder}/road"
+
+
+@pytest.fixture(params=["client", "session"])
+def caller(where: tuple[str, str], request: pytest.FixtureRequest) -> Iterator[Caller]:
+    with connect(where[0]) as client:
+        if request.param == "client":
+            yield client
+        else:
+            with Session(where[1]) as session:
+                yield session
+        client.delete_sequences(prefix="")
+        client.clear()
+        pool = client.pool()
+        assert (pool.referenced, pool.cached, pool.pinned, pool.integrity) == (0, 0, 0, "ok")
+
+
+def fill(caller: Caller, name: str, count: int) -> None:
+    """So many tokens at both layers."""
+    for layer in range(2):
+        rows = np.full((count, 2, 64), layer + 1.0, np.float32)
+        caller.append(layer, [name], rows, -rows, append_indptr=[0, count])
+
+
+def store(caller: Caller, prefix: Prefix, tokens: int = len(IDS)) -> str:
+    """Commit a prompt and delete its sequence; the key of its last page."""
+    name = caller.create_sequence().id
+    fill(caller, name, tokens)
+    told = caller.commit(name, prefix)
+    assert (told.committed_len, told.num_pages) == (tokens, tokens // PAGE)
+    caller.delete_sequence(name)
+    assert told.last_key is not None
+    return told.last_key
+
+
+def test_a_prompt_is_found_again_by_ids_and_by_keys(caller: Caller) -> None:
+    keys = np.arange(64, dtype=np.uint8).reshape(4, 16)
+    store(caller, Prefix(token_ids=IDS))
+    assert store(caller, Prefix(page_keys=keys, cache_salt="own")) == keys[3].tobytes().hex()
+    assert caller.pool().cached == 8
+    made = caller.create_sequences(
+        [
+            NewSequence("a", prefix=Prefix(token_ids=np.array([*IDS, 5]))),
+            NewSequence("empty"),
+            NewSequence("b", prefix=Prefix(token_ids=IDS[:40])),
+        ]
+    )
+    assert [one.cached_len for one in made] == [64, 0, 32]
+    by_hex = [key.tobytes().hex() for key in keys[:2]]
+    found = caller.match_prefix(Prefix(page_keys=by_hex, cache_salt="own"), lease_s=0)
+    assert (found.matched_len, found.lease) == (32, None)
+    assert caller.match_prefix(Prefix(page_keys=by_hex)).matched_len == 0
+    assert caller.match_prefix(Prefix(token_ids=[])).num_pages == 0
+
+
+def test_leases_and_pins_hold_what_is_cached(caller: Caller) -> None:
+    key = store(caller, Prefix(token_ids=IDS))
+    lease = caller.match_prefix(Prefix(token_ids=IDS[:PAGE])).lease
+    assert lease is not None
+    assert caller.evict(100) == 3
+    assert caller.renew_lease(lease.id, 60.0).expires_at > lease.expires_at
+    caller.release_lease(lease.id)
+    with pytest.raises(UnknownLease, match=lease.id):
+        caller.renew_lease(lease.id)
+    with pytest.raises(UnknownPage):
+        caller.pin(key, hard=True)
+    assert caller.clear() == 1
+    key = store(caller, Prefix(token_ids=IDS))
+    assert caller.pin(bytes.fromhex(key), hard=True) == 4
+    assert caller.clear() == 0
+    assert caller.pool().pinned == 4
+    caller.unpin(key)
+    with pytest.raises(UnknownPage, match=key):
+        caller.unpin(key)
+    assert caller.pin(key, soft_ttl_s=5.0) == 4
+
+
+def test_wrong_names_are_refused(caller: Caller) -> None:
+    name = caller.create_sequence("a", ttl_s=100.0)
+    assert name.ttl_s == 100.0
+    fill(caller, "a", len(IDS))
+    with pytest.raises(InvalidRequest, match="at most 64"):
+        caller.commit("a", Prefix(token_ids=[*IDS, 1]))
+    caller.commit("a", Prefix(token_ids=IDS), priority=70, duration_s=10.0)
+    with pytest.raises(KeyMismatch) as refusal:
+        caller.commit("a", Prefix(token_ids=[1, *IDS[1:]]))
+    assert refusal.value.page == 0
+    for wrong in (Prefix(), Prefix(token_ids=[-1]), Prefix(token_ids=[2**32])):
+        with pytest.raises(ValueError, match="token_ids"):
+            caller.match_prefix(wrong)
+    for keys in (["00"], np.zeros((2, 15), np.uint8)):
+        with pytest.raises(ValueError, match="16"):
+            caller.match_prefix(Prefix(page_keys=keys))
+
+
+def test_quotas_are_set_and_told(caller: Caller) -> None:
+    told = caller.set_namespace("else", max_pages=20, reserved_pages=10)
+    assert (told.max_pages, told.reserved_pages, told.used) == (20, 10, 0)
+    assert caller.pool().free == 128 - 10
+    told = caller.set_namespace("else")
+    assert (told.max_pages, told.reserved_pages) == (None, 0)
+    assert caller.get_namespace("default").cached == caller.pool().cached
+
+
+def test_the_asyncio_client_does_the_same(where: tuple[str, str]) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(uds=where[0].removeprefix("unix:")) as client:
+            name = (await client.create_sequence("async-1")).id
+            rows = np.ones((32, 2, 64), np.float32)
+            for layer in range(2):
+                await client.append(layer, [name], rows, rows, append_indptr=[0, 32])
+            assert (await client.commit(name, Prefix(token_ids=IDS[:32]))).num_pages == 2
+            assert await client.delete_sequences(prefix="async-") == 1
+            assert (await client.match_prefix(Prefix(token_ids=IDS))).matched_len == 32
+            assert await client.clear() == 0, "the lease holds them"
+            assert (await client.pool()).leases == 1
+
+    asyncio.run(scenario())
