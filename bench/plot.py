@@ -1,7 +1,7 @@
 """Draws bench/results/h200.json and cache-cpu.json as pictures beside them: `python -m bench.plot`.
 
-Of the cache: hit rate against pool size, beside exact LRU and a cache without end. Of the kernels: a
-bar is the roofline fraction of a workload, a dot that of FlashInfer on the same kind of machine,
+Of the cache: hit rate against pool size, beside exact LRU and a cache without end. Of the kernels:
+a bar is the roofline fraction of a workload, a dot that of FlashInfer on the same kind of machine,
 each by the ceilings of its own run; a line is what is required. A dagger marks a row that was
 measured with other kernels than those here, as in the README.
 """

@@ -118,11 +118,11 @@ def cache_table(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in results["rows"]:
-        us = ", ".join(f"{row[name]:.2f}" for name in CACHE_TIMES)
-        lines.append(
-            f"| {row['share']:.0%} | {row['num_pages']:,} | **{row['hit_rate']:.3f}** |"
-            f" {row['lru_hit_rate']:.3f} | {results['endless']:.3f} | {row['hits_checked']:,} | {us} |"
-        )
+        rates = (row["hit_rate"], row["lru_hit_rate"], results["endless"])
+        cells = [f"{row['share']:.0%}", f"{row['num_pages']:,}", *(f"{one:.3f}" for one in rates)]
+        cells.append(f"{row['hits_checked']:,}")
+        cells.append(", ".join(f"{row[name]:.2f}" for name in CACHE_TIMES))
+        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| what | median µs |", "|---|---|"]
     lines += [f"| {name} | {us:.1f} |" for name, us in results["times_us"].items()]
     told = (

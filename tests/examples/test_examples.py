@@ -49,6 +49,15 @@ def test_quickstart_shows_levels_and_bytes_saved() -> None:
     assert "deleted: 0 pages in use" in told, told
 
 
+def test_a_growing_chat_finds_its_history_in_the_prefix_cache() -> None:
+    told = python("prefix_cache.py")
+    assert "first chat, turn 1: 0 of 230 tokens cached" in told, told
+    assert "first chat, turn 4: 368 of 440 tokens cached" in told, told
+    assert "second chat, turn 1: 160 of 230 tokens cached" in told, told
+    assert "409 key_mismatch: page 0 has a name already" in told, told
+    assert "evicted in the end: 10 pages, 128 free" in told, told
+
+
 def test_cascade_shows_three_levels_that_merge_into_the_answer() -> None:
     told = python("cascade.py")
     assert "level 2: qo_indptr [0, 1, 2, 3, 4, 5, 6, 7, 8]" in told, told

@@ -1,0 +1,236 @@
+"""The prefix cache of the core, behaviour by behaviour; the model has random histories."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.core.changes import Cleared, Removed, Stored
+from service.core.errors import InvalidRequest, KeyMismatch, OutOfPages, UnknownLease, UnknownPage
+from service.core.keys import Prefix, as_keys, root_key
+from service.core.nodes import Retention
+from service.core.plan import make_plan
+from service.core.tree import PrefixTree
+from service.core.values import NewSpec
+
+PAGE = 4
+
+
+def ids(*pages: int) -> Any:
+    """Token ids of pages, each of one token repeated."""
+    return np.repeat(np.array(pages, np.uint32), PAGE)
+
+
+def own(*pages: int) -> Prefix:
+    """The same pages by keys of a caller's own."""
+    return Prefix(None, as_keys(b"".join(bytes([page]) * 16 for page in pages)))
+
+
+def grow(tree: PrefixTree, name: str, count: int) -> None:
+    for layer in range(tree.num_layers):
+        tree.extend(layer, [name], np.array([count], np.int32))
+
+
+def keep(tree: PrefixTree, *pages: int, keep: Any = None, namespace: str = "default") -> None:
+    """Begin, complete, commit and free a sequence of these pages."""
+    prefix = Prefix(ids(*pages))
+    tree.create([NewSpec("kept", prefix=prefix, namespace=namespace)])
+    grow(tree, "kept", len(pages) * PAGE - tree.describe("kept").length)
+    tree.cache.commit("kept", prefix, *([keep] if keep else []))
+    tree.free(["kept"])
+
+
+def found(tree: PrefixTree, *pages: int, namespace: str = "default") -> int:
+    return tree.cache.match(namespace, Prefix(ids(*pages))).num_pages
+
+
+@pytest.fixture
+def tree() -> PrefixTree:
+    return PrefixTree(8, PAGE, 2)
+
+
+def test_only_pages_full_at_every_layer_can_be_committed(tree: PrefixTree) -> None:
+    tree.create([NewSpec("a")])
+    tree.extend(0, ["a"], np.array([8], np.int32))
+    tree.extend(1, ["a"], np.array([7], np.int32))
+    with pytest.raises(InvalidRequest, match="at most 7"):
+        tree.cache.commit("a", Prefix(ids(1, 2)))
+    with pytest.raises(InvalidRequest, match="at most 1"):
+        tree.cache.commit("a", own(1, 2))
+    assert tree.cache.commit("a", Prefix(ids(1, 2)[:7])) == 1
+    assert found(tree, 1, 2) == 1
+
+
+def test_keys_are_chained_as_the_page_says(tree: PrefixTree) -> None:
+    keep(tree, 5, 6)
+    first = blake2b(root_key("default", "") + ids(5).tobytes(), digest_size=16).digest()
+    second = blake2b(first + ids(6).tobytes(), digest_size=16).digest()
+    assert root_key("default", "") == blake2b(b"default\0", digest_size=16).digest()
+    keys = Prefix(None, as_keys(first + second))
+    assert tree.cache.match("default", keys).num_pages == 2, "by the service's own keys"
+
+
+def test_pages_committed_by_key_are_not_believed_to_have_ids(tree: PrefixTree) -> None:
+    keep(tree, 5)
+    key = tree.cache.named.keys[tree.cache.match("default", Prefix(ids(5))).table()].copy()
+    other = PrefixTree(8, PAGE, 2)
+    for name in ("a", "b"):
+        other.create([NewSpec(name)])
+        grow(other, name, PAGE)
+    other.cache.commit("a", Prefix(None, key))
+    assert found(other, 5) == 0
+    with pytest.raises(KeyMismatch, match="with other token ids, or with none"):
+        other.cache.commit("b", Prefix(ids(5)))
+    other.check_integrity()
+
+
+def test_a_low_priority_goes_first_until_its_time_is_over(tree: PrefixTree) -> None:
+    tree.tick(0.0)
+    keep(tree, 1, keep=Retention(80, 10.0))
+    keep(tree, 2)
+    keep(tree, 3, keep=Retention(5, 10.0))
+    tree.cache.evict("default", 1)
+    assert [found(tree, page) for page in (1, 2, 3)] == [1, 1, 0]
+    tree.tick(10.0)
+    assert tree.next_end == float("inf")
+    tree.cache.evict("default", 1)
+    assert [found(tree, page) for page in (1, 2)] == [0, 1], "equal now: the older goes"
+
+
+def test_a_parent_waits_for_its_children_whatever_their_priority(tree: PrefixTree) -> None:
+    keep(tree, 1, keep=Retention(10))
+    tree.create([NewSpec("a", prefix=Prefix(ids(1)))])
+    grow(tree, "a", PAGE)
+    tree.cache.commit("a", Prefix(ids(1, 2)))
+    tree.free(["a"])
+    keep(tree, 3, keep=Retention(20))
+    tree.cache.evict("default", 1)
+    assert (found(tree, 1, 2), found(tree, 3)) == (2, 0), "10 waits for its child of 35"
+    tree.cache.evict("default", 1)
+    assert found(tree, 1, 2) == 1
+    tree.cache.evict("default", 1)
+    assert tree.num_nodes == 0
+
+
+def test_soft_pins_go_last_and_hard_ones_never(tree: PrefixTree) -> None:
+    for page in (1, 2, 3):
+        keep(tree, page)
+    keys = [bytes(tree.cache.named.keys[node.pages[0]]) for node in tree.cache.named.nodes if node]
+    tree.tick(0.0)
+    tree.cache.pin("default", keys[0], "", 5.0)
+    tree.cache.pin("default", keys[1], "", None)
+    assert tree.cache.evict("default", 1) == 1
+    assert [found(tree, page) for page in (1, 2, 3)] == [1, 1, 0]
+    assert tree.cache.evict("default", 9) == 1
+    assert [found(tree, page) for page in (1, 2)] == [0, 1]
+    with pytest.raises(UnknownPage):
+        tree.cache.unpin("other", keys[1], "")
+    tree.cache.unpin("default", keys[1], "")
+    assert tree.cache.evict("default", 9) == 1
+
+
+def test_turns_of_a_chat_become_one_node(tree: PrefixTree) -> None:
+    for turn in range(1, 6):
+        keep(tree, *range(turn))
+    assert tree.num_nodes == 1
+    tree.create([NewSpec("a", prefix=Prefix(ids(0, 1))), NewSpec("b", prefix=Prefix(ids(0, 1)))])
+    assert tree.num_nodes == 2
+    rows = np.arange(3, dtype=np.int32)
+    assert make_plan(tree, ["a", "b"], 0, rows, True, "always").is_cascade, "read once for both"
+    tree.check_integrity()
+
+
+def test_a_commit_while_decoding_makes_no_chain(tree: PrefixTree) -> None:
+    tree.create([NewSpec("a")])
+    for turn in range(1, 6):
+        grow(tree, "a", PAGE)
+        tree.cache.commit("a", Prefix(ids(*range(turn))))
+    assert tree.num_nodes == 1
+
+
+def test_forks_keep_their_pages_when_the_other_finds_them_cached(tree: PrefixTree) -> None:
+    tree.create([NewSpec("a")])
+    grow(tree, "a", 2 * PAGE)
+    tree.create([NewSpec("b", "a")])
+    keep(tree, 1)
+    before = tree.page_table(["a", "b"], 0).kv_indices.tolist()
+    assert tree.cache.commit("a", Prefix(ids(1, 2))) == 0
+    assert tree.page_table(["a", "b"], 0).kv_indices.tolist() == before
+    tree.free(["b"])
+    assert tree.cache.commit("a", Prefix(ids(1, 2))) == 2
+    tree.check_integrity()
+
+
+def test_a_refusal_says_what_the_namespace_holds(tree: PrefixTree) -> None:
+    keep(tree, 1, 2, namespace="other")
+    tree.cache.lease("other", Prefix(ids(1, 2)), "lease-1", 10.0)
+    tree.create([NewSpec("a")])
+    grow(tree, "a", 3 * PAGE)
+    with pytest.raises(OutOfPages) as refusal:
+        grow(tree, "a", 4 * PAGE)
+    error = refusal.value
+    assert (error.needed, error.free, error.total) == (4, 3, 8)
+    assert (error.referenced, error.cached, error.pinned, error.leases) == (3, 0, 0, 0)
+    with pytest.raises(UnknownLease):
+        tree.cache.leases.close("lease-1", "default")
+
+
+def test_reserved_pages_are_for_their_namespace_only(tree: PrefixTree) -> None:
+    tree.budget.set_quota("other", None, 3)
+    tree.create([NewSpec("a")])
+    with pytest.raises(OutOfPages):
+        grow(tree, "a", 6 * PAGE)
+    grow(tree, "a", 5 * PAGE)
+    keep(tree, 1, 2, 3, namespace="other")
+    with pytest.raises(OutOfPages):
+        grow(tree, "a", PAGE)
+    assert found(tree, 1, 2, 3, namespace="other") == 3
+    with pytest.raises(InvalidRequest, match="reserved for others"):
+        tree.budget.set_quota("third", None, 6)
+
+
+def test_whoever_is_over_its_share_loses_its_own_pages_first() -> None:
+    tree = PrefixTree(8, PAGE, 1)
+    keep(tree, 1, 2, 3, namespace="small")
+    for page in range(10, 15):
+        keep(tree, page, namespace="large")
+    keep(tree, 20, namespace="large")
+    assert found(tree, 1, 2, 3, namespace="small") == 3
+    keep(tree, 4, namespace="small")
+    assert found(tree, 4, namespace="small") == 1
+    assert (tree.budget.namespace("small").used, tree.budget.namespace("large").used) == (4, 4)
+
+
+def test_changes_are_told_to_whoever_listens(tree: PrefixTree) -> None:
+    changes = tree.cache.named.changes
+    keep(tree, 1)
+    assert changes.drain() == []
+    changes.listened = True
+    keep(tree, 1, 2)
+    tree.cache.evict("default", 2)
+    tree.cache.cleared("default")
+    stored, *removed, cleared = changes.drain()
+    assert isinstance(stored, Stored) and isinstance(cleared, Cleared)
+    assert stored.token_ids is not None and stored.token_ids.tolist() == ids(2).tolist()
+    assert (
+        stored.parent_key
+        == blake2b(root_key("default", "") + ids(1).tobytes(), digest_size=16).digest()
+    )
+    gone = [one.keys for one in removed if isinstance(one, Removed)]
+    assert stored.keys.tolist() == gone[0][-1:].tolist()
+
+
+def test_nothing_is_left_of_a_namespace_or_salt_that_has_nothing(tree: PrefixTree) -> None:
+    for number in range(20):
+        salted = Prefix(ids(1), None, f"salt-{number}")
+        tree.create([NewSpec("a", namespace=f"n{number}")])
+        grow(tree, "a", PAGE)
+        tree.cache.commit("a", salted)
+        tree.free(["a"])
+        assert tree.cache.match("default", salted).num_pages == 0
+        tree.cache.evict(f"n{number}", 1)
+        assert not tree.budget.namespaces[f"n{number}"].roots
+    assert len(tree.budget.namespaces) <= 2
