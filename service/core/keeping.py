@@ -12,6 +12,8 @@ SOFT_PIN: Final = 1000
 """Rank that a soft pin adds: above every priority."""
 LEAST_TIMERS: Final = 1024
 """Timers that stand for nothing any more are not looked for among fewer."""
+ENDED_AT_ONCE: Final = 1024
+"""Timers looked at in one tick: some milliseconds. The next tick looks at the rest."""
 
 Timer = tuple[float, int, Node, Name]
 
@@ -47,8 +49,10 @@ class Keeping:
         self._rank_again(node, name)
 
     def expire(self) -> None:
-        """End the priorities and soft pins whose time is over."""
-        while self._timers and self._timers[0][0] <= self.now:
+        """End priorities and soft pins whose time is over, some at a time."""
+        for _ in range(ENDED_AT_ONCE):
+            if not self._timers or self._timers[0][0] > self.now:
+                return
             timer = heappop(self._timers)
             if not stands(timer):
                 continue

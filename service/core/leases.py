@@ -14,6 +14,9 @@ from service.core.nodes import FOREVER, Links, Node, named
 LEAST_ENDS: Final = 1024
 """Ends of leases that are gone are not looked for among fewer."""
 
+ENDED_AT_ONCE: Final = 1024
+"""Leases that end in one tick: some milliseconds. The next tick ends the rest."""
+
 
 @dataclass(slots=True, eq=False)
 class Lease:
@@ -60,8 +63,10 @@ class Leases:
         self._end(self._get(lease_id, namespace))
 
     def expire(self, now: float) -> None:
-        """End the leases whose time is over."""
-        while self._ends and self._ends[0][0] <= now:
+        """End leases whose time is over, some at a time."""
+        for _ in range(ENDED_AT_ONCE):
+            if not self._ends or self._ends[0][0] > now:
+                return
             ends, _, lease = heappop(self._ends)
             if self._leases.get(lease.id) is lease and lease.ends == ends:
                 self._end(lease)

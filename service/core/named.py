@@ -213,10 +213,11 @@ class NamedPages:
     def find(self, root: Root, key: bytes) -> tuple[Node, int] | None:
         """The node with the page of that key, and the page's place in it; looks at every page."""
         words = np.frombuffer(key, dtype=np.uint64)
-        for page in np.flatnonzero((self.keys == words).all(axis=1)).tolist():
+        for page in np.flatnonzero(self.keys[:, 0] == words[0]).tolist():
             number = int(self.node_of[page])
             node = self.nodes[number] if number >= 0 else None
-            if node is not None and named(node).root is root:
+            same = self.keys[page].tobytes() == key
+            if same and node is not None and named(node).root is root:
                 return node, int(np.flatnonzero(node.pages == page)[0])
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from service.core.eviction_order import OUT
 from service.core.named import NamedPages
 from service.core.nodes import CACHED, PINNED, REFERENCED, Name, Node, named
 from service.core.sequences import SequenceBooks
+
+MOST_COUNTED: Final = 20_000
+"""Named nodes that are counted at one moment: some 10 ms."""
 
 
 def check_named(node: Node, books: NamedPages, held: Counter[Node]) -> None:
@@ -56,7 +60,10 @@ def _check_place(node: Node, name: Name, books: NamedPages, where: str) -> None:
 
 
 def check_counts(books: SequenceBooks, budget: Budget, pages: NamedPages) -> None:
-    """The sums of every namespace, counted anew."""
+    """The sums of every namespace, counted anew unless there are very many nodes: it is done at
+    one moment."""
+    if len(pages.nodes) > MOST_COUNTED:
+        return
     used, cached, pinned = Counter[str](), Counter[str](), Counter[str]()
     for node in pages.nodes:
         if node is not None:

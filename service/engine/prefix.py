@@ -29,7 +29,7 @@ def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
     """What is cached of a prompt, with a lease on it where one is wanted."""
     fields, namespace = request.fields, request.tenant.namespace
     request.place.require(ANSWER_BYTES)
-    prefix = prefix_of(fields, request.tensors)
+    prefix = prefix_of(fields, request.tensors, most_tokens(store))
     cache = store.tree.cache
     lease = None
     if fields.lease_s:
@@ -47,7 +47,7 @@ def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
 def commit(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
     request.place.require(ANSWER_BYTES)
-    prefix = prefix_of(fields, request.tensors)
+    prefix = prefix_of(fields, request.tensors, most_tokens(store))
     cache = store.tree.cache
     keep = []
     if fields.priority is not None:
@@ -153,15 +153,23 @@ def set_namespace(store: Store, request: Request, _: Seconds) -> Work:
     return Answered()
 
 
-def prefix_of(fields: NamedPages, tensors: Mapping[str, Array]) -> Prefix:
-    """The prefix that fields or tensors name; tensors are copied, as their owner may write on."""
+def most_tokens(store: Store) -> int:
+    """One more than the pool has room for: more of a prompt can neither be cached nor committed."""
+    return store.geometry.num_pages * store.geometry.page_size + 1
+
+
+def prefix_of(fields: NamedPages, tensors: Mapping[str, Array], most: int) -> Prefix:
+    """The prefix that fields or tensors name, `most` tokens or keys of it.
+
+    Tensors are copied, as their owner may write on.
+    """
     ids, keys = tensors.get("token_ids", fields.ids_array), tensors.get("page_keys")
     if ids is not None:
-        return Prefix(np.array(ids, np.uint32), None, fields.cache_salt)
+        return Prefix(np.array(ids[:most], np.uint32), None, fields.cache_salt)
     keys = fields.keys_array if keys is None else keys
     if keys is None:
         raise RuntimeError("neither token ids nor page keys: this is a bug")
-    return Prefix(None, as_keys(keys.tobytes()), fields.cache_salt)
+    return Prefix(None, as_keys(keys[:most].tobytes()), fields.cache_salt)
 
 
 def looked_up(prefix: Prefix, num_pages: int, page_size: int) -> Counts:

@@ -14,7 +14,7 @@ from kernels.backend import Done
 from service.core.errors import InvalidRequest
 from service.core.keys import Prefix
 from service.core.values import NewSpec, RowCopies, SequenceView
-from service.engine.prefix import prefix_of
+from service.engine.prefix import most_tokens, prefix_of
 from service.engine.request import Request
 from service.engine.rows import NUMBER_BYTES
 from service.engine.store import Store, StoreLost
@@ -37,7 +37,7 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
     if len(new) > free:
         raise OutOfSequences(len(new), max(free, 0), store.max_sequences)
     tenant = request.tenant
-    prefixes = prefixes_of(request)
+    prefixes = prefixes_of(request, most_tokens(store))
     specs = [
         NewSpec(
             one.id or tenant.prefix + fresh_id(),
@@ -119,17 +119,17 @@ def lay_created(store: Store, request: Request, specs: Sequence[NewSpec]) -> Cou
     return Counts(looked_up=looked_up, found=found)
 
 
-def prefixes_of(request: Request) -> list[Prefix | None]:
+def prefixes_of(request: Request, most: int) -> list[Prefix | None]:
     """The prefix of every sequence to make, from its fields or its part of the tensor."""
     fields, tensors = request.fields, request.tensors
     new = fields.sequences
     spans = fields.prefix_indptr
     if not tensors or spans is None:
-        return [None if one.prefix is None else prefix_of(one.prefix, tensors) for one in new]
+        return [None if one.prefix is None else prefix_of(one.prefix, tensors, most) for one in new]
     parts = []
     for index, one in enumerate(new):
         part = {name: rows[spans[index] : spans[index + 1]] for name, rows in tensors.items()}
-        parts.append(None if one.prefix is None else prefix_of(one.prefix, part))
+        parts.append(None if one.prefix is None else prefix_of(one.prefix, part, most))
     return parts
 
 

@@ -137,8 +137,7 @@ class Caller:
         if body is None:
             raise Internal("a request was read after its answer: this is a bug")
         parts = image_with(request.view(length), given)
-        slot = await self.door.slot(sum(map(len, parts)))
-        length = lay(parts, slot.view())
+        slot, length = await self.door.link.lay(parts)
         body.take_over(slot, self.door)
         return slot, length
 
