@@ -65,7 +65,7 @@ class Budget:
     def available(self, owner: Namespace) -> int:
         """Pages that the namespace can have without an eviction; may be negative."""
         free = self.allocator.num_free
-        if len(self.namespaces) > 1:
+        if len(self.namespaces) > 1 or owner.name not in self.namespaces:
             free -= sum(one.unfilled for one in self.namespaces.values() if one is not owner)
         return free if owner.max_pages is None else min(free, owner.max_pages - owner.used)
 
