@@ -59,6 +59,10 @@ class OpenSteps:
         """Whether any is open."""
         return any(track.jobs for track in self._tracks.values())
 
+    def __contains__(self, name: str) -> bool:
+        """Whether a sequence is an open step's."""
+        return name in self._owners
+
     @property
     def is_young(self) -> bool:
         """Whether a step began or ended just now, on lanes that have to be looked at."""
@@ -73,6 +77,9 @@ class OpenSteps:
         if not self._owners:
             return False
         turn, request = turn_of(job.request), job.request
+        prefix = turn.sweeps(request)
+        if prefix is not None and any(name.startswith(prefix) for name in self._owners):
+            return True
         return self._belong(turn.reads(request), lane) or self._belong(turn.writes(request), lane)
 
     def _belong(self, names: Iterable[str], lane: Lane | None) -> bool:

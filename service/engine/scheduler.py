@@ -101,7 +101,7 @@ class Scheduler:
         if not self._store.has_outlived:
             self._take_turns()
         elif self._settled():
-            self._store.drop_outlived(self._holds.__contains__)
+            self._store.drop_outlived(self._is_in_use)
             self._take_turns()
         self._submit()
         self._settle()
@@ -148,6 +148,10 @@ class Scheduler:
         request = job.request
         lane = None if request.step is None else request.step.lane
         return self._holds.stop(request) or behind.stop(request) or self.steps.stop(job, lane)
+
+    def _is_in_use(self, name: str) -> bool:
+        """Whether long work or an open step has a sequence."""
+        return name in self._holds or name in self.steps
 
     def _is_wanted(self, job: Job) -> bool:
         """False when its deadline passed: it is answered, not run."""
