@@ -52,6 +52,8 @@ LEAST_RETRY_S: Final = 0.05
 MOST_RETRY_S: Final = 30.0
 PACE_WEIGHT: Final = 0.1
 """Share of the latest round in the running mean of seconds per operation."""
+LONGEST_WAIT_S: Final = 3600.0
+"""The system's clocks for waiting on sockets end after some weeks."""
 LAST_WORDS_S: Final = 1.0
 """How long the last answers may take to go out."""
 
@@ -231,7 +233,7 @@ class Engine:
         ends, patience = self.store.next_end, self.callers.patience
         if ends == math.inf:
             return patience
-        left = max(0.0, ends - time.monotonic())
+        left = min(max(0.0, ends - time.monotonic()), LONGEST_WAIT_S)
         return left if patience is None else min(left, patience)
 
     def _admit(self, call: Call) -> None:

@@ -198,6 +198,21 @@ def test_a_sequence_that_nobody_uses_is_deleted_when_its_time_is_over() -> None:
     with_pool(scenario)
 
 
+def test_the_longest_times_to_live_are_no_trouble() -> None:
+    year = 365 * 86400.0
+
+    async def scenario(caller: Caller) -> None:
+        await caller.call("create_sequences", {"sequences": [{"id": "a", "ttl_s": year}]})
+        await begin(caller, "b", PROMPT)
+        fields = {"id": "b", "token_ids": PROMPT, "priority": 50, "duration_s": year}
+        key = (await caller.call("commit", fields)).fields["last_key"]
+        await caller.call("pin", {"page_key": key, "soft_ttl_s": year})
+        await asyncio.sleep(0.05)  # the engine waits for the first of these ends
+        assert (await pool(caller))["sequences"] == 2
+
+    with_pool(scenario)
+
+
 def test_many_sequences_are_deleted_at_once_by_id_or_by_how_their_ids_begin() -> None:
     async def scenario(caller: Caller) -> None:
         names = [f"run-1:{i}" for i in range(2000)] + ["run-2:0", "else"]
