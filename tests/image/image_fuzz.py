@@ -58,7 +58,13 @@ INFO: Final = InfoAnswer(
 """The geometry that the operations' examples are for."""
 
 PLAIN: Final[dict[str, dict[str, Any]]] = {
-    "create_sequences": {"sequences": [{"id": "a"}, {"parent": "a", "length": 1}, {}]},
+    "create_sequences": {
+        "sequences": [
+            {"id": "a", "ttl_s": 1.0},
+            {"parent": "a", "length": 1},
+            {"prefix": {"token_ids": [1, 2, 3, 4], "cache_salt": "a"}},
+        ]
+    },
     "list_sequences": {"after": "a", "limit": 10},
     "get_sequence": {"id": "a"},
     "delete_sequence": {"id": "a"},
