@@ -15,7 +15,7 @@ JOINT_ELEMENTS: Final = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class StoredPages:
     """K or V of all layers, for 5-D and for paired 4-D storage alike.
 
     `bits` is 5-D `[layers, pages, ...]`, inner axes by `layout`; its pages may be strided. `flat`
@@ -94,13 +94,13 @@ class Pool:
     `joint` views a buffer that holds both as `[pages over all layers, 2, inner axes by layout]`.
     """
 
-    k: Store
-    v: Store
+    k: StoredPages
+    v: StoredPages
     storage: tuple[torch.Tensor, ...]
     joint: torch.Tensor | None = None
 
     def load(self, pages: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of runs of pages int64 `[G, P]`, each as `Store.load` gives it."""
+        """K and V of runs of pages int64 `[G, P]`, each as `StoredPages.load` gives it."""
         runs, per_run = pages.shape
         if self.joint is None or not self.k.loads_jointly(runs, per_run):
             return self.k.load(pages, num_keys), self.v.load(pages, num_keys)
@@ -134,8 +134,8 @@ def allocate(geometry: PoolGeometry) -> Pool:
     flat = whole.view(-1, shape[2] * shape[3] * shape[4])
     k_scale, v_scale = geometry.scales
     return Pool(
-        Store(whole[:, :, 0], flat, 2, 0, geometry.layout, geometry.dtype, k_scale),
-        Store(whole[:, :, 1], flat, 2, 1, geometry.layout, geometry.dtype, v_scale),
+        StoredPages(whole[:, :, 0], flat, 2, 0, geometry.layout, geometry.dtype, k_scale),
+        StoredPages(whole[:, :, 1], flat, 2, 1, geometry.layout, geometry.dtype, v_scale),
         (whole,),
         whole.flatten(0, 1),
     )
@@ -145,6 +145,7 @@ def pair(k: torch.Tensor, v: torch.Tensor, layout: Layout, dtype: DType) -> Pool
     """A pool over 4-D K and V `[pages, ...]` held apart: one layer, no scales, nothing copied."""
     k_bits, v_bits = k.view(BITS[k.itemsize]), v.view(BITS[v.itemsize])
     stores = [
-        Store(bits[None], bits.flatten(1), 1, 0, layout, dtype, 1.0) for bits in (k_bits, v_bits)
+        StoredPages(bits[None], bits.flatten(1), 1, 0, layout, dtype, 1.0)
+        for bits in (k_bits, v_bits)
     ]
     return Pool(stores[0], stores[1], (k_bits, v_bits))
