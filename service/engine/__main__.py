@@ -29,7 +29,7 @@ def serve(inherited: Inherited) -> int:
     """Make the backend, then the engine, and run it."""
     from service.engine.engine import Engine
     from service.engine.pool import backend_maker
-    from service.engine.scheduler import FATAL
+    from service.engine.store import FATAL
     from service.metrics import Metrics
 
     settings = inherited.settings

@@ -23,11 +23,11 @@ from service.engine.callers import Callers
 from service.engine.open_steps import FREE_S
 from service.engine.place import DoesNotFit
 from service.engine.request import RequestReader
-from service.engine.scheduler import FATAL, Scheduler
+from service.engine.scheduler import Scheduler
 from service.engine.selftest import self_test
 from service.engine.session_lanes import SessionLanes
 from service.engine.slices import Pace
-from service.engine.store import Store
+from service.engine.store import FATAL, Store
 from service.engine.work import Job
 from service.errors import AttndError, Internal, NotReady, Overloaded, kind_of
 from service.image.dtypes import DTYPE_NAMES

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.backend import DeviceLost, Pending
-from service.core.errors import IntegrityError
+from kernels.backend import Pending
 from service.engine.fair import FairQueue
-from service.engine.store import Store, StoreLost
+from service.engine.store import FATAL, Store
 from service.engine.work import Job, Sliced, Step
 from service.errors import Cancelled, DeadlineExceeded
 from service.metrics import Metrics
@@ -89,7 +88,7 @@ class Longs:
             self._metrics.slices(1)
         except StopIteration:
             self._end(job, None)
-        except (DeviceLost, StoreLost, IntegrityError):
+        except FATAL:
             raise
         except Exception as failure:
             self._stop(job, work, failure)
@@ -99,7 +98,7 @@ class Longs:
         self._slice = None
         try:
             result = current.pending.result()
-        except (DeviceLost, StoreLost, IntegrityError):
+        except FATAL:
             raise
         except Exception as error:
             self._stop(current.job, current.work, error)

@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from kernels.backend import DeviceLost
 from kernels.lanes import Lane, Lanes
-from service.core.errors import IntegrityError
 from service.engine.longs import unwanted
-from service.engine.store import StoreLost
+from service.engine.store import FATAL
 from service.engine.turns import turn_of
 from service.engine.work import Job, Opened
 from service.errors import Cancelled, DeadlineExceeded, Internal, InvalidRequest
@@ -114,7 +112,7 @@ class OpenSteps:
             work.run.layer(layer)
         except ValueError as error:
             track.error = InvalidRequest("ready", layer, str(error))
-        except (DeviceLost, StoreLost, IntegrityError):
+        except FATAL:
             raise
         except Exception as failure:
             LOG.error("layer %d of a step failed: this is a bug", layer, exc_info=failure)

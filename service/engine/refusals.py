@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Final
+
 from kernels.backend import Unsupported
 from service import errors
 from service.core import errors as core
+from service.engine.work import Job
 from service.tenants import Tenant
+
+LOG: Final = logging.getLogger("attnd.engine")
+
+
+def refusal_of(job: Job, error: Exception) -> Exception:
+    """The error as the job's caller is to see it; a bug is logged here, with its traceback."""
+    refusal = as_refusal(error, job.request.tenant)
+    if refusal is not None:
+        return refusal.with_traceback(None)  # its frames would keep the job, and it the tensors
+    name = job.request.operation.name
+    LOG.error("%s failed: this is a bug", name, exc_info=error)
+    return errors.Internal(f"{name} failed, and changed nothing; the log has the traceback")
 
 
 def as_refusal(error: Exception, tenant: Tenant) -> errors.AttndError | None:

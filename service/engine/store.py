@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kernels.backend import Backend, Int32, Pending, Tensor
+from kernels.backend import Backend, DeviceLost, Int32, Pending, Tensor
+from service.core.errors import IntegrityError
 from service.core.namespaces import Namespace
 from service.core.tree import PrefixTree
 from service.core.values import Extension
@@ -22,6 +23,10 @@ EVICTED_A_TURN: Final = 32
 
 class StoreLost(RuntimeError):
     """Tree and pool no longer agree; nothing they hold can be trusted."""
+
+
+FATAL: Final = (DeviceLost, StoreLost, IntegrityError)
+"""After these nothing in the pool can be trusted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,24 +161,3 @@ class Job:
     @property
     def attends(self) -> tuple[Attend, ...]:
         return self.work.attends if isinstance(self.work, Grouped) else ()
-
-
-@dataclass(slots=True, eq=False)
-class Launch:
-    """Jobs whose replies go out together, and the device work they wait for (None: for none)."""
-
-    jobs: list[Job]
-    pending: Pending[Any] | None
-    started: float = 0.0
-    finished: float = 0.0
-
-    @property
-    def done(self) -> bool:
-        """Known without waiting."""
-        if self.pending is not None and not self.pending.done:
-            return False
-        for job in self.jobs:
-            work = job.work
-            if type(work) is Answered and work.pending is not None and not work.pending.done:
-                return False
-        return True

@@ -1,0 +1,244 @@
+"""Launches: jobs that go to the device together, those in flight, and what happens when one fails.
+
+Replies of launches go out in order, so all that is not settled yet can still be undone and run
+again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kernels.backend import Pending
+from service.engine.refusals import refusal_of
+from service.engine.store import FATAL, Store
+from service.engine.turns import turn_of
+from service.engine.work import Alone, Answered, Grouped, Job, Sliced
+from service.metrics import Metrics
+
+MAX_IN_FLIGHT: Final = 2
+
+LOG: Final = logging.getLogger("attnd.engine")
+
+
+@dataclass(slots=True, eq=False)
+class Launch:
+    """Jobs whose replies go out together, and the device work they wait for (None: for none)."""
+
+    jobs: list[Job]
+    pending: Pending[Any] | None
+    started: float = 0.0
+    finished: float = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Known without waiting."""
+        if self.pending is not None and not self.pending.done:
+            return False
+        for job in self.jobs:
+            work = job.work
+            if type(work) is Answered and work.pending is not None and not work.pending.done:
+                return False
+        return True
+
+    def finish(self) -> None:
+        """Complete the jobs' answers; the launch is done, or this waits for it."""
+        result: Any = () if self.pending is None else self.pending.result()
+        taken = 0
+        for job in self.jobs:
+            match job.work:
+                case Grouped(attends, finish):
+                    finish(result[taken : taken + len(attends)])
+                    taken += len(attends)
+                case Alone():
+                    job.work.finish(result)
+                case _:  # nothing was left to do, or its error is the answer
+                    continue
+            if self.pending is not None:
+                spent = self.pending.seconds
+                job.seconds.plan += spent.plan
+                job.seconds.copy_in += spent.copy_in
+                job.seconds.kernel += spent.kernel
+                job.seconds.copy_out += spent.copy_out
+        self.finished = time.monotonic()
+
+
+class Launches:
+    """The group that gathers, and the launches before it. `begin` gives a job its turn (again);
+    `answer` is told of jobs that are settled. Methods raise `FATAL`."""
+
+    def __init__(
+        self,
+        store: Store,
+        metrics: Metrics,
+        begin: Callable[[Job], None],
+        answer: Callable[[Iterable[Job]], None],
+    ) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._begin = begin
+        self._answer = answer
+        self._group: list[Job] = []
+        self._sharing: Hashable | None = None
+        self.is_closed = False
+        """The group takes nobody in any more."""
+        self._flying: deque[Launch] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._group or self._flying)
+
+    @property
+    def started(self) -> float | None:
+        """When the oldest launch in flight went out; None while there is none."""
+        return self._flying[0].started if self._flying else None
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All that may yet be undone and run again, oldest first."""
+        return [job for launch in self._flying for job in launch.jobs] + self._group
+
+    def has_room(self, sharing: Hashable | None) -> bool:
+        """Let a job with this `sharing` into the group, which goes out first if the two do not go
+        together; False when the device has to finish something before."""
+        if sharing is None or self._sharing in (None, sharing):
+            return True
+        return self.submit()
+
+    def add(self, job: Job, sharing: Hashable | None) -> None:
+        """A job that has had its turn joins the group."""
+        self._group.append(job)
+        if sharing is not None and job.error is None:
+            self._sharing = sharing
+
+    def close_group(self) -> None:
+        """Those of the group wait for nobody else."""
+        self.is_closed = bool(self._group)
+
+    def submit(self) -> bool:
+        """Hand the group to the device; False while that is full of launches."""
+        if not self._group:
+            return True
+        self.settle()
+        if len(self._flying) >= MAX_IN_FLIGHT:
+            return False
+        started = time.monotonic()
+        try:
+            pending = self._start(self._group)
+        except FATAL:
+            raise
+        except Exception as error:
+            self._replay(error)
+            return True
+        self._flying.append(Launch(self._group, pending, started))
+        self._group, self._sharing, self.is_closed = [], None, False
+        self.settle()
+        return True
+
+    def settled(self) -> bool:
+        """Submit what there is; whether every launch is answered."""
+        return self.submit() and not self._flying
+
+    def settle(self) -> None:
+        """Answer the launches that are done, oldest first."""
+        while self._flying and self._flying[0].done:
+            launch = self._flying[0]
+            try:
+                launch.finish()
+            except FATAL:
+                raise
+            except Exception as error:
+                launch.pending = None
+                self._replay(error)
+                return
+            self._flying.popleft()
+            self._answer(launch.jobs)
+            self._learn(launch)
+
+    def uses(self, names: set[str]) -> bool:
+        """Whether what may yet be undone and run again reads or writes one of these sequences."""
+        for job in self.jobs:
+            turn = turn_of(job.request)
+            if not names.isdisjoint(turn.reads(job.request)):
+                return True
+            if not names.isdisjoint(turn.writes(job.request)):
+                return True
+        return False
+
+    def _start(self, jobs: list[Job]) -> Any:
+        """The device work of jobs that go together: one launch, or none (None)."""
+        for job in jobs:
+            if isinstance(job.work, Alone):  # then no other of them has a share in a launch
+                return job.work.start()
+        attends = [attend for job in jobs for attend in job.attends]
+        if not attends:
+            return None
+        return self._store.backend.attend(attends)
+
+    def _learn(self, launch: Launch) -> None:
+        """Count a launch of attention, and hold its estimate against what it took, if it had the
+        device alone."""
+        grouped = [job.work for job in launch.jobs if isinstance(job.work, Grouped)]
+        if grouped:
+            attends = [attend for work in grouped for attend in work.attends]
+            self._metrics.batch(sum(attend.q.shape[0] for attend in attends))
+        if len(grouped) == 1 and not self._flying:
+            spent = launch.finished - launch.started
+            self._store.pace.correct("attend", grouped[0].cost, spent)
+
+    # When a launch fails.
+
+    def _replay(self, error: Exception) -> None:
+        """Undo all that is not settled, newest first, and run each operation again by itself.
+
+        So an operation that fails takes nobody with it, and leaves no trace. One that was alone
+        already is not run twice.
+        """
+        jobs = self.jobs
+        wait_out(self._flying)
+        self._flying.clear()
+        self._group, self._sharing, self.is_closed = [], None, False
+        for job in reversed(jobs):
+            if job.extension is not None:
+                self._store.undo(job.extension)
+        if len(jobs) == 1:
+            jobs[0].error = refusal_of(jobs[0], error)
+        else:
+            LOG.warning("a launch of %d operations failed, each runs alone: %r", len(jobs), error)
+            for job in jobs:
+                if job.work is not None:
+                    self._run_alone(job)
+        self._answer(jobs)
+
+    def _run_alone(self, job: Job) -> None:
+        self._begin(job)
+        if job.error is not None:
+            return
+        try:
+            if isinstance(job.work, Sliced):  # by now it is thought to take longer
+                job.work.run()
+            else:
+                Launch([job], self._start([job])).finish()
+        except FATAL:
+            raise
+        except Exception as error:
+            if isinstance(job.work, Sliced):
+                job.work.undo()
+            elif job.extension is not None:
+                self._store.undo(job.extension)
+            job.error = refusal_of(job, error)
+
+
+def wait_out(launches: Iterable[Launch]) -> None:
+    """Launches whose results are not wanted any more must still be done with the pool."""
+    for launch in launches:
+        try:
+            if launch.pending is not None:
+                launch.pending.result()
+        except FATAL:
+            raise
+        except Exception as error:
+            LOG.warning("a launch to be run again failed too: %r", error)
