@@ -1,6 +1,7 @@
-"""Draws bench/results/h200.json and cache-cpu.json as pictures beside them: `python -m bench.plot`.
+"""Draws results as pictures beside them, h200, road-h200 and cache-cpu: `python -m bench.plot`.
 
-Of the cache: hit rate against pool size, beside exact LRU and a cache without end. Of the kernels:
+Of the cache: hit rate against pool size, beside exact LRU and a cache without end. Of the road: a
+layer's time by how its caller is placed, beside the kernels alone and HTTP. Of the kernels:
 a bar is the roofline fraction of a workload, a dot that of FlashInfer on the same kind of machine,
 each by the ceilings of its own run; a line is what is required. A dagger marks a row that was
 measured with other kernels than those here, as in the README.
@@ -20,7 +21,7 @@ import matplotlib.pyplot as plt
 
 from bench.cache import CACHE_RESULTS
 from bench.kernel_results import KERNEL_RESULTS, read_results
-from bench.machine import workloads
+from bench.machine import RESULTS, workloads
 from bench.readme import DAGGER
 from bench.stale import stale_rows
 
@@ -32,6 +33,13 @@ COLOURS: Final = {
     "merge": "#7d6b91",
 }
 OTHER: Final = "#8a8a8a"
+STEPS: Final = "#3b6ea5"
+PLACES: Final = {
+    "mps": "step, one GPU, MPS",
+    "other_gpu": "step, two GPUs",
+    "time_sliced": "step, one GPU, time-sliced",
+}
+ROAD_RESULTS: Final = RESULTS / "road-h200.json"
 MARKS: Final[dict[str, dict[str, Any]]] = {
     "flashinfer_roofline": {
         "marker": "o",
@@ -98,9 +106,42 @@ def draw_cache(results: dict[str, Any], path: Path) -> None:
         plt.close(figure)
 
 
+def draw_road(results: dict[str, Any], path: Path) -> None:
+    """A layer's microseconds by place, for each batch, as SVG at `path`."""
+    sizes = list(dict.fromkeys((row["batch"], row["kv_len"]) for row in results["rows"]))
+    found = {(row["batch"], row["kv_len"], row["place"]): row for row in results["rows"]}
+    with plt.rc_context({"svg.hashsalt": "attnd", "svg.fonttype": "none", "font.size": 8}):
+        figure, panels = plt.subplots(1, len(sizes), figsize=(7.2, 1.7), layout="constrained")
+        for axes, (batch, kv_len) in zip(panels, sizes, strict=True):
+            bars = road_bars([found[batch, kv_len, place] for place in PLACES])
+            names, values, colours = zip(*reversed(bars), strict=True)
+            axes.barh(names, values, 0.66, color=colours)
+            for height, value in enumerate(values):
+                axes.text(value * 1.1, height, f"{value:.0f}", va="center")
+            axes.set(xscale="log", xlim=(4, 6000), xlabel="µs a layer")
+            axes.tick_params("y", labelleft=axes is panels[0])
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_title(f"{batch} x {kv_len}", loc="left", fontsize=9)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+        plt.close(figure)
+
+
+def road_bars(rows: list[dict[str, Any]]) -> list[tuple[str, float, str]]:
+    """Name, microseconds and colour of each bar: kernels alone, steps by place, HTTP; the best of
+    the places' runs for those that all of them measured."""
+    kernels = ("kernels alone", min(row["kernels_us"] for row in rows), OTHER)
+    steps = [
+        (PLACES[row["place"]], min(row[how]["layer_us"] for how in ("steps", "graph")), STEPS)
+        for row in rows
+    ]
+    return [kernels, *steps, ("Client, HTTP", min(row["http_us"] for row in rows), "#c44536")]
+
+
 def main() -> None:
     results = read_results()
     draw(results, stale_rows(results), KERNEL_RESULTS.with_suffix(".svg"))
+    road = json.loads(ROAD_RESULTS.read_text(encoding="utf-8"))
+    draw_road(road, ROAD_RESULTS.with_suffix(".svg"))
     cache = json.loads(CACHE_RESULTS.read_text(encoding="utf-8"))
     draw_cache(cache, CACHE_RESULTS.with_suffix(".svg"))
 
