@@ -44,15 +44,16 @@ def tile_states(
     group = heads // kv_heads
     split = (groups, rows, kv_heads, group)
     packed = q.view(*split, dim).transpose(1, 2).reshape(groups, kv_heads, rows * group, dim)
-    bias = None if tile.hidden is None else bias_of(tile.hidden, group, q.dtype)
+    hidden = None if tile.hidden is None else tile.hidden.expand(groups, rows, -1)
+    bias = None if hidden is None else bias_of(hidden, group, q.dtype)
     # the public function does not give the log-sum-exps
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         packed, k, v, 0.0, False, attn_mask=bias, scale=sm_scale
     )
     o = o.view(groups, kv_heads, rows, group, dim).transpose(1, 2).reshape(q.shape)
     m = lse.view(groups, kv_heads, rows, group).transpose(1, 2).reshape(q.shape[:2]) * LOG2_E
-    if tile.hidden is not None:
-        blank = tile.hidden.all(-1).view(-1)
+    if hidden is not None:
+        blank = hidden.all(-1).view(-1)
         if bool(blank.any()):  # torch has no one way to say that a row sees nothing
             m, o = m.clone(), o.clone()
             m[blank], o[blank] = -torch.inf, 0.0

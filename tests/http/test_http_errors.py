@@ -155,7 +155,7 @@ def test_a_body_as_large_as_the_limit_is_read(small: Service) -> None:
 def test_other_media_types_are_refused(client: httpx.Client, route: str, content_type: str) -> None:
     response = client.post(f"/v1/{route}", content=b"{}", headers={"content-type": content_type})
     problem = check_problem(response, 415, "unsupported_media_type")
-    wanted = [SAFETENSORS, JSON] if route in ROUTES else [JSON]
+    wanted = [SAFETENSORS, JSON] if route in (*ROUTES, "sequences") else [JSON]
     assert problem["supported"] == wanted
 
 

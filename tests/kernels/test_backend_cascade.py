@@ -78,6 +78,17 @@ def run_one(pooled: Pooled, q, plan: Plan, scoring: Scoring, layer: int = 0) -> 
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_of_unequally_long_segments_see_their_own_keys(backend, rng, causal, layout) -> None:
+    pooled = Pooled(backend(geometry(40, 4, layout, "fp16")), rng, "fp16")
+    runs, qo_lens = [pooled.add(num_keys) for num_keys in (11, 3, 8)], [3, 3, 3]
+    q, scoring = normal(rng, (9, HEADS, DIM), "fp16"), Scoring(0.125)
+    want = expected(q, runs, qo_lens, causal, scoring)
+    got = run_one(pooled, q, pooled.flat(runs, qo_lens, causal), scoring)
+    check(got, want, bars(backend.kind, "fp16", "fp16"), (causal, layout))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", ["fp16", "fp8_e4m3"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])

@@ -179,7 +179,8 @@ def run(cases: int, seed: int) -> dict[str, Any]:
             print(f"seed {seed}")
             raise
         seed += 1
-    assert open_descriptors() == before, f"{open_descriptors() - before} descriptors leaked"
+    more = open_descriptors() - before  # fewer: garbage of before was collected meanwhile
+    assert more <= 0, f"{more} descriptors leaked"
     seconds = time.perf_counter() - started
     return {"frames": judge.frames, "seconds": round(seconds, 1), **judge.outcomes}
 
