@@ -309,6 +309,10 @@ class CacheSettings(Section):
     """Share of the pool's pages in use above which cached ones are evicted ahead of need, a few
     each turn. Lower it where large prompts come in bursts; 1 evicts only what is needed at once."""
 
+    events_history: Annotated[int, Field(ge=0, le=2**24)] = 16_384
+    """Pages that the events kept for each namespace may tell of, for readers who come back. A page
+    of 16 tokens takes some 100 bytes; 0 keeps no events at all."""
+
 
 class LogSettings(Section):
     """What is written to standard error."""

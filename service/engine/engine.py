@@ -101,7 +101,8 @@ class Engine:
         self._metrics = metrics
         slice_s = settings.engine.slice_ms / 1e3
         pace = Pace(*RATES.get(backend.name, RATES["cpu"]), slice_s)
-        self.store = Store(backend, pace, self.info, settings.cache.high_watermark)
+        cache = settings.cache
+        self.store = Store(backend, pace, self.info, cache.high_watermark, cache.events_history)
         self_test(self.store)
         server = settings.server
         lanes = make_lanes(backend, server.device_arena_bytes, server.max_device_sessions)
@@ -309,6 +310,7 @@ class Engine:
         """Count what was answered in a round."""
         self._metrics.inflight(len(self._jobs))
         self._metrics.sessions(self.callers.count)
+        self.store.history.take()
         if not self._answered:
             return
         answered, self._answered = self._answered, []
@@ -339,6 +341,7 @@ class Engine:
             numbers.cached, numbers.pinned, numbers.leases, self.store.tree.budget.num_evicted
         )
         self._metrics.pool(numbers.free, numbers.referenced, numbers.sequences, numbers.nodes)
+        self.store.press(numbers)
 
     # The end.
 

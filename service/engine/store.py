@@ -12,6 +12,7 @@ from service.core.errors import IntegrityError
 from service.core.namespaces import Namespace
 from service.core.tree import PrefixTree
 from service.core.values import Extension
+from service.engine.history import History
 from service.engine.plans import PlanCache
 from service.engine.slices import Pace
 from service.engine.work import Cost, Seconds
@@ -46,8 +47,14 @@ class Store:
     """Owned by one thread: nothing here is locked."""
 
     def __init__(
-        self, backend: Backend, pace: Pace, info: InfoAnswer, high_watermark: float = 1.0
+        self,
+        backend: Backend,
+        pace: Pace,
+        info: InfoAnswer,
+        high_watermark: float = 1.0,
+        events_history: int = 0,
     ) -> None:
+        """`events_history`: pages that the events kept for each namespace tell of."""
         geometry = backend.geometry
         self.info = info
         self.backend = backend
@@ -56,6 +63,8 @@ class Store:
         self.max_sequences = info.limits.max_sequences
         self.tree = PrefixTree(geometry.num_pages, geometry.page_size, geometry.num_layers)
         self.plans = PlanCache(self.tree)
+        changes = self.tree.cache.named.changes
+        self.history = History(changes, geometry.page_size, events_history)
         self.now = time.monotonic()
         self._watermark = int(high_watermark * geometry.num_pages)
 
@@ -135,6 +144,16 @@ class Store:
             sum(one.num_sequences for one in chosen),
             tree.num_nodes,
         )
+
+    def press(self, numbers: PoolNumbers) -> None:
+        """Let the namespaces know when what cannot be evicted passes the watermark, or no longer
+        does; `numbers` are the whole pool's."""
+        is_high = numbers.referenced + numbers.pinned > self._watermark
+        if is_high != self.history.is_high:
+            budget = self.tree.budget
+            known = budget.namespaces.items()
+            free = {name: max(0, budget.available(held)) for name, held in known}
+            self.history.press(is_high, free)
 
     def namespace_fields(self, name: str) -> dict[str, Any]:
         """A namespace's quota and use; one that nobody has met has neither."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from service.engine.attention import cascade, decode, prefill
+from service.engine.events import events
 from service.engine.prefix import (
     clear,
     commit,
@@ -128,6 +129,7 @@ TURNS: Final[dict[str, Turn]] = {
     "clear": Turn(clear, is_barrier=True),
     "get_namespace": Turn(get_namespace),
     "set_namespace": Turn(set_namespace),
+    "events": Turn(events),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from service.operations.attention import CASCADE, DECODE, PREFILL, RAGGED_PREFILL
+from service.operations.events import EVENTS
 from service.operations.merge import MERGE
 from service.operations.prefix import (
     CLEAR,
@@ -58,6 +59,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     GET_NAMESPACE,
     SET_NAMESPACE,
     DELETE_SEQUENCES,
+    EVENTS,
 )
 BY_NAME: Final = {operation.name: operation for operation in OPERATIONS}
 BY_NUMBER: Final = {operation.number: operation for operation in OPERATIONS}

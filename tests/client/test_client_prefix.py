@@ -134,6 +134,21 @@ def test_quotas_are_set_and_told(caller: Caller) -> None:
     assert caller.get_namespace("default").cached == caller.pool().cached
 
 
+def test_events_tell_what_became_of_pages(caller: Caller) -> None:
+    last = caller.event_page().next
+    key = store(caller, Prefix(token_ids=IDS))
+    caller.clear()
+    told = caller.events(last, poll_s=0.01)
+    stored, removed, cleared = next(told), next(told), next(told)
+    assert [one.type for one in (stored, removed, cleared)] == ["stored", "removed", "cleared"]
+    assert stored.token_ids == tuple(IDS) and stored.page_keys[-1] == key
+    assert removed.page_keys == stored.page_keys and stored.page_size == PAGE
+    assert caller.event_page(last, 1).events == (stored,)
+    store(caller, Prefix(token_ids=IDS))
+    assert next(told).id == last + 4
+    assert next(caller.events(last + 99)).type == "too_old"
+
+
 def test_the_asyncio_client_does_the_same(where: tuple[str, str]) -> None:
     async def scenario() -> None:
         async with AsyncClient(uds=where[0].removeprefix("unix:")) as client:
@@ -148,3 +163,17 @@ def test_the_asyncio_client_does_the_same(where: tuple[str, str]) -> None:
             assert (await client.pool()).leases == 1
 
     asyncio.run(scenario())
+
+
+def test_events_can_be_awaited(where: tuple[str, str]) -> None:
+    async def first() -> str:
+        async with AsyncClient(uds=where[0].removeprefix("unix:")) as client:
+            last = (await client.event_page()).next
+            told = client.events(last + 99)
+            assert (await anext(told)).type == "too_old"
+            await client.clear()
+            async for event in client.events(last, poll_s=0.01):
+                return event.type
+        return ""
+
+    assert asyncio.run(first()) == "cleared"

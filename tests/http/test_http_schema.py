@@ -53,6 +53,7 @@ CONTROL_ROUTES = {
     "/v1/prefix/evict": {"post"},
     "/v1/prefix/clear": {"post"},
     "/v1/namespaces/{name}": {"get", "put"},
+    "/v1/events/page": {"get"},
     "/v1/info": {"get"},
     "/v1/pool": {"get"},
     "/health/live": {"get"},

@@ -83,6 +83,7 @@ PLAIN: Final[dict[str, dict[str, Any]]] = {
     "clear": {},
     "get_namespace": {"name": "a"},
     "set_namespace": {"name": "spare", "max_pages": 9, "reserved_pages": 1},
+    "events": {"after": 0, "limit": 9},
 }
 VALUES: Final = (
     *(None, True, False, -1, 0, 1, 2, 3, 2**31 - 1, 2**31, 2**62, 2**63, 2**64, 10**30, 0.5, 1e400),

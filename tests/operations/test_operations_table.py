@@ -37,6 +37,7 @@ NUMBERS = {
     "get_namespace": 24,
     "set_namespace": 25,
     "delete_sequences": 26,
+    "events": 27,
 }
 
 

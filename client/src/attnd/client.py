@@ -26,6 +26,7 @@ from attnd.methods import (
     POLL_S,
     carry_out,
     checked,
+    every_event,
     every_sequence,
     manner,
     not_ready,
@@ -33,7 +34,8 @@ from attnd.methods import (
     wait_until_ready,
     with_self,
 )
-from attnd.results import SequenceInfo
+from attnd.prefix import FROM_NOW
+from attnd.results import CacheEvent, SequenceInfo
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -112,6 +114,7 @@ class Client:
     clear = blocking(prefix.clear)
     get_namespace = blocking(prefix.get_namespace)
     set_namespace = blocking(prefix.set_namespace)
+    event_page = blocking(prefix.event_page)
     info = blocking(control.info)
     pool = blocking(control.pool)
     live = blocking(control.live)
@@ -121,6 +124,13 @@ class Client:
     def list_sequences(self, *, page_size: int | None = None) -> Iterator[SequenceInfo]:
         """Every sequence by id, fetched `page_size` at a time (None: the service's default)."""
         return every_sequence(self.sequence_page, page_size)
+
+    def events(self, after: int = FROM_NOW, *, poll_s: float = POLL_S) -> Iterator[CacheEvent]:
+        """What becomes of cached pages, without end; see `event_page` for `after`.
+
+        Asks every `poll_s` seconds while there is nothing new. Raises what a call raises.
+        """
+        return every_event(self.event_page, after, poll_s)
 
     def wait_ready(self, timeout: float = 60.0) -> None:
         """Return once the service is ready; TimeoutError with its own reason when it is not."""
@@ -206,6 +216,7 @@ class AsyncClient:
     clear = awaiting(prefix.clear)
     get_namespace = awaiting(prefix.get_namespace)
     set_namespace = awaiting(prefix.set_namespace)
+    event_page = awaiting(prefix.event_page)
     info = awaiting(control.info)
     pool = awaiting(control.pool)
     live = awaiting(control.live)
@@ -221,6 +232,20 @@ class AsyncClient:
                 yield sequence
             if (after := page.next) is None:
                 return
+
+    async def events(
+        self, after: int = FROM_NOW, *, poll_s: float = POLL_S
+    ) -> AsyncIterator[CacheEvent]:
+        """As `Client.events`."""
+        while True:
+            page = await self.event_page(after)
+            after = page.next
+            if page.too_old:
+                yield CacheEvent(after - len(page.events), "too_old")
+            for event in page.events:
+                yield event
+            if not page.events:
+                await asyncio.sleep(poll_s)
 
     async def wait_ready(self, timeout: float = 60.0) -> None:
         """Return once the service is ready; TimeoutError with its own reason when it is not."""

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar, cast
 from attnd.call import Call, Reply
 from attnd.errors import AttndError, TransportError
 from attnd.exchange import Manner, Outcome, Retries, Send, Wait, first, repeated
-from attnd.results import Health, SequenceInfo, SequencePage
+from attnd.results import CacheEvent, EventPage, Health, SequenceInfo, SequencePage
 
 M = TypeVar("M", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -63,6 +63,20 @@ def every_sequence(
         yield from page.sequences
         if (after := page.next) is None:
             return
+
+
+def every_event(
+    page_of: Callable[[int], EventPage], after: int, poll_s: float
+) -> Iterator[CacheEvent]:
+    """Event after event, asked for with `page_of(after)`, every `poll_s` while there are none."""
+    while True:
+        page = page_of(after)
+        after = page.next
+        if page.too_old:
+            yield CacheEvent(after - len(page.events), "too_old")
+        yield from page.events
+        if not page.events:
+            time.sleep(poll_s)
 
 
 def wait_until_ready(ready: Callable[[], Health], timeout: float) -> None:

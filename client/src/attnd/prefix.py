@@ -12,13 +12,21 @@ from numpy.typing import NDArray
 from attnd.call import Call, Reply, Settled
 from attnd.errors import ServiceError, UnknownLease, UnknownPage
 from attnd.reading import reads
-from attnd.results import CommitResult, Lease, Namespace, PrefixMatch
+from attnd.results import (
+    CacheEvent,
+    CommitResult,
+    EventPage,
+    Lease,
+    Namespace,
+    PrefixMatch,
+)
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 PageKeys = Sequence[str | bytes] | NDArray[np.uint8]
 
 KEY_BYTES: Final = 16
 DEFAULT_LEASE_S: Final = 10.0
+FROM_NOW: Final = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,6 +176,12 @@ def set_namespace(
     return Call("set_namespace", reads(namespace_of), repeatable=True, fields=fields)
 
 
+def event_page(after: int = FROM_NOW, limit: int | None = None) -> Call[EventPage]:
+    """What became of cached pages since event `after` (0: all that are kept; -1: nothing yet)."""
+    fields = {"after": after} | ({} if limit is None else {"limit": limit})
+    return Call("events", reads(event_page_of), repeatable=True, fields=fields)
+
+
 def hex_key(key: str | bytes) -> str:
     return key if isinstance(key, str) else key.hex()
 
@@ -209,6 +223,20 @@ def commit_of(reply: Reply) -> CommitResult:
     return CommitResult(
         fields["committed_len"], fields["num_pages"], fields["last_key"], reply.meta
     )
+
+
+def event_page_of(reply: Reply) -> EventPage:
+    fields = reply.fields
+    events = tuple(map(event_of, fields["events"]))
+    return EventPage(events, fields["next"], fields["too_old"], reply.meta)
+
+
+def event_of(told: dict[str, Any]) -> CacheEvent:
+    known = {name: told[name] for name in CacheEvent.__slots__ if name in told}
+    for name in ("page_keys", "token_ids"):
+        if name in known:
+            known[name] = tuple(known[name])
+    return CacheEvent(**known)
 
 
 def namespace_of(reply: Reply) -> Namespace:

@@ -234,6 +234,38 @@ class Info:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """What became of cached pages of the caller's namespace.
+
+    `type` is `stored` (with `page_keys`, the `parent_key` before them, `page_size`, and `token_ids`
+    where they are known), `removed` (`page_keys`), `cleared`, `pressure` (`is_high`, pages `free`),
+    or `too_old`: events before this one were not kept, so what is known from earlier ones may be
+    wrong.
+    """
+
+    id: int
+    type: str
+    namespace: str = ""
+    page_keys: tuple[str, ...] = ()
+    parent_key: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    page_size: int | None = None
+    is_high: bool | None = None
+    free: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EventPage:
+    """Some events in order; `next` is what to ask `after` for more. `too_old`: there were others in
+    between, which are not kept any more."""
+
+    events: tuple[CacheEvent, ...]
+    next: int
+    too_old: bool
+    meta: Meta = field(default=NO_META, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """Whether the service is live, or ready; if not, `reason` says why in its own words."""
 

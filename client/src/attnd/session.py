@@ -20,14 +20,17 @@ from attnd.call import Call, Reply
 from attnd.errors import NotFound
 from attnd.exchange import Retries, Send
 from attnd.methods import (
+    POLL_S,
     carry_out,
     checked,
+    every_event,
     every_sequence,
     manner,
     wait_until_ready,
     with_self,
 )
-from attnd.results import Meta, SequenceInfo
+from attnd.prefix import FROM_NOW
+from attnd.results import CacheEvent, Meta, SequenceInfo
 from attnd.road.calling import HEALTH, attempt, health
 from attnd.road.connection import Connection
 
@@ -134,6 +137,7 @@ class Session:
     clear = blocking(prefix.clear)
     get_namespace = blocking(prefix.get_namespace)
     set_namespace = blocking(prefix.set_namespace)
+    event_page = blocking(prefix.event_page)
     info = blocking(control.info)
     pool = blocking(control.pool)
     live = blocking(control.live)
@@ -158,6 +162,13 @@ class Session:
     def list_sequences(self, *, page_size: int | None = None) -> Iterator[SequenceInfo]:
         """Every sequence by id, fetched `page_size` at a time (None: the service's default)."""
         return every_sequence(self.sequence_page, page_size)
+
+    def events(self, after: int = FROM_NOW, *, poll_s: float = POLL_S) -> Iterator[CacheEvent]:
+        """What becomes of cached pages, without end; see `event_page` for `after`.
+
+        Asks every `poll_s` seconds while there is nothing new. Raises what a call raises.
+        """
+        return every_event(self.event_page, after, poll_s)
 
     def wait_ready(self, timeout: float = 60.0) -> None:
         """Return once the service is ready; TimeoutError with its own reason when it is not."""

@@ -16,6 +16,7 @@ from service.road.slots import Slot
 
 if TYPE_CHECKING:
     from service.doors.http.door import Door
+    from service.doors.http.protocol import Connection
 
 Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
@@ -125,6 +126,19 @@ def answer(
     head = exchange.answer_head(status, length, door.date, headers)
     connection.send(head, parts if exchange.method != "HEAD" else ())
     finish(door, exchange, status, code)
+
+
+def begin_stream(door: Door, exchange: Exchange, headers: Headers, filler: bytes) -> Connection:
+    """Send the head of an answer that goes on until it is finished: the connection's end ends it,
+    in every version of HTTP. `filler` may come between its parts, and means nothing."""
+    connection = exchange.connection
+    if exchange.is_answered or connection is None:
+        raise Internal(f"{exchange.method} {exchange.path} was answered twice: this is a bug")
+    exchange.is_answered = True
+    exchange.keep_alive = False
+    exchange.filler = filler
+    connection.send(exchange.answer_head(200, None, door.date, headers), ())
+    return connection
 
 
 def answer_problem(door: Door, exchange: Exchange, told: Told) -> None:

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from service import __version__
+from service.doors.http.events import EventStream
 from service.doors.http.models import ModelPages
 from service.doors.http.openapi import DESCRIPTION, document
 from service.doors.http.operation import PathEndpoint
@@ -36,6 +37,7 @@ def make_application(door: Door) -> FastAPI:
     for path, operations in by_path().items():
         endpoint = PathEndpoint(door, operations, namesake(path))
         routes.append(Route(path, endpoint, name=operations[0].name))
+    routes.append(EventStream(door).route())
     routes.extend(ModelPages(door).routes())
     routes.extend(Pages(door, app.openapi).routes())
     return app

@@ -50,6 +50,7 @@ class Exchange:
         "deadline",
         "deadline_us",
         "expects_continue",
+        "filler",
         "head",
         "inference_header",
         "is_answered",
@@ -92,6 +93,8 @@ class Exchange:
         """How long the JSON is before the binary data of an inference request."""
         self.deadline_us = 0
         self.expects_continue = False
+        self.filler = b""
+        """What an answer that goes on may have between its parts, and means nothing."""
         self.head = head
         self.method = head.method if head else "-"
         self.path = head.target.path if head else "-"
@@ -180,10 +183,11 @@ class Exchange:
                 return SAFETENSORS
         return given
 
-    def answer_head(self, status: int, length: int, date: bytes, headers: Headers) -> bytes:
-        """Status line and headers of the answer, with those that every answer carries."""
+    def answer_head(self, status: int, length: int | None, date: bytes, headers: Headers) -> bytes:
+        """Status line and headers of the answer, with those that every answer carries; `length`
+        None: nobody knows it yet."""
         more = b"".join([b"%b: %b\r\n" % header for header in headers])
-        if status not in NO_BODY:
+        if length is not None and status not in NO_BODY:
             more += b"content-length: %d\r\n" % length
         if not self.keep_alive:
             more += b"connection: close\r\n"

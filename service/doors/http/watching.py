@@ -7,6 +7,7 @@ import select
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from service.doors.http.exchange import Exchange
     from service.doors.http.protocol import Connection
 
 FIRST_LOOK_S: Final = 0.02
@@ -19,7 +20,7 @@ class Watch:
     """Looks after a client that has closed its side while its answer is not there yet.
 
     It may still read, or not: TCP tells only when something is sent to it, and an interim response
-    is what may be sent at any time.
+    is what may be sent at any time, or in a stream its filler.
     """
 
     __slots__ = ("connection", "has_probed", "look_again")
@@ -39,13 +40,20 @@ class Watch:
         if hung_up(transport.get_extra_info("socket")):
             transport.abort()
             return
-        if not self.has_probed and exchange.head is not None and exchange.head.is_http_11:
+        if not self.has_probed:
             self.has_probed = True
-            transport.write(CONTINUE)
+            transport.write(probe_of(exchange))
         self.look_again = connection.loop.call_later(NEXT_LOOK_S, self.look)
 
     def stop(self) -> None:
         self.look_again.cancel()
+
+
+def probe_of(exchange: Exchange) -> bytes:
+    """What may be sent to whoever waits, now."""
+    if exchange.is_answered:  # by a stream
+        return exchange.filler
+    return CONTINUE if exchange.head is not None and exchange.head.is_http_11 else b""
 
 
 def hung_up(sock: Any) -> bool:

@@ -45,6 +45,7 @@ ROUTES: Final[Mapping[str, tuple[str, str]]] = {
     "clear": ("POST", "/v1/prefix/clear"),
     "get_namespace": ("GET", "/v1/namespaces/{name}"),
     "set_namespace": ("PUT", "/v1/namespaces/{name}"),
+    "events": ("GET", "/v1/events/page"),
     "live": ("GET", "/health/live"),
     "ready": ("GET", "/health/ready"),
     "metrics": ("GET", "/metrics"),

@@ -1,0 +1,244 @@
+"""The stream of events over a real socket: live, replayed, bounded, ended, and nobody else's."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from http_messages import LAYERS, PAGE_SIZE, append, create, rows
+from http_service import Service, serving, wait_for
+
+from service.doors.http import events
+from service.keys import line_of
+
+IDS = list(range(3 * PAGE_SIZE))
+FEW = ("--cache.events-history", "4")
+
+
+def store(client: httpx.Client, ids: list[int]) -> None:
+    create(client, "a")
+    rng = np.random.default_rng(0)
+    for layer in range(LAYERS):
+        append(client, layer, "a", rows(rng, len(ids)), rows(rng, len(ids)))
+    assert client.post("/v1/sequences/a/commit", json={"token_ids": ids}).is_success
+    assert client.delete("/v1/sequences/a").is_success
+
+
+def clear(client: httpx.Client) -> None:
+    assert client.post("/v1/prefix/clear", json={}).is_success
+
+
+@contextmanager
+def listening(client: httpx.Client, **how: Any) -> Iterator[Iterator[dict[str, Any]]]:
+    """The stream's events as dicts, `kind` their name and `number` their id."""
+    with client.stream("GET", "/v1/events", **how) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"] == "text/event-stream"
+        yield read_events(response.iter_lines())
+
+
+def read_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    found: dict[str, str] = {}
+    for line in lines:
+        if line:
+            name, _, value = line.partition(": ")
+            found[name] = value
+        else:
+            if "data" in found:
+                kind, number = found["event"], int(found["id"])
+                yield json.loads(found["data"]) | {"kind": kind, "number": number}
+            found = {}
+
+
+def page(client: httpx.Client, after: int) -> dict[str, Any]:
+    answer = client.get(f"/v1/events/page?after={after}")
+    assert answer.is_success, answer.text
+    return dict(answer.json())
+
+
+def test_what_is_stored_removed_and_cleared_is_told_as_it_happens(client: httpx.Client) -> None:
+    clear(client)
+    with listening(client) as told:
+        store(client, IDS)
+        stored = next(told)
+        clear(client)
+        removed, cleared = next(told), next(told)
+    assert [one["kind"] for one in (stored, removed, cleared)] == ["stored", "removed", "cleared"]
+    assert stored["token_ids"] == IDS and stored["page_size"] == PAGE_SIZE
+    assert stored["page_keys"] == removed["page_keys"] and len(stored["page_keys"]) == 3
+    assert stored["namespace"] == "default" and len(stored["parent_key"]) == 32
+    assert removed["number"] == removed["id"] == stored["id"] + 1 == cleared["id"] - 1
+
+
+def test_whoever_comes_back_is_told_what_was_missed(client: httpx.Client) -> None:
+    last = page(client, -1)["next"]
+    store(client, IDS)
+    clear(client)
+    with listening(client, headers={"Last-Event-ID": str(last + 1)}) as told:
+        assert next(told)["kind"] == "removed"
+    with listening(client, params={"after": last}) as told:
+        assert [next(told)["id"] for _ in range(3)] == [last + 1, last + 2, last + 3]
+        store(client, IDS)
+        assert next(told)["id"] == last + 4
+    assert page(client, last + 4) == {"events": [], "next": last + 4, "too_old": False}
+    assert len(client.get(f"/v1/events/page?after={last}&limit=2").json()["events"]) == 2
+    clear(client)
+
+
+def test_many_listeners_share_one_poll_that_ends_with_them(
+    client: httpx.Client, service: Service
+) -> None:
+    with listening(client) as first, listening(client) as second:
+        clear(client)
+        assert next(first) == next(second)
+        routes = {one.name: one for one in service.door.app.router.routes}
+        feeds = routes["stream_events"].endpoint.feeds
+        assert [feed.listeners for feed in feeds.values()] == [2]
+    wait_for(lambda: not feeds, "the poll's end")
+    wait_for(lambda: service.door.active == 0, "the streams' end")
+
+
+def test_what_the_history_has_forgotten_is_said_first() -> None:
+    with serving(*FEW) as running, running.client() as client:
+        first = page(client, -1)["next"]
+        assert page(client, 0)["too_old"] is False
+        for _ in range(2):
+            store(client, IDS)
+            clear(client)
+        told = page(client, first)
+        assert told["too_old"] and told["next"] == first + 6
+        assert [one["type"] for one in told["events"]] == ["removed", "cleared"]
+        assert page(client, 0)["too_old"] and page(client, first + 99)["too_old"]
+        assert not page(client, first + 4)["too_old"]
+        with listening(client, headers={"last-event-id": str(first)}) as stream:
+            kinds = [next(stream)["kind"] for _ in range(3)]
+        assert kinds == ["too_old", "removed", "cleared"]
+
+
+def test_the_pressure_of_the_pool_is_told_when_it_changes() -> None:
+    arguments = ("--cache.high-watermark", "0.25")
+    with serving(*arguments) as running, running.client() as client:
+        rng = np.random.default_rng(0)
+        with listening(client) as told:
+            create(client, "a")
+            count = 20 * PAGE_SIZE
+            append(client, 0, "a", rows(rng, count), rows(rng, count))
+            high = next(told)
+            client.delete("/v1/sequences/a")
+            low = next(told)
+        assert (high["type"], high["is_high"], high["free"]) == ("pressure", True, 44)
+        assert (low["type"], low["is_high"], low["free"]) == ("pressure", False, 64)
+
+
+def test_an_idle_stream_is_kept_alive_and_ends_with_the_drain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.05)
+    with serving() as running, running.client() as client:
+        with client.stream("GET", "/v1/events") as response:
+            lines = response.iter_lines()
+            assert next(lines) == ": still here"
+            running.drain()
+            assert set(lines) <= {": still here", ""}
+        wait_for(lambda: running.is_over, "the end of the drain")
+
+
+def test_http_10_and_a_client_that_closes_its_side_get_a_stream_too(service: Service) -> None:
+    for version in ("1.0", "1.1"):
+        with service.connect() as sock, service.client() as client:
+            head = f"GET /v1/events HTTP/{version}\r\nhost: a\r\n\r\n"
+            sock.sendall(head.encode())
+            sock.shutdown(socket.SHUT_WR)
+            time.sleep(0.1)
+            clear(client)
+            got = b""
+            while b"event: cleared" not in got:
+                got += sock.recv(4096)
+            told, _, body = got.partition(b"\r\n\r\n")
+            assert b"connection: close" in told and b"content-length" not in told
+            assert body.startswith(b": still here\n\nid: ")
+
+
+def test_a_reader_who_reads_nothing_is_left_and_holds_nobody_up() -> None:
+    with serving("--server.idle-timeout-s", "0.3") as running, running.client() as client:
+        running.doors[0][0].listening[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket() as lazy:
+            lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            host, _, port = running.url.partition("://")[2].partition(":")
+            lazy.connect((host, int(port)))
+            lazy.sendall(b"GET /v1/events HTTP/1.1\r\nhost: a\r\n\r\n")
+            wait_for(lambda: running.door.active, "the stream")
+            ids = list(range(60 * PAGE_SIZE))
+            ends = time.monotonic() + 30.0
+            while running.door.active and time.monotonic() < ends:
+                store(client, ids)
+                clear(client)
+            assert running.door.active == 0
+        with listening(client) as told:
+            clear(client)
+            assert next(told)["kind"] == "cleared"
+
+
+@pytest.mark.parametrize(
+    ("how", "field"),
+    [
+        ({"params": {"after": "x"}}, "after"),
+        ({"params": {"after": "-2"}}, "after"),
+        ({"params": {"limit": "1"}}, "limit"),
+        ({"headers": {"Last-Event-ID": "9" * 30}}, "Last-Event-ID"),
+    ],
+)
+def test_what_is_no_number_of_an_event_is_refused(
+    client: httpx.Client, how: Any, field: str
+) -> None:
+    answer = client.get("/v1/events", **how)
+    assert (answer.status_code, answer.json()["field"]) == (422, field)
+
+
+def test_other_methods_are_refused_and_head_has_no_events(client: httpx.Client) -> None:
+    assert client.post("/v1/events").status_code == 405
+    head = client.head("/v1/events")
+    assert (head.status_code, head.headers["content-type"]) == (200, "text/event-stream")
+
+
+def test_a_service_without_a_history_says_so() -> None:
+    with serving("--cache.events-history", "0") as running, running.client() as client:
+        for path in ("/v1/events", "/v1/events/page"):
+            answer = client.get(path)
+            assert (answer.status_code, answer.json()["field"]) == (422, "cache.events_history")
+
+
+def test_events_are_those_of_the_keys_namespace_and_end_with_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.1)
+    path = tmp_path / "keys"
+    lines = [line_of("red", "red", ["read", "append"]), line_of("blue", "blue", ["read", "append"])]
+    path.write_text("\n".join([*lines, line_of("mute", "red", ["append"])]))
+    with serving("--auth.keys-file", str(path)) as running:
+        red, blue, mute = (running.client() for _ in range(3))
+        for key, one in (("red", red), ("blue", blue), ("mute", mute)):
+            one.headers["authorization"] = f"Bearer {key}"
+        with red, blue, mute:
+            with running.client() as nobody:
+                assert nobody.get("/v1/events").status_code == 401
+            assert mute.get("/v1/events").status_code == 403
+            with listening(red) as told:
+                store(blue, IDS)
+                store(red, IDS[:PAGE_SIZE])
+                found = next(told)
+                assert (found["namespace"], found["token_ids"]) == ("red", IDS[:PAGE_SIZE])
+                assert page(red, 0)["next"] == found["id"]
+                path.write_text("\n".join(lines[1:]))
+                server = running.doors[0][0]
+                assert server.loop is not None
+                server.loop.call_soon_threadsafe(server.read_again)
+                assert list(told) == []
