@@ -2,12 +2,15 @@
 
     python examples/prefix_cache.py [--url http://127.0.0.1:8080]
 
-No sequence lives longer than its turn. Without --url it starts a service of its own.
+No sequence lives longer than its turn. Without --url it starts a service of its own, and then two
+with a router before them, which knows from their events where a prompt is cached.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from hashlib import blake2b
 
 import numpy as np
 from attnd import Client, KeyMismatch, Prefix
@@ -29,8 +32,12 @@ TURNS = 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", help="of a running service; default: start one")
-    with open_client(parser.parse_args().url, SETTINGS) as client:
+    url = parser.parse_args().url
+    with open_client(url, SETTINGS) as client:
         show(client)
+    if url is None:
+        with open_client(None, SETTINGS) as one, open_client(None, SETTINGS) as other:
+            show_router(Router([one, other]))
 
 
 def show(client: Client) -> None:
@@ -82,6 +89,67 @@ def answer(client: Client, history: list[int]) -> int:
     client.commit(sequence.id, prompt)
     client.delete_sequence(sequence.id)
     return sequence.cached_len
+
+
+class Router:
+    """Sends a prompt to the service that has most of it cached, as its events tell."""
+
+    def __init__(self, services: Sequence[Client]) -> None:
+        self.services = services
+        self.cached: list[set[str]] = [set() for _ in services]
+        self.heard = [0 for _ in services]
+        """The last event of each that was read."""
+
+    def listen(self) -> None:
+        """Take in all that has happened; a busy router would iterate over `Client.events`, in a
+        thread for each service."""
+        for at, service in enumerate(self.services):
+            keys = self.cached[at]
+            while True:
+                page = service.event_page(self.heard[at])
+                self.heard[at] = page.next
+                if page.too_old:
+                    keys.clear()
+                for event in page.events:
+                    if event.type == "stored":
+                        keys.update(event.page_keys)
+                    elif event.type == "removed":
+                        keys.difference_update(event.page_keys)
+                if not page.events:
+                    break
+
+    def choose(self, prompt: list[int]) -> int:
+        """The service with the longest beginning; of equals, the one with fewer pages."""
+        self.listen()
+        keys = page_keys(prompt)
+        found = [sum(key in cached for key in keys) for cached in self.cached]
+        return max(range(len(found)), key=lambda at: (found[at], -len(self.cached[at])))
+
+
+def page_keys(prompt: list[int]) -> list[str]:
+    """The keys that a service gives to the prompt's full pages (docs/api.md)."""
+    size, keys = SETTINGS["pool.page-size"], []
+    key = blake2b(b"default\0", digest_size=16).digest()
+    for end in range(size, len(prompt) + 1, size):
+        ids = np.array(prompt[end - size : end], "<u4").tobytes()
+        key = blake2b(key + ids, digest_size=16).digest()
+        keys.append(key.hex())
+    return keys
+
+
+def show_router(router: Router) -> None:
+    rng = np.random.default_rng(1)
+    chats: dict[str, list[int]] = {"red": [], "blue": []}
+    for turn in range(3):
+        for name, history in chats.items():
+            history += [int(token) for token in rng.integers(0, 32_000, TURN_TOKENS)]
+            at = router.choose(history)
+            cached = answer(router.services[at], history)
+            print(f"{name} chat, turn {turn + 1}: to service {at}, ", end="")
+            print(f"{cached} of {len(history)} tokens cached")
+    router.services[0].clear()
+    router.listen()
+    print(f"service 0 was cleared: the router knows {[len(one) for one in router.cached]} pages")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,9 @@ def test_a_growing_chat_finds_its_history_in_the_prefix_cache() -> None:
     assert "second chat, turn 1: 160 of 230 tokens cached" in told, told
     assert "409 key_mismatch: page 0 has a name already" in told, told
     assert "evicted in the end: 10 pages, 128 free" in told, told
+    assert "red chat, turn 3: to service 0, 128 of 210 tokens cached" in told, told
+    assert "blue chat, turn 3: to service 1, 128 of 210 tokens cached" in told, told
+    assert "service 0 was cleared: the router knows [0, 13] pages" in told, told
 
 
 def test_cascade_shows_three_levels_that_merge_into_the_answer() -> None:
