@@ -34,6 +34,10 @@ Mode = Annotated[str, BeforeValidator(need_quotes), Field(pattern=r"^0?[0-7]{3}$
 """A file's permissions in octal, as chmod takes them."""
 
 
+Endpoint = Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$", max_length=256)]
+LOCAL = ("ipc://", "tcp://127.0.0.1:", "tcp://localhost:", "tcp://[::1]:")
+
+
 class Section(BaseModel):
     """A group of settings: frozen, and without room for a key it does not know."""
 
@@ -313,6 +317,40 @@ class CacheSettings(Section):
     """Pages that the events kept for each namespace may tell of, for readers who come back. A page
     of 16 tokens takes some 100 bytes; 0 keeps no events at all."""
 
+    zmq_endpoint: Endpoint | None = None
+    """ZeroMQ endpoint, such as `tcp://127.0.0.1:5557` or `ipc:///run/attnd/events`, where events
+    are published in vLLM's format; none when absent. It asks nobody for a key, so beyond this
+    machine it needs `auth.open`. It needs the extra `attnd[zmq]`."""
+
+    zmq_replay_endpoint: Endpoint | None = None
+    """Another, where a subscriber asks for what it has missed."""
+
+    zmq_topic: Annotated[str, Field(max_length=256)] = ""
+    """Topic of what is published; subscribers choose by how it begins."""
+
+    zmq_namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "default"
+    """With keys: the namespace whose events are published."""
+
+    @model_validator(mode="after")
+    def check_together(self) -> CacheSettings:
+        if self.zmq_endpoint is None and self.zmq_replay_endpoint is not None:
+            raise ValueError(
+                f"cache.zmq_replay_endpoint = {self.zmq_replay_endpoint}: it replays what "
+                "cache.zmq_endpoint publishes: set that too"
+            )
+        if self.zmq_endpoint is not None and self.events_history == 0:
+            raise ValueError(
+                f"cache.zmq_endpoint = {self.zmq_endpoint}: cache.events_history = 0 keeps no "
+                "events: raise it"
+            )
+        return self
+
+    @property
+    def open_endpoints(self) -> tuple[str, ...]:
+        """Those that other machines may reach."""
+        given = (self.zmq_endpoint, self.zmq_replay_endpoint)
+        return tuple(one for one in given if one is not None and not one.startswith(LOCAL))
+
 
 class LogSettings(Section):
     """What is written to standard error."""
@@ -341,6 +379,15 @@ class Settings(Section):
     log: LogSettings = LogSettings()
     config: Path | None = None
     """A YAML file laid over the defaults."""
+
+    @model_validator(mode="after")
+    def check_endpoints(self) -> Settings:
+        if not self.auth.open and (beyond := self.cache.open_endpoints):
+            raise ValueError(
+                f"{beyond[0]}: ZeroMQ asks for no keys: listen at tcp://127.0.0.1 or ipc://, or "
+                "set auth.open: true"
+            )
+        return self
 
     @property
     def reads_again(self) -> bool:

@@ -16,11 +16,12 @@ import numpy as np
 from attnd import Client, KeyMismatch, Prefix
 from local_service import open_client
 
+PAGE_SIZE = 16
 SETTINGS = {
     "pool.num-layers": 2,
     "pool.num-kv-heads": 2,
     "pool.head-dim": 64,
-    "pool.page-size": 16,
+    "pool.page-size": PAGE_SIZE,
     "pool.num-pages": 128,
     "pool.dtype": "fp16",
 }
@@ -128,10 +129,10 @@ class Router:
 
 def page_keys(prompt: list[int]) -> list[str]:
     """The keys that a service gives to the prompt's full pages (docs/api.md)."""
-    size, keys = SETTINGS["pool.page-size"], []
+    keys = []
     key = blake2b(b"default\0", digest_size=16).digest()
-    for end in range(size, len(prompt) + 1, size):
-        ids = np.array(prompt[end - size : end], "<u4").tobytes()
+    for end in range(PAGE_SIZE, len(prompt) + 1, PAGE_SIZE):
+        ids = np.array(prompt[end - PAGE_SIZE : end], "<u4").tobytes()
         key = blake2b(key + ids, digest_size=16).digest()
         keys.append(key.hex())
     return keys

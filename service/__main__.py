@@ -47,6 +47,7 @@ class Commands:
     engine: tuple[str, ...] = (sys.executable, "-m", "service.engine")
     door: tuple[str, ...] = (sys.executable, "-m", "service.doors.http")
     grpc: tuple[str, ...] = (sys.executable, "-m", "service.doors.grpc")
+    zmq: tuple[str, ...] = (sys.executable, "-m", "service.doors.zmq")
 
 
 def main(argv: Sequence[str], commands: Commands = Commands()) -> int:
@@ -95,6 +96,8 @@ def supervise(
         children.append(Child(f"http-{worker}", commands.door, addresses.http, worker))
     if settings.server.grpc_port is not None:
         children.append(Child("grpc-0", commands.grpc, ()))
+    if settings.cache.zmq_endpoint is not None:
+        children.append(Child("zmq-0", commands.zmq, ()))
     lifeline, held = os.pipe()  # `held` closes with this process
     shared = Shared(
         settings=settings,

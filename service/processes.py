@@ -2,7 +2,8 @@
 
 `python -m service` starts one engine (`python -m service.engine`) and `server.http_workers` doors
 (`python -m service.doors.http`), and with `server.grpc_port` a gRPC door (`python -m
-service.doors.grpc`), which binds its port itself. The `__main__` of each begins with
+service.doors.grpc`), which binds its port itself; with `cache.zmq_endpoint` a ZeroMQ door
+(`python -m service.doors.zmq`), which does likewise. The `__main__` of each begins with
 
     inherited = receive()
     set_up_logs(inherited.settings.log, inherited.process)

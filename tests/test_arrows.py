@@ -108,8 +108,14 @@ ARROWS: Final = (
         but=("service/doors/grpc/*",),
     ),
     Arrow(
+        "ZeroMQ and msgpack only in the ZeroMQ door",
+        PRODUCT,
+        under("zmq", "msgspec"),
+        but=("service/doors/zmq/*",),
+    ),
+    Arrow(
         "no door knows another",
-        ("service/doors/grpc/*", "service/doors/oip/*"),
+        ("service/doors/grpc/*", "service/doors/oip/*", "service/doors/zmq/*"),
         under("service.doors.http", "fastapi", "starlette", "uvicorn", "httptools"),
     ),
     Arrow(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,17 +12,15 @@ from urllib.parse import parse_qsl
 
 from starlette.routing import Route
 
+from service.doors.event_page import events_after
 from service.doors.http.answering import EXCHANGE, Receive, Scope, Send, begin_stream, finish
 from service.doors.http.exchange import Exchange
 from service.doors.http.problems import wrong_method
 from service.doors.problems import ProblemText
 from service.errors import AttndError, NotReady
-from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json
-from service.image.reading import REQUEST
-from service.image.writing import PROBLEM, header
 from service.operations.common import refuse
-from service.operations.events import EVENTS, FROM_NOW
+from service.operations.events import FROM_NOW
 from service.operations.query import number
 from service.tenants import Tenant
 
@@ -172,19 +169,7 @@ def last_event(exchange: Exchange) -> int:
 
 async def page_after(door: Door, tenant: Tenant, last: int) -> Page:
     """Events from the engine. Raises AttndError, ProblemText."""
-    link = door.link
-    request, length = await link.lay([header(REQUEST, dump_json({"after": last}), ())])
-    try:
-        most = link.limits.max_answer_bytes
-        answered, slot = await link.call(EVENTS, request, length, most, 0, bytes(16), tenant)
-    finally:
-        link.give_back(request)
-    try:
-        if answered.status >= 400:
-            raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
-        told = json.loads(fields_text_of_image(answered.image))
-    finally:
-        link.give_back(slot)
+    told = await events_after(door.link, tenant, last)
     return Page([event_text(event) for event in told["events"]], told["next"], told["too_old"])
 
 

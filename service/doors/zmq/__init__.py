@@ -1,0 +1,1 @@
+"""The ZeroMQ door: a process that publishes the cache's events as vLLM publishes its own."""

@@ -1,0 +1,55 @@
+"""The cache's events in the format in which vLLM publishes its own."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any, Final
+
+import msgspec
+
+MEDIUM: Final = "GPU"
+"""What vLLM calls the memory from which attention reads."""
+END: Final = (-1).to_bytes(8, "big", signed=True)
+"""The sequence that ends a replay."""
+
+
+def root_of(namespace: str) -> str:
+    """The key before a prompt's first page, without a salt."""
+    return blake2b(f"{namespace}\0".encode(), digest_size=16).hexdigest()
+
+
+def payload(event: dict[str, Any], when: float) -> bytes:
+    """One event as a batch: [timestamp, [events], rank]. What the format does not know is a batch
+    without events, so that no sequence is missing."""
+    told = told_as(event)
+    return msgspec.msgpack.encode([when, [] if told is None else [told], 0])
+
+
+def told_as(event: dict[str, Any]) -> dict[str, Any] | None:
+    match event["type"]:
+        case "stored":
+            parent = event["parent_key"]
+            is_first = parent == root_of(event["namespace"])
+            return {
+                "type": "BlockStored",
+                "block_hashes": hashes(event),
+                "parent_block_hash": None if is_first else bytes.fromhex(parent),
+                "token_ids": event.get("token_ids", []),
+                "block_size": event["page_size"],
+                "lora_id": None,
+                "medium": MEDIUM,
+            }
+        case "removed":
+            return {"type": "BlockRemoved", "block_hashes": hashes(event), "medium": MEDIUM}
+        case "cleared":
+            return {"type": "AllBlocksCleared"}
+        case _:
+            return None
+
+
+def hashes(event: dict[str, Any]) -> list[bytes]:
+    return [bytes.fromhex(key) for key in event["page_keys"]]
+
+
+def sequence(number: int) -> bytes:
+    return number.to_bytes(8, "big")

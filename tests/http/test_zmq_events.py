@@ -1,0 +1,173 @@
+"""Events over ZeroMQ, heard by a subscriber that knows vLLM's format and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from http_messages import LAYERS, PAGE_SIZE, append, create, rows
+from http_process import listening
+from http_service import SECRET, WAIT_S, Service, serving, wait_for
+
+from config.settings import SettingsError, load_settings
+from service.doors.zmq.publisher import Publisher
+
+END = b"\xff" * 8
+
+
+class Subscriber:
+    """Keeps the blocks that a publisher says are there."""
+
+    def __init__(self, context: zmq.Context[Any], events: str, replay: str, topic: str) -> None:
+        self.context = context
+        self.sub = context.socket(zmq.SUB)
+        self.sub.rcvtimeo = int(1e3 * WAIT_S)
+        self.sub.connect(events)
+        self.sub.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self.where = replay
+        self.blocks: dict[bytes, tuple[bytes | None, list[int]]] = {}
+        self.last = -1
+
+    def hear(self) -> list[dict[str, Any]]:
+        """The next batch."""
+        _, number, payload = self.sub.recv_multipart()
+        return self.take(number, payload)
+
+    def take(self, number: bytes, payload: bytes) -> list[dict[str, Any]]:
+        when, events, rank = msgspec.msgpack.decode(payload)
+        assert abs(when - time.time()) < 60 and rank == 0
+        self.last = int.from_bytes(number, "big")
+        for event in events:
+            match event["type"]:
+                case "BlockStored":
+                    parent, size = event["parent_block_hash"], event["block_size"]
+                    ids = event["token_ids"]
+                    assert len(ids) == size * len(event["block_hashes"])
+                    for at, block in enumerate(event["block_hashes"]):
+                        self.blocks[block] = (parent, ids[at * size : (at + 1) * size])
+                        parent = block
+                case "BlockRemoved":
+                    for block in event["block_hashes"]:
+                        del self.blocks[block]
+                case "AllBlocksCleared":
+                    self.blocks.clear()
+        return list(events)
+
+    def replay(self, start: int) -> int:
+        """Ask for all from a sequence on; how many batches came."""
+        with self.context.socket(zmq.DEALER) as asking:
+            asking.rcvtimeo, asking.linger = int(1e3 * WAIT_S), 0
+            asking.connect(self.where)
+            asking.send_multipart([b"what is no request"])
+            asking.send_multipart([b"", start.to_bytes(8, "big")])
+            count = 0
+            while (told := asking.recv_multipart())[1] != END:
+                self.take(told[1], told[2])
+                count += 1
+            return count
+
+
+def store(client: httpx.Client, ids: list[int]) -> None:
+    rng = np.random.default_rng(0)
+    create(client, "a")
+    for layer in range(LAYERS):
+        append(client, layer, "a", rows(rng, len(ids)), rows(rng, len(ids)))
+    assert client.post("/v1/sequences/a/commit", json={"token_ids": ids}).is_success
+    assert client.delete("/v1/sequences/a").is_success
+
+
+@contextmanager
+def publishing(service: Service) -> Iterator[Publisher]:
+    made = Publisher(service.settings, service.engine_socket, "zmq-0", SECRET)
+    thread = threading.Thread(target=lambda: asyncio.run(made.serve()), name="zmq")
+    thread.start()
+    try:
+        wait_for(lambda: made.loop is not None, "the publisher")
+        yield made
+    finally:
+        assert made.loop is not None
+        made.loop.call_soon_threadsafe(made.drain)
+        thread.join(WAIT_S)
+        assert not thread.is_alive() and not made.failed
+
+
+@contextmanager
+def subscribed(folder: Path) -> Iterator[Subscriber]:
+    context = zmq.Context()
+    one = Subscriber(context, f"ipc://{folder}/events", f"ipc://{folder}/replay", "kv")
+    try:
+        yield one
+    finally:
+        context.destroy(linger=0)
+
+
+def endpoints(folder: Path) -> tuple[str, ...]:
+    return (
+        *("--cache.zmq-endpoint", f"ipc://{folder}/events", "--cache.zmq-topic", "kv"),
+        *("--cache.zmq-replay-endpoint", f"ipc://{folder}/replay"),
+    )
+
+
+def test_a_subscriber_knows_what_is_cached_and_asks_for_what_it_missed(tmp_path: Path) -> None:
+    ids = list(range(3 * PAGE_SIZE))
+    with (
+        serving(*endpoints(tmp_path)) as service,
+        service.client() as client,
+        publishing(service),
+        subscribed(tmp_path) as one,
+    ):
+        one.replay(0)  # the publisher is there
+        time.sleep(0.2)  # and so is the subscription
+        store(client, ids)
+        (stored,) = one.hear()
+        assert stored["block_size"] == PAGE_SIZE and stored["parent_block_hash"] is None
+        told = [one.blocks[block] for block in stored["block_hashes"]]
+        assert [ids for _, ids in told] == [ids[at : at + PAGE_SIZE] for at in (0, 4, 8)]
+        store(client, [*ids, *range(PAGE_SIZE)])
+        (more,) = one.hear()
+        assert more["parent_block_hash"] == stored["block_hashes"][-1] and len(one.blocks) == 4
+        client.post("/v1/prefix/clear", json={})
+        while one.hear()[0]["type"] != "AllBlocksCleared":
+            pass
+        assert one.blocks == {}
+        first = one.last - 3
+        with subscribed(tmp_path) as late:
+            assert late.replay(first) == 4 and late.last == one.last
+            assert late.replay(one.last) == 1
+            assert late.replay(one.last + 1) == 0
+            assert late.replay(0) == 4
+
+
+def test_the_service_runs_the_publisher_as_a_process_of_its_own(tmp_path: Path) -> None:
+    with listening(*endpoints(tmp_path)) as (running, url), subscribed(tmp_path) as one:
+        running.find("events over ZeroMQ at .*/replay")
+        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+            one.replay(0)
+            time.sleep(0.2)
+            store(client, list(range(PAGE_SIZE)))
+            assert one.hear()[0]["type"] == "BlockStored"
+        assert running.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--cache.zmq-endpoint", "tcp://0.0.0.0:5557"), "auth.open"),
+        (("--cache.zmq-endpoint", "ipc://x", "--cache.events-history", "0"), "events_history"),
+        (("--cache.zmq-replay-endpoint", "ipc://x"), "set that too"),
+        (("--cache.zmq-endpoint", "http://x"), "zmq_endpoint"),
+    ],
+)
+def test_endpoints_that_cannot_be_are_refused(arguments: tuple[str, ...], told: str) -> None:
+    with pytest.raises(SettingsError, match=told):
+        load_settings(arguments)
