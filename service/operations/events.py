@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from service.operations.common import Count, Fields, unchecked
+from service.operations.common import Count, Fields
 from service.operations.names import PageKey
 from service.operations.spec import Operation
 
@@ -63,9 +63,6 @@ EVENTS: Final = Operation(
     description="`GET /v1/events` streams the same.",
     tag="prefix cache",
     fields=EventsFields,
-    takes=(),
-    gives=(),
     answer=EventsAnswer,
-    check=unchecked,
     scope="read",
 )

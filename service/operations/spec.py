@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from service.errors import InvalidRequest
 from service.image.dtypes import DTYPE_NAMES
 from service.image.reading import Entry, Layout, read_layout
-from service.operations.common import Entries, Fields, refuse
+from service.operations.common import Entries, Fields, refuse, unchecked
 from service.operations.info import InfoAnswer
 from service.tenants import OPEN, Scope, Tenant
 
@@ -59,14 +59,14 @@ class Operation:
     method: Literal["GET", "POST", "PUT", "DELETE"]
     path: str
     summary: str
-    description: str
     tag: str
     fields: type[Fields]
-    takes: tuple[TensorSpec, ...]
-    gives: tuple[TensorSpec, ...]
     answer: type[Fields] | None
-    check: Check
     scope: Scope
+    description: str = ""
+    takes: tuple[TensorSpec, ...] = ()
+    gives: tuple[TensorSpec, ...] = ()
+    check: Check = unchecked
     status: int = 200
     frees: bool = False
     appended_with: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from service.operations.common import Count, Fields, NoFields, unchecked
+from service.operations.common import Count, Fields, NoFields
 from service.operations.info import InfoAnswer
 from service.operations.spec import Operation
 
@@ -38,10 +38,7 @@ INFO: Final = Operation(
     description="Constant while the process lives.",
     tag="service",
     fields=NoFields,
-    takes=(),
-    gives=(),
     answer=InfoAnswer,
-    check=unchecked,
     scope="read",
 )
 
@@ -51,12 +48,8 @@ POOL: Final = Operation(
     method="GET",
     path="/v1/pool",
     summary="Pages, sequences and nodes, and whether they are consistent",
-    description="",
     tag="service",
     fields=NoFields,
-    takes=(),
-    gives=(),
     answer=PoolAnswer,
-    check=unchecked,
     scope="read",
 )

@@ -138,8 +138,6 @@ STEP: Final = Operation(
     tag="road",
     fields=StepFields,
     scope="read",
-    takes=(),
-    gives=(),
     answer=None,
     check=check_step,
 )
