@@ -117,9 +117,7 @@ class OpenSteps:
         except Exception as failure:
             LOG.error("layer %d of a step failed: this is a bug", layer, exc_info=failure)
             track.error = Internal("the step failed, and was undone; the log has the traceback")
-        if track.error is not None:
-            return track.error
-        return None
+        return track.error
 
     def advance(self) -> None:
         """End the steps that are over, and let those go through that are not to go on."""
@@ -127,7 +125,7 @@ class OpenSteps:
             self._free_callers()
         for track in self._tracks.values():
             while track.jobs and track.error is None and track.jobs[0][1].run.done:
-                self._close(track, *track.jobs.popleft(), None)
+                self._close(track.jobs.popleft()[0], None)
             if not track.jobs:
                 continue
             if track.error is None:
@@ -176,8 +174,7 @@ class OpenSteps:
         """Let all that is on the lane go through; then undo it, the latest first."""
         track.spoilt = True
         if not all(work.run.done for _, work in track.jobs):
-            track.jobs[0][1].run.release()
-            for _, work in list(track.jobs)[1:]:
+            for _, work in track.jobs:
                 work.run.release()
             if not all(work.run.done for _, work in track.jobs):
                 return
@@ -186,9 +183,9 @@ class OpenSteps:
         track.error = None
         for job, work in reversed(jobs):
             work.undo()
-            self._close(track, job, work, error if job is jobs[0][0] else Cancelled(BEHIND))
+            self._close(job, error if job is jobs[0][0] else Cancelled(BEHIND))
 
-    def _close(self, track: Track, job: Job, work: Opened, error: Exception | None) -> None:
+    def _close(self, job: Job, error: Exception | None) -> None:
         for name in turn_of(job.request).writes(job.request):
             lane, count = self._owners[name]
             if count > 1:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, Final
+from typing import Any
 
 from kernels.lanes import Lane, Lanes, NoRoom, Owner
 from service.engine.open_steps import OpenSteps
@@ -21,8 +20,6 @@ from service.road.calls import STEP_ROUTE, AskedArena, Call
 from service.road.session import Session
 from service.road.stepping import device_arena_frame, done_frame, opened_frame
 from service.tenants import Tenant
-
-LOG: Final = logging.getLogger("attnd.engine")
 
 
 @dataclass(slots=True, eq=False)

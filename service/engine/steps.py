@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
-
-from kernels.backend import NUMPY_DTYPES, Scoring
+from kernels.backend import Scoring
 from kernels.lanes import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
 from service.core.steps import StepExtension, check_level, extend_layers, undo_layers
 from service.engine.attention import LOG2_E, counts_of
@@ -19,9 +16,8 @@ from service.engine.request import Request
 from service.engine.store import Store
 from service.engine.work import Counts, Mode, Opened, Seconds
 from service.errors import InvalidRequest
+from service.image.dtypes import DTYPES
 from service.operations.step import StepFields
-
-WIRE_DTYPES: Final = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +40,11 @@ def step(store: Store, request: Request, seconds: Seconds) -> Opened:
         where.tell({"levels": 0, "cascade": False})
         return Opened(run, lambda: None, where.lane)
     extension = extend(store, fields)
+
+    def undo() -> None:
+        if extension is not None:
+            undo_layers(store.tree, extension)
+
     try:
         planned = store.plans.sequences(
             fields.ids,
@@ -55,16 +56,10 @@ def step(store: Store, request: Request, seconds: Seconds) -> Opened:
         slots = None if extension is None else extension.first.slots
         run = where.lane.begin(step_work(fields, planned, slots, store.geometry.head_dim))
     except BaseException:
-        if extension is not None:
-            undo_layers(store.tree, extension)
+        undo()
         raise
     seconds.plan += time.monotonic() - started
     where.tell({"levels": planned.num_levels, "cascade": planned.is_cascade})
-
-    def undo() -> None:
-        if extension is not None:
-            undo_layers(store.tree, extension)
-
     return Opened(run, undo, where.lane, counts_of_step(store, fields, planned, extension))
 
 
@@ -90,16 +85,12 @@ def step_work(
         flags=fields.flags,
         rows=fields.rows,
         num_qo_heads=fields.num_qo_heads,
-        dtype=dtype_of(fields),
+        dtype=DTYPES[fields.dtype],
         append_slots=slots,
         plan=None if planned is None else planned.plan,
         scorings=tuple(Scoring(scale, fields.logits_soft_cap, window) for window in fields.windows),
         lse_scale=LOG2_E if fields.lse_base == "2" else 1.0,
     )
-
-
-def dtype_of(fields: StepFields) -> np.dtype[Any]:
-    return next(NUMPY_DTYPES[name] for name in NUMPY_DTYPES if WIRE_DTYPES[fields.dtype] == name)
 
 
 def check_places(store: Store, fields: StepFields, arena_bytes: int) -> None:
@@ -110,16 +101,14 @@ def check_places(store: Store, fields: StepFields, arena_bytes: int) -> None:
         for slot in fields.slots or ():
             check_place("slots", slot.lse, 4, arena_bytes)
         return
-    g, size = store.geometry, dtype_of(fields).itemsize
+    g, size = store.geometry, DTYPES[fields.dtype].itemsize
     query = fields.rows * fields.num_qo_heads * g.head_dim * size
     stored = fields.rows * g.num_kv_heads * g.head_dim * size if fields.append else 0
-    lse = prod((fields.rows, fields.num_qo_heads, 4))
+    lse = 4 * fields.rows * fields.num_qo_heads
     sizes = {"q": query, "k": stored, "v": stored, "o": query, "lse": lse}
     for number, slot in enumerate(fields.slots or ()):
         for name, num_bytes in sizes.items():
-            place = getattr(slot, name)
-            if place + num_bytes > arena_bytes:
-                check_place(f"slots.{number}.{name}", place, num_bytes, arena_bytes)
+            check_place(f"slots.{number}.{name}", getattr(slot, name), num_bytes, arena_bytes)
 
 
 def check_place(field: str, place: int, num_bytes: int, arena_bytes: int) -> None:
