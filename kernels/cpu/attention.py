@@ -75,7 +75,7 @@ def _found(
 
 def _load(pool: Pool, step: Step, first_page: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A step's K and V, V of dead slots zeroed: a weight of 0 times a dead slot's NaN is NaN."""
-    k, v = pool.load(step.pages + first_page if first_page else step.pages, step.num_keys)
+    k, v = pool.load(step.pages_from(first_page), step.num_keys)
     if step.dead is not None:
         dead = step.dead
         v.view(len(dead), -1, *v.shape[1:]).masked_fill_(dead[:, None, :, None], 0.0)

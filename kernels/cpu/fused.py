@@ -26,7 +26,7 @@ def is_fused(pool: Pool, q: torch.Tensor, scoring: Scoring) -> bool:
 
 def load(pool: Pool, step: Step, first_page: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of a step `[G, heads, keys, dim]` as stored; what its dead slots hold is zeroed."""
-    pages = step.pages + first_page if first_page else step.pages
+    pages = step.pages_from(first_page)
     k, v = (store.load_stored(pages)[:, :, : step.num_keys] for store in (pool.k, pool.v))
     if step.dead is not None:
         dead = step.dead[:, None, :, None]

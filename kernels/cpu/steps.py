@@ -46,6 +46,10 @@ class Step:
     dead: torch.Tensor | None
     tiles: tuple[RowTile, ...]
 
+    def pages_from(self, first_page: int) -> torch.Tensor:
+        """The pages, which count from page `first_page` of the pool, in the pool's own numbers."""
+        return self.pages + first_page if first_page else self.pages
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Span:
