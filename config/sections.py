@@ -231,6 +231,11 @@ class ServerSettings(Section):
     """Seconds in which a request must arrive whole, from its first byte; then 408. Raise it for
     large bodies over slow links."""
 
+    @property
+    def url_host(self) -> str:
+        """`host` as URLs have it."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
     @model_validator(mode="after")
     def check_together(self) -> ServerSettings:
         room = self.max_body_bytes + self.max_answer_bytes

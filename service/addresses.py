@@ -52,9 +52,8 @@ def bind_addresses(server: ServerSettings, *, is_private: bool = False) -> Addre
         if server.uds is None:
             uds, http = None, listen_tcp(server.host, server.port, is_private)
             port = http[0].getsockname()[1]
-            host = f"[{server.host}]" if ":" in server.host else server.host
             scheme = "http" if server.tls_cert is None else "https"
-            url = f"{scheme}://{host}:{port}"
+            url = f"{scheme}://{server.url_host}:{port}"
         else:
             mode = int(server.uds_mode, 8)
             uds = listen(Path(server.uds), private=False, mode=mode, setting="server.uds")

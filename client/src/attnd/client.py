@@ -240,9 +240,7 @@ class AsyncClient:
         while True:
             page = await self.event_page(after)
             after = page.next
-            if page.too_old:
-                yield CacheEvent(after - len(page.events), "too_old")
-            for event in page.events:
+            for event in page.told:
                 yield event
             if not page.events:
                 await asyncio.sleep(poll_s)

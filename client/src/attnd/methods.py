@@ -72,9 +72,7 @@ def every_event(
     while True:
         page = page_of(after)
         after = page.next
-        if page.too_old:
-            yield CacheEvent(after - len(page.events), "too_old")
-        yield from page.events
+        yield from page.told
         if not page.events:
             time.sleep(poll_s)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -263,6 +263,13 @@ class EventPage:
     next: int
     too_old: bool
     meta: Meta = field(default=NO_META, compare=False, repr=False)
+
+    @property
+    def told(self) -> Iterator[CacheEvent]:
+        """The events, after one of kind `too_old` where others are missing before them."""
+        if self.too_old:
+            yield CacheEvent(self.next - len(self.events), "too_old")
+        yield from self.events
 
 
 @dataclass(frozen=True, slots=True)
