@@ -12,6 +12,7 @@ from service.image.json_text import dump_json
 from service.image.reading import REQUEST
 from service.image.writing import PROBLEM, header
 from service.operations.events import EVENTS
+from service.road.frames import NO_REQUEST_ID
 from service.tenants import Tenant
 
 
@@ -20,7 +21,7 @@ async def events_after(link: Link, tenant: Tenant, last: int) -> dict[str, Any]:
     request, length = await link.lay([header(REQUEST, dump_json({"after": last}), ())])
     try:
         most = link.limits.max_answer_bytes
-        answered, slot = await link.call(EVENTS, request, length, most, 0, bytes(16), tenant)
+        answered, slot = await link.call(EVENTS, request, length, most, 0, NO_REQUEST_ID, tenant)
     finally:
         link.give_back(request)
     try:

@@ -23,6 +23,8 @@ SPARE_BYTES: Final = 64 * 2**10
 """Room for an answer beyond the length of its request; one that is longer is asked for again."""
 MOST_FIELDS: Final = 2**20
 """Room for an answer without tensors, whatever the length of its request."""
+QUIET_S: Final = 5.0
+"""A door without work for as long gives unused arena memory back."""
 LESS: Final = "ask for less at once (gather takes start and stop), or raise server.max_answer_bytes"
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from service.tenants import Tenant
+
+CLIENT_GONE: Final = 499
+"""The status logged for a client that hung up; nobody is there to read it."""
 
 
 class Request(Protocol):

@@ -18,23 +18,22 @@ from service.doors.grpc.messages import (
     message,
     read_infer_request,
 )
-from service.doors.grpc.rpc import CLIENT_GONE, Rpc, problem_metadata, status_of
+from service.doors.grpc.rpc import Rpc, problem_metadata, status_of
 from service.doors.grpc.tensors import read_request, write_answer
 from service.doors.ledger import Ledger
-from service.doors.link import Link
+from service.doors.link import QUIET_S, Link
 from service.doors.oip import models
 from service.doors.oip.models import MODELS, model_of
 from service.doors.oip.problems import error_text
 from service.doors.oip.statistics import statistics
 from service.doors.problems import ProblemText, document_of
+from service.doors.request import CLIENT_GONE
 from service.doors.tracing import Tracing
 from service.errors import NotReady
 from service.image.json_body import fields_text_of_image
 from service.image.writing import PROBLEM
 from service.metrics import Metrics
 
-QUIET_S: Final = 5.0
-"""A door without work for as long gives unused arena memory back."""
 UNGUARDED: Final = frozenset({"ServerLive", "ServerReady"})
 """What is answered without a key, as HTTP's health is."""
 Answer = Callable[[Any], Any]

@@ -15,7 +15,6 @@ from service.road.frames import NO_STAGES
 from service.tenants import OPEN
 
 SERVICE: Final = "/inference.GRPCInferenceService"
-CLIENT_GONE: Final = 499
 PROBLEM_KEY: Final = "attnd-problem"
 """Of the trailing metadata with the problem document."""
 LONGEST_PROBLEM: Final = 4096

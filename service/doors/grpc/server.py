@@ -65,7 +65,7 @@ class Server:
             options=options(self.limits), maximum_concurrent_rpcs=self.limits.grpc_max_calls
         )
         server.add_generic_rpc_handlers((door.handlers(),))
-        address = f"{bracketed(self.limits.host)}:{port}"
+        address = f"{self.limits.url_host}:{port}"
         meeting = None
         try:
             if self.credentials is None:
@@ -73,7 +73,7 @@ class Server:
             else:
                 self.port = server.add_secure_port(address, self.credentials.made())
             await server.start()
-            LOG.info("gRPC at %s:%d", bracketed(self.limits.host), self.port)
+            LOG.info("gRPC at %s:%d", self.limits.url_host, self.port)
             meeting = loop.create_task(self.meet(door))
             await self.ended.wait()
             door.drain(DRAINING)
@@ -120,7 +120,3 @@ def options(limits: ServerSettings) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", limits.max_header_bytes),
     ]
-
-
-def bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from service.doors.http.exchange import CLIENT_GONE, PROBLEM, Exchange
+from service.doors.http.exchange import PROBLEM, Exchange
 from service.doors.http.gone import ClientGone
 from service.doors.http.heads import Headers
 from service.doors.http.problems import Told, tell
+from service.doors.request import CLIENT_GONE
 from service.errors import Internal
 from service.image.dtypes import Part
 from service.road.slots import Slot

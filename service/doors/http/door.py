@@ -16,7 +16,7 @@ from service.doors.http.exchange import Exchange
 from service.doors.http.helper import Helper
 from service.doors.http.protocol import Connection
 from service.doors.ledger import Ledger
-from service.doors.link import Link
+from service.doors.link import QUIET_S, Link
 from service.doors.tracing import Tracing
 from service.errors import AttndError, NotReady, Overloaded
 from service.metrics import Metrics
@@ -29,8 +29,6 @@ SWEEP_S: Final = 0.5
 SPARE_DESCRIPTORS: Final = 128
 """Half of them for the road, logs and listening sockets, half for connections that are being
 refused."""
-QUIET_S: Final = 5.0
-"""A door without work for as long gives unused arena memory back."""
 COMPLAIN_EVERY_S: Final = 10.0
 
 

@@ -26,8 +26,6 @@ MAX_DIGITS: Final = 12
 DEADLINE_HEADER: Final = "X-Attnd-Deadline-Ms"
 MIN_DEADLINE_MS: Final = 1.0
 MAX_DEADLINE_MS: Final = 3_600_000.0
-CLIENT_GONE: Final = 499
-"""Logged for a client that hung up; nobody is there to read it."""
 LEAD_BYTES: Final = 256
 """Room before a body that begins with JSON: the image's header may be longer than that."""
 NO_BODY: Final = frozenset({204, 304})

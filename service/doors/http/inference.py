@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Final
 from service.doors.http.answering import EXCHANGE, Receive, Scope, Send, answer, read_body
 from service.doors.http.exchange import JSON, MAX_DIGITS, Exchange
 from service.doors.http.heads import Headers
-from service.doors.http.operation import INLINE_BYTES, JOIN_BYTES, JSON_GROWTH, LESS_JSON
+from service.doors.http.operation import INLINE_BYTES, JOIN_BYTES, LESS_JSON, ask
 from service.doors.http.problems import wrong_method
 from service.doors.oip.json_answer import answer_parts
 from service.doors.oip.json_request import Requests
 from service.doors.oip.long_json import wanted_of
 from service.doors.oip.models import Model, model_of
 from service.doors.oip.request import Call, Wanted
-from service.doors.problems import ProblemText
 from service.errors import (
     AnswerTooLarge,
     BodyTooLarge,
@@ -25,8 +24,6 @@ from service.errors import (
     MalformedBody,
 )
 from service.image.dtypes import Part
-from service.image.json_body import fields_text_of_image
-from service.image.writing import PROBLEM
 from service.road.caller import Answered
 from service.road.slots import Slot
 
@@ -71,11 +68,11 @@ class InferenceEndpoint:
             exchange.deadline_us = min(
                 exchange.deadline_us or wanted.deadline_us, wanted.deadline_us
             )
-        answered, slot = await self.call(model, exchange, request, length, wanted)
-        exchange.stages = answered.stages
-        if answered.status >= 400:
-            self.door.give_back(slot)
-            raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
+        is_binary = model.operation.gives and not wanted.has_text
+        too_long = None if is_binary else self.too_long
+        answered, slot = await ask(
+            self.door, exchange, model.operation, (request, length), too_long
+        )
         await self.answer(model, exchange, answered, slot, wanted)
 
     async def take_in(
@@ -115,36 +112,6 @@ class InferenceEndpoint:
                 f"{told}: send tensors as binary data", size=found, limit=self.limits.max_json_bytes
             )
         return found
-
-    async def call(
-        self, model: Model, exchange: Exchange, request: Slot, length: int, wanted: Wanted
-    ) -> tuple[Answered, Slot]:
-        """The engine's answer, and the slot that it lies in."""
-        most = self.most(model, wanted)
-        try:
-            return await self.door.link.call(
-                model.operation,
-                request,
-                length,
-                most,
-                exchange.deadline_us,
-                exchange.call_id,
-                exchange.tenant,
-            )
-        except AnswerTooLarge as error:
-            if most < self.limits.max_answer_bytes:
-                raise self.too_long(error.extra["size"]) from None
-            raise
-
-    def most(self, model: Model, wanted: Wanted) -> int:
-        """The longest image that may be asked for: of an answer with tensors spelled out, as much
-        as surely fits where it is too late to refuse it afterwards."""
-        most, limit = self.limits.max_answer_bytes, self.limits.max_json_bytes
-        operation = model.operation
-        if operation.gives and not wanted.has_text:
-            return most
-        may_change = bool(operation.takes and operation.gives)
-        return min(most, limit // JSON_GROWTH if may_change else 2 * limit)
 
     def too_long(self, size: int) -> AnswerTooLarge:
         return AnswerTooLarge(size, self.limits.max_json_bytes, AS_BINARY)

@@ -16,7 +16,6 @@ from service.doors.http.pages import named
 from service.doors.oip import models
 from service.doors.oip.models import MODELS, Model, model_of
 from service.doors.oip.statistics import statistics
-from service.errors import NotReady
 from service.image.json_text import dump_json
 
 if TYPE_CHECKING:
@@ -56,18 +55,13 @@ class ModelPages:
         return told({"live": True})
 
     async def ready(self, request: Request) -> Response:
-        self.check_ready()
+        self.door.ready()
         return told({"ready": True})
 
     async def model_ready(self, request: Request) -> Response:
         model = model_in(request)
-        self.check_ready()
+        self.door.ready()
         return told({"name": model.name, "ready": True})
-
-    def check_ready(self) -> None:
-        state, reason = self.door.state
-        if state != "ready":
-            raise NotReady(reason or f"the service is {state}")
 
     async def server(self, request: Request) -> Response:
         return told(models.server_metadata())

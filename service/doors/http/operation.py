@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl
@@ -78,14 +78,12 @@ class PathEndpoint:
 class Caller:
     """Calls one operation for HTTP requests."""
 
-    __slots__ = ("door", "has_body", "has_tensors", "limits", "may_change", "media", "operation")
+    __slots__ = ("door", "has_body", "has_tensors", "limits", "media", "operation")
 
     def __init__(self, door: Door, operation: Operation) -> None:
         self.door = door
         self.operation = operation
         self.limits = door.limits
-        self.may_change = bool(operation.takes and operation.gives)
-        """Whether rows may be appended before the answer is made."""
         self.has_body = operation.has_body
         self.has_tensors = operation.has_tensors
         self.media = (SAFETENSORS, JSON) if operation.has_tensors else (JSON,)
@@ -108,12 +106,9 @@ class Caller:
         if media == SAFETENSORS and given:
             request, length = await self.with_fields(exchange, request, length, given)
         to_json = not self.has_tensors or exchange.answer_type(media) == JSON
-        answered, slot = await self.call(exchange, request, length, self.most(to_json))
-        exchange.stages = answered.stages
-        if answered.status >= 400:
-            self.door.give_back(slot)
-            raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
-        elif operation.answer is None:
+        too_long = self.too_long_as_json if to_json else None
+        answered, slot = await ask(self.door, exchange, operation, (request, length), too_long)
+        if operation.answer is None:
             self.door.give_back(slot)
             answer(self.door, exchange, answered.status, [], [])
         elif to_json:
@@ -160,38 +155,6 @@ class Caller:
         body.take_over(slot, door)
         return slot, length
 
-    def most(self, to_json: bool) -> int:
-        """The longest answer, as an image, that may be asked of the engine.
-
-        As JSON it may be longer. Where the pool may have been changed it is too late to find that
-        out afterwards, so as much is allowed as fits in any case; of what is only read, as much as
-        may fit, and the text decides.
-        """
-        most = self.limits.max_answer_bytes
-        if not to_json:
-            return most
-        limit = self.limits.max_json_bytes
-        return min(most, limit // JSON_GROWTH if self.may_change else 2 * limit)
-
-    async def call(
-        self, exchange: Exchange, request: Slot, length: int, most: int
-    ) -> tuple[Answered, Slot]:
-        """The engine's answer, and the slot that it lies in."""
-        try:
-            return await self.door.link.call(
-                self.operation,
-                request,
-                length,
-                most,
-                exchange.deadline_us,
-                exchange.call_id,
-                exchange.tenant,
-            )
-        except AnswerTooLarge as error:
-            if most < self.limits.max_answer_bytes:
-                raise self.too_long_as_json(error.extra["size"]) from None
-            raise
-
     def too_long_as_json(self, size: int) -> AttndError:
         """The answer is longer than JSON may be, or would be; `size` is its own or its image's."""
         remedy = AS_SAFETENSORS if self.operation.has_tensors else LESS_JSON
@@ -224,3 +187,49 @@ class Caller:
         *stages, encode = answered.stages
         exchange.stages = (*stages, encode + perf_counter() - started)
         answer(self.door, exchange, answered.status, [CONTENT_TYPES[JSON]], [part])
+
+
+async def ask(
+    door: Door,
+    exchange: Exchange,
+    operation: Operation,
+    request: tuple[Slot, int],
+    too_long: Callable[[int], AttndError] | None,
+) -> tuple[Answered, Slot]:
+    """The engine's answer to a request's image, and the slot that it lies in.
+
+    `too_long` makes the error for an answer of so many bytes that is too long as JSON; None where
+    it is not to be JSON. Raises ProblemText for what the engine refuses.
+    """
+    most = door.limits.max_answer_bytes
+    if too_long is not None:
+        most = min(most, most_as_json(operation, door.limits.max_json_bytes))
+    try:
+        answered, slot = await door.link.call(
+            operation,
+            *request,
+            most,
+            exchange.deadline_us,
+            exchange.call_id,
+            exchange.tenant,
+        )
+    except AnswerTooLarge as error:
+        if too_long is not None and most < door.limits.max_answer_bytes:
+            raise too_long(error.extra["size"]) from None
+        raise
+    exchange.stages = answered.stages
+    if answered.status >= 400:
+        door.give_back(slot)
+        raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
+    return answered, slot
+
+
+def most_as_json(operation: Operation, limit: int) -> int:
+    """The longest answer, as an image, that may be asked of the engine for JSON of `limit` bytes.
+
+    The JSON may be longer than the image. Where the pool may have been changed it is too late to
+    find that out afterwards, so as much is allowed as fits in any case; of what is only read, as
+    much as may fit, and the text decides.
+    """
+    may_change = bool(operation.takes and operation.gives)
+    return limit // JSON_GROWTH if may_change else 2 * limit

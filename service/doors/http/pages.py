@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from service.doors.http.answering import EXCHANGE
 from service.doors.http.exchange import JSON, Exchange
-from service.errors import InvalidRequest, NoSuchRoute, NotReady
+from service.errors import InvalidRequest, NoSuchRoute
 from service.image.json_text import dump_json
 
 if TYPE_CHECKING:
@@ -49,9 +49,7 @@ class Pages:
         return Response(b'{"status":"live"}', media_type=JSON)
 
     async def ready(self, request: Request) -> Response:
-        state, reason = self.door.state
-        if state != "ready":
-            raise NotReady(reason or f"the service is {state}")
+        self.door.ready()
         return Response(b'{"status":"ready"}', media_type=JSON)
 
     async def metrics(self, request: Request) -> Response:
