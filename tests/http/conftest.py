@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from http_messages import JSON, SAFETENSORS
 from http_service import Service, serving
-from triton import Triton, grpc_client, grpc_door, http_client
+from triton_callers import Triton, grpc_client, grpc_door, http_client
 
 from service.doors.grpc.server import Server
 

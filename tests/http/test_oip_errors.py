@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from http_messages import KV_HEADS, LAYERS, PAGES, QO_HEADS, check_problem, rows
 from http_service import Service, serving, wait_for
-from triton import Triton, grpc_client, grpc_door, http_client
+from triton_callers import Triton, grpc_client, grpc_door, http_client
 from tritonclient.utils import InferenceServerException
 
 Q1: Any = np.zeros((1, QO_HEADS, 64), np.float32)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from http_messages import KV_HEADS, LAYERS, QO_HEADS, rows
 from http_service import WAIT_S, Service, serving, wait_for
-from triton import Triton, grpc_client, grpc_door
+from triton_callers import Triton, grpc_client, grpc_door
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 

@@ -14,7 +14,7 @@ from http_messages import check_problem
 from http_service import Service, serving
 from test_http_keys import KEYS, write_keys
 from test_http_tls import Files, write_files
-from triton import Triton, grpc_client, grpc_door, http_client
+from triton_callers import Triton, grpc_client, grpc_door, http_client
 from tritonclient.utils import InferenceServerException
 
 from service.doors.grpc.server import Server

@@ -11,7 +11,7 @@ import pytest
 import tritonclient.http
 from http_messages import HEAD_DIM, KV_HEADS, LAYERS, QO_HEADS, rows
 from test_http_numbers import SCALE, check, seen
-from triton import Triton
+from triton_callers import Triton
 
 
 def fill(triton: Triton, rng: np.random.Generator, name: str, n: int) -> tuple[Any, Any]:
