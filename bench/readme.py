@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from bench import fairness, road, service, steps
+from bench import fairness, model, road, service, steps
 from bench.kernel_results import KERNEL_RESULTS, run_of
 from bench.machine import RESULTS, workloads
 
@@ -137,6 +137,7 @@ TABLES: Final[dict[str, tuple[Path, Render]]] = {
     "fairness": (RESULTS / "fairness-cpu.json", fairness.table),
     "steps": (RESULTS / "service-h200.json", steps.table),
     "road": (RESULTS / "road-h200.json", road.table),
+    "model": (RESULTS / "model-h200.json", model.table),
     "cascade_cpu": (RESULTS / "cascade-cpu.json", cascade_table),
     "cache": (RESULTS / "cache-cpu.json", cache_table),
     "core": (RESULTS / "core.json", core_table),

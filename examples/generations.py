@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from local_model import Batch
@@ -76,11 +77,11 @@ def compare(served: Generation, own: Generation, dtype: str, attention: str = "e
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way to generate the batch: `run(n)` is one `generate` of n tokens a row."""
+    """A way to generate the batch: `run(n)` is one `generate` of n tokens a row. `kind`: whose."""
 
     name: str
+    kind: Literal["attnd", "eager", "sdpa", "static"]
     run: Callable[[int], None]
-    served: bool = False
     first_run: int = 2  # tokens: everything is made in it that is made once
 
 
@@ -93,23 +94,26 @@ class Speed:
     whole: float
 
 
-def compare_speed(contenders: list[Contender], batch: Batch, rounds: int) -> None:
-    """Time every contender, prefill in and out, and say who is faster."""
+def compare_speed(contenders: list[Contender], batch: Batch, rounds: int) -> dict[str, Speed]:
+    """Time every contender, prefill in and out, and say who is faster; gives what each reached."""
     speeds = timed(contenders, batch, rounds)
     for name, speed in speeds.items():
         print(f"{name:22}: first tokens after {speed.first_s:.2f} s, ", end="")
         print(f"then {speed.decode:.1f} tokens/s; {speed.whole:.1f} tokens/s with the prefill")
     if COMPILED not in {one.name for one in contenders}:
         print(f"{COMPILED}: left out on a CPU, where compiling takes minutes: --compile")
-    served = {one.name for one in contenders if one.served}
+    served = {one.name for one in contenders if one.kind == "attnd"}
     ours = [speed for name, speed in speeds.items() if name in served]
     others = {name: speed for name, speed in speeds.items() if name not in served}
+    if not others:
+        return speeds
     for what, rate in RATES.items():
         best = max(others, key=lambda name: rate(others[name]))
         ratio = max(map(rate, ours)) / rate(others[best])
         verdict = "faster than" if ratio > 1 else "slower than"
         print(f"{what}, attnd has {ratio:.2f} x the tokens/s of {best}, ", end="")
         print(f"the fastest that transformers has here: attnd is {verdict} in-process")
+    return speeds
 
 
 RATES: Final[dict[str, Callable[[Speed], float]]] = {
@@ -122,9 +126,11 @@ def timed(contenders: list[Contender], batch: Batch, rounds: int) -> dict[str, S
     """The best of so many rounds in which they take turns, after a first run of each."""
     seconds: dict[str, tuple[list[float], list[float]]] = {}
     for one in contenders:
+        began = time.perf_counter()
         try:
             one.run(one.first_run)
             seconds[one.name] = ([], [])
+            print(f"{one.name}: first run {time.perf_counter() - began:.1f} s", file=sys.stderr)
         except torch.OutOfMemoryError:
             print(f"{one.name:22}: more memory than the device has")
     for _ in range(rounds):

@@ -2,8 +2,9 @@
 
     python examples/transformers_generate.py [--size small|1b] [--shared N]
                                              [--tokens-only] [--rounds N] [--compile]
+                                             [--beside eager,sdpa,static] [--out FILE]
                                              [--dtype fp32|fp16|bf16] [--backend cpu|cuda]
-                                             [--url http://127.0.0.1:8080]
+                                             [--gpu N] [--url http://127.0.0.1:8080]
 
 The model is transformers' own, built from a configuration with seeded random weights (nothing is
 downloaded). Its batch of prompts, padded on the left, begins with a system prompt that all share:
@@ -17,15 +18,17 @@ status is 1. On a GPU the model has the pool's dtype, and both sides round.
 
 At the end the same batch is timed with attnd and with what transformers has itself: eager and sdpa
 attention, a static cache, and that one compiled (on a GPU, or with --compile). The prefill is timed
-apart for all of them.
+apart for all of them. With --gpu the model has that GPU, and the engine the first.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -43,38 +46,55 @@ Model = Any
 
 
 def main() -> None:
+    asked = arguments()
+    if DEVICE == "cuda":
+        torch.cuda.set_device(asked.gpu)
+    size = SIZES[asked.size]
+    shared = size.shared if asked.shared is None else asked.shared
+    model = build_model(size, asked.dtype, shared)
+    batch = make_batch(size, shared)
+    settings = {
+        **pool_settings(model, asked.dtype),
+        "pool.page-size": PAGE_SIZE,
+        "pool.num-pages": batch.pages,
+        "backend.kind": asked.backend,
+        "server.device-arena-bytes": ARENA_BYTES,
+    }
+    with open_service(asked.url, settings, asked.backend) as service:
+        served = generate_served(model, service, asked.dtype, batch)
+        reference = generate(model, batch, size.reference)
+        compare(served, reference, asked.dtype, size.reference)
+        if asked.tokens_only:
+            return
+        model.set_attn_implementation("attnd")
+        with AttndCache(service.session, model, dtype=asked.dtype) as cache:
+            known = contenders(model, cache, batch, asked.compile)
+            known = [one for one in known if one.kind in {"attnd", *asked.beside.split(",")}]
+            speeds = compare_speed(known, batch, asked.rounds)
+    if asked.out is not None:
+        told = {name: asdict(speed) for name, speed in speeds.items()}
+        asked.out.write_text(json.dumps(told, indent=1), encoding="utf-8")
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A Llama model served by attnd")
     parser.add_argument("--size", choices=list(SIZES), default="small")
     parser.add_argument("--shared", type=int, help="tokens that all prompts begin with")
     parser.add_argument("--tokens-only", action="store_true", help="leave the timing out")
     parser.add_argument("--rounds", type=int, default=3, help="of timing; the best counts")
     parser.add_argument("--compile", action="store_true", help="time torch.compile on a CPU too")
+    parser.add_argument(
+        "--beside", default="eager,sdpa,static", help="what of transformers to time"
+    )
+    parser.add_argument("--out", type=Path, help="where to put the times, as JSON")
     parser.add_argument("--url", help="of a running service; default: start one")
     parser.add_argument("--dtype", choices=list(TORCH), default="fp32", help="of the pool")
     parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu")
-    arguments = parser.parse_args()
-    if arguments.backend == "cuda" and arguments.dtype == "fp32":
+    parser.add_argument("--gpu", type=int, default=0, help="of the model; the engine has the first")
+    asked = parser.parse_args()
+    if asked.backend == "cuda" and asked.dtype == "fp32":
         parser.error("the cuda backend has no fp32 pools: add --dtype fp16 or --dtype bf16")
-    size = SIZES[arguments.size]
-    shared = size.shared if arguments.shared is None else arguments.shared
-    model = build_model(size, arguments.dtype, shared)
-    batch = make_batch(size, shared)
-    settings = {
-        **pool_settings(model, arguments.dtype),
-        "pool.page-size": PAGE_SIZE,
-        "pool.num-pages": batch.pages,
-        "backend.kind": arguments.backend,
-        "server.device-arena-bytes": ARENA_BYTES,
-    }
-    with open_service(arguments.url, settings, arguments.backend) as service:
-        served = generate_served(model, service, arguments.dtype, batch)
-        reference = generate(model, batch, size.reference)
-        compare(served, reference, arguments.dtype, size.reference)
-        if not arguments.tokens_only:
-            model.set_attn_implementation("attnd")
-            with AttndCache(service.session, model, dtype=arguments.dtype) as cache:
-                known = contenders(model, cache, batch, arguments.compile)
-                compare_speed(known, batch, arguments.rounds)
+    return asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +184,16 @@ def contenders(model: Model, cache: AttndCache, batch: Batch, compile: bool) -> 
     compiled = {"cache_implementation": "static", "compile_config": compile_config()}
     plain = {"cache_implementation": "static", "disable_compile": True}
     found = [
-        Contender("attnd, prefix shared", served(True), served=True),
-        Contender("attnd", served(False), served=True),
-        Contender("eager", own("eager")),
-        Contender("sdpa", own("sdpa")),
-        Contender("sdpa, static cache", own("sdpa", **plain)),
+        Contender("attnd, prefix shared", "attnd", served(True)),
+        Contender("attnd", "attnd", served(False)),
+        Contender("eager", "eager", own("eager")),
+        Contender("sdpa", "sdpa", own("sdpa")),
+        Contender("sdpa, static cache", "static", own("sdpa", **plain)),
     ]
     if cache.has_steps:
-        found.insert(2, Contender("attnd, shared, graphs", served(True, True), True, first_run=4))
+        found.insert(2, Contender("attnd, shared, graphs", "attnd", served(True, True), 4))
     if DEVICE == "cuda" or compile:
-        found.append(Contender(COMPILED, own("sdpa", **compiled), first_run=batch.new_tokens))
+        found.append(Contender(COMPILED, "static", own("sdpa", **compiled), batch.new_tokens))
     return found
 
 
