@@ -10,7 +10,8 @@ measured with other kernels than those here, as in the README.
 from __future__ import annotations
 
 import json
-from collections.abc import Container
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,6 +60,16 @@ MARKS: Final[dict[str, dict[str, Any]]] = {
 """How a figure of workloads.json is drawn, by its name there."""
 
 
+@contextmanager
+def picture(path: Path, size: tuple[float, float], panels: int = 1) -> Iterator[Sequence[Any]]:
+    """Axes side by side, `size` in inches together; saved as SVG, the same bytes each time."""
+    with plt.rc_context({"svg.hashsalt": "attnd", "svg.fonttype": "none", "font.size": 8}):
+        figure, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
+        yield axes[0]
+        figure.savefig(path, format="svg", metadata={"Date": None})
+        plt.close(figure)
+
+
 def draw(results: dict[str, Any], stale: Container[str], path: Path) -> None:
     """The picture of a results file's rows, in their order, as SVG at `path`."""
     known = {row["name"]: row for row in workloads()}
@@ -66,8 +77,7 @@ def draw(results: dict[str, Any], stale: Container[str], path: Path) -> None:
     names = [row["name"] for row in rows]
     labels = [f"{DAGGER} {name}" if name in stale else name for name in names]
     heights = range(len(rows))
-    with plt.rc_context({"svg.hashsalt": "attnd", "svg.fonttype": "none", "font.size": 8}):
-        figure, axes = plt.subplots(figsize=(7.2, 0.22 * len(rows) + 0.9), layout="constrained")
+    with picture(path, (7.2, 0.22 * len(rows) + 0.9)) as (axes,):
         colours = [COLOURS.get(name.split("/")[0], OTHER) for name in names]
         axes.barh(heights, [row["roofline"] for row in rows], 0.66, color=colours)
         for row, height in zip(rows, heights, strict=True):
@@ -81,15 +91,12 @@ def draw(results: dict[str, Any], stale: Container[str], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)
         axes.set_title(f"attnd on one {results['device']}", loc="left", fontsize=9)
-        figure.savefig(path, format="svg", metadata={"Date": None})
-        plt.close(figure)
 
 
 def draw_cache(results: dict[str, Any], path: Path) -> None:
     """Hit rate against pool size, as SVG at `path`."""
     shares = [100 * row["share"] for row in results["rows"]]
-    with plt.rc_context({"svg.hashsalt": "attnd", "svg.fonttype": "none", "font.size": 8}):
-        figure, axes = plt.subplots(figsize=(5.4, 2.8), layout="constrained")
+    with picture(path, (5.4, 2.8)) as (axes,):
         axes.axhline(results["endless"], color=OTHER, linestyle="--", label="without end")
         lru = [row["lru_hit_rate"] for row in results["rows"]]
         axes.plot(shares, lru, "o", color="#c44536", markersize=7, mfc="none", label="exact LRU")
@@ -102,16 +109,13 @@ def draw_cache(results: dict[str, Any], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="lower right", frameon=False)
         axes.set_title(results["trace"], loc="left", fontsize=9)
-        figure.savefig(path, format="svg", metadata={"Date": None})
-        plt.close(figure)
 
 
 def draw_road(results: dict[str, Any], path: Path) -> None:
     """A layer's microseconds by place, for each batch, as SVG at `path`."""
     sizes = list(dict.fromkeys((row["batch"], row["kv_len"]) for row in results["rows"]))
     found = {(row["batch"], row["kv_len"], row["place"]): row for row in results["rows"]}
-    with plt.rc_context({"svg.hashsalt": "attnd", "svg.fonttype": "none", "font.size": 8}):
-        figure, panels = plt.subplots(1, len(sizes), figsize=(7.2, 1.7), layout="constrained")
+    with picture(path, (7.2, 1.7), len(sizes)) as panels:
         for axes, (batch, kv_len) in zip(panels, sizes, strict=True):
             bars = road_bars([found[batch, kv_len, place] for place in PLACES])
             names, values, colours = zip(*reversed(bars), strict=True)
@@ -122,8 +126,6 @@ def draw_road(results: dict[str, Any], path: Path) -> None:
             axes.tick_params("y", labelleft=axes is panels[0])
             axes.spines[["top", "right"]].set_visible(False)
             axes.set_title(f"{batch} x {kv_len}", loc="left", fontsize=9)
-        figure.savefig(path, format="svg", metadata={"Date": None})
-        plt.close(figure)
 
 
 def road_bars(rows: list[dict[str, Any]]) -> list[tuple[str, float, str]]:
