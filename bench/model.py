@@ -25,8 +25,8 @@ from bench.steps import short
 
 RUNS: Final = {
     "mps": ("mps", 0, "eager,sdpa,static"),
-    "mps_shared": ("mps", 8192, "sdpa,static"),
     "other_gpu": ("other_gpu", 0, "sdpa,static"),
+    "mps_shared": ("mps", 8192, "sdpa,static"),
     "other_gpu_shared": ("other_gpu", 8192, "sdpa,static"),
 }
 """Where the model is, tokens that its prompts share, and what is timed beside: eager attention has
