@@ -64,7 +64,7 @@ def table(results: Mapping[str, Any]) -> str:
         for name, speed in ways.items():
             if name == "attnd, prefix shared" and not row["shared"]:
                 continue  # the same as without
-            label = name.replace(", shared", "") if not row["shared"] else name
+            label = name if row["shared"] else name.replace(" shared,", "")
             cells = [
                 f"{speed[rate]:.0f} | {speed[rate] / best[rate]:.2f} x"
                 for rate in ("decode", "whole")
