@@ -25,10 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.machine import RESULTS, provenance, write_results
+from config.sections import CacheSettings
 from service.core.errors import OutOfPages
 from service.core.keys import Prefix
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
+from service.engine.history import History
 
 CACHE_RESULTS: Final = RESULTS / "cache-cpu.json"
 BLOCK_TOKENS: Final = 512
@@ -38,6 +40,7 @@ TIMED_PAGE_SIZE: Final = 16
 CACHED_PAGES: Final = 1_000_000
 NODE_PAGES: Final = 64
 REPEATS: Final = 200
+EVENTS_HISTORY: Final = CacheSettings().events_history
 
 Blocks = NDArray[np.int64]
 Requests = Sequence[Blocks]
@@ -214,8 +217,9 @@ def long_prompt(page_size: int = TIMED_PAGE_SIZE) -> dict[str, float]:
 
 
 def many_pages(page_size: int = TIMED_PAGE_SIZE) -> dict[str, float]:
-    """Commit and evict of one page beside a million cached pages."""
+    """Commit and evict of one page beside a million cached pages, with the history of events."""
     tree = PrefixTree(CACHED_PAGES + REPEATS * 2, page_size, 1)
+    tree.cache.named.listener = History(page_size, EVENTS_HISTORY).hear
     rng = np.random.default_rng(1)
     one = np.array([NODE_PAGES * page_size], np.int32)
     for _ in range(CACHED_PAGES // NODE_PAGES):

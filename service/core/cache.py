@@ -105,7 +105,8 @@ class PrefixCache:
 
     def cleared(self, namespace: str) -> None:
         """Say that all that could be evicted was."""
-        self.named.changes.add(Cleared(namespace))
+        if self.named.listener is not None:
+            self.named.listener(Cleared(namespace))
 
     def tick(self, now: float) -> None:
         """The time is `now`: end what ends by then."""

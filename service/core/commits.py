@@ -6,7 +6,7 @@ from typing import Final
 
 from service.core.budget import Budget
 from service.core.errors import InvalidRequest, KeyMismatch
-from service.core.keys import Prefix
+from service.core.keys import KEY_BYTES, Prefix
 from service.core.matching import Match, named_path, walk
 from service.core.namespaces import Namespace, Root
 from service.core.nodes import Leaf, Links, Node, Retention, named
@@ -41,13 +41,14 @@ class Commits:
         if stop == 0:
             return 0
         path = named_path(leaf.parent)
-        done = path[-1].end if path else 0
+        above = path[-1] if path else None
+        done = 0 if above is None else above.end
         root = self._agreed_root(leaf.owner, path, prefix, min(stop, done))
-        if stop > done:
-            self._commit_rest(leaf, root, path[-1] if path else None, prefix, stop, keep)
+        if stop > done and not self._commit_rest(leaf, root, above, prefix, stop, keep):
+            stop = done
         if keep is not DEFAULT:
             self._keep(leaf, stop, keep)
-        return min(stop, named_end(leaf.parent))
+        return stop
 
     def _num_named(self, leaf: Leaf, prefix: Prefix) -> int:
         """Full pages that the prefix names, all of which the sequence must have."""
@@ -88,36 +89,46 @@ class Commits:
         prefix: Prefix,
         stop: int,
         keep: Retention,
-    ) -> None:
-        """Name the pages between `above`, which is the last that has a name, and `stop`."""
+    ) -> bool:
+        """Name the pages between `above`, which is the last that has a name, and `stop`; False
+        where that cannot be."""
         begin = 0 if above is None else above.end
         found = walk(self._named, root, above, prefix, stop)
-        self._refuse_taken(root, found, prefix, stop)
-        if found.num_pages > begin:
+        first = found.num_pages
+        key = b"" if first == stop else found.next_key or self._free_key(root, found, prefix)
+        if first > begin:
             if leaf.start > begin:
-                return  # forks hold these pages too, and would lose their places below them
+                return False  # forks hold these too, and would lose their places below them
             self._move(leaf, found)
-        if leaf.start > begin:
-            for node in unnamed_path(self._links, leaf, stop):
-                self._name(node, root, prefix, keep)
+        if first == stop:
+            return True
+        nodes = unnamed_path(self._links, leaf, stop) if leaf.start > first else []
         if leaf.start < stop:
-            own = leaf.table[leaf.start : stop].copy()
-            self._name(self._links.split_off(leaf, own), root, prefix, keep)
+            nodes.append(self._links.split_off(leaf, leaf.table[leaf.start : stop].copy()))
+        ids, size = prefix.token_ids, self._named.page_size
+        keys = prefix.keys_from(first, key, stop, size)
+        for node in nodes:
+            start, end = node.start, node.end
+            own = keys[(start - first) * KEY_BYTES : (end - first) * KEY_BYTES]
+            its_ids = None if ids is None else ids[start * size : end * size]
+            self._named.give_name(node, root, own, its_ids, keep)
+            self._links.grow_together(node)
+        return True
 
-    def _refuse_taken(self, root: Root, found: Match, prefix: Prefix, stop: int) -> None:
-        """Raises `KeyMismatch` where the next key stands for a page of other or unknown ids."""
-        node, at = found.node, found.num_pages
-        if at == stop or found.is_free:
-            return
+    def _free_key(self, root: Root, found: Match, prefix: Prefix) -> bytes:
+        """The key of the first page that is not found. Raises `KeyMismatch` where it stands for a
+        page of other or unknown ids."""
+        names, node, at = self._named, found.node, found.num_pages
         key = root.key
         if node is not None:
-            key = self._named.keys[node.pages[at - node.start - 1]].tobytes()
-        key = prefix.key_at(at, key, self._named.page_size)
+            key = names.key_of(node.pages.item(at - node.start - 1))
+        key = prefix.key_at(at, key, names.page_size)
         taken = key in ((root.kids if node is None else named(node).kids) or ())
         if node is not None and at < node.end:
-            taken = self._named.keys[node.pages[at - node.start]].tobytes() == key
+            taken = names.key_of(node.pages.item(at - node.start)) == key
         if taken:
             raise KeyMismatch(at, "its key is cached with other token ids, or with none")
+        return key
 
     def _move(self, leaf: Leaf, found: Match) -> None:
         """Put a leaf onto cached pages; its own for the same tokens go free."""
@@ -130,16 +141,6 @@ class Commits:
         self._budget.give_back(leaf.owner, own)
         self._books.set_num_pages(leaf, int(self._books.num_pages[leaf.index]))
         self._books.renew(leaf)
-
-    def _name(self, node: Node, root: Root, prefix: Prefix, keep: Retention) -> None:
-        names, size = self._named, self._named.page_size
-        before = names.key_before(node, root)
-        keys = prefix.keys(node.start, node.end, before, size)
-        ids = prefix.token_ids
-        if ids is not None:
-            ids = ids[node.start * size : node.end * size]
-        names.give_name(node, root, keys, ids, keep)
-        self._links.grow_together(node)
 
     def _keep(self, leaf: Leaf, stop: int, keep: Retention) -> None:
         """Keep the first `stop` pages of a leaf's path at least like this."""
@@ -158,13 +159,6 @@ def keep_path(links: Links, node: Node | None, keep: Retention) -> None:
         links.named.keeping.keep(node, keep)
     for node in path[1:]:
         links.grow_together(node)
-
-
-def named_end(node: Node | None) -> int:
-    """Pages of the path up to `node` that have names."""
-    while node is not None and node.name is None:
-        node = node.parent
-    return 0 if node is None else node.end
 
 
 def unnamed_path(links: Links, leaf: Leaf, stop: int) -> list[Node]:

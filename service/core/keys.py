@@ -41,23 +41,26 @@ class Prefix:
         if self.page_keys is not None:
             key: bytes = self.page_keys[page].tobytes()
             return key
-        if self.token_ids is None:
-            raise ValueError("a prefix without names: this is a bug")
-        ids = self.token_ids[page * page_size : (page + 1) * page_size]
-        return blake2b(before + ids.tobytes(), digest_size=KEY_BYTES).digest()
+        ids = self._ids(page * page_size, (page + 1) * page_size)
+        return blake2b(before + ids, digest_size=KEY_BYTES).digest()
 
-    def keys(self, first: int, last: int, before: bytes, page_size: int) -> Keys:
-        """The keys of pages `first:last`, with the key `before` them; uint64 [last - first, 2]."""
+    def keys_from(self, page: int, key: bytes, stop: int, page_size: int) -> bytes:
+        """The keys of pages `page:stop`, one after another; `key` is the first of them."""
+        if page + 1 == stop:
+            return key
         if self.page_keys is not None:
-            return self.page_keys[first:last]
-        if self.token_ids is None:
-            raise ValueError("a prefix without names: this is a bug")
-        ids = memoryview(self.token_ids[first * page_size : last * page_size].tobytes())
-        width, key, chained = 4 * page_size, before, []
+            return self.page_keys[page:stop].tobytes()
+        ids = memoryview(self._ids((page + 1) * page_size, stop * page_size))
+        width, chained = 4 * page_size, [key]
         for begin in range(0, len(ids), width):
             key = blake2b(b"".join((key, ids[begin : begin + width])), digest_size=16).digest()
             chained.append(key)
-        return as_keys(b"".join(chained))
+        return b"".join(chained)
+
+    def _ids(self, first: int, last: int) -> bytes:
+        if self.token_ids is None:
+            raise ValueError("a prefix without names: this is a bug")
+        return self.token_ids[first:last].tobytes()
 
 
 def root_key(namespace: str, cache_salt: str) -> bytes:

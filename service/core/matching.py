@@ -12,14 +12,14 @@ from service.core.namespaces import Root
 from service.core.nodes import Int32, Links, Node, named
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Match:
     """The longest cached beginning of a prefix: `num_pages`, the last of them in `node`."""
 
     node: Node | None
     num_pages: int
-    is_free: bool = False
-    """Whether nothing has the key of the page after them."""
+    next_key: bytes | None = None
+    """The key of the page after them, if it is known that nothing has it."""
 
     def table(self) -> Int32:
         """The pages, in order; int32 [num_pages]."""
@@ -46,23 +46,24 @@ def walk(names: NamedPages, root: Root, node: Node | None, prefix: Prefix, stop:
     begin = at = 0 if node is None else node.end
     key = root.key if node is None else names.last_key(node)
     way: list[Node] = []
-    last, is_free = node, False
+    last, next_key = node, None
     while at < stop:
         kids = root.kids if last is None else named(last).kids
-        kid = kids.get(prefix.key_at(at, key, names.page_size)) if kids else None
+        key = prefix.key_at(at, key, names.page_size)
+        kid = kids.get(key) if kids else None
         if kid is None or not (prefix.token_ids is None or named(kid).with_ids):
-            is_free = kid is None
+            next_key = key if kid is None else None
             break
         way.append(kid)
         last = kid
         at, key = kid.end, names.last_key(kid)
     if not way:
-        return Match(node, begin, is_free)
+        return Match(node, begin, next_key)
     pages = way[0].pages if len(way) == 1 else np.concatenate([one.pages for one in way])
     end = begin + names.num_same(pages[: stop - begin], prefix, begin)
     while way and way[-1].start >= end:
         way.pop()
-    return Match(way[-1] if way else node, end, is_free and end == at)
+    return Match(way[-1] if way else node, end, next_key if end == at else None)
 
 
 def named_path(node: Node | None) -> list[Node]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.changes import Changes, Removed, Stored
+from service.core.changes import Listener, Removed, Stored
 from service.core.eviction_order import OUT
 from service.core.keeping import Keeping
-from service.core.keys import WORDS, Keys, Prefix, TokenIds
+from service.core.keys import KEY_BYTES, WORDS, Keys, Prefix, TokenIds, as_keys
 from service.core.namespaces import Root
 from service.core.nodes import CACHED, PINNED, REFERENCED, Int32, Name, Node, Retention, named
 
@@ -16,14 +16,16 @@ from service.core.nodes import CACHED, PINNED, REFERENCED, Int32, Name, Node, Re
 class NamedPages:
     """One row per page of the pool, valid while the page has a name; `nodes` by their numbers.
 
-    `keeping` says how long they are kept, `num_pages` counts pages with a name.
+    `keeping` says how long they are kept, `num_pages` counts pages with a name. `listener`, if
+    there is one, is told what is stored and removed.
     """
 
     __slots__ = (
         "_free_numbers",
-        "changes",
+        "_key_bytes",
         "keeping",
         "keys",
+        "listener",
         "node_of",
         "nodes",
         "num_pages",
@@ -33,10 +35,11 @@ class NamedPages:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.keys: Keys = np.zeros((num_pages, WORDS), dtype=np.uint64)
+        self._key_bytes = self.keys.data.cast("B")
         self.token_ids: NDArray[np.uint32] = np.zeros((num_pages, page_size), dtype=np.uint32)
         self.node_of: Int32 = np.full(num_pages, -1, dtype=np.int32)
         self.nodes: list[Node | None] = []
-        self.changes = Changes()
+        self.listener: Listener | None = None
         self.keeping = Keeping()
         self.num_pages = 0
         self.page_size = page_size
@@ -45,26 +48,37 @@ class NamedPages:
     # Names.
 
     def give_name(
-        self, node: Node, root: Root, keys: Keys, ids: TokenIds | None, keep: Retention
+        self, node: Node, root: Root, keys: bytes, ids: TokenIds | None, keep: Retention
     ) -> None:
-        """Commit a node's pages, whose `keys` uint64 [n, 2] and `ids` uint32 [n * page_size] these
-        are. All of its children are held by sequences."""
+        """Commit a node's pages, whose `keys` one after another and `ids` uint32 [n * page_size]
+        these are. All of its children are held by sequences."""
         name = Name(root, self._number(node), ids is not None, keep, len(node.children))
+        name.state = REFERENCED
         node.name = name
-        # One page by its number: a commit while decoding has no more, and that is faster.
-        rows = node.pages if node.pages.size > 1 else int(node.pages[0])
-        self.keys[rows] = keys
-        self.node_of[rows] = name.number
-        if ids is not None:
-            self.token_ids[rows] = ids.reshape(-1, self.page_size)
+        self._write(node.pages, name.number, keys, ids)
         self.num_pages += node.pages.size
         root.namespace.num_nodes += 1
-        name.state = REFERENCED
-        self._kids_above(node, root)[keys[0].tobytes()] = node
+        self._kids_above(node, root)[keys[:KEY_BYTES]] = node
         self.keeping.watch(node, name)
-        if self.changes.listened:
+        if self.listener is not None:
             before = self.key_before(node, root)
-            self.changes.add(Stored(root.namespace.name, keys, before, ids))
+            told = None if ids is None else ids.tobytes()
+            self.listener(Stored(root.namespace.name, keys, before, told))
+
+    def _write(self, pages: Int32, number: int, keys: bytes, ids: TokenIds | None) -> None:
+        """The rows of pages that get names."""
+        if pages.size > 1:
+            self.keys[pages] = as_keys(keys)
+            self.node_of[pages] = number
+            if ids is not None:
+                self.token_ids[pages] = ids.reshape(-1, self.page_size)
+            return
+        # One page by its number, which is faster: a commit while decoding has no more.
+        page = pages.item()
+        self._key_bytes[page * KEY_BYTES : (page + 1) * KEY_BYTES] = keys
+        self.node_of[page] = number
+        if ids is not None:
+            self.token_ids[page] = ids
 
     def split(self, upper: Node, lower: Node, name: Name) -> None:
         """`upper` has taken the front of `lower`: it is named and held likewise."""
@@ -97,8 +111,9 @@ class NamedPages:
         self._count(name, -count)
         self.node_of[gone] = -1
         self.num_pages -= count
-        if self.changes.listened:
-            self.changes.add(Removed(name.root.namespace.name, self.keys[gone]))
+        if self.listener is not None:
+            keys = self.key_of(gone.item()) if count == 1 else self.keys[gone].tobytes()
+            self.listener(Removed(name.root.namespace.name, keys))
         if keep == 0:
             name.root.namespace.order.take_out(node, name)
             del self._kids_above(node, name.root)[self.first_key(node)]
@@ -187,17 +202,18 @@ class NamedPages:
 
     # Looking them up.
 
+    def key_of(self, page: int) -> bytes:
+        return self._key_bytes[page * KEY_BYTES : (page + 1) * KEY_BYTES].tobytes()
+
     def first_key(self, node: Node) -> bytes:
-        key: bytes = self.keys[node.pages[0]].tobytes()
-        return key
+        return self.key_of(node.pages.item(0))
 
     def key_before(self, node: Node, root: Root) -> bytes:
         """The key of the page before a node's first."""
         return root.key if node.parent is None else self.last_key(node.parent)
 
     def last_key(self, node: Node) -> bytes:
-        key: bytes = self.keys[node.pages[-1]].tobytes()
-        return key
+        return self.key_of(node.pages.item(-1))
 
     def num_same(self, pages: Int32, prefix: Prefix, first: int) -> int:
         """How many of these pages, whose ids are known if it has some, are those of the prefix from

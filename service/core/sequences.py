@@ -164,7 +164,8 @@ class SequenceBooks:
 
     def length(self, leaf: Leaf) -> int:
         """The least kv_len over layers."""
-        return int(self.lengths[:, leaf.index].min())
+        least: int = min(self.lengths[:, leaf.index].tolist())
+        return least
 
     def after(self, after: str | None, limit: int) -> list[Leaf]:
         """Up to `limit` leaves in order of id, those after `after`."""

@@ -310,7 +310,6 @@ class Engine:
         """Count what was answered in a round."""
         self._metrics.inflight(len(self._jobs))
         self._metrics.sessions(self.callers.count)
-        self.store.history.take()
         if not self._answered:
             return
         answered, self._answered = self._answered, []

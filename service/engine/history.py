@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from service.core.changes import Change, Changes, Cleared, Removed
+from service.core.changes import Change, Cleared, Removed, Stored
 from service.core.keys import KEY_BYTES
 
 TOKENS_AN_EVENT: Final = 2048
@@ -25,45 +25,15 @@ ANSWER_BYTES: Final = 24 * 2**10
 """About so much JSON is told at once: it takes the engine a fraction of a millisecond."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Event:
-    """Keys and ids as bytes of their own: what they came in may be much larger."""
+@dataclass(slots=True, eq=False)
+class Pressure:
+    """The pool's pressure has changed; `free` pages are left to the namespace."""
 
-    type: str
-    keys: bytes = b""
-    parent: bytes = b""
-    ids: bytes | None = None
-    is_high: bool = False
-    free: int = 0
+    is_high: bool
+    free: int
 
-    @property
-    def num_pages(self) -> int:
-        return len(self.keys) // KEY_BYTES
 
-    @property
-    def weight(self) -> int:
-        """What it counts for in the history."""
-        return max(1, self.num_pages)
-
-    @property
-    def num_bytes(self) -> int:
-        """About what it takes as JSON."""
-        num_ids = len(self.ids or b"") // 4
-        return EVENT_BYTES + PAGE_BYTES * self.num_pages + TOKEN_BYTES * num_ids
-
-    def fields(self, page_size: int) -> dict[str, Any]:
-        match self.type:
-            case "stored":
-                told = {"page_keys": hex_keys(self.keys), "parent_key": self.parent.hex()}
-                if self.ids is not None:
-                    told["token_ids"] = np.frombuffer(self.ids, np.uint32).tolist()
-                return told | {"page_size": page_size}
-            case "removed":
-                return {"page_keys": hex_keys(self.keys)}
-            case "pressure":
-                return {"is_high": self.is_high, "free": self.free}
-            case _:
-                return {}
+Event = Change | Pressure
 
 
 @dataclass(slots=True)
@@ -75,12 +45,12 @@ class Past:
     weight: int = 0
     has_forgotten: bool = False
 
-    def add(self, event: Event, most: int) -> None:
+    def add(self, event: Event, weight: int, most: int) -> None:
         self.events.append(event)
         self.newest += 1
-        self.weight += event.weight
+        self.weight += weight
         while self.weight > most:
-            self.weight -= self.events.popleft().weight
+            self.weight -= weight_of(self.events.popleft())
             self.has_forgotten = True
 
 
@@ -88,13 +58,12 @@ class History:
     """Listens to the changes of the cache. Numbers begin with the microseconds at the start, so
     that one from before a restart is too old."""
 
-    __slots__ = ("_begin", "_changes", "_most_pages", "_page_size", "_pasts", "is_high")
+    __slots__ = ("_begin", "_most_pages", "_page_size", "_pages_an_event", "_pasts", "is_high")
 
-    def __init__(self, changes: Changes, page_size: int, most_pages: int) -> None:
-        """`most_pages` are kept for each namespace; with 0 nobody listens."""
-        changes.listened = most_pages > 0
-        self._changes = changes
+    def __init__(self, page_size: int, most_pages: int) -> None:
+        """`most_pages` are kept for each namespace; with 0, none."""
         self._page_size = page_size
+        self._pages_an_event = max(1, min(PAGES_AN_EVENT, TOKENS_AN_EVENT // page_size))
         self._most_pages = most_pages
         self._begin = time.time_ns() // 1000
         self._pasts: dict[str, Past] = {}
@@ -103,26 +72,30 @@ class History:
 
     @property
     def is_kept(self) -> bool:
-        return self._changes.listened
+        return self._most_pages > 0
 
-    def take(self) -> None:
-        """Take in what has changed since the last time."""
-        for change in self._changes.drain():
-            for event in events_of(change, self._page_size):
-                self._add(change.namespace, event)
+    def hear(self, change: Change) -> None:
+        """Keep a change, which is made ready to be read only when somebody reads."""
+        past = self._pasts.get(change.namespace) or self._begun(change.namespace)
+        weight = weight_of(change)
+        if weight <= self._pages_an_event:
+            past.add(change, weight, self._most_pages)
+            return
+        for part in parts_of(change, self._pages_an_event):
+            past.add(part, weight_of(part), self._most_pages)
 
     def press(self, is_high: bool, free: dict[str, int]) -> None:
         """Tell all namespaces, by what is `free` for them, that the pressure has changed."""
         self.is_high = is_high
-        self.take()
-        for namespace, pages in free.items():
-            self._add(namespace, Event("pressure", is_high=is_high, free=pages))
+        if self.is_kept:
+            for namespace, pages in free.items():
+                past = self._pasts.get(namespace) or self._begun(namespace)
+                past.add(Pressure(is_high, pages), 1, self._most_pages)
 
     def page(
         self, namespace: str, after: int, limit: int
     ) -> tuple[list[dict[str, Any]], int, bool]:
         """Up to `limit` events after a number, where to go on, and whether some are forgotten."""
-        self.take()
         past = self._pasts.get(namespace) or Past(self._begin)
         if after < 0:
             return [], past.newest, False
@@ -132,41 +105,72 @@ class History:
         told: list[dict[str, Any]] = []
         size = 0
         for event in islice(past.events, start - before_first, None):
-            size += event.num_bytes
+            size += num_bytes(event)
             if told and (size > ANSWER_BYTES or len(told) == limit):
                 break
             number = start + len(told) + 1
-            named = {"id": number, "type": event.type, "namespace": namespace}
-            told.append(named | event.fields(self._page_size))
+            told.append({"id": number, "namespace": namespace} | fields(event, self._page_size))
         return told, start + len(told), too_old
 
-    def _add(self, namespace: str, event: Event) -> None:
-        if not self.is_kept:
-            return
-        past = self._pasts.get(namespace)
-        if past is None:
-            past = self._pasts[namespace] = Past(self._begin)
-        past.add(event, self._most_pages)
+    def _begun(self, namespace: str) -> Past:
+        past = self._pasts[namespace] = Past(self._begin)
+        return past
 
 
-def events_of(change: Change, page_size: int) -> Iterator[Event]:
-    """A change as events that are not too long."""
-    if isinstance(change, Cleared):
-        yield Event("cleared")
-        return
-    step = max(1, min(PAGES_AN_EVENT, TOKENS_AN_EVENT // page_size))
-    parent = b"" if isinstance(change, Removed) else change.parent_key
-    for first in range(0, len(change.keys), step):
-        keys = change.keys[first : first + step].tobytes()
-        if isinstance(change, Removed):
-            yield Event("removed", keys)
-            continue
-        ids = change.token_ids
-        if ids is not None:
-            ids = ids[first * page_size : (first + step) * page_size]
-        yield Event("stored", keys, parent, None if ids is None else ids.tobytes())
-        parent = keys[-KEY_BYTES:]
+def weight_of(event: Event) -> int:
+    """What it counts for in a history: its pages, or 1 where it tells of none."""
+    match event:
+        case Stored() | Removed():
+            return len(event.keys) // KEY_BYTES
+        case _:
+            return 1
+
+
+def parts_of(change: Change, pages: int) -> Iterator[Change]:
+    """A change of many pages as several, of up to `pages` each."""
+    match change:
+        case Stored():
+            keys = cut(change.keys, pages * KEY_BYTES)
+            before = [change.parent_key, *(part[-KEY_BYTES:] for part in keys[:-1])]
+            ids: list[bytes] | list[None] = [None] * len(keys)
+            if change.token_ids is not None:
+                ids = cut(change.token_ids, pages * len(change.token_ids) // weight_of(change))
+            for part, parent, some in zip(keys, before, ids, strict=True):
+                yield Stored(change.namespace, part, parent, some)
+        case Removed():
+            for part in cut(change.keys, pages * KEY_BYTES):
+                yield Removed(change.namespace, part)
+        case Cleared():
+            yield change
+
+
+def cut(data: bytes, size: int) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+def fields(event: Event, page_size: int) -> dict[str, Any]:
+    """An event as it is told."""
+    match event:
+        case Stored():
+            told = {"page_keys": hex_keys(event.keys), "parent_key": event.parent_key.hex()}
+            if event.token_ids is not None:
+                told["token_ids"] = np.frombuffer(event.token_ids, np.uint32).tolist()
+            return {"type": "stored"} | told | {"page_size": page_size}
+        case Removed():
+            return {"type": "removed", "page_keys": hex_keys(event.keys)}
+        case Cleared():
+            return {"type": "cleared"}
+        case Pressure():
+            return {"type": "pressure", "is_high": event.is_high, "free": event.free}
+
+
+def num_bytes(event: Event) -> int:
+    """About what it takes as JSON."""
+    size = EVENT_BYTES + PAGE_BYTES * weight_of(event)
+    if isinstance(event, Stored) and event.token_ids is not None:
+        size += TOKEN_BYTES * len(event.token_ids) // 4
+    return size
 
 
 def hex_keys(keys: bytes) -> list[str]:
-    return [keys[at : at + KEY_BYTES].hex() for at in range(0, len(keys), KEY_BYTES)]
+    return [key.hex() for key in cut(keys, KEY_BYTES)]

@@ -55,8 +55,7 @@ def commit(store: Store, request: Request, _: Seconds) -> Work:
         keep = [Retention(fields.priority, ends)]
     num_pages = cache.commit(fields.id, prefix, *keep)
     leaf = store.tree.books.leaf(fields.id)
-    last = leaf.table[num_pages - 1] if num_pages else None
-    key = None if last is None else cache.named.keys[last].tobytes().hex()
+    key = cache.named.key_of(leaf.table.item(num_pages - 1)).hex() if num_pages else None
     request.place.lay(
         {
             "committed_len": num_pages * store.geometry.page_size,

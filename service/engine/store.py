@@ -63,8 +63,9 @@ class Store:
         self.max_sequences = info.limits.max_sequences
         self.tree = PrefixTree(geometry.num_pages, geometry.page_size, geometry.num_layers)
         self.plans = PlanCache(self.tree)
-        changes = self.tree.cache.named.changes
-        self.history = History(changes, geometry.page_size, events_history)
+        self.history = History(geometry.page_size, events_history)
+        if self.history.is_kept:
+            self.tree.cache.named.listener = self.history.hear
         self.now = time.monotonic()
         self._watermark = int(high_watermark * geometry.num_pages)
 

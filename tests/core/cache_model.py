@@ -3,7 +3,8 @@
     python tests/core/cache_model.py --operations 1000000 --seed 1
 
 Two namespaces use the same sequence ids, tokens, salts and keys. Whatever is read back is checked
-by content: a slot holds a number that only its namespace's tokens up to there can have.
+by content: a slot holds a number that only its namespace's tokens up to there can have. A follower
+of the events knows at any time what is cached. Now and then the process dies, and comes back empty.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -23,12 +25,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from service.core.changes import Removed, Stored
+from service.core.changes import Change, Removed, Stored
 from service.core.errors import CoreError, InvalidRequest, OutOfPages, UnknownLease, UnknownPage
 from service.core.keys import Prefix, as_keys, root_key
 from service.core.nodes import Retention
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec, RowCopies
+from service.engine.history import History
 
 NUM_PAGES = 40
 PAGE_SIZE = 2
@@ -36,6 +39,7 @@ NAMESPACES = ("a", "b")
 SALTS = ("", "salt", "own keys")
 IDS = tuple(f"s{i}" for i in range(6))
 MAX_TOKENS = 13
+EVENTS_HISTORY = 10_000
 DEFAULT_PRIORITY = 35
 
 
@@ -147,20 +151,33 @@ class Driver:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.tree = PrefixTree(NUM_PAGES, PAGE_SIZE, 1)
-        self.tree.cache.named.changes.listened = True
         self.stored = np.zeros(NUM_PAGES * PAGE_SIZE, dtype=np.int64)
         self.model = Model()
         self.counts: Counter[str] = Counter()
         self.hits = 0
+        self.at = dict.fromkeys(NAMESPACES, -1)
+        self.known: dict[str, set[bytes]] = {namespace: set() for namespace in NAMESPACES}
+        self.begin()
+        self.follow()
+
+    def begin(self) -> None:
+        """A tree with nothing in it, and whoever listens to it."""
+        self.tree = PrefixTree(NUM_PAGES, PAGE_SIZE, 1)
+        self.history = History(PAGE_SIZE, EVENTS_HISTORY)
+        self.changes: list[Change] = []
+        self.tree.cache.named.listener = self.hear
         for namespace in NAMESPACES:
             self.tree.budget.set_quota(namespace, None, 0)
+
+    def hear(self, change: Change) -> None:
+        self.changes.append(change)
+        self.history.hear(change)
 
     def step(self) -> None:
         kind = self.random.choices(
             ["create", "begin", "append", "fork", "commit", "free", "truncate", "lease", "renew",
-             "close", "pin", "unpin", "evict", "tick", "quota", "steal"],
-            [3, 10, 8, 3, 12, 9, 2, 5, 2, 3, 1, 1, 1, 5, 0.3, 3],
+             "close", "pin", "unpin", "evict", "tick", "quota", "steal", "die"],
+            [3, 10, 8, 3, 12, 9, 2, 5, 2, 3, 1, 1, 1, 5, 0.3, 3, 0.03],
         )[0]  # fmt: skip
         self.counts[kind] += 1
         before = self.model.referenced() | self.model.pinned()
@@ -485,7 +502,43 @@ class Driver:
         found = self.tree.cache.match(namespace, Prefix(None, as_keys(key), salt))
         assert found.num_pages == (own is not None), (namespace, salt, key)
 
+    def do_die(self, namespace: str, before: set[Page]) -> None:
+        """The process dies, and another begins: nobody's sequences, pages or leases are known."""
+        lost = self.model
+        self.model = Model(now=lost.now, uses=lost.uses)
+        self.begin()
+        self.tree.tick(lost.now)
+        for name in lost.sequences:
+            assert name not in self.tree.books
+        for lease, (owner, _, _) in lost.leases.items():
+            with suppress(UnknownLease):
+                self.tree.cache.leases.renew(lease, owner, lost.now + 1.0)
+                raise AssertionError(f"{lease} outlived the process")
+        for owner, salt, key in lost.names:
+            assert self.tree.cache.match(owner, Prefix(None, as_keys(key), salt)).num_pages == 0
+        for owner in NAMESPACES:
+            _, self.at[owner], too_old = self.history.page(owner, self.at[owner], 1)
+            assert too_old, "a follower must hear that what it knows is gone"
+            self.known[owner].clear()
+
     # What must be so.
+
+    def follow(self) -> None:
+        """Read the events since the last time, as a router does."""
+        for namespace, known in self.known.items():
+            told, at, too_old = self.history.page(namespace, self.at[namespace], 1000)
+            while told:
+                assert not too_old
+                for event in told:
+                    keys = set(map(bytes.fromhex, event["page_keys"]))
+                    if event["type"] == "stored":
+                        assert not keys & known
+                        known |= keys
+                    else:
+                        assert keys <= known
+                        known -= keys
+                told, at, too_old = self.history.page(namespace, at, 1000)
+            self.at[namespace] = at
 
     def expected(self, namespace: str, tokens: list[int], salt: str) -> list[Page]:
         """The pages that are to be found for a prompt."""
@@ -520,12 +573,12 @@ class Driver:
         """Every page that was evicted was the one to go, one after another."""
         model = self.model
         by_key = {(ns, key): (ns, salt, key) for ns, salt, key in model.names}
-        for change in self.tree.cache.named.changes.drain():
+        for change in self.changes:
             if isinstance(change, Stored):
                 continue
             assert isinstance(change, Removed)
-            for key in reversed(change.keys):
-                name = by_key[change.namespace, key.tobytes()]
+            for at in range(len(change.keys) - 16, -1, -16):
+                name = by_key[change.namespace, change.keys[at : at + 16]]
                 cached = [one for one in model.cached() if one.namespace == change.namespace]
                 parents = {one.above for one in model.names.values()}
                 ready = [one for one in cached if one not in parents]
@@ -534,6 +587,7 @@ class Driver:
                 assert page is first, (name, page, first)
                 del model.names[name]
                 self.counts["evicted"] += 1
+        self.changes.clear()
 
     def state(self) -> list[Any]:
         """All that a refused change must leave as it is."""
@@ -559,6 +613,9 @@ class Driver:
         """Everything at once: integrity, counts, every sequence by content."""
         self.tree.check_integrity()
         model = self.model
+        self.follow()
+        for namespace, known in self.known.items():
+            assert known == {key for owner, _, key in model.names if owner == namespace}
         assert {leaf.id for leaf in self.tree.books} == set(model.sequences)
         cached, pinned = model.cached(), model.pinned() - model.referenced()
         for namespace in NAMESPACES:
