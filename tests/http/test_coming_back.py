@@ -1,0 +1,70 @@
+"""An engine that is killed, and the service that is started after it: empty, and it says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import httpx
+import numpy as np
+from http_messages import LAYERS, PAGE_SIZE, PAGES, append, ask, check_problem, create, rows
+from http_process import listening
+from http_service import WAIT_S
+
+IDS = list(range(2 * PAGE_SIZE))
+NAMED = {"token_ids": IDS}
+
+
+def keep(client: httpx.Client, rng: np.random.Generator) -> tuple[Any, str]:
+    """A sequence with committed pages: its k at layer 0, and the last page's key."""
+    create(client, "a")
+    for layer in range(LAYERS - 1, -1, -1):
+        k = rows(rng, len(IDS))
+        append(client, layer, "a", k, rows(rng, len(IDS)))
+    told = client.post("/v1/sequences/a/commit", json=NAMED).json()
+    assert told["committed_len"] == len(IDS)
+    return k, told["last_key"]
+
+
+def test_after_its_engine_was_killed_a_service_comes_back_empty_and_tells_whoever_followed(
+    rng: np.random.Generator,
+) -> None:
+    with listening() as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        _, key = keep(client, rng)
+        lease = client.post("/v1/prefix/match", json=NAMED | {"lease_s": 600.0}).json()["lease"]
+        assert client.put("/v1/prefix/pin", json={"page_key": key, "hard": True}).is_success
+        quota = {"max_pages": 9, "reserved_pages": 3}
+        assert client.put("/v1/namespaces/default", json=quota).is_success
+        events = client.get("/v1/events/page?after=0").json()
+        assert [one["type"] for one in events["events"]] == ["stored"]
+        before = client.get("/v1/info").json()["instance_id"]
+        os.kill(running.pid("engine"), signal.SIGKILL)
+        assert running.child.wait(WAIT_S) == 1, "who started the service starts it again"
+
+    with listening() as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        assert client.get("/v1/info").json()["instance_id"] != before
+        pool = client.get("/v1/pool").json()
+        assert (pool["free"], pool["sequences"], pool["leases"]) == (PAGES, 0, 0), pool
+        check_problem(client.get("/v1/sequences/a"), 404, "unknown_sequence")
+        renewed = client.post(f"/v1/leases/{lease['id']}", json={"lease_s": 5.0})
+        check_problem(renewed, 404, "unknown_lease")
+        unpinned = client.delete(f"/v1/prefix/pin?page_key={key}")
+        check_problem(unpinned, 404, "unknown_page")
+        found = client.post("/v1/prefix/match", json=NAMED).json()
+        assert (found["matched_len"], found["lease"]) == (0, None)
+        assert client.get("/v1/namespaces/default").json()["max_pages"] is None
+        missed = client.get(f"/v1/events/page?after={events['next']}").json()
+        assert missed["too_old"] and missed["events"] == []
+        seen = {"Last-Event-ID": str(events["next"])}
+        with client.stream("GET", "/v1/events", headers=seen) as told:
+            lines = told.iter_lines()
+            assert [next(lines), next(lines)][1] == "event: too_old"
+
+        k, again = keep(client, rng)
+        assert again == key, "the same ids have the same name, and what was written now"
+        held = ask(client, "/v1/gather", {"layer": 0, "sequences": ["a"]})[1]["k"]
+        assert np.array_equal(held, k)
+        (stored,) = client.get(f"/v1/events/page?after={missed['next']}").json()["events"]
+        assert stored["id"] > events["next"] and stored["page_keys"][-1] == key
+        assert running.stop() == 0
