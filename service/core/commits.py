@@ -8,7 +8,7 @@ from service.core.budget import Budget
 from service.core.errors import InvalidRequest, KeyMismatch
 from service.core.keys import KEY_BYTES, Prefix
 from service.core.matching import Match, named_path, walk
-from service.core.namespaces import Namespace, Root
+from service.core.namespaces import Root
 from service.core.nodes import Leaf, Links, Node, Retention, named
 from service.core.sequences import SequenceBooks
 
@@ -43,7 +43,10 @@ class Commits:
         path = named_path(leaf.parent)
         above = path[-1] if path else None
         done = 0 if above is None else above.end
-        root = self._agreed_root(leaf.owner, path, prefix, min(stop, done))
+        if above is None:
+            root = leaf.owner.root(prefix.cache_salt)
+        else:
+            root = self._agreed_root(path, prefix, min(stop, done))
         if stop > done and not self._commit_rest(leaf, root, above, prefix, stop, keep):
             stop = done
         if keep is not DEFAULT:
@@ -62,11 +65,9 @@ class Commits:
             raise InvalidRequest("page_keys", f"{count} keys", rule)
         return count
 
-    def _agreed_root(self, owner: Namespace, path: list[Node], prefix: Prefix, stop: int) -> Root:
-        """The root of the prefix, which must be that of the named `path`, as its pages up to `stop`
+    def _agreed_root(self, path: list[Node], prefix: Prefix, stop: int) -> Root:
+        """The root of the named `path`, which must be that of the prefix, as its pages up to `stop`
         must have the names that the prefix gives."""
-        if not path:
-            return owner.root(prefix.cache_salt)
         root = named(path[0]).root
         if root.cache_salt != prefix.cache_salt:
             raise KeyMismatch(0, "it is committed with another cache_salt")
@@ -108,7 +109,8 @@ class Commits:
         ids, size = prefix.token_ids, self._named.page_size
         keys = prefix.keys_from(first, key, stop, size)
         for node in nodes:
-            start, end = node.start, node.end
+            start = node.start
+            end = start + node.pages.size
             own = keys[(start - first) * KEY_BYTES : (end - first) * KEY_BYTES]
             its_ids = None if ids is None else ids[start * size : end * size]
             self._named.give_name(node, root, own, its_ids, keep)

@@ -174,7 +174,7 @@ class Links:
             lower.parent.children.remove(lower)
             lower.parent.children.add(upper)
         lower.parent = upper
-        lower.start = upper.end
+        lower.start += pages.size
         self.count += 1
         return upper
 
