@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from attnd import OutOfPages, Session
-from attnd.torch import TorchSession
+from attnd.torch import TimeSliced, TorchSession
 from attnd.transformers import AttndCache
 from running_service import connect, service
 from tiny_models import (
@@ -161,12 +162,12 @@ def device_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchSe
     road = str(tmp_path_factory.mktemp("g") / "road")
     path = str(tmp_path_factory.mktemp("g") / "s")
     arguments = ("--backend.kind", "cuda", "--pool.dtype", "fp16", "--server.uds", path)
-    with (
-        service(*arguments, "--server.socket", road) as where,
-        connect(where),
-        TorchSession(road) as session,
-    ):
-        yield session
+    with service(*arguments, "--server.socket", road) as where, connect(where):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TimeSliced)  # engine and model may share one GPU here
+            session = TorchSession(road)
+        with session:
+            yield session
 
 
 @pytest.mark.gpu
