@@ -141,6 +141,15 @@ class ServerSettings(Section):
     """Calls and streams of the gRPC door at once; one more is answered RESOURCE_EXHAUSTED. Each may
     hold a message of server.max_body_bytes in the door's memory, beside its arena."""
 
+    client_shm: bool = False
+    """The Open Inference Protocol's system shared memory: clients on this machine name objects in
+    /dev/shm, and tensors are read and written there. Whoever reaches the service without a key can
+    then have any such object of its user read and written; with keys, only those whose names begin
+    with the key's namespace and a colon."""
+
+    client_shm_regions: Annotated[int, Field(ge=1, le=65536)] = 256
+    """Regions of such memory that one namespace may have registered at once."""
+
     socket: Annotated[str | None, Field(min_length=1)] = None
     """Path of the engine's own socket, for sessions on this machine; by default
     `attnd-UID/PORT.sock` in the directory for temporary files, or the path of `server.uds` with
@@ -391,6 +400,16 @@ class Settings(Section):
             raise ValueError(
                 f"{beyond[0]}: ZeroMQ asks for no keys: listen at tcp://127.0.0.1 or ipc://, or "
                 "set auth.open: true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_client_shm(self) -> Settings:
+        if self.server.client_shm and self.auth.open and self.auth.keys_file is None:
+            raise ValueError(
+                "server.client_shm = True: with auth.open and without keys, whoever is on the "
+                "network could have this machine's shared memory read: set auth.keys_file, or "
+                "leave out auth.open"
             )
         return self
 

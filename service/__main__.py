@@ -27,6 +27,7 @@ from config.settings import (
 from service import __version__
 from service.addresses import Addresses, bind_addresses
 from service.cells import make_shared
+from service.doors.oip.region_table import make_table
 from service.key_command import key_command
 from service.keys import KeysError, keys_of
 from service.logs import set_up_logs
@@ -106,6 +107,7 @@ def supervise(
         url=addresses.url,
         secret=secrets.token_hex(SECRET_BYTES),
         metrics={child.process: make_shared() for child in children},
+        regions=make_table() if settings.server.client_shm else None,
     )
     docs = " (API at /docs)" if addresses.uds is None else ""
     LOG.info("attnd %s serves %s%s", __version__, addresses.url, docs)
@@ -113,7 +115,7 @@ def supervise(
     try:
         return Supervisor(children, shared, stop_listening).run()
     finally:
-        for fd in (lifeline, held, *shared.metrics.values()):
+        for fd in (held, *shared.descriptors):
             os.close(fd)
 
 

@@ -22,6 +22,7 @@ AttndError
 ├── HeadersTooLarge       431 headers_too_large
 ├── Cancelled             499 cancelled
 ├── Internal              500 internal
+├── NotSupported          501 not_supported
 ├── NotReady              503 not_ready
 ├── DeadlineExceeded      504 deadline_exceeded
 ├── OutOfPages            507 out_of_pages            needed, free, total, held
@@ -155,6 +156,10 @@ class Internal(AttndError):
     """A bug."""
 
 
+class NotSupported(AttndError):
+    """Something of a protocol that this service does not do, or has switched off."""
+
+
 class NotReady(AttndError):
     """Starting, draining, or the device is lost."""
 
@@ -218,6 +223,7 @@ KINDS: Final[dict[type[AttndError], Kind]] = {
     HeadersTooLarge: Kind(431, "headers_too_large", "The request's headers are too large"),
     Cancelled: Kind(499, "cancelled", "The caller took the operation back"),
     Internal: Kind(500, "internal", "A bug in the service"),
+    NotSupported: Kind(501, "not_supported", "The service does not do this"),
     NotReady: Kind(503, "not_ready", "The service is not ready"),
     DeadlineExceeded: Kind(
         504, "deadline_exceeded", "The deadline passed before the request was done"

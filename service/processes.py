@@ -71,6 +71,15 @@ class Shared:
     """By which the engine knows the service's own doors; nobody else is told."""
     metrics: Mapping[str, int] = field(default_factory=dict)
     """For each process by name, the shared memory it counts in (`service/metrics.py`)."""
+    regions: int | None = None
+    """The doors' table of client memory (`service/doors/oip/region_table.py`), where there is any.
+    """
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """All that every process inherits."""
+        regions = () if self.regions is None else (self.regions,)
+        return (self.lifeline, *self.metrics.values(), *regions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +97,7 @@ class Inherited:
     url: str
     secret: str
     metrics: Mapping[str, int]
+    regions: int | None = None
 
 
 def start(child: Child, shared: Shared) -> subprocess.Popen[bytes]:
@@ -101,7 +111,7 @@ def start(child: Child, shared: Shared) -> subprocess.Popen[bytes]:
             return subprocess.Popen(
                 (*child.command, "--process", child.process, "--handover", str(reading)),
                 stdin=subprocess.DEVNULL,
-                pass_fds=(reading, shared.lifeline, *sockets, *shared.metrics.values()),
+                pass_fds=(reading, *shared.descriptors, *sockets),
             )
     finally:
         os.close(reading)
@@ -119,6 +129,7 @@ def hand_over(child: Child, shared: Shared, sockets: Sequence[int]) -> bytes:
         "url": shared.url,
         "secret": shared.secret,
         "metrics": dict(shared.metrics),
+        "regions": shared.regions,
         "supervisor": os.getpid(),
     }
     return json.dumps(handed).encode()
@@ -160,6 +171,7 @@ def receive(argv: Sequence[str] | None = None) -> Inherited:
         url=handed["url"],
         secret=handed["secret"],
         metrics={name: own(fd) for name, fd in handed["metrics"].items()},
+        regions=None if handed["regions"] is None else own(handed["regions"]),
     )
 
 

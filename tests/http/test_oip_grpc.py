@@ -15,14 +15,21 @@ import numpy as np
 import pytest
 from http_messages import KV_HEADS, LAYERS, QO_HEADS, rows
 from http_service import WAIT_S, Service, serving, wait_for
+from regions import Region, registered
 from triton_callers import Triton, grpc_client, grpc_door
 from tritonclient.grpc import service_pb2
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from service.doors.grpc.server import Server
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 FUZZ_CASES = 1500
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with serving("--server.client-shm", "true") as running:
+        yield running
 
 
 @pytest.fixture
@@ -162,11 +169,11 @@ def test_what_does_not_hold_together_is_refused(channel: Any) -> None:
     made.raw_input_contents.extend([b"", b""])
     assert "raw_input_contents = 2 entries" in refusal(channel, made).details()
     del made.raw_input_contents[1]
-    assert "not in both" in refusal(channel, made).details()
+    assert "must be given once" in refusal(channel, made).details()
     given.ClearField("contents")
     assert "o.data = 0 bytes: its shape needs 2" in refusal(channel, made).details()
-    given.parameters["shared_memory_region"].string_param = "mine"
-    assert "shared_memory_region = mine: is not known here" in refusal(channel, made).details()
+    given.parameters["shared_memory_size"].int64_param = 2
+    assert "shared_memory_size = 2: is not known here" in refusal(channel, made).details()
     made = request("prefill")
     add_input(made, "packed_mask", "UINT8", [1], uint_contents=[300])
     assert "must be within the range of UINT8" in refusal(channel, made).details()
@@ -291,6 +298,20 @@ def test_mutated_messages_do_no_harm(
         request("list_sequences", limit=5),
         decode_of(q),
     ]
+    with registered(over_grpc, 4096) as region:
+        region.put(q)
+        seeds += [decode_in(region, q)] * 2
+        ask(channel, seeds[-1])
+        assert region.get(q.shape, q.dtype, 2048).tolist() == before.tolist()
+        send_mutated(channel, seeds)
+        assert len(region.all_bytes()) == 4096
+    after = over_grpc.infer("decode", {"q": q}, layer=0, sequences=["a"])[1]["o"]
+    np.testing.assert_array_equal(before, after)
+    assert client.get("/v1/sequences/a").json()["lengths"] == [3, *[0] * (LAYERS - 1)]
+    assert client.get("/v1/pool").json()["integrity"] == "ok"
+
+
+def send_mutated(channel: Any, seeds: list[Any]) -> None:
     chance = random.Random(11)
     for _ in range(FUZZ_CASES):
         data = mutate(as_bytes(chance.choice(seeds)), chance)
@@ -302,10 +323,17 @@ def test_mutated_messages_do_no_harm(
                 grpcio.StatusCode.INTERNAL,
                 grpcio.StatusCode.DEADLINE_EXCEEDED,
             ), (data, error.details())
-    after = over_grpc.infer("decode", {"q": q}, layer=0, sequences=["a"])[1]["o"]
-    np.testing.assert_array_equal(before, after)
-    assert client.get("/v1/sequences/a").json()["lengths"] == [3, *[0] * (LAYERS - 1)]
-    assert client.get("/v1/pool").json()["integrity"] == "ok"
+
+
+def decode_in(region: Region, q: Any) -> Any:
+    """A decode that reads its q from a region, and writes o there."""
+    made = request("decode", layer=0, sequences='["a"]', timeout=10_000_000)
+    given = add_input(made, "q", np_to_triton_dtype(q.dtype), list(q.shape))
+    for one, offset in ((given, 0), (made.outputs.add(name="o"), 2048)):
+        one.parameters["shared_memory_region"].string_param = region.name
+        one.parameters["shared_memory_byte_size"].int64_param = q.nbytes
+        one.parameters["shared_memory_offset"].uint64_param = offset
+    return made
 
 
 def decode_of(q: Any) -> Any:

@@ -29,6 +29,7 @@ AttndError                       request_id
     ├── HeadersTooLarge          431
     ├── Cancelled                499
     ├── Internal                 500
+    ├── NotSupported             501
     ├── NotReady                 503 retry_after_s
     ├── DeadlineExceeded         504
     ├── OutOfPages               507 needed, free, total, held
@@ -241,6 +242,10 @@ class Overloaded(ServiceError):
     """The queue is full: come again in `retry_after_s` seconds."""
 
 
+class NotSupported(ServiceError):
+    """The service does not do this, or has it switched off."""
+
+
 class NotReady(ServiceError):
     """Starting, draining, or the device is lost."""
 
@@ -316,6 +321,7 @@ CODES: Final[dict[str, type[ServiceError]]] = {
     "invalid_request": InvalidRequest,
     "overloaded": Overloaded,
     "headers_too_large": HeadersTooLarge,
+    "not_supported": NotSupported,
     "not_ready": NotReady,
     "deadline_exceeded": DeadlineExceeded,
     "cancelled": Cancelled,

@@ -38,7 +38,12 @@ def serve(inherited: Inherited) -> int:
     settings, metrics = inherited.settings, Metrics(inherited.process, inherited.metrics)
     try:
         server = Server(
-            settings, inherited.engine_socket, metrics, inherited.process, inherited.secret
+            settings,
+            inherited.engine_socket,
+            metrics,
+            inherited.process,
+            inherited.secret,
+            inherited.regions,
         )
     except (KeysError, TlsError, TracingError) as error:
         LOG.error("cannot start: %s", error)

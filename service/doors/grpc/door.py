@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import closing
 from typing import Any, Final
 
 import grpc
@@ -18,11 +19,14 @@ from service.doors.grpc.messages import (
     message,
     read_infer_request,
 )
+from service.doors.grpc.regions import RegionPages
 from service.doors.grpc.rpc import Rpc, problem_metadata, status_of
 from service.doors.grpc.tensors import read_request, write_answer
 from service.doors.ledger import Ledger
 from service.doors.link import QUIET_S, Link
 from service.doors.oip import models
+from service.doors.oip.copying import Targets, lay
+from service.doors.oip.memory import Memories
 from service.doors.oip.models import MODELS, model_of
 from service.doors.oip.problems import error_text
 from service.doors.oip.statistics import statistics
@@ -33,10 +37,11 @@ from service.errors import NotReady
 from service.image.json_body import fields_text_of_image
 from service.image.writing import PROBLEM
 from service.metrics import Metrics
+from service.tenants import Tenant
 
 UNGUARDED: Final = frozenset({"ServerLive", "ServerReady"})
 """What is answered without a key, as HTTP's health is."""
-Answer = Callable[[Any], Any]
+Answer = Callable[[Any, Tenant], Any]
 
 
 class GrpcDoor:
@@ -48,12 +53,14 @@ class GrpcDoor:
         metrics: Metrics,
         gate: Gate | None = None,
         tracing: Tracing | None = None,
+        regions: int | None = None,
     ) -> None:
-        """`gate` None: everybody is let in."""
+        """`gate` None: everybody is let in. `regions` is the table that the doors share."""
         self.limits = limits
         self.gate = gate
         self.metrics = metrics
         self.link = Link(limits, has_keys=gate is not None)
+        self.memories = Memories(limits, regions)
         self.ledger = Ledger(metrics, tracing)
         self.draining = asyncio.Event()
         """Set when no more is taken."""
@@ -74,6 +81,7 @@ class GrpcDoor:
             "ModelConfig": ("model", self.model_config),
             "ModelStatistics": ("model", self.model_statistics),
             "RepositoryIndex": ("model", self.index),
+            **RegionPages(self.memories).pages(),
         }
         found = {}
         for method in SERVICE.methods:
@@ -149,28 +157,31 @@ class GrpcDoor:
         rpc.op = model.name
         link = self.link
         link.ready()
-        call = read_request(model, request)
+        memory = self.memories.of(rpc.tenant)
+        call = read_request(model, request, memory)
         deadline_us = rpc.deadline_us(call.wanted.deadline_us)
-        slot, length = await link.lay(call.parts)
-        try:
-            answered, place = await link.call(
-                model.operation,
-                slot,
-                length,
-                self.limits.max_answer_bytes,
-                deadline_us,
-                rpc.call_id,
-                rpc.tenant,
-            )
-        finally:
-            link.give_back(slot)
-        rpc.stages = answered.stages
-        try:
-            if answered.status >= 400:
-                raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
-            return write_answer(model, answered.image, call.wanted)
-        finally:
-            link.give_back(place)
+        with closing(Targets(memory, call)) as targets:
+            slot, length = await lay(link, call.pieces, memory)
+            try:
+                answered, place = await link.call(
+                    model.operation,
+                    slot,
+                    length,
+                    self.limits.max_answer_bytes,
+                    deadline_us,
+                    rpc.call_id,
+                    rpc.tenant,
+                )
+            finally:
+                link.give_back(slot)
+            rpc.stages = answered.stages
+            try:
+                if answered.status >= 400:
+                    raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
+                await targets.write(place, answered.image)
+                return write_answer(model, answered.image, call.wanted)
+            finally:
+                link.give_back(place)
 
     def let_in(self, rpc: Rpc) -> None:
         """Say whose call it is. Raises Unauthorized."""
@@ -212,37 +223,37 @@ class GrpcDoor:
                     self.let_in(rpc)
                 if method.name == "ModelStatistics":
                     rpc.tenant.require("admin", method.name)
-                return ParseDict(answer(decode(data)), made())
+                return ParseDict(answer(decode(data), rpc.tenant), made())
 
             return await self.answered(rpc, work)
 
         return handle
 
-    def live(self, request: Any) -> Any:
+    def live(self, request: Any, tenant: Tenant) -> Any:
         return {"live": True}
 
-    def ready(self, request: Any) -> Any:
+    def ready(self, request: Any, tenant: Tenant) -> Any:
         return {"ready": self.link.state[0] == "ready"}
 
-    def model_ready(self, request: Any) -> Any:
+    def model_ready(self, request: Any, tenant: Tenant) -> Any:
         model_of(request.name, request.version)
-        return self.ready(request)
+        return self.ready(request, tenant)
 
-    def server_metadata(self, request: Any) -> Any:
-        return models.server_metadata()
+    def server_metadata(self, request: Any, tenant: Tenant) -> Any:
+        return models.server_metadata(client_shm=self.limits.client_shm)
 
-    def model_metadata(self, request: Any) -> Any:
+    def model_metadata(self, request: Any, tenant: Tenant) -> Any:
         return models.metadata(model_of(request.name, request.version))
 
-    def model_config(self, request: Any) -> Any:
+    def model_config(self, request: Any, tenant: Tenant) -> Any:
         return {"config": models.config(model_of(request.name, request.version))}
 
-    def model_statistics(self, request: Any) -> Any:
+    def model_statistics(self, request: Any, tenant: Tenant) -> Any:
         self.ledger.settle()
         asked = [model_of(request.name, request.version)] if request.name else MODELS.values()
         return {"model_stats": statistics(asked, self.metrics)}
 
-    def index(self, request: Any) -> Any:
+    def index(self, request: Any, tenant: Tenant) -> Any:
         return {"models": models.index(self.link.state)}
 
     # its end
@@ -263,3 +274,4 @@ class GrpcDoor:
         self.trimming.cancel()
         self.ledger.settle()
         self.link.close()
+        self.memories.close()

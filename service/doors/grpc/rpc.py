@@ -30,6 +30,7 @@ CODES: Final = {
     422: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.UNAVAILABLE,
     499: grpc.StatusCode.CANCELLED,
+    501: grpc.StatusCode.UNIMPLEMENTED,
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
     507: grpc.StatusCode.RESOURCE_EXHAUSTED,

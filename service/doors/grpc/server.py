@@ -32,9 +32,16 @@ class Server:
     """Serves until it is told to drain. `failed` says why it could not serve at all."""
 
     def __init__(
-        self, settings: Settings, engine_socket: str, metrics: Metrics, name: str, secret: str
+        self,
+        settings: Settings,
+        engine_socket: str,
+        metrics: Metrics,
+        name: str,
+        secret: str,
+        regions: int | None = None,
     ) -> None:
-        """`secret` is what tells the engine that this is a door.
+        """`secret` is what tells the engine that this is a door, `regions` the table of client
+        memory that all doors share.
 
         Raises KeysError, TlsError, TracingError.
         """
@@ -43,6 +50,7 @@ class Server:
         self.metrics = metrics
         self.name = name
         self.secret = secret
+        self.regions = regions
         self.gate = make_gate(settings.auth)
         self.credentials = make_credentials(settings.server)
         self.tracing = make_tracing(settings.log.otlp_endpoint, name)
@@ -60,7 +68,9 @@ class Server:
         self.loop = loop = asyncio.get_running_loop()
         if on_loop is not None:
             on_loop(loop)
-        self.door = door = GrpcDoor(self.limits, self.metrics, self.gate, self.tracing)
+        self.door = door = GrpcDoor(
+            self.limits, self.metrics, self.gate, self.tracing, self.regions
+        )
         server = grpc.aio.server(
             options=options(self.limits), maximum_concurrent_rpcs=self.limits.grpc_max_calls
         )

@@ -8,16 +8,20 @@ from typing import Any, Final
 import numpy as np
 
 from service.doors.grpc.messages import ModelInferResponse
-from service.doors.oip.answer import read_answer
+from service.doors.oip.answer import read_answer, region_parameters
+from service.doors.oip.memory import ClientMemory
 from service.doors.oip.models import VERSION, Model
 from service.doors.oip.request import (
+    REGION_PARAMETERS,
     TIMEOUT,
     Call,
     Input,
+    InRegion,
     Wanted,
     check_input,
     check_size,
     make_call,
+    read_place,
     read_timeout,
     refuse_keys,
 )
@@ -39,19 +43,27 @@ CONTENTS: Final = {
     "FP64": "fp64_contents",
 }
 """Where an input's elements are when they are spelled out; other datatypes come as raw bytes."""
-NOTHING: Final[frozenset[str]] = frozenset()
 
 
-def read_request(model: Model, request: Any) -> Call:
-    """A request as a call; raises InvalidRequest and MalformedBody."""
+def read_request(model: Model, request: Any, memory: ClientMemory) -> Call:
+    """A request as a call; `memory` is the caller's.
+
+    Raises InvalidRequest, MalformedBody, and what `ClientMemory` does.
+    """
     parameters = read_parameters(request.parameters)
     deadline_us = read_timeout(parameters.pop(TIMEOUT, 0))
-    outputs = []
-    for output in request.outputs:
-        refuse_keys(f"{output.name}.parameters.", read_parameters(output.parameters), NOTHING)
-        outputs.append((output.name, True))
-    wanted = Wanted(request.id, tuple(outputs), deadline_us=deadline_us)
-    return make_call(model, parameters, read_inputs(model, request), wanted)
+    outputs = tuple((output.name, True) for output in request.outputs)
+    places = [read_tensor_place(output) for output in request.outputs]
+    found = tuple(place for place in places if place is not None)
+    wanted = Wanted(request.id, outputs, deadline_us=deadline_us, places=found)
+    return make_call(model, parameters, read_inputs(model, request, memory), wanted)
+
+
+def read_tensor_place(tensor: Any) -> InRegion | None:
+    """The region that an input or a requested output names, if any."""
+    parameters = read_parameters(tensor.parameters)
+    refuse_keys(f"{tensor.name}.parameters.", parameters, REGION_PARAMETERS)
+    return read_place(tensor.name, parameters)
 
 
 def read_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,25 +77,32 @@ def read_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def read_inputs(model: Model, request: Any) -> list[Input]:
-    """The inputs, whose bytes are all raw or all spelled out."""
-    raw = request.raw_input_contents
+def read_inputs(model: Model, request: Any, memory: ClientMemory) -> list[Input]:
+    """The inputs; the bytes of those that are in no region are all raw or all spelled out."""
     if len(request.inputs) > MAX_TENSORS:
         raise InvalidRequest("inputs", len(request.inputs), f"at most {MAX_TENSORS} tensors")
-    if raw and len(raw) != len(request.inputs):
-        rule = f"must be one for each of {len(request.inputs)} inputs, or none"
-        raise InvalidRequest("raw_input_contents", f"{len(raw)} entries", rule)
+    places = [read_tensor_place(given) for given in request.inputs]
+    sent = places.count(None)
+    is_raw = len(request.raw_input_contents) > 0
+    if is_raw and len(request.raw_input_contents) != sent:
+        rule = f"must be one for each of {sent} inputs, or none"
+        told = f"{len(request.raw_input_contents)} entries"
+        raise InvalidRequest("raw_input_contents", told, rule)
+    raw = iter(request.raw_input_contents)
     inputs = []
-    for index, given in enumerate(request.inputs):
-        shape = list(given.shape)
-        dtype, needed = check_input(model, given.name, given.datatype, shape)
-        refuse_keys(f"{given.name}.parameters.", read_parameters(given.parameters), NOTHING)
-        if raw and given.HasField("contents"):
-            rule = "must be given in contents or in raw_input_contents, not in both"
+    for given, place in zip(request.inputs, places, strict=True):
+        shape = tuple(given.shape)
+        dtype, needed = check_input(model, given.name, given.datatype, list(shape))
+        if (is_raw or place is not None) and given.HasField("contents"):
+            rule = "must be given once: in contents, in raw_input_contents or in a region"
             raise InvalidRequest(f"{given.name}.contents", "given", rule)
-        data = raw[index] if raw else read_contents(given, dtype)
+        if place is not None:
+            check_size(given.name, place.size, needed)
+            inputs.append(memory.input(model, dtype, shape, place))
+            continue
+        data = next(raw) if is_raw else read_contents(given, dtype)
         check_size(given.name, len(data), needed)
-        inputs.append(Input(given.name, dtype, tuple(shape), data))
+        inputs.append(Input(given.name, dtype, shape, data))
     return inputs
 
 
@@ -110,8 +129,11 @@ def write_answer(model: Model, image: memoryview, wanted: Wanted) -> Any:
         put_parameter(response.parameters[name], value)
     for output in answer.outputs:
         entry = output.entry
-        response.outputs.add(name=entry.name, datatype=output.datatype, shape=entry.shape)
-        response.raw_output_contents.append(bytes(answer.data(image, output)))
+        told = response.outputs.add(name=entry.name, datatype=output.datatype, shape=entry.shape)
+        for name, value in region_parameters(output).items():
+            put_parameter(told.parameters[name], value)
+        data = b"" if output.place is not None else bytes(answer.data(image, output))
+        response.raw_output_contents.append(data)
     return response
 
 

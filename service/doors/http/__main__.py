@@ -44,6 +44,7 @@ def serve(inherited: Inherited) -> int:
             metrics,
             inherited.process,
             inherited.secret,
+            inherited.regions,
         )
     except (KeysError, TlsError, TracingError) as error:
         LOG.error("cannot start: %s", error)

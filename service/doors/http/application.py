@@ -14,6 +14,7 @@ from service.doors.http.models import ModelPages
 from service.doors.http.openapi import DESCRIPTION, document
 from service.doors.http.operation import PathEndpoint
 from service.doors.http.pages import Pages
+from service.doors.http.regions import RegionPages
 from service.operations.spec import Operation
 from service.operations.table import OPERATIONS
 
@@ -39,6 +40,7 @@ def make_application(door: Door) -> FastAPI:
         routes.append(Route(path, endpoint, name=operations[0].name))
     routes.append(EventStream(door).route())
     routes.extend(ModelPages(door).routes())
+    routes.extend(RegionPages(door).routes())
     routes.extend(Pages(door, app.openapi).routes())
     return app
 

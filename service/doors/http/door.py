@@ -17,6 +17,7 @@ from service.doors.http.helper import Helper
 from service.doors.http.protocol import Connection
 from service.doors.ledger import Ledger
 from service.doors.link import QUIET_S, Link
+from service.doors.oip.memory import Memories
 from service.doors.tracing import Tracing
 from service.errors import AttndError, NotReady, Overloaded
 from service.metrics import Metrics
@@ -41,8 +42,9 @@ class Door:
         metrics: Metrics,
         gate: Gate | None = None,
         tracing: Tracing | None = None,
+        regions: int | None = None,
     ) -> None:
-        """`gate` None: everybody is let in."""
+        """`gate` None: everybody is let in. `regions` is the table that the doors share."""
         self.limits = limits
         self.gate = gate
         self.metrics = metrics
@@ -53,6 +55,7 @@ class Door:
         self.take, self.slot, self.give_back = link.take, link.slot, link.give_back
         self.drained = asyncio.Event()
         self.helper = Helper(self)
+        self.memories = Memories(limits, regions)
         self.buffer = bytearray(READ_BYTES)
         self.connections: set[Connection] = set()
         soft, spare = descriptors()
@@ -161,6 +164,7 @@ class Door:
             connection.transport.abort()
         self.ledger.settle()
         self.helper.close()
+        self.memories.close()
         self.link.close()
 
 

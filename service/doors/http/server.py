@@ -46,8 +46,10 @@ class Server(uvicorn.Server):
         metrics: Metrics,
         name: str,
         secret: str,
+        regions: int | None = None,
     ) -> None:
-        """`secret` is what tells the engine that this is a door.
+        """`secret` is what tells the engine that this is a door, `regions` the table of client
+        memory that all doors share.
 
         Raises KeysError, TlsError, TracingError.
         """
@@ -58,6 +60,7 @@ class Server(uvicorn.Server):
         self.metrics = metrics
         self.name = name
         self.secret = secret
+        self.regions = regions
         self.gate = make_gate(settings.auth)
         self.tls = make_tls(settings.server)
         self.tracing = make_tracing(settings.log.otlp_endpoint, name)
@@ -72,7 +75,9 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = loop = asyncio.get_running_loop()
-        self.door = door = Door(self.settings.server, self.metrics, self.gate, self.tracing)
+        self.door = door = Door(
+            self.settings.server, self.metrics, self.gate, self.tracing, self.regions
+        )
         self.ended = asyncio.Event()
         self.meeting = loop.create_task(self.meet(door))
         self.accepting = [await listen(loop, door, sock, self.tls) for sock in self.listening]
@@ -208,6 +213,7 @@ def make_server(
     metrics: Metrics,
     name: str = "http-0",
     secret: str = "",
+    regions: int | None = None,
 ) -> Server:
     """A door for sockets that listen; `run` it in any thread, signals are only for the main one."""
-    return Server(settings, engine_socket, sockets, metrics, name, secret)
+    return Server(settings, engine_socket, sockets, metrics, name, secret, regions)

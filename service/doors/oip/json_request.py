@@ -8,8 +8,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from service.doors.oip.memory import ClientMemory
 from service.doors.oip.models import Model
 from service.doors.oip.request import (
+    REGION,
+    REGION_PARAMETERS,
     TIMEOUT,
     Call,
     Input,
@@ -17,6 +20,7 @@ from service.doors.oip.request import (
     check_input,
     check_size,
     make_call,
+    read_place,
     read_timeout,
     refuse_keys,
 )
@@ -35,15 +39,16 @@ REMEMBERED_BYTES: Final = 4096
 MOST_REMEMBERED: Final = 256
 TOP_KEYS: Final = frozenset({"id", "parameters", "inputs", "outputs"})
 INPUT_KEYS: Final = frozenset({"name", "shape", "datatype", "parameters", "data"})
-INPUT_PARAMETERS: Final = frozenset({BINARY_SIZE})
+INPUT_PARAMETERS: Final = REGION_PARAMETERS | {BINARY_SIZE}
 OUTPUT_KEYS: Final = frozenset({"name", "parameters"})
-OUTPUT_PARAMETERS: Final = frozenset({BINARY})
+OUTPUT_PARAMETERS: Final = REGION_PARAMETERS | {BINARY}
 
 
-def read_request(model: Model, text: bytes, data: memoryview) -> Call:
-    """A request by its JSON text, and the binary data behind it, which the call's inputs point to.
+def read_request(model: Model, text: bytes, data: memoryview, memory: ClientMemory) -> Call:
+    """A request by its JSON text, and the binary data behind it, which the call's inputs point to;
+    `memory` is the caller's.
 
-    Raises MalformedBody and InvalidRequest.
+    Raises MalformedBody, InvalidRequest, and what `ClientMemory` does.
     """
     check_counts(text, "the body")
     text, lists = cut_data(text, MARK)
@@ -57,7 +62,8 @@ def read_request(model: Model, text: bytes, data: memoryview) -> Call:
     refuse_keys("", document, TOP_KEYS)
     parameters = dict(read_object("parameters", document.get("parameters", {})))
     wanted = read_wanted(document, parameters)
-    inputs = read_inputs(model, document.get("inputs", []), lists, data)
+    given = read_list("inputs", document.get("inputs", []))
+    inputs = read_inputs(model, given, lists, data, memory)
     return make_call(model, parameters, inputs, wanted)
 
 
@@ -70,12 +76,12 @@ class Requests:
     def __init__(self) -> None:
         self.kept: dict[tuple[str, bytes, int], Call] = {}
 
-    def read(self, model: Model, text: bytes, data: memoryview) -> Call:
+    def read(self, model: Model, text: bytes, data: memoryview, memory: ClientMemory) -> Call:
         """As `read_request`."""
         key = (model.name, text, len(data))
         kept = self.kept.get(key)
         if kept is None:
-            call = read_request(model, text, data)
+            call = read_request(model, text, data, memory)
             if call.repeats and len(text) <= REMEMBERED_BYTES:
                 if len(self.kept) >= MOST_REMEMBERED:
                     self.kept.clear()
@@ -89,7 +95,9 @@ def without_data(one: Input) -> Input:
 
 
 def with_data(one: Input, data: memoryview) -> Input:
-    """A binary input that was read before, with the data that came now."""
+    """An input that was read before, with the binary data that came now."""
+    if one.place is not None:
+        return one
     begin = one.offset or 0
     return replace(one, data=data[begin : begin + one.size])
 
@@ -101,24 +109,31 @@ def read_wanted(document: Mapping[str, Any], parameters: dict[str, Any]) -> Want
     name = document.get("id", "")
     if not isinstance(name, str):
         raise InvalidRequest("id", name, "must be a string")
-    outputs = []
+    outputs, places = [], []
     for index, output in enumerate(read_list("outputs", document.get("outputs", []))):
         entry = read_object(f"outputs.{index}", output)
         refuse_keys(f"outputs.{index}.", entry, OUTPUT_KEYS)
         given = read_object(f"outputs.{index}.parameters", entry.get("parameters", {}))
         refuse_keys(f"outputs.{index}.parameters.", given, OUTPUT_PARAMETERS)
         is_binary = read_flag(BINARY, given.get(BINARY, binary))
-        outputs.append((read_name(f"outputs.{index}", entry), is_binary))
-    return Wanted(name, tuple(outputs), binary, deadline_us)
+        output_name = read_name(f"outputs.{index}", entry)
+        if (place := read_place(output_name, given)) is not None:
+            places.append(place)
+        outputs.append((output_name, is_binary or place is not None))
+    return Wanted(name, tuple(outputs), binary, deadline_us, tuple(places))
 
 
 def read_inputs(
-    model: Model, given: object, lists: dict[str, bytes], data: memoryview
+    model: Model,
+    given: list[Any],
+    lists: dict[str, bytes],
+    data: memoryview,
+    memory: ClientMemory,
 ) -> list[Input]:
     """The inputs; binary data lies in their order, and to its last byte is theirs."""
     inputs = []
     at = 0
-    for index, one in enumerate(read_list("inputs", given)):
+    for index, one in enumerate(given):
         entry = read_object(f"inputs.{index}", one)
         refuse_keys(f"inputs.{index}.", entry, INPUT_KEYS)
         name = read_name(f"inputs.{index}", entry)
@@ -126,7 +141,14 @@ def read_inputs(
         dtype, needed = check_input(model, name, entry.get("datatype", ""), shape)
         parameters = read_object(f"{name}.parameters", entry.get("parameters", {}))
         refuse_keys(f"{name}.parameters.", parameters, INPUT_PARAMETERS)
-        if BINARY_SIZE in parameters:
+        place = read_place(name, parameters)
+        if place is not None:
+            if BINARY_SIZE in parameters or "data" in entry:
+                rule = "names where the data lies: leave the data itself out"
+                raise InvalidRequest(f"{name}.{REGION}", place.region, rule)
+            check_size(name, place.size, needed)
+            inputs.append(memory.input(model, dtype, tuple(shape), place))
+        elif BINARY_SIZE in parameters:
             size = parameters[BINARY_SIZE]
             if type(size) is not int or "data" in entry:
                 raise InvalidRequest(f"{name}.{BINARY_SIZE}", size, "must be a count, without data")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from service.doors.oip.models import VERSION, Model
 from service.metrics import Metrics
 
+UNCOUNTED: Final = ("queue", "compute_input", "compute_infer", "compute_output")
+"""Durations that the protocol's tools expect to find."""
+
 
 def statistics(models: Iterable[Model], metrics: Metrics) -> list[dict[str, Any]]:
     """The calls of each model, by whichever door: how many succeeded, with the time of all that
-    were answered, and how many failed."""
+    were answered, and how many failed. Of the other durations there are none by model: 0 of them,
+    which took no time."""
     sums = metrics.sums(metrics.processes())
     succeeded: dict[str, int] = {}
     failed: dict[str, int] = {}
@@ -27,7 +31,9 @@ def statistics(models: Iterable[Model], metrics: Metrics) -> list[dict[str, Any]
         of_all = {
             "success": {"count": count, "ns": round(seconds * 1e9)},
             "fail": {"count": failed.get(model.name, 0), "ns": 0},
+            **{duration: {"count": 0, "ns": 0} for duration in UNCOUNTED},
         }
-        told = {"name": model.name, "version": VERSION, "inference_count": count}
-        found.append({**told, "inference_stats": of_all})
+        counts = {"inference_count": count, "execution_count": count}
+        told = {"name": model.name, "version": VERSION, **counts, "inference_stats": of_all}
+        found.append(told)
     return found
