@@ -17,7 +17,7 @@ import oracle
 import pytest
 from http_service import Service, serving
 from regions import Region, memory
-from triton import Triton
+from triton_callers import Triton
 
 OUTPUT_BYTES = 102_400
 """`--output-shared-memory-size`: what the tool takes for an output of unknown size."""

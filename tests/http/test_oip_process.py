@@ -31,9 +31,7 @@ def regions_at(port: int) -> dict[str, str]:
         return {name: one.key for name, one in told.regions.items()}
 
 
-def test_the_door_is_started_again_knows_all_regions_counts_with_the_others_and_ends_with_them() -> (
-    None
-):
+def test_the_door_is_started_again_knows_all_regions_and_ends_with_the_others() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     given = ("--server.grpc-port", str(port), "--server.client-shm", "true")
