@@ -75,9 +75,10 @@ def test_split_kv_equals_one_service_and_float64() -> None:
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_tritons_own_client_decodes_forks(protocol: str) -> None:
-    told = python("triton_client.py", "--protocol", protocol)
+    told = python("triton_client.py", "--protocol", protocol, "--shared-memory")
     assert "decode of 4 forks: o (4, 8, 64) float16" in told, told
     assert "every lse has grown: True" in told, told
+    assert "shared memory: the same o, True" in told, told
     assert "length_mismatch: offsets differ from the stored lengths: prompt has 1000" in told, told
 
 

@@ -78,10 +78,11 @@ class Memories:
         self.limits = limits
         self.table = None if fd is None or not limits.client_shm else RegionTable(fd)
         self.owners = frozenset({os.geteuid(), *limits.socket_uids})
+        self.switched_off = ClientMemory(None, self.owners)
 
     def of(self, tenant: Tenant) -> ClientMemory:
         if self.table is None:
-            return ClientMemory(None, self.owners)
+            return self.switched_off
         return ClientMemory(self.table.of(tenant.namespace), self.owners)
 
     def status(self, tenant: Tenant, name: str = "") -> list[dict[str, Any]]:
