@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,9 +11,10 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+import pytest
 import tritonclient.utils.shared_memory as shm
 from triton_callers import Triton
-from tritonclient.utils import np_to_triton_dtype
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 NUMBERS = count()
 
@@ -91,3 +93,37 @@ def packed(triton: Triton, region: Region, arrays: Mapping[str, Any]) -> list[An
         found.append(in_region(triton, name, array, region, at))
         at += array.nbytes
     return found
+
+
+def refusal(call: Any, *given: Any, **how: Any) -> str:
+    """What tritonclient says of a refusal: status and message."""
+    with pytest.raises(InferenceServerException) as told:
+        call(*given, **how)
+    return f"{str(told.value.status()).removeprefix('StatusCode.')} {told.value.message()}"
+
+
+def infer(triton: Triton, model: str, inputs: Any, outputs: Any = None, **fields: Any) -> Any:
+    parameters = {
+        name: json.dumps(value) if isinstance(value, (list, dict)) else value
+        for name, value in fields.items()
+    }
+    return triton.client.infer(model, inputs, outputs=outputs, parameters=parameters)
+
+
+def told_of(result: Any, name: str) -> dict[str, Any]:
+    """An output's parameters, as the answer has them."""
+    output = result.get_output(name)
+    if isinstance(output, dict):
+        return dict(output["parameters"])
+    return {
+        key: getattr(value, value.WhichOneof("parameter_choice"))
+        for key, value in output.parameters.items()
+    }
+
+
+def status(triton: Triton, name: str = "") -> dict[str, tuple[str, int, int]]:
+    """The regions that are registered: key, offset and size by name."""
+    told = triton.client.get_system_shared_memory_status(name)
+    if isinstance(told, list):
+        return {one["name"]: (one["key"], one["offset"], one["byte_size"]) for one in told}
+    return {name: (one.key, one.offset, one.byte_size) for name, one in told.regions.items()}

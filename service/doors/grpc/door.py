@@ -27,8 +27,9 @@ from service.doors.link import QUIET_S, Link
 from service.doors.oip import models
 from service.doors.oip.copying import Targets, lay
 from service.doors.oip.memory import Memories
-from service.doors.oip.models import MODELS, model_of
+from service.doors.oip.models import MODELS, Model, model_of
 from service.doors.oip.problems import error_text
+from service.doors.oip.request import Call
 from service.doors.oip.statistics import statistics
 from service.doors.problems import ProblemText, document_of
 from service.doors.request import CLIENT_GONE
@@ -37,6 +38,8 @@ from service.errors import NotReady
 from service.image.json_body import fields_text_of_image
 from service.image.writing import PROBLEM
 from service.metrics import Metrics
+from service.road.caller import Answered
+from service.road.slots import Slot
 from service.tenants import Tenant
 
 UNGUARDED: Final = frozenset({"ServerLive", "ServerReady"})
@@ -159,22 +162,9 @@ class GrpcDoor:
         link.ready()
         memory = self.memories.of(rpc.tenant)
         call = read_request(model, request, memory)
-        deadline_us = rpc.deadline_us(call.wanted.deadline_us)
         with closing(Targets(memory, call)) as targets:
             slot, length = await lay(link, call.pieces, memory)
-            try:
-                answered, place = await link.call(
-                    model.operation,
-                    slot,
-                    length,
-                    self.limits.max_answer_bytes,
-                    deadline_us,
-                    rpc.call_id,
-                    rpc.tenant,
-                )
-            finally:
-                link.give_back(slot)
-            rpc.stages = answered.stages
+            answered, place = await self.ask(rpc, model, call, slot, length)
             try:
                 if answered.status >= 400:
                     raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
@@ -182,6 +172,25 @@ class GrpcDoor:
                 return write_answer(model, answered.image, call.wanted)
             finally:
                 link.give_back(place)
+
+    async def ask(
+        self, rpc: Rpc, model: Model, call: Call, slot: Slot, length: int
+    ) -> tuple[Answered, Slot]:
+        """The engine's answer to the image in a slot, which is given back, and where it lies."""
+        try:
+            answered, place = await self.link.call(
+                model.operation,
+                slot,
+                length,
+                self.limits.max_answer_bytes,
+                rpc.deadline_us(call.wanted.deadline_us),
+                rpc.call_id,
+                rpc.tenant,
+            )
+        finally:
+            self.link.give_back(slot)
+        rpc.stages = answered.stages
+        return answered, place
 
     def let_in(self, rpc: Rpc) -> None:
         """Say whose call it is. Raises Unauthorized."""

@@ -16,6 +16,7 @@ from service.doors.oip.request import (
     TIMEOUT,
     Call,
     Input,
+    InRegion,
     Wanted,
     check_input,
     check_size,
@@ -143,15 +144,11 @@ def read_inputs(
         refuse_keys(f"{name}.parameters.", parameters, INPUT_PARAMETERS)
         place = read_place(name, parameters)
         if place is not None:
-            if BINARY_SIZE in parameters or "data" in entry:
-                rule = "names where the data lies: leave the data itself out"
-                raise InvalidRequest(f"{name}.{REGION}", place.region, rule)
+            check_alone(place, entry, parameters)
             check_size(name, place.size, needed)
             inputs.append(memory.input(model, dtype, tuple(shape), place))
         elif BINARY_SIZE in parameters:
-            size = parameters[BINARY_SIZE]
-            if type(size) is not int or "data" in entry:
-                raise InvalidRequest(f"{name}.{BINARY_SIZE}", size, "must be a count, without data")
+            size = read_binary_size(name, entry, parameters)
             check_size(name, size, needed)
             if at + size > len(data):
                 told = f"ends at byte {at + size} of the binary data, which has {len(data)}"
@@ -165,6 +162,21 @@ def read_inputs(
     if at != len(data):
         raise MalformedBody(f"{len(data) - at} bytes after the last input's binary data")
     return inputs
+
+
+def check_alone(place: InRegion, entry: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+    """What lies in a region does not come with the request as well."""
+    if BINARY_SIZE in parameters or "data" in entry:
+        rule = "names where the data lies: leave the data itself out"
+        raise InvalidRequest(f"{place.name}.{REGION}", place.region, rule)
+
+
+def read_binary_size(name: str, entry: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
+    """How many bytes of the binary data are an input's."""
+    size = parameters[BINARY_SIZE]
+    if type(size) is not int or "data" in entry:
+        raise InvalidRequest(f"{name}.{BINARY_SIZE}", size, "must be a count, without data")
+    return size
 
 
 def read_spelled(name: str, data: object, lists: dict[str, bytes], dtype: DType) -> memoryview:
