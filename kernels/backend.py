@@ -293,6 +293,19 @@ class Backend(Protocol):
         """
         ...
 
+    def read_stored(
+        self, layer: int, slots: Int32, out: tuple[Tensor, Tensor]
+    ) -> Pending[tuple[Tensor, Tensor]]:
+        """K and V of token slots as the pool stores them, to the bit, into `out`.
+
+        Two `[n, num_kv_heads, head_dim]` of the pool's dtype; no scale is applied.
+        """
+        ...
+
+    def write_stored(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
+        """As `append`, for rows that `read_stored` gave: stored to the bit."""
+        ...
+
     def close(self) -> None:
         """Finish all work and free the pool."""
         ...

@@ -9,15 +9,20 @@ AttndError
 ├── UnknownSequence       404 unknown_sequence        sequences
 ├── UnknownLease          404 unknown_lease           lease
 ├── UnknownPage           404 unknown_page            page_key
+├── UnknownImport         404 unknown_import          sequences
 ├── MethodNotAllowed      405 method_not_allowed      allow
 ├── RequestTimeout        408 request_timeout
 ├── SequenceExists        409 sequence_exists         sequences
 ├── LengthMismatch        409 length_mismatch         lengths
 ├── KeyMismatch           409 key_mismatch            page
+├── SequenceChanged       409 sequence_changed        sequences, generation
+├── ImportExists          409 import_exists           sequences
+├── PartMismatch          409 part_mismatch           part, next_part, num_parts
 ├── BodyTooLarge          413 body_too_large          size, limit
 ├── AnswerTooLarge        413 answer_too_large        size, limit
 ├── UnsupportedMediaType  415 unsupported_media_type  supported
 ├── InvalidRequest        422 invalid_request         field, value, rule
+├── DigestMismatch        422 digest_mismatch         of, given, found
 ├── Overloaded            429 overloaded              retry_after_s
 ├── HeadersTooLarge       431 headers_too_large
 ├── Cancelled             499 cancelled
@@ -87,6 +92,14 @@ class UnknownPage(AttndError):
         super().__init__(detail, page_key=page_key)
 
 
+class UnknownImport(AttndError):
+    """None was begun, or it was finished, given up, or left alone for too long."""
+
+    def __init__(self, name: str) -> None:
+        detail = f"no import of {name} is under way: begin it with the export's header"
+        super().__init__(detail, sequences=[name])
+
+
 class MethodNotAllowed(AttndError):
     """The path is there, the method is not; `allow` lists those that are."""
 
@@ -117,6 +130,45 @@ class KeyMismatch(AttndError):
     def __init__(self, page: int, rule: str) -> None:
         detail = f"page {page}: {rule}: give the name it has, or commit under another cache_salt"
         super().__init__(detail, page=page)
+
+
+class SequenceChanged(AttndError):
+    """A part was asked for of a sequence that is not what it was; `generation` is what it is now.
+
+    It was appended to, cut, or made anew since the header was told.
+    """
+
+    def __init__(self, name: str, generation: str) -> None:
+        detail = f"{name} has changed since its export began: begin again, or export a fork of it"
+        super().__init__(detail, sequences=[name], generation=generation)
+
+
+class ImportExists(AttndError):
+    """The id is being imported from another export."""
+
+    def __init__(self, name: str) -> None:
+        detail = f"another export is being imported as {name}: finish that or delete it first"
+        super().__init__(detail, sequences=[name])
+
+
+class PartMismatch(AttndError):
+    """A part that is missing, or comes twice or out of order; `next_part` is the one wanted."""
+
+    def __init__(self, part: int, next_part: int, num_parts: int) -> None:
+        detail = f"part {part} of {num_parts} came: part {next_part} is wanted next"
+        if part >= num_parts:
+            detail = f"{next_part} of {num_parts} parts are there: part {next_part} is wanted next"
+        if next_part >= num_parts:
+            detail = f"part {part} came: all {num_parts} parts are there, end with the last digest"
+        super().__init__(detail, part=part, next_part=next_part, num_parts=num_parts)
+
+
+class DigestMismatch(AttndError):
+    """What has come is not what was exported; `of` is the header, a part, or an end."""
+
+    def __init__(self, of: str, given: str, found: str) -> None:
+        detail = f"the digest of {of} is {found}, not {given}: send it again, or export it again"
+        super().__init__(detail, of=of, given=given, found=found)
 
 
 class BodyTooLarge(AttndError):
@@ -210,15 +262,20 @@ KINDS: Final[dict[type[AttndError], Kind]] = {
     UnknownSequence: Kind(404, "unknown_sequence", "No such sequence"),
     UnknownLease: Kind(404, "unknown_lease", "No such lease"),
     UnknownPage: Kind(404, "unknown_page", "No such page"),
+    UnknownImport: Kind(404, "unknown_import", "No such import"),
     MethodNotAllowed: Kind(405, "method_not_allowed", "The route has other methods"),
     RequestTimeout: Kind(408, "request_timeout", "The request took too long to arrive"),
     SequenceExists: Kind(409, "sequence_exists", "The sequence exists already"),
     LengthMismatch: Kind(409, "length_mismatch", "Offsets differ from the stored lengths"),
     KeyMismatch: Kind(409, "key_mismatch", "A page has another name already"),
+    SequenceChanged: Kind(409, "sequence_changed", "The sequence changed during its export"),
+    ImportExists: Kind(409, "import_exists", "The id is being imported from another export"),
+    PartMismatch: Kind(409, "part_mismatch", "Another part is wanted"),
     BodyTooLarge: Kind(413, "body_too_large", "The body is too large"),
     AnswerTooLarge: Kind(413, "answer_too_large", "The answer is too large"),
     UnsupportedMediaType: Kind(415, "unsupported_media_type", "The media type is not supported"),
     InvalidRequest: Kind(422, "invalid_request", "The request breaks a rule"),
+    DigestMismatch: Kind(422, "digest_mismatch", "What came is not what was exported"),
     Overloaded: Kind(429, "overloaded", "The queue is full"),
     HeadersTooLarge: Kind(431, "headers_too_large", "The request's headers are too large"),
     Cancelled: Kind(499, "cancelled", "The caller took the operation back"),

@@ -153,6 +153,25 @@ class CpuBackend:
         v = _array(self._pool.v.read(layer, page, offset), places[1], dtype)
         return Done((k, v), StageSeconds(kernel=time.perf_counter() - clock))
 
+    def read_stored(
+        self, layer: int, slots: Int32, out: tuple[Tensor, Tensor]
+    ) -> Pending[tuple[Tensor, Tensor]]:
+        page, offset = self._split(slots)
+        g, places = self._geometry, (on_host(out[0], "out.k"), on_host(out[1], "out.v"))
+        check_gathered(out, (len(slots), g.num_kv_heads, g.head_dim), NUMPY_DTYPES[g.dtype])
+        clock = time.perf_counter()
+        for pages, place in zip((self._pool.k, self._pool.v), places, strict=True):
+            bits = pages.by_token[layer, page, offset]
+            place[...] = bits.numpy().view(place.dtype)
+        return Done(out, StageSeconds(kernel=time.perf_counter() - clock))
+
+    def write_stored(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
+        rows = on_host(k, "k"), on_host(v, "v")
+        page, offset = self._split(slots)
+        for pages, part in zip((self._pool.k, self._pool.v), rows, strict=True):
+            pages.write_bits(layer, page, offset, to_torch(part))
+        return Done(None)
+
     def close(self) -> None:
         self._pool = allocate(PoolGeometry(1, 0, 1, 1, 1))
 

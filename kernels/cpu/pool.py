@@ -44,6 +44,14 @@ class StoredPages:
         """Quantise `rows [n, heads, dim]` into the token slots (page, offset)."""
         self.by_token[layer, page, offset] = narrow(to_torch(rows), self.dtype, self.scale)
 
+    def write_bits(
+        self, layer: int, page: torch.Tensor, offset: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Store `rows [n, heads, dim]` of the pool's own dtype as they are."""
+        if rows.dtype != self.torch_dtype:
+            raise ValueError(f"rows are {rows.dtype}: must be {self.torch_dtype}, as the pool is")
+        self.by_token[layer, page, offset] = rows.view(BITS[rows.itemsize])
+
     def read(self, layer: int, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         """Real values of token slots, float32 `[n, heads, dim]`."""
         values = widen(self.by_token[layer, page, offset], self.dtype)

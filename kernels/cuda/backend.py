@@ -149,6 +149,14 @@ class CudaBackend:
     ) -> Pending[tuple[Tensor, Tensor]]:
         return self._rows.gather(layer, slots, dtype, out)
 
+    def read_stored(
+        self, layer: int, slots: Int32, out: tuple[Tensor, Tensor]
+    ) -> Pending[tuple[Tensor, Tensor]]:
+        return self._rows.read_stored(layer, slots, out)
+
+    def write_stored(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
+        return self._rows.write_stored(layer, k, v, slots)
+
     def merge(
         self,
         o: Tensor,

@@ -6,7 +6,7 @@ from kernels.backend import TENSOR_DTYPES, DType, Scoring
 from kernels.compile import Spec
 from kernels.cuda.attention.kernels import attend_kernels, wide_variant
 from kernels.cuda.merge.variants import merge_spec
-from kernels.cuda.rows.variants import rows_spec
+from kernels.cuda.rows.variants import rows_spec, stored_spec
 from kernels.cuda.visible import table as visible
 
 
@@ -14,7 +14,7 @@ def service_specs(arch: str, head_dim: int, dtype: DType, page_size: int) -> tup
     """Everything a service with such a pool launches, ragged attention and merges included."""
     fp8 = dtype.startswith("fp8")
     computes: tuple[DType, ...] = ("fp16", "bf16") if fp8 else (dtype,)
-    specs = [visible.SPEC]
+    specs = [visible.SPEC, stored_spec(head_dim, dtype)]
     for compute in computes:
         for storage in dict.fromkeys((dtype, compute)):
             for general in (False, True):

@@ -99,11 +99,21 @@ class SequenceBooks:
         self.lengths[:, index] = length
         self.set_num_pages(leaf, table.size)
         self.renew(leaf)
-        self.ttl_s[index] = FOREVER if spec.ttl_s is None else spec.ttl_s
-        if spec.ttl_s is not None:
-            self.used[index] = self.now
-            self._look_again(leaf, self.now + spec.ttl_s)
+        self.set_ttl(leaf, FOREVER if spec.ttl_s is None else spec.ttl_s)
         return leaf
+
+    def set_ttl(self, leaf: Leaf, ttl_s: float) -> None:
+        """How long a sequence lives unused, from now on."""
+        self.ttl_s[leaf.index] = ttl_s
+        if ttl_s < FOREVER:
+            self.used[leaf.index] = self.now
+            self._look_again(leaf, self.now + ttl_s)
+
+    def rename(self, leaf: Leaf, name: str) -> None:
+        """Call a sequence by a name that no other has."""
+        self._index_of[name] = self._index_of.pop(leaf.id)
+        leaf.id = name
+        self._sorted = None
 
     def remove(self, leaf: Leaf) -> None:
         """Forget a sequence; its pages and links are the caller's."""

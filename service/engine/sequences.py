@@ -18,6 +18,7 @@ from service.engine.prefix import most_tokens, prefix_of
 from service.engine.request import Request
 from service.engine.rows import NUMBER_BYTES
 from service.engine.store import Store, StoreLost
+from service.engine.unfinished import HIDDEN
 from service.engine.work import Answered, Cost, Counts, Seconds, Sliced, Step, Steps, Work
 from service.errors import OutOfSequences
 from service.tenants import Tenant
@@ -51,6 +52,7 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
     ]
     names = sum(len(spec.id) + len(spec.parent or "") for spec in specs)
     request.place.require(view_bytes(store) * len(new) + names)
+    store.imports.refuse_taken([spec.id for spec in specs])
     refuse_uneven_parents(store, specs, tenant)
     if len(specs) > MADE_AT_ONCE:
         made: list[str] = []
@@ -140,7 +142,8 @@ def delete_sequences(store: Store, request: Request, _: Seconds) -> Work:
     if fields.prefix is None:
         names = [name for name in fields.names if name in books]
     else:
-        names = books.beginning_with(request.tenant.prefix + fields.prefix, len(books))
+        found = books.beginning_with(request.tenant.prefix + fields.prefix, len(books))
+        names = [name for name in found if not name.startswith(HIDDEN)]
     if len(names) <= MADE_AT_ONCE:
         store.tree.free(names)
         request.place.lay({"num_deleted": len(names)})
@@ -190,12 +193,17 @@ def list_sequences(store: Store, request: Request, _: Seconds) -> Work:
     """A page of the list; one more is looked up to know whether there are more."""
     fields, tenant = request.fields, request.tenant
     found = store.tree.list(fields.after or tenant.prefix, fields.limit + 1)
-    own = [view for view in found if view.id.startswith(tenant.prefix)]
+    own = [view for view in found if is_shown(view.id, tenant)]
     shown = [sequence_fields(view, tenant) for view in own[: fields.limit]]
     following = shown[-1]["id"] if len(own) > fields.limit else None
     request.place.require((view_bytes(store) + 2 * LONGEST_ID) * len(shown))
     request.place.lay({"sequences": shown, "next": following})
     return Answered()
+
+
+def is_shown(name: str, tenant: Tenant) -> bool:
+    """Whether a sequence is the tenant's, and is not being imported."""
+    return name.startswith(tenant.prefix) and not name.startswith(HIDDEN)
 
 
 def get_sequence(store: Store, request: Request, _: Seconds) -> Work:

@@ -36,6 +36,7 @@ def pool(store: Store, request: Request, _: Seconds) -> Work:
         "total": numbers.free + numbers.referenced + numbers.cached + numbers.pinned,
         "leases": numbers.leases,
         "sequences": numbers.sequences,
+        "imports": numbers.imports,
         "nodes": store.tree.nodes_of(namespace),
         "sharing_ratio": store.tree.sharing_ratio_of(namespace),
     }

@@ -15,6 +15,7 @@ from service.core.values import Extension
 from service.engine.history import History
 from service.engine.plans import PlanCache
 from service.engine.slices import Pace
+from service.engine.unfinished import UnfinishedImports
 from service.engine.work import Cost, Seconds
 from service.operations.info import InfoAnswer
 
@@ -40,6 +41,7 @@ class PoolNumbers:
     pinned: int
     leases: int
     sequences: int
+    imports: int
     nodes: int
 
 
@@ -66,6 +68,7 @@ class Store:
         self.history = History(geometry.page_size, events_history)
         if self.history.is_kept:
             self.tree.cache.named.listener = self.history.hear
+        self.imports = UnfinishedImports(self.tree.books)
         self.now = time.monotonic()
         self._watermark = int(high_watermark * geometry.num_pages)
 
@@ -126,6 +129,7 @@ class Store:
     def drop_outlived(self, is_held: Callable[[str], bool]) -> None:
         """Delete the sequences that nobody has used for as long as they may live unused."""
         self.tree.free(self.tree.books.outlived(is_held))
+        self.imports.drop_gone()
 
     def numbers(self, namespace: str | None = None) -> PoolNumbers:
         """Of the whole pool (None), or as a namespace sees it."""
@@ -136,13 +140,15 @@ class Store:
         else:
             chosen = [known.get(namespace) or Namespace(namespace)]
             free = max(0, tree.budget.available(chosen[0]))
+        imports = self.imports.count(namespace)
         return PoolNumbers(
             free,
             sum(one.referenced for one in chosen),
             sum(one.cached for one in chosen),
             sum(one.pinned for one in chosen),
             sum(one.num_leases for one in chosen),
-            sum(one.num_sequences for one in chosen),
+            sum(one.num_sequences for one in chosen) - imports,
+            imports,
             tree.num_nodes,
         )
 
@@ -168,7 +174,7 @@ class Store:
             "cached": held.cached,
             "pinned": held.pinned,
             "leases": held.num_leases,
-            "sequences": held.num_sequences,
+            "sequences": held.num_sequences - self.imports.count(name),
         }
 
 

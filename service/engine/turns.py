@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from service.engine.attention import cascade, decode, prefill
 from service.engine.events import events
+from service.engine.exports import export_sequence
+from service.engine.imports import cancel_import, get_import, import_sequence
 from service.engine.prefix import (
     clear,
     commit,
@@ -130,6 +132,10 @@ TURNS: Final[dict[str, Turn]] = {
     "get_namespace": Turn(get_namespace),
     "set_namespace": Turn(set_namespace),
     "events": Turn(events),
+    "export_sequence": Turn(export_sequence, reads=one_id, is_barrier=True),
+    "import_sequence": Turn(import_sequence, writes=one_id, is_barrier=True),
+    "get_import": Turn(get_import, reads=one_id),
+    "cancel_import": Turn(cancel_import, writes=one_id, is_barrier=True),
 }
 
 

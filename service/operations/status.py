@@ -22,6 +22,8 @@ class PoolAnswer(Fields):
     """All of these together."""
     leases: Count
     sequences: Count
+    imports: Count
+    """Sequences that are being imported: they hold pages, and are no sequences yet."""
     nodes: Count
     sharing_ratio: float
     """Tokens seen by sequences over tokens stored; 1 when nothing is shared."""

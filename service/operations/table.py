@@ -31,6 +31,7 @@ from service.operations.sequences import (
 )
 from service.operations.spec import Operation
 from service.operations.status import INFO, POOL
+from service.operations.transfer import CANCEL_IMPORT, EXPORT, GET_IMPORT, IMPORT
 
 OPERATIONS: Final[tuple[Operation, ...]] = (
     CREATE_SEQUENCES,
@@ -60,6 +61,10 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     SET_NAMESPACE,
     DELETE_SEQUENCES,
     EVENTS,
+    EXPORT,
+    IMPORT,
+    GET_IMPORT,
+    CANCEL_IMPORT,
 )
 BY_NAME: Final = {operation.name: operation for operation in OPERATIONS}
 BY_NUMBER: Final = {operation.number: operation for operation in OPERATIONS}

@@ -35,6 +35,7 @@ from pooled import (  # noqa: E402
 
 from kernels import BackendKind, make_backend  # noqa: E402
 from kernels.backend import (  # noqa: E402
+    NUMPY_DTYPES,
     Attend,
     AttentionState,
     Backend,
@@ -139,6 +140,19 @@ class Small:
         for got, want in ((k, run.k), (v, run.v)):
             if not np.allclose(got, want, rtol=1e-6):
                 raise AssertionError(f"{self.geometry}: gathered rows differ from those copied")
+        self.move_stored(run, copy)
+
+    def move_stored(self, run: Run, copy: Run) -> None:
+        """Rows out and in as they are stored."""
+        shape = (run.num_keys, KV_HEADS, self.geometry.head_dim)
+        kind = NUMPY_DTYPES[self.geometry.dtype]
+        read = [(np.zeros(shape, kind), np.zeros(shape, kind)) for _ in range(2)]
+        self.backend.read_stored(1, self.pooled.slots(run), read[0]).result()
+        self.backend.write_stored(0, *read[0], self.pooled.slots(copy)).result()
+        self.backend.read_stored(0, self.pooled.slots(copy), read[1]).result()
+        for got, want in zip(*read, strict=True):
+            if not np.array_equal(got.view(np.uint8), want.view(np.uint8)):
+                raise AssertionError(f"{self.geometry}: stored rows changed on their way")
 
     def merge(self, lists: int, members: int, head_dim: int, into: bool) -> None:
         shape = (lists * members, QO_HEADS, head_dim)

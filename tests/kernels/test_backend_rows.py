@@ -114,6 +114,35 @@ def test_a_misaligned_tensor_is_read_right(backend) -> None:
     assert np.array_equal(read(pool, 0, [11])[0], rows.astype(np.float32))
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_as_they_are_stored_move_to_the_bit(backend, rng, dtype, layout) -> None:
+    with refusals(backend.kind, geometry(dtype)):
+        source, target = backend(geometry(dtype, layout)), backend(geometry(dtype, "NHD"))
+        kind = NUMPY_DTYPES[dtype]
+        shape = (37, 3, 64 * kind.itemsize)
+        k, v = (rng.integers(0, 256, shape, np.uint8).view(kind) for _ in range(2))
+        slots, others = (int32(rng.permutation(60)[:37]) for _ in range(2))
+        source.write_stored(1, k, v, slots).result()
+        places = np.zeros_like(k), np.zeros_like(v)
+        target.write_stored(0, *source.read_stored(1, slots, places).result(), others).result()
+        moved = np.zeros_like(k), np.zeros_like(v)
+        assert target.read_stored(0, others, moved).result() is moved
+        for got, want in zip(moved, (k, v), strict=True):
+            assert np.array_equal(got.view(np.uint8), want.view(np.uint8)), "NaNs and all"
+        rest = [slot for slot in range(60) if slot not in slots]
+        assert np.isnan(read(source, 1, rest)[0]).all(), "another slot was written"
+
+
+def test_stored_rows_of_another_dtype_are_refused(backend, rng) -> None:
+    pool = backend(geometry("fp16"))
+    rows = normal(rng, (1, 3, 64), "bf16")
+    with pytest.raises(ValueError, match="as the pool is"):
+        pool.write_stored(0, rows, rows, int32([0]))
+    with pytest.raises(ValueError, match=r"out\.k"):
+        pool.read_stored(0, int32([0]), (rows, rows))
+
+
 @pytest.mark.parametrize("slot", [-1, 60])
 def test_a_slot_outside_the_pool_is_refused_and_nothing_is_written(backend, rng, slot) -> None:
     pool = backend(geometry("fp16"))

@@ -26,7 +26,7 @@ from kernels.cuda.device.launch import Launcher, Library, OverlappingLauncher
 from kernels.cuda.device.pending import Guard, Result
 from kernels.cuda.device.transfer import Transfers, mark
 from kernels.cuda.kv.view import KvView
-from kernels.cuda.rows.variants import rows_spec
+from kernels.cuda.rows.variants import rows_spec, stored_spec, stored_width
 from kernels.outputs import check_gathered
 from kernels.tensor import DeviceTensor
 
@@ -51,10 +51,21 @@ class RowMover:
 
     def append(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
         """`Backend.append`."""
+        return self._write(layer, k, v, slots, checks.tensor_dtype(k, "k"))
+
+    def write_stored(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
+        """`Backend.write_stored`."""
+        kind = NUMPY_DTYPES[self._geometry.dtype]
+        checks.require(k.dtype == kind, "k.dtype", k.dtype, f"{kind}, as the pool is")
+        return self._write(layer, k, v, slots, None)
+
+    def _write(
+        self, layer: int, k: Tensor, v: Tensor, slots: Int32, dtype: DType | None
+    ) -> Pending[None]:
+        """Rows of `dtype`, or as they are stored (None)."""
         checks.check_layer(layer, self._geometry)
         checks.check_kv(k, v, self._geometry, len(slots))
         checks.check_slots(slots, self._geometry)
-        dtype = checks.tensor_dtype(k, "k")
         if len(slots) == 0:
             return Done(None)
         transfers = self._transfers
@@ -73,11 +84,24 @@ class RowMover:
         self, layer: int, slots: Int32, dtype: DType, out: tuple[Tensor, Tensor] | None
     ) -> Pending[tuple[Tensor, Tensor]]:
         """`Backend.gather`."""
-        g, kind, transfers = self._geometry, NUMPY_DTYPES[dtype], self._transfers
-        checks.check_layer(layer, g)
-        checks.check_slots(slots, g)
         if dtype.startswith("fp8"):
             raise Unsupported("dtype", dtype, "gather gives fp16, bf16 or fp32")
+        return self._read(layer, slots, dtype, out)
+
+    def read_stored(
+        self, layer: int, slots: Int32, out: tuple[Tensor, Tensor]
+    ) -> Pending[tuple[Tensor, Tensor]]:
+        """`Backend.read_stored`."""
+        return self._read(layer, slots, None, out)
+
+    def _read(
+        self, layer: int, slots: Int32, dtype: DType | None, out: tuple[Tensor, Tensor] | None
+    ) -> Pending[tuple[Tensor, Tensor]]:
+        """Rows as `dtype`, or as they are stored (None)."""
+        g, transfers = self._geometry, self._transfers
+        kind = NUMPY_DTYPES[dtype or g.dtype]
+        checks.check_layer(layer, g)
+        checks.check_slots(slots, g)
         shape = (len(slots), g.num_kv_heads, g.head_dim)
         places = check_gathered(out, shape, kind)
         if len(slots) == 0:
@@ -123,21 +147,25 @@ class RowMover:
         self,
         entry: str,
         layer: int,
-        dtype: DType,
+        dtype: DType | None,
         rows: int,
         at: Sequence[int],
         overlap: bool = True,
     ) -> None:
         """Launch append_rows or gather_rows on the current stream; `at`: k, v and slots there.
 
-        With `overlap`, what is appended must be there already: it is read while earlier kernels of
-        the stream may still run.
+        Rows outside the pool are `dtype`, or as they are stored (None). With `overlap`, what is
+        appended must be there already: it is read while earlier kernels of the stream may still
+        run.
         """
         g, appends = self._geometry, entry == "append_rows"
         if rows * g.num_kv_heads * g.head_dim >= 2**32:
             raise Unsupported("rows", rows, "fewer than 2^32 values of k at a time")
-        function = self._library.function(rows_spec(g.head_dim, dtype, g.dtype), entry)
-        units = rows * g.num_kv_heads * (g.head_dim // 8)
+        spec, width = stored_spec(g.head_dim, g.dtype), stored_width(g.head_dim, g.dtype)
+        if dtype is not None:
+            spec, width = rows_spec(g.head_dim, dtype, g.dtype), g.head_dim
+        function = self._library.function(spec, entry)
+        units = rows * g.num_kv_heads * (width // 8)
         per_block = THREADS * (APPENDED_UNITS if appends else 1)
         k, v, slots = at
         tensors = packed(TENSOR_ROWS, k=k, v=v, slots=slots, num_rows=rows)

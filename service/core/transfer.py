@@ -1,0 +1,63 @@
+"""Sequences that leave for another pool or come from one: what the tree does for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+import numpy as np
+
+from service.core.errors import SequenceExists
+from service.core.keys import Prefix
+from service.core.matching import named_path
+from service.core.nodes import FOREVER, Leaf, named
+from service.core.ragged import token_slots
+from service.core.tree import PrefixTree
+from service.core.values import Int32
+
+
+def generation(tree: PrefixTree, leaf: Leaf, instance_id: str) -> str:
+    """32 hex digits that change whenever a sequence's tokens do, and when the pool starts anew."""
+    books = tree.books
+    state = (books.serials[leaf.index].tobytes(), books.lengths[:, leaf.index].tobytes())
+    return sha256(b"".join((instance_id.encode(), *state))).hexdigest()[:32]
+
+
+def names_of(tree: PrefixTree, leaf: Leaf) -> Prefix | None:
+    """What names the committed pages of a sequence, by token ids where all of theirs are known."""
+    path = named_path(leaf.parent)
+    if not path:
+        return None
+    pages = np.concatenate([node.pages for node in path])
+    names = tree.cache.named
+    salt = named(path[0]).root.cache_salt
+    if all(named(node).with_ids for node in path):
+        return Prefix(names.token_ids[pages].ravel(), None, salt)
+    return Prefix(None, names.keys[pages], salt)
+
+
+def fill(tree: PrefixTree, name: str, lengths: Sequence[int]) -> None:
+    """Give a sequence its `lengths`, one for each layer and none below what it has, with pages for
+    the longest; what is to be in them is the caller's to write. Raises `OutOfPages`."""
+    leaf = tree.books.leaf(name)
+    wanted = np.array(lengths, np.int32)
+    longest = int(wanted.argmax())
+    count = wanted[longest] - tree.books.lengths[longest, leaf.index]
+    tree.extend(longest, (name,), np.array([count], np.int32))
+    tree.books.lengths[:, leaf.index] = wanted
+
+
+def slots_of(tree: PrefixTree, leaf: Leaf, start: int, stop: int) -> Int32:
+    """Where tokens `start:stop` of a sequence are."""
+    span = np.array([start], np.int32), np.array([stop - start], np.int32)
+    return token_slots((leaf.table,), *span, tree.page_size)
+
+
+def rename(tree: PrefixTree, name: str, new: str, ttl_s: float | None) -> None:
+    """Call a sequence `new` from now on, with another time to live. Raises `SequenceExists`."""
+    books = tree.books
+    if new in books:
+        raise SequenceExists((new,))
+    leaf = books.leaf(name)
+    books.rename(leaf, new)
+    books.set_ttl(leaf, FOREVER if ttl_s is None else ttl_s)

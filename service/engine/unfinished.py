@@ -1,0 +1,91 @@
+"""Imports that are not finished: what each has received, and where its pages are held meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from service.core.errors import SequenceExists
+from service.core.sequences import SequenceBooks
+from service.errors import UnknownImport
+from service.operations.transfer import Header
+from service.tenants import Tenant
+
+HIDDEN: Final = "~"
+"""Begins the names of sequences that are being imported; no caller can give such a name, and all
+others come before them in order."""
+
+
+@dataclass(slots=True, eq=False)
+class Unfinished:
+    """An import of `header` that will be called `name`, and is called `hidden` until then.
+
+    `begun` is the digest that it was begun with, `latest` that of the last part that has come: None
+    while that is a part that was passed over. `next_part` is wanted next, `first_page` the first
+    page whose rows are wanted. `expires_at` is seconds since the epoch.
+    """
+
+    name: str
+    namespace: str
+    header: Header
+    begun: bytes
+    latest: bytes | None
+    next_part: int
+    first_page: int
+    idle_s: float
+    expires_at: float
+
+    @property
+    def hidden(self) -> str:
+        return HIDDEN + self.name
+
+
+class UnfinishedImports:
+    """By the names that the sequences will have. The time to live is that of the hidden sequence:
+    where it is gone, the import is."""
+
+    __slots__ = ("_books", "_by_name")
+
+    def __init__(self, books: SequenceBooks) -> None:
+        self._books = books
+        self._by_name: dict[str, Unfinished] = {}
+
+    def __iter__(self) -> Iterator[Unfinished]:
+        self.drop_gone()
+        return iter(self._by_name.values())
+
+    def add(self, begun: Unfinished) -> None:
+        self._by_name[begun.name] = begun
+
+    def find(self, name: str) -> Unfinished | None:
+        found = self._by_name.get(name)
+        if found is not None and found.hidden not in self._books:
+            del self._by_name[name]
+            return None
+        return found
+
+    def get(self, name: str, tenant: Tenant) -> Unfinished:
+        """Raises `UnknownImport`."""
+        found = self.find(name)
+        if found is None:
+            raise UnknownImport(tenant.shown(name))
+        return found
+
+    def remove(self, ended: Unfinished) -> None:
+        del self._by_name[ended.name]
+
+    def drop_gone(self) -> None:
+        """Forget those whose time was over."""
+        gone = [one for one in self._by_name.values() if one.hidden not in self._books]
+        for one in gone:
+            self.remove(one)
+
+    def refuse_taken(self, names: Iterable[str]) -> None:
+        """Raises `SequenceExists` for names that imports will have."""
+        if self._by_name and (taken := [name for name in names if self.find(name) is not None]):
+            raise SequenceExists(taken)
+
+    def count(self, namespace: str | None) -> int:
+        """How many a namespace has, or all together (None)."""
+        return sum(namespace in (None, one.namespace) for one in self)

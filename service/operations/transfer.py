@@ -1,0 +1,310 @@
+"""Operations that move a sequence to another pool: its export part by part, and its import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+
+from service.image.dtypes import DTYPE_NAMES
+from service.operations.common import (
+    Count,
+    Counts,
+    Entries,
+    Fields,
+    SequenceId,
+    pool_sizes,
+    refuse,
+)
+from service.operations.info import InfoAnswer, PoolDType
+from service.operations.names import NAMES, CacheSalt, Seconds
+from service.operations.sequences import SequenceFields
+from service.operations.spec import Operation, TensorSpec
+
+DEFAULT_PART_BYTES: Final = 16 * 2**20
+DEFAULT_IDLE_S: Final = 60.0
+MAX_IDLE_S: Final = 3600.0
+STORED_DTYPES: Final = {
+    "fp32": "F32",
+    "fp16": "F16",
+    "bf16": "BF16",
+    "fp8_e4m3": "F8_E4M3",
+    "fp8_e5m2": "F8_E5M2",
+}
+"""What tensors of each pool's stored values are called."""
+
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", examples=["0f" * 32])]
+PartBytes = Annotated[int, Field(ge=1, le=2**40)]
+Generation = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", examples=["0f" * 16])]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Pages `first_page:last_page` of a sequence at layers `first_layer:last_layer`."""
+
+    first_page: int
+    last_page: int
+    first_layer: int
+    last_layer: int
+
+
+class Header(Fields):
+    """What an export is of: the pool it is from, the sequence's lengths, and how it is cut."""
+
+    version: Literal[1] = 1
+    generation: Generation
+    """Changes whenever the sequence does; parts are asked for by it."""
+    num_layers: Annotated[int, Field(ge=1)]
+    page_size: Annotated[int, Field(ge=1)]
+    num_kv_heads: Annotated[int, Field(ge=1)]
+    head_dim: Annotated[int, Field(ge=1)]
+    dtype: PoolDType
+    layout: Literal["NHD", "HND"]
+    """How the pool lays out pages; rows of an export are in the order of tokens whatever it is."""
+    k_scale: float
+    v_scale: float
+    lengths: Annotated[Counts, Field(min_length=1)]
+    """kv_len per layer."""
+    ttl_s: Seconds | None
+    """Seconds that the sequence lives unused; null: for good."""
+    num_named: Count
+    """Pages from the first on whose names the prefix cache knows: the tensor has them."""
+    cache_salt: CacheSalt
+    """The salt that they are committed with."""
+    part_bytes: PartBytes
+    """Bytes of k and v in a part, at most, unless one page at one layer has more."""
+    num_parts: Count
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page at one layer."""
+        itemsize = {"fp32": 4, "fp16": 2, "bf16": 2}.get(self.dtype, 1)
+        return 2 * self.page_size * self.num_kv_heads * self.head_dim * itemsize
+
+    @property
+    def num_pages(self) -> int:
+        return -(-max(self.lengths) // self.page_size)
+
+    @property
+    def pages_per_part(self) -> int:
+        return max(1, self.part_bytes // (self.page_bytes * self.num_layers))
+
+    @property
+    def layers_per_part(self) -> int:
+        """All of them, unless one page at all layers is more than a part may have."""
+        return min(self.num_layers, max(1, self.part_bytes // self.page_bytes))
+
+    @property
+    def parts_per_run(self) -> int:
+        """Parts that have the same pages."""
+        return -(-self.num_layers // self.layers_per_part)
+
+    def count_parts(self) -> int:
+        """What `num_parts` must be."""
+        return -(-self.num_pages // self.pages_per_part) * self.parts_per_run
+
+    def part(self, number: int) -> Part:
+        """One of the parts: layers first, then pages."""
+        run, within = divmod(number, self.parts_per_run)
+        page, layer = run * self.pages_per_part, within * self.layers_per_part
+        return Part(
+            page,
+            min(page + self.pages_per_part, self.num_pages),
+            layer,
+            min(layer + self.layers_per_part, self.num_layers),
+        )
+
+
+class ExportFields(Fields):
+    id: SequenceId
+    part: Count | None = None
+    """Which part; absent: the header and the names of pages."""
+    generation: Generation | None = None
+    """With `part`: the header's. A sequence that has changed since is refused (409)."""
+    before: Digest | None = None
+    """With `part`: the digest of the part before; of the header for the first."""
+    part_bytes: PartBytes = DEFAULT_PART_BYTES
+    """Bytes of k and v in a part, at most. With `part`: the header's, which may be less than what
+    was asked for, as a part has to fit one request and one answer of this service."""
+
+
+class ExportAnswer(Fields):
+    header: Header | None
+    """Null in the answer of a part."""
+    digest: Digest
+    """Of the header and the names, or of the part and all before it: the last part's is that of the
+    whole."""
+
+
+class ImportFields(Fields):
+    id: SequenceId
+    """What the sequence will be called here."""
+    header: Header | None = None
+    """Begins the import, or finds out how far it is: the export's header, with its names of pages
+    as the tensor and its `digest`."""
+    part: Count | None = None
+    """Brings a part: its number, with its `digest` and its tensors k and v."""
+    before: Digest | None = None
+    """With `part`: the digest of the part before, which is needed only where that was passed over
+    because its pages were found in the prefix cache."""
+    digest: Digest
+    """As the export told it. Without `header` and `part`: that of the last part, which ends the
+    import."""
+    share: bool = True
+    """With `header`: begin with those pages that the prefix cache has by the export's names."""
+    idle_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_IDLE_S
+    """With `header`: give up when nothing has come for so many seconds."""
+
+    def sizes(self, info: InfoAnswer) -> dict[str, int]:
+        return pool_sizes(info)
+
+
+class ImportAnswer(Fields):
+    id: SequenceId
+    state: Literal["receiving", "done"]
+    next_part: Count
+    """The part that is wanted next; `num_parts` when all are there."""
+    num_parts: Count
+    cached_len: Count
+    """Tokens that were found in the prefix cache."""
+    expires_at: float | None
+    """Seconds since the epoch; null when it is done."""
+
+
+def check_export(fields: ExportFields, entries: Entries, info: InfoAnswer) -> None:
+    if fields.part is None:
+        for name in ("generation", "before"):
+            if getattr(fields, name) is not None:
+                refuse(name, getattr(fields, name), "is that of a part: give part as well")
+        return
+    for name in ("generation", "before"):
+        if getattr(fields, name) is None:
+            refuse(name, None, "must be given with part")
+
+
+def check_import(fields: ImportFields, entries: Entries, info: InfoAnswer) -> None:
+    """The fields and tensors of one of the three forms: `header`, `part`, or neither."""
+    if fields.header is not None and fields.part is not None:
+        refuse("part", fields.part, "give header to begin, then a part at a time")
+    wanted = {"k", "v"} if fields.part is not None else set()
+    if fields.header is not None and fields.header.num_named:
+        wanted = {"page_keys"} if "page_keys" in entries else {"token_ids"}
+    if missing := wanted - entries.keys():
+        refuse(f"tensors.{min(missing)}", None, "must be given")
+    if extra := entries.keys() - wanted:
+        refuse(f"tensors.{min(extra)}", "given", "goes with another form of an import")
+    if fields.before is not None and fields.part is None:
+        refuse("before", fields.before, "is that of a part: give part as well")
+    if fields.header is not None:
+        check_header(fields.header, info)
+        check_names(fields.header, entries)
+    dtype = STORED_DTYPES[info.dtype]
+    for name in sorted({"k", "v"} & entries.keys()):
+        if DTYPE_NAMES[entries[name].dtype] != dtype:
+            rule = f"must be {dtype}: rows come as the pool stores them"
+            refuse(f"{name}.dtype", DTYPE_NAMES[entries[name].dtype], rule)
+
+
+def check_header(header: Header, info: InfoAnswer) -> None:
+    """It agrees with itself and with the pool, in all but how pages are laid out."""
+    same = ["num_layers", "page_size", "num_kv_heads", "head_dim", "dtype"]
+    if info.dtype.startswith("fp8"):
+        same += ["k_scale", "v_scale"]
+    for name in same:
+        given, own = getattr(header, name), getattr(info, name)
+        if given != own:
+            refuse(f"header.{name}", given, f"must be that of this pool, {own}")
+    if len(header.lengths) != header.num_layers:
+        rule = f"must be {header.num_layers}, one per layer"
+        refuse("header.lengths", f"{len(header.lengths)} numbers", rule)
+    least = min(header.lengths) // header.page_size
+    if header.num_named > least:
+        rule = f"must be at most {least}, the pages that are full at every layer"
+        refuse("header.num_named", header.num_named, rule)
+    if header.num_parts != header.count_parts():
+        rule = f"must be {header.count_parts()}, by lengths and part_bytes"
+        refuse("header.num_parts", header.num_parts, rule)
+
+
+def check_names(header: Header, entries: Entries) -> None:
+    """As many names as the header says."""
+    for name, per_page in (("token_ids", header.page_size), ("page_keys", 1)):
+        entry: Any = entries.get(name)
+        if entry is not None and entry.shape[0] != header.num_named * per_page:
+            rule = f"must be {header.num_named * per_page}, for num_named = {header.num_named}"
+            refuse(f"{name}.shape", list(entry.shape), rule)
+
+
+STORED: Final = tuple(
+    TensorSpec(
+        name,
+        tuple(STORED_DTYPES.values()),
+        ("n", "Hkv", "D"),
+        f"{words} as the pool stores them, layer after layer",
+        optional=True,
+        like=like,
+    )
+    for name, words, like in (("k", "keys", ""), ("v", "values", "k"))
+)
+
+EXPORT: Final = Operation(
+    name="export_sequence",
+    number=28,
+    method="POST",
+    path="/v1/sequences/{id}/export",
+    summary="A sequence's KV as the pool stores it, part by part, to be imported elsewhere",
+    description="Ask without `part` first. Parts may be asked for again, in any order, for as long "
+    "as the sequence stays as it is: fork one that goes on growing, and export the fork.",
+    tag="transfer",
+    fields=ExportFields,
+    gives=(*NAMES, *STORED),
+    answer=ExportAnswer,
+    check=check_export,
+    scope="read",
+    answer_text="The header and the names of its committed pages, or one part.",
+)
+
+IMPORT: Final = Operation(
+    name="import_sequence",
+    number=29,
+    method="POST",
+    path="/v1/sequences/{id}/import",
+    summary="Make a sequence from an export, part by part",
+    description="Begin with `header`: pages are taken then, or refused (507). Bring the parts from "
+    "`next_part` on, in order, each once. End with the last part's digest: until then the sequence "
+    "does not exist, and what has come is given up `idle_s` after the last of it.",
+    tag="transfer",
+    fields=ImportFields,
+    takes=(*NAMES, *STORED),
+    answer=ImportAnswer,
+    check=check_import,
+    scope="append",
+)
+
+GET_IMPORT: Final = Operation(
+    name="get_import",
+    number=30,
+    method="GET",
+    path="/v1/sequences/{id}/import",
+    summary="How far an import is",
+    tag="transfer",
+    fields=SequenceFields,
+    answer=ImportAnswer,
+    scope="read",
+)
+
+CANCEL_IMPORT: Final = Operation(
+    name="cancel_import",
+    number=31,
+    method="DELETE",
+    path="/v1/sequences/{id}/import",
+    summary="Give up an import, and the pages that it has taken",
+    tag="transfer",
+    fields=SequenceFields,
+    answer=None,
+    scope="append",
+    status=204,
+    frees=True,
+    answer_text="It is gone.",
+)
