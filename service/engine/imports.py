@@ -187,6 +187,7 @@ def tell(request: Request, into: Unfinished, is_done: bool = False) -> None:
             "next_part": into.next_part,
             "num_parts": into.header.num_parts,
             "cached_len": into.first_page * into.header.page_size,
+            "digest": None if into.latest is None else into.latest.hex(),
             "expires_at": None if is_done else into.expires_at,
         }
     )

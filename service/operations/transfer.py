@@ -168,6 +168,9 @@ class ImportAnswer(Fields):
     num_parts: Count
     cached_len: Count
     """Tokens that were found in the prefix cache."""
+    digest: Digest | None
+    """Of the last part that came, or of the header; null where that part was passed over because
+    its pages are cached."""
     expires_at: float | None
     """Seconds since the epoch; null when it is done."""
 
@@ -263,6 +266,7 @@ EXPORT: Final = Operation(
     check=check_export,
     scope="read",
     answer_text="The header and the names of its committed pages, or one part.",
+    example={"part_bytes": 1048576},
 )
 
 IMPORT: Final = Operation(

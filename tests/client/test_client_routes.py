@@ -256,10 +256,12 @@ def test_pool_and_metrics_are_read(kind: Kind) -> None:
         "leases": 4,
         "sequences": 2,
         "nodes": 3,
+        "imports": 2,
         "sharing_ratio": 1.5,
         "integrity": "ok",
     }
-    assert ask(kind, Script(answer(pool)), "pool") == attnd.Pool(5, 1, 1, 1, 8, 4, 2, 3, 1.5, "ok")
+    told = ask(kind, Script(answer(pool)), "pool")
+    assert told == attnd.Pool(5, 1, 1, 1, 8, 4, 2, 3, 1.5, "ok", imports=2)
     text = "# HELP attnd_x x\nattnd_x 1.0\n"
     plain = {"content-type": "text/plain; version=1.0.0; charset=utf-8"}
     reply = Scripted(200, text.encode(), plain)

@@ -92,6 +92,7 @@ def everything_about(name: str) -> list[Asked]:
         Asked("prefill", {"layer": 0, "sequences": [name], "qo_indptr": [0, 1]}, q),
         Asked("cascade", {"layer": 0, "levels": [{"sequences": [name], "qo_indptr": [0, 1]}]}, q),
         gather(name),
+        Asked("export_sequence", {"id": name}, {}),
         truncate(name, 0),
         delete(name),
     ]

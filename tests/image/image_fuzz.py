@@ -23,12 +23,14 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from service.engine.exports import header_digest
 from service.errors import AttndError, InvalidRequest, MalformedBody
 from service.image.json_body import image_of_json
 from service.image.reading import place, split
 from service.operations.info import InfoAnswer, LimitsAnswer
 from service.operations.spec import Prepared, prepare
 from service.operations.table import BY_NAME, OPERATIONS
+from service.operations.transfer import Header
 
 INFO: Final = InfoAnswer(
     version="0",
@@ -57,6 +59,26 @@ INFO: Final = InfoAnswer(
 )
 """The geometry that the operations' examples are for."""
 
+EXPORTED: Final = Header(
+    generation="0" * 32,
+    num_layers=2,
+    page_size=4,
+    num_kv_heads=1,
+    head_dim=2,
+    dtype="fp32",
+    layout="NHD",
+    k_scale=1.0,
+    v_scale=1.0,
+    lengths=[5, 6],
+    ttl_s=None,
+    num_named=0,
+    cache_salt="",
+    part_bytes=256,
+    num_parts=1,
+)
+HEADER: Final = {"header": EXPORTED.model_dump(), "digest": header_digest(EXPORTED, {}).hex()}
+"""How an import begins."""
+
 PLAIN: Final[dict[str, dict[str, Any]]] = {
     "create_sequences": {
         "sequences": [
@@ -84,6 +106,10 @@ PLAIN: Final[dict[str, dict[str, Any]]] = {
     "get_namespace": {"name": "a"},
     "set_namespace": {"name": "spare", "max_pages": 9, "reserved_pages": 1},
     "events": {"after": 0, "limit": 9},
+    "export_sequence": {"id": "a", "part_bytes": 64},
+    "import_sequence": {"id": "moved", "idle_s": 5.0, **HEADER},
+    "get_import": {"id": "moved"},
+    "cancel_import": {"id": "moved"},
 }
 VALUES: Final = (
     *(None, True, False, -1, 0, 1, 2, 3, 2**31 - 1, 2**31, 2**62, 2**63, 2**64, 10**30, 0.5, 1e400),

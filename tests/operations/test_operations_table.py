@@ -38,6 +38,10 @@ NUMBERS = {
     "set_namespace": 25,
     "delete_sequences": 26,
     "events": 27,
+    "export_sequence": 28,
+    "import_sequence": 29,
+    "get_import": 30,
+    "cancel_import": 31,
 }
 
 
@@ -49,7 +53,7 @@ def test_the_roads_numbers_stay_what_they_are() -> None:
 def test_calls_that_only_give_pages_back_are_marked() -> None:
     assert {one.name for one in OPERATIONS if one.frees} == {
         *("delete_sequence", "delete_sequences", "truncate"),
-        *("release_lease", "unpin", "evict", "clear"),
+        *("release_lease", "unpin", "evict", "clear", "cancel_import"),
     }
 
 

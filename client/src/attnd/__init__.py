@@ -14,8 +14,10 @@ from attnd.errors import (
     Cancelled,
     ConnectionFailed,
     DeadlineExceeded,
+    DigestMismatch,
     Forbidden,
     HeadersTooLarge,
+    ImportExists,
     Internal,
     InvalidRequest,
     KeyMismatch,
@@ -29,20 +31,25 @@ from attnd.errors import (
     OutOfPages,
     OutOfSequences,
     Overloaded,
+    PartMismatch,
     ProtocolError,
     ReplyLost,
     RequestTimeout,
+    SequenceChanged,
     SequenceExists,
     ServiceError,
     TimedOut,
     TransportError,
     Unauthorized,
+    UnknownImport,
     UnknownLease,
     UnknownPage,
     UnknownSequence,
     UnsupportedMediaType,
 )
 from attnd.exchange import Retries
+from attnd.export_file import ExportFileError, InterruptedExport
+from attnd.moving import ImportOptions, copy_sequence
 from attnd.prefix import Prefix
 from attnd.results import (
     AppendResult,
@@ -66,6 +73,7 @@ from attnd.results import (
 )
 from attnd.session import Session
 from attnd.states import AttentionState, LseBase, empty_state, merge_state, merge_states
+from attnd.transfer import ExportHeader, ExportPart, ImportState
 
 __version__ = "0.1.0"
 
@@ -85,13 +93,21 @@ __all__ = [
     "CommitResult",
     "ConnectionFailed",
     "DeadlineExceeded",
+    "DigestMismatch",
     "EventPage",
+    "ExportFileError",
+    "ExportHeader",
+    "ExportPart",
     "Forbidden",
     "GatherResult",
     "HeadersTooLarge",
     "Health",
+    "ImportExists",
+    "ImportOptions",
+    "ImportState",
     "Info",
     "Internal",
+    "InterruptedExport",
     "InvalidRequest",
     "KeyMismatch",
     "Lease",
@@ -113,6 +129,7 @@ __all__ = [
     "Overloaded",
     "PageTable",
     "PageTableLevel",
+    "PartMismatch",
     "Pool",
     "Prefix",
     "PrefixMatch",
@@ -120,6 +137,7 @@ __all__ = [
     "ReplyLost",
     "RequestTimeout",
     "Retries",
+    "SequenceChanged",
     "SequenceExists",
     "SequenceInfo",
     "SequencePage",
@@ -128,11 +146,13 @@ __all__ = [
     "TimedOut",
     "TransportError",
     "Unauthorized",
+    "UnknownImport",
     "UnknownLease",
     "UnknownPage",
     "UnknownSequence",
     "UnsupportedMediaType",
     "__version__",
+    "copy_sequence",
     "empty_state",
     "merge_state",
     "merge_states",

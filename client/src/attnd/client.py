@@ -14,7 +14,7 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
-from attnd import attention, control, prefix
+from attnd import attention, control, moving, prefix, transfer
 from attnd.call import Call, Reply
 from attnd.errors import AttndError, TransportError
 from attnd.exchange import Outcome, Retries, Send, Wait, first, repeated
@@ -115,6 +115,15 @@ class Client:
     get_namespace = blocking(prefix.get_namespace)
     set_namespace = blocking(prefix.set_namespace)
     event_page = blocking(prefix.event_page)
+    export_header = blocking(transfer.export_header)
+    export_part = blocking(transfer.export_part)
+    begin_import = blocking(transfer.begin_import)
+    import_part = blocking(transfer.import_part)
+    end_import = blocking(transfer.end_import)
+    get_import = blocking(transfer.get_import)
+    cancel_import = blocking(transfer.cancel_import)
+    export = moving.export
+    import_ = moving.import_
     info = blocking(control.info)
     pool = blocking(control.pool)
     live = blocking(control.live)
@@ -217,6 +226,15 @@ class AsyncClient:
     get_namespace = awaiting(prefix.get_namespace)
     set_namespace = awaiting(prefix.set_namespace)
     event_page = awaiting(prefix.event_page)
+    export_header = awaiting(transfer.export_header)
+    export_part = awaiting(transfer.export_part)
+    begin_import = awaiting(transfer.begin_import)
+    import_part = awaiting(transfer.import_part)
+    end_import = awaiting(transfer.end_import)
+    get_import = awaiting(transfer.get_import)
+    cancel_import = awaiting(transfer.cancel_import)
+    export = moving.export_async
+    import_ = moving.import_async
     info = awaiting(control.info)
     pool = awaiting(control.pool)
     live = awaiting(control.live)

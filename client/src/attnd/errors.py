@@ -15,16 +15,21 @@ AttndError                       request_id
     ├── UnknownSequence          404 sequences
     ├── UnknownLease             404 lease
     ├── UnknownPage              404 page_key
+    ├── UnknownImport            404 sequences
     ├── NotFound                 404
     ├── MethodNotAllowed         405 allow
     ├── RequestTimeout           408
     ├── SequenceExists           409 sequences
     ├── LengthMismatch           409 lengths
     ├── KeyMismatch              409 page
+    ├── SequenceChanged          409 sequences, generation
+    ├── ImportExists             409 sequences
+    ├── PartMismatch             409 part, next_part, num_parts
     ├── BodyTooLarge             413 size, limit
     ├── AnswerTooLarge           413 size, limit
     ├── UnsupportedMediaType     415 supported
     ├── InvalidRequest           422 field, value, rule
+    ├── DigestMismatch           422 of, given, found
     ├── Overloaded               429 retry_after_s
     ├── HeadersTooLarge          431
     ├── Cancelled                499
@@ -146,6 +151,14 @@ class UnknownPage(ServiceError):
         return str(self.problem.get("page_key", ""))
 
 
+class UnknownImport(ServiceError):
+    """None was begun in `sequences`, or it was finished, given up, or left alone for too long."""
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        return tuple(self.problem.get("sequences", ()))
+
+
 class NotFound(ServiceError):
     """No such route: not attnd, or another version of it."""
 
@@ -184,6 +197,42 @@ class KeyMismatch(ServiceError):
     @property
     def page(self) -> int:
         return int(self.problem.get("page", 0))
+
+
+class SequenceChanged(ServiceError):
+    """The sequence is not what its export's header told: begin again, or export a fork of it."""
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        return tuple(self.problem.get("sequences", ()))
+
+    @property
+    def generation(self) -> str:
+        return str(self.problem.get("generation", ""))
+
+
+class ImportExists(ServiceError):
+    """Another export is being imported as one of `sequences`."""
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        return tuple(self.problem.get("sequences", ()))
+
+
+class PartMismatch(ServiceError):
+    """`part` of an import came where `next_part` of `num_parts` is wanted."""
+
+    @property
+    def part(self) -> int:
+        return int(self.problem.get("part", 0))
+
+    @property
+    def next_part(self) -> int:
+        return int(self.problem.get("next_part", 0))
+
+    @property
+    def num_parts(self) -> int:
+        return int(self.problem.get("num_parts", 0))
 
 
 class BodyTooLarge(ServiceError):
@@ -236,6 +285,22 @@ class InvalidRequest(ServiceError):
     @property
     def rule(self) -> str:
         return str(self.problem.get("rule", ""))
+
+
+class DigestMismatch(ServiceError):
+    """What came is not what was exported: `of` is the header, a part or the end."""
+
+    @property
+    def of(self) -> str:
+        return str(self.problem.get("of", ""))
+
+    @property
+    def given(self) -> str:
+        return str(self.problem.get("given", ""))
+
+    @property
+    def found(self) -> str:
+        return str(self.problem.get("found", ""))
 
 
 class Overloaded(ServiceError):
@@ -309,16 +374,21 @@ CODES: Final[dict[str, type[ServiceError]]] = {
     "unknown_sequence": UnknownSequence,
     "unknown_lease": UnknownLease,
     "unknown_page": UnknownPage,
+    "unknown_import": UnknownImport,
     "not_found": NotFound,
     "method_not_allowed": MethodNotAllowed,
     "request_timeout": RequestTimeout,
     "sequence_exists": SequenceExists,
     "length_mismatch": LengthMismatch,
     "key_mismatch": KeyMismatch,
+    "sequence_changed": SequenceChanged,
+    "import_exists": ImportExists,
+    "part_mismatch": PartMismatch,
     "body_too_large": BodyTooLarge,
     "answer_too_large": AnswerTooLarge,
     "unsupported_media_type": UnsupportedMediaType,
     "invalid_request": InvalidRequest,
+    "digest_mismatch": DigestMismatch,
     "overloaded": Overloaded,
     "headers_too_large": HeadersTooLarge,
     "not_supported": NotSupported,

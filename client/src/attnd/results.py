@@ -185,7 +185,7 @@ class Pool:
     """Pages by state and in total; `sharing_ratio` is tokens seen per token stored.
 
     `referenced` pages are held by sequences and leases, `pinned` ones by hard pins alone, `cached`
-    ones by nothing: they are found again, or evicted.
+    ones by nothing: they are found again, or evicted. `imports` are not finished yet.
     """
 
     free: int
@@ -198,6 +198,7 @@ class Pool:
     nodes: int
     sharing_ratio: float
     integrity: str
+    imports: int = 0
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from attnd import attention, control, prefix
+from attnd import attention, control, moving, prefix, transfer
 from attnd.call import Call, Reply
 from attnd.errors import NotFound
 from attnd.exchange import Retries, Send
@@ -138,6 +138,15 @@ class Session:
     get_namespace = blocking(prefix.get_namespace)
     set_namespace = blocking(prefix.set_namespace)
     event_page = blocking(prefix.event_page)
+    export_header = blocking(transfer.export_header)
+    export_part = blocking(transfer.export_part)
+    begin_import = blocking(transfer.begin_import)
+    import_part = blocking(transfer.import_part)
+    end_import = blocking(transfer.end_import)
+    get_import = blocking(transfer.get_import)
+    cancel_import = blocking(transfer.cancel_import)
+    export = moving.export
+    import_ = moving.import_
     info = blocking(control.info)
     pool = blocking(control.pool)
     live = blocking(control.live)

@@ -46,6 +46,10 @@ ROUTES: Final[Mapping[str, tuple[str, str]]] = {
     "get_namespace": ("GET", "/v1/namespaces/{name}"),
     "set_namespace": ("PUT", "/v1/namespaces/{name}"),
     "events": ("GET", "/v1/events/page"),
+    "export_sequence": ("POST", "/v1/sequences/{id}/export"),
+    "import_sequence": ("POST", "/v1/sequences/{id}/import"),
+    "get_import": ("GET", "/v1/sequences/{id}/import"),
+    "cancel_import": ("DELETE", "/v1/sequences/{id}/import"),
     "live": ("GET", "/health/live"),
     "ready": ("GET", "/health/ready"),
     "metrics": ("GET", "/metrics"),
@@ -53,7 +57,10 @@ ROUTES: Final[Mapping[str, tuple[str, str]]] = {
 """Method and path by operation; `{id}` is the field of that name."""
 
 TENSORS: Final = frozenset(
-    {"append", "gather", "decode", "prefill", "ragged_prefill", "cascade", "merge"}
+    {
+        *("append", "gather", "decode", "prefill", "ragged_prefill", "cascade", "merge"),
+        *("export_sequence", "import_sequence"),
+    }
 )
 """Operations that send and are answered with images; the others are JSON both ways, unless they are
 given arrays."""

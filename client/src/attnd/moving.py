@@ -1,0 +1,336 @@
+"""Whole exports and imports: generators that yield calls and are sent their answers.
+
+The clients only carry the calls out, so that blocking and asyncio ones cannot differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, BinaryIO, Final, Literal, Protocol, TypeVar, cast
+
+from attnd.call import Call
+from attnd.errors import AttndError, DigestMismatch, KeyMismatch
+from attnd.export_file import ExportFileError, ExportReader, write_header, write_part
+from attnd.prefix import commit
+from attnd.transfer import (
+    ExportHeader,
+    ExportPart,
+    ImportState,
+    begin_import,
+    end_import,
+    export_header,
+    export_part,
+    import_part,
+)
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
+"""Told how many parts are done, and of how many, after each."""
+Place = str | os.PathLike[str] | BinaryIO
+"""A path, or a binary file that is open."""
+Steps = Generator[Call[Any], Any, T]
+End = Literal["source", "target"]
+
+SENT_AGAIN: Final = 2
+"""How often a part is sent again whose digest failed on its way."""
+
+
+class Sender(Protocol):
+    """A `Client` or a `Session`."""
+
+    def send(self, call: Call[T]) -> T: ...
+
+
+class AsyncSender(Protocol):
+    """An `AsyncClient`."""
+
+    async def send(self, call: Call[T]) -> T: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ImportOptions:
+    """`share`: begin with pages that are cached by the export's names, and commit those that come.
+    `idle_s`: seconds after which the service gives up an import that nothing comes for."""
+
+    share: bool = True
+    idle_s: float | None = None
+
+
+DEFAULT: Final = ImportOptions()
+
+
+def silent(done: int, of: int) -> None:
+    """Tells nobody."""
+
+
+def exporting(
+    sequence: str, to: Place, part_bytes: int | None, progress: Progress
+) -> Steps[ExportHeader]:
+    """Write a sequence to a file; a path with an interrupted export of it as it is now is gone on
+    with. Returns the header."""
+    header: ExportHeader = yield export_header(sequence, part_bytes=part_bytes)
+    with opened_to_write(to, header) as (file, done, before):
+        for number in range(done, header.num_parts):
+            part: ExportPart = yield export_part(sequence, header, number, before=before)
+            write_part(file, part)
+            before = part.digest
+            progress(number + 1, header.num_parts)
+    return header
+
+
+@contextmanager
+def opened_to_write(to: Place, header: ExportHeader) -> Iterator[tuple[BinaryIO, int, str]]:
+    """The file, how many parts it has already, and the digest to go on from."""
+    if not isinstance(to, (str, os.PathLike)):
+        write_header(to, header)
+        yield to, 0, header.digest
+        return
+    done, before, end = found_in(to, header)
+    with open(to, "r+b" if done else "wb") as file:
+        file.truncate(end)
+        file.seek(end)
+        if not done:
+            write_header(file, header)
+        yield file, done, before
+
+
+def found_in(path: str | os.PathLike[str], header: ExportHeader) -> tuple[int, str, int]:
+    """Whole parts of this very export in a file, the last one's digest, and where they end."""
+    done, before, end = 0, header.digest, 0
+    with suppress(FileNotFoundError, ExportFileError), open(path, "rb") as file:
+        reader = ExportReader(file)
+        if reader.header.digest != header.digest:
+            return done, before, end
+        for part in reader.parts():
+            done, before, end = part.number + 1, part.digest, reader.end
+    return done, before, end
+
+
+def importing(
+    sequence: str, origin: Place, options: ImportOptions, progress: Progress
+) -> Steps[ImportState]:
+    """Make a sequence from a file; one that was interrupted is gone on with.
+
+    Raises `ExportFileError` for a file that is not whole: the import then waits for the rest.
+    """
+    with opened_to_read(origin) as file:
+        reader = ExportReader(file)
+        state: ImportState = yield from begun(sequence, reader.header, options)
+        digest = reader.header.digest
+        for part in reader.parts():
+            digest = part.digest
+            if part.number >= state.next_part:
+                yield from sent_until_whole(sequence, part)
+                progress(part.number + 1, state.num_parts)
+    return (yield from ended(sequence, reader.header, digest, options))
+
+
+@contextmanager
+def opened_to_read(origin: Place) -> Iterator[BinaryIO]:
+    if not isinstance(origin, (str, os.PathLike)):
+        yield origin
+        return
+    with open(origin, "rb") as file:
+        yield file
+
+
+def begun(sequence: str, header: ExportHeader, options: ImportOptions) -> Steps[ImportState]:
+    idle_s = options.idle_s
+    state: ImportState = yield begin_import(sequence, header, share=options.share, idle_s=idle_s)
+    return state
+
+
+def sent_until_whole(sequence: str, part: ExportPart) -> Steps[None]:
+    """Send a part, again where it was damaged on its way."""
+    for _ in range(SENT_AGAIN):
+        with suppress(DigestMismatch):
+            yield import_part(sequence, part)
+            return
+    yield import_part(sequence, part)
+
+
+def ended(
+    sequence: str, header: ExportHeader, digest: str, options: ImportOptions
+) -> Steps[ImportState]:
+    """The sequence is there, and its pages have their names."""
+    state: ImportState = yield end_import(sequence, digest)
+    if options.share and (prefix := header.prefix) is not None:
+        with suppress(KeyMismatch):  # the cache has other pages by these names: they stay
+            yield commit(sequence, prefix)
+    return state
+
+
+def copying(
+    sequence: str,
+    name: str,
+    part_bytes: int | None,
+    options: ImportOptions,
+    progress: Progress,
+) -> Generator[tuple[End, Call[Any]], Any, ImportState]:
+    """Bring a sequence from one service to another; yields each call with whom it is for."""
+    header: ExportHeader = yield "source", export_header(sequence, part_bytes=part_bytes)
+    state: ImportState = yield from at("target", begun(name, header, options))
+    before = state.digest or header.digest
+    for number in range(state.next_part, state.num_parts):
+        call = export_part(sequence, header, number, before=before)
+        part: ExportPart = yield "source", call
+        yield from at("target", sent_until_whole(name, part))
+        before = part.digest
+        progress(number + 1, state.num_parts)
+    return (yield from at("target", ended(name, header, before, options)))
+
+
+def at(end: End, steps: Steps[T]) -> Generator[tuple[End, Call[Any]], Any, T]:
+    """The same steps, each with whom it is for."""
+    try:
+        call = next(steps)
+        while True:
+            try:
+                answer = yield end, call
+            except AttndError as error:
+                call = steps.throw(error)
+            else:
+                call = steps.send(answer)
+    except StopIteration as stop:
+        return cast(T, stop.value)
+    finally:
+        steps.close()
+
+
+def carried_out(steps: Steps[T], send: Callable[[Call[Any]], Any]) -> T:
+    """Carry out calls that block, one after another."""
+    return every_call(at("source", steps), lambda _, call: send(call))
+
+
+def every_call(
+    steps: Generator[tuple[End, Call[Any]], Any, T], send: Callable[[End, Call[Any]], Any]
+) -> T:
+    try:
+        end, call = next(steps)
+        while True:
+            try:
+                answer = send(end, call)
+            except AttndError as error:
+                end, call = steps.throw(error)
+            else:
+                end, call = steps.send(answer)
+    except StopIteration as stop:
+        return cast(T, stop.value)
+    finally:
+        steps.close()
+
+
+async def awaited(steps: Steps[T], send: Callable[[Call[Any]], Awaitable[Any]]) -> T:
+    """As `carried_out`, with calls that are awaited; files are read and written in a thread."""
+    advance: Callable[[Any], Call[Any] | Over] = partial(advanced, steps.send)
+    given: Any = None
+    try:
+        while True:
+            call = await asyncio.to_thread(advance, given)
+            if isinstance(call, Over):
+                return cast(T, call.value)
+            try:
+                given = await send(call)
+                advance = partial(advanced, steps.send)
+            except AttndError as error:
+                given = error
+                advance = partial(advanced, steps.throw)
+    finally:
+        steps.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """What steps came to: no future may raise StopIteration."""
+
+    value: Any
+
+
+def advanced(go_on: Callable[[Any], Call[Any]], given: Any) -> Call[Any] | Over:
+    """The next call, or what the steps came to."""
+    try:
+        return go_on(given)
+    except StopIteration as stop:
+        return Over(stop.value)
+
+
+def export(
+    self: Sender,
+    sequence: str,
+    to: Place,
+    *,
+    part_bytes: int | None = None,
+    progress: Progress = silent,
+) -> ExportHeader:
+    """Write a sequence's KV to a file: a path, or a binary file that is open.
+
+    A path that has an interrupted export of the sequence as it is now is gone on with.
+    `progress(done, of)` is told of every part. Raises `SequenceChanged` when the sequence changes
+    meanwhile (export a fork of one that grows), and what a call raises.
+    """
+    return carried_out(exporting(sequence, to, part_bytes, progress), self.send)
+
+
+def import_(
+    self: Sender,
+    sequence: str,
+    origin: Place,
+    *,
+    options: ImportOptions = DEFAULT,
+    progress: Progress = silent,
+) -> ImportState:
+    """Make a sequence from a file that `export` wrote; an interrupted import is gone on with.
+
+    A part that is damaged on its way is sent again. Raises `ExportFileError` for a file that is
+    none or not whole, what `begin_import` raises, and what a call raises.
+    """
+    return carried_out(importing(sequence, origin, options, progress), self.send)
+
+
+async def export_async(
+    self: AsyncSender,
+    sequence: str,
+    to: Place,
+    *,
+    part_bytes: int | None = None,
+    progress: Progress = silent,
+) -> ExportHeader:
+    """As `Client.export`; the file is written, and `progress` called, in a thread."""
+    return await awaited(exporting(sequence, to, part_bytes, progress), self.send)
+
+
+async def import_async(
+    self: AsyncSender,
+    sequence: str,
+    origin: Place,
+    *,
+    options: ImportOptions = DEFAULT,
+    progress: Progress = silent,
+) -> ImportState:
+    """As `Client.import_`; the file is read, and `progress` called, in a thread."""
+    return await awaited(importing(sequence, origin, options, progress), self.send)
+
+
+def copy_sequence(
+    source: Sender,
+    target: Sender,
+    sequence: str,
+    name: str | None = None,
+    *,
+    part_bytes: int | None = None,
+    options: ImportOptions = DEFAULT,
+    progress: Progress = silent,
+) -> ImportState:
+    """Copy a sequence from one service to another, or to another name; the original stays.
+
+    An interrupted copy is gone on with where the sequence is still what it was. Raises what
+    `export` and `import_` do.
+    """
+    steps = copying(sequence, name or sequence, part_bytes, options, progress)
+    ends = {"source": source, "target": target}
+    return every_call(steps, lambda end, call: ends[end].send(call))
