@@ -51,6 +51,26 @@ EXAMPLES: list[tuple[AttndError, int, str, dict[str, Any]]] = [
     (errors.UnknownLease("lease-1"), 404, "unknown_lease", {"lease": "lease-1"}),
     (errors.UnknownPage("ab"), 404, "unknown_page", {"page_key": "ab"}),
     (errors.KeyMismatch(3, "it has another"), 409, "key_mismatch", {"page": 3}),
+    (errors.UnknownImport("a"), 404, "unknown_import", {"sequences": ["a"]}),
+    (
+        errors.SequenceChanged("a", "0f"),
+        409,
+        "sequence_changed",
+        {"sequences": ["a"], "generation": "0f"},
+    ),
+    (errors.ImportExists("a"), 409, "import_exists", {"sequences": ["a"]}),
+    (
+        errors.PartMismatch(3, 1, 4),
+        409,
+        "part_mismatch",
+        {"part": 3, "next_part": 1, "num_parts": 4},
+    ),
+    (
+        errors.DigestMismatch("part 3", "0f", "1f"),
+        422,
+        "digest_mismatch",
+        {"of": "part 3", "given": "0f", "found": "1f"},
+    ),
     (errors.OutOfSequences(3, 2, 9), 507, "out_of_sequences", {"needed": 3, "free": 2, "total": 9}),
 ]
 

@@ -21,6 +21,7 @@ from service.operations.info import InfoAnswer, PoolDType
 from service.operations.names import NAMES, CacheSalt, Seconds
 from service.operations.sequences import SequenceFields
 from service.operations.spec import Operation, TensorSpec
+from service.operations.tensors import row
 
 DEFAULT_PART_BYTES: Final = 16 * 2**20
 DEFAULT_IDLE_S: Final = 60.0
@@ -284,6 +285,11 @@ IMPORT: Final = Operation(
     answer=ImportAnswer,
     check=check_import,
     scope="append",
+    example={
+        "part": 0,
+        "digest": "0f" * 32,
+        "tensors": row("k", 1) | row("v", 1),
+    },
 )
 
 GET_IMPORT: Final = Operation(

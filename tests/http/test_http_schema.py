@@ -47,6 +47,8 @@ CONTROL_ROUTES = {
     "/v1/page-table": {"post"},
     "/v1/sequences/delete": {"post"},
     "/v1/sequences/{id}/commit": {"post"},
+    "/v1/sequences/{id}/export": {"post"},
+    "/v1/sequences/{id}/import": {"get", "post", "delete"},
     "/v1/prefix/match": {"post"},
     "/v1/leases/{id}": {"post", "delete"},
     "/v1/prefix/pin": {"put", "delete"},

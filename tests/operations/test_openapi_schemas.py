@@ -27,6 +27,8 @@ TENSORS = {
     "create_sequences": ({"token_ids", "page_keys"}, set()),
     "match_prefix": ({"token_ids", "page_keys"}, set()),
     "commit": ({"token_ids", "page_keys"}, set()),
+    "export_sequence": (set(), {"token_ids", "page_keys", "k", "v"}),
+    "import_sequence": ({"token_ids", "page_keys", "k", "v"}, set()),
 }
 each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
 

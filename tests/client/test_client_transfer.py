@@ -1,0 +1,231 @@
+"""Exports and imports by all clients between two services, lost and damaged on their way."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attnd
+import numpy as np
+import pytest
+from attnd import AsyncClient, Client, ImportOptions, Prefix, Session, copy_sequence
+from attnd.errors import ReplyLost
+from attnd.http.blocking import Response, SocketTransport
+from attnd.http.messages import Request
+from attnd.http.origin import origin_of
+from numpy.typing import NDArray
+from running_service import connect, service
+
+LAYERS, LENGTH = 2, 150
+PART_BYTES = 2**16
+TOKENS = list(range(LENGTH))
+Array = NDArray[Any]
+
+
+@pytest.fixture(scope="module")
+def road(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("r") / "road")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory, road: str) -> Iterator[str]:
+    path = str(tmp_path_factory.mktemp("s") / "s")
+    with service("--server.uds", path, "--server.socket", road) as where:
+        yield where
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    path = str(tmp_path_factory.mktemp("t") / "s")
+    with service("--server.uds", path) as where:
+        yield where
+
+
+@pytest.fixture
+def source(here: str) -> Iterator[Client]:
+    with connect(here) as client:
+        yield client
+        clear(client)
+
+
+@pytest.fixture
+def target(there: str) -> Iterator[Client]:
+    with connect(there) as client:
+        yield client
+        clear(client)
+
+
+def clear(client: Client) -> None:
+    client.delete_sequences(prefix="")
+    client.clear()
+    pool = client.pool()
+    assert (pool.referenced, pool.imports, pool.integrity) == (0, 0, "ok")
+
+
+def grow(client: Client, name: str, length: int = LENGTH) -> None:
+    rng = np.random.default_rng(3)
+    client.create_sequence(name)
+    for layer in range(LAYERS):
+        k, v = rng.standard_normal((2, length, 2, 64)).astype(np.float32)
+        client.append(layer, [name], k, v, append_indptr=[0, length])
+
+
+def held(client: Client | Session, name: str) -> Array:
+    gathered = [client.gather(layer, [name]) for layer in range(LAYERS)]
+    return np.array([(one.k, one.v) for one in gathered])
+
+
+def test_every_client_exports_imports_and_copies_to_the_bit(
+    source: Client, target: Client, there: str, road: str, tmp_path: Path
+) -> None:
+    grow(source, "a")
+    wanted, told = held(source, "a"), []
+    progress = lambda done, of: told.append((done, of))  # noqa: E731
+    header = source.export("a", tmp_path / "one", part_bytes=PART_BYTES, progress=progress)
+    assert told == [(done + 1, header.num_parts) for done in range(header.num_parts)]
+    assert header.num_parts > 2
+    assert target.import_("a", tmp_path / "one").state == "done"
+    file = io.BytesIO()
+    with Session(road) as session:
+        session.export("a", file, part_bytes=PART_BYTES)
+        file.seek(0)
+        session.import_("b", file)
+        np.testing.assert_array_equal(held(session, "b"), wanted)
+        assert copy_sequence(session, target, "a", "c").state == "done"
+
+    async def run() -> None:
+        client = AsyncClient(uds=there.removeprefix("unix:"))
+        await client.export("a", tmp_path / "two", part_bytes=PART_BYTES)
+        await client.import_("d", tmp_path / "two")
+        with pytest.raises(attnd.SequenceExists):
+            await client.import_("d", tmp_path / "two")
+        await client.aclose()
+
+    asyncio.run(run())
+    for name in "acd":
+        np.testing.assert_array_equal(held(target, name), wanted)
+
+
+def test_what_an_export_names_is_shared_and_named_where_it_is_imported(
+    source: Client, target: Client
+) -> None:
+    grow(source, "a")
+    source.commit("a", Prefix(TOKENS))
+    copy_sequence(source, target, "a")
+    assert target.match_prefix(Prefix(TOKENS), lease_s=0).matched_len == 144
+    free = target.pool().free
+    state = copy_sequence(source, target, "a", "again", part_bytes=PART_BYTES)
+    assert (state.cached_len, free - target.pool().free) == (144, 1)
+    np.testing.assert_array_equal(held(target, "again"), held(source, "a"))
+    alone = ImportOptions(share=False)
+    assert copy_sequence(source, target, "a", "alone", options=alone).cached_len == 0
+
+
+def test_an_interrupted_export_and_import_go_on_where_they_were(
+    source: Client, target: Client, tmp_path: Path
+) -> None:
+    grow(source, "a")
+    path = tmp_path / "export"
+    source.export("a", path, part_bytes=PART_BYTES)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(attnd.InterruptedExport):
+        target.import_("a", path)
+    under_way = target.get_import("a")
+    assert under_way.state == "receiving" and 0 < under_way.next_part < under_way.num_parts
+    done: list[int] = []
+    source.export("a", path, part_bytes=PART_BYTES, progress=lambda part, _: done.append(part))
+    assert path.read_bytes() == whole and done[0] > 1
+    target.import_("a", path, progress=lambda part, _: done.append(part))
+    assert done[-(under_way.num_parts - under_way.next_part) :][0] == under_way.next_part + 1
+    np.testing.assert_array_equal(held(target, "a"), held(source, "a"))
+
+
+def test_a_file_of_what_the_sequence_was_before_is_written_anew(
+    source: Client, tmp_path: Path
+) -> None:
+    grow(source, "a")
+    path = tmp_path / "export"
+    source.export("a", path, part_bytes=PART_BYTES)
+    before = path.read_bytes()
+    source.truncate("a", 100)
+    header = source.export("a", path, part_bytes=PART_BYTES)
+    assert header.fields["lengths"] == [100, 100]
+    assert len(path.read_bytes()) < len(before)
+    with pytest.raises(attnd.SequenceChanged):
+        first = source.export_header("a")
+        source.truncate("a", 90)
+        source.export_part("a", first, 0, before=first.digest)
+
+
+class Troubled:
+    """A transport that loses or damages what its script says, by the number of a request."""
+
+    def __init__(
+        self, where: str, lose: tuple[int, ...] = (), damage: tuple[int, ...] = ()
+    ) -> None:
+        uds = where.removeprefix("unix:")
+        self.inner = SocketTransport(origin_of("http://127.0.0.1:8080", uds, None, True, None))
+        self.lose, self.damage = lose, damage
+        self.count = 0
+
+    def send(self, request: Request) -> Response:
+        self.count += 1
+        if self.count in self.damage:
+            *head, last = request.body
+            raw = bytearray(last)
+            raw[len(raw) // 2] ^= 1
+            request = Request(
+                request.method,
+                request.target,
+                request.headers,
+                (*head, bytes(raw)),
+                request.timeout_s,
+            )
+        response = self.inner.send(request)
+        if self.count in self.lose:
+            raise ReplyLost("the connection broke")
+        return response
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def test_lost_replies_and_damaged_parts_are_made_up_for(
+    source: Client, target: Client, there: str
+) -> None:
+    grow(source, "a")
+    header = source.export_header("a", part_bytes=PART_BYTES)
+    last = header.num_parts + 6
+    with Client(transport=Troubled(there, lose=(1, 4, last), damage=(7,))) as troubled:
+        assert copy_sequence(source, troubled, "a", part_bytes=PART_BYTES).state == "done"
+    np.testing.assert_array_equal(held(target, "a"), held(source, "a"))
+
+
+def test_an_import_can_be_cancelled_and_says_what_it_refuses(
+    source: Client, target: Client
+) -> None:
+    grow(source, "a")
+    header = source.export_header("a", part_bytes=PART_BYTES)
+    target.begin_import("b", header, idle_s=30)
+    part = source.export_part("a", header, 1, before=header.digest)
+    with pytest.raises(attnd.PartMismatch) as told:
+        target.import_part("b", part)
+    assert (told.value.part, told.value.next_part) == (1, 0)
+    assert told.value.num_parts == header.num_parts
+    other = source.export_header("a", part_bytes=2 * PART_BYTES)
+    with pytest.raises(attnd.ImportExists) as exists:
+        target.begin_import("b", other)
+    assert exists.value.sequences == ("b",)
+    first = source.export_part("a", header, 0, before=other.digest)
+    with pytest.raises(attnd.DigestMismatch) as digest:
+        target.import_part("b", first)
+    assert digest.value.of == "before" and digest.value.given != digest.value.found
+    assert target.pool().imports == 1
+    target.cancel_import("b")
+    with pytest.raises(attnd.UnknownImport) as unknown:
+        target.get_import("b")
+    assert unknown.value.sequences == ("b",)
