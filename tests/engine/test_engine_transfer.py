@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import secrets
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -486,5 +489,68 @@ def test_a_sequences_time_to_live_comes_along() -> None:
         assert (await caller.call("get_sequence", {"id": "b"})).fields["ttl_s"] == 900.0
         await asyncio.sleep(1.2)
         assert (await caller.call("get_sequence", {"id": "b"})).fields["length"] == 23
+
+    on_cpu(scenario)
+
+
+def test_imports_in_any_order_with_flaws_leave_what_they_should() -> None:
+    seed = secrets.randbits(40)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    names = ("x", "y", "z")
+
+    def flawed(asked: Asked) -> Asked:
+        """An operation that is right, or wrong in one of many ways."""
+        flaw = rng.randrange(8)
+        if flaw == 0:
+            return asked.but(digest=f"{rng.getrandbits(256):064x}")
+        if flaw == 1 and asked.tensors:
+            name = rng.choice(sorted(asked.tensors))
+            return asked.but(**{name: asked.tensors[name][rng.randrange(2) :] * 1})
+        if flaw == 2 and "k" in asked.tensors:
+            return asked.but(k=asked.tensors["v"])
+        if flaw == 3 and "part" in asked.fields:
+            return asked.but(part=rng.randrange(9))
+        if flaw == 4 and "header" in asked.fields:
+            header = dict(asked.fields["header"])
+            header[rng.choice(sorted(header))] = rng.choice((0, 1, "", None, [3, 3], 2**40))
+            return asked.but(header=header)
+        return asked
+
+    async def scenario(caller: Caller) -> None:
+        exports = []
+        for number, length in enumerate((0, 3, 17, 23)):
+            await create(caller, f"a{number}")
+            await grow(caller, f"a{number}", (length, length), CPU_GEOMETRY, seed=number)
+            size = PAGE_BYTES * rng.choice((1, 2, 4))
+            exports.append((f"a{number}", await export(caller, f"a{number}", part_bytes=size)))
+        begun: dict[str, int] = {}
+        codes: Counter[str] = Counter()
+        for _ in range(600):
+            name = rng.choice(names)
+            number = begun.get(name, rng.randrange(4))
+            given = exports[number][1]
+            parts = [given.part(name, part) for part in range(len(given.parts))]
+            asked = rng.choice((given.begin(name), *parts, *parts, given.end(name)))
+            asked = flawed(asked)
+            if rng.random() < 0.05:
+                asked = rng.choice((Asked("cancel_import", {"id": name}, {}), delete(name)))
+            told = await outcome(caller.submit(asked))
+            codes[code(told)] += 1
+            assert code(told) != "internal"
+            if code(told) != "ok":
+                continue
+            if "header" in asked.fields:
+                begun[name] = number
+            elif asked.name != "import_sequence" or told.fields["state"] == "done":
+                begun.pop(name, None)
+            if asked.name == "import_sequence" and told.fields["state"] == "done":
+                assert await same(caller, exports[number][0], name, LAYERS)
+        assert codes["ok"] > 50 and codes["digest_mismatch"] and codes["part_mismatch"], codes
+        for name in names:
+            for asked in (Asked("cancel_import", {"id": name}, {}), delete(name)):
+                await outcome(caller.submit(asked))
+        told = await pool(caller)
+        assert (told["imports"], told["referenced"], told["integrity"]) == (0, 10, "ok")
 
     on_cpu(scenario)

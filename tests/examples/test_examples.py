@@ -73,6 +73,14 @@ def test_split_kv_equals_one_service_and_float64() -> None:
     assert "against dense float64: o differs by at most" in told, told
 
 
+def test_a_sequence_moves_through_a_file_and_to_a_service_that_has_most_of_it() -> None:
+    told = python("moving.py")
+    assert "half a file: receiving" in told, told
+    assert "1000 tokens" in told, told
+    assert "both services decode the same, to the bit" in told, told
+    assert "copied: 992 tokens were cached there, 1 page new" in told, told
+
+
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_tritons_own_client_decodes_forks(protocol: str) -> None:
     told = python("triton_client.py", "--protocol", protocol, "--shared-memory")
