@@ -366,6 +366,46 @@ class CacheSettings(Section):
         return tuple(one for one in given if one is not None and not one.startswith(LOCAL))
 
 
+class ClusterSettings(Section):
+    """Several engines that look like one service."""
+
+    engines: Annotated[int, Field(ge=0, le=64)] = 1
+    """Engine processes on this machine behind one HTTP door, each with a pool of its own, as
+    `pool.num_pages` says; on CUDA engine i has GPU `backend.device` + i. One that dies takes its
+    sequences along (410, `lost_sequence`), and is started again. 0 where all are elsewhere."""
+
+    members: tuple[Annotated[str, Field(pattern=r"^tcp:.+:[0-9]{1,5}$")], ...] = ()
+    """Engines on other hosts, as `tcp:HOST:PORT`, where their `cluster.listen` is. In the
+    environment: `["tcp:10.0.0.2:9080"]`."""
+
+    listen: Annotated[str | None, Field(pattern=r"^.+:[0-9]{1,5}$")] = None
+    """HOST:PORT where doors on other hosts reach the engine over TCP; engine i is at PORT + i. The
+    road is not encrypted, so this is for a private network; who connects proves that it has the
+    secret."""
+
+    secret_file: Annotated[str | None, Field(min_length=1)] = None
+    """File with the secret of the cluster, the same on all hosts: 32 characters at least, such as
+    `openssl rand -hex 32` prints."""
+
+    lost_after_s: Annotated[float, Field(ge=0.0)] = 10.0
+    """Seconds for which an engine on another host may be out of reach before its sequences count as
+    lost; meanwhile calls for them are answered 503."""
+
+    @model_validator(mode="after")
+    def check_together(self) -> ClusterSettings:
+        if not self.engines and not self.members:
+            raise ValueError("cluster.engines = 0: name engines elsewhere in cluster.members")
+        needs = "cluster.listen" if self.listen is not None else "cluster.members"
+        if (self.listen is not None or self.members) and self.secret_file is None:
+            raise ValueError(f"{needs}: hosts know each other by cluster.secret_file: set that too")
+        return self
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is only one engine, and so no cluster."""
+        return self.engines == 1 and not self.members
+
+
 class LogSettings(Section):
     """What is written to standard error."""
 
@@ -390,6 +430,7 @@ class Settings(Section):
     auth: AuthSettings = AuthSettings()
     engine: EngineSettings = EngineSettings()
     cache: CacheSettings = CacheSettings()
+    cluster: ClusterSettings = ClusterSettings()
     log: LogSettings = LogSettings()
     config: Path | None = None
     """A YAML file laid over the defaults."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +26,8 @@ from config.settings import (
 from service import __version__
 from service.addresses import Addresses, bind_addresses
 from service.cells import make_shared
+from service.cluster.listed import engine_name, list_members
+from service.cluster.secret import SecretError, secret_of
 from service.doors.oip.region_table import make_table
 from service.key_command import key_command
 from service.keys import KeysError, keys_of
@@ -36,7 +37,6 @@ from service.road.listening import CannotListen
 from service.supervisor import ENGINE, Supervisor
 
 LOG: Final = logging.getLogger("attnd")
-SECRET_BYTES: Final = 32
 OTHER_FILES: Final = 256
 """Open files of a process beside its connections: libraries, devices, arenas, pipes."""
 
@@ -51,7 +51,14 @@ class Commands:
     zmq: tuple[str, ...] = (sys.executable, "-m", "service.doors.zmq")
 
 
-def main(argv: Sequence[str], commands: Commands = Commands()) -> int:
+CLUSTER_DOOR: Final = (sys.executable, "-m", "service.cluster")
+IN_CLUSTER: Final = Commands(
+    door=(*CLUSTER_DOOR, "http"), grpc=(*CLUSTER_DOOR, "grpc"), zmq=(*CLUSTER_DOOR, "zmq")
+)
+"""Doors with several engines behind them."""
+
+
+def main(argv: Sequence[str], commands: Commands | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the service's exit status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while nothing runs yet
     if argv[:1] == ["key"]:
@@ -69,11 +76,17 @@ def main(argv: Sequence[str], commands: Commands = Commands()) -> int:
     set_up_logs(settings.log, "main")
     try:
         keys_of(settings.auth)  # doors and engine read them by themselves
-    except KeysError as error:
+        secret = secret_of(settings.cluster)
+    except (KeysError, SecretError) as error:
         print(f"attnd: {error}", file=sys.stderr)
         return 2
     try:
-        addresses = bind_addresses(settings.server, is_private=settings.auth.is_private)
+        addresses = bind_addresses(
+            settings.server,
+            is_private=settings.auth.is_private,
+            num_engines=settings.cluster.engines,
+            remote=settings.cluster.listen,
+        )
     except CannotListen as error:
         LOG.error("cannot listen: %s", error)
         return 1
@@ -81,18 +94,32 @@ def main(argv: Sequence[str], commands: Commands = Commands()) -> int:
         bound.callback(addresses.close)
         try:
             # closed once: a path may be another service's by the time this one has ended
-            return supervise(settings, addresses, bound.close, commands)
+            usual = Commands() if settings.cluster.is_one else IN_CLUSTER
+            return supervise(settings, addresses, bound.close, commands or usual, secret)
         except OSError as error:
             LOG.error("cannot start the processes: %s", error)
             return 1
 
 
 def supervise(
-    settings: Settings, addresses: Addresses, stop_listening: Callable[[], None], commands: Commands
+    settings: Settings,
+    addresses: Addresses,
+    stop_listening: Callable[[], None],
+    commands: Commands,
+    secret: str,
 ) -> int:
     """Start engine and doors on their sockets, and watch them to the end."""
     allow_open_files(settings)
-    children = [Child(ENGINE, commands.engine, (addresses.engine.sock,))]
+    paths = [one.path for one in addresses.engines]
+    is_one = settings.cluster.is_one
+    called = paths[0] if is_one else addresses.members
+    if not is_one:
+        list_members(called, paths, settings.cluster)
+    children = []
+    for number, one in enumerate(addresses.engines):
+        name = ENGINE if is_one else engine_name(number)
+        sockets = (one.sock, *addresses.remote[number : number + 1])
+        children.append(Child(name, commands.engine, sockets, number))
     for worker in range(settings.server.http_workers):
         children.append(Child(f"http-{worker}", commands.door, addresses.http, worker))
     if settings.server.grpc_port is not None:
@@ -103,18 +130,21 @@ def supervise(
     shared = Shared(
         settings=settings,
         lifeline=lifeline,
-        engine_socket=str(addresses.engine.path),
+        engine_socket=str(called),
         url=addresses.url,
-        secret=secrets.token_hex(SECRET_BYTES),
+        secret=secret,
         metrics={child.process: make_shared() for child in children},
         regions=make_table() if settings.server.client_shm else None,
     )
     docs = " (API at /docs)" if addresses.uds is None else ""
     LOG.info("attnd %s serves %s%s", __version__, addresses.url, docs)
-    LOG.info("sessions at %s", addresses.engine.path)
+    if paths:
+        LOG.info("sessions at %s", ", ".join(map(str, paths)))
     try:
         return Supervisor(children, shared, stop_listening).run()
     finally:
+        if not is_one:
+            called.unlink(missing_ok=True)
         for fd in (held, *shared.descriptors):
             os.close(fd)
 

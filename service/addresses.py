@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Final
 
 from config.sections import ServerSettings
-from service.road.listening import CannotListen, Listening, default_path, listen
+from service.road.listening import (
+    CannotListen,
+    Listening,
+    default_path,
+    listen,
+    make_directory,
+)
 
 BACKLOG: Final = 2048
 """Connections that may wait for a door to accept them; the system may allow fewer."""
@@ -28,23 +34,35 @@ class Addresses:
     http: tuple[socket.socket, ...]
     url: str
     """HTTP's address for people: the port is the one that was bound."""
-    engine: Listening
+    engines: tuple[Listening, ...]
+    """The engine's own socket; in a cluster one of each."""
+    members: Path
+    """Where a cluster's file of members goes."""
+    remote: tuple[socket.socket, ...]
+    """Where doors of other hosts come in, one of each engine; none where they do not."""
     uds: Listening | None
     """HTTP's, when it is a Unix socket."""
 
     def close(self) -> None:
         """Close the supervisor's ends, so that nobody waits at a door that has gone; the files of
         Unix sockets are removed where they are still ours."""
-        self.engine.close()
+        for engine in self.engines:
+            engine.close()
         if self.uds is not None:
             self.uds.close()
-        for one in self.http:
+        for one in (*self.http, *self.remote):
             one.close()
 
 
-def bind_addresses(server: ServerSettings, *, is_private: bool = False) -> Addresses:
-    """Bind HTTP's sockets and the engine's, and see that gRPC's port is free; with `is_private`, on
-    this machine's loopback only.
+def bind_addresses(
+    server: ServerSettings,
+    *,
+    is_private: bool = False,
+    num_engines: int = 1,
+    remote: str | None = None,
+) -> Addresses:
+    """Bind HTTP's sockets, the engines', and where those are reached from other hosts; and see that
+    gRPC's port is free. With `is_private`, HTTP is on this machine's loopback only.
 
     Raises `CannotListen`, one line.
     """
@@ -64,9 +82,43 @@ def bind_addresses(server: ServerSettings, *, is_private: bool = False) -> Addre
                 one.close()
         path = engine_path(server, port)
         private = server.socket is None and server.uds is None
-        engine = listen(path, private=private, mode=int(server.socket_mode, 8))
+        if not num_engines:
+            make_directory(path.parent, private)
+        engines = []
+        for own in engine_paths(path, num_engines):
+            engines.append(listen(own, private=private, mode=int(server.socket_mode, 8)))
+            undo.callback(engines[-1].close)
+        entries = listen_remote(remote, num_engines)
         undo.pop_all()
-    return Addresses(http, url, engine, uds)
+    members = path.with_suffix(".members")
+    return Addresses(http, url, tuple(engines), members, entries, uds)
+
+
+def listen_remote(address: str | None, count: int) -> tuple[socket.socket, ...]:
+    """A socket for every engine, at ports one after another. Raises `CannotListen`."""
+    if address is None:
+        return ()
+    host, _, port = address.rpartition(":")
+    found: list[socket.socket] = []
+    for number in range(count):
+        chosen = int(port) + number if int(port) else 0
+        try:
+            first, *others = listen_tcp(host.strip("[]"), chosen, False, "cluster.listen")
+        except CannotListen:
+            for one in found:
+                one.close()
+            raise
+        found.append(first)
+        for one in others:
+            one.close()
+    return tuple(found)
+
+
+def engine_paths(path: Path, count: int) -> list[Path]:
+    """One engine listens at the path itself, several beside it: `8080-0.sock`, `8080-1.sock`."""
+    if count == 1:
+        return [path]
+    return [path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(count)]
 
 
 def engine_path(server: ServerSettings, port: int) -> Path:

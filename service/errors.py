@@ -18,6 +18,7 @@ AttndError
 ├── SequenceChanged       409 sequence_changed        sequences, generation
 ├── ImportExists          409 import_exists           sequences
 ├── PartMismatch          409 part_mismatch           part, next_part, num_parts
+├── LostSequence          410 lost_sequence           sequences
 ├── BodyTooLarge          413 body_too_large          size, limit
 ├── AnswerTooLarge        413 answer_too_large        size, limit
 ├── UnsupportedMediaType  415 unsupported_media_type  supported
@@ -171,6 +172,14 @@ class DigestMismatch(AttndError):
         super().__init__(detail, of=of, given=given, found=found)
 
 
+class LostSequence(AttndError):
+    """In a cluster: gone with the engine that they were on."""
+
+    def __init__(self, ids: Sequence[str]) -> None:
+        detail = f"lost with their engine: {', '.join(ids)}: create them anew"
+        super().__init__(detail, sequences=list(ids))
+
+
 class BodyTooLarge(AttndError):
     """Longer than server.max_body_bytes, or server.max_json_bytes for JSON."""
 
@@ -271,6 +280,7 @@ KINDS: Final[dict[type[AttndError], Kind]] = {
     SequenceChanged: Kind(409, "sequence_changed", "The sequence changed during its export"),
     ImportExists: Kind(409, "import_exists", "The id is being imported from another export"),
     PartMismatch: Kind(409, "part_mismatch", "Another part is wanted"),
+    LostSequence: Kind(410, "lost_sequence", "The sequence was lost with its engine"),
     BodyTooLarge: Kind(413, "body_too_large", "The body is too large"),
     AnswerTooLarge: Kind(413, "answer_too_large", "The answer is too large"),
     UnsupportedMediaType: Kind(415, "unsupported_media_type", "The media type is not supported"),

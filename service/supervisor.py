@@ -18,7 +18,8 @@ from service.processes import CANNOT_START, Child, Shared, start
 
 LOG: Final = logging.getLogger("attnd.supervisor")
 ENGINE: Final = "engine"
-"""The process without which the service ends; all others are doors, which are started again."""
+"""The process without which the service ends; all others are started again: doors, and in a
+cluster engines, whose names begin like this."""
 
 YOUNG_S: Final = 10.0
 """A door that dies younger than this died of its start."""
@@ -124,7 +125,7 @@ class Supervisor:
         self._stopping = Stopping(status, now, now + patience)
         self._due.clear()
         self._stop_listening()
-        for running in sorted(self._running.values(), key=is_engine):
+        for running in sorted(self._running.values(), key=has_pool):
             running.process.terminate()
 
     def _reap(self) -> None:
@@ -148,9 +149,9 @@ class Supervisor:
             LOG.error("%s %s: stopping, since all sequences are lost with it", name, how)
             self._stop(1)
         else:
-            self._door_ended(running, how)
+            self._one_ended(running, how)
 
-    def _door_ended(self, running: Running, how: str) -> None:
+    def _one_ended(self, running: Running, how: str) -> None:
         """Start it again, unless it dies of its start."""
         name = running.child.process
         now = time.monotonic()
@@ -189,6 +190,10 @@ class Supervisor:
 
 def is_engine(running: Running) -> bool:
     return running.child.process == ENGINE
+
+
+def has_pool(running: Running) -> bool:
+    return running.child.process.startswith(ENGINE)
 
 
 def describe(status: Status) -> str:

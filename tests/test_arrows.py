@@ -119,6 +119,17 @@ ARROWS: Final = (
         under("service.doors.http", "fastapi", "starlette", "uvicorn", "httptools"),
     ),
     Arrow(
+        "a cluster's router never imports the engine or kernels",
+        ("service/cluster/*",),
+        under("service.engine", "kernels"),
+    ),
+    Arrow(
+        "only what starts the service knows the cluster",
+        PRODUCT,
+        under("service.cluster"),
+        but=("service/cluster/*", "service/__main__.py"),
+    ),
+    Arrow(
         "the engine knows no door and no web framework",
         ("service/engine/*", "service/core/*", "kernels/*"),
         under("service.doors", "fastapi", "starlette", "uvicorn", "asyncio"),

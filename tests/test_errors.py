@@ -71,6 +71,7 @@ EXAMPLES: list[tuple[AttndError, int, str, dict[str, Any]]] = [
         "digest_mismatch",
         {"of": "part 3", "given": "0f", "found": "1f"},
     ),
+    (errors.LostSequence(["a"]), 410, "lost_sequence", {"sequences": ["a"]}),
     (errors.OutOfSequences(3, 2, 9), 507, "out_of_sequences", {"needed": 3, "free": 2, "total": 9}),
 ]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from service.doors.link import Link
 from service.doors.problems import ProblemText
+from service.doors.upstream import Upstream
 from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST
@@ -16,7 +16,7 @@ from service.road.frames import NO_REQUEST_ID
 from service.tenants import Tenant
 
 
-async def events_after(link: Link, tenant: Tenant, last: int) -> dict[str, Any]:
+async def events_after(link: Upstream, tenant: Tenant, last: int) -> dict[str, Any]:
     """The answer of `events`. Raises AttndError, ProblemText."""
     request, length = await link.lay([header(REQUEST, dump_json({"after": last}), ())])
     try:

@@ -31,7 +31,7 @@ LESS: Final = "ask for less at once (gather takes start and stop), or raise serv
 class Link:
     """The way to the engine of one door, on its event loop."""
 
-    def __init__(self, limits: ServerSettings, *, has_keys: bool = False) -> None:
+    def __init__(self, limits: ServerSettings, has_keys: bool = False) -> None:
         """`has_keys`: calls are made for the tenants who showed them."""
         self.limits = limits
         self.has_keys = has_keys
@@ -72,6 +72,11 @@ class Link:
         if self.caller is None or self.caller.lost:
             raise NotReady(self.state[1])
         return self.caller
+
+    @property
+    def arena_fd(self) -> int:
+        """The arena's file, for a process beside the door. Raises NotReady."""
+        return self.engine().mapping.fd
 
     def take(self, size: int) -> Slot:
         """A slot from what the arena has now. Raises ArenaFull."""

@@ -35,8 +35,9 @@ def serve(inherited: Inherited) -> int:
     settings = inherited.settings
     metrics = Metrics(inherited.process, inherited.metrics)
     try:
-        backend = backend_maker(settings.pool, settings.backend)()
-        engine = Engine(inherited.sockets[0], settings, backend, metrics, inherited.secret)
+        backend = backend_maker(settings.pool, settings.backend, inherited.worker)()
+        own, *remote = inherited.sockets
+        engine = Engine(own, settings, backend, metrics, inherited.secret, *remote)
     except Exception as error:
         LOG.error("cannot start: %s", error)
         LOG.debug("the start failed here:", exc_info=error)

@@ -7,6 +7,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from config.settings import ServerSettings
@@ -20,6 +21,7 @@ from service.road.arena import Pinning
 from service.road.calls import Call, Event, SessionConfig
 from service.road.listening import SpareDescriptor, accept, may_connect, turn_away
 from service.road.messages import State
+from service.road.remote import tune
 from service.road.session import Session, Stages
 
 LOG: Final = logging.getLogger("attnd.engine")
@@ -40,8 +42,10 @@ class Callers:
         info: InfoAnswer,
         admission: Admission,
         unpin: Callable[[memoryview], object],
+        remote: socket.socket | None = None,
     ) -> None:
-        self._listener = listener
+        """`remote`: where doors of other hosts come in over TCP."""
+        self._listeners = [listener] if remote is None else [listener, remote]
         self._selector = selector
         self._server = server
         self._backend = backend
@@ -61,8 +65,9 @@ class Callers:
             pinning=Pinning(self._pin, unpin),
             admission=admission,
         )
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, self.accept)
+        for one in self._listeners:
+            one.setblocking(False)
+            selector.register(one, selectors.EVENT_READ, partial(self.accept, one))
 
     @property
     def count(self) -> int:
@@ -73,14 +78,15 @@ class Callers:
         """How long nobody needs to be looked after."""
         return 1.0 if self._ungreeted else None
 
-    def accept(self) -> None:
+    def accept(self, listener: socket.socket) -> None:
         """Take a connection in, unless it is not allowed or there are too many."""
+        is_remote = listener.family != socket.AF_UNIX
         try:
-            accepted = accept(self._listener)
+            accepted = accept(listener)
         except OSError as error:
             LOG.warning("a connection could not be accepted: %s", error)
             told = f"the engine cannot take connections: {error}"
-            self._spare.turn_away(self._listener, Overloaded(told, retry_after_s=1.0))
+            self._spare.turn_away(listener, Overloaded(told, retry_after_s=1.0))
             return
         if accepted is None:
             return
@@ -94,7 +100,11 @@ class Callers:
             turn_away(sock, Overloaded(told, retry_after_s=1.0))
             return
         self._number += 1
-        session = Session(sock, self._number, self._config, self._state, who.pid)
+        if is_remote:
+            tune(sock)
+        session = Session(
+            sock, self._number, self._config, self._state, who.pid, is_remote=is_remote
+        )
         self._sessions.add(session)
         self._ungreeted.add(session)
         self._selector.register(session, selectors.EVENT_READ, session)
@@ -164,7 +174,8 @@ class Callers:
             time.sleep(0.001)
         for session in self._sessions:
             session.close()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         self._spare.close()
 
     def _look_after(self, session: Session) -> None:

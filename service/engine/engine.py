@@ -91,8 +91,10 @@ class Engine:
         backend: Backend,
         metrics: Metrics,
         secret: str = "",
+        remote: socket.socket | None = None,
     ) -> None:
-        """`secret` is what doors of the service show. Raises `KeysError`."""
+        """`secret` is what doors of the service show; those of other hosts come in at `remote`.
+        Raises `KeysError`."""
         self.info = make_info(backend, settings)
         self.state = State("ready", "ready")
         self.scheduler: Scheduler
@@ -121,6 +123,7 @@ class Engine:
             self.info,
             self._admission,
             lanes.unpin,
+            remote,
         )
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._woken, False)

@@ -14,13 +14,17 @@ class PoolTooSmall(RuntimeError):
     """The share of memory asked for does not hold one page."""
 
 
-def backend_maker(pool: PoolSettings, backend: BackendSettings) -> Callable[[], Backend]:
-    """Makes the backend when called, with memory measured then."""
+def backend_maker(
+    pool: PoolSettings, backend: BackendSettings, worker: int = 0
+) -> Callable[[], Backend]:
+    """Makes the backend when called, with memory measured then; engine `worker` of several has a
+    GPU of its own."""
 
     def make() -> Backend:
         kind: Kind = backend.kind if backend.kind != "auto" else chosen_kind()
-        pages = num_pages(pool, lambda: free_bytes(kind, backend.device))
-        return make_backend(kind, geometry(pool, pages), backend.device)
+        device = backend.device if kind == "cpu" else backend.device + worker
+        pages = num_pages(pool, lambda: free_bytes(kind, device))
+        return make_backend(kind, geometry(pool, pages), device)
 
     return make
 

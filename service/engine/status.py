@@ -23,6 +23,23 @@ def info(store: Store, request: Request, _: Seconds) -> Work:
     return Answered()
 
 
+def engines(store: Store, request: Request, _: Seconds) -> Work:
+    """The whole pool's numbers of this moment."""
+    numbers = store.numbers()
+    request.place.require(TEXT_BYTES)
+    told = {
+        "name": "engine",
+        "instance_id": store.info.instance_id,
+        "free": numbers.free,
+        "referenced": numbers.referenced,
+        "cached": numbers.cached,
+        "pinned": numbers.pinned,
+        "sequences": numbers.sequences,
+    }
+    request.place.lay({"engines": [told]})
+    return Answered()
+
+
 def pool(store: Store, request: Request, _: Seconds) -> Work:
     """The caller's numbers of this moment, and the verdict of a check with others in between."""
     request.place.require(TEXT_BYTES)

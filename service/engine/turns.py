@@ -34,7 +34,7 @@ from service.engine.sequences import (
     truncate,
 )
 from service.engine.states import merge, ragged_prefill
-from service.engine.status import info, pool
+from service.engine.status import engines, info, pool
 from service.engine.steps import step
 from service.engine.store import Store
 from service.engine.work import Seconds, Work
@@ -119,6 +119,7 @@ TURNS: Final[dict[str, Turn]] = {
     "merge": Turn(merge, launches=True),
     "info": Turn(info),
     "pool": Turn(pool),
+    "engines": Turn(engines),
     "step": Turn(step, ids_of, ids_of),
     "delete_sequences": Turn(delete_sequences, writes=named_ids, is_barrier=True, sweeps=id_prefix),
     "match_prefix": Turn(match_prefix, is_barrier=True),

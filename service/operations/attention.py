@@ -251,6 +251,7 @@ RAGGED_PREFILL: Final = Operation(
         "kv_indptr": [0, 1],
         "tensors": row("q", 2) | row("k", 1) | row("v", 1),
     },
+    routing="anywhere",
 )
 
 CASCADE: Final = Operation(
@@ -274,4 +275,5 @@ CASCADE: Final = Operation(
         "levels": [{"sequences": ["chat-1"], "qo_indptr": [0, 1]}],
         "tensors": row("q", 2),
     },
+    routing="together",
 )

@@ -65,4 +65,5 @@ EVENTS: Final = Operation(
     fields=EventsFields,
     answer=EventsAnswer,
     scope="read",
+    routing="everywhere",
 )

@@ -81,4 +81,5 @@ MERGE: Final = Operation(
             "lse": {"dtype": "F32", "shape": [1, 2, 1], "data": [0.0, "-Infinity"]},
         }
     },
+    routing="anywhere",
 )

@@ -25,7 +25,7 @@ REF: Final = "#/components/schemas/"
 
 ERRORS_OF_ALL: Final = (400, 401, 403, 405, 408, 413, 422, 429, 431, 500, 503, 504)
 ERRORS_OF_BODIES: Final = (415,)
-ERRORS_OF_STATE: Final = (404, 409, 507)
+ERRORS_OF_STATE: Final = (404, 409, 410, 507)
 
 
 class Problem(BaseModel):

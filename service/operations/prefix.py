@@ -168,6 +168,7 @@ MATCH: Final = Operation(
     check=check_match,
     scope="read",
     example={"token_ids": [11, 12, 13, 14]},
+    routing="everywhere",
 )
 
 COMMIT: Final = Operation(
@@ -197,6 +198,7 @@ RENEW_LEASE: Final = Operation(
     fields=RenewFields,
     answer=LeaseAnswer,
     scope="read",
+    routing="lease",
 )
 
 RELEASE_LEASE: Final = Operation(
@@ -212,6 +214,7 @@ RELEASE_LEASE: Final = Operation(
     status=204,
     frees=True,
     answer_text="It is gone.",
+    routing="lease",
 )
 
 PIN: Final = Operation(
@@ -227,6 +230,7 @@ PIN: Final = Operation(
     check=check_pin,
     scope="append",
     answer_text="How many pages the pin covers.",
+    routing="everywhere",
 )
 
 UNPIN: Final = Operation(
@@ -242,6 +246,7 @@ UNPIN: Final = Operation(
     status=204,
     frees=True,
     answer_text="They are gone.",
+    routing="everywhere",
 )
 
 EVICT: Final = Operation(
@@ -256,6 +261,7 @@ EVICT: Final = Operation(
     scope="append",
     frees=True,
     answer_text="How many pages were evicted.",
+    routing="everywhere",
 )
 
 CLEAR: Final = Operation(
@@ -271,6 +277,7 @@ CLEAR: Final = Operation(
     scope="append",
     frees=True,
     answer_text="How many pages were evicted.",
+    routing="everywhere",
 )
 
 GET_NAMESPACE: Final = Operation(
@@ -283,6 +290,7 @@ GET_NAMESPACE: Final = Operation(
     fields=NamespaceFields,
     answer=NamespaceAnswer,
     scope="admin",
+    routing="everywhere",
 )
 
 SET_NAMESPACE: Final = Operation(
@@ -296,4 +304,5 @@ SET_NAMESPACE: Final = Operation(
     fields=QuotaFields,
     answer=NamespaceAnswer,
     scope="admin",
+    routing="everywhere",
 )

@@ -221,6 +221,7 @@ CREATE_SEQUENCES: Final = Operation(
     status=201,
     answer_text="The sequences, in the order given.",
     example={"sequences": [{"id": "chat-1", "prefix": {"token_ids": [11, 12, 13, 14]}}]},
+    routing="placed",
 )
 
 LIST_SEQUENCES: Final = Operation(
@@ -233,6 +234,7 @@ LIST_SEQUENCES: Final = Operation(
     fields=ListFields,
     answer=ListAnswer,
     scope="read",
+    routing="everywhere",
 )
 
 GET_SEQUENCE: Final = Operation(
@@ -274,6 +276,7 @@ DELETE_SEQUENCES: Final = Operation(
     check=check_delete,
     scope="append",
     frees=True,
+    routing="everywhere",
 )
 
 TRUNCATE: Final = Operation(
@@ -300,4 +303,5 @@ PAGE_TABLE: Final = Operation(
     answer=PageTableAnswer,
     check=check_page_table,
     scope="read",
+    routing="together",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar
 
 from pydantic import ValidationError
@@ -13,6 +13,7 @@ from service.image.dtypes import DTYPE_NAMES
 from service.image.reading import Entry, Layout, read_layout
 from service.operations.common import Entries, Fields, refuse, unchecked
 from service.operations.info import InfoAnswer
+from service.operations.routing import Routing, default_routing
 from service.tenants import OPEN, Scope, Tenant
 
 Symbols = tuple[str | int, ...]
@@ -51,7 +52,8 @@ class Operation:
     `number` names it in the road's frames and never changes. The path's parameters are fields, and
     so are the query parameters of a method without a body. `scope` is what a key must have for it,
     and `append` as well where the tensor `appended_with` is given. `frees`: it only gives pages
-    back, so a full queue takes it. `answer` None: the answer has no fields.
+    back, so a full queue takes it. `answer` None: the answer has no fields. `routing` None: its
+    fields tell where it goes in a cluster, which `routed` then says.
     """
 
     name: str
@@ -72,6 +74,11 @@ class Operation:
     appended_with: str = ""
     answer_text: str = "The answer."
     example: Any = None
+    routing: Routing | None = None
+    routed: Routing = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "routed", self.routing or default_routing(self))
 
     @property
     def path_names(self) -> tuple[str, ...]:

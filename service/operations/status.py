@@ -31,6 +31,22 @@ class PoolAnswer(Fields):
     """"ok", or what is broken."""
 
 
+class EngineAnswer(Fields):
+    name: str
+    """In a cluster; "engine" where there is one."""
+    instance_id: str
+    free: Count
+    """Pages, of all namespaces, like the other states of `pool`."""
+    referenced: Count
+    cached: Count
+    pinned: Count
+    sequences: Count
+
+
+class EnginesAnswer(Fields):
+    engines: list[EngineAnswer]
+
+
 INFO: Final = Operation(
     name="info",
     number=14,
@@ -42,6 +58,7 @@ INFO: Final = Operation(
     fields=NoFields,
     answer=InfoAnswer,
     scope="read",
+    routing="everywhere",
 )
 
 POOL: Final = Operation(
@@ -54,4 +71,18 @@ POOL: Final = Operation(
     fields=NoFields,
     answer=PoolAnswer,
     scope="read",
+    routing="everywhere",
+)
+
+ENGINES: Final = Operation(
+    name="engines",
+    number=32,
+    method="GET",
+    path="/v1/engines",
+    summary="The engines of the service, and what each of them has",
+    tag="service",
+    fields=NoFields,
+    answer=EnginesAnswer,
+    scope="admin",
+    routing="everywhere",
 )

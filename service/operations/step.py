@@ -140,5 +140,6 @@ STEP: Final = Operation(
     scope="read",
     answer=None,
     check=check_step,
+    routing="together",
 )
 """No route has its number."""

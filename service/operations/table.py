@@ -30,7 +30,7 @@ from service.operations.sequences import (
     TRUNCATE,
 )
 from service.operations.spec import Operation
-from service.operations.status import INFO, POOL
+from service.operations.status import ENGINES, INFO, POOL
 from service.operations.transfer import CANCEL_IMPORT, EXPORT, GET_IMPORT, IMPORT
 
 OPERATIONS: Final[tuple[Operation, ...]] = (
@@ -65,6 +65,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     IMPORT,
     GET_IMPORT,
     CANCEL_IMPORT,
+    ENGINES,
 )
 BY_NAME: Final = {operation.name: operation for operation in OPERATIONS}
 BY_NUMBER: Final = {operation.number: operation for operation in OPERATIONS}

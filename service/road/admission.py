@@ -9,6 +9,7 @@ from service.errors import Unauthorized
 from service.keys import Key, Keys
 from service.road.frames import FrameError
 from service.road.messages import Hello, read_announced
+from service.road.remote import proof
 from service.tenants import NOBODY, OPEN, Tenant
 
 
@@ -33,11 +34,15 @@ class Standing:
         self.key: Key | None = None
         self.is_door = False
 
-    def greet(self, hello: Hello) -> None:
-        """Find out who has said HELLO. Raises Unauthorized."""
+    def greet(self, hello: Hello, nonce: str = "") -> None:
+        """Find out who has said HELLO, in answer to a CHALLENGE with this nonce where it came over
+        TCP. Raises Unauthorized."""
         keys, secret = self.admission.keys, self.admission.secret
+        if nonce and not hello.door:
+            raise Unauthorized("over TCP only doors of the cluster may call: use HTTP")
         if hello.door:
-            if not secret or not hmac.compare_digest(secret, hello.secret):
+            expected = proof(secret, nonce) if nonce else secret
+            if not secret or not hmac.compare_digest(expected, hello.secret):
                 told = "door: only processes that the service has started are its doors"
                 raise Unauthorized(f"{told}: say false")
             self.is_door = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import Final
 
 from service.errors import NotReady
 from service.road import frames as f
-from service.road.greeting import greet
+from service.road.greeting import greet, greet_remote
 from service.road.messages import (
     VERSION,
     Announced,
@@ -23,6 +24,7 @@ from service.road.messages import (
     read_known,
 )
 from service.road.output import Output, Unread
+from service.road.remote import Filling, connected, is_remote
 from service.road.slots import Mapping, Slot, Slots
 from service.tenants import Tenant
 
@@ -75,6 +77,9 @@ class RoadCaller:
         self.numbers: dict[Tenant, int] = {}
         self.growing = asyncio.Lock()
         self.grown: asyncio.Future[int] | None = None
+        self.is_remote = False
+        self.filling: tuple[Filling, int, Answered] | None = None
+        """The image that comes in behind an ANSWER's frame, over TCP only; whose, and the rest."""
         self.lost = ""
         self.on_lost: Callable[[str], object] | None = None
         self.on_state: Callable[[State], object] | None = None
@@ -84,14 +89,17 @@ class RoadCaller:
         cls, path: str, arena_bytes: int, *, name: str = "", secret: str = "", key: str = ""
     ) -> RoadCaller:
         """A session at the engine's socket: a door's with the service's `secret`, else one in the
-        namespace of `key`. Raises OSError, NotReady when refused, FrameError.
+        namespace of `key`. `path` may be `tcp:HOST:PORT`, for doors. Raises OSError, NotReady when
+        refused, FrameError.
         """
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.setblocking(False)
+        sock = await connected(path)
         try:
-            await asyncio.get_running_loop().sock_connect(sock, path)
             hello = Hello(VERSION, name, bool(secret), arena_bytes, key, secret)
-            caller = cls(sock, *await greet(sock, hello))
+            meet = greet_remote if is_remote(path) else greet
+            caller = cls(sock, *await meet(sock, hello))
+            if is_remote(path):
+                caller.is_remote = True
+                caller.output.limit += caller.welcome.max_arena_bytes
         except BaseException:
             sock.close()
             raise
@@ -152,6 +160,8 @@ class RoadCaller:
             request_id,
         )
         self.send(data)
+        if self.is_remote:
+            self.send(request.view(length))
         request.hold()
         answer.hold()
         self.pending[number] = Pending(future, request, answer)
@@ -187,6 +197,9 @@ class RoadCaller:
 
     def on_readable(self) -> None:
         try:
+            if self.filling is not None:
+                self.fill(self.filling)
+                return
             if not self.reader.receive(self.sock):
                 self.lose("the engine closed the connection")
         except (BlockingIOError, InterruptedError):
@@ -220,14 +233,34 @@ class RoadCaller:
             raise f.FrameError(f"an answer to call {number}, which waits for none")
         if not flags & f.INLINE and length > pending.answer.size:
             raise f.FrameError(f"an answer of {length} bytes in {pending.answer.size}")
-        del self.pending[number]
+        if flags & f.INLINE:
+            begin = start + f.ANSWER_PAYLOAD.size
+            image = memoryview(bytes(reader.window[begin : start + size]))
+        else:
+            image = pending.answer.view(length)
+        answered = Answered(status, image, needed, tuple(stages))
+        if self.is_remote and not flags & f.INLINE:
+            filling = Filling(image, length)
+            filling.feed(reader)
+            if filling.left:
+                self.filling = filling, number, answered
+                return
+        self.settle(number, answered)
+
+    def fill(self, underway: tuple[Filling, int, Answered]) -> None:
+        """More of an answer that comes in behind its frame."""
+        filling, number, answered = underway
+        if not filling.receive(self.sock):
+            self.lose("the engine left in the middle of an answer")
+        elif not filling.left:
+            self.filling = None
+            self.settle(number, answered)
+
+    def settle(self, number: int, answered: Answered) -> None:
+        """The engine is done with a call."""
+        pending = self.pending.pop(number)
         if not pending.future.done():
-            if flags & f.INLINE:
-                begin = start + f.ANSWER_PAYLOAD.size
-                image = memoryview(bytes(reader.window[begin : start + size]))
-            else:
-                image = pending.answer.view(length)
-            pending.future.set_result(Answered(status, image, needed, tuple(stages)))
+            pending.future.set_result(answered)
         pending.request.free()
         pending.answer.free()
 
@@ -246,13 +279,15 @@ class RoadCaller:
 
     def on_grown(self, arena_bytes: int, pinned_bytes: int) -> None:
         """Map the arena anew."""
+        if self.is_remote:
+            os.ftruncate(self.mapping.fd, arena_bytes)
         self.mapping.grow(arena_bytes)
         self.slots.grow(arena_bytes)
         self.pinned_bytes = pinned_bytes
         if self.grown is not None and not self.grown.done():
             self.grown.set_result(arena_bytes)
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes | memoryview) -> None:
         """Send a frame now, or when the socket can be written. Raises NotReady."""
         if self.lost:
             raise NotReady(self.lost)

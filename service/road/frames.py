@@ -27,6 +27,7 @@ STEP: Final = 25
 OPENED: Final = 26
 READY: Final = 27
 DONE: Final = 28
+CHALLENGE: Final = 29
 
 NAMES: Final = {
     CALL: "CALL",
@@ -45,6 +46,7 @@ NAMES: Final = {
     OPENED: "OPENED",
     READY: "READY",
     DONE: "DONE",
+    CHALLENGE: "CHALLENGE",
 }
 
 HEADER: Final = Struct("<HHI")
@@ -103,6 +105,7 @@ FROM_ENGINE: Final[Sizes] = {
     DEVICE_ARENA: (2, MAX_INLINE_BYTES),
     OPENED: (CALL_ID.size + 2, MAX_INLINE_BYTES),
     DONE: (LAYER_PAYLOAD.size, LAYER_PAYLOAD.size),
+    CHALLENGE: (2, MAX_JSON_BYTES),
 }
 
 
@@ -165,6 +168,13 @@ class Reader:
             return None
         self.begin = start + size
         return kind, start, size
+
+    def take(self, into: memoryview) -> int:
+        """Bytes that follow the last frame and are none: as many as are here and fit."""
+        count = min(self.end - self.begin, len(into))
+        into[:count] = self.window[self.begin : self.begin + count]
+        self.begin += count
+        return count
 
     @property
     def unfinished(self) -> int:

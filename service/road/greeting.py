@@ -6,17 +6,46 @@ import asyncio
 import os
 import socket
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Final
 
 from service.errors import NotReady
 from service.road import frames as f
 from service.road.messages import Hello, Welcome, message, read_known
+from service.road.remote import mirror, proof
 from service.road.slots import Mapping
 
 WELCOME_KEYS: Final = tuple(field.name for field in fields(Welcome))
 CLOSE_ON_EXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 MAX_DESCRIPTORS: Final = 4
+
+
+async def greet_remote(sock: socket.socket, hello: Hello) -> tuple[f.Reader, Welcome, Mapping]:
+    """As `greet`, over TCP: the secret is proved, not sent, and the arena is a mirror."""
+    loop = asyncio.get_running_loop()
+    reader = f.Reader(f.FROM_ENGINE)
+
+    async def first() -> tuple[int, bytes]:
+        while (found := reader.next()) is None:
+            data = await loop.sock_recv(sock, f.BUFFER_BYTES)
+            if not data:
+                raise NotReady("the engine closed the connection instead of greeting")
+            reader.feed(data)
+        kind, start, size = found
+        return kind, bytes(reader.window[start : start + size])
+
+    kind, payload = await first()
+    if kind == f.REFUSED:
+        raise refused(payload)
+    if kind != f.CHALLENGE:
+        raise f.FrameError(f"{f.NAMES[kind]} came before CHALLENGE")
+    nonce = read_known(kind, payload, ("nonce",))["nonce"]
+    proved = replace(hello, secret=proof(hello.secret, str(nonce)))
+    with suppress(BrokenPipeError, ConnectionResetError):  # then it has said why: read that
+        await loop.sock_sendall(sock, message(f.HELLO, proved))
+    welcome = welcome_of(*await first())
+    fd = mirror(welcome.arena_bytes)
+    return reader, welcome, Mapping(fd, welcome.arena_bytes)
 
 
 async def greet(sock: socket.socket, hello: Hello) -> tuple[f.Reader, Welcome, Mapping]:
@@ -52,14 +81,22 @@ async def greet(sock: socket.socket, hello: Hello) -> tuple[f.Reader, Welcome, M
 def read_welcome(reader: f.Reader) -> Welcome | None:
     """The engine's first frame, when it is there."""
     for kind, start, size in reader.frames():
-        payload = bytes(reader.window[start : start + size])
-        if kind == f.REFUSED:
-            detail = read_known(kind, payload, ("detail",))["detail"]
-            raise NotReady(f"the engine refused the session: {detail}")
-        if kind != f.WELCOME:
-            raise f.FrameError(f"{f.NAMES[kind]} came before WELCOME")
-        return Welcome(**read_known(kind, payload, WELCOME_KEYS))
+        return welcome_of(kind, bytes(reader.window[start : start + size]))
     return None
+
+
+def welcome_of(kind: int, payload: bytes) -> Welcome:
+    """A WELCOME. Raises NotReady for what is a refusal, FrameError for all else."""
+    if kind == f.REFUSED:
+        raise refused(payload)
+    if kind != f.WELCOME:
+        raise f.FrameError(f"{f.NAMES[kind]} came before WELCOME")
+    return Welcome(**read_known(kind, payload, WELCOME_KEYS))
+
+
+def refused(payload: bytes) -> NotReady:
+    detail = read_known(f.REFUSED, payload, ("detail",))["detail"]
+    return NotReady(f"the engine refused the session: {detail}")
 
 
 async def readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:

@@ -155,7 +155,7 @@ def accept(listener: socket.socket) -> tuple[socket.socket, Peer] | None:
 
 def peer(sock: socket.socket) -> Peer:
     """The process that connected, as the system knows it."""
-    if not hasattr(socket, "SO_PEERCRED"):
+    if not hasattr(socket, "SO_PEERCRED") or sock.family != socket.AF_UNIX:
         return Peer(-1, -1)
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     pid, uid, _ = CREDENTIALS.unpack(data)

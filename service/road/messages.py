@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from service.errors import MalformedBody, problem
 from service.image.json_text import dump_json, load_json
-from service.road.frames import GROW, HELLO, NAMES, REFUSED, TENANT, FrameError, frame
+from service.road.frames import CHALLENGE, GROW, HELLO, NAMES, REFUSED, TENANT, FrameError, frame
 from service.tenants import Tenant, tenant_of
 
 VERSION: Final = 1
@@ -81,6 +81,11 @@ def message(kind: int, content: Hello | Welcome | Grown | State) -> bytes:
 def grow(arena_bytes: int) -> bytes:
     """A GROW frame."""
     return frame(GROW, dump_json({"arena_bytes": arena_bytes}).encode())
+
+
+def challenge(nonce: str) -> bytes:
+    """A CHALLENGE frame."""
+    return frame(CHALLENGE, dump_json({"nonce": nonce}).encode())
 
 
 def announced(tenant: Announced) -> bytes:

@@ -12,14 +12,16 @@ class Unread(Exception):
 class Output:
     """Sends at once what the socket takes and keeps the rest; OSErrors of the socket come out."""
 
-    __slots__ = ("limit", "sock", "waiting")
+    __slots__ = ("limit", "sent", "sock", "waiting")
 
     def __init__(self, sock: socket.socket, limit: int) -> None:
         self.sock = sock
         self.limit = limit
         self.waiting = bytearray()
+        self.sent = 0
+        """Of what waits: so much has gone already."""
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes | memoryview) -> None:
         """Send or keep a frame. Raises Unread when more than the limit waits already."""
         waiting = self.waiting
         if not waiting:
@@ -29,16 +31,20 @@ class Output:
                 sent = 0
             if sent < len(data):
                 waiting += data[sent:]
-        elif len(waiting) > self.limit:
-            raise Unread(f"{len(waiting)} bytes wait to be read, at most {self.limit} may")
+        elif len(waiting) - self.sent > self.limit:
+            left = len(waiting) - self.sent
+            raise Unread(f"{left} bytes wait to be read, at most {self.limit} may")
         else:
             waiting += data
 
     def flush(self) -> None:
         """Send what waits, as much as the socket takes."""
         if self.waiting:
-            try:
-                sent = self.sock.send(self.waiting)
-            except (BlockingIOError, InterruptedError):
-                return
-            del self.waiting[:sent]
+            with memoryview(self.waiting) as every, every[self.sent :] as left:
+                try:
+                    self.sent += self.sock.send(left)
+                except (BlockingIOError, InterruptedError):
+                    return
+            if 2 * self.sent >= len(self.waiting):  # what is moved is less than what has gone
+                del self.waiting[: self.sent]
+                self.sent = 0

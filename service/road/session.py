@@ -5,21 +5,32 @@ from __future__ import annotations
 import socket
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from service.errors import AttndError, MalformedRequest, NoSuchRoute, Overloaded, Unauthorized
 from service.road import frames as f
 from service.road.admission import Standing
 from service.road.arena import ALIGNMENT, Arena, check_place
 from service.road.calls import Call, Cancel, Event, SessionConfig
-from service.road.messages import VERSION, Grown, State, Welcome, message, read_grow, read_hello
+from service.road.messages import (
+    VERSION,
+    Grown,
+    State,
+    Welcome,
+    challenge,
+    message,
+    read_grow,
+    read_hello,
+)
 from service.road.messages import refusal as refused
 from service.road.output import Output, Unread
 from service.road.problems import problem_image
+from service.road.remote import Incoming
 from service.road.stepping import STEPPING, read_stepping
 
 CallValues = tuple[int, int, int, int, int, int, int, int, bytes]
 Stages = tuple[float, ...]
+NOTHING: Final = memoryview(b"")
 
 
 class Session:
@@ -36,7 +47,10 @@ class Session:
         config: SessionConfig,
         state: State,
         pid: int = -1,
+        *,
+        is_remote: bool = False,
     ) -> None:
+        """`is_remote`: over TCP, where images follow their frames."""
         sock.setblocking(False)
         self.sock = sock
         self.pid = pid
@@ -53,12 +67,18 @@ class Session:
         """Whether the engine's loop waits until the socket can be written, too."""
         self.live: dict[int, Call] = {}
         self.reader = f.Reader(f.FROM_CALLER)
-        self.output = Output(sock, config.max_output_bytes)
+        self.incoming: Incoming | None = None
+        """What comes in behind the frames of calls; over TCP only."""
+        answers = config.max_arena_bytes if is_remote else 0
+        self.output = Output(sock, config.max_output_bytes + answers)
         self.arena: Arena | None = None
         self.repeated: dict[Any, Any] = {}
         """What the engine remembers of places in the arena; goes when those move or go."""
         self.growth = 0
         """The size that a GROW asks for, while calls keep a pinned arena where it is."""
+        if is_remote:
+            self.incoming = Incoming(self.live, config.max_arena_bytes)
+            self.send(challenge(self.incoming.nonce))
 
     @property
     def greeted(self) -> bool:
@@ -88,6 +108,11 @@ class Session:
             return events
         reader = self.reader
         try:
+            incoming = self.incoming
+            if incoming is not None and incoming.is_underway:
+                if not incoming.receive(self.sock, events):
+                    self.end("the caller left in the middle of an image")
+                return events
             if not reader.receive(self.sock):
                 rest = reader.unfinished
                 self.end("the caller left" + (f", {rest} bytes into a frame" if rest else ""))
@@ -96,7 +121,10 @@ class Session:
                 if self.ended:
                     break
                 if kind == f.CALL:
-                    call = self.read_call(f.CALL_PAYLOAD.unpack_from(reader.buffer, start))
+                    values = f.CALL_PAYLOAD.unpack_from(reader.buffer, start)
+                    call = self.read_call(values)
+                    if incoming is not None:
+                        call = incoming.begin(call, values[5], reader)
                     if call is not None:
                         events.append(call)
                 elif kind == f.CANCEL:
@@ -161,6 +189,8 @@ class Session:
         """A frame of steps, or a message about the session."""
         if kind not in STEPPING:
             self.read_message(kind, payload)
+        elif self.incoming is not None:
+            raise f.FrameError(f"{f.NAMES[kind]} over TCP: steps are for callers on the same host")
         elif (event := read_stepping(self, kind, payload)) is not None:
             events.append(event)
 
@@ -171,7 +201,7 @@ class Session:
                 raise f.FrameError("HELLO came twice: GROW makes the arena larger")
             hello = read_hello(payload)
             self.name = hello.name
-            self.standing.greet(hello)
+            self.standing.greet(hello, "" if self.incoming is None else self.incoming.nonce)
             self.welcome(hello.arena_bytes)
             return
         if kind == f.TENANT:
@@ -208,6 +238,9 @@ class Session:
             reason=self.state.reason,
         )
         data = message(f.WELCOME, content)
+        if self.incoming is not None:
+            self.send(data)
+            return
         sent = socket.send_fds(self.sock, [data], [arena.fd])
         if sent < len(data):
             self.output.waiting += data[sent:]
@@ -229,8 +262,11 @@ class Session:
         self, call: Call, status: int, length: int, stages: Stages, *, needed: int = 0
     ) -> None:
         """The one answer of a call whose image of `length` bytes lies at its answer place."""
+        image = NOTHING if self.incoming is None else call.answer[:length]
         self.done(call)
         self.send_answer(call.id, status, length=length, needed=needed, stages=stages)
+        if image:
+            self.send(image)
         if self.growth:
             self.grow()
 
@@ -287,7 +323,7 @@ class Session:
         )
         self.send(data + inline if inline else data)
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes | memoryview) -> None:
         """Send a frame now or later; a caller that does not read is dropped in the end."""
         if self.ended:
             return

@@ -63,6 +63,9 @@ def test_the_numbers_of_each_error_are_attributes() -> None:
     name = caught(service.KeyMismatch(3, "it is committed under another name"))
     assert isinstance(name, errors.KeyMismatch)
     assert name.page == 3
+    lost = caught(service.LostSequence(["a"]))
+    assert isinstance(lost, errors.LostSequence)
+    assert lost.sequences == ("a",)
     sequences = caught(service.OutOfSequences(3, 1, 2))
     assert isinstance(sequences, errors.OutOfSequences)
     assert (sequences.needed, sequences.free, sequences.total) == (3, 1, 2)

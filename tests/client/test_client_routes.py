@@ -45,6 +45,7 @@ METHODS = [
     "gather",
     "info",
     "pool",
+    "engines",
     "live",
     "ready",
     "metrics",
@@ -262,6 +263,10 @@ def test_pool_and_metrics_are_read(kind: Kind) -> None:
     }
     told = ask(kind, Script(answer(pool)), "pool")
     assert told == attnd.Pool(5, 1, 1, 1, 8, 4, 2, 3, 1.5, "ok", imports=2)
+    numbers = {"free": 5, "referenced": 1, "cached": 1, "pinned": 1, "sequences": 2}
+    engines = {"engines": [{"name": "engine-0", "instance_id": "a"} | numbers]}
+    told = ask(kind, Script(answer(engines)), "engines")
+    assert told == (attnd.EngineInfo("engine-0", "a", 5, 1, 1, 1, 2),)
     text = "# HELP attnd_x x\nattnd_x 1.0\n"
     plain = {"content-type": "text/plain; version=1.0.0; charset=utf-8"}
     reply = Scripted(200, text.encode(), plain)

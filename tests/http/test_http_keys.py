@@ -107,7 +107,7 @@ def test_a_body_is_neither_waited_for_nor_held_without_a_key(guarded: Service) -
         head = f"POST /v1/decode HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n"
         client.sendall(head.encode())
         assert client.recv(64).startswith(b"HTTP/1.1 401 ")
-        assert guarded.door.caller.mapping.size < length
+        assert guarded.door.link.caller.mapping.size < length
 
 
 def test_the_scheme_is_read_in_any_case_and_a_connection_may_change_its_key(

@@ -41,7 +41,7 @@ def resident() -> int:
 
 def taken(service: Service) -> int:
     """Bytes of the door's arena that slots cover."""
-    slots = service.door.caller.slots
+    slots = service.door.link.caller.slots
     return int(slots.size) - int(slots.free())
 
 
@@ -78,7 +78,7 @@ def test_refused_tensors_are_let_go_at_once() -> None:
             before = before or resident()
         grown = resident() - before
         wait_for(lambda: taken(service) < MIB, f"{taken(service)} bytes to come back")
-        assert service.door.caller.slots.size <= 64 * MIB, "the arena never had to grow"
+        assert service.door.link.caller.slots.size <= 64 * MIB, "the arena never had to grow"
         assert grown < 64 * MIB, f"resident memory grew by {grown / MIB:.0f} MiB"
 
 

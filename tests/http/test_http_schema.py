@@ -58,6 +58,7 @@ CONTROL_ROUTES = {
     "/v1/events/page": {"get"},
     "/v1/info": {"get"},
     "/v1/pool": {"get"},
+    "/v1/engines": {"get"},
     "/health/live": {"get"},
     "/health/ready": {"get"},
     "/metrics": {"get"},

@@ -125,7 +125,7 @@ def test_a_body_may_come_in_records_of_any_size(
 def test_large_bodies_and_answers_are_whole_and_leave_the_arena_free(
     secured: Service, files: Files, rng: np.random.Generator
 ) -> None:
-    caller = secured.door.caller
+    caller = secured.door.link.caller
     k = rng.standard_normal((40_000, KV_HEADS, HEAD_DIM)).astype(WIRE_DTYPE)
     lists = np.stack([k, k[::-1]], axis=1)
     with Client(secured.url, verify=files.ca, timeout=WAIT_S) as client:

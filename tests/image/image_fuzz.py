@@ -94,6 +94,7 @@ PLAIN: Final[dict[str, dict[str, Any]]] = {
     "page_table": {"sequences": ["a", "b"], "layer": 1},
     "info": {},
     "pool": {},
+    "engines": {},
     "delete_sequences": {"ids": ["a", "c"]},
     "match_prefix": {"token_ids": [1, 2, 3, 4, 5, 6], "lease_s": 0.0, "cache_salt": "a"},
     "commit": {"id": "a", "token_ids": [1, 2], "priority": 3, "duration_s": 1.0},

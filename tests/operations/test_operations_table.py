@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from service.errors import InvalidRequest
@@ -42,6 +44,7 @@ NUMBERS = {
     "import_sequence": 29,
     "get_import": 30,
     "cancel_import": 31,
+    "engines": 32,
 }
 
 
@@ -55,6 +58,18 @@ def test_calls_that_only_give_pages_back_are_marked() -> None:
         *("delete_sequence", "delete_sequences", "truncate"),
         *("release_lease", "unpin", "evict", "clear", "cancel_import"),
     }
+
+
+def test_every_operation_tells_where_it_goes_in_a_cluster() -> None:
+    routed = {one.name: one.routed for one in OPERATIONS}
+    assert {name for name, how in routed.items() if how == "sequence"} >= {
+        *("get_sequence", "delete_sequence", "truncate", "commit"),
+    }
+    assert {name for name, how in routed.items() if how == "sequences"} == {
+        *("append", "gather", "decode", "prefill"),
+    }
+    with pytest.raises(ValueError, match="declare routing"):
+        replace(BY_NAME["info"], routing=None)
 
 
 def test_no_two_operations_share_method_and_path() -> None:

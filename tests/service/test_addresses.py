@@ -76,7 +76,7 @@ def test_an_address_of_ipv6_stands_in_brackets(bound: Bound) -> None:
 def test_nothing_listens_any_more_when_they_are_closed(bound: Bound, tmp_path: Path) -> None:
     uds = tmp_path / "http.sock"
     first, second = bound(), bound(uds=str(uds))
-    assert connects(uds) and connects(first.engine.path)
+    assert connects(uds) and connects(first.engines[0].path)
     first.close()
     second.close()
     assert list(tmp_path.iterdir()) == []

@@ -126,6 +126,7 @@ class Client:
     import_ = moving.import_
     info = blocking(control.info)
     pool = blocking(control.pool)
+    engines = blocking(control.engines)
     live = blocking(control.live)
     ready = blocking(control.ready)
     metrics = blocking(control.metrics)
@@ -237,6 +238,7 @@ class AsyncClient:
     import_ = moving.import_async
     info = awaiting(control.info)
     pool = awaiting(control.pool)
+    engines = awaiting(control.engines)
     live = awaiting(control.live)
     ready = awaiting(control.ready)
     metrics = awaiting(control.metrics)

@@ -13,6 +13,7 @@ from attnd.errors import ServiceError, UnknownSequence
 from attnd.prefix import Prefix
 from attnd.reading import reads
 from attnd.results import (
+    EngineInfo,
     Health,
     Info,
     Int32,
@@ -178,6 +179,11 @@ def pool() -> Call[Pool]:
     return Call("pool", reads(pool_of), repeatable=True)
 
 
+def engines() -> Call[tuple[EngineInfo, ...]]:
+    """The engines of the service, and what each of them has."""
+    return Call("engines", reads(engines_of), repeatable=True)
+
+
 def live() -> Call[Health]:
     """Whether the process answers at all."""
     return Call("live", health_of, repeatable=True, also_answers=(503,))
@@ -250,6 +256,12 @@ def info_of(reply: Reply) -> Info:
 def pool_of(reply: Reply) -> Pool:
     known = {field.name for field in fields(Pool)} - {"meta"}
     return Pool(**{name: reply.fields[name] for name in known}, meta=reply.meta)
+
+
+def engines_of(reply: Reply) -> tuple[EngineInfo, ...]:
+    known = [field.name for field in fields(EngineInfo)]
+    told = reply.fields["engines"]
+    return tuple(EngineInfo(**{name: one[name] for name in known}) for one in told)
 
 
 def health_of(reply: Reply) -> Health:

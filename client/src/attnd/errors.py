@@ -25,6 +25,7 @@ AttndError                       request_id
     ├── SequenceChanged          409 sequences, generation
     ├── ImportExists             409 sequences
     ├── PartMismatch             409 part, next_part, num_parts
+    ├── LostSequence             410 sequences
     ├── BodyTooLarge             413 size, limit
     ├── AnswerTooLarge           413 size, limit
     ├── UnsupportedMediaType     415 supported
@@ -40,7 +41,9 @@ AttndError                       request_id
     ├── OutOfPages               507 needed, free, total, held
     └── OutOfSequences           507 needed, free, total
 
-A `ServiceError` changed nothing in the service. After `ReplyLost` and `TimedOut` one cannot know.
+A `ServiceError` changed nothing in the service; in a cluster, nothing but what `problem["done"]`
+names, for a batch over several engines of which one refused its part. After `ReplyLost` and
+`TimedOut` one cannot know.
 """
 
 from __future__ import annotations
@@ -219,6 +222,14 @@ class ImportExists(ServiceError):
         return tuple(self.problem.get("sequences", ()))
 
 
+class LostSequence(ServiceError):
+    """`sequences` were lost with the engine of the cluster that they were on: create them anew."""
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        return tuple(self.problem.get("sequences", ()))
+
+
 class PartMismatch(ServiceError):
     """`part` of an import came where `next_part` of `num_parts` is wanted."""
 
@@ -384,6 +395,7 @@ CODES: Final[dict[str, type[ServiceError]]] = {
     "sequence_changed": SequenceChanged,
     "import_exists": ImportExists,
     "part_mismatch": PartMismatch,
+    "lost_sequence": LostSequence,
     "body_too_large": BodyTooLarge,
     "answer_too_large": AnswerTooLarge,
     "unsupported_media_type": UnsupportedMediaType,

@@ -203,6 +203,19 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """One engine of the service: its pages by state, those of all namespaces."""
+
+    name: str
+    instance_id: str
+    free: int
+    referenced: int
+    cached: int
+    pinned: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
 class Info:
     """What is served: the pool's geometry, the backend, and what it takes and refuses.
 

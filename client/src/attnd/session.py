@@ -149,6 +149,7 @@ class Session:
     import_ = moving.import_
     info = blocking(control.info)
     pool = blocking(control.pool)
+    engines = blocking(control.engines)
     live = blocking(control.live)
     ready = blocking(control.ready)
 

@@ -10,13 +10,15 @@ import sys
 from importlib.util import find_spec
 from typing import Final
 
+from service.doors.link import Link
+from service.doors.upstream import MakeUpstream
 from service.processes import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.grpc")
 NEEDS: Final = ("grpc", "google.protobuf")
 
 
-def main() -> int:
+def main(make_upstream: MakeUpstream = Link) -> int:
     """Serve until drained; the process's exit status."""
     inherited = receive()
     from service.logs import set_up_logs
@@ -25,10 +27,10 @@ def main() -> int:
     if not all(is_installed(name) for name in NEEDS):
         LOG.error("cannot start: server.grpc_port needs grpcio: pip install 'attnd[grpc]'")
         return CANNOT_START
-    return serve(inherited)
+    return serve(inherited, make_upstream)
 
 
-def serve(inherited: Inherited) -> int:
+def serve(inherited: Inherited, make_upstream: MakeUpstream) -> int:
     from service.doors.grpc.server import Server
     from service.doors.tls import TlsError
     from service.doors.tracing import TracingError
@@ -44,6 +46,7 @@ def serve(inherited: Inherited) -> int:
             inherited.process,
             inherited.secret,
             inherited.regions,
+            make_upstream,
         )
     except (KeysError, TlsError, TracingError) as error:
         LOG.error("cannot start: %s", error)

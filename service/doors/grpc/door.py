@@ -34,6 +34,7 @@ from service.doors.oip.statistics import statistics
 from service.doors.problems import ProblemText, document_of
 from service.doors.request import CLIENT_GONE
 from service.doors.tracing import Tracing
+from service.doors.upstream import MakeUpstream
 from service.errors import NotReady
 from service.image.json_body import fields_text_of_image
 from service.image.writing import PROBLEM
@@ -57,12 +58,13 @@ class GrpcDoor:
         gate: Gate | None = None,
         tracing: Tracing | None = None,
         regions: int | None = None,
+        make_upstream: MakeUpstream = Link,
     ) -> None:
         """`gate` None: everybody is let in. `regions` is the table that the doors share."""
         self.limits = limits
         self.gate = gate
         self.metrics = metrics
-        self.link = Link(limits, has_keys=gate is not None)
+        self.link = make_upstream(limits, gate is not None)
         self.memories = Memories(limits, regions)
         self.ledger = Ledger(metrics, tracing)
         self.draining = asyncio.Event()

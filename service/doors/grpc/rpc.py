@@ -26,6 +26,7 @@ CODES: Final = {
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     409: grpc.StatusCode.FAILED_PRECONDITION,
+    410: grpc.StatusCode.NOT_FOUND,
     413: grpc.StatusCode.OUT_OF_RANGE,
     422: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.UNAVAILABLE,

@@ -14,7 +14,9 @@ from config.sections import ServerSettings, Settings
 from service.doors.gate import make_gate
 from service.doors.grpc.credentials import make_credentials
 from service.doors.grpc.door import GrpcDoor
+from service.doors.link import Link
 from service.doors.tracing import make_tracing
+from service.doors.upstream import MakeUpstream
 from service.errors import NotReady
 from service.metrics import Metrics
 from service.road.frames import FrameError
@@ -39,6 +41,7 @@ class Server:
         name: str,
         secret: str,
         regions: int | None = None,
+        make_upstream: MakeUpstream = Link,
     ) -> None:
         """`secret` is what tells the engine that this is a door, `regions` the table of client
         memory that all doors share.
@@ -51,6 +54,7 @@ class Server:
         self.name = name
         self.secret = secret
         self.regions = regions
+        self.make_upstream = make_upstream
         self.gate = make_gate(settings.auth)
         self.credentials = make_credentials(settings.server)
         self.tracing = make_tracing(settings.log.otlp_endpoint, name)
@@ -69,7 +73,12 @@ class Server:
         if on_loop is not None:
             on_loop(loop)
         self.door = door = GrpcDoor(
-            self.limits, self.metrics, self.gate, self.tracing, self.regions
+            self.limits,
+            self.metrics,
+            self.gate,
+            self.tracing,
+            self.regions,
+            self.make_upstream,
         )
         server = grpc.aio.server(
             options=options(self.limits), maximum_concurrent_rpcs=self.limits.grpc_max_calls

@@ -9,22 +9,24 @@ import resource
 import sys
 from typing import Final
 
+from service.doors.link import Link
+from service.doors.upstream import MakeUpstream
 from service.processes import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.http")
 
 
-def main() -> int:
+def main(make_upstream: MakeUpstream = Link) -> int:
     """Serve until drained; the process's exit status."""
     inherited = receive()
     from service.logs import set_up_logs
 
     set_up_logs(inherited.settings.log, inherited.process)
     raise_limit_of_files()
-    return serve(inherited)
+    return serve(inherited, make_upstream)
 
 
-def serve(inherited: Inherited) -> int:
+def serve(inherited: Inherited, make_upstream: MakeUpstream) -> int:
     from service.doors.http.server import make_server
     from service.doors.tls import TlsError
     from service.doors.tracing import TracingError
@@ -45,6 +47,7 @@ def serve(inherited: Inherited) -> int:
             inherited.process,
             inherited.secret,
             inherited.regions,
+            make_upstream,
         )
     except (KeysError, TlsError, TracingError) as error:
         LOG.error("cannot start: %s", error)

@@ -19,9 +19,9 @@ from service.doors.ledger import Ledger
 from service.doors.link import QUIET_S, Link
 from service.doors.oip.memory import Memories
 from service.doors.tracing import Tracing
+from service.doors.upstream import MakeUpstream
 from service.errors import AttndError, NotReady, Overloaded
 from service.metrics import Metrics
-from service.road.caller import RoadCaller
 
 LOG: Final = logging.getLogger("attnd.http")
 READ_BYTES: Final = 64 * 2**10
@@ -43,6 +43,7 @@ class Door:
         gate: Gate | None = None,
         tracing: Tracing | None = None,
         regions: int | None = None,
+        make_upstream: MakeUpstream = Link,
     ) -> None:
         """`gate` None: everybody is let in. `regions` is the table that the doors share."""
         self.limits = limits
@@ -50,8 +51,8 @@ class Door:
         self.metrics = metrics
         self.loop = asyncio.get_running_loop()
         self.ledger = Ledger(metrics, tracing)
-        self.link = link = Link(limits, has_keys=gate is not None)
-        self.connect, self.ready, self.engine = link.connect, link.ready, link.engine
+        self.link = link = make_upstream(limits, gate is not None)
+        self.connect, self.ready = link.connect, link.ready
         self.take, self.slot, self.give_back = link.take, link.slot, link.give_back
         self.drained = asyncio.Event()
         self.helper = Helper(self)
@@ -70,10 +71,6 @@ class Door:
         self.sweeping = self.loop.call_soon(self.sweep)
 
     # the road
-
-    @property
-    def caller(self) -> RoadCaller | None:
-        return self.link.caller
 
     @property
     def state(self) -> tuple[str, str]:

@@ -140,7 +140,7 @@ class Helper:
 
     def start(self) -> socket.socket:
         """Start the process; it maps the arena too."""
-        arena = self.door.engine().mapping.fd
+        arena = self.door.link.arena_fd
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:

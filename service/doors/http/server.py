@@ -19,8 +19,10 @@ from config.sections import Settings
 from service.doors.gate import make_gate
 from service.doors.http.door import Door
 from service.doors.http.protocol import Connection
+from service.doors.link import Link
 from service.doors.tls import HANDSHAKE_S, Tls, make_tls
 from service.doors.tracing import make_tracing
+from service.doors.upstream import MakeUpstream
 from service.errors import NotReady
 from service.metrics import Metrics
 from service.road.frames import FrameError
@@ -47,6 +49,7 @@ class Server(uvicorn.Server):
         name: str,
         secret: str,
         regions: int | None = None,
+        make_upstream: MakeUpstream = Link,
     ) -> None:
         """`secret` is what tells the engine that this is a door, `regions` the table of client
         memory that all doors share.
@@ -61,6 +64,7 @@ class Server(uvicorn.Server):
         self.name = name
         self.secret = secret
         self.regions = regions
+        self.make_upstream = make_upstream
         self.gate = make_gate(settings.auth)
         self.tls = make_tls(settings.server)
         self.tracing = make_tracing(settings.log.otlp_endpoint, name)
@@ -76,7 +80,12 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = loop = asyncio.get_running_loop()
         self.door = door = Door(
-            self.settings.server, self.metrics, self.gate, self.tracing, self.regions
+            self.settings.server,
+            self.metrics,
+            self.gate,
+            self.tracing,
+            self.regions,
+            self.make_upstream,
         )
         self.ended = asyncio.Event()
         self.meeting = loop.create_task(self.meet(door))
@@ -214,6 +223,7 @@ def make_server(
     name: str = "http-0",
     secret: str = "",
     regions: int | None = None,
+    make_upstream: MakeUpstream = Link,
 ) -> Server:
     """A door for sockets that listen; `run` it in any thread, signals are only for the main one."""
-    return Server(settings, engine_socket, sockets, metrics, name, secret, regions)
+    return Server(settings, engine_socket, sockets, metrics, name, secret, regions, make_upstream)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
-from service.doors.link import Link
 from service.doors.oip.answer import read_answer
 from service.doors.oip.memory import ClientMemory
 from service.doors.oip.request import REGION_SIZE, Call, InRegion, Wanted
 from service.doors.oip.shared_object import SharedObject, Span
+from service.doors.upstream import Upstream
 from service.errors import BodyTooLarge, InvalidRequest
 from service.image.dtypes import Part
 from service.road.slots import Slot
@@ -22,7 +22,7 @@ TOOK_EFFECT: Final = "the operation has taken effect, its answer is lost"
 
 
 async def lay(
-    link: Link, pieces: Sequence[Part | InRegion], memory: ClientMemory
+    link: Upstream, pieces: Sequence[Part | InRegion], memory: ClientMemory
 ) -> tuple[Slot, int]:
     """An image's pieces in a slot, and its length; those in regions are read straight into it.
 

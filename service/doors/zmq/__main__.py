@@ -10,13 +10,15 @@ import sys
 from importlib.util import find_spec
 from typing import Final
 
+from service.doors.link import Link
+from service.doors.upstream import MakeUpstream
 from service.processes import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.zmq")
 NEEDS: Final = ("zmq", "msgspec")
 
 
-def main() -> int:
+def main(make_upstream: MakeUpstream = Link) -> int:
     """Publish until drained; the process's exit status."""
     inherited = receive()
     from service.logs import set_up_logs
@@ -25,14 +27,18 @@ def main() -> int:
     if not all(find_spec(name) for name in NEEDS):
         LOG.error("cannot start: cache.zmq_endpoint needs pyzmq: pip install 'attnd[zmq]'")
         return CANNOT_START
-    return publish(inherited)
+    return publish(inherited, make_upstream)
 
 
-def publish(inherited: Inherited) -> int:
+def publish(inherited: Inherited, make_upstream: MakeUpstream) -> int:
     from service.doors.zmq.publisher import Publisher
 
     publisher = Publisher(
-        inherited.settings, inherited.engine_socket, inherited.process, inherited.secret
+        inherited.settings,
+        inherited.engine_socket,
+        inherited.process,
+        inherited.secret,
+        make_upstream,
     )
 
     def watch(loop: asyncio.AbstractEventLoop) -> None:

@@ -16,6 +16,7 @@ from config.settings import Settings
 from service.doors.event_page import events_after
 from service.doors.link import Link
 from service.doors.problems import ProblemText
+from service.doors.upstream import MakeUpstream
 from service.doors.zmq.batches import END, payload, sequence
 from service.errors import AttndError, NotReady
 from service.operations.events import FROM_NOW
@@ -34,12 +35,20 @@ MOST_BYTES: Final = 1024
 class Publisher:
     """Publishes one namespace's events until told to drain. `failed` says why it could not."""
 
-    def __init__(self, settings: Settings, engine_socket: str, name: str, secret: str) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engine_socket: str,
+        name: str,
+        secret: str,
+        make_upstream: MakeUpstream = Link,
+    ) -> None:
         """`secret` is what tells the engine that this is a door."""
         self.settings = settings
         self.engine_socket = engine_socket
         self.name = name
         self.secret = secret
+        self.make_upstream = make_upstream
         has_keys = settings.auth.keys_file is not None
         self.tenant = tenant_of(settings.cache.zmq_namespace, ["read"]) if has_keys else OPEN
         self.has_keys = has_keys
@@ -55,7 +64,7 @@ class Publisher:
         self.ended = asyncio.Event()
         if on_loop is not None:
             on_loop(self.loop)
-        self.link = Link(self.settings.server, has_keys=self.has_keys)
+        self.link = self.make_upstream(self.settings.server, self.has_keys)
         context = zmq.asyncio.Context()
         cache = self.settings.cache
         tasks: list[asyncio.Task[Any]] = []

@@ -34,6 +34,7 @@ ROUTES: Final[Mapping[str, tuple[str, str]]] = {
     "merge": ("POST", "/v1/merge"),
     "info": ("GET", "/v1/info"),
     "pool": ("GET", "/v1/pool"),
+    "engines": ("GET", "/v1/engines"),
     "delete_sequences": ("POST", "/v1/sequences/delete"),
     "match_prefix": ("POST", "/v1/prefix/match"),
     "commit": ("POST", "/v1/sequences/{id}/commit"),

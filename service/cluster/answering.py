@@ -1,0 +1,47 @@
+"""Answers that a router writes itself, from those of several engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from service.cluster.engine import Call
+from service.cluster.staging import Staging
+from service.doors.link import LESS
+from service.errors import AnswerTooLarge
+from service.image.dtypes import Array
+from service.image.json_text import dump_json
+from service.image.writing import RESPONSE, image
+from service.road.caller import Answered
+from service.road.frames import NO_STAGES
+from service.road.slots import Slot
+
+Stages = tuple[float, ...]
+Result = TypeVar("Result")
+
+
+def reply(
+    staging: Staging,
+    call: Call,
+    fields: Mapping[str, Any],
+    arrays: Mapping[str, Array] | None = None,
+    stages: Stages = NO_STAGES,
+) -> tuple[Answered, Slot]:
+    """A successful answer in a slot. Raises AnswerTooLarge, Overloaded."""
+    parts = image(RESPONSE, dump_json(fields), arrays or {})
+    size = sum(map(len, parts))
+    if size > call.most:
+        raise AnswerTooLarge(size, call.most, LESS)
+    slot, length = staging.lay(parts)
+    return Answered(call.operation.status, slot.view(length), 0, stages), slot
+
+
+def longest(stages: Iterable[Stages]) -> Stages:
+    """The stages of calls that ran side by side."""
+    return tuple(map(max, zip(*stages, strict=True))) or NO_STAGES
+
+
+async def each(awaitables: Sequence[Awaitable[Result]]) -> list[Result | BaseException]:
+    """What each gives or raises, when all are done; where this is cancelled, they are too."""
+    return await asyncio.gather(*awaitables, return_exceptions=True)

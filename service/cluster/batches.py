@@ -1,0 +1,115 @@
+"""A batch over several engines: its request cut by sequences, the answers joined in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from service.errors import InvalidRequest
+from service.image.dtypes import Array
+from service.operations.common import Int32
+
+Arrays = dict[str, Array]
+INDPTRS: Final = ("qo_indptr", "append_indptr")
+MASKS: Final = ("mask", "packed_mask")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one engine is asked: the batch's sequences at `positions`, with their `rows`."""
+
+    positions: tuple[int, ...]
+    rows: Int32
+    fields: dict[str, Any]
+    arrays: Arrays
+
+
+def cut(given: dict[str, Any], arrays: Arrays, groups: Sequence[Sequence[int]]) -> list[Piece]:
+    """The fields and tensors in pieces, one for each group of positions.
+
+    Raises InvalidRequest for a mask, which only the lengths of the sequences could cut.
+    """
+    if masks := [name for name in MASKS if name in arrays]:
+        rule = "its sequences are on several engines, by whose lengths it would have to be cut"
+        raise InvalidRequest(masks[0], "given", f"{rule}: send a call for each engine's sequences")
+    sums = row_sums(given, len(given["sequences"]))
+    return [cut_one(given, arrays, group, sums) for group in groups]
+
+
+def row_sums(given: dict[str, Any], batch: int) -> Int32:
+    """The prefix sums of the batch's rows, int32 [batch + 1]."""
+    for name in INDPTRS:
+        if given.get(name) is not None:
+            return np.array(given[name], np.int32)
+    return np.arange(batch + 1, dtype=np.int32)
+
+
+def cut_one(given: dict[str, Any], arrays: Arrays, group: Sequence[int], sums: Int32) -> Piece:
+    fields = dict(given)
+    for name in ("sequences", "offsets"):
+        if given.get(name) is not None:
+            fields[name] = [given[name][at] for at in group]
+    counts = np.diff(sums)[list(group)]
+    for name in INDPTRS:
+        if given.get(name) is not None:
+            fields[name] = [0, *np.cumsum(counts).tolist()]
+    spans = [np.arange(sums[at], sums[at + 1], dtype=np.int32) for at in group]
+    rows = np.concatenate(spans) if spans else np.empty(0, np.int32)
+    # those of whole batches: rows of a gather come only with the answer
+    return Piece(tuple(group), rows, fields, {name: one[rows] for name, one in arrays.items()})
+
+
+def join(
+    pieces: Sequence[Piece], told: Sequence[tuple[dict[str, Any], Arrays]]
+) -> tuple[dict[str, Any], Arrays]:
+    """The answers to the pieces as one, in the order of the request."""
+    first = told[0][0]
+    if "kv_indptr" in first:
+        return join_gathered(pieces, told)
+    fields = {name: JOINED[name](pieces, [one[name] for one, _ in told]) for name in first}
+    num_rows = sum(piece.rows.size for piece in pieces)
+    arrays: Arrays = {}
+    for name, like in told[0][1].items():
+        arrays[name] = whole = np.empty((num_rows, *like.shape[1:]), like.dtype)
+        for piece, (_, parts) in zip(pieces, told, strict=True):
+            whole[piece.rows] = parts[name]
+    return fields, arrays
+
+
+def join_gathered(
+    pieces: Sequence[Piece], told: Sequence[tuple[dict[str, Any], Arrays]]
+) -> tuple[dict[str, Any], Arrays]:
+    """Rows of tokens, as many of each sequence as its engine told."""
+    batch = sum(len(piece.positions) for piece in pieces)
+    parts: list[tuple[Arrays, int, int]] = [({}, 0, 0)] * batch
+    for piece, (fields, arrays) in zip(pieces, told, strict=True):
+        sums = fields["kv_indptr"]
+        for index, at in enumerate(piece.positions):
+            parts[at] = arrays, sums[index], sums[index + 1]
+    sums = np.cumsum([0, *(end - begin for _, begin, end in parts)]).tolist()
+    joined = {
+        name: np.concatenate([arrays[name][begin:end] for arrays, begin, end in parts])
+        for name in told[0][1]
+    }
+    return {"kv_indptr": sums}, joined
+
+
+def in_order(pieces: Sequence[Piece], values: Sequence[list[int]]) -> list[int]:
+    """One number for each sequence, in the order of the request."""
+    found = [0] * sum(len(piece.positions) for piece in pieces)
+    for piece, some in zip(pieces, values, strict=True):
+        for at, value in zip(piece.positions, some, strict=True):
+            found[at] = value
+    return found
+
+
+JOINED: Final[dict[str, Callable[[Sequence[Piece], Sequence[Any]], Any]]] = {
+    "lengths": in_order,
+    "lse_base": lambda _, values: values[0],
+    "levels": lambda _, values: max(values),
+    "cascade": lambda _, values: any(values),
+}
+"""How each field of an answer to a batch is made from those of its pieces."""

@@ -1,0 +1,151 @@
+"""Calls about sequences: passed on whole where all are on one engine, else cut and joined."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from service.cluster.answering import each, longest, reply
+from service.cluster.batches import cut, join
+from service.cluster.engine import Call, Engine, Told, problem_in
+from service.doors.problems import ProblemText, document_of
+from service.errors import InvalidRequest, LostSequence, NotReady
+from service.image.dtypes import Array
+from service.image.json_text import dump_json
+from service.image.reading import place, split
+from service.operations.spec import Prepared
+from service.road.caller import Answered
+from service.road.slots import Slot
+
+if TYPE_CHECKING:
+    from service.cluster.router import Router
+
+Answer = tuple[Answered, Slot]
+
+
+async def ask_batch(router: Router, call: Call, prepared: Prepared, ids: Sequence[str]) -> Answer:
+    """Ask the engines that these sequences are on. Raises UnknownSequence, LostSequence."""
+    engines = await router.homes.of(ids, call.tenant)
+    if all(one is engines[0] for one in engines):
+        return await ask_one(router, call, prepared, ids, engines[0])
+    return await ask_several(router, call, prepared, ids)
+
+
+async def ask_one(
+    router: Router, call: Call, prepared: Prepared, ids: Sequence[str], engine: Engine
+) -> Answer:
+    """Ask the one engine that all are on; where it does not know them, they may have been moved."""
+    answered, slot = await pass_on(router, call, ids, engine)
+    if call.operation.name == "delete_sequence" and answered.status < 300:
+        router.homes.forget(call, ids)
+    if answered.status != 404 or not (unknown := unknown_in(problem_in(answered))):
+        return answered, slot
+    router.give_back(slot)
+    await router.homes.find(unknown, call.tenant)  # raises for those that nobody has
+    engines = await router.homes.of(ids, call.tenant)
+    if all(one is engines[0] for one in engines):
+        return await pass_on(router, call, ids, engines[0])
+    return await ask_several(router, call, prepared, ids)
+
+
+async def pass_on(router: Router, call: Call, ids: Sequence[str], engine: Engine) -> Answer:
+    """The call as it is. Raises LostSequence when the engine is lost over it."""
+    try:
+        return await engine.call(call)
+    except NotReady as error:
+        raise lost(router, engine, ids, error) from error
+
+
+def lost(router: Router, engine: Engine, ids: Sequence[str], error: NotReady) -> Exception:
+    """What to answer for a call that an engine was lost over."""
+    if router.members.by_tag.get(engine.tag) is engine:
+        return error
+    router.members.check_reachable({engine.tag})
+    return LostSequence(ids)
+
+
+def unknown_in(problem: dict[str, Any]) -> list[str]:
+    """The sequences that an engine does not know."""
+    return list(problem["sequences"]) if problem["code"] == "unknown_sequence" else []
+
+
+async def ask_together(router: Router, call: Call, prepared: Prepared) -> Answer:
+    """The one engine that all the sequences are on. Raises InvalidRequest."""
+    fields = prepared.fields
+    levels = getattr(fields, "levels", None)
+    ids = fields.ids if levels is None else list({one: 0 for level in levels for one in level.ids})
+    engines = await router.homes.of(ids, call.tenant)
+    if any(one is not engines[0] for one in engines):
+        other = next(i for i, one in enumerate(engines) if one is not engines[0])
+        rule = f"is on another engine than {ids[0]}: fork what goes together from one sequence"
+        raise InvalidRequest("sequences", ids[other], rule)
+    return await ask_one(router, call, prepared, ids, engines[0])
+
+
+async def ask_several(router: Router, call: Call, prepared: Prepared, ids: Sequence[str]) -> Answer:
+    """Ask each engine for its part, all at once, and join the answers.
+
+    Where one refuses, the problem's `done` names the sequences that others have changed already.
+    """
+    _, start = split(call.image)
+    arrays = place(call.image, start, prepared.layout)
+    operation = call.operation
+    changes = operation.scope == "append" or operation.appended_with in arrays
+    given = prepared.fields.model_dump(exclude_unset=True)
+    told = await ask_parts(router, call, ids, given, arrays, changes=changes)
+    return reply(router.staging, call, told.fields, told.arrays, told.stages)
+
+
+async def ask_parts(
+    router: Router,
+    call: Call,
+    ids: Sequence[str],
+    given: dict[str, Any],
+    arrays: dict[str, Array],
+    *,
+    changes: bool,
+    again: bool = True,
+) -> Told:
+    """The joined answer to a batch's fields and tensors. `again`: an engine that does not know its
+    sequences is no reason to give up, they may have been moved."""
+    groups: dict[Engine, list[int]] = {}
+    for at, engine in enumerate(await router.homes.of(ids, call.tenant)):
+        groups.setdefault(engine, []).append(at)
+    if len(groups) == 1:
+        try:
+            return await next(iter(groups)).ask(call, given, arrays)
+        except NotReady as error:
+            raise lost(router, next(iter(groups)), ids, error) from error
+        except ProblemText as refused:
+            unknown = unknown_in(json.loads(refused.text))
+            if not (again and unknown):
+                raise
+        await router.homes.find(unknown, call.tenant)
+        return await ask_parts(router, call, ids, given, arrays, changes=changes, again=False)
+    pieces = cut(given, arrays, list(groups.values()))
+    parts = [[ids[at] for at in piece.positions] for piece in pieces]
+    asked = [
+        ask_parts(router, call, part, piece.fields, piece.arrays, changes=changes, again=again)
+        for part, piece in zip(parts, pieces, strict=True)
+    ]
+    told = await each(asked)
+    whole = [one for one in told if isinstance(one, Told)]
+    if len(whole) < len(told):
+        both = list(zip(parts, told, strict=True))
+        done = [name for part, one in both if isinstance(one, Told) for name in part]
+        errors = [one for one in told if not isinstance(one, Told)]
+        raise refusal(errors, done if changes else [])
+    fields, joined = join(pieces, [(one.fields, one.arrays) for one in whole])
+    return Told(fields, joined, longest(one.stages for one in whole))
+
+
+def refusal(errors: Sequence[BaseException], done: Sequence[str]) -> BaseException:
+    """The first error, with what is done all the same; the lost sequences of all."""
+    first = errors[0]
+    if gone := [error for error in errors if isinstance(error, LostSequence)]:
+        first = LostSequence([name for error in gone for name in error.extra["sequences"]])
+    if not done:
+        return first
+    document = document_of(first, b"")
+    return ProblemText(dump_json(document | {"done": [*document.get("done", ()), *done]}))

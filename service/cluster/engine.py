@@ -1,0 +1,159 @@
+"""One engine of a cluster, for as long as the session with it lasts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from service.cluster.names import tag_of_instance
+from service.cluster.placement import Load
+from service.cluster.staging import Staging
+from service.doors.link import Link
+from service.doors.problems import ProblemText
+from service.image.dtypes import Array, Part
+from service.image.json_body import fields_text_of_image
+from service.image.json_text import dump_json
+from service.image.reading import REQUEST, place, read_layout, split
+from service.image.writing import PROBLEM, RESPONSE, image
+from service.operations.info import InfoAnswer
+from service.operations.spec import Operation
+from service.road.caller import Answered
+from service.road.frames import NO_REQUEST_ID
+from service.road.slots import Slot
+from service.tenants import Tenant
+
+QUEUE_WEIGHT: Final = 0.1
+"""Share of the latest call in the running mean of the time that calls wait for their turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a door's: the request's image, and what the road carries beside it."""
+
+    operation: Operation
+    image: memoryview
+    most: int
+    """Bytes that the answer may have."""
+    deadline_us: int
+    request_id: bytes
+    tenant: Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An engine's answer in memory of our own."""
+
+    fields: dict[str, Any]
+    arrays: dict[str, Array]
+    stages: tuple[float, ...]
+
+
+class Engine:
+    """Calls to one engine. `tag` ends the ids of the sequences that are made there."""
+
+    def __init__(self, name: str, link: Link, staging: Staging) -> None:
+        self.name = name
+        self.link = link
+        self.staging = staging
+        self.tag = ""
+        self.load = Load()
+        self.queue_s = 0.0
+        self.promised = 0
+        """Pages placed there since `load` was told."""
+        self.is_leaving = False
+        """It takes no new sequences, because it is to be removed."""
+        self.num_calls = self.num_waiting = 0
+
+    def learn(self, info: InfoAnswer) -> None:
+        """What it says of itself."""
+        self.info = info
+        self.tag = tag_of_instance(info.instance_id)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.link.state[0] == "ready"
+
+    @property
+    def takes_new(self) -> bool:
+        """Whether new sequences may be placed there."""
+        return self.is_ready and not self.is_leaving
+
+    @property
+    def load_now(self) -> Load:
+        """What it has told, with what is known since."""
+        return replace(self.load, queue_s=self.queue_s, promised=self.promised)
+
+    async def call(self, call: Call, parts: Sequence[Part] | None = None) -> tuple[Answered, Slot]:
+        """The answer to `parts`, by default the call's own image, in a slot of the router's.
+
+        Raises AnswerTooLarge, Overloaded, NotReady; what the engine refuses is an answer too.
+        """
+        answered, theirs = await self.exchange(call, parts or (call.image,))
+        try:
+            length = len(answered.image)
+            slot = self.staging.slot(length)
+            view = slot.view(length)
+            view[:] = answered.image
+        finally:
+            self.link.give_back(theirs)
+        return Answered(answered.status, view, 0, answered.stages), slot
+
+    async def ask(
+        self, call: Call, fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None
+    ) -> Told:
+        """The answer to other fields and tensors. Raises ProblemText for what the engine refuses,
+        and what `call` raises."""
+        parts = image(REQUEST, dump_json(fields), arrays or {})
+        answered, slot = await self.exchange(call, parts)
+        try:
+            whole = answered.image
+            if answered.status >= 400:
+                raise ProblemText(fields_text_of_image(whole, PROBLEM))
+            if not len(whole):
+                return Told({}, {}, answered.stages)
+            header, start = split(whole)
+            layout = read_layout(header, len(whole) - start, RESPONSE)
+            copied = {name: np.array(array) for name, array in place(whole, start, layout).items()}
+            return Told(layout.fields, copied, answered.stages)
+        finally:
+            self.link.give_back(slot)
+
+    async def exchange(self, call: Call, parts: Sequence[Part]) -> tuple[Answered, Slot]:
+        """The answer, in a slot of the session's arena."""
+        link = self.link
+        request, length = await link.lay(parts)
+        self.num_waiting += 1
+        try:
+            answered, slot = await link.call(
+                call.operation,
+                request,
+                length,
+                call.most,
+                call.deadline_us,
+                call.request_id,
+                call.tenant,
+            )
+        finally:
+            self.num_waiting -= 1
+            link.give_back(request)
+        self.num_calls += 1
+        self.queue_s += QUEUE_WEIGHT * (answered.stages[0] - self.queue_s)
+        return answered, slot
+
+    def own(self, operation: Operation, tenant: Tenant, deadline_s: float) -> Call:
+        """A call of the router's own, for `ask`."""
+        most = self.link.limits.max_answer_bytes
+        return Call(operation, NOTHING, most, int(deadline_s * 1e6), NO_REQUEST_ID, tenant)
+
+
+NOTHING: Final = memoryview(b"")
+
+
+def problem_in(answered: Answered) -> dict[str, Any]:
+    """The document of a refusal."""
+    document: dict[str, Any] = json.loads(fields_text_of_image(answered.image, PROBLEM))
+    return document

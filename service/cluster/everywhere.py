@@ -1,0 +1,98 @@
+"""Operations that every engine is asked: what each is asked, and how their answers become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Final
+
+Fields = dict[str, Any]
+Join = Callable[[Fields, Sequence[Fields]], Fields]
+"""From the request's fields and the engines' answers."""
+
+
+def added(_: Fields, answers: Sequence[Fields]) -> Fields:
+    """Every number is the sum."""
+    return {name: sum(one[name] for one in answers) for name in answers[0]}
+
+
+def pool(_: Fields, answers: Sequence[Fields]) -> Fields:
+    """Pages are added; sharing is that of all tokens, by the pages that hold them."""
+    apart = {"sharing_ratio", "integrity"}
+    joined = added(_, [{name: one[name] for name in one.keys() - apart} for one in answers])
+    weights = [one["referenced"] for one in answers]
+    shared = sum(w * one["sharing_ratio"] for w, one in zip(weights, answers, strict=True))
+    broken = [one["integrity"] for one in answers if one["integrity"] != "ok"]
+    joined["sharing_ratio"] = shared / sum(weights) if sum(weights) else 1.0
+    joined["integrity"] = "; ".join(broken) or "ok"
+    return joined
+
+
+def info(_: Fields, answers: Sequence[Fields]) -> Fields:
+    """Of engines that are alike: sizes are added, and one that was started anew, came or went makes
+    another `instance_id`."""
+    instances = sorted(one["instance_id"] for one in answers)
+    digest = blake2b(" ".join(instances).encode(), digest_size=16).hexdigest()
+    limits = answers[0]["limits"]
+    most = sum(one["limits"]["max_sequences"] for one in answers)
+    return answers[0] | {
+        "instance_id": digest if len(answers) > 1 else instances[0],
+        "num_pages": sum(one["num_pages"] for one in answers),
+        "limits": limits | {"max_sequences": most},
+    }
+
+
+def listed(asked: Fields, answers: Sequence[Fields]) -> Fields:
+    """A page of the list of all, by id."""
+    limit = asked["limit"]
+    every = sorted(
+        (one for part in answers for one in part["sequences"]), key=lambda one: one["id"]
+    )
+    has_more = len(every) > limit or any(part["next"] is not None for part in answers)
+    shown = every[:limit]
+    return {"sequences": shown, "next": shown[-1]["id"] if shown and has_more else None}
+
+
+def namespace(asked: Fields, answers: Sequence[Fields]) -> Fields:
+    """Quotas and use are added; no limit on one engine is no limit."""
+    joined: Fields = {"name": answers[0]["name"]}
+    for name in answers[0].keys() - {"name"}:
+        values = [one[name] for one in answers]
+        joined[name] = None if None in values else sum(values)
+    return joined
+
+
+def most(_: Fields, answers: Sequence[Fields]) -> Fields:
+    """A pin covers as many pages as on the engine that has most of them."""
+    return max(answers, key=lambda one: one["num_pages"])
+
+
+JOINS: Final[Mapping[str, Join]] = {
+    "list_sequences": listed,
+    "delete_sequences": added,
+    "info": info,
+    "pool": pool,
+    "pin": most,
+    "unpin": lambda _, answers: {},
+    "clear": added,
+    "get_namespace": namespace,
+    "set_namespace": namespace,
+}
+IF_THERE: Final = frozenset({"pin", "unpin"})
+"""An engine that does not have the page is no failure while another does."""
+
+
+def shares(name: str, asked: Fields, count: int) -> list[Fields]:
+    """What each of `count` engines is asked: quotas are shared out evenly, all else is the same."""
+    parts = [dict(asked) for _ in range(count)]
+    if name == "set_namespace":
+        for field in ("max_pages", "reserved_pages"):
+            if asked.get(field) is not None:
+                for part, share in zip(parts, share_out(asked[field], count), strict=True):
+                    part[field] = share
+    return parts
+
+
+def share_out(total: int, count: int) -> list[int]:
+    """`total` in `count` parts that differ by one at most."""
+    return [total // count + (index < total % count) for index in range(count)]

@@ -1,0 +1,280 @@
+"""Which engines there are, a session with each, and what each of them has."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from config.sections import ServerSettings
+from service.cluster.engine import Engine, Told
+from service.cluster.listed import Listed, read_members
+from service.cluster.placement import Load
+from service.cluster.prefixes import Prefixes
+from service.cluster.staging import Staging
+from service.doors.link import Link
+from service.doors.problems import ProblemText
+from service.errors import AttndError, NotReady
+from service.operations.info import InfoAnswer
+from service.operations.table import BY_NAME
+from service.road.frames import FrameError
+from service.tenants import OPEN, SCOPES, tenant_of
+
+LOG: Final = logging.getLogger("attnd.cluster")
+LOOK_S: Final = 0.1
+"""How often the file of members is looked at."""
+POLL_S: Final = 0.25
+"""How often an engine is asked what it has."""
+POLL_DEADLINE_S: Final = 10.0
+"""An engine that has not answered by then is given up: a process that hangs counts as dead."""
+FIRST_WAIT_S: Final = 0.05
+LONGEST_WAIT_S: Final = 1.0
+"""Before an engine is called again."""
+ALIKE: Final = ("num_layers", "page_size", "num_kv_heads", "head_dim", "dtype")
+"""What must be the same of all engines."""
+LEFT: Final = "it was taken out of the cluster"
+BROKEN: Final = (OSError, AttndError, FrameError, ProblemText, TimeoutError)
+"""What ends a session, or keeps it from beginning."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """An engine by its name, whether a session with it lasts or not."""
+
+    name: str
+    address: str
+    lost_after_s: float = 0.0
+    is_leaving: bool = False
+    engine: Engine | None = None
+    why: str = "it has not answered yet"
+    tag: str = ""
+    """Of its last session."""
+    keeping: asyncio.Task[None] | None = None
+    positions: dict[str, int] = field(default_factory=dict)
+    """By namespace: the number of the last event that was read."""
+
+
+class Members:
+    """The engines of one router. `by_tag` has those that can be called."""
+
+    def __init__(self, limits: ServerSettings, has_keys: bool, staging: Staging) -> None:
+        self.limits = limits
+        self.has_keys = has_keys
+        self.staging = staging
+        self.by_name: dict[str, Member] = {}
+        self.by_tag: dict[str, Engine] = {}
+        self.first_info: InfoAnswer | None = None
+        self.prefixes: dict[str, Prefixes] = {}
+        """By namespace, of those that have looked for a prefix."""
+        self.tenant = tenant_of("cluster", SCOPES) if has_keys else OPEN
+        """Whose the router's own questions are."""
+        self.door = self.secret = ""
+        self.watching: asyncio.Task[None] | None = None
+        self.met = asyncio.Event()
+        self.away: dict[str, float] = {}
+        """Engines of other hosts that cannot be reached: when they count as lost, by the tag."""
+
+    @property
+    def engines(self) -> list[Engine]:
+        return list(self.by_tag.values())
+
+    @property
+    def info(self) -> InfoAnswer:
+        """Of any engine. Raises NotReady before one was met."""
+        if self.first_info is None:
+            raise NotReady(self.state[1])
+        return self.first_info
+
+    @property
+    def state(self) -> tuple[str, str]:
+        if any(engine.is_ready for engine in self.by_tag.values()):
+            return "ready", "ready"
+        why = "; ".join(f"{member.name}: {member.why}" for member in self.by_name.values())
+        return "starting", f"no engine can be called: {why or 'there is none yet'}"
+
+    def idlest(self, but: Collection[str] = ()) -> Engine:
+        """Of those that can be called, the one with the fewest calls. Raises NotReady."""
+        among = [one for one in self.by_tag.values() if one.is_ready and one.tag not in but]
+        if not among:
+            raise NotReady(self.state[1])
+        return min(among, key=lambda one: (one.num_waiting, one.queue_s))
+
+    # who there is
+
+    async def watch(self, path: str, door: str, secret: str) -> None:
+        """Meet those that the file names, from now on; returns when one can be called."""
+        self.door, self.secret = door, secret
+        self.watching = asyncio.get_running_loop().create_task(self.look(Path(path)))
+        await self.met.wait()
+
+    async def look(self, path: Path) -> None:
+        """Read the file of members whenever it has been replaced."""
+        seen: tuple[int, int] | None = None
+        while True:
+            with suppress(FileNotFoundError):
+                found = path.stat()
+                if seen != (found.st_mtime_ns, found.st_ino):
+                    seen = found.st_mtime_ns, found.st_ino
+                    self.take(read_members(path))
+            await asyncio.sleep(LOOK_S)
+
+    def take(self, given: Collection[Listed]) -> None:
+        """These are all the members there are now."""
+        names = {one.name: one for one in given}
+        for name, member in list(self.by_name.items()):
+            if name not in names or names[name].address != member.address:
+                self.remove(name)
+        for name, one in names.items():
+            if name not in self.by_name:
+                self.add(name, one.address, one.lost_after_s)
+            member = self.by_name[name]
+            member.is_leaving = one.is_leaving
+            if member.engine is not None:
+                member.engine.is_leaving = one.is_leaving
+
+    def add(self, name: str, address: str, lost_after_s: float) -> None:
+        """Meet an engine, and again whenever the session with it ends."""
+        member = self.by_name[name] = Member(name, address, lost_after_s)
+        member.keeping = asyncio.get_running_loop().create_task(self.keep(member))
+
+    def remove(self, name: str) -> None:
+        """Let an engine go; what waits for it ends as if it had died."""
+        member = self.by_name.pop(name)
+        if member.keeping is not None:
+            member.keeping.cancel()
+        self.lose(member, LEFT)
+
+    def close(self) -> None:
+        if self.watching is not None:
+            self.watching.cancel()
+        for name in list(self.by_name):
+            self.remove(name)
+
+    # sessions
+
+    async def keep(self, member: Member) -> None:
+        """One session after another."""
+        wait = FIRST_WAIT_S
+        while True:
+            try:
+                engine = await self.meet(member)
+                wait = FIRST_WAIT_S
+                while member.engine is engine:
+                    await self.poll(member, engine)
+                    await asyncio.sleep(POLL_S)
+            except BROKEN as error:
+                self.lose(member, str(error) or type(error).__name__)
+            except Exception:
+                LOG.exception("the session with %s failed: this is a bug", member.name)
+                self.lose(member, "a bug, see the log")
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT_S)
+
+    async def meet(self, member: Member) -> Engine:
+        """A session with an engine that fits the others. Raises what is BROKEN."""
+        link = Link(self.limits, self.has_keys)
+        try:
+            await link.connect(member.address, self.door, self.secret)
+            engine = Engine(member.name, link, self.staging)
+            told = await self.ask(engine, "info")
+            engine.learn(InfoAnswer.model_validate(told.fields))
+            self.check_alike(engine.info)
+            await self.poll(member, engine)
+        except BaseException:
+            link.close()
+            raise
+        if link.caller is not None:
+            link.caller.on_lost = lambda why: self.lose(member, why)
+        engine.is_leaving = member.is_leaving
+        if member.tag != engine.tag:  # started anew: what it had is gone
+            self.away.pop(member.tag, None)
+        self.away.pop(engine.tag, None)
+        member.tag = engine.tag
+        member.engine = self.by_tag[engine.tag] = engine
+        member.positions.clear()
+        self.met.set()
+        LOG.info("%s is engine %s", member.name, engine.tag)
+        return engine
+
+    def check_alike(self, info: InfoAnswer) -> None:
+        """Raises NotReady for an engine whose pool is of another geometry."""
+        first = self.first_info = self.first_info or info
+        for name in ALIKE:
+            if (got := getattr(info, name)) != (want := getattr(first, name)):
+                raise NotReady(f"its pool.{name} is {got}, that of the others {want}")
+
+    def lose(self, member: Member, why: str) -> None:
+        """The session is over, and with an engine of this host its sequences."""
+        engine, member.engine = member.engine, None
+        if why not in (member.why, LEFT):
+            LOG.warning("%s is lost: %s", member.name, why)
+        member.why = why
+        if engine is None:
+            return
+        if self.by_tag.get(engine.tag) is engine:
+            del self.by_tag[engine.tag]
+        if member.lost_after_s and why != LEFT:
+            self.away[engine.tag] = time.monotonic() + member.lost_after_s
+        for namespace, known in self.prefixes.items():
+            known.forget(engine.tag, namespace)
+        if engine.link.caller is not None:
+            engine.link.caller.on_lost = None
+        engine.link.close()
+
+    def check_reachable(self, tags: Collection[str]) -> None:
+        """Raises NotReady where an engine may still come back with what it had."""
+        for tag in tags:
+            if (left := self.away.get(tag, 0.0) - time.monotonic()) > 0:
+                told = f"engine {tag} cannot be reached; it counts as lost in {left:.1f} s"
+                raise NotReady(f"{told}: retry later")
+
+    # what they have
+
+    async def ask(self, engine: Engine, name: str, **fields: Any) -> Told:
+        """A question of the router's own."""
+        async with asyncio.timeout(POLL_DEADLINE_S):
+            call = engine.own(BY_NAME[name], self.tenant, POLL_DEADLINE_S)
+            return await engine.ask(call, fields)
+
+    async def poll(self, member: Member, engine: Engine) -> None:
+        """Ask an engine for its pages, and what became of cached ones."""
+        promised = engine.promised
+        (told,) = (await self.ask(engine, "engines")).fields["engines"]
+        engine.promised -= promised
+        held = told["referenced"] + told["pinned"]
+        engine.load = Load(told["free"], told["cached"], held)
+        for namespace in list(self.prefixes):
+            await self.read_events(member, engine, namespace)
+
+    async def read_events(self, member: Member, engine: Engine, namespace: str) -> None:
+        """All events of a namespace since the last time."""
+        known = self.prefixes[namespace]
+        tenant = tenant_of(namespace, ("read",)) if self.has_keys else OPEN
+        while True:
+            after = member.positions.get(namespace, 0)
+            async with asyncio.timeout(POLL_DEADLINE_S):
+                call = engine.own(BY_NAME["events"], tenant, POLL_DEADLINE_S)
+                page = (await engine.ask(call, {"after": after})).fields
+            if page["too_old"] and after:
+                known.forget(engine.tag, namespace)
+            for event in page["events"]:
+                known.take(engine.tag, event)
+            member.positions[namespace] = page["next"]
+            if not page["events"]:
+                return
+
+    async def follow(self, namespace: str) -> None:
+        """Read a namespace's events, now and from now on."""
+        self.prefixes_of(namespace)
+        for member in list(self.by_name.values()):
+            if member.engine is not None:
+                await self.read_events(member, member.engine, namespace)
+
+    def prefixes_of(self, namespace: str) -> Prefixes:
+        """What is known of a namespace's cached pages; it is followed from the first time on."""
+        return self.prefixes.setdefault(namespace, Prefixes())

@@ -1,0 +1,108 @@
+"""What a namespace has cached, by the engines that have it, as their events tell; and the cluster's
+own events, made of theirs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, Final
+
+from service.core.keys import Prefix, root_key
+
+MOST_EVENTS: Final = 16_384
+PAGES_AN_EVENT: Final = 128
+Event = dict[str, Any]
+
+
+class Prefixes:
+    """Page keys of one namespace, and the tags of the engines that have them."""
+
+    __slots__ = ("engines_with", "log")
+
+    def __init__(self) -> None:
+        self.engines_with: dict[str, set[str]] = {}
+        self.log = EventLog()
+
+    def take(self, tag: str, event: Event) -> None:
+        """An event of an engine, as the operation `events` tells it. The cluster's event follows
+        when no engine had a page before, or none has it any more."""
+        match event["type"]:
+            case "stored":
+                keys = event["page_keys"]
+                is_news = any(key not in self.engines_with for key in keys)
+                for key in keys:
+                    self.engines_with.setdefault(key, set()).add(tag)
+                if is_news:
+                    self.log.add(event)
+            case "removed":
+                self.drop(tag, event["page_keys"], event["namespace"])
+            case "cleared":
+                self.forget(tag, event["namespace"])
+
+    def forget(self, tag: str, namespace: str) -> None:
+        """An engine has nothing any more, or what it has must be learned anew."""
+        self.drop(tag, [key for key, tags in self.engines_with.items() if tag in tags], namespace)
+
+    def drop(self, tag: str, keys: Iterable[str], namespace: str) -> None:
+        gone: list[str] = []
+        for key in keys:
+            tags = self.engines_with.get(key, set())
+            tags.discard(tag)
+            if not tags and self.engines_with.pop(key, None) is not None:
+                gone.append(key)
+        for first in range(0, len(gone), PAGES_AN_EVENT):
+            some = gone[first : first + PAGES_AN_EVENT]
+            self.log.add({"type": "removed", "namespace": namespace, "page_keys": some})
+
+    def matched(self, keys: Iterator[bytes]) -> dict[str, int]:
+        """How many pages of a chain each engine has from its first page on. No more keys are asked
+        for than somebody has."""
+        found: dict[str, int] = {}
+        left: set[str] | None = None
+        for count, key in enumerate(keys, 1):
+            tags = self.engines_with.get(key.hex(), set())
+            left = set(tags) if left is None else left & tags
+            if not left:
+                break
+            for tag in left:
+                found[tag] = count
+        return found
+
+
+class EventLog:
+    """Events with numbers that begin at the microseconds of the start, so that one from another
+    door, or from before a restart, is too old."""
+
+    __slots__ = ("begin", "events", "most", "newest")
+
+    def __init__(self, most: int = MOST_EVENTS) -> None:
+        self.begin = self.newest = time.time_ns() // 1000
+        self.most = most
+        self.events: deque[Event] = deque()
+
+    def add(self, event: Event) -> None:
+        self.newest += 1
+        self.events.append(event | {"id": self.newest})
+        if len(self.events) > self.most:
+            self.events.popleft()
+
+    def page(self, after: int, limit: int) -> Event:
+        """Up to `limit` events after a number, where to go on, and whether some are forgotten."""
+        if after < 0:
+            return {"events": [], "next": self.newest, "too_old": False}
+        first = self.newest - len(self.events)
+        forgotten = first > self.begin
+        too_old = forgotten if after == 0 else not first <= after <= self.newest
+        start = first if too_old else max(after, first)
+        told = list(islice(self.events, start - first, start - first + limit))
+        return {"events": told, "next": start + len(told), "too_old": too_old}
+
+
+def chained_keys(prefix: Prefix, namespace: str, page_size: int) -> Iterator[bytes]:
+    """The keys of a prompt's full pages, one after another."""
+    key = root_key(namespace, prefix.cache_salt)
+    for page in range(prefix.num_pages(page_size)):
+        key = prefix.key_at(page, key, page_size)
+        yield key

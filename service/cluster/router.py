@@ -1,0 +1,163 @@
+"""A door's way to several engines: finds the engine of every call, and makes one answer of many.
+
+It has the interface of `Link` (`service/doors/upstream.py`), so the door in front of it cannot tell
+a cluster from one engine. Nothing here could not be rebuilt from the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
+from typing import Final
+
+from config.sections import ServerSettings
+from service.cluster.batching import ask_batch, ask_together
+from service.cluster.creating import create
+from service.cluster.engine import Call
+from service.cluster.finding import Homes
+from service.cluster.members import Members
+from service.cluster.spreading import ask_everywhere, ask_for_lease
+from service.cluster.staging import Staging
+from service.errors import DeadlineExceeded, NotReady
+from service.image.dtypes import Part
+from service.image.reading import split
+from service.operations.routing import Routing
+from service.operations.spec import Operation, Prepared, prepare
+from service.road.caller import Answered
+from service.road.slots import Slot
+from service.tenants import Tenant
+
+REMEMBERED_BYTES: Final = 16 * 2**10
+"""Longest header that is remembered."""
+GRACE_S: Final = 5.0
+"""An engine keeps deadlines itself; one that has not answered so long after is not waited for."""
+Answer = tuple[Answered, Slot]
+Ask = Callable[["Router", Call, Prepared], Awaitable[Answer]]
+
+
+class Router:
+    """Of one door, on its event loop."""
+
+    def __init__(self, limits: ServerSettings, has_keys: bool = False) -> None:
+        """`has_keys`: calls are made for the tenants who showed them."""
+        self.limits = limits
+        self.has_keys = has_keys
+        self.draining = ""
+        self.staging = Staging(limits)
+        self.members = Members(limits, has_keys, self.staging)
+        self.homes = Homes(self.members)
+        self.remembered = lru_cache(maxsize=512)(self.read)
+
+    async def connect(self, path: str, name: str, secret: str) -> None:
+        """Watch the file of members at `path`, and meet them; returns when one can be called."""
+        await self.members.watch(path, name, secret)
+
+    @property
+    def state(self) -> tuple[str, str]:
+        if self.draining:
+            return "draining", self.draining
+        return self.members.state
+
+    def ready(self) -> None:
+        """Raises NotReady."""
+        state, reason = self.state
+        if state != "ready":
+            raise NotReady(reason)
+
+    # slots
+
+    @property
+    def arena_fd(self) -> int:
+        return self.staging.mapping.fd
+
+    def take(self, size: int) -> Slot:
+        return self.staging.take(size)
+
+    async def slot(self, size: int, *, exactly: bool = False) -> Slot:
+        return self.staging.slot(size, exactly=exactly)
+
+    async def lay(self, parts: Sequence[Part]) -> tuple[Slot, int]:
+        return self.staging.lay(parts)
+
+    def give_back(self, slot: Slot) -> None:
+        self.staging.spare.put(slot)
+
+    def trim(self) -> None:
+        self.staging.trim()
+        for engine in self.members.engines:
+            engine.link.trim()
+
+    def close(self) -> None:
+        self.members.close()
+        self.staging.close()
+
+    # calls
+
+    async def call(
+        self,
+        operation: Operation,
+        request: Slot,
+        length: int,
+        most: int,
+        deadline_us: int,
+        request_id: bytes,
+        tenant: Tenant,
+    ) -> Answer:
+        """As `Upstream.call`. What was asked of several engines raises a refusal as ProblemText."""
+        image = request.view(length)
+        call = Call(operation, image, most, deadline_us, request_id, tenant)
+        patience = (deadline_us * 1e-6 or self.limits.deadline_s) + GRACE_S
+        request.hold()  # the image lies there until the call is over, also when nobody waits
+        try:
+            async with asyncio.timeout(patience):
+                return await ROUTES[operation.routed](self, call, self.prepared(call))
+        except TimeoutError:
+            told = f"no engine answered within {patience:g} s: the operation may have taken effect"
+            raise DeadlineExceeded(told) from None
+        finally:
+            request.free()
+
+    def prepared(self, call: Call) -> Prepared:
+        """The request, checked as its engine will check it. Raises MalformedBody, InvalidRequest,
+        NotReady."""
+        header, start = split(call.image)
+        read = self.remembered if len(header) <= REMEMBERED_BYTES else self.read
+        return read(call.operation, header, len(call.image) - start)
+
+    def read(self, operation: Operation, header: bytes, room: int) -> Prepared:
+        return prepare(operation, header, room, self.members.info)
+
+
+async def ask_home(router: Router, call: Call, prepared: Prepared) -> Answer:
+    """The engine that the sequence is on."""
+    return await ask_batch(router, call, prepared, (prepared.fields.id,))
+
+
+async def ask_homes(router: Router, call: Call, prepared: Prepared) -> Answer:
+    """The engines that the batch's sequences are on."""
+    return await ask_batch(router, call, prepared, prepared.fields.ids)
+
+
+async def ask_any(router: Router, call: Call, prepared: Prepared) -> Answer:
+    """The engine that is least busy; another one, if that is lost meanwhile."""
+    asked: set[str] = set()
+    while True:
+        engine = router.members.idlest(but=asked)
+        asked.add(engine.tag)
+        try:
+            return await engine.call(call)
+        except NotReady:
+            if len(asked) >= len(router.members.engines):
+                raise
+
+
+ROUTES: Final[dict[Routing, Ask]] = {
+    "sequence": ask_home,
+    "sequences": ask_homes,
+    "together": ask_together,
+    "placed": create,
+    "everywhere": ask_everywhere,
+    "anywhere": ask_any,
+    "lease": ask_for_lease,
+}

@@ -1,0 +1,34 @@
+"""The secret by which the processes of a service, and the hosts of a cluster, know each other."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Final
+
+from config.sections import ClusterSettings
+
+SECRET_BYTES: Final = 32
+LEAST_CHARACTERS: Final = 32
+
+
+class SecretError(Exception):
+    """The file of the secret is of no use; one line that says why."""
+
+
+def secret_of(cluster: ClusterSettings) -> str:
+    """What the file holds; a new one, for this start alone, where there is no file.
+
+    Raises SecretError.
+    """
+    if cluster.secret_file is None:
+        return secrets.token_hex(SECRET_BYTES)
+    place = f"cluster.secret_file {cluster.secret_file}"
+    try:
+        text = Path(cluster.secret_file).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SecretError(f"{place}: {error}") from error
+    if len(text) < LEAST_CHARACTERS:
+        rule = f"{len(text)} characters, at least {LEAST_CHARACTERS} are needed"
+        raise SecretError(f"{place}: {rule}: write what `openssl rand -hex 32` prints")
+    return text

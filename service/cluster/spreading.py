@@ -1,0 +1,135 @@
+"""Calls that every engine has a part in, and those of leases, whose ids tell their engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from service.cluster.answering import each, longest, reply
+from service.cluster.engine import Call, Engine, Told
+from service.cluster.everywhere import IF_THERE, JOINS, shares
+from service.cluster.names import tag_in
+from service.doors.problems import ProblemText
+from service.errors import UnknownLease
+from service.image.dtypes import Array
+from service.image.reading import place, split
+from service.operations.spec import Prepared
+from service.road.caller import Answered
+from service.road.slots import Slot
+
+if TYPE_CHECKING:
+    from service.cluster.router import Router
+
+Answer = tuple[Answered, Slot]
+
+
+async def ask_everywhere(router: Router, call: Call, prepared: Prepared) -> Answer:
+    """Ask all engines, and join what they say."""
+    asked = prepared.fields.model_dump(exclude_unset=True)
+    match call.operation.name:
+        case "match_prefix":
+            return await match(router, call, prepared, asked)
+        case "evict":
+            return await evict(router, call, asked)
+        case "events":
+            return await events(router, call, prepared)
+        case "engines":
+            return await engines(router, call, asked)
+        case name:
+            parts = shares(name, asked, len(router.members.engines))
+            told = await ask_all(router, call, parts, if_there=name in IF_THERE)
+            joined = JOINS[name](prepared.fields.model_dump(), [one.fields for _, one in told])
+            return reply(router.staging, call, joined, stages=longest(o.stages for _, o in told))
+
+
+async def ask_all(
+    router: Router,
+    call: Call,
+    parts: Sequence[dict[str, Any]],
+    arrays: dict[str, Array] | None = None,
+    *,
+    if_there: bool = False,
+) -> list[tuple[Engine, Told]]:
+    """What the engines answer, each to its part. One that is lost meanwhile counts as not there.
+
+    Raises the first refusal; `if_there`: only where all refuse. Raises NotReady without engines.
+    """
+    asked = router.members.engines
+    calls = [engine.ask(call, part, arrays) for engine, part in zip(asked, parts, strict=True)]
+    told: list[tuple[Engine, Told]] = []
+    errors: list[BaseException] = []
+    for engine, one in zip(asked, await each(calls), strict=True):
+        if isinstance(one, Told):
+            told.append((engine, one))
+        elif engine.tag in router.members.by_tag or not if_there:
+            errors.append(one)
+    if errors and not (if_there and told):
+        raise errors[0]
+    if not told:
+        router.members.idlest()  # raises for want of engines
+    return told
+
+
+async def match(router: Router, call: Call, prepared: Prepared, asked: dict[str, Any]) -> Answer:
+    """The longest match of all engines; only the engine that has it gives a lease."""
+    _, start = split(call.image)
+    arrays = place(call.image, start, prepared.layout)
+    looked = asked | {"lease_s": 0.0}
+    told = await ask_all(router, call, [looked] * len(router.members.engines), arrays)
+    engine, best = max(told, key=lambda one: one[1].fields["num_pages"])
+    fields = best.fields
+    if prepared.fields.lease_s and fields["num_pages"]:
+        fields = (await engine.ask(call, asked, arrays)).fields
+        if fields["lease"] is not None:
+            fields["lease"]["id"] += f".{engine.tag}"
+    return reply(router.staging, call, fields, stages=best.stages)
+
+
+async def evict(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
+    """As many pages as asked for, from one engine after another."""
+    left = asked["num_pages"]
+    for engine in router.members.engines:
+        if left:
+            told = await engine.ask(call, {"num_pages": left})
+            left -= told.fields["num_pages"]
+    return reply(router.staging, call, {"num_pages": asked["num_pages"] - left})
+
+
+async def events(router: Router, call: Call, prepared: Prepared) -> Answer:
+    """The cluster's own events: an engine's become so as they are read, within a quarter of a
+    second; at the first time, now."""
+    fields, members, space = prepared.fields, router.members, call.tenant.namespace
+    if space not in members.prefixes:
+        await members.follow(space)
+    page = members.prefixes_of(space).log.page(fields.after, fields.limit)
+    return reply(router.staging, call, page)
+
+
+async def engines(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
+    """Every engine by its name in the cluster."""
+    told = await ask_all(router, call, [asked] * len(router.members.engines))
+    every = [view | {"name": engine.name} for engine, one in told for view in one.fields["engines"]]
+    every.sort(key=lambda view: view["name"])
+    return reply(router.staging, call, {"engines": every})
+
+
+async def ask_for_lease(router: Router, call: Call, prepared: Prepared) -> Answer:
+    """The engine that gave the lease. Raises UnknownLease."""
+    name = prepared.fields.id
+    tag = tag_in(name)
+    engine = router.members.by_tag.get(tag or "")
+    if engine is None:
+        raise UnknownLease(name)
+    own = name.removesuffix(f".{tag}")
+    asked = prepared.fields.model_dump(exclude_unset=True) | {"id": own}
+    try:
+        told = await engine.ask(call, asked)
+    except ProblemText as refused:
+        if json.loads(refused.text)["code"] == "unknown_lease":
+            raise UnknownLease(name) from None
+        raise
+    fields = told.fields
+    if "id" in fields:
+        fields["id"] = name
+    return reply(router.staging, call, fields, stages=told.stages)

@@ -1,0 +1,75 @@
+"""The arena of a router's own, in which requests wait for their engine and answers for their door.
+
+A door receives a body before anybody knows which engine it is for, so it lies here and is copied
+into that engine's arena, or sent to its host; answers come back the same way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Final
+
+from config.sections import ServerSettings
+from service.doors.link import overloaded
+from service.doors.spare import SpareSlots
+from service.image.dtypes import Part
+from service.road.arena import PAGE, anonymous_file, pages
+from service.road.slots import ArenaFull, Mapping, Slot, Slots
+
+FIRST_BYTES: Final = 64 * 2**20
+
+
+class Staging:
+    """Slots of one growing memory of this process."""
+
+    def __init__(self, limits: ServerSettings) -> None:
+        self.limit = limits.max_inflight_bytes
+        size = max(pages(min(FIRST_BYTES, self.limit)), PAGE)
+        fd, _ = anonymous_file()
+        os.ftruncate(fd, size)
+        self.mapping = Mapping(fd, size)
+        self.slots = Slots(self.mapping)
+        self.spare = SpareSlots()
+
+    def take(self, size: int) -> Slot:
+        """Raises ArenaFull when the memory may not grow for it."""
+        return self.spare.take(size, self.cut)
+
+    def cut(self, size: int) -> Slot:
+        """A slot not much larger than asked for. Raises ArenaFull."""
+        try:
+            return self.slots.take(size)
+        except ArenaFull as full:
+            wanted = min(max(2 * full.size, full.size + full.needed), self.limit)
+            if wanted <= full.size:
+                raise
+        os.ftruncate(self.mapping.fd, pages(wanted))
+        self.mapping.grow(pages(wanted))
+        self.slots.grow(pages(wanted))
+        return self.slots.take(size)
+
+    def slot(self, size: int, *, exactly: bool = False) -> Slot:
+        """As `take`; raises Overloaded."""
+        try:
+            return self.cut(size) if exactly else self.take(size)
+        except ArenaFull as full:
+            raise overloaded(full) from None
+
+    def lay(self, parts: Sequence[Part]) -> tuple[Slot, int]:
+        """An image's parts in a slot, and its length. Raises Overloaded."""
+        slot = self.slot(sum(map(len, parts)))
+        into, at = slot.view(), 0
+        for part in parts:
+            into[at : at + len(part)] = part
+            at += len(part)
+        return slot, at
+
+    def trim(self) -> None:
+        """Give memory that nobody uses back to the system."""
+        self.spare.free()
+        self.slots.trim()
+
+    def close(self) -> None:
+        self.spare.free()
+        self.mapping.close()

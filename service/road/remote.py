@@ -1,0 +1,150 @@
+"""The road over TCP, for a cluster's doors on other hosts: images follow their frames.
+
+There is no memory to share, so each end has an arena of its own, and they mirror each other: a
+CALL's image lies at the same offset in both, and so does an answer's. Who connects shows that it
+knows the cluster's secret, without sending it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from service.road.arena import anonymous_file, pages
+from service.road.frames import BUFFER_BYTES, FrameError, Reader
+
+if TYPE_CHECKING:
+    from service.road.calls import Call, Event
+
+SCHEME: Final = "tcp:"
+NONCE_BYTES: Final = 32
+SILENCE_MS: Final = 30_000
+"""A connection whose other end has not acknowledged anything for so long is dead."""
+
+
+class Filling:
+    """An image on its way from a stream into `into`, or, where that is None, into nothing."""
+
+    __slots__ = ("into", "left")
+
+    def __init__(self, into: memoryview | None, length: int) -> None:
+        self.into = into
+        self.left = length
+
+    def feed(self, reader: Reader) -> None:
+        """Take what the reader has of it."""
+        while self.left and (count := reader.take(self.room())):
+            self.got(count)
+
+    def receive(self, sock: socket.socket) -> int:
+        """One read's worth from the socket; 0 at the end of the stream. Raises its errors."""
+        count = sock.recv_into(self.room())
+        self.got(count)
+        return count
+
+    def room(self) -> memoryview:
+        if self.into is None:
+            return memoryview(bytearray(min(self.left, BUFFER_BYTES)))
+        return self.into[: self.left]
+
+    def got(self, count: int) -> None:
+        self.left -= count
+        if self.into is not None:
+            self.into = self.into[count:]
+
+
+class Incoming:
+    """The images of calls, at the engine's end. A call comes in with the last byte of its image;
+    the image of one that was refused is passed over."""
+
+    __slots__ = ("call", "filling", "limit", "live", "nonce")
+
+    def __init__(self, live: dict[int, Call], limit: int) -> None:
+        """`live` has the session's calls, `limit` is the longest image that it could place."""
+        self.live = live
+        self.limit = limit
+        self.nonce = secrets.token_hex(NONCE_BYTES)
+        self.filling: Filling | None = None
+        self.call: Call | None = None
+
+    @property
+    def is_underway(self) -> bool:
+        return self.filling is not None
+
+    def begin(self, call: Call | None, length: int, reader: Reader) -> Call | None:
+        """The image of a call, or of a refused one, follows; the call, when it is here whole."""
+        if length > self.limit:
+            raise FrameError(f"an image of {length} bytes: an arena has at most {self.limit}")
+        filling = Filling(None if call is None else call.request, length)
+        filling.feed(reader)
+        if not filling.left:
+            return call
+        self.filling, self.call = filling, call
+        if call is not None:
+            del self.live[call.id]  # nobody could answer it yet
+        return None
+
+    def receive(self, sock: socket.socket, events: list[Event]) -> int:
+        """One read's worth; 0 at the end of the stream. Raises the socket's errors."""
+        if self.filling is None:
+            raise RuntimeError("no image is underway: this is a bug")
+        count = self.filling.receive(sock)
+        if not self.filling.left:
+            self.filling = None
+            if self.call is not None:
+                self.live[self.call.id] = self.call
+                events.append(self.call)
+        return count
+
+
+def proof(secret: str, nonce: str) -> str:
+    """What shows that one knows the secret, to whom sent this nonce."""
+    return hmac.new(secret.encode(), nonce.encode(), "sha256").hexdigest()
+
+
+def is_remote(address: str) -> bool:
+    return address.startswith(SCHEME)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of `tcp:HOST:PORT`, where HOST may be in brackets. Raises ValueError."""
+    host, _, port = address.removeprefix(SCHEME).rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def tune(sock: socket.socket) -> None:
+    """Frames go out at once, and a host that has gone is noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS)
+
+
+def mirror(size: int) -> int:
+    """A file for an arena of this process alone."""
+    fd, _ = anonymous_file()
+    os.ftruncate(fd, pages(size))
+    return fd
+
+
+async def connected(path: str) -> socket.socket:
+    """A connection to the engine's socket, or to `tcp:HOST:PORT`. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    family, address = socket.AF_UNIX, cast(Any, path)
+    if is_remote(path):
+        found = await loop.getaddrinfo(*host_and_port(path), type=socket.SOCK_STREAM)
+        family, address = found[0][0], found[0][4]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        if is_remote(path):
+            tune(sock)
+        await loop.sock_connect(sock, address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

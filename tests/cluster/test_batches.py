@@ -1,0 +1,80 @@
+"""Batches over several engines: cut by sequences, joined in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.cluster.batches import cut, join
+from service.errors import InvalidRequest
+from service.operations.attention import DecodeFields, PrefillFields
+from service.operations.common import Fields
+from service.operations.rows import AppendFields, GatherFields
+
+GROUPS = ([0, 3], [1], [2])
+
+
+def dumped(fields: Fields) -> dict[str, Any]:
+    return fields.model_dump(exclude_unset=True)
+
+
+def test_rows_go_with_their_sequences() -> None:
+    fields = AppendFields(
+        layer=1,
+        sequences=["a", "b", "c", "d"],
+        append_indptr=[0, 2, 2, 3, 6],
+        offsets=[5, 6, 7, 8],
+    )
+    k = np.arange(6.0).reshape(6, 1, 1)
+    pieces = cut(dumped(fields), {"k": k}, GROUPS)
+    assert [piece.fields["sequences"] for piece in pieces] == [["a", "d"], ["b"], ["c"]]
+    assert [piece.fields["append_indptr"] for piece in pieces] == [[0, 2, 5], [0, 0], [0, 1]]
+    assert [piece.fields["offsets"] for piece in pieces] == [[5, 8], [6], [7]]
+    rows = [piece.arrays["k"].ravel().tolist() for piece in pieces]
+    assert rows == [[0, 1, 3, 4, 5], [], [2]]
+    told = [({"lengths": [9, 11]}, {}), ({"lengths": [6]}, {}), ({"lengths": [8]}, {})]
+    assert join(pieces, told) == ({"lengths": [9, 6, 8, 11]}, {})
+
+
+def test_fields_that_were_not_given_are_not_sent() -> None:
+    (piece, _) = cut(dumped(DecodeFields(layer=0, sequences=["a", "b"])), {}, ([0], [1]))
+    assert piece.fields == {"layer": 0, "sequences": ["a"]}
+
+
+def test_states_come_back_in_the_order_of_the_request() -> None:
+    fields = PrefillFields(layer=0, sequences=["a", "b", "c", "d"], qo_indptr=[0, 1, 3, 4, 6])
+    q = np.arange(6.0).reshape(6, 1, 1)
+    pieces = cut(dumped(fields), {"q": q}, GROUPS)
+    told = [
+        (
+            {"lse_base": "e", "levels": 1 + at, "cascade": at == 1},
+            {"o": 10 * piece.arrays["q"], "lse": piece.arrays["q"][:, :, 0]},
+        )
+        for at, piece in enumerate(pieces)
+    ]
+    joined, arrays = join(pieces, told)
+    assert joined == {"lse_base": "e", "levels": 3, "cascade": True}
+    np.testing.assert_array_equal(arrays["o"], 10 * q)
+    np.testing.assert_array_equal(arrays["lse"], q[:, :, 0])
+
+
+def test_gathered_rows_are_as_many_as_each_engine_tells() -> None:
+    pieces = cut(dumped(GatherFields(layer=0, sequences=["a", "b", "c", "d"])), {}, GROUPS)
+    rows = [np.array([[1.0], [2.0], [9.0]]), np.empty((0, 1)), np.array([[5.0]])]
+    told = [
+        ({"kv_indptr": [0, 2, 3]}, {"k": rows[0]}),
+        ({"kv_indptr": [0, 0]}, {"k": rows[1]}),
+        ({"kv_indptr": [0, 1]}, {"k": rows[2]}),
+    ]
+    fields, arrays = join(pieces, told)
+    assert fields == {"kv_indptr": [0, 2, 2, 3, 4]}
+    assert arrays["k"].ravel().tolist() == [1, 2, 5, 9]
+
+
+def test_a_mask_cannot_be_cut() -> None:
+    fields = PrefillFields(layer=0, sequences=["a", "b"], qo_indptr=[0, 1, 2])
+    arrays = {"q": np.zeros((2, 1, 1)), "mask": np.ones(5, bool)}
+    with pytest.raises(InvalidRequest, match="several engines"):
+        cut(dumped(fields), arrays, ([0], [1]))

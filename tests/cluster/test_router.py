@@ -1,0 +1,230 @@
+"""A router over two real engines: the whole API as if they were one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
+from oracle import attend, visible
+
+from service.cluster.local import LocalEngines
+
+SCALE = DIM**-0.5
+
+
+def test_new_sequences_are_spread_and_ids_tell_their_engine(two_engines: LocalEngines) -> None:
+    async def check(cluster: Cluster) -> None:
+        ids = await cluster.create(8)
+        assert {cluster.home(name) for name in ids} == {"engine-0", "engine-1"}
+        listed = (await cluster.told("list_sequences", {"limit": 5})).fields
+        rest = (await cluster.told("list_sequences", {"after": listed["next"]})).fields
+        assert [one["id"] for one in listed["sequences"] + rest["sequences"]] == sorted(ids)
+        assert len(listed["sequences"]) == 5 and rest["next"] is None
+
+    run(two_engines, check)
+
+
+def test_a_batch_over_both_engines_gives_the_numbers_of_each_sequence_alone(
+    two_engines: LocalEngines, rng: np.random.Generator
+) -> None:
+    async def check(cluster: Cluster) -> None:
+        ids = await cluster.create(6)
+        lengths = [0, 1, PAGE, PAGE + 1, 3, 2 * PAGE]
+        sums = [0, *np.cumsum(lengths).tolist()]
+        k, v = rows(rng, sums[-1]), rows(rng, sums[-1])
+        fields: dict[str, Any] = {"layer": 0, "sequences": ids}
+        told = await cluster.told("append", fields | {"append_indptr": sums}, k=k, v=v)
+        assert told.fields["lengths"] == lengths
+        gathered = await cluster.told("gather", fields)
+        assert gathered.fields["kv_indptr"] == sums
+        np.testing.assert_array_equal(gathered.arrays["k"], k)
+        q, new_k, new_v = rows(rng, 6, 2 * HEADS), rows(rng, 6), rows(rng, 6)
+        offsets = {"offsets": lengths}
+        decoded = await cluster.told("decode", fields | offsets, q=q, k=new_k, v=new_v)
+        for at in range(6):
+            own = slice(sums[at], sums[at + 1])
+            keys, values = (
+                np.concatenate([old[own], new[at : at + 1]])
+                for old, new in ((k, new_k), (v, new_v))
+            )
+            seen = visible(1, len(keys))
+            o, lse = attend(q[at : at + 1], keys, values, seen, sm_scale=SCALE)
+            np.testing.assert_allclose(decoded.arrays["o"][at], o[0], atol=1e-5)
+            np.testing.assert_allclose(decoded.arrays["lse"][at], lse[0], atol=1e-4)
+        qo = [0, 1, 3, 4, 6, 7, 9]
+        q = rows(rng, 9, 2 * HEADS)
+        prefilled = await cluster.told("prefill", fields | {"qo_indptr": qo}, q=q)
+        for at in range(6):
+            one = {"layer": 0, "sequences": [ids[at]], "qo_indptr": [0, qo[at + 1] - qo[at]]}
+            alone = await cluster.told("prefill", one, q=q[qo[at] : qo[at + 1]])
+            part = slice(qo[at], qo[at + 1])
+            np.testing.assert_allclose(prefilled.arrays["o"][part], alone.arrays["o"], atol=1e-5)
+        again = await cluster.call("append", fields | offsets, k=new_k, v=new_v)
+        assert (again.status, again.fields["code"]) == (409, "length_mismatch")
+
+    run(two_engines, check)
+
+
+def test_forks_stay_with_their_parent(two_engines: LocalEngines) -> None:
+    async def check(cluster: Cluster) -> None:
+        parents = await cluster.create(4)
+        forks = await cluster.told(
+            "create_sequences", {"sequences": [{"parent": name} for name in parents] * 2}
+        )
+        ids = [one["id"] for one in forks.fields["sequences"]]
+        assert [cluster.home(name) for name in ids] == [cluster.home(n) for n in parents] * 2
+        family = [{"id": "one"}, {"id": "two", "parent": "one"}, {"parent": "two"}]
+        made = (await cluster.told("create_sequences", {"sequences": family})).fields["sequences"]
+        assert len({cluster.home(one["id"]) for one in made}) == 1
+        backwards = [{"id": "x", "parent": "y"}, {"id": "y"}]
+        refused = await cluster.call("create_sequences", {"sequences": backwards})
+        assert refused.fields["code"] == "unknown_sequence"
+
+    run(two_engines, check)
+
+
+def test_ids_that_callers_choose_are_found_by_a_router_that_has_never_met_them(
+    two_engines: LocalEngines, rng: np.random.Generator
+) -> None:
+    async def check(cluster: Cluster) -> None:
+        ids = [f"chat-{n}" for n in range(6)]
+        await cluster.told("create_sequences", {"sequences": [{"id": name} for name in ids]})
+        homes = {name: cluster.home(name) for name in ids}
+        cluster.router.homes.names.known.clear()
+        k = rows(rng, 6)
+        await cluster.told("append", {"layer": 1, "sequences": ids}, k=k, v=k)
+        assert {name: cluster.home(name) for name in ids} == homes
+        for name in ids:  # what is remembered may be wrong
+            tags = [one.tag for one in cluster.router.members.engines]
+            wrong = [tag for tag in tags if cluster.router.members.by_tag[tag].name != homes[name]]
+            cluster.router.homes.names.learn(("default", name), wrong[0])
+        gathered = await cluster.told("gather", {"layer": 1, "sequences": ids})
+        np.testing.assert_array_equal(gathered.arrays["v"], k)
+        await cluster.told("delete_sequence", {"id": ids[0]})
+        for name in (ids[0], "nobody"):
+            gone = await cluster.call("get_sequence", {"id": name})
+            assert (gone.status, gone.fields["code"]) == (404, "unknown_sequence")
+            assert gone.fields["sequences"] == [name]
+
+    run(two_engines, check)
+
+
+def test_an_id_exists_once_whichever_router_makes_it(two_engines: LocalEngines) -> None:
+    async def check(cluster: Cluster) -> None:
+        new = {"sequences": [{"id": f"chat-{n}"} for n in range(5)] + [{}]}
+        await cluster.told("create_sequences", new)
+        first = cluster.home("chat-0")
+        for forgets in (False, True):
+            if forgets:  # and would place the first on the other engine
+                cluster.router.homes.names.known.clear()
+                for engine in cluster.router.members.engines:
+                    engine.promised = 50 if engine.name == first else 0
+            before = len((await cluster.told("list_sequences", {})).fields["sequences"])
+            refused = await cluster.call("create_sequences", new)
+            assert (refused.status, refused.fields["code"]) == (409, "sequence_exists")
+            listed = (await cluster.told("list_sequences", {})).fields["sequences"]
+            assert len(listed) == before, "those that were made first are unmade"
+
+    run(two_engines, check)
+
+
+def test_prompts_that_begin_alike_go_to_the_same_engine(two_engines: LocalEngines) -> None:
+    async def check(cluster: Cluster) -> None:
+        prompts = [[seed] * (5 * PAGE) for seed in range(4)]
+        k = np.zeros((5 * PAGE, HEADS, DIM), np.float32)
+        homes = []
+        for ids in prompts:
+            (name,) = await cluster.create(1, prefix={"token_ids": ids})
+            for layer in range(LAYERS):
+                fields = {"layer": layer, "sequences": [name], "append_indptr": [0, len(k)]}
+                await cluster.told("append", fields, k=k, v=k)
+            await cluster.told("commit", {"id": name, "token_ids": ids})
+            homes.append(cluster.home(name))
+            await cluster.told("delete_sequence", {"id": name})
+        assert set(homes) == {"engine-0", "engine-1"}
+        known = cluster.router.members.prefixes["default"]
+        await cluster.until(lambda: len(known.engines_with) == 20, "the events of all commits")
+        for ids, home in zip(prompts, homes, strict=True):
+            new = {"prefix": {"token_ids": [*ids, 9, 9, 9, 9]}}
+            made = (await cluster.told("create_sequences", {"sequences": [new]})).fields
+            assert made["sequences"][0]["cached_len"] == len(ids)
+            assert cluster.home(made["sequences"][0]["id"]) == home
+        matched = (await cluster.told("match_prefix", {"token_ids": prompts[0]})).fields
+        assert matched["num_pages"] == 5
+        renewed = await cluster.told("renew_lease", {"id": matched["lease"]["id"], "lease_s": 2.0})
+        assert renewed.fields["id"] == matched["lease"]["id"]
+        await cluster.told("release_lease", {"id": matched["lease"]["id"]})
+        ended = await cluster.call("release_lease", {"id": matched["lease"]["id"]})
+        assert (ended.status, ended.fields["lease"]) == (404, matched["lease"]["id"])
+        events = (await cluster.told("events", {"after": 0})).fields["events"]
+        assert sum(len(one["page_keys"]) for one in events if one["type"] == "stored") == 20
+
+    run(two_engines, check)
+
+
+def test_sequences_of_two_engines_have_no_page_table_together(two_engines: LocalEngines) -> None:
+    async def check(cluster: Cluster) -> None:
+        ids = await cluster.create(4)
+        refused = await cluster.call("page_table", {"sequences": ids})
+        assert (refused.status, refused.fields["field"]) == (422, "sequences")
+        alone = [name for name in ids if cluster.home(name) == cluster.home(ids[0])]
+        await cluster.told("page_table", {"sequences": alone})
+
+    run(two_engines, check)
+
+
+def test_a_batch_that_one_engine_refuses_tells_what_the_other_has_done(
+    two_engines: LocalEngines,
+) -> None:
+    async def check(cluster: Cluster) -> None:
+        ids = await cluster.create(2)
+        large = np.zeros((PAGES * PAGE - PAGE, HEADS, DIM), np.float32)
+        full = {"layer": 0, "sequences": [ids[0]], "append_indptr": [0, len(large)]}
+        await cluster.told("append", full, k=large, v=large)
+        k = large[: 2 * PAGE]
+        both = {"layer": 0, "sequences": ids, "append_indptr": [0, 2 * PAGE - 1, 2 * PAGE]}
+        refused = await cluster.call("append", both, k=k, v=k)
+        assert (refused.status, refused.fields["code"]) == (507, "out_of_pages")
+        assert refused.fields["done"] == [ids[1]]
+        lengths = {}
+        for name in ids:
+            told = await cluster.told("get_sequence", {"id": name})
+            lengths[name] = told.fields["lengths"]
+        assert lengths == {ids[0]: [len(large), 0], ids[1]: [1, 0]}
+        full_one = cluster.router.members.by_name[cluster.home(ids[0])].engine
+        assert full_one is not None
+        await cluster.until(lambda: full_one.load.held > 0, "the router to hear of it")
+        more = await cluster.create(6)
+        assert all(cluster.home(name) == cluster.home(ids[1]) for name in more), "one is full"
+
+    run(two_engines, check)
+
+
+@pytest.mark.parametrize("name", ["append", "decode", "get_sequence", "create_sequences"])
+def test_what_an_engine_would_refuse_is_refused_with_the_same_words(
+    two_engines: LocalEngines, name: str
+) -> None:
+    async def check(cluster: Cluster) -> None:
+        refused = await cluster.call(name, {"layer": 0, "sequences": ["a b"], "id": "a b"})
+        assert (refused.status, refused.fields["code"]) == (422, "invalid_request")
+
+    run(two_engines, check)
+
+
+def test_the_pool_is_that_of_all_engines_and_each_tells_its_own(two_engines: LocalEngines) -> None:
+    async def check(cluster: Cluster) -> None:
+        await cluster.create(4)
+        pool = (await cluster.told("pool", {})).fields
+        assert (pool["total"], pool["sequences"]) == (2 * PAGES, 4)
+        each = (await cluster.told("engines", {})).fields["engines"]
+        assert [one["name"] for one in each] == ["engine-0", "engine-1"]
+        assert sum(one["sequences"] for one in each) == 4
+        info = (await cluster.told("info", {})).fields
+        assert info["num_pages"] == 2 * PAGES
+        assert (await cluster.told("evict", {"num_pages": 3})).fields["num_pages"] == 0
+        deleted = await cluster.told("delete_sequences", {"prefix": "seq-"})
+        assert deleted.fields["num_deleted"] == 4
+
+    run(two_engines, check)
