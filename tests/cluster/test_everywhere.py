@@ -18,7 +18,7 @@ def test_every_operation_of_all_engines_has_its_way_of_joining() -> None:
 
 
 def pool(referenced: int, sharing: float, integrity: str = "ok") -> dict[str, Any]:
-    counts = ("free", "cached", "pinned", "total", "leases", "sequences", "nodes")
+    counts = ("free", "cached", "pinned", "total", "leases", "sequences", "imports", "nodes")
     numbers = dict.fromkeys(counts, 1)
     told = {"referenced": referenced, "sharing_ratio": sharing, "integrity": integrity}
     return numbers | told
