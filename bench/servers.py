@@ -40,7 +40,8 @@ class Server:
 def attnd(
     *options: str, root: Path = ROOT, kind: str = "cpu", grpc: bool = False
 ) -> Iterator[Server]:
-    """The service on a backend, with further command line options; `grpc`: with that door too."""
+    """The service on a backend, with further command line options; `grpc`: with all doors of the
+    Open Inference Protocol."""
     port = free_port()
     arguments = ["-m", "service", "--server.port", str(port), "--backend.kind", kind, *options]
     with TemporaryDirectory(prefix="attnd-bench-") as directory:
@@ -51,7 +52,7 @@ def attnd(
         grpc_port = 0
         if grpc:
             grpc_port = free_port()
-            arguments += ["--server.grpc-port", str(grpc_port)]
+            arguments += ["--server.grpc-port", str(grpc_port), "--server.client-shm", "true"]
         with running(arguments, port, root) as server:
             yield replace(server, socket=socket_path, grpc_port=grpc_port)
 

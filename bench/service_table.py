@@ -14,7 +14,11 @@ COSTS: Final = {
     "http": "raw HTTP",
     "http_echo": "bare ASGI echo",
 }
-INFERENCE: Final = {"oip_http": "OIP over HTTP", "oip_grpc": "OIP over gRPC"}
+INFERENCE: Final = {
+    "oip_http": "OIP over HTTP",
+    "oip_regions": "the same, in regions",
+    "oip_grpc": "OIP over gRPC",
+}
 """Ways that results of earlier versions do not have."""
 RATES: Final = {"session": "Session", "client": "Client", "http": "raw HTTP"}
 LEAST_RATIO: Final = 1.5

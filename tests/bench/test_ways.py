@@ -39,7 +39,11 @@ def test_frames_are_answered_by_their_echo_without_any_backend(worker: Worker) -
 
 
 @pytest.mark.parametrize(
-    "kind", ["http", "client", "road", "session", "session_in_place", "oip_http", "oip_grpc"]
+    "kind",
+    [
+        *("http", "client", "road", "session", "session_in_place"),
+        *("oip_http", "oip_regions", "oip_grpc"),
+    ],
 )
 def test_every_way_decodes_and_tells_what_the_backend_took(
     worker: Worker, service: Server, kind: Kind
