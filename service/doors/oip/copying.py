@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from itertools import pairwise
 from typing import Final
 
 from service.doors.oip.answer import read_answer
 from service.doors.oip.memory import ClientMemory
 from service.doors.oip.request import REGION_SIZE, Call, InRegion, Wanted
-from service.doors.oip.shared_object import SharedObject, Span
+from service.doors.oip.shared_object import Opened, SharedObject, Span
 from service.doors.upstream import Upstream
 from service.errors import BodyTooLarge, InvalidRequest
 from service.image.dtypes import Part
@@ -40,13 +41,14 @@ async def lay(
 
     def fill() -> None:
         into, at = slot.view(size), 0
-        for one in parts:
-            place = into[at : at + length(one)]
-            if isinstance(one, Span):
-                memory.read(one, place)
-            else:
-                place[:] = one
-            at += len(place)
+        with closing(memory.opened()) as opened:
+            for one in parts:
+                place = into[at : at + length(one)]
+                if isinstance(one, Span):
+                    opened.of(one).read(one, place)
+                else:
+                    place[:] = one
+                at += len(place)
 
     try:
         await carry_out(fill, slot, size)
@@ -81,18 +83,18 @@ class Targets:
     """The objects that a request's outputs are to be written to, open from before the call, so that
     all that can be wrong with them is found before anything is changed. To be closed."""
 
-    __slots__ = ("objects", "spans", "wanted")
+    __slots__ = ("opened", "spans", "wanted")
 
     def __init__(self, memory: ClientMemory, call: Call) -> None:
         """Raises NotSupported, NoSuchRoute, InvalidRequest."""
         self.wanted = call.wanted
         self.spans = {place.name: memory.span(place) for place in call.wanted.places}
-        self.objects: dict[str, SharedObject] = {}
+        self.opened = memory.opened()
+        if not self.spans:
+            return
         check_room(call.wanted, state_bytes(call))
         try:
-            for name, span in self.spans.items():
-                self.objects[name] = memory.open(span)
-            check_apart(self.spans, self.objects)
+            check_apart([(self.opened.of(span), span) for span in self.spans.values()])
         except BaseException:
             self.close()
             raise
@@ -105,30 +107,24 @@ class Targets:
         sizes = {one.entry.name: one.size for one in answer.outputs}
         check_room(self.wanted, sizes)
         outputs = [one for one in answer.outputs if one.place is not None]
-        objects, self.objects = self.objects, {}  # closed where they are written, by a thread maybe
+        opened, self.opened = self.opened, Opened(())  # closed by who writes, a thread maybe
 
         def write() -> None:
             try:
                 for one in outputs:
-                    name = one.entry.name
-                    objects[name].write(self.spans[name], answer.data(image, one))
+                    span = self.spans[one.entry.name]
+                    opened.found[span.name].write(span, answer.data(image, one))
             except InvalidRequest as error:
                 rule = f"{error.rule}: {TOOK_EFFECT}"
                 raise InvalidRequest(error.field, error.value, rule) from None
             finally:
-                close_all(objects)
+                opened.close()
 
         await carry_out(write, slot, sum(one.size for one in outputs))
 
     def close(self) -> None:
         """After `write` there is nothing left to close."""
-        close_all(self.objects)
-        self.objects = {}
-
-
-def close_all(objects: Mapping[str, SharedObject]) -> None:
-    for one in objects.values():
-        one.close()
+        self.opened.close()
 
 
 def state_bytes(call: Call) -> dict[str, int]:
@@ -148,10 +144,9 @@ def check_room(wanted: Wanted, sizes: Mapping[str, int]) -> None:
             raise InvalidRequest(f"{place.name}.{REGION_SIZE}", place.size, rule)
 
 
-def check_apart(spans: Mapping[str, Span], objects: Mapping[str, SharedObject]) -> None:
+def check_apart(placed: Sequence[tuple[SharedObject, Span]]) -> None:
     """No two outputs have a byte in common, by whichever regions. Raises InvalidRequest."""
-    placed = sorted(spans, key=lambda name: (objects[name].identity, spans[name].begin))
-    for one, other in pairwise(placed):
-        span = spans[other]
-        if objects[one].identity == objects[other].identity and span.begin < spans[one].end:
+    in_order = sorted(placed, key=lambda one: (one[0].identity, one[1].begin))
+    for (one, before), (other, span) in pairwise(in_order):
+        if one.identity == other.identity and span.begin < before.end:
             raise InvalidRequest(span.field, span.name, "another output is written there as well")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping
+from contextlib import closing
 from typing import Any, Final
 
 from config.sections import ServerSettings
 from service.doors.oip.models import Model
 from service.doors.oip.region_table import Region, Regions, RegionTable
 from service.doors.oip.request import MAX_BYTES, REGION, REGION_OFFSET, Input, InRegion
-from service.doors.oip.shared_object import SharedObject, Span, name_of
+from service.doors.oip.shared_object import Opened, SharedObject, Span, name_of
 from service.errors import InvalidRequest, NoSuchRoute, NotSupported
 from service.image.dtypes import DType
 from service.tenants import OPEN, Tenant
@@ -48,25 +49,21 @@ class ClientMemory:
         if place.offset + place.size > region.size:
             rule = f"{place.size} bytes from there: region {place.region} has {region.size}"
             raise InvalidRequest(f"{place.name}.{REGION_OFFSET}", place.offset, rule)
-        field = f"{place.name}.{REGION}"
-        name = name_of(region.key) or ""
+        field, name = f"{place.name}.{REGION}", region.key.removeprefix("/")
         return Span(field, name, region.offset + place.offset, place.size)
 
-    def open(self, span: Span) -> SharedObject:
-        """Raises InvalidRequest."""
-        return SharedObject(span, self.owners)
-
-    def read(self, span: Span, into: memoryview) -> None:
-        """Copy what lies there. Raises InvalidRequest."""
-        with self.open(span) as found:
-            found.read(span, into)
+    def opened(self) -> Opened:
+        """None yet."""
+        return Opened(self.owners)
 
     def input(self, model: Model, dtype: DType, shape: tuple[int, ...], place: InRegion) -> Input:
         """The input that lies in a region. One that becomes a field is read here."""
         if place.name not in model.list_fields:
             return Input(place.name, dtype, shape, b"", place=place)
         data = bytearray(place.size)
-        self.read(self.span(place), memoryview(data))
+        span = self.span(place)
+        with closing(self.opened()) as opened:
+            opened.of(span).read(span, memoryview(data))
         return Input(place.name, dtype, shape, bytes(data))
 
 

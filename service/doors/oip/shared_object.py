@@ -11,8 +11,7 @@ import re
 import stat
 from collections.abc import Collection
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from service.errors import InvalidRequest
 
@@ -57,31 +56,18 @@ class SharedObject:
             if told.st_uid not in owners:
                 rule = "belongs to another user than the service and those in server.socket_uids"
                 raise unusable(span, rule)
-            self.check(span)
+            check_size(span, told.st_size)
         except BaseException:
             os.close(self.fd)
             raise
         self.identity = (told.st_dev, told.st_ino)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         os.close(self.fd)
 
     def check(self, span: Span) -> None:
         """The object has the span now. Raises InvalidRequest."""
-        size = os.fstat(self.fd).st_size
-        if span.end > size:
-            raise unusable(span, f"has {size} bytes now, {span.end} are needed")
+        check_size(span, os.fstat(self.fd).st_size)
 
     def read(self, span: Span, into: memoryview) -> None:
         """Copy the span into `into`, which is as long. Raises InvalidRequest."""
@@ -104,6 +90,36 @@ class SharedObject:
                 done += os.pwritev(self.fd, [data[done:]], span.begin + done)
             except OSError as error:
                 raise unusable(span, f"cannot be written: {error.strerror}") from None
+
+
+class Opened:
+    """The objects that a request's spans lie in, each opened once. To be closed."""
+
+    __slots__ = ("found", "owners")
+
+    def __init__(self, owners: Collection[int]) -> None:
+        self.owners = owners
+        self.found: dict[str, SharedObject] = {}
+
+    def of(self, span: Span) -> SharedObject:
+        """The object that has the span. Raises InvalidRequest."""
+        found = self.found.get(span.name)
+        if found is None:
+            found = self.found[span.name] = SharedObject(span, self.owners)
+        else:
+            found.check(span)
+        return found
+
+    def close(self) -> None:
+        """All of them; once more does no harm."""
+        while self.found:
+            self.found.popitem()[1].close()
+
+
+def check_size(span: Span, size: int) -> None:
+    """An object of `size` bytes has the span. Raises InvalidRequest."""
+    if span.end > size:
+        raise unusable(span, f"has {size} bytes now, {span.end} are needed")
 
 
 def name_of(key: str) -> str | None:
