@@ -1,0 +1,159 @@
+"""The replay of `bench.replay` simulated: caller, doors and engines share a machine's cores."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.replay import DECODES, KINDS, PAGE, Called, summary
+from bench.simulation.blocks import BlockPool
+from bench.simulation.clock import Act, Clock, Cores, Worker
+from bench.simulation.trace import Request
+
+ACTORS: Final = ("caller", "door", "engine")
+"""Whose seconds of processor a call takes, in this order."""
+NEW_DECODED: Final = -(-DECODES // PAGE)
+"""Pages that a request's decoded tokens take."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallCosts:
+    """Seconds of a processor by kind of call and actor, `a + b * new + c * pairs`, and seconds by
+    the clock in which nobody works."""
+
+    seconds: dict[str, list[list[float]]]
+    waiting_s: dict[str, float]
+    slice_s: float
+
+    @classmethod
+    def fitted(cls, calls: Iterable[Called], slice_s: float) -> Self:
+        """From calls made one at a time, with what each process used."""
+        every = list(calls)
+        seconds, waiting = {}, {}
+        for kind in KINDS:
+            some = [call for call in every if call.kind == kind]
+            cpu = np.array([call.cpu_s for call in some])
+            x = np.array([(1.0, call.new, call.pairs) for call in some])
+            seconds[kind] = [fit(x, cpu[:, actor]).tolist() for actor in range(len(ACTORS))]
+            idle = np.array([call.wall_s for call in some]) - cpu.sum(axis=1)
+            waiting[kind] = max(0.0, float(np.median(idle)))
+        return cls(seconds, waiting, slice_s)
+
+    @classmethod
+    def told(cls, document: dict[str, Any]) -> Self:
+        return cls(document["seconds"], document["waiting_s"], document["slice_s"])
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def of(self, kind: str, new: int, pairs: int) -> list[float]:
+        """Seconds of each actor."""
+        x = (1.0, new, pairs)
+        return [sum(a * b for a, b in zip(one, x, strict=True)) for one in self.seconds[kind]]
+
+
+def fit(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
+    """Coefficients, none negative, that make the least squares of what is off, as a share of y."""
+    weight = 1.0 / np.maximum(y, 0.1 * np.median(y) + 1e-9)
+    columns = [column for column in range(x.shape[1]) if np.ptp(x[:, column]) or column == 0]
+    while True:
+        chosen = x[:, columns] * weight[:, np.newaxis]
+        scale = np.abs(chosen).max(axis=0)
+        found = np.linalg.lstsq(chosen / scale, y * weight, rcond=None)[0] / scale
+        if (found >= 0).all() or len(columns) == 1:
+            break
+        columns.remove(columns[int(found.argmin())])
+    whole = np.zeros(x.shape[1])
+    whole[columns] = np.maximum(found, 0.0)
+    return whole
+
+
+@dataclass(slots=True, eq=False)
+class Service:
+    """A door and an engine with its pool."""
+
+    door: Worker
+    engine: Worker
+    pool: BlockPool
+
+
+class Replay:
+    """Requests in a closed loop on services, as `bench.replay.replay` plays them."""
+
+    def __init__(self, costs: CallCosts, cores: float, pools: Sequence[int]) -> None:
+        self.clock = Clock()
+        shared = Cores(self.clock, cores)
+        self.costs = costs
+        self.caller = Worker(shared)
+        self.services = [
+            Service(Worker(shared), Worker(shared, costs.slice_s), BlockPool(pool))
+            for pool in pools
+        ]
+        self.request_s: list[float] = []
+        self.tokens = self.cached = self.num_calls = 0
+
+    def run(self, shares: Sequence[Sequence[Request]], workers: int) -> dict[str, float]:
+        """All requests, so many workers for each service; the same figures as a replay's."""
+        for service, requests in zip(self.services, shares, strict=True):
+            left = deque(requests)
+            for _ in range(workers):
+                self._work(service, left)
+        self.clock.run()
+        hit_rate = self.cached / max(1, self.tokens)
+        return summary(self.request_s, self.clock.now, hit_rate, self.num_calls)
+
+    def _work(self, service: Service, left: deque[Request]) -> None:
+        """The next request of a worker, and then the one after it."""
+        if not left:
+            return
+        request, begun = left.popleft(), self.clock.now
+        blocks, length = request.blocks, len(request.blocks) * PAGE
+        cached = service.pool.match(blocks)
+        if service.pool.hold(blocks, NEW_DECODED) is None:
+            raise ValueError(f"a prompt of {len(blocks)} blocks beside others in a pool too small")
+        self.tokens += length
+        self.cached += cached * PAGE
+        new = length - cached * PAGE
+        rows = max(1, new)
+        calls = [("create", length, 0), ("prefill", new, rows * length - rows * (rows - 1) // 2)]
+        calls += [("decode", 1, length + step + 1) for step in range(DECODES)]
+        calls += [("commit", new, 0), ("delete", length, 0)]
+
+        def after() -> None:
+            service.pool.release(blocks, NEW_DECODED)
+            self.request_s.append(self.clock.now - begun)
+            self._work(service, left)
+
+        self._calls(service, deque(calls), after)
+
+    def _calls(self, service: Service, calls: deque[tuple[str, int, int]], after: Act) -> None:
+        """One call after another: caller, door, engine, door, caller."""
+        if not calls:
+            after()
+            return
+        kind, new, pairs = calls.popleft()
+        self.num_calls += 1
+        caller_s, door_s, engine_s = self.costs.of(kind, new, pairs)
+        steps = deque(
+            [
+                (self.caller, caller_s / 2),
+                (service.door, door_s / 2),
+                (service.engine, engine_s),
+                (service.door, door_s / 2),
+                (self.caller, caller_s / 2),
+            ]
+        )
+
+        def step() -> None:
+            if steps:
+                worker, seconds = steps.popleft()
+                worker.give(seconds, step)
+            else:
+                self._calls(service, calls, after)
+
+        self.clock.after(self.costs.waiting_s[kind], step)

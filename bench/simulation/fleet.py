@@ -1,0 +1,249 @@
+"""Many GPU engines behind a router: requests placed by prefix and load, prefilled in pieces between
+decode steps, and lost with their rack."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from typing import Final
+
+from bench.simulation.blocks import BlockPool
+from bench.simulation.clock import Clock
+from bench.simulation.gpu import GpuCosts, Model
+from bench.simulation.placing import Placing
+from bench.simulation.trace import BLOCK_TOKENS, Request
+
+FP8: Final = Model()
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What is assumed of a fleet; every line of it stands in the table of assumptions.
+
+    `model_s` is what the model itself takes for a step, on GPUs of its own. `chunk` tokens are
+    prefilled beside a step at most. A lost engine comes back empty after `back_s`.
+    """
+
+    engines: int = 1000
+    engines_per_rack: int = 64
+    pool_bytes: float = 120e9
+    model: Model = FP8
+    model_s: float = 0.012
+    chunk: int = 4096
+    router_s: float = 0.001
+    back_s: float = 60.0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of tokens that an engine's pool holds."""
+        return int(self.pool_bytes / self.model.token_bytes / BLOCK_TOKENS)
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request on its way: where it has come to, and when it had what."""
+
+    request: Request
+    begun: float
+    own: int = 0
+    cached: int = 0
+    done: int = 0
+    first: float = 0.0
+    placed: float = 0.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A request that is over: when it began, seconds to its first token and in all, and tokens that
+    were asked for and cached."""
+
+    begun: float
+    first_s: float
+    whole_s: float
+    tokens: int
+    cached: int
+
+
+@dataclass(slots=True)
+class Told:
+    """What a run came to: `lost` are the requests whose engine went, by when they began, `busy_s`
+    the seconds in which engines did something, `steps_s` of every sixteenth engine."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)
+    busy_s: float = 0.0
+    refused: int = 0
+
+
+class Engine:
+    """One engine: steps, one after another, while it has anything to do."""
+
+    def __init__(self, number: int, fleet: Fleet, costs: GpuCosts, placing: Placing) -> None:
+        self.number = number
+        self.fleet, self.costs, self.placing = fleet, costs, placing
+        self.pool = BlockPool(fleet.blocks)
+        self.waiting: deque[Running] = deque()
+        self.prefilling: deque[Running] = deque()
+        self.ending: list[tuple[int, int, Running]] = []
+        self.context = 0
+        self.step = 0
+        self.epoch = 0
+        self.is_stepping = False
+        self.is_lost = False
+
+    def every(self) -> list[Running]:
+        """All that it has, wherever they have come to."""
+        return [*self.waiting, *self.prefilling, *(one for _, _, one in self.ending)]
+
+    def admit(self, now: float) -> None:
+        """Take in what waits, as far as there are pages."""
+        while self.waiting:
+            one = self.waiting[0]
+            blocks = one.request.blocks
+            cached = self.pool.match(blocks)
+            one.own = -(-one.request.output // BLOCK_TOKENS)
+            evicted = self.pool.hold(blocks, one.own)
+            if evicted is None:
+                break
+            self.waiting.popleft()
+            one.cached = one.done = min(cached * BLOCK_TOKENS, one.request.tokens - 1)
+            self.placing.took(self.number, blocks, evicted, self.pool.num_held, now - one.placed)
+            self.prefilling.append(one)
+        self.placing.waits(self.number, now - self.waiting[0].placed if self.waiting else 0.0)
+
+    def step_s(self) -> float:
+        """Seconds of the next step: the model's part, and attention at all layers of the decodes
+        and of a piece of the first prompts."""
+        fleet, costs, model = self.fleet, self.costs, self.fleet.model
+        layer_s = costs.hand_over_s
+        if self.ending:
+            layer_s += costs.decode.seconds(self.context * model.layer_bytes)
+        pairs, rows = 0.0, 0
+        for one in self.prefilling:
+            now = min(fleet.chunk - rows, one.request.tokens - one.done)
+            pairs += now * (one.done + now / 2)
+            rows += now
+            if rows == fleet.chunk:
+                break
+        if rows:
+            layer_s += costs.prefill.seconds(pairs * model.pair_flops)
+            layer_s += costs.append.seconds(rows * model.layer_bytes)
+        return fleet.model_s + model.num_layers * layer_s
+
+    def end_step(self, now: float, over: Callable[[Running], None]) -> None:
+        """What a step has done: a token for every decode, a piece of the prompts."""
+        self.step += 1
+        self.context += len(self.ending)
+        while self.ending and self.ending[0][0] <= self.step:
+            one = heappop(self.ending)[2]
+            self.context -= one.request.tokens + one.request.output
+            self.pool.release(one.request.blocks, one.own)
+            self.placing.holds(self.number, self.pool.num_held)
+            over(one)
+        left = self.fleet.chunk
+        while self.prefilling and left:
+            one = self.prefilling[0]
+            now_done = min(left, one.request.tokens - one.done)
+            one.done += now_done
+            left -= now_done
+            if one.done < one.request.tokens:
+                break
+            self.prefilling.popleft()
+            one.first = now
+            self.context += one.request.tokens
+            heappush(self.ending, (self.step + one.request.output, id(one), one))
+
+
+class Simulation:
+    """Requests over a fleet."""
+
+    def __init__(self, fleet: Fleet, costs: GpuCosts) -> None:
+        self.clock = Clock()
+        self.fleet = fleet
+        self.placing = Placing(fleet.engines, fleet.blocks)
+        self.engines = [
+            Engine(number, fleet, costs, self.placing) for number in range(fleet.engines)
+        ]
+        self.told = Told()
+
+    def run(self, requests: Sequence[Request], lose_rack_at: float | None = None) -> Told:
+        """All of them, in order of time; with a rack lost at some second."""
+        self.come(iter(requests))
+        if lose_rack_at is not None:
+            self.clock.at(lose_rack_at, self.lose_rack)
+        self.clock.run()
+        return self.told
+
+    def come(self, requests: Iterator[Request]) -> None:
+        """The next request, when its time has come; then the one after it."""
+
+        def now() -> None:
+            self.arrive(request)
+            self.come(requests)
+
+        request = next(requests, None)
+        if request is not None:
+            self.clock.at(request.at, now)
+
+    def arrive(self, request: Request, begun: float | None = None) -> None:
+        now = self.clock.now
+        one = Running(request, now if begun is None else begun, placed=now)
+        if len(request.blocks) + 1 > self.fleet.blocks:
+            self.told.refused += 1
+            return
+        engine = self.engines[self.placing.place(request.blocks)]
+        self.clock.after(self.fleet.router_s, lambda: self.receive(engine, one))
+
+    def receive(self, engine: Engine, one: Running) -> None:
+        if engine.is_lost:
+            self.arrive(one.request, one.begun)
+            return
+        engine.waiting.append(one)
+        if not engine.is_stepping:
+            self.begin_step(engine)
+
+    def begin_step(self, engine: Engine) -> None:
+        engine.admit(self.clock.now)
+        engine.is_stepping = bool(engine.prefilling or engine.ending)
+        if not engine.is_stepping:
+            return
+        step_s, epoch = engine.step_s(), engine.epoch
+        self.told.busy_s += step_s
+        if engine.number % 16 == 0:
+            self.told.steps_s.append(step_s)
+        self.clock.after(step_s, lambda: self.end_step(engine, epoch))
+
+    def end_step(self, engine: Engine, epoch: int) -> None:
+        if epoch == engine.epoch:
+            engine.end_step(self.clock.now, self.over)
+            self.begin_step(engine)
+
+    def over(self, one: Running) -> None:
+        now, request = self.clock.now, one.request
+        self.told.outcomes.append(
+            Outcome(one.begun, one.first - one.begun, now - one.begun, request.tokens, one.cached)
+        )
+
+    def lose_rack(self) -> None:
+        """The first rack goes, with all that it held: its requests begin anew, from their prompts
+        and what was answered, and its engines come back empty."""
+        for engine in self.engines[: self.fleet.engines_per_rack]:
+            running = engine.every()
+            self.told.lost += [one.begun for one in running]
+            self.engines[engine.number] = fresh = Engine(
+                engine.number, self.fleet, engine.costs, self.placing
+            )
+            engine.is_lost = fresh.is_lost = True
+            engine.epoch += 1
+            self.placing.lose(engine.number, engine.pool.every())
+            for one in running:
+                self.arrive(replace(one.request, at=self.clock.now), one.begun)
+        self.clock.after(self.fleet.back_s, self.come_back)
+
+    def come_back(self) -> None:
+        for engine in self.engines[: self.fleet.engines_per_rack]:
+            engine.is_lost = False
+            self.placing.come_back(engine.number)

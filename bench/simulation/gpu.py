@@ -1,0 +1,116 @@
+"""What work takes on one GPU engine, by the measured tables of kernels and road."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final, Self
+
+import numpy as np
+
+from bench.kernel_results import read_results
+from bench.machine import RESULTS
+
+ROAD: Final = RESULTS / "road-h200.json"
+FP8_ROW: Final = "decode/64x4k-fp8"
+PLACE: Final = "other_gpu"
+"""The caller's model on one GPU, the engine on another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds as `fixed_s + amount / per_s`."""
+
+    fixed_s: float
+    per_s: float
+
+    def seconds(self, amount: float) -> float:
+        return self.fixed_s + amount / self.per_s
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[float, float]]) -> Self:
+        """The line nearest to (amount, seconds), by shares; neither of its parts is negative."""
+        x, y = np.array(points).T
+        ones = np.stack((1 / y, x / y), axis=1)
+        scale = ones.max(axis=0)
+        fixed, slope = np.linalg.lstsq(ones / scale, np.ones_like(y), rcond=None)[0] / scale
+        if fixed < 0:
+            fixed, slope = 0.0, 1 / np.average(x / y)
+        return cls(float(fixed), float(1 / slope))
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCosts:
+    """A layer's attention on one engine: decode by bytes of KV read, prefill by flops, append by
+    bytes written, a merge of so many bytes of states; and what a layer's hand-over adds."""
+
+    decode: Line
+    prefill: Line
+    append: Line
+    merge: Line
+    hand_over_s: float
+
+    @classmethod
+    def measured(cls, *, fp8: bool) -> Self:
+        """From bench/results/h200.json and road-h200.json."""
+        rows = {row["name"]: row for row in read_results()["rows"]}
+        road = json.loads(ROAD.read_text(encoding="utf-8"))["rows"]
+        decode = Line.through(points(rows, "decode/", "tbps", but=("fp8", "page1")))
+        if fp8:
+            row = rows[FP8_ROW]
+            amount = row["tbps"] * row["ms"] * 1e9
+            decode = Line(decode.fixed_s, amount / (row["ms"] / 1e3 - decode.fixed_s))
+        over = [
+            one["graph"]["layer_us"] - one["kernels_us"] for one in road if one["place"] == PLACE
+        ]
+        return cls(
+            decode,
+            Line.through(points(rows, "prefill/", "tflops", but=("ragged",))),
+            Line.through(points(rows, "append/", "tbps") * 2),
+            Line.through(points(rows, "merge/", "tbps")),
+            median(over) / 1e6,
+        )
+
+
+def points(
+    rows: Mapping[str, Any], prefix: str, rate: str, but: Sequence[str] = ()
+) -> list[tuple[float, float]]:
+    """Amount and seconds of the workloads of one kind."""
+    chosen = [
+        row
+        for name, row in rows.items()
+        if name.startswith(prefix) and not any(word in name for word in but)
+    ]
+    return [(row[rate] * row["ms"] * 1e9, row["ms"] / 1e3) for row in chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The shape of attention: layers, heads, and bytes of one stored value."""
+
+    num_layers: int = 32
+    num_qo_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    value_bytes: int = 1
+
+    @property
+    def layer_bytes(self) -> int:
+        """K and V of a token at one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.value_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        return self.layer_bytes * self.num_layers
+
+    @property
+    def pair_flops(self) -> int:
+        """Of one query and one key at one layer, all heads."""
+        return 4 * self.num_qo_heads * self.head_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """One row's o in 16 bits and lse, all heads."""
+        return self.num_qo_heads * (2 * self.head_dim + 4)

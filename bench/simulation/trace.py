@@ -1,0 +1,113 @@
+"""Traces of prompts: read, made up, split, and multiplied."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+BLOCK_TOKENS: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt of `blocks`, where equal numbers mean equal prompts up to there, that comes `at`
+    seconds and gets `output` tokens. Its last block may be short: it has `tokens` in all."""
+
+    at: float
+    blocks: tuple[int, ...]
+    tokens: int
+    output: int
+
+
+def read_trace(path: Path) -> list[Request]:
+    """The requests of a file in the format of Mooncake's published traces, in order."""
+    with path.open(encoding="utf-8") as lines:
+        told = [json.loads(line) for line in lines]
+    return [
+        Request(
+            one["timestamp"] / 1e3,
+            tuple(one["hash_ids"]),
+            max(1, min(one["input_length"], len(one["hash_ids"]) * BLOCK_TOKENS)),
+            max(1, one["output_length"]),
+        )
+        for one in told
+        if one["hash_ids"]
+    ]
+
+
+def made_up(count: int, seed: int = 0, per_s: float = 4.0, families: int = 40) -> list[Request]:
+    """Chats that grow: each request goes on with one of `families`, or begins it anew."""
+    rng = np.random.default_rng(seed)
+    chats: dict[int, list[int]] = {}
+    next_block, at, made = 0, 0.0, []
+    for _ in range(count):
+        at += float(rng.exponential(1 / per_s))
+        family = int(rng.integers(families))
+        if family not in chats or len(chats[family]) > 60:
+            chats[family] = []
+        grown = int(rng.geometric(0.15))
+        chats[family] = chats[family] + list(range(next_block, next_block + grown))
+        next_block += grown
+        blocks = tuple(chats[family])
+        tokens = len(blocks) * BLOCK_TOKENS - int(rng.integers(BLOCK_TOKENS))
+        made.append(Request(at, blocks, tokens, 1 + int(rng.geometric(1 / 150))))
+    return made
+
+
+def shortened(requests: Iterable[Request], longest: int) -> list[Request]:
+    """The same with at most the first so many blocks of every prompt."""
+    return [
+        replace(
+            one,
+            blocks=one.blocks[:longest],
+            tokens=min(one.tokens, longest * BLOCK_TOKENS),
+        )
+        for one in requests
+    ]
+
+
+def num_distinct(requests: Iterable[Request]) -> int:
+    return len({block for request in requests for block in request.blocks})
+
+
+def split(requests: Sequence[Request], parts: int) -> list[list[Request]]:
+    """The requests in `parts`, those that begin alike together, with about as many blocks each."""
+    families: dict[int, list[Request]] = defaultdict(list)
+    for request in requests:
+        families[request.blocks[0]].append(request)
+    sizes = [0] * parts
+    shares: list[list[Request]] = [[] for _ in range(parts)]
+    for family in sorted(families.values(), key=blocks_of, reverse=True):
+        least = sizes.index(min(sizes))
+        shares[least] += family
+        sizes[least] += blocks_of(family)
+    return [sorted(share, key=lambda one: one.at) for share in shares]
+
+
+def blocks_of(requests: Iterable[Request]) -> int:
+    return sum(len(request.blocks) for request in requests)
+
+
+def multiplied(requests: Sequence[Request], per_s: float, seconds: float) -> list[Request]:
+    """So many requests a second, for so many seconds, by copies of a trace at its own pace.
+
+    A copy's blocks are its own. Each begins at some moment of the trace, and again at its end.
+    """
+    begins = np.array([one.at for one in requests]) - requests[0].at
+    span = float(begins[-1]) + 1.0
+    copies = max(1, round(per_s * span / len(requests)))
+    stride = 1 + max(block for request in requests for block in request.blocks)
+    every: list[Request] = []
+    for copy, moment in enumerate((np.random.default_rng(copies).random(copies) * span).tolist()):
+        at = (begins - moment) % span
+        for index in np.flatnonzero(at < seconds).tolist():
+            one = requests[index]
+            blocks = tuple(block + copy * stride for block in one.blocks)
+            every.append(replace(one, at=float(at[index]), blocks=blocks))
+    return sorted(every, key=lambda one: one.at)

@@ -1,0 +1,205 @@
+"""The simulation: its pool is exact LRU, its processors share time, its fleet loses no request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.cache import exact_lru
+from bench.replay import Called
+from bench.simulation.blocks import BlockPool
+from bench.simulation.calls import CallCosts, Replay, fit
+from bench.simulation.clock import Clock, Cores, Worker
+from bench.simulation.compare import compare
+from bench.simulation.fleet import Fleet, Simulation
+from bench.simulation.gpu import GpuCosts, Line, Model
+from bench.simulation.long import Links, Setting, long_rows
+from bench.simulation.placing import Placing
+from bench.simulation.trace import BLOCK_TOKENS, made_up, multiplied, num_distinct, split
+
+TRACE = made_up(300, seed=1)
+COSTS = CallCosts(
+    {
+        kind: [[1e-3, 0.0, 0.0], [1e-3, 0.0, 0.0], [2e-3, 1e-6, 1e-8]]
+        for kind in ("create", "prefill", "decode", "commit", "delete")
+    },
+    dict.fromkeys(("create", "prefill", "decode", "commit", "delete"), 0.0),
+    slice_s=0.02,
+)
+GPU = GpuCosts(
+    decode=Line(5e-6, 4e12),
+    prefill=Line(9e-5, 6e14),
+    append=Line(9e-6, 4e12),
+    merge=Line(1e-6, 4e12),
+    hand_over_s=3e-5,
+)
+FLEET = Fleet(engines=8, engines_per_rack=2, back_s=5.0)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 1.0])
+def test_a_pool_hits_what_exact_lru_does(share: float) -> None:
+    capacity = max(80, int(share * num_distinct(TRACE)))
+    pool, hits, total = BlockPool(capacity), 0, 0
+    for request in TRACE:
+        hits += pool.match(request.blocks)
+        total += len(request.blocks)
+        assert pool.hold(request.blocks) is not None
+        assert pool.num_held <= capacity and len(pool.every()) <= capacity
+        pool.release(request.blocks)
+    wanted = exact_lru([np.array(one.blocks, np.int64) for one in TRACE], 1, capacity)
+    assert hits / total == pytest.approx(wanted)
+
+
+def test_a_pool_that_is_held_refuses_and_changes_nothing() -> None:
+    pool = BlockPool(4)
+    assert pool.hold((1, 2, 3)) == []
+    assert pool.hold((1, 4), own=1) is None
+    assert (pool.num_held, pool.match((1, 4))) == (3, 1)
+    pool.release((1, 2, 3))
+    assert pool.hold((7, 8)) == [3], "the end of the chain goes first"
+
+
+@pytest.mark.parametrize(("cores", "ends"), [(1, [2.0, 3.0]), (2, [1.0, 2.0])])
+def test_workers_share_processors(cores: float, ends: list[float]) -> None:
+    clock, done = Clock(), []
+    shared = Cores(clock, cores)
+    for seconds in (1.0, 2.0):
+        Worker(shared).give(seconds, lambda: done.append(clock.now))
+    clock.run()
+    assert done == pytest.approx(ends)
+
+
+def test_a_short_task_waits_for_a_slice_of_a_long_one_and_no_more() -> None:
+    clock, done = Clock(), {}
+    worker = Worker(Cores(clock, 1), slice_s=0.1)
+    worker.give(1.0, lambda: done.setdefault("long", clock.now))
+    worker.give(0.05, lambda: done.setdefault("short", clock.now))
+    clock.run()
+    assert done == {"short": pytest.approx(0.15), "long": pytest.approx(1.05)}
+
+
+def test_one_worker_takes_the_sum_of_its_calls_and_two_services_share_nothing_but_cores() -> None:
+    some = TRACE[:20]
+    serial = Replay(COSTS, 2, [10_000])
+    told = serial.run([some], workers=1)
+    assert serial.num_calls == 20 * 8
+    busy = serial.caller.busy_s + sum(
+        one.door.busy_s + one.engine.busy_s for one in serial.services
+    )
+    assert 20 / told["requests_per_s"] == pytest.approx(busy, rel=1e-2)
+    some = TRACE[:150]
+    one = Replay(COSTS, 3, [10_000]).run([some], workers=8)
+    two = Replay(COSTS, 6, [10_000, 10_000]).run(split(some, 2), workers=4)
+    assert two["requests_per_s"] > 1.2 * one["requests_per_s"]
+    assert two["hit_rate"] == pytest.approx(one["hit_rate"], abs=0.01)
+
+
+def test_costs_are_fitted_from_calls_and_compared_with_what_was_measured() -> None:
+    rng = np.random.default_rng(0)
+    calls = []
+    for kind in COSTS.seconds:
+        for new, pairs in rng.integers(1, 10_000, (50, 2)).tolist():
+            cpu = tuple(COSTS.of(kind, new, pairs))
+            calls.append(Called(kind, new, pairs, sum(cpu) + 1e-4, cpu))
+    fitted = CallCosts.fitted(calls, 0.02)
+    for kind in COSTS.seconds:
+        np.testing.assert_allclose(fitted.of(kind, 500, 900), COSTS.of(kind, 500, 900), rtol=1e-6)
+        assert fitted.waiting_s[kind] == pytest.approx(1e-4)
+    some = TRACE[:100]
+    measured: dict[str, Any] = {"pages_each": 5000, "engines": 2, "cores": 2, "rows": []}
+    for name, pools, workers in (("one", [10_000], 8), ("separate", [5000] * 2, 4)):
+        run = Replay(COSTS, 2, pools).run(split(some, len(pools)), workers)
+        measured["rows"].append({"name": name, **run})
+    rows = compare(measured, CallCosts.told(fitted.document()), some)
+    assert all(row.holds and abs(row.off) < 0.02 for row in rows), rows
+    slower = {"p99_ms": 2 * measured["rows"][0]["p99_ms"]}
+    measured["rows"][0] |= slower
+    assert [row.figure for row in compare(measured, fitted, some) if not row.holds] == ["p99_ms"]
+
+
+def test_a_line_is_found_and_never_below_nothing() -> None:
+    line = Line.through([(amount, 5e-6 + amount / 4e12) for amount in (1e6, 1e8, 1e9)])
+    assert line.fixed_s == pytest.approx(5e-6) and line.per_s == pytest.approx(4e12)
+    steep = fit(np.array([[1.0, 1, 1], [1, 2, 4], [1, 3, 9]]), np.array([0.0, 1.0, 3.0]))
+    assert (steep >= 0).all()
+
+
+def test_the_measured_tables_give_costs() -> None:
+    half, fp8 = GpuCosts.measured(fp8=False), GpuCosts.measured(fp8=True)
+    assert 3e12 < fp8.decode.per_s < 5e12 and 4e14 < half.prefill.per_s < 8e14
+    assert 0 < fp8.hand_over_s < 1e-4
+
+
+def test_copies_of_a_trace_share_nothing_and_come_at_the_rate_asked_for() -> None:
+    every = multiplied(TRACE, 40.0, 20.0)
+    assert len(every) == pytest.approx(800, rel=0.1)
+    assert [one.at for one in every] == sorted(one.at for one in every)
+    assert every[-1].at < 20.0
+    first = {request.blocks[0] for request in every}
+    assert len(first) > len({request.blocks[0] for request in TRACE})
+    shares = split(TRACE, 3)
+    assert sum(map(len, shares)) == len(TRACE)
+    begins = [{one.blocks[0] for one in share} for share in shares]
+    assert not begins[0] & begins[1] | begins[1] & begins[2]
+
+
+def test_a_prompt_goes_to_its_prefix_unless_that_engine_is_too_full_or_too_busy() -> None:
+    placing = Placing(3, 100)
+    placing.took(1, (1, 2, 3, 4), (), 4, 0.0)
+    assert placing.match((1, 2, 9)) == (2, 1)
+    assert placing.place((1, 2, 3, 4, 5)) == 1
+    placing.waits(1, 10.0)
+    assert placing.place((1, 2, 3, 4, 6)) != 1
+    placing.waits(1, 0.0)
+    placing.holds(1, 97)
+    assert placing.place((1, 2, 3, 4, 7)) != 1
+    placing.lose(1, (1, 2, 3, 4))
+    assert placing.match((1, 2)) == (0, None)
+
+
+def test_every_request_is_answered_once_and_more_engines_are_no_slower() -> None:
+    every = multiplied(TRACE, 20.0, 10.0)
+    firsts = []
+    for engines in (2, 8):
+        told = Simulation(replace(FLEET, engines=engines), GPU).run(every)
+        assert len(told.outcomes) + told.refused == len(every)
+        assert all(one.cached < one.tokens for one in told.outcomes)
+        assert all(0 < one.first_s <= one.whole_s for one in told.outcomes)
+        firsts.append(np.percentile([one.first_s for one in told.outcomes], 50))
+    assert firsts[1] <= firsts[0]
+
+
+def test_a_request_alone_takes_what_its_work_does() -> None:
+    request = replace(TRACE[0], at=0.0, blocks=tuple(range(4)), tokens=4 * BLOCK_TOKENS, output=10)
+    told = Simulation(replace(FLEET, engines=1), GPU).run([request])
+    (one,) = told.outcomes
+    model, tokens = FLEET.model, request.tokens
+    layer_s = GPU.prefill.seconds(tokens * tokens / 2 * model.pair_flops)
+    layer_s += GPU.append.seconds(tokens * model.layer_bytes) + GPU.hand_over_s
+    wanted = FLEET.router_s + FLEET.model_s + model.num_layers * layer_s
+    assert one.first_s == pytest.approx(wanted)
+    layer_s = GPU.decode.seconds((tokens + 4.5) * model.layer_bytes) + GPU.hand_over_s
+    wanted = 10 * (FLEET.model_s + model.num_layers * layer_s)
+    assert one.whole_s - one.first_s == pytest.approx(wanted, rel=1e-3)
+
+
+def test_requests_of_a_lost_rack_begin_anew_and_are_all_answered() -> None:
+    every = multiplied(TRACE, 20.0, 10.0)
+    calm = Simulation(FLEET, GPU).run(every)
+    told = Simulation(FLEET, GPU).run(every, lose_rack_at=5.0)
+    assert told.lost and not calm.lost
+    assert len(told.outcomes) == len(calm.outcomes) == len(every)
+    worst = [max(one.first_s for one in run.outcomes) for run in (calm, told)]
+    assert worst[0] <= worst[1]
+
+
+def test_a_long_sequence_is_only_over_engines_that_hold_it_and_faster_over_more_of_a_host() -> None:
+    rows = long_rows(Setting(GPU, Model(), Links(), 120e9))
+    assert all(row.pool_share <= 1.0 for row in rows)
+    assert min(row.engines for row in rows if row.tokens == 10 * 2**20) >= 6
+    million = {row.engines: row for row in rows if row.tokens == 2**20}
+    assert million[8].decode_ms < million[4].decode_ms < million[1].decode_ms
+    assert all(row.prefill_in_pieces_s <= row.prefill_s for row in rows)
