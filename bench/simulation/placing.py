@@ -9,12 +9,10 @@ import numpy as np
 
 from bench.replay import PAGE
 from bench.simulation.trace import BLOCK_TOKENS
+from service.cluster.placement import FULL, HELD_WEIGHT, QUEUE_PAGES_PER_S
 
 PAGES: Final = BLOCK_TOKENS // PAGE
 """Pages of a block: the rule counts pages of 16 tokens."""
-HELD_WEIGHT: Final = 0.1
-QUEUE_PAGES_PER_S: Final = 2000.0
-FULL: Final = 0.95
 NOWHERE: Final = 1e18
 
 

@@ -118,23 +118,32 @@ def prefix_of(named: Any, rows: Mapping[str, Array]) -> Prefix | None:
 def place_one(router: Router, call: Call, new: New, passed_over: Collection[str]) -> Engine:
     """The engine for a sequence without a parent; one that is known to exist goes where it is, to
     be refused there. Raises NotReady."""
-    members = router.members
-    space = call.tenant.namespace
     if new.id is not None:
-        known = members.by_tag.get(router.homes.names.tag((space, new.id)) or "")
+        tag = router.homes.names.tag((call.tenant.namespace, new.id))
+        known = router.members.by_tag.get(tag or "")
         if known is not None:
             return known
+    needed = 1
+    if new.prefix is not None:
+        needed = max(new.prefix.num_pages(router.members.info.page_size), 1)
+    return place_pages(router, call, new.prefix, needed, passed_over)
+
+
+def place_pages(
+    router: Router, call: Call, prefix: Prefix | None, needed: int, passed_over: Collection[str]
+) -> Engine:
+    """The engine for so many pages, of which the first have the prefix's names. Raises NotReady."""
+    members = router.members
+    space = call.tenant.namespace
     among = {
         one.tag: one for one in members.engines if one.takes_new and one.tag not in passed_over
     }
     if not among:
         return members.idlest()
     matched: dict[str, int] = {}
-    needed = 1
-    if new.prefix is not None:
-        size = members.info.page_size
-        needed = max(new.prefix.num_pages(size), 1)
-        matched = members.prefixes_of(space).matched(chained_keys(new.prefix, space, size))
+    if prefix is not None:
+        keys = chained_keys(prefix, space, members.info.page_size)
+        matched = members.prefixes_of(space).matched(keys)
     loads = {tag: one.load_now for tag, one in among.items()}
     chosen = among[choose(loads, matched, needed)]
     chosen.promised += max(needed - matched.get(chosen.tag, 0), 1)

@@ -16,6 +16,7 @@ from service.cluster.batching import ask_batch, ask_together
 from service.cluster.creating import create
 from service.cluster.engine import Call
 from service.cluster.finding import Homes
+from service.cluster.importing import ask_import
 from service.cluster.members import Members
 from service.cluster.spreading import ask_everywhere, ask_for_lease
 from service.cluster.staging import Staging
@@ -160,4 +161,5 @@ ROUTES: Final[dict[Routing, Ask]] = {
     "everywhere": ask_everywhere,
     "anywhere": ask_any,
     "lease": ask_for_lease,
+    "imported": ask_import,
 }

@@ -280,6 +280,7 @@ IMPORT: Final = Operation(
     "`next_part` on, in order, each once. End with the last part's digest: until then the sequence "
     "does not exist, and what has come is given up `idle_s` after the last of it.",
     tag="transfer",
+    routing="imported",
     fields=ImportFields,
     takes=(*NAMES, *STORED),
     answer=ImportAnswer,
@@ -299,6 +300,7 @@ GET_IMPORT: Final = Operation(
     path="/v1/sequences/{id}/import",
     summary="How far an import is",
     tag="transfer",
+    routing="imported",
     fields=SequenceFields,
     answer=ImportAnswer,
     scope="read",
@@ -311,6 +313,7 @@ CANCEL_IMPORT: Final = Operation(
     path="/v1/sequences/{id}/import",
     summary="Give up an import, and the pages that it has taken",
     tag="transfer",
+    routing="imported",
     fields=SequenceFields,
     answer=None,
     scope="append",

@@ -17,8 +17,9 @@ from bench.simulation.compare import compare
 from bench.simulation.fleet import Fleet, Simulation
 from bench.simulation.gpu import GpuCosts, Line, Model
 from bench.simulation.long import Links, Setting, long_rows
-from bench.simulation.placing import Placing
+from bench.simulation.placing import PAGES, Placing
 from bench.simulation.trace import BLOCK_TOKENS, made_up, multiplied, num_distinct, split
+from service.cluster.placement import Load, choose
 
 TRACE = made_up(300, seed=1)
 COSTS = CallCosts(
@@ -158,6 +159,25 @@ def test_a_prompt_goes_to_its_prefix_unless_that_engine_is_too_full_or_too_busy(
     assert placing.place((1, 2, 3, 4, 7)) != 1
     placing.lose(1, (1, 2, 3, 4))
     assert placing.match((1, 2)) == (0, None)
+
+
+def test_a_prompt_goes_where_the_routers_own_rule_sends_it() -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(300):
+        total, needed, matched = 1000, int(rng.integers(1, 90)), int(rng.integers(0, 90))
+        matched = min(matched, needed)
+        held, queue_s = rng.integers(0, 1000, 5), rng.random(5) * rng.integers(0, 3)
+        placing, loads = Placing(5, total), {}
+        for engine in range(5):
+            placing.took(engine, (), (), int(held[engine]), float(queue_s[engine]))
+            pages = PAGES * int(held[engine])
+            free = PAGES * total - pages
+            loads[str(engine)] = Load(free=free, held=pages, queue_s=float(queue_s[engine]))
+        blocks = tuple(range(needed))
+        if matched:
+            placing.took(2, blocks[:matched], (), int(held[2]), float(queue_s[2]))
+        wanted = choose(loads, {"2": PAGES * matched}, PAGES * needed)
+        assert placing.place(blocks) == int(wanted), (held, queue_s, needed, matched)
 
 
 def test_every_request_is_answered_once_and_more_engines_are_no_slower() -> None:
