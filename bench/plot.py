@@ -1,5 +1,6 @@
-"""Draws results as pictures beside them, h200, road-h200 and cache-cpu: `python -m bench.plot`.
+"""Draws results as pictures beside them, h200, road-h200, cache-cpu, simulation: `-m bench.plot`.
 
+Of the simulation: long sequences over many engines, and a lost rack, for light and for dark pages.
 Of the cache: hit rate against pool size, beside exact LRU and a cache without end. Of the road: a
 layer's time by how its caller is placed, beside the kernels alone and HTTP. Of the kernels:
 a bar is the roofline fraction of a workload, a dot that of FlashInfer on the same kind of machine,
@@ -24,6 +25,8 @@ from bench.cache import CACHE_RESULTS
 from bench.kernel_results import KERNEL_RESULTS, read_results
 from bench.machine import RESULTS, workloads
 from bench.readme import DAGGER
+from bench.simulate import kept
+from bench.simulation.tables import short
 from bench.stale import stale_rows
 
 COLOURS: Final = {
@@ -60,10 +63,19 @@ MARKS: Final[dict[str, dict[str, Any]]] = {
 """How a figure of workloads.json is drawn, by its name there."""
 
 
+DARK: Final = dict.fromkeys(
+    ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#d0d7de"
+) | dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "#0d1117")
+"""What a picture for dark pages has in place of black on white."""
+
+
 @contextmanager
-def picture(path: Path, size: tuple[float, float], panels: int = 1) -> Iterator[Sequence[Any]]:
+def picture(
+    path: Path, size: tuple[float, float], panels: int = 1, *, dark: bool = False
+) -> Iterator[Sequence[Any]]:
     """Axes side by side, `size` in inches together; saved as SVG, the same bytes each time."""
-    with plt.rc_context({"svg.hashsalt": "attnd", "svg.fonttype": "none", "font.size": 8}):
+    style: dict[str, Any] = {"svg.hashsalt": "attnd", "svg.fonttype": "none", "font.size": 8}
+    with plt.rc_context(style | (DARK if dark else {})):
         figure, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
         yield axes[0]
         figure.savefig(path, format="svg", metadata={"Date": None})
@@ -139,6 +151,43 @@ def road_bars(rows: list[dict[str, Any]]) -> list[tuple[str, float, str]]:
     return [kernels, *steps, ("Client, HTTP", min(row["http_us"] for row in rows), "#c44536")]
 
 
+def draw_simulation(results: dict[str, Any], path: Path, dark: bool) -> None:
+    """Decode of long sequences by engines, and first tokens around the loss of a rack."""
+    with picture(path, (7.2, 2.8), 2, dark=dark) as (left, right):
+        lengths = list(dict.fromkeys(row["tokens"] for row in results["long"]["rows"]))
+        for at, tokens in enumerate(lengths):
+            rows = [row for row in results["long"]["rows"] if row["tokens"] == tokens]
+            engines = [row["engines"] for row in rows]
+            colour = plt.get_cmap("viridis")(0.15 + 0.7 * at / max(1, len(lengths) - 1))
+            values = [row["decode_ms"] for row in rows]
+            left.plot(engines, values, ".-", color=colour, label=short(tokens))
+        left.set(xscale="log", yscale="log", xlabel="engines", ylabel="attention of a token, ms")
+        counts = sorted({row["engines"] for row in results["long"]["rows"]})
+        left.set_xticks(counts, [str(count) for count in counts])
+        left.legend(frameon=False, title="tokens", fontsize=7)
+        left.set_title("one sequence over many engines", loc="left", fontsize=9)
+        if "rack" in results:
+            draw_rack(results["rack"], right)
+        for axes in (left, right):
+            axes.minorticks_off()
+            axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_rack(rack: dict[str, Any], axes: Any) -> None:
+    """Seconds to the first token by the second in which requests began."""
+    at, seconds = rack["lost"]["at"], rack["seconds"]
+    rows = [row for row in rack["rows"] if at - 10 <= row["second"] < seconds - 1]
+    begun = [row["second"] for row in rows]
+    for name, colour in (("p99", "#c44536"), ("p50", COLOURS["decode"])):
+        values = [row[f"first_token_{name}_s"] for row in rows]
+        axes.plot(begun, values, ".-", color=colour, label=name)
+    axes.axvline(at, color=OTHER, linestyle="--")
+    axes.set(yscale="log", xlabel="request begun at, s", ylabel="first token after, s")
+    axes.legend(frameon=False, fontsize=7)
+    lost = rack["lost"]
+    axes.set_title(f"{lost['engines']} of {lost['of']:,} engines lost", loc="left", fontsize=9)
+
+
 def main() -> None:
     results = read_results()
     draw(results, stale_rows(results), KERNEL_RESULTS.with_suffix(".svg"))
@@ -146,6 +195,10 @@ def main() -> None:
     draw_road(road, ROAD_RESULTS.with_suffix(".svg"))
     cache = json.loads(CACHE_RESULTS.read_text(encoding="utf-8"))
     draw_cache(cache, CACHE_RESULTS.with_suffix(".svg"))
+    simulated = kept()
+    if "long" in simulated:
+        for dark, name in ((False, "simulation.svg"), (True, "simulation-dark.svg")):
+            draw_simulation(simulated, RESULTS / name, dark)
 
 
 if __name__ == "__main__":
