@@ -157,7 +157,7 @@ def pages_for(requests: Sequence[Request], share: float, engines: int) -> int:
     """Of each engine, where all together have that share of the trace's distinct pages, and room
     for the longest prompts."""
     longest = max(len(request.blocks) for request in requests)
-    return max(int(share * num_distinct(requests)) // engines, 2 * WORKERS * (longest + 1) // 3)
+    return max(int(share * num_distinct(requests)) // engines, 2 * WORKERS * (longest + 1))
 
 
 def main() -> None:

@@ -74,7 +74,7 @@ def picture(
     path: Path, size: tuple[float, float], panels: int = 1, *, dark: bool = False
 ) -> Iterator[Sequence[Any]]:
     """Axes side by side, `size` in inches together; saved as SVG, the same bytes each time."""
-    style: dict[str, Any] = {"svg.hashsalt": "attnd", "svg.fonttype": "none", "font.size": 8}
+    style: dict[Any, Any] = {"svg.hashsalt": "attnd", "svg.fonttype": "none", "font.size": 8}
     with plt.rc_context(style | (DARK if dark else {})):
         figure, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
         yield axes[0]
