@@ -43,6 +43,10 @@ class PageAllocator:
         """A copy: holders of each page, int32 [num_pages]."""
         return self._refcounts.copy()
 
+    def held(self, step: int) -> NDArray[np.bool_]:
+        """Whether each `step`-th page, from the first on, has a holder."""
+        return self._refcounts[::step] > 0
+
     @property
     def free_pages(self) -> Int32:
         """A copy: the free pages, the next to be handed out last."""

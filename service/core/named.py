@@ -16,7 +16,8 @@ from service.core.nodes import CACHED, PINNED, REFERENCED, Int32, Name, Node, Re
 class NamedPages:
     """One row per page of the pool, valid while the page has a name; `nodes` by their numbers.
 
-    `keeping` says how long they are kept, `num_pages` counts pages with a name. `listener`, if
+    `keeping` says how long they are kept, `num_pages` counts pages with a name. `states` has each
+    node's state by its number once more, for whoever asks about all pages at once. `listener`, if
     there is one, is told what is stored and removed.
     """
 
@@ -30,6 +31,7 @@ class NamedPages:
         "nodes",
         "num_pages",
         "page_size",
+        "states",
         "token_ids",
     )
 
@@ -39,6 +41,7 @@ class NamedPages:
         self.token_ids: NDArray[np.uint32] = np.zeros((num_pages, page_size), dtype=np.uint32)
         self.node_of: Int32 = np.full(num_pages, -1, dtype=np.int32)
         self.nodes: list[Node | None] = []
+        self.states = bytearray()
         self.listener: Listener | None = None
         self.keeping = Keeping()
         self.num_pages = 0
@@ -53,7 +56,8 @@ class NamedPages:
         """Commit a node's pages, whose `keys` one after another and `ids` uint32 [n * page_size]
         these are. All of its children are held by sequences."""
         name = Name(root, self._number(node), ids is not None, keep, len(node.children))
-        name.state = REFERENCED
+        name.state = self.states[name.number] = REFERENCED
+        name.used = self.keeping.now
         node.name = name
         self._write(node.pages, name.number, keys, ids)
         self.num_pages += node.pages.size
@@ -86,7 +90,8 @@ class NamedPages:
         name.root.namespace.num_nodes += 1
         upper.name.kids = {self.first_key(lower): lower}
         upper.name.refs, upper.name.pins = int(name.refs > 0), int(name.pins > 0)
-        upper.name.state, upper.name.stamp = name.state, name.stamp
+        upper.name.state, upper.name.stamp, upper.name.used = name.state, name.stamp, name.used
+        self.states[upper.name.number] = name.state
         upper.name.place = OUT
         self.node_of[upper.pages] = upper.name.number
         self._kids_above(upper, name.root)[self.first_key(upper)] = upper
@@ -187,7 +192,8 @@ class NamedPages:
         order = name.root.namespace.order
         if name.state == CACHED:
             order.take_out(node, name)
-        name.state = state
+        name.state = self.states[name.number] = state
+        name.used = self.keeping.now
         self._count(name, size)
         if state == CACHED:
             order.use(node, name, self.keeping.rank(name))
@@ -256,6 +262,7 @@ class NamedPages:
             self.nodes[number] = node
             return number
         self.nodes.append(node)
+        self.states.append(0)
         return len(self.nodes) - 1
 
     def _forget(self, name: Name) -> None:

@@ -35,6 +35,8 @@ def check_named(node: Node, books: NamedPages, held: Counter[Node]) -> None:
             f"held, {len(pinned)} pinned, and {name.own} of its own"
         )
     state = REFERENCED if name.refs else PINNED if name.pins else CACHED
+    if books.states[name.number] != name.state:
+        raise IntegrityError(f"{where} is in state {name.state}, the books say another")
     if name.state != state or (name.place != OUT) != (state == CACHED):
         raise IntegrityError(f"{where} is in state {name.state}, place {name.place}, not {state}")
 

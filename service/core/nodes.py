@@ -47,7 +47,7 @@ class Name:
     and the leases on this very node, `pins` likewise for hard pins; `own` counts the leases and
     pins on it. `with_ids`: the pages' token ids are known. `stamp` orders nodes by their last use;
     `place` and `rank` say where in the order of eviction the node stands, `timer` when its `keep`
-    changes.
+    changes, `used` when its state changed last, by the tree's clock.
     """
 
     root: Root
@@ -62,6 +62,7 @@ class Name:
     place: int = 0
     rank: int = 0
     timer: float = FOREVER
+    used: float = 0.0
     kids: dict[bytes, Node] | None = None
 
 

@@ -33,8 +33,8 @@ class SequenceBooks:
     `lengths` int32 [num_layers, capacity] is kv_len; `num_pages` int32 the size of the page table;
     `last_page` int32 the table's last page, so that a decode step finds where to write without
     touching tables; `serials` int64 names the state of a sequence's written pages (see `renew`).
-    `ttl_s` float64 is how long a sequence lives unused, `used` when it was used last; both count
-    only while some sequence has an end, and `now` is the time then.
+    `ttl_s` float64 is how long a sequence lives unused, `used` when it was used last, and `now` the
+    time. Batches are used only while some sequence has an end, or somebody watches (`is_watched`).
     """
 
     __slots__ = (
@@ -45,6 +45,7 @@ class SequenceBooks:
         "_next_serial",
         "_num_ends",
         "_sorted",
+        "is_watched",
         "last_page",
         "lengths",
         "now",
@@ -63,6 +64,7 @@ class SequenceBooks:
         self._mortal: list[tuple[float, int, Leaf]] = []
         self._num_ends = 0
         self.now = 0.0
+        self.is_watched = False
         self.lengths: Int32 = np.zeros((num_layers, _FIRST_CAPACITY), dtype=np.int32)
         self.num_pages: Int32 = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
         self.last_page: Int32 = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
@@ -99,6 +101,7 @@ class SequenceBooks:
         self.lengths[:, index] = length
         self.set_num_pages(leaf, table.size)
         self.renew(leaf)
+        self.used[index] = self.now
         self.set_ttl(leaf, FOREVER if spec.ttl_s is None else spec.ttl_s)
         return leaf
 
@@ -141,7 +144,7 @@ class SequenceBooks:
         except KeyError:
             unknown = [name for name in ids if name not in self._index_of]
             raise UnknownSequence(unknown) from None
-        if self._mortal:
+        if self._mortal or self.is_watched:
             self.used[indices] = self.now
         return indices
 

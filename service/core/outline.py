@@ -1,0 +1,170 @@
+"""Pool and tree as seen from afar: the state of every page, the largest parts of the tree.
+
+The work is bounded, whatever the pool and the tree have become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core.named import NamedPages
+from service.core.namespaces import Namespace
+from service.core.nodes import REFERENCED, Leaf, Node
+from service.core.tree import PrefixTree
+
+Int32 = NDArray[np.int32]
+UInt8 = NDArray[np.uint8]
+
+MOST_CELLS: Final = 2**17
+"""Pages whose states are told; of a larger pool every so manyth."""
+MOST_PARTS: Final = 512
+MOST_LOOKED_AT: Final = 1024
+"""Sequences, and named nodes, that the parts are chosen from: those with the most pages."""
+MOST_NAMESPACES: Final = 64
+
+
+def page_states(tree: PrefixTree, most: int = MOST_CELLS) -> tuple[UInt8, int]:
+    """The states of pages 0, s, 2s, ...: 0 free, else as a named node's; and s."""
+    named, num_pages = tree.cache.named, tree.allocator.num_pages
+    step = -(-num_pages // most)
+    states = tree.allocator.held(step).astype(np.uint8)
+    numbers = named.node_of[::step]
+    have = np.flatnonzero(numbers >= 0)
+    if have.size:
+        states[have] = np.frombuffer(named.states, np.uint8)[numbers[have]]
+    return states, step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outline:
+    """The largest parts of the tree, [n] each, every part behind the one above it.
+
+    The first rows are the `namespaces` themselves; then come nodes, and the private ends of
+    sequences. `parents` is the row above, -1 for a namespace; `pages` are a part's own, `totals`
+    those of all below it as well, whether they have rows or not; `sequences` counts those that
+    share it; `used` is when it was used last; `states` are as those of pages.
+    """
+
+    namespaces: list[str]
+    parents: Int32
+    pages: Int32
+    totals: Int32
+    sequences: Int32
+    used: NDArray[np.float64]
+    states: UInt8
+
+
+@dataclass(slots=True)
+class Rows:
+    """Parts in the order in which they were met. `places` has nodes and namespaces."""
+
+    places: dict[Node | Namespace, int] = field(default_factory=dict)
+    above: list[Node | Namespace | None] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    sequences: list[int] = field(default_factory=list)
+    used: list[float] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)
+
+    def add(
+        self, above: Node | Namespace | None, start: int, pages: int, used: float, state: int
+    ) -> None:
+        self.above.append(above)
+        self.starts.append(start)
+        self.pages.append(pages)
+        self.sequences.append(0)
+        self.used.append(used)
+        self.states.append(state)
+
+    def add_path(self, node: Node | None, owner: Namespace) -> None:
+        """A node and all above it, as far as they are not there yet."""
+        while node is not None and node not in self.places:
+            self.places[node] = len(self.above)
+            name = node.name
+            used, state = (0.0, REFERENCED) if name is None else (name.used, name.state)
+            self.add(node.parent or owner, node.start, node.pages.size, used, state)
+            node = node.parent
+
+    def add_leaf(self, leaf: Leaf, num_pages: int, used: float) -> None:
+        self.add_path(leaf.parent, leaf.owner)
+        self.add(leaf.parent or leaf.owner, leaf.start, num_pages - leaf.start, used, REFERENCED)
+        self.sequences[-1] = 1
+
+
+def outline(tree: PrefixTree, most: int = MOST_PARTS) -> Outline:
+    """At most `most` parts of the tree, the largest ones."""
+    books, rows = tree.books, Rows()
+    namespaces = largest_namespaces(tree.budget.namespaces.values())
+    for namespace in namespaces:
+        rows.places[namespace] = len(rows.above)
+        rows.add(None, -1, 0, 0.0, 0)
+    columns = largest(books.num_pages, MOST_LOOKED_AT)
+    held = zip(books.num_pages[columns].tolist(), books.used[columns].tolist(), strict=True)
+    for leaf, (num_pages, used) in zip(books.leaves(columns), held, strict=True):
+        if leaf.owner in rows.places:
+            rows.add_leaf(leaf, num_pages, used)
+    for node, owner in largest_named(tree.cache.named):
+        if owner in rows.places:
+            rows.add_path(node, owner)
+    return summed_up(rows, [one.name for one in namespaces], most)
+
+
+def summed_up(rows: Rows, namespaces: list[str], most: int) -> Outline:
+    """The largest parts, when every part has been given what is below it."""
+    order = np.argsort(np.array(rows.starts, np.int32), kind="stable")
+    above = [-1 if one is None else rows.places[one] for one in rows.above]
+    totals, sequences, used = rows.pages.copy(), rows.sequences, rows.used
+    for row in order[::-1].tolist():
+        parent = above[row]
+        if parent >= 0:
+            totals[parent] += totals[row]
+            sequences[parent] += sequences[row]
+            used[parent] = max(used[parent], used[row])
+    sizes = np.array(totals, np.int32)
+    order = order[sizes[order] > 0]
+    if order.size > most:  # whatever is above a part is larger than the part
+        order = order[np.sort(largest(sizes[order], most))]
+    new = np.full(sizes.size + 1, -1, np.int32)
+    new[order] = np.arange(order.size, dtype=np.int32)
+    chosen = [name for name, row in zip(namespaces, new.tolist(), strict=False) if row >= 0]
+    return Outline(
+        chosen,
+        new[np.array(above, np.intp)[order]],
+        np.array(rows.pages, np.int32)[order],
+        sizes[order],
+        np.array(sequences, np.int32)[order],
+        np.array(used, np.float64)[order],
+        np.array(rows.states, np.uint8)[order],
+    )
+
+
+def largest_namespaces(namespaces: Iterable[Namespace]) -> list[Namespace]:
+    """Those with the most pages."""
+    found = sorted((one for one in namespaces if one.used), key=lambda one: -one.used)
+    return found[:MOST_NAMESPACES]
+
+
+def largest_named(named: NamedPages) -> list[tuple[Node, Namespace]]:
+    """Named nodes with their namespaces: all, or about those with the most pages."""
+    numbers = range(len(named.nodes))
+    if len(numbers) > MOST_LOOKED_AT:
+        sample = named.node_of[:: -(-named.node_of.size // MOST_CELLS)]
+        sizes = np.bincount(sample[sample >= 0], minlength=1)
+        found: Iterable[int] = largest(sizes, MOST_LOOKED_AT).tolist()
+    else:
+        found = numbers
+    nodes = [named.nodes[number] for number in found]
+    return [(one, one.name.root.namespace) for one in nodes if one is not None and one.name]
+
+
+def largest(sizes: NDArray[np.integer], most: int) -> NDArray[np.intp]:
+    """The places of the largest numbers, at most so many, none of them 0."""
+    places = np.flatnonzero(sizes)
+    if places.size > most:
+        places = places[np.argpartition(sizes[places], places.size - most)[-most:]]
+    return places
