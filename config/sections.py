@@ -163,6 +163,10 @@ class ServerSettings(Section):
     """Users whose sessions are let in, beside the service's own and root; the socket's mode and its
     directory must let them through as well. In the environment: `[1000, 1001]`."""
 
+    live: bool = True
+    """The page `/live`, which shows pool, tree and load as they are, and the operation `snapshot`
+    beneath it. The engine does nothing for it while nobody looks; false takes it away."""
+
     max_sessions: Annotated[int, Field(ge=1, le=65536)] = 256
     """Connections to the engine's socket, the HTTP doors' among them; one more is refused. Each
     costs a file descriptor, a frame buffer and its arena."""
@@ -301,6 +305,10 @@ class AuthSettings(Section):
     open_docs: bool = False
     """With keys, `/docs` and `/openapi.json` ask for any key, which a browser does not send; true
     shows them to everybody."""
+
+    open_live: bool = False
+    """With keys, what the page `/live` shows asks for one with the scope admin, which is typed into
+    the page; true shows it to everybody."""
 
     @property
     def is_private(self) -> bool:

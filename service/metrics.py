@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import add
 from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, PlatformCollector
@@ -80,6 +81,7 @@ SPECS: Final[dict[str, Spec]] = {
     "out_of_pages": Spec("counter", "Operations refused for want of pages."),
     "rejected": Spec("counter", "Operations that did not run.", ("reason",)),
     "inflight": Spec("gauge", "Operations admitted and not answered."),
+    "waiting": Spec("gauge", "Operations admitted whose turn has not come."),
     "sessions": Spec("gauge", "Connections to the engine, doors included."),
     "kv_pages": Spec("gauge", "Pages of the pool.", ("state",)),
     "kv_cache_usage_ratio": Spec("gauge", "Referenced pages over all pages."),
@@ -132,6 +134,7 @@ class Metrics:
         self._out_of_pages = self._block("out_of_pages")
         self._rejected = {reason: self._block("rejected", reason) for reason in REASONS}
         self._inflight = self._block("inflight")
+        self._waiting = self._block("waiting")
         self._sessions = self._block("sessions")
         self._pages = {state: self._block("kv_pages", state) for state in STATES}
         self._leases = self._block("leases")
@@ -181,9 +184,10 @@ class Metrics:
                 stage[bisect_left(SECONDS, spent)] += 1.0
                 stage[-1] += spent
 
-    def inflight(self, count: int) -> None:
-        """Operations admitted and not answered, by now."""
-        self._inflight[0] = count
+    def load(self, inflight: int, waiting: int) -> None:
+        """Operations admitted and not answered by now, and those whose turn has not come."""
+        self._inflight[0] = inflight
+        self._waiting[0] = waiting
 
     def rejected(self, reason: Reason) -> None:
         """An operation was turned away, or dropped before it ran."""
@@ -258,6 +262,16 @@ class Metrics:
         }
         main = usage(siblings) if siblings is not None else None
         return {"main": main, **alive} if main is not None else alive
+
+    def totals(self, names: Collection[str]) -> dict[Key, list[float]]:
+        """The blocks of some counters and histograms, added up over processes."""
+        found: dict[Key, list[float]] = {}
+        for cells in self._all.values():
+            for key, block in cells.read().items():
+                if key[0] in names:
+                    before = found.get(key)
+                    found[key] = block.tolist() if before is None else list(map(add, before, block))
+        return found
 
     def sums(self, alive: Mapping[str, Usage]) -> dict[Key, list[float]]:
         """Every block, added up over processes; gauges over those alive."""

@@ -128,7 +128,7 @@ def summed_up(rows: Rows, namespaces: list[str], most: int) -> Outline:
     sizes = np.array(totals, np.int32)
     order = order[sizes[order] > 0]
     if order.size > most:  # whatever is above a part is larger than the part
-        order = order[np.sort(largest(sizes[order], most))]
+        order = order[largest(sizes[order], most)]
     new = np.full(sizes.size + 1, -1, np.int32)
     new[order] = np.arange(order.size, dtype=np.int32)
     chosen = [name for name, row in zip(namespaces, new.tolist(), strict=False) if row >= 0]
@@ -163,8 +163,8 @@ def largest_named(named: NamedPages) -> list[tuple[Node, Namespace]]:
 
 
 def largest(sizes: NDArray[np.integer], most: int) -> NDArray[np.intp]:
-    """The places of the largest numbers, at most so many, none of them 0."""
+    """The places of the largest numbers, at most so many, none of them 0; in their order."""
     places = np.flatnonzero(sizes)
     if places.size > most:
-        places = places[np.argpartition(sizes[places], places.size - most)[-most:]]
+        places = np.sort(places[np.argpartition(sizes[places], places.size - most)[-most:]])
     return places

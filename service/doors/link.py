@@ -139,12 +139,15 @@ class Link:
         deadline_us: int,
         request_id: bytes,
         tenant: Tenant,
+        likely: int = 0,
     ) -> tuple[Answered, Slot]:
-        """The engine's answer, of at most `most` bytes, and the slot that it lies in.
+        """The engine's answer, of at most `most` bytes and `likely` so many, and the slot that it
+        lies in.
 
         Raises AnswerTooLarge, Overloaded, NotReady; what the engine refuses is an answer too.
         """
-        room = (length if operation.gives else min(length, MOST_FIELDS)) + SPARE_BYTES
+        room = likely or (length if operation.gives else min(length, MOST_FIELDS))
+        room += SPARE_BYTES
         slot = await self.slot(min(room, most), exactly=room > most)
         while True:
             try:

@@ -34,6 +34,7 @@ from service.image.dtypes import DTYPE_NAMES
 from service.keys import keys_of, read_again
 from service.metrics import Metrics
 from service.operations.info import InfoAnswer, LimitsAnswer
+from service.operations.snapshot import SNAPSHOT
 from service.operations.step import STEP
 from service.operations.table import BY_NUMBER
 from service.road.admission import Admission
@@ -103,10 +104,11 @@ class Engine:
         self._metrics = metrics
         slice_s = settings.engine.slice_ms / 1e3
         pace = Pace(*RATES.get(backend.name, RATES["cpu"]), slice_s)
-        cache = settings.cache
-        self.store = Store(backend, pace, self.info, cache.high_watermark, cache.events_history)
+        cache, server = settings.cache, settings.server
+        self.store = Store(
+            backend, pace, self.info, cache.high_watermark, cache.events_history, server.live
+        )
         self_test(self.store)
-        server = settings.server
         lanes = make_lanes(backend, server.device_arena_bytes, server.max_device_sessions)
         self.scheduler = Scheduler(self.store, metrics, self._reply, lanes)
         self._lanes = SessionLanes(lanes, self.scheduler.steps, self.info)
@@ -311,7 +313,7 @@ class Engine:
 
     def _tell(self, spent: float) -> None:
         """Count what was answered in a round."""
-        self._metrics.inflight(len(self._jobs))
+        self._metrics.load(len(self._jobs), self.scheduler.num_waiting)
         self._metrics.sessions(self.callers.count)
         if not self._answered:
             return
@@ -319,14 +321,15 @@ class Engine:
         metrics = self._metrics
         for job, code, ended in answered:
             seconds = job.seconds
-            metrics.stages(
-                seconds.queue,
-                seconds.plan,
-                seconds.copy_in,
-                seconds.kernel,
-                seconds.copy_out,
-                seconds.encode,
-            )
+            if job.request.operation is not SNAPSHOT:  # nobody who watches wants to see that
+                metrics.stages(
+                    seconds.queue,
+                    seconds.plan,
+                    seconds.copy_in,
+                    seconds.kernel,
+                    seconds.copy_out,
+                    seconds.encode,
+                )
             if not job.token.session.standing.is_door:
                 metrics.observe(job.request.operation.name, code, ended - job.arrived)
         self._tell_pool()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from service.core.outline import Outline, outline, page_states
 from service.engine.request import Request
-from service.engine.store import Store
 from service.engine.work import Answered, Seconds, Work
 from service.image.json_text import dump_json
 from service.image.writing import Shaped, in_order, shaped
 from service.operations.common import refuse
+
+if TYPE_CHECKING:
+    from service.engine.store import Store
 
 LEAST_S: Final = 0.2
 """Whoever asks sooner gets the last one again."""

@@ -15,6 +15,7 @@ from service.core.values import Extension
 from service.engine.history import History
 from service.engine.plans import PlanCache
 from service.engine.slices import Pace
+from service.engine.snapshot import Snapshots
 from service.engine.unfinished import UnfinishedImports
 from service.engine.work import Cost, Seconds
 from service.operations.info import InfoAnswer
@@ -55,8 +56,10 @@ class Store:
         info: InfoAnswer,
         high_watermark: float = 1.0,
         events_history: int = 0,
+        live: bool = True,
     ) -> None:
-        """`events_history`: pages that the events kept for each namespace tell of."""
+        """`events_history`: pages that the events kept for each namespace tell of; `live`: whether
+        snapshots may be taken."""
         geometry = backend.geometry
         self.info = info
         self.backend = backend
@@ -70,6 +73,7 @@ class Store:
             self.tree.cache.named.listener = self.history.hear
         self.imports = UnfinishedImports(self.tree.books)
         self.now = time.monotonic()
+        self.snapshots = Snapshots(self) if live else None
         self._watermark = int(high_watermark * geometry.num_pages)
 
     def extend(

@@ -33,6 +33,7 @@ from service.engine.sequences import (
     page_table,
     truncate,
 )
+from service.engine.snapshot import snapshot
 from service.engine.states import merge, ragged_prefill
 from service.engine.status import engines, info, pool
 from service.engine.steps import step
@@ -137,6 +138,7 @@ TURNS: Final[dict[str, Turn]] = {
     "import_sequence": Turn(import_sequence, writes=one_id, is_barrier=True),
     "get_import": Turn(get_import, reads=one_id),
     "cancel_import": Turn(cancel_import, writes=one_id, is_barrier=True),
+    "snapshot": Turn(snapshot),
 }
 
 

@@ -37,7 +37,7 @@ def of_the_tree(name: str, dtype: str, words: str) -> TensorSpec:
 
 SNAPSHOT: Final = Operation(
     name="snapshot",
-    number=28,
+    number=33,
     method="GET",
     path="/v1/snapshot",
     summary="Pages by state and the tree's largest parts, of all namespaces",

@@ -29,6 +29,7 @@ from service.operations.sequences import (
     PAGE_TABLE,
     TRUNCATE,
 )
+from service.operations.snapshot import SNAPSHOT
 from service.operations.spec import Operation
 from service.operations.status import ENGINES, INFO, POOL
 from service.operations.transfer import CANCEL_IMPORT, EXPORT, GET_IMPORT, IMPORT
@@ -66,6 +67,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     GET_IMPORT,
     CANCEL_IMPORT,
     ENGINES,
+    SNAPSHOT,
 )
 BY_NAME: Final = {operation.name: operation for operation in OPERATIONS}
 BY_NUMBER: Final = {operation.number: operation for operation in OPERATIONS}

@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from service import __version__
 from service.doors.http.events import EventStream
+from service.doors.http.live.page import LivePage
 from service.doors.http.models import ModelPages
 from service.doors.http.openapi import DESCRIPTION, document
 from service.doors.http.operation import PathEndpoint
@@ -39,6 +40,8 @@ def make_application(door: Door) -> FastAPI:
         endpoint = PathEndpoint(door, operations, namesake(path))
         routes.append(Route(path, endpoint, name=operations[0].name))
     routes.append(EventStream(door).route())
+    if door.limits.live:
+        routes.extend(LivePage(door).routes())
     routes.extend(ModelPages(door).routes())
     routes.extend(RegionPages(door).routes())
     routes.extend(Pages(door, app.openapi).routes())

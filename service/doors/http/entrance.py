@@ -14,6 +14,8 @@ from service.tenants import OPEN, Tenant
 HEALTH: Final = ("/health/", "/v2/health/")
 METRICS: Final = "/metrics"
 DOCS: Final = ("/docs", "/openapi.json")
+LIVE: Final = "/live"
+LIVE_STREAM: Final = "/live/stream"
 
 
 class Entrance:
@@ -52,4 +54,15 @@ def is_open(gate: Gate, path: str) -> bool:
         return True
     if path == METRICS:
         return gate.auth.open_metrics
+    if path == LIVE_STREAM:
+        return gate.auth.open_live
+    if path == LIVE or path.startswith(f"{LIVE}/"):  # the page itself, into which a key is typed
+        return True
     return gate.auth.open_docs and (path in DOCS or path.startswith("/docs/"))
+
+
+def is_welcome(gate: Gate | None, exchange: Exchange) -> bool:
+    """Whether a key that was shown some time ago still says who it is. Raises Unauthorized."""
+    if gate is None or is_open(gate, exchange.path):
+        return True
+    return gate.tenant_of(exchange.authorization) is exchange.tenant

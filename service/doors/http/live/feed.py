@@ -1,0 +1,161 @@
+"""What everybody who looks at the live page is shown: one snapshot a quarter second for all."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from service.doors.asked import asked
+from service.doors.http.live.samples import COLUMNS, Samples
+from service.doors.problems import ProblemText
+from service.errors import AttndError, NotReady
+from service.image.dtypes import Array
+from service.image.json_text import dump_json
+from service.operations.snapshot import SNAPSHOT
+from service.operations.status import INFO
+from service.tenants import OPEN, Tenant, tenant_of
+
+if TYPE_CHECKING:
+    from service.doors.http.door import Door
+
+PERIOD_S: Final = 0.25
+LOAD: Final = ("inflight", "waiting", "sessions")
+TREE: Final = "tree_"
+WATCHER: Final = tenant_of("default", ("admin",))
+"""As whom the engine is asked where it has keys; the door has asked its viewers for theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of what is shown, as an event; another version of it has another number."""
+
+    number: int
+    data: str
+    event: bytes
+
+
+class Feed:
+    """One door's, while somebody looks. `viewers` counts them."""
+
+    __slots__ = (
+        "changed",
+        "door",
+        "is_over",
+        "parts",
+        "room",
+        "samples",
+        "seen",
+        "task",
+        "viewers",
+    )
+
+    def __init__(self, door: Door, samples: Samples) -> None:
+        self.door = door
+        self.samples = samples
+        self.parts: dict[str, Part] = {}
+        self.viewers = 0
+        self.room = 0
+        self.seen = door.loop.time()
+        """When the engine answered last."""
+        self.is_over = False
+        self.changed = asyncio.Event()
+        self.task = door.loop.create_task(self.run())
+
+    @property
+    def tenant(self) -> Tenant:
+        return OPEN if self.door.gate is None else WATCHER
+
+    async def run(self) -> None:
+        """Until the service is no longer ready. A busy engine is waited for; its load is told
+        meanwhile, by what it counts."""
+        loop, look = self.door.loop, None
+        try:
+            while True:
+                self.door.ready()
+                due = loop.time() + PERIOD_S
+                if look is None or look.done():
+                    look = loop.create_task(self.look())
+                await asyncio.wait((look,), timeout=PERIOD_S)
+                self.tell_load()
+                self.wake()
+                await asyncio.sleep(max(0.0, due - loop.time()))
+        except NotReady:
+            pass
+        finally:
+            if look is not None:
+                look.cancel()
+            self.is_over = True
+            self.wake()
+
+    def wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def look(self) -> None:
+        """Take a snapshot in; what cannot be asked now is asked again."""
+        link = self.door.link
+        try:
+            if "service" not in self.parts:
+                info, _ = await asked(link, INFO, {}, self.tenant)
+                self.put("service", info | {"columns": COLUMNS})
+            pool, arrays = await asked(link, SNAPSHOT, {}, self.tenant, self.room)
+        except (AttndError, ProblemText):
+            return
+        self.seen = self.door.loop.time()
+        self.room = 2 * sum(array.nbytes for array in arrays.values())
+        self.put("pages", pages_of(pool.pop("page_step"), arrays.pop("page_states")))
+        self.put("tree", tree_of(pool.pop("namespaces"), arrays))
+        self.put("pool", pool)
+
+    def tell_load(self) -> None:
+        """The engine's load, and how old the snapshot is."""
+        blocks = self.door.metrics.totals(LOAD)
+        load: dict[str, float] = {key[0]: int(block[0]) for key, block in blocks.items()}
+        age = round(self.door.loop.time() - self.seen, 1)
+        self.put("load", load | {"age_s": age})
+        self.put("summary", self.samples.summary())
+
+    def put(self, name: str, value: Any) -> None:
+        """Another version of a part, if it is another."""
+        before, data = self.parts.get(name), dump_json(value)
+        if before is None or before.data != data:
+            number = 1 if before is None else before.number + 1
+            self.parts[name] = Part(number, data, event(name, data))
+
+    def after(self, had: dict[str, int]) -> list[bytes]:
+        """The events that a viewer has not had; `had` has the numbers of those it had."""
+        found = []
+        for name, part in self.parts.items():
+            if had.get(name) != part.number:
+                had[name] = part.number
+                found.append(part.event)
+        if "service" not in had:  # which says what the rows' columns are
+            return found
+        first, rows = self.samples.after(had.get("rows", 0))
+        if rows:
+            had["rows"] = first + len(rows) - 1
+            found.append(event("rows", f'{{"first":{first},"rows":[{",".join(rows)}]}}'))
+        return found
+
+
+def event(name: str, data: str) -> bytes:
+    return f"event: {name}\ndata: {data}\n\n".encode()
+
+
+def pages_of(step: int, states: Array) -> dict[str, Any]:
+    """The states of pages, four to a byte, the first in its lowest bits."""
+    padded = np.pad(states, (0, -states.size % 4)).reshape(-1, 4)
+    packed = (padded << np.array([0, 2, 4, 6], np.uint8)).sum(axis=1, dtype=np.uint8)
+    text = base64.b64encode(packed.tobytes()).decode("ascii")
+    return {"step": step, "count": states.size, "states": text}
+
+
+def tree_of(namespaces: list[str], arrays: dict[str, Array]) -> dict[str, Any]:
+    """The tree's columns, by their names."""
+    columns = {name.removeprefix(TREE): array.tolist() for name, array in arrays.items()}
+    columns["idle_s"] = [round(seconds, 1) for seconds in columns["idle_s"]]
+    return {"namespaces": namespaces, **columns}

@@ -1,0 +1,262 @@
+// The live page: what the stream tells goes to tiles and drawings.
+
+import { byteTicks, due, frames, themeChanged } from "./canvas.js";
+import { Chart, Rows, plain } from "./chart.js";
+import { bytes, count, digits, duration, exact, plural, share } from "./format.js";
+import { PageMap } from "./map.js";
+import { Stream } from "./stream.js";
+import { Icicle } from "./tree.js";
+
+const KEY = "attnd-key";
+const THEME = "attnd-theme";
+const BUSY_S = 2; // a snapshot that is older than this was not to be had
+const REASONS = {
+  out_of_pages: "out of pages",
+  overloaded: "queue full",
+  deadline_exceeded: "deadline passed",
+  cancelled: "cancelled",
+  not_ready: "not ready",
+};
+const STAGES = {
+  queue: "queue",
+  plan: "plan",
+  copy_in: "copy in",
+  kernel: "kernel",
+  copy_out: "copy out",
+  encode: "encode",
+};
+const byId = (id) => document.getElementById(id);
+
+const rows = new Rows();
+const map = new PageMap(byId("map"), byId("map-legend"), byId("map-read"));
+const tree = new Icicle(byId("tree"), byId("tree-legend"), byId("tree-read"));
+const chart = (id, options) => new Chart(byId(id), byId(`${id}-legend`), byId(`${id}-read`), rows, options);
+const charts = [
+  chart("throughput", {
+    series: [["attention", "attention"], ["other", "others"], ["failed", "refused or failed"]],
+    unit: (value) => `${plain(value)}/s`,
+    empty: "no operations",
+    least: 4,
+  }),
+  chart("latency", {
+    series: Object.entries(STAGES),
+    value: (row, name) => {
+      const turns = row[rows.index("turns")];
+      return turns > 0 ? (1000 * row[rows.index(name)]) / turns : 0;
+    },
+    unit: duration,
+    empty: "no operations",
+    least: 0.1,
+  }),
+  chart("traffic", {
+    series: [["read", "read from the pool"], ["saved", "saved by cascade"]],
+    unit: (value) => `${bytes(value)}/s`,
+    empty: "no attention",
+    steps: byteTicks,
+    least: 4096,
+  }),
+  chart("refusals", {
+    series: Object.entries(REASONS),
+    unit: (value) => `${plain(value)}/s`,
+    empty: "none refused",
+    least: 4,
+  }),
+  chart("evictions", {
+    series: [["evicted", "cached pages evicted"]],
+    unit: (value) => `${plain(value)}/s`,
+    empty: "none evicted",
+    least: 4,
+  }),
+];
+const drawings = [map, tree, ...charts];
+
+// What the stream tells.
+
+const parts = {
+  service(told) {
+    rows.columns = told.columns;
+    const sizes = { fp32: 4, fp16: 2, bf16: 2 };
+    const page = 2 * told.num_kv_heads * told.head_dim * (sizes[told.dtype] ?? 1) * told.page_size * told.num_layers;
+    const shape = `${plural(told.num_layers, "layer")} × ${plural(told.num_kv_heads, "KV head")} × ${told.head_dim}, ${told.dtype}`;
+    const facts = [`${told.backend} on ${told.device}`, shape, `pages of ${plural(told.page_size, "token")}, ${bytes(page)}`];
+    write("service", `${facts.join(" · ")} · ${told.version}`);
+  },
+  pool(pool) {
+    const used = pool.total - pool.free;
+    write("used", share(used, pool.total));
+    write("used-of", `${exact(used)} of ${exact(pool.total)} pages`);
+    for (const one of byId("split").children) one.style.flexGrow = pool[one.className];
+    write("sequences", exact(pool.sequences));
+    write("sequences-more", `${plural(pool.nodes, "node")}, ${plural(pool.leases, "lease")}`);
+    map.setCounts(pool);
+    tree.setPool(pool);
+    document.body.dataset.pool = JSON.stringify(pool);
+  },
+  pages(pages) {
+    map.set(pages);
+    map.tell();
+  },
+  tree(told) {
+    tree.set(told);
+  },
+  load(load) {
+    write("waiting", exact(load.waiting ?? 0));
+    write("inflight", `${exact(load.inflight ?? 0)} in flight`);
+    write("sessions", exact(load.sessions ?? 0));
+    showState(load.age_s > BUSY_S ? "busy" : "live", load.age_s);
+  },
+  summary({ totals, latency, seconds }) {
+    write("saved", share(rows.sum("saved"), rows.sum("saved") + rows.sum("read")));
+    write("saved-more", `${bytes(totals.saved)} since the start`);
+    const refused = Object.keys(REASONS).reduce((sum, name) => sum + rows.sum(name), 0);
+    write("refused", exact(refused));
+    write("evicted", `${plural(rows.sum("evicted"), "page")} evicted`);
+    fillStages(latency);
+    byId("latency-title").title = `over ${digits(seconds)} s`;
+    document.body.dataset.totals = JSON.stringify(totals);
+  },
+  rows(told) {
+    rows.add(told);
+    const row = rows.last;
+    const of = (name) => row[rows.index(name)] ?? 0;
+    write("operations", `${plain(of("attention") + of("other") + of("failed"))}/s`);
+    write("operations-more", `${plain(of("attention"))}/s attention`);
+    write("tokens", `${count(of("tokens"))}/s`);
+    for (const one of charts) {
+      one.tell();
+      due(one);
+    }
+  },
+};
+
+function write(id, text) {
+  const element = byId(id);
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function fillStages(latency) {
+  const body = byId("stages").tBodies[0];
+  if (!body.rows.length) {
+    for (const [name, words] of Object.entries(STAGES)) {
+      const row = body.insertRow();
+      const head = document.createElement("th");
+      head.scope = "row";
+      const square = document.createElement("span");
+      square.className = "swatch";
+      square.style.background = `var(--${name})`;
+      head.append(square, words);
+      row.append(head);
+      for (let at = 0; at < 4; at++) row.insertCell();
+    }
+  }
+  Object.keys(STAGES).forEach((name, at) => {
+    const [number, ...times] = latency[name] ?? [0, 0, 0, 0];
+    const cells = [exact(number), ...times.map((ms) => (number ? duration(ms) : "–"))];
+    cells.forEach((text, cell) => (body.rows[at].cells[cell + 1].textContent = text));
+  });
+}
+
+// The connection.
+
+let isPaused = false;
+const missed = [];
+const stream = new Stream("live/stream", take, showConnection);
+
+function take(name, value) {
+  if (!isPaused) parts[name]?.(value);
+  else if (name === "rows") missed.push([name, value]);
+  else missed.splice(0, missed.length, ...missed.filter(([one]) => one !== name || one === "rows"), [name, value]);
+}
+
+function showState(state, age = 0) {
+  const words = { live: "live", busy: `busy: seen ${digits(age)} s ago`, paused: "paused", lost: "connection lost", key: "needs a key" };
+  const shown = isPaused && state === "live" ? "paused" : state;
+  byId("state").dataset.state = shown;
+  write("state", words[shown]);
+}
+
+function showConnection(state, text) {
+  byId("trouble").hidden = state !== "lost";
+  document.querySelector("main").toggleAttribute("data-stale", state !== "live");
+  if (state === "live") {
+    if (isPaused || !["live", "busy"].includes(byId("state").dataset.state)) showState("live");
+    return;
+  }
+  showState(state);
+  if (state === "key") askForKey(text);
+  else write("trouble", text);
+}
+
+// Buttons and keys.
+
+function pause() {
+  isPaused = !isPaused;
+  byId("pause").setAttribute("aria-pressed", isPaused);
+  write("pause", isPaused ? "Go on" : "Pause");
+  if (isPaused) showState("live");
+  else for (const [name, value] of missed.splice(0)) parts[name]?.(value);
+}
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+function applyTheme() {
+  const chosen = sessionStorage.getItem(THEME) ?? "auto";
+  const found = chosen === "auto" ? (dark.matches ? "dark" : "light") : chosen;
+  document.documentElement.dataset.theme = found;
+  write("theme", `Theme: ${chosen}`);
+  themeChanged();
+  for (const one of drawings) one.themeChanged();
+}
+
+function nextTheme() {
+  const order = ["auto", "light", "dark"];
+  const now = order.indexOf(sessionStorage.getItem(THEME) ?? "auto");
+  sessionStorage.setItem(THEME, order[(now + 1) % order.length]);
+  applyTheme();
+}
+
+function toggle(button, part) {
+  const isShown = part.hidden;
+  part.hidden = !isShown;
+  button.setAttribute("aria-expanded", isShown);
+  return isShown;
+}
+
+function askForKey(why = "") {
+  if (byId("key-form").hidden) toggle(byId("key"), byId("key-form"));
+  write("key-why", why || "It stays in this tab only.");
+  byId("key-input").focus();
+}
+
+function useKey(key) {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+  byId("key-input").value = "";
+  if (!byId("key-form").hidden) toggle(byId("key"), byId("key-form"));
+  stream.use(key);
+}
+
+byId("pause").addEventListener("click", pause);
+byId("theme").addEventListener("click", nextTheme);
+byId("help").addEventListener("click", () => toggle(byId("help"), byId("keys")));
+byId("key").addEventListener("click", () => toggle(byId("key"), byId("key-form")) && askForKey());
+byId("key-forget").addEventListener("click", () => useKey(""));
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  useKey(byId("key-input").value.trim());
+});
+addEventListener("keydown", (event) => {
+  if (event.target instanceof HTMLInputElement || event.ctrlKey || event.metaKey || event.altKey) return;
+  const button = { p: "pause", t: "theme", k: "key", "?": "help" }[event.key];
+  if (!button) return;
+  event.preventDefault();
+  byId(button).click();
+});
+dark.addEventListener("change", applyTheme);
+new ResizeObserver(() => drawings.forEach(due)).observe(document.querySelector("main"));
+document.addEventListener("visibilitychange", () => (document.hidden ? stream.stop() : stream.start()));
+
+globalThis.attnd = { frames, map, rows };
+fillStages({});
+applyTheme();
+stream.use(sessionStorage.getItem(KEY) ?? "");

@@ -1,0 +1,132 @@
+"""The live page's files, and the stream that fills it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from service.doors.http.answering import EXCHANGE, Receive, Scope, Send, begin_stream, finish
+from service.doors.http.entrance import LIVE_STREAM, is_welcome
+from service.doors.http.events import HEADERS, KEEP_ALIVE, KEEP_ALIVE_S, happens, taken
+from service.doors.http.exchange import Exchange
+from service.doors.http.live.feed import Feed
+from service.doors.http.live.samples import Samples
+from service.doors.http.pages import named
+from service.doors.http.problems import wrong_method
+from service.doors.problems import ProblemText
+from service.errors import AttndError, NoSuchRoute
+
+if TYPE_CHECKING:
+    from service.doors.http.door import Door
+    from service.doors.http.protocol import Connection
+
+FILES: Final = Path(__file__).with_name("files")
+TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+SAFE: Final = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+class LivePage:
+    """The endpoints, over one door. The files hold nothing of the service's and are everybody's;
+    the stream asks for a key where there are keys."""
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route("/live", named("live_page", self.page), methods=["GET"]),
+            Route(LIVE_STREAM, LiveStream(self.door), name="stream_live"),
+            Route("/live/{name}", named("live_page", self.file), methods=["GET"]),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        return answer_of("live.html")
+
+    async def file(self, request: Request) -> Response:
+        return answer_of(request.path_params["name"])
+
+
+class LiveStream:
+    """ASGI: the stream's endpoint. All who look share a feed, which ends with the last of them."""
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+        self.samples = Samples(door.metrics, door.loop)
+        self.feed: Feed | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope[EXCHANGE]
+        exchange.op = "stream_live"
+        if exchange.method not in ("GET", "HEAD"):
+            raise wrong_method(exchange, ["GET", "HEAD"])
+        exchange.tenant.require("admin", LIVE_STREAM)
+        self.door.ready()
+        connection = begin_stream(self.door, exchange, HEADERS, KEEP_ALIVE)
+        if exchange.method == "GET":
+            with suppress(AttndError, ProblemText):  # whoever comes again is told them then
+                await self.show(connection, exchange)
+        finish(self.door, exchange, 200, "ok")
+
+    async def show(self, connection: Connection, exchange: Exchange) -> None:
+        """Send what is new until the service ends, or the key is none any more. Who reads slowly
+        gets the newest only."""
+        feed = self.feed
+        if feed is None or feed.is_over:
+            feed = self.feed = Feed(self.door, self.samples)
+        feed.viewers += 1
+        had: dict[str, int] = {}
+        try:
+            while not feed.is_over and is_welcome(self.door.gate, exchange):
+                connection.send(b"", feed.after(had) or [KEEP_ALIVE])
+                await taken(connection)
+                await happens(feed.changed, KEEP_ALIVE_S)
+        finally:
+            feed.viewers -= 1
+            if not feed.viewers:
+                feed.task.cancel()
+                if self.feed is feed:
+                    self.feed = None
+
+
+def answer_of(name: str) -> Response:
+    """One of the page's files."""
+    held = files().get(name)
+    if held is None:
+        raise NoSuchRoute(f"/live/{name}: see /live")
+    return Response(held, headers=SAFE, media_type=TYPES[Path(name).suffix])
+
+
+@cache
+def files() -> dict[str, bytes]:
+    """All of them by name: some 60 KB, read when the first is asked for."""
+    return {path.name: path.read_bytes() for path in FILES.iterdir() if path.suffix in TYPES}

@@ -1,0 +1,145 @@
+"""What the service has counted, once a second, for the last five minutes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final
+
+from service.cells import Key
+from service.image.json_text import dump_json
+from service.metrics import REASONS, SECONDS, STAGES, Metrics
+from service.operations.table import BY_NAME
+
+PERIOD_S: Final = 1.0
+KEPT: Final = 300
+ATTENTION: Final = frozenset({"decode", "prefill", "ragged_prefill", "cascade", "step"})
+COUNTED: Final = ("attention", "other", "failed")
+"""Operations of the engine's: attention, others, and those that were answered with an error."""
+SUMS: Final = {
+    "tokens_appended": "tokens",
+    "kv_bytes_read": "read",
+    "kv_bytes_saved": "saved",
+    "pages_evicted": "evicted",
+    "out_of_pages": "out_of_pages",
+}
+TIMES: Final = ("queue", *STAGES)
+COLUMNS: Final = ("time", *COUNTED, *SUMS.values(), *REASONS, *TIMES, "turns")
+"""Of a row: when, in seconds since the epoch; rates a second; seconds that all operations together
+spent in each stage, and turns, both a second."""
+WATCHED: Final = frozenset(
+    {"requests", *SUMS, "rejected", "queue_duration_seconds", "stage_duration_seconds"}
+)
+QUANTILES: Final = (0.5, 0.99)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """Everything counted by a moment, since the start; `spread` has each stage's histogram."""
+
+    clock: float
+    values: tuple[float, ...]
+    spread: dict[str, Sequence[float]]
+
+
+def sample_of(blocks: Mapping[Key, Sequence[float]]) -> Sample:
+    """`values` are those of the columns behind the time."""
+    found = dict.fromkeys(COLUMNS[1:], 0.0)
+    spread: dict[str, Sequence[float]] = {}
+    for key, block in blocks.items():
+        match key:
+            case ("requests", op, code):
+                if op in BY_NAME or op == "step":
+                    kind = "attention" if op in ATTENTION else "other"
+                    found[kind if code == "ok" else "failed"] += block[0]
+            case ("rejected", reason):
+                found[reason] = block[0]
+            case ("queue_duration_seconds",):
+                found["queue"], found["turns"] = block[-1], sum(block[:-1])
+                spread["queue"] = block
+            case ("stage_duration_seconds", stage):
+                found[stage] = block[-1]
+                spread[stage] = block
+            case (name,):
+                found[SUMS[name]] = block[0]
+    return Sample(time.monotonic(), tuple(found.values()), spread)
+
+
+class Samples:
+    """One door's. `newest` is the number of the last row; rows are JSON."""
+
+    __slots__ = ("_loop", "_metrics", "_rows", "_samples", "newest")
+
+    def __init__(self, metrics: Metrics, loop: asyncio.AbstractEventLoop) -> None:
+        self._metrics = metrics
+        self._loop = loop
+        self._samples: deque[Sample] = deque([self._sample()], maxlen=KEPT + 1)
+        self._rows: deque[str] = deque(maxlen=KEPT)
+        self.newest = 0
+        loop.call_later(PERIOD_S, self._look)
+
+    def _sample(self) -> Sample:
+        return sample_of(self._metrics.totals(WATCHED))
+
+    def _look(self) -> None:
+        self._loop.call_later(PERIOD_S, self._look)
+        before, now = self._samples[-1], self._sample()
+        took = max(now.clock - before.clock, 1e-3)
+        rates = ((b - a) / took for a, b in zip(before.values, now.values, strict=True))
+        self._samples.append(now)
+        self._rows.append(dump_json([round(time.time(), 1), *map(short, rates)]))
+        self.newest += 1
+
+    def after(self, number: int) -> tuple[int, list[str]]:
+        """The rows behind that number, as far as they are kept; and the number of the first."""
+        first = max(number, self.newest - len(self._rows))
+        return first + 1, list(self._rows)[first - self.newest :] if first < self.newest else []
+
+    def summary(self) -> dict[str, Any]:
+        """Totals since the start, and each stage's latency over the rows: operations that had the
+        stage, then milliseconds in the mean and at the quantiles."""
+        first, last = self._samples[0], self._samples[-1]
+        latency = {}
+        for stage in TIMES:
+            if stage in last.spread:
+                end = last.spread[stage]
+                begin = first.spread.get(stage, [0.0] * len(end))
+                latency[stage] = latency_of([b - a for a, b in zip(begin, end, strict=True)])
+        return {
+            "totals": dict(zip(COLUMNS[1:], last.values, strict=True)),
+            "latency": latency,
+            "seconds": round(last.clock - first.clock, 1),
+        }
+
+
+def latency_of(histogram: Sequence[float]) -> list[float]:
+    """Count, mean and `QUANTILES` in milliseconds; counts by bucket come with the sum behind."""
+    *counts, total = histogram
+    number = sum(counts)
+    if not number:
+        return [0.0] * (2 + len(QUANTILES))
+    mean = total / number
+    return [number, *(short(1e3 * value) for value in (mean, *quantiles(counts, number)))]
+
+
+def quantiles(counts: Iterable[float], number: float) -> list[float]:
+    """By the straight line through the bucket that holds each; in the last one, its lower end."""
+    below = list(accumulate(counts))
+    found = []
+    for share in QUANTILES:
+        at = min(bisect_left(below, share * number), len(SECONDS) - 1)
+        low, before = (SECONDS[at - 1], below[at - 1]) if at else (0.0, 0.0)
+        inside = (share * number - before) / max(below[at] - before, 1e-9)
+        found.append(low + (SECONDS[at] - low) * min(inside, 1.0))
+    return found
+
+
+def short(value: float) -> float:
+    """Four digits are enough for the eye; whole numbers stay whole."""
+    rounded = float(f"{value:.4g}")
+    return int(rounded) if rounded.is_integer() else rounded
