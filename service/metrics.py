@@ -270,7 +270,7 @@ class Metrics:
             for key, block in cells.read().items():
                 if key[0] in names:
                     before = found.get(key)
-                    found[key] = block.tolist() if before is None else list(map(add, before, block))
+                    found[key] = list(block) if before is None else list(map(add, before, block))
         return found
 
     def sums(self, alive: Mapping[str, Usage]) -> dict[Key, list[float]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.doors.upstream import Upstream
 from service.doors.problems import ProblemText
+from service.doors.upstream import Upstream
 from service.image.dtypes import Array
 from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json

@@ -46,6 +46,7 @@ METHODS = [
     "info",
     "pool",
     "engines",
+    "snapshot",
     "live",
     "ready",
     "metrics",

@@ -111,6 +111,7 @@ PLAIN: Final[dict[str, dict[str, Any]]] = {
     "import_sequence": {"id": "moved", "idle_s": 5.0, **HEADER},
     "get_import": {"id": "moved"},
     "cancel_import": {"id": "moved"},
+    "snapshot": {},
 }
 VALUES: Final = (
     *(None, True, False, -1, 0, 1, 2, 3, 2**31 - 1, 2**31, 2**62, 2**63, 2**64, 10**30, 0.5, 1e400),

@@ -45,6 +45,7 @@ NUMBERS = {
     "get_import": 30,
     "cancel_import": 31,
     "engines": 32,
+    "snapshot": 33,
 }
 
 

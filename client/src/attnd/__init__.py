@@ -72,6 +72,8 @@ from attnd.results import (
     PrefixMatch,
     SequenceInfo,
     SequencePage,
+    Snapshot,
+    SnapshotTree,
 )
 from attnd.session import Session
 from attnd.states import AttentionState, LseBase, empty_state, merge_state, merge_states
@@ -147,6 +149,8 @@ __all__ = [
     "SequencePage",
     "ServiceError",
     "Session",
+    "Snapshot",
+    "SnapshotTree",
     "TimedOut",
     "TransportError",
     "Unauthorized",

@@ -1,4 +1,4 @@
-"""The calls without arrays: sequences, page tables, info, pool, health, metrics."""
+"""The calls that send no arrays: sequences, page tables, info, pool, snapshot, health, metrics."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from attnd.results import (
     Pool,
     SequenceInfo,
     SequencePage,
+    Snapshot,
+    SnapshotTree,
 )
 
 
@@ -184,6 +186,15 @@ def engines() -> Call[tuple[EngineInfo, ...]]:
     return Call("engines", reads(engines_of), repeatable=True)
 
 
+def snapshot() -> Call[Snapshot]:
+    """The state of every page and the tree's largest parts, of all namespaces.
+
+    A key must have the scope admin. What is told is at most a fifth of a second old, the tree a
+    little more where it is very large.
+    """
+    return Call("snapshot", reads(snapshot_of), repeatable=True)
+
+
 def live() -> Call[Health]:
     """Whether the process answers at all."""
     return Call("live", health_of, repeatable=True, also_answers=(503,))
@@ -262,6 +273,19 @@ def engines_of(reply: Reply) -> tuple[EngineInfo, ...]:
     known = [field.name for field in fields(EngineInfo)]
     told = reply.fields["engines"]
     return tuple(EngineInfo(**{name: one[name] for name in known}) for one in told)
+
+
+def snapshot_of(reply: Reply) -> Snapshot:
+    known = {field.name for field in fields(Snapshot)} - {"page_states", "tree", "meta"}
+    columns = [field.name for field in fields(SnapshotTree) if field.name != "namespaces"]
+    told, arrays = reply.fields, reply.tensors
+    tree = {name: arrays[f"tree_{name}"] for name in columns}
+    return Snapshot(
+        **{name: told[name] for name in known},
+        page_states=arrays["page_states"],
+        tree=SnapshotTree(tuple(told["namespaces"]), **tree),
+        meta=reply.meta,
+    )
 
 
 def health_of(reply: Reply) -> Health:

@@ -13,6 +13,7 @@ from attnd.states import AttentionState, Float32, LseBase
 
 Array = NDArray[Any]
 Int32 = NDArray[np.int32]
+UInt8 = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,46 @@ class Pool:
     sharing_ratio: float
     integrity: str
     imports: int = 0
+    meta: Meta = field(default=NO_META, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SnapshotTree:
+    """The largest parts of the prefix tree, a row each, below the row they hang under.
+
+    The first rows are the `namespaces`; `parents` is -1 there. `pages` are a part's own, `totals`
+    with those of all below it. `states` are as those of pages, `idle_s` seconds since the last use.
+    """
+
+    namespaces: tuple[str, ...]
+    parents: Int32
+    pages: Int32
+    totals: Int32
+    sequences: Int32
+    idle_s: Float32
+    states: UInt8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """The whole pool at one moment, all namespaces together.
+
+    `page_states` has every `page_step`-th page: 0 free, 1 referenced, 2 pinned, 3 cached. `evicted`
+    counts pages since the start.
+    """
+
+    free: int
+    referenced: int
+    cached: int
+    pinned: int
+    total: int
+    leases: int
+    sequences: int
+    nodes: int
+    evicted: int
+    page_step: int
+    page_states: UInt8
+    tree: SnapshotTree
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 

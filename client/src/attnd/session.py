@@ -150,6 +150,7 @@ class Session:
     info = blocking(control.info)
     pool = blocking(control.pool)
     engines = blocking(control.engines)
+    snapshot = blocking(control.snapshot)
     live = blocking(control.live)
     ready = blocking(control.ready)
 

@@ -51,6 +51,7 @@ ROUTES: Final[Mapping[str, tuple[str, str]]] = {
     "import_sequence": ("POST", "/v1/sequences/{id}/import"),
     "get_import": ("GET", "/v1/sequences/{id}/import"),
     "cancel_import": ("DELETE", "/v1/sequences/{id}/import"),
+    "snapshot": ("GET", "/v1/snapshot"),
     "live": ("GET", "/health/live"),
     "ready": ("GET", "/health/ready"),
     "metrics": ("GET", "/metrics"),
@@ -64,7 +65,7 @@ TENSORS: Final = frozenset(
     }
 )
 """Operations that send and are answered with images; the others are JSON both ways, unless they are
-given arrays."""
+given arrays, but for the answer of `snapshot`."""
 
 MAX_DEADLINE_MS: Final = 3_600_000.0
 """The longest deadline the service takes; a longer one is only kept here."""
@@ -116,6 +117,8 @@ def request_of(
         body = (images.dump_json(fields).encode(),)
     elif fields:
         target = f"{target}?{urlencode(fields)}"
+    elif call.operation == "snapshot":
+        headers["accept"] = images.MEDIA_TYPE
     if deadline_s is not None:
         headers["x-attnd-deadline-ms"] = f"{min(deadline_s * 1e3, MAX_DEADLINE_MS):.3f}"
     return Request(method, target, headers, body, timeout_s)

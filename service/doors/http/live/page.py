@@ -20,7 +20,7 @@ from service.doors.http.live.samples import Samples
 from service.doors.http.pages import named
 from service.doors.http.problems import wrong_method
 from service.doors.problems import ProblemText
-from service.errors import AttndError, NoSuchRoute
+from service.errors import AttndError, InvalidRequest, NoSuchRoute
 
 if TYPE_CHECKING:
     from service.doors.http.door import Door
@@ -89,6 +89,9 @@ class LiveStream:
         exchange.op = "stream_live"
         if exchange.method not in ("GET", "HEAD"):
             raise wrong_method(exchange, ["GET", "HEAD"])
+        if exchange.query:
+            query = exchange.query.decode("latin-1")
+            raise InvalidRequest("query", query, "this route takes no parameters")
         exchange.tenant.require("admin", LIVE_STREAM)
         self.door.ready()
         connection = begin_stream(self.door, exchange, HEADERS, KEEP_ALIVE)

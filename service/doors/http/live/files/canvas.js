@@ -42,6 +42,12 @@ export function begin(canvas) {
   return { context, width, height, ratio };
 }
 
+/** The canvas's height on the page, in CSS pixels. */
+export function setHeight(canvas, height) {
+  const text = `${Math.ceil(height)}px`;
+  if (canvas.style.height !== text) canvas.style.height = text;
+}
+
 let known = new Map();
 
 /** A colour of the theme, by its variable's name. */

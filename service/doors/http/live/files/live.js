@@ -107,7 +107,7 @@ const parts = {
   },
   summary({ totals, latency, seconds }) {
     write("saved", share(rows.sum("saved"), rows.sum("saved") + rows.sum("read")));
-    write("saved-more", `${bytes(totals.saved)} since the start`);
+    write("saved-more", `${bytes(totals.saved)} in all`);
     const refused = Object.keys(REASONS).reduce((sum, name) => sum + rows.sum(name), 0);
     write("refused", exact(refused));
     write("evicted", `${plural(rows.sum("evicted"), "page")} evicted`);

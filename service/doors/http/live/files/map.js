@@ -1,11 +1,12 @@
 // The page map: a square for each page, in the order of page numbers, by state.
 
-import { begin, colour, due, emptyNote, mix, rgb, swatch } from "./canvas.js";
+import { begin, colour, due, emptyNote, mix, rgb, setHeight, swatch } from "./canvas.js";
 import { exact, share } from "./format.js";
 
 export const STATES = ["free", "referenced", "pinned", "cached"];
 const LEFT = 58; // for the page numbers
-const MOST_SIDE = 20;
+const HEIGHT = 250; // about; more where the pages do not fit otherwise
+const MOST_SIDE = 24;
 const LEVELS = 16; // of the flash of a page that has changed
 const FLASH_MS = 700;
 
@@ -65,23 +66,27 @@ export class PageMap {
   }
 
   /** Where the squares lie: their side, and how many in a row. In device pixels. */
-  layout(width, height, ratio) {
-    const [w, h] = [Math.floor((width - LEFT) * ratio), Math.floor(height * ratio)];
+  layout() {
+    const ratio = devicePixelRatio || 1;
+    const [w, h] = [Math.floor((this.canvas.clientWidth - LEFT) * ratio), Math.floor(HEIGHT * ratio)];
     const number = this.states.length;
     const fits = (side) => Math.floor(w / side) * Math.floor(h / side) >= number;
     let side = Math.min(Math.floor(Math.sqrt((w * h) / number)), Math.round(MOST_SIDE * ratio));
     while (side > 1 && !fits(side)) side -= 1;
-    const columns = Math.max(1, Math.floor(w / Math.max(side, 1)));
-    return { side: Math.max(side, 1), columns, rows: Math.ceil(number / columns) };
+    side = Math.max(side, 1);
+    const columns = Math.max(1, Math.floor(w / side));
+    return { side, columns, rows: Math.ceil(number / columns), ratio };
   }
 
   draw() {
-    const { context, width, height, ratio } = begin(this.canvas);
     if (!this.states.length) {
+      const { context, width, height } = begin(this.canvas);
       emptyNote(context, "waiting for the first snapshot", 0, 0, width, height);
       return;
     }
-    const grid = (this.grid = { ...this.layout(width, height, ratio), ratio });
+    const grid = (this.grid = this.layout());
+    setHeight(this.canvas, Math.max((grid.rows * grid.side) / grid.ratio, 24));
+    const { context, height, ratio } = begin(this.canvas);
     this.paint(grid);
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.imageSmoothingEnabled = false;

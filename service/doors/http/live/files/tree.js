@@ -1,13 +1,13 @@
 // The prefix tree as an icicle: a part is as wide as the pages at and below it; what its children leave
 // uncovered are its own. Its colour is its last use, its label the sequences that share it.
 
-import { begin, colour, due, emptyNote, mix, rgb } from "./canvas.js";
+import { begin, colour, due, emptyNote, mix, rgb, setHeight } from "./canvas.js";
 import { age, count, exact, plural } from "./format.js";
 import { STATES } from "./map.js";
 
 const AXIS = 18;
-const MOST_ROW = 26;
-const LEAST_ROW = 15;
+const ROW = 25;
+const MOST_LEVELS = 9;
 const AGES = [1, 10, 60, 600, 3600]; // seconds, one for each colour
 const AGE_WORDS = ["now", "10 s", "1 min", "10 min", "1 h"];
 
@@ -19,6 +19,7 @@ export class Icicle {
     this.boxes = [];
     this.cursor = -1;
     this.total = 0;
+    this.levels = 4; // rows that there is room for: it grows and does not shrink, so that nothing jumps
     this.scale = document.createElement("canvas");
     this.note = document.createElement("span");
     const words = document.createElement("span");
@@ -93,9 +94,12 @@ export class Icicle {
   }
 
   draw() {
-    const { context, width, height } = begin(this.canvas);
     this.drawScale();
     this.layout();
+    const deepest = this.boxes.reduce((most, box) => Math.max(most, box.depth), 0);
+    this.levels = Math.min(Math.max(this.levels, deepest + 1), MOST_LEVELS);
+    setHeight(this.canvas, this.levels * ROW + AXIS);
+    const { context, width, height } = begin(this.canvas);
     const used = this.used ?? 0;
     const beyond = used - this.total;
     this.note.textContent =
@@ -104,19 +108,16 @@ export class Icicle {
       emptyNote(context, "no pages in use", 0, 0, width, height);
       return;
     }
-    const deepest = this.boxes.reduce((most, box) => Math.max(most, box.depth), 0);
-    const rows = height - AXIS;
-    this.row = Math.max(LEAST_ROW, Math.min(MOST_ROW, Math.floor(rows / (deepest + 1))));
     this.wide = width / this.total;
     for (const box of this.boxes) {
-      if ((box.depth + 1) * this.row <= rows) this.drawBox(context, box);
+      if (box.depth < this.levels) this.drawBox(context, box);
     }
     this.drawAxis(context, width, height);
   }
 
   drawBox(context, { at, depth, x, width }) {
-    const [left, top] = [x * this.wide, depth * this.row];
-    const [w, h] = [Math.max(width * this.wide - 1, 0.6), this.row - 1];
+    const [left, top] = [x * this.wide, depth * ROW];
+    const [w, h] = [Math.max(width * this.wide - 1, 0.6), ROW - 1];
     if (at < 0) {
       context.fillStyle = colour("free");
       context.fillRect(left, top, w, h);
@@ -193,7 +194,7 @@ export class Icicle {
   }
 
   partAt(event) {
-    const depth = Math.floor(event.offsetY / this.row);
+    const depth = Math.floor(event.offsetY / ROW);
     const x = event.offsetX / this.wide;
     const box = this.boxes.find((one) => one.depth === depth && one.x <= x && x < one.x + one.width);
     return box ? box.at : -1;

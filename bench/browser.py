@@ -1,0 +1,64 @@
+"""Debian's Chromium without a window, for the pages that the service shows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+
+PROGRAMS: Final = ("chromium", "chromedriver")
+OPTIONS: Final = (
+    "--headless=new",
+    "--no-sandbox",  # which root has none of
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-default-apps",
+    "--disable-extensions",
+    "--disable-sync",
+    "--no-default-browser-check",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--force-device-scale-factor=1",
+    "--window-size=1440,1120",
+)
+
+
+def missing() -> list[str]:
+    """The programs that are not installed."""
+    return [name for name in PROGRAMS if shutil.which(name) is None]
+
+
+@contextmanager
+def browser() -> Iterator[Chrome]:
+    """A browser of its own, without a profile; its logs tell requests and console."""
+    options = ChromeOptions()
+    options.binary_location = shutil.which("chromium") or "chromium"
+    for option in OPTIONS:
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = Chrome(options, Service(shutil.which("chromedriver")))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def prefers(driver: Chrome, **features: str) -> None:
+    """Media features as a user may have set them: `prefers_color_scheme="dark"`."""
+    told = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": told})
+
+
+def network(driver: Chrome) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What the page has asked of the network since this was called last: (event, its fields)."""
+    for entry in driver.get_log("performance"):
+        message = json.loads(entry["message"])["message"]
+        if message["method"].startswith("Network."):
+            yield message["method"], message["params"]
