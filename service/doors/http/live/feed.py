@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PERIOD_S: Final = 0.25
 LOAD: Final = ("inflight", "waiting", "sessions")
 TREE: Final = "tree_"
-WATCHER: Final = tenant_of("default", ("admin",))
+WATCHER: Final = tenant_of("default", ("read", "admin"))
 """As whom the engine is asked where it has keys; the door has asked its viewers for theirs."""
 
 
