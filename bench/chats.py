@@ -70,8 +70,8 @@ class Chats:
         if len(self.chats) < MOST_CHATS and number % 3 == 0:
             self.begin()
         if self.chats:
-            some = self.chance.randint(1, max(1, int(0.7 * len(self.chats))))
-            names = self.chance.sample(self.chats, some)
+            some = self.chance.randint(1, max(1, len(self.chats) // 2))
+            names = self.chats[-some:]  # those that are new; others have fallen silent
             self.say(names, self.chance.choice((1, 1, 1, 2, 16)))
             for layer in range(LAYERS):
                 self.client.decode(layer, names, self.rows(len(names), QO_HEADS))

@@ -35,10 +35,9 @@ from service.core.values import NewSpec
 
 PAGES: Final = 100_000
 SEQUENCES: Final = 2_000
-PICTURE: Final = ("--pool.num-pages", "600")
+PICTURE: Final = ("--pool.num-pages", "900")
 FULL_S: Final = 305.0
 WIDTH: Final = 1440
-COLOURS: Final = 192
 LOOK_S: Final = 8.0
 DECODES: Final = 400
 
@@ -89,9 +88,8 @@ def shoot(driver: Chrome, path: Path) -> None:
     time.sleep(1.0)
     shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
     image = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
-    image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-        path, optimize=True
-    )
+    few = image.quantize(256, Image.Quantize.MEDIANCUT, kmeans=3, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
     print(f"{path}: {image.width} x {image.height}, {path.stat().st_size // 1024} KiB")
 
 

@@ -27,7 +27,7 @@ DESIGNED: Final = (
     *("stage_duration_seconds", "batch_rows", "tokens_appended_total", "kv_pages"),
     *("kv_cache_usage_ratio", "sequences", "prefix_nodes", "kv_bytes_read_total"),
     *("kv_bytes_saved_total", "cascade_batches_total", "out_of_pages_total", "rejected_total"),
-    *("inflight", "build_info", "sessions", "slices_total"),
+    *("inflight", "build_info", "sessions", "slices_total", "waiting"),
 )
 UNITS: Final = {
     "short",

@@ -38,6 +38,7 @@ LABELS = {
     "attnd_out_of_pages": set(),
     "attnd_rejected": {"reason"},
     "attnd_inflight": set(),
+    "attnd_waiting": set(),
     "attnd_build_info": {"version", "backend"},
     "process_cpu_seconds": {"process"},
     "process_resident_memory_bytes": {"process"},
@@ -161,6 +162,7 @@ def test_events_are_counted_in_base_units() -> None:
         "attnd_rejected_total,overloaded": 1,
         "attnd_rejected_total,deadline_exceeded": 0,
         "attnd_inflight": 2,
+        "attnd_waiting": 1,
         "attnd_build_info,cpu,1.2.3": 1,
     }
     for key, value in wanted.items():

@@ -109,7 +109,7 @@ export class Chart {
     for (let minutes = 0; minutes <= 5; minutes++) {
       const x = box.left + box.width * (1 - minutes / 5);
       line(context, x, box.top + box.height, x, box.top + box.height + 4, colour("line"));
-      context.textAlign = { 0: "right", 5: "left" }[minutes] ?? "center";
+      context.textAlign = minutes ? "center" : "right";
       context.fillText(minutes ? `−${minutes} min` : "now", x, box.top + box.height + 11);
     }
     context.textAlign = "left";

@@ -13,9 +13,8 @@ const BUSY_S = 2; // a snapshot that is older than this was not to be had
 const REASONS = {
   out_of_pages: "out of pages",
   overloaded: "queue full",
-  deadline_exceeded: "deadline passed",
+  deadline_exceeded: "deadline",
   cancelled: "cancelled",
-  not_ready: "not ready",
 };
 const STAGES = {
   queue: "queue",
