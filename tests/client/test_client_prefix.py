@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -105,6 +106,19 @@ def test_leases_and_pins_hold_what_is_cached(caller: Caller) -> None:
     with pytest.raises(UnknownPage, match=key):
         caller.unpin(key)
     assert caller.pin(key, soft_ttl_s=5.0) == 4
+
+
+def test_a_snapshot_shows_every_page_and_the_tree(caller: Caller) -> None:
+    store(caller, Prefix(token_ids=IDS))
+    name = caller.create_sequence().id
+    fill(caller, name, 2 * PAGE)
+    time.sleep(0.25)  # one that is younger is told again
+    seen = caller.snapshot()
+    assert (seen.cached, seen.referenced, seen.sequences, seen.page_step) == (4, 2, 1, 1)
+    assert np.bincount(seen.page_states, minlength=4).tolist() == [seen.free, 2, 0, 4]
+    assert seen.tree.namespaces == ("default",)
+    assert sorted(seen.tree.totals.tolist()) == [2, 4, 6]
+    assert seen.tree.parents.tolist() == [-1, 0, 0] and (seen.tree.idle_s < 60.0).all()
 
 
 def test_wrong_names_are_refused(caller: Caller) -> None:
