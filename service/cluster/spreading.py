@@ -10,6 +10,7 @@ from service.cluster.answering import each, longest, reply
 from service.cluster.engine import Call, Engine, Told
 from service.cluster.everywhere import IF_THERE, JOINS, shares
 from service.cluster.names import tag_in
+from service.cluster.snapshots import joined
 from service.doors.problems import ProblemText
 from service.errors import UnknownLease
 from service.image.dtypes import Array
@@ -36,6 +37,8 @@ async def ask_everywhere(router: Router, call: Call, prepared: Prepared) -> Answ
             return await events(router, call, prepared)
         case "engines":
             return await engines(router, call, asked)
+        case "snapshot":
+            return await snapshot(router, call, asked)
         case name:
             parts = shares(name, asked, len(router.members.engines))
             told = await ask_all(router, call, parts, if_there=name in IF_THERE)
@@ -112,6 +115,14 @@ async def engines(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
     every = [view | {"name": engine.name} for engine, one in told for view in one.fields["engines"]]
     every.sort(key=lambda view: view["name"])
     return reply(router.staging, call, {"engines": every})
+
+
+async def snapshot(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
+    """The pools of all engines as one: their pages one after another, in the engines' order."""
+    told = await ask_all(router, call, [asked] * len(router.members.engines))
+    told.sort(key=lambda one: one[0].name)
+    fields, arrays = joined([(one.fields, one.arrays) for _, one in told])
+    return reply(router.staging, call, fields, arrays, longest(one.stages for _, one in told))
 
 
 async def ask_for_lease(router: Router, call: Call, prepared: Prepared) -> Answer:

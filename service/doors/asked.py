@@ -17,18 +17,13 @@ from service.tenants import Tenant
 
 
 async def asked(
-    link: Upstream, operation: Operation, fields: dict[str, Any], tenant: Tenant, room: int = 0
+    link: Upstream, operation: Operation, fields: dict[str, Any], tenant: Tenant
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The answer's fields, and copies of its tensors. `room`: bytes that it will likely have.
-
-    Raises AttndError, ProblemText.
-    """
+    """The answer's fields, and copies of its tensors. Raises AttndError, ProblemText."""
     request, length = await link.lay([header(REQUEST, dump_json(fields), ())])
     try:
         most = link.limits.max_answer_bytes
-        answered, slot = await link.call(
-            operation, request, length, most, 0, NO_REQUEST_ID, tenant, room
-        )
+        answered, slot = await link.call(operation, request, length, most, 0, NO_REQUEST_ID, tenant)
     finally:
         link.give_back(request)
     try:

@@ -41,6 +41,8 @@ class Link:
         """Why no more requests are taken; empty while they are."""
         self.spare = SpareSlots()
         self.growing: asyncio.Task[int] | None = None
+        self.needed: dict[str, int] = {}
+        """What answers need that are about as long every time."""
 
     async def connect(self, path: str, name: str, secret: str) -> None:
         """Meet the engine, as a door by the service's secret.
@@ -139,15 +141,13 @@ class Link:
         deadline_us: int,
         request_id: bytes,
         tenant: Tenant,
-        likely: int = 0,
     ) -> tuple[Answered, Slot]:
-        """The engine's answer, of at most `most` bytes and `likely` so many, and the slot that it
-        lies in.
+        """The engine's answer, of at most `most` bytes, and the slot that it lies in.
 
         Raises AnswerTooLarge, Overloaded, NotReady; what the engine refuses is an answer too.
         """
-        room = likely or (length if operation.gives else min(length, MOST_FIELDS))
-        room += SPARE_BYTES
+        room = (length if operation.gives else min(length, MOST_FIELDS)) + SPARE_BYTES
+        room = max(room, self.needed.get(operation.name, 0))
         slot = await self.slot(min(room, most), exactly=room > most)
         while True:
             try:
@@ -169,6 +169,8 @@ class Link:
             self.give_back(slot)
             if answered.needed > most:
                 raise AnswerTooLarge(answered.needed, most, LESS)
+            if operation.gives and not operation.has_body:
+                self.needed[operation.name] = answered.needed + SPARE_BYTES
             slot = await self.slot(answered.needed)
 
     def trim(self) -> None:

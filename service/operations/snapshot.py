@@ -56,4 +56,5 @@ SNAPSHOT: Final = Operation(
         of_the_tree("states", "U8", f"{STATES}; 0 for a namespace"),
     ),
     scope="admin",
+    routing="everywhere",
 )

@@ -46,7 +46,6 @@ class Feed:
         "door",
         "is_over",
         "parts",
-        "room",
         "samples",
         "seen",
         "task",
@@ -58,7 +57,6 @@ class Feed:
         self.samples = samples
         self.parts: dict[str, Part] = {}
         self.viewers = 0
-        self.room = 0
         self.seen = door.loop.time()
         """When the engine answered last."""
         self.is_over = False
@@ -102,11 +100,10 @@ class Feed:
             if "service" not in self.parts:
                 info, _ = await asked(link, INFO, {}, self.tenant)
                 self.put("service", info | {"columns": COLUMNS})
-            pool, arrays = await asked(link, SNAPSHOT, {}, self.tenant, self.room)
+            pool, arrays = await asked(link, SNAPSHOT, {}, self.tenant)
         except (AttndError, ProblemText):
             return
         self.seen = self.door.loop.time()
-        self.room = 2 * sum(array.nbytes for array in arrays.values())
         self.put("pages", pages_of(pool.pop("page_step"), arrays.pop("page_states")))
         self.put("tree", tree_of(pool.pop("namespaces"), arrays))
         self.put("pool", pool)
