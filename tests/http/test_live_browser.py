@@ -141,11 +141,17 @@ def test_the_page_shows_what_the_service_says_of_itself(
     assert text(driver, "used-of") == f"5 of {PAGES} pages"
     assert text(driver, "sequences") == "2"
     assert "2 layers" in text(driver, "service")
-    totals = json.loads(driver.execute_script("return document.body.dataset.totals"))
     metrics = client.get("/metrics").text
-    for name, column in (("tokens_appended_total", "tokens"), ("kv_bytes_saved_total", "saved")):
-        counted = re.search(rf"^attnd_{name} (\S+)$", metrics, re.MULTILINE)
-        assert counted and float(counted[1]) == totals[column], name
+    columns = {"tokens_appended_total": "tokens", "kv_bytes_saved_total": "saved"}
+    counted = {
+        column: float(re.findall(rf"^attnd_{name} (\S+)$", metrics, re.MULTILINE)[0])
+        for name, column in columns.items()
+    }
+
+    def totals() -> dict[str, float]:
+        return dict(json.loads(driver.execute_script("return document.body.dataset.totals")))
+
+    wait_for(lambda: totals().items() >= counted.items(), "the next second's totals")
     check_quiet(driver, service)
 
 
