@@ -23,7 +23,7 @@ PROMPTS: Final = (640, 480, 320, 320, 160)
 SHARES: Final = (8, 6, 4, 2)
 MOST_CHATS: Final = 40
 PAUSE_S: Final = 0.02
-BURST: Final = 500 * 16
+BURST: Final = 360 * 16
 """Tokens of a prompt that comes now and then, and evicts others or finds no room."""
 
 

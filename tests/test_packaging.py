@@ -274,7 +274,7 @@ def test_files_that_are_no_modules_are_packaged_with_them() -> None:
         left_out = {
             str(path)
             for path in there - packaged
-            if path.suffix not in (".py", ".pyc") and not told & set(path.parts)
+            if path.suffix not in (".py", ".pyc", ".md") and not told & set(path.parts)
         }
         assert not left_out, left_out
 

@@ -130,7 +130,7 @@ def test_all_who_look_share_one_feed_that_ends_with_them(
     with watching(client) as one, watching(client) as other:
         first(one, "pool"), first(other, "pool")
         feed = feed_of(service)
-        assert feed.viewers == 2
+        wait_for(lambda: feed.viewers == 2, "those of tests before to be gone")
     wait_for(lambda: feed_of(service) is None, "the feed's end")
     wait_for(lambda: service.door.active == 0, "the streams' end")
 

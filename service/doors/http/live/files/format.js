@@ -51,7 +51,7 @@ export function age(seconds) {
 }
 
 export function share(part, whole) {
-  return whole > 0 ? `${digits((100 * part) / whole)}%` : "–";
+  return whole > 0 ? `${+((100 * part) / whole).toFixed(1)}%` : "–";
 }
 
 export function plural(value, word) {
