@@ -89,6 +89,9 @@ export function byteTicks(most, number = 4) {
 
 /** Words in the middle of an empty drawing. */
 export function emptyNote(context, text, left, top, width, height) {
+  const wide = context.measureText(text).width + 16;
+  context.fillStyle = colour("panel");
+  context.fillRect(left + (width - wide) / 2, top + height / 2 - 8, wide, 16);
   context.fillStyle = colour("muted");
   context.textAlign = "center";
   context.fillText(text, left + width / 2, top + height / 2);

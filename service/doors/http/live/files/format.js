@@ -51,7 +51,9 @@ export function age(seconds) {
 }
 
 export function share(part, whole) {
-  return whole > 0 ? `${+((100 * part) / whole).toFixed(1)}%` : "–";
+  if (!(whole > 0)) return "–";
+  const percent = (100 * part) / whole;
+  return percent > 0 && percent < 0.05 ? "< 0.1%" : `${+percent.toFixed(1)}%`;
 }
 
 export function plural(value, word) {

@@ -158,27 +158,19 @@ function fillStages(latency) {
 // The connection.
 
 let isPaused = false;
-const missed = [];
-const stream = new Stream("live/stream", take, showConnection);
-
-function take(name, value) {
-  if (!isPaused) parts[name]?.(value);
-  else if (name === "rows") missed.push([name, value]);
-  else missed.splice(0, missed.length, ...missed.filter(([one]) => one !== name || one === "rows"), [name, value]);
-}
+const stream = new Stream("live/stream", (name, value) => parts[name]?.(value), showConnection);
 
 function showState(state, age = 0) {
   const words = { live: "live", busy: `busy: seen ${digits(age)} s ago`, paused: "paused", lost: "connection lost", key: "needs a key" };
-  const shown = isPaused && state === "live" ? "paused" : state;
-  byId("state").dataset.state = shown;
-  write("state", words[shown]);
+  byId("state").dataset.state = state;
+  write("state", words[state]);
 }
 
 function showConnection(state, text) {
   byId("trouble").hidden = state !== "lost";
   document.querySelector("main").toggleAttribute("data-stale", state !== "live");
   if (state === "live") {
-    if (isPaused || !["live", "busy"].includes(byId("state").dataset.state)) showState("live");
+    if (byId("state").dataset.state !== "busy") showState("live");
     return;
   }
   showState(state);
@@ -188,12 +180,21 @@ function showConnection(state, text) {
 
 // Buttons and keys.
 
+/** Nothing is sent to a page that is paused or not seen; what it misses comes when it goes on. */
+function follow() {
+  if (isPaused || document.hidden) stream.stop();
+  else stream.start();
+}
+
 function pause() {
   isPaused = !isPaused;
   byId("pause").setAttribute("aria-pressed", isPaused);
   write("pause", isPaused ? "Go on" : "Pause");
-  if (isPaused) showState("live");
-  else for (const [name, value] of missed.splice(0)) parts[name]?.(value);
+  follow();
+  if (isPaused) {
+    byId("trouble").hidden = true;
+    showState("paused");
+  }
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -232,6 +233,7 @@ function useKey(key) {
   else sessionStorage.removeItem(KEY);
   byId("key-input").value = "";
   if (!byId("key-form").hidden) toggle(byId("key"), byId("key-form"));
+  if (isPaused) pause();
   stream.use(key);
 }
 
@@ -253,7 +255,7 @@ addEventListener("keydown", (event) => {
 });
 dark.addEventListener("change", applyTheme);
 new ResizeObserver(() => drawings.forEach(due)).observe(document.querySelector("main"));
-document.addEventListener("visibilitychange", () => (document.hidden ? stream.stop() : stream.start()));
+document.addEventListener("visibilitychange", follow);
 
 globalThis.attnd = { frames, map, rows };
 fillStages({});

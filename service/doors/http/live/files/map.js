@@ -5,7 +5,7 @@ import { exact, share } from "./format.js";
 
 export const STATES = ["free", "referenced", "pinned", "cached"];
 const LEFT = 58; // for the page numbers
-const HEIGHT = 250; // about; more where the pages do not fit otherwise
+const HEIGHT = 320; // at most, unless the pages do not fit otherwise
 const MOST_SIDE = 24;
 const LEVELS = 16; // of the flash of a page that has changed
 const FLASH_MS = 700;
