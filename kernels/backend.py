@@ -46,6 +46,8 @@ NUMPY_DTYPES: Final[dict[DType, np.dtype[Any]]] = {
 }
 TENSOR_DTYPES: Final[tuple[DType, ...]] = ("fp32", "fp16", "bf16")
 """What q, k, v may be on the way in, and o on the way out."""
+LEFT_OUT: Final = -1
+"""The token slot of a row that is not to be appended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +250,9 @@ class Backend(Protocol):
     def append(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
         """Write row i of `k, v [n, num_kv_heads, head_dim]` to token slot `slots[i]`.
 
-        A token slot is `page * page_size + offset`. Later calls see what was written, whether this
-        is done or not: done only means that pinned k and v have been read.
+        A token slot is `page * page_size + offset`; a row whose slot is `LEFT_OUT` is not written.
+        Later calls see what was written, whether this is done or not: done only means that pinned k
+        and v have been read.
 
         fp8 pools store `value / scale`, saturated to the format's largest finite number.
         """

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kernels.backend import (
+    LEFT_OUT,
     NUMPY_DTYPES,
     Attend,
     AttentionState,
@@ -69,6 +70,9 @@ class CpuBackend:
 
     def append(self, layer: int, k: Tensor, v: Tensor, slots: Int32) -> Pending[None]:
         rows = on_host(k, "k"), on_host(v, "v")
+        if slots.min(initial=0) == LEFT_OUT:
+            stored = slots != LEFT_OUT
+            slots, rows = slots[stored], (rows[0][stored], rows[1][stored])
         page, offset = self._split(slots)
         self._pool.k.write(layer, page, offset, rows[0])
         self._pool.v.write(layer, page, offset, rows[1])

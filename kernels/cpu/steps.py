@@ -130,8 +130,8 @@ def _hidden(work: Work, batch: Batch, window: int, span: _Span) -> torch.Tensor 
         hidden = _either(hidden, keys < at - window)
     if batch.masked and work.mask is not None:
         bit = work.mask.row_offsets[rows][..., None] + keys
-        # a padded run's keys have no bits of their own, and may lie past the last one
-        bit = np.minimum(bit, 8 * work.mask.bits.size - 1)
+        # keys of a padded run, and those left of a window, need have no bits of their own
+        bit = np.clip(bit, 0, 8 * work.mask.bits.size - 1)
         hidden = _either(hidden, ~read_bits(work.mask.bits, bit))
     return None if hidden is None else torch.from_numpy(hidden)
 

@@ -47,12 +47,12 @@ def check_layer(layer: int, geometry: PoolGeometry) -> None:
     require(0 <= layer < geometry.num_layers, "layer", layer, f"0..{geometry.num_layers - 1}")
 
 
-def check_slots(slots: Int32, geometry: PoolGeometry) -> None:
-    """Every token slot lies in the pool."""
+def check_slots(slots: Int32, geometry: PoolGeometry, least: int = 0) -> None:
+    """Every token slot lies in the pool, or is `least`."""
     most = geometry.num_pages * geometry.page_size
     if len(slots):
         low, high = int(slots.min()), int(slots.max())
-        require(low >= 0 and high < most, "slots", (low, high), f"0..{most - 1}")
+        require(low >= least and high < most, "slots", (low, high), f"{least}..{most - 1}")
 
 
 def _most(values: Int32) -> int:

@@ -1,27 +1,36 @@
-"""Checks on a list of sequences to make: ids, parents, and the length each one starts with."""
+"""Checks on a list of sequences to make: ids, parents, and what each one starts with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from service.core.errors import InvalidRequest, SequenceExists, UnknownSequence
 from service.core.sequences import SequenceBooks, refuse_twice
+from service.core.shards import WHOLE, Shard
 from service.core.values import NewSpec
 
 
-def first_lengths(books: SequenceBooks, new: Sequence[NewSpec]) -> list[int]:
-    """The length each of `new` starts with; a parent may come earlier in `new`.
+class Start(NamedTuple):
+    """How many tokens a sequence has here as it is made, and which of its pages come here."""
+
+    length: int
+    shard: Shard
+
+
+def first_lengths(books: SequenceBooks, new: Sequence[NewSpec], page_size: int) -> list[Start]:
+    """What each of `new` starts with; a parent may come earlier in `new`.
 
     Raises `InvalidRequest`, `SequenceExists` (every such id), `UnknownSequence` (every parent).
     """
     refuse_twice([spec.id for spec in new])
     if existing := [spec.id for spec in new if spec.id in books]:
         raise SequenceExists(existing)
-    made: dict[str, int] = {}
+    made: dict[str, Start] = {}
     begun: set[str] = set()
     unknown: list[str] = []
     for spec in new:
-        made[spec.id] = 0
+        made[spec.id] = Start(0, spec.shard or WHOLE)
         if spec.prefix is not None and (spec.parent is not None or spec.length is not None):
             raise InvalidRequest("prefix", "given", "a sequence has a parent or a prefix, not both")
         if spec.prefix is not None:
@@ -33,7 +42,7 @@ def first_lengths(books: SequenceBooks, new: Sequence[NewSpec]) -> list[int]:
             if spec.length:
                 raise InvalidRequest("length", spec.length, "0, or a parent to take tokens from")
         elif spec.parent in books or (spec.parent in made and spec.parent != spec.id):
-            made[spec.id] = _fork_length(books, made, spec, spec.parent)
+            made[spec.id] = _fork(books, made, spec, page_size)
         else:
             unknown.append(spec.parent)
     if unknown:
@@ -41,9 +50,18 @@ def first_lengths(books: SequenceBooks, new: Sequence[NewSpec]) -> list[int]:
     return list(made.values())
 
 
-def _fork_length(books: SequenceBooks, made: dict[str, int], spec: NewSpec, parent: str) -> int:
-    longest = made[parent] if parent in made else books.length(books.leaf(parent))
+def _fork(books: SequenceBooks, made: dict[str, Start], spec: NewSpec, page_size: int) -> Start:
+    parent = spec.parent or ""
+    if parent in made:
+        longest, shard = made[parent]
+    else:
+        leaf = books.leaf(parent)
+        longest, shard = books.length(leaf), leaf.shard
+    if spec.shard is not None:
+        raise InvalidRequest("shard", spec.id, "a fork has the shard of its parent: leave it out")
     length = longest if spec.length is None else spec.length
+    if not shard.is_whole and spec.length is not None:
+        length = shard.held(spec.length, page_size)
     if not 0 <= length <= longest:
-        raise InvalidRequest("length", length, f"0 to {longest}, the parent's length")
-    return length
+        raise InvalidRequest("length", spec.length, f"0 to {longest}, the parent's length")
+    return Start(length, shard)

@@ -33,12 +33,16 @@ class CascadeLevel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Sequences in plan order: page tables, kv_len [B], and rows as `qo_indptr` [B+1]; int32."""
+    """Sequences in plan order: page tables, kv_len [B], and rows as `qo_indptr` [B+1]; int32.
+
+    `first` [B] is where the first row of each stands; None: they are the last of their sequence.
+    """
 
     page_size: int
     tables: Sequence[Int32]
     kv_lens: Int32
     qo_indptr: Int32
+    first: Int32 | None = None
 
     @property
     def size(self) -> int:
@@ -90,7 +94,7 @@ def _hides(batch: Batch, bounds: Indices, end: Int32, tokens: Int32) -> bool:
     qo_lens = lens_of(batch.qo_indptr)
     if qo_lens.size == 0:
         return False
-    first = batch.kv_lens - qo_lens
+    first = batch.kv_lens - qo_lens if batch.first is None else batch.first.copy()
     first[qo_lens == 0] = np.iinfo(np.int32).max
     least = np.minimum.reduceat(first, bounds[:-1])
     return bool((least < end - 1)[tokens > 0].any())

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from service.core.shards import WHOLE, Shard
+
 if TYPE_CHECKING:
     from service.core.named import NamedPages
     from service.core.namespaces import Namespace, Root
@@ -94,7 +96,7 @@ class Leaf:
     `table` is the sequence's whole page table, shared pages first, in a buffer that grows by
     doubling; what is valid of it is `num_pages` in the sequence's books. Pages from `start` on are
     the leaf's own. `index` is the sequence's place in the books; `origin` the id it was forked off;
-    `owner` the namespace that its pages count for.
+    `owner` the namespace that its pages count for; `shard` which of the sequence's pages are here.
     """
 
     id: str
@@ -104,6 +106,7 @@ class Leaf:
     parent: Node | None
     start: int
     table: Int32
+    shard: Shard = WHOLE
 
     def push(self, held: int, pages: Int32) -> None:
         """Put `pages` after the first `held` of the table."""

@@ -13,6 +13,7 @@ from service.core.levels import Batch, CascadeLevel, Runs, cut_level
 from service.core.nodes import Leaf, Node
 from service.core.ragged import Int32, indptr, lens_of, ramps
 from service.core.segments import Segments, cut_segments
+from service.core.sharding import Sight, positions
 from service.core.tree import PrefixTree
 
 CascadeMode = Literal["auto", "always", "never"]
@@ -48,8 +49,11 @@ def make_plan(
     qo_indptr: Int32,
     causal: bool,
     mode: CascadeMode,
+    sight: Sight | None = None,
 ) -> CascadePlan:
     """The plan for rows `qo_indptr[b]:qo_indptr[b+1]` attending all of sequence `ids[b]`.
+
+    `sight` is for sequences of which only a part is here.
 
     `always` gives every stretch of pages that several sequences see a segment of its own, `auto`
     those that save more than they cost, `never` none.
@@ -62,23 +66,27 @@ def make_plan(
     if mode != "never":
         parents = [leaf.parent for leaf in leaves]
         segments = cut_segments(parents, (qo_lens > 0).tolist(), tree.page_size, mode == "auto")
+    # The only row of a sequence is its last: no key comes after it.
+    hides = causal and bool((qo_lens > 1).any())
+    stands = None
+    if sight is not None:
+        stands = positions(leaves, sight, qo_lens, tree.page_size, hides)
     order = None
     if segments is not None and segments.shared and segments.order != list(range(len(leaves))):
         places = np.array(segments.order, dtype=np.intp)
         leaves = [leaves[place] for place in segments.order]
         order = ramps(qo_indptr[places], qo_lens[places])
         kv_lens, qo_lens = kv_lens[places], qo_lens[places]
+        stands = None if stands is None else stands[order]
     tables = [leaf.table for leaf in leaves]
-    batch = Batch(tree.page_size, tables, kv_lens, indptr(qo_lens))
+    batch = Batch(tree.page_size, tables, kv_lens, indptr(qo_lens), _first(stands, qo_lens))
     runs = [_flat_runs(batch)] if segments is None else _runs(segments, batch)
-    # The only row of a sequence is its last: no key comes after it.
-    hides = causal and bool((qo_lens > 1).any())
     cut = [cut_level(batch, level, hides) for level in runs]
     # A level without keys adds nothing, but one level there must be.
     levels = [level for level in cut if level.kv_indices.size] or cut[:1]
     return CascadePlan(
         levels=tuple(levels),
-        positions=ramps(kv_lens - qo_lens, qo_lens),
+        positions=ramps(kv_lens - qo_lens, qo_lens) if stands is None else stands,
         order=order,
         is_cascade=segments is not None and bool(segments.shared),
         tokens_read=sum(level.tokens_read for level in levels),
@@ -117,6 +125,14 @@ def explicit_levels(
         tokens_read=sum(level.tokens_read for level in cut),
         tokens_flat=_flat_tokens(batches),
     )
+
+
+def _first(stands: Int32 | None, qo_lens: Int32) -> Int32 | None:
+    """Where the first row of each sequence stands; anything for those without rows."""
+    if stands is None or stands.size == 0:
+        return None
+    first: Int32 = stands[np.minimum(indptr(qo_lens)[:-1], stands.size - 1)]
+    return first
 
 
 def _flat_runs(batch: Batch) -> Runs:

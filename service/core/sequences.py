@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from service.core.errors import InvalidRequest, UnknownSequence
 from service.core.namespaces import Namespace
 from service.core.nodes import FOREVER, Leaf
+from service.core.shards import Shard
 from service.core.values import NewSpec
 
 Int32 = NDArray[np.int32]
@@ -35,6 +36,7 @@ class SequenceBooks:
     touching tables; `serials` int64 names the state of a sequence's written pages (see `renew`).
     `ttl_s` float64 is how long a sequence lives unused, `used` when it was used last, and `now` the
     time. Batches are used only while some sequence has an end, or somebody watches (`is_watched`).
+    `num_shards` counts the sequences of which only a part is here.
     """
 
     __slots__ = (
@@ -50,6 +52,7 @@ class SequenceBooks:
         "lengths",
         "now",
         "num_pages",
+        "num_shards",
         "serials",
         "ttl_s",
         "used",
@@ -65,6 +68,7 @@ class SequenceBooks:
         self._num_ends = 0
         self.now = 0.0
         self.is_watched = False
+        self.num_shards = 0
         self.lengths: Int32 = np.zeros((num_layers, _FIRST_CAPACITY), dtype=np.int32)
         self.num_pages: Int32 = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
         self.last_page: Int32 = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
@@ -85,7 +89,7 @@ class SequenceBooks:
         """The leaves of one namespace."""
         return [leaf for leaf in self if leaf.owner is owner]
 
-    def add(self, spec: NewSpec, owner: Namespace, length: int, table: Int32) -> Leaf:
+    def add(self, spec: NewSpec, owner: Namespace, length: int, table: Int32, shard: Shard) -> Leaf:
         """A new sequence, `length` tokens at every layer, with all of `table` as its page table.
 
         Its leaf hangs nowhere yet.
@@ -93,10 +97,11 @@ class SequenceBooks:
         if not self._free:
             self._add_column()
         index = self._free.pop()
-        leaf = Leaf(spec.id, index, spec.parent, owner, None, 0, table)
+        leaf = Leaf(spec.id, index, spec.parent, owner, None, 0, table, shard)
         self._leaves[index : index + 1] = [leaf]
         self._index_of[spec.id] = index
         owner.num_sequences += 1
+        self.num_shards += not shard.is_whole
         self._sorted = None
         self.lengths[:, index] = length
         self.set_num_pages(leaf, table.size)
@@ -122,6 +127,7 @@ class SequenceBooks:
         """Forget a sequence; its pages and links are the caller's."""
         del self._index_of[leaf.id]
         leaf.owner.num_sequences -= 1
+        self.num_shards -= not leaf.shard.is_whole
         leaf.table = leaf.table[:0].copy()  # the leaf stays in its column until another comes
         self._free.append(leaf.index)
         self._sorted = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.core.errors import IntegrityError, InvalidRequest
+from service.core.sharding import extend
 from service.core.tree import PrefixTree
 from service.core.values import Extension, Indices, Int32
 
@@ -30,12 +31,12 @@ def extend_layers(
     counts: Int32,
     offsets: Int32 | None = None,
 ) -> StepExtension:
-    """`PrefixTree.extend` at each of `layers`, where every sequence has one length; all or none.
+    """`sharding.extend` at each of `layers`, where every sequence has one length; all or none.
 
     Raises `InvalidRequest` where lengths differ from layer to layer, and as `extend`.
     """
     check_level(tree, layers, ids)
-    first = tree.extend(layers[0], ids, counts, offsets)
+    first = extend(tree, layers[0], ids, counts, offsets)
     others = np.array(layers[1:], np.intp)
     if others.size:
         tree.books.lengths[np.ix_(others, columns(first))] = first.lengths

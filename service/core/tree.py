@@ -12,7 +12,7 @@ import numpy as np
 from service.core.allocator import PageAllocator
 from service.core.budget import Budget
 from service.core.cache import PrefixCache
-from service.core.creation import first_lengths
+from service.core.creation import Start, first_lengths
 from service.core.errors import IntegrityError, InvalidRequest, LengthMismatch
 from service.core.integrity import integrity_steps, num_unnamed, sharing_ratio
 from service.core.keys import Prefix
@@ -21,6 +21,7 @@ from service.core.namespaces import Namespace
 from service.core.nodes import Leaf, Links
 from service.core.ragged import CsrTable, csr_table, indptr, token_slots
 from service.core.sequences import SequenceBooks
+from service.core.shards import WHOLE
 from service.core.values import (
     Extension,
     Indices,
@@ -81,20 +82,20 @@ class PrefixTree:
 
         Raises `InvalidRequest`, `SequenceExists`, `UnknownSequence` (parents), `OutOfPages`.
         """
-        lengths = first_lengths(self.books, new)
-        num_tails = sum(length % self.page_size > 0 for length in lengths)
+        starts = first_lengths(self.books, new, self.page_size)
+        num_tails = sum(start.length % self.page_size > 0 for start in starts)
         owner = self.budget.namespace(new[0].namespace) if new else None
         fresh = np.empty(0, np.int32) if owner is None else self.budget.take(owner, num_tails)
         copies: list[tuple[int, int, int]] = []
         written_from: dict[int, int] = {}
-        for spec, length in zip(new, lengths, strict=True):
-            full, num_rows = divmod(length, self.page_size)
+        for spec, start in zip(new, starts, strict=True):
+            full, num_rows = divmod(start.length, self.page_size)
             tail = fresh[len(copies) : len(copies) + (num_rows > 0)]
             parent = None if spec.parent is None else self.books.leaf(spec.parent)
             if spec.prefix is not None:
                 self._add_cached(spec, spec.prefix)
                 continue
-            self._add(spec, parent, length, tail)
+            self._add(spec, parent, start, tail)
             if parent is not None and num_rows:
                 # A parent of this very call has no rows yet: they come from where its own do.
                 page, source = int(tail[0]), int(parent.table[full])
@@ -136,6 +137,23 @@ class PrefixTree:
         self.books.lengths[:, leaf.index] = length
         self.books.renew(leaf)
         return copies
+
+    def cut_layer(self, name: str, layer: int, length: int) -> None:
+        """Cut one layer to `length` tokens; pages that no layer reaches any more are given back.
+
+        Raises `UnknownSequence`, `InvalidRequest` beyond what the layer has, or within pages that
+        others share.
+        """
+        self._check_layer(layer)
+        leaf = self.books.leaf(name)
+        longest, shared = int(self.books.lengths[layer, leaf.index]), leaf.start * self.page_size
+        if not shared <= length <= longest:
+            rule = f"{shared} to {longest}: what it shares with others, and what the layer has"
+            raise InvalidRequest("length", length, rule)
+        self.books.lengths[layer, leaf.index] = length
+        longest = int(self.books.lengths[:, leaf.index].max())
+        self._drop_pages(leaf, -(-longest // self.page_size))
+        self.books.renew(leaf)
 
     def extend(
         self, layer: int, ids: Sequence[str], counts: Int32, offsets: Int32 | None = None
@@ -281,14 +299,14 @@ class PrefixTree:
         if not 0 <= layer < self.num_layers:
             raise InvalidRequest("layer", layer, f"0 to {self.num_layers - 1}")
 
-    def _add(self, spec: NewSpec, parent: Leaf | None, length: int, tail: Int32) -> None:
-        """A new sequence with `parent`'s full pages up to `length`, then `tail`."""
-        full = length // self.page_size
+    def _add(self, spec: NewSpec, parent: Leaf | None, start: Start, tail: Int32) -> None:
+        """A new sequence with `parent`'s full pages up to its first length, then `tail`."""
+        full = start.length // self.page_size
         shared = tail[:0] if parent is None else parent.table[:full]
         node = None if parent is None else self._links.node_ending_at(parent, full)
         table = np.concatenate((shared, tail))
         owner = self.budget.namespace(spec.namespace)
-        self._links.attach(self.books.add(spec, owner, length, table), node)
+        self._links.attach(self.books.add(spec, owner, start.length, table, start.shard), node)
 
     def _add_cached(self, spec: NewSpec, prefix: Prefix) -> None:
         """A new sequence with as much of the prefix as is cached."""
@@ -297,7 +315,7 @@ class PrefixTree:
         table = found.table()
         owner = self.budget.namespace(spec.namespace)
         length = found.num_pages * self.page_size
-        self._links.attach(self.books.add(spec, owner, length, table), node)
+        self._links.attach(self.books.add(spec, owner, length, table, WHOLE), node)
 
     def _cut_shared(self, leaf: Leaf, full: int, num_rows: int) -> RowCopies:
         """Leave `leaf` its first `full` pages, still shared, and `num_rows` rows of the next."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from service.core.keys import Prefix
 from service.core.nodes import Leaf
+from service.core.shards import WHOLE, Shard
 
 Int32 = NDArray[np.int32]
 Indices = NDArray[np.intp]
@@ -22,7 +23,11 @@ DEFAULT_NAMESPACE: Final = "default"
 @dataclass(frozen=True, slots=True)
 class NewSpec:
     """A sequence to make: empty, a fork of `parent` at `length` (None: all of it), or beginning
-    with as much of `prefix` as is cached in its `namespace`. `ttl_s`: seconds it lives unused."""
+    with as much of `prefix` as is cached in its `namespace`. `ttl_s`: seconds it lives unused.
+
+    `shard` says which pages of an empty one come here (None: all); a fork has its parent's, and
+    `length` counts tokens of the whole parent.
+    """
 
     id: str
     parent: str | None = None
@@ -30,6 +35,7 @@ class NewSpec:
     prefix: Prefix | None = None
     namespace: str = DEFAULT_NAMESPACE
     ttl_s: float | None = None
+    shard: Shard | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +77,11 @@ class Extension:
     num_new_pages: Int32
     num_pages: Int32
 
+    @property
+    def num_stored(self) -> int:
+        """Tokens that are stored here: all, but for shards."""
+        return int(np.count_nonzero(self.slots >= 0))
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
@@ -78,7 +89,7 @@ class SequenceView:
 
     `pages` is the size of its page table and `last_page_len` the tokens in the last one, at the
     longest layer. `parent` is the id it was forked off, which may be gone by now. `ttl_s` is how
-    long it lives unused (None: for good).
+    long it lives unused (None: for good). Of a `shard`, numbers are of what is held here.
     """
 
     id: str
@@ -88,3 +99,4 @@ class SequenceView:
     last_page_len: int
     parent: str | None
     ttl_s: float | None = None
+    shard: Shard = WHOLE

@@ -13,12 +13,16 @@ import numpy as np
 
 from kernels.backend import Attend, AttentionState, Mask, Scoring
 from kernels.tensor import Array, host_array
+from service.core.errors import InvalidRequest
+from service.core.ragged import lens_of
+from service.core.sharding import Sight, grown, has_shards, whole_lengths
 from service.core.values import Extension
 from service.engine.masks import ragged_mask
 from service.engine.place import AnswerLayout, answer_bytes
 from service.engine.plans import Planned
 from service.engine.request import Request
 from service.engine.rows import write_steps
+from service.engine.shard_masks import shard_mask
 from service.engine.slices import cut_attend, row_keys, weighted_spans
 from service.engine.store import Store
 from service.engine.work import Cost, Counts, Grouped, Mode, Seconds, Sliced, Step, Steps, Work
@@ -46,6 +50,7 @@ def paged(store: Store, request: Request, seconds: Seconds, *, causal: bool) -> 
     q, qo_indptr = tensors["q"], fields.qo_indptr_array
     request.place.require_bytes(known_of(request).answer_bytes)
     rows = (tensors["k"], tensors["v"]) if "k" in tensors else None
+    sight = sight_of(store, request)
     extension, writing = None, False
     if rows is not None:
         added = np.diff(qo_indptr)
@@ -55,8 +60,10 @@ def paged(store: Store, request: Request, seconds: Seconds, *, causal: bool) -> 
             store.write(extension, rows, seconds)  # read before the attention behind it is done
     try:
         started = time.monotonic()
-        planned = store.plans.sequences(fields.ids, fields.layer, qo_indptr, causal, fields.cascade)
-        mask = pooled_mask(store, request, planned)
+        planned = store.plans.sequences(
+            fields.ids, fields.layer, qo_indptr, causal, fields.cascade, sight
+        )
+        mask = pooled_mask(store, request, planned, sight)
         repeated = repeated_of(store, request, planned)
         seconds.plan += time.monotonic() - started
         laid = request.place.lay_out(repeated.answer)
@@ -68,7 +75,7 @@ def paged(store: Store, request: Request, seconds: Seconds, *, causal: bool) -> 
     attend = Attend(fields.layer, q, planned.plan, repeated.scoring, mask, out)
     counts, cost = repeated.counts, repeated.cost
     if extension is not None:
-        counts = replace(counts, appended=extension.slots.size)
+        counts = replace(counts, appended=extension.num_stored)
     if writing or store.pace.is_long("attend", cost):
         steps = paged_steps(store, request, attend, extension if writing else None, cost)
         return Sliced(steps, undoing(store, extension), counts=counts)
@@ -125,11 +132,35 @@ def repeated_of(store: Store, request: Request, planned: Planned) -> Repeated:
     return made
 
 
-def pooled_mask(store: Store, request: Request, planned: Planned) -> Mask | None:
+def sight_of(store: Store, request: Request) -> Sight | None:
+    """What plans over shards must know, appended rows included; None for whole sequences.
+
+    Asked for before rows are appended. Raises `LengthMismatch` where `offsets` are wrong.
+    """
+    fields, appends = request.fields, "k" in request.tensors
+    sharded = has_shards(store.tree, fields.ids)
+    if not sharded and (appends or fields.offset_array is None):
+        return None
+    before = whole_lengths(store.tree, fields.layer, fields.ids, fields.offset_array)
+    if not sharded:
+        return None
+    added = lens_of(fields.qo_indptr_array)
+    return Sight(grown(before, added) if appends else before, fields.window_left)
+
+
+def pooled_mask(
+    store: Store, request: Request, planned: Planned, sight: Sight | None
+) -> Mask | None:
     """The request's mask over the whole kv_len, appended rows included."""
     tensors, fields = request.tensors, request.fields
     packed = "packed_mask" in tensors
     given = tensors.get("packed_mask" if packed else "mask")
+    if sight is not None:
+        mask = shard_mask(store.tree, fields, sight, given)
+        order = planned.plan.order
+        if mask is None or order is None:
+            return mask
+        return Mask(mask.bits, mask.row_offsets[order])
     if given is None:
         return None
     kv_lens = store.tree.lengths(fields.ids, fields.layer)
@@ -179,6 +210,9 @@ def cascade(store: Store, request: Request, seconds: Seconds) -> Work:
     request.place.require(TEXT_BYTES, shapes)
     started = time.monotonic()
     levels = [(level.ids, level.qo_indptr_array) for level in fields.levels]
+    if fields.causal and has_shards(store.tree, levels[-1][0]):
+        rule = "must be false over shards: where their rows stand is not known here"
+        raise InvalidRequest("causal", True, rule)
     planned = store.plans.levels(levels, fields.layer, fields.causal, q.shape[0])
     seconds.plan += time.monotonic() - started
     laid = request.place.lay_text(answer_text(fields.lse_base, planned), shapes)

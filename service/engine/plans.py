@@ -11,6 +11,7 @@ import numpy as np
 
 from kernels.backend import Int32, Level, Plan
 from service.core.plan import CascadeMode, CascadePlan, explicit_levels, make_plan
+from service.core.sharding import Sight
 from service.core.tree import PrefixTree
 
 MAX_ENTRIES: Final = 1024
@@ -48,11 +49,21 @@ class PlanCache:
         self._num_indices = 0
 
     def sequences(
-        self, ids: Sequence[str], layer: int, qo_indptr: Int32, causal: bool, mode: CascadeMode
+        self,
+        ids: Sequence[str],
+        layer: int,
+        qo_indptr: Int32,
+        causal: bool,
+        mode: CascadeMode,
+        sight: Sight | None = None,
     ) -> Planned:
-        """Query rows `qo_indptr` [B+1] over the whole of sequences `ids`, shared prefixes once."""
-        key = (self._tree.plan_key(ids, layer), qo_indptr.tobytes(), causal, mode)
-        return self._get(key, lambda: make_plan(self._tree, ids, layer, qo_indptr, causal, mode))
+        """Query rows `qo_indptr` [B+1] over all that is here of sequences `ids`, shared prefixes
+        once; `sight` where that is not all there is."""
+        seen = None if sight is None else sight.key
+        key = (self._tree.plan_key(ids, layer), qo_indptr.tobytes(), causal, mode, seen)
+        return self._get(
+            key, lambda: make_plan(self._tree, ids, layer, qo_indptr, causal, mode, sight)
+        )
 
     def levels(
         self,

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from kernels.backend import Done
+from service.core.errors import InvalidRequest
 from service.core.keys import Prefix, as_keys
 from service.core.nodes import FOREVER, Retention
 from service.engine.request import Request
@@ -49,6 +50,9 @@ def commit(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(ANSWER_BYTES)
     prefix = prefix_of(fields, request.tensors, most_tokens(store))
     cache = store.tree.cache
+    if not store.tree.books.leaf(fields.id).shard.is_whole:
+        rule = "only a part of it is here, and the cache's keys are of pages one behind the other"
+        raise InvalidRequest("id", request.tenant.shown(fields.id), rule)
     keep = []
     if fields.priority is not None:
         ends = FOREVER if fields.duration_s is None else store.now + fields.duration_s

@@ -11,6 +11,8 @@ import numpy as np
 from kernels.backend import NUMPY_DTYPES, Array, DType, Int32, Pending
 from service.core.errors import InvalidRequest
 from service.core.ragged import indptr as prefix_sums
+from service.core.sharding import has_shards, ranks_of
+from service.core.shards import held
 from service.core.values import Extension
 from service.engine.request import Request
 from service.engine.slices import even_spans
@@ -30,7 +32,7 @@ def append(store: Store, request: Request, seconds: Seconds) -> Work:
     counts = np.diff(fields.indptr(rows[0].shape[0]))
     extension = store.extend(fields.layer, ids, counts, fields.offset_array, seconds)
     request.place.lay({"lengths": extension.lengths.tolist()})
-    counted = Counts(appended=extension.slots.size)
+    counted = Counts(appended=extension.num_stored)
     if store.is_long_write(rows):
         steps = write_steps(store, extension, rows)
         return Sliced(steps, lambda: store.undo(extension), counts=counted)
@@ -92,6 +94,10 @@ def chosen_slots(store: Store, fields: Any) -> tuple[Int32, Int32]:
     kv_indptr, slots = store.tree.slots(fields.ids, fields.layer)
     if start == 0 and stop is None:
         return kv_indptr, slots
+    if has_shards(store.tree, fields.ids):
+        rank, ranks = ranks_of(store.tree.read(fields.ids, fields.layer)[1])
+        start = held(start, rank, ranks, store.geometry.page_size)
+        stop = None if stop is None else held(stop, rank, ranks, store.geometry.page_size)
     first = np.minimum(start, lengths)
     last = lengths if stop is None else np.minimum(stop, lengths)
     within = np.arange(slots.size) - np.repeat(kv_indptr[:-1], lengths)

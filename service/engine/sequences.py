@@ -13,6 +13,7 @@ import numpy as np
 from kernels.backend import Done
 from service.core.errors import InvalidRequest
 from service.core.keys import Prefix
+from service.core.shards import Shard
 from service.core.values import NewSpec, RowCopies, SequenceView
 from service.engine.prefix import most_tokens, prefix_of
 from service.engine.request import Request
@@ -25,7 +26,7 @@ from service.tenants import Tenant
 
 MADE_AT_ONCE: Final = 1024
 """Sequences that one slice makes: some 20 ms."""
-VIEW_BYTES: Final = 240
+VIEW_BYTES: Final = 280
 """Room for one sequence in an answer, beside its ids and lengths."""
 LONGEST_ID: Final = 128
 NO_COST: Final = Cost()
@@ -34,6 +35,8 @@ NO_COST: Final = Cost()
 def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
     new = request.fields.sequences
     tree = store.tree
+    if dealt := [one.ranks for one in new if (one.ranks or 1) > 1]:
+        raise InvalidRequest("ranks", max(dealt), "must be at most 1, the engines that there are")
     free = store.max_sequences - tree.num_sequences
     if len(new) > free:
         raise OutOfSequences(len(new), max(free, 0), store.max_sequences)
@@ -47,6 +50,7 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
             prefix,
             tenant.namespace,
             one.ttl_s,
+            None if one.shard is None else Shard(one.shard.rank, one.shard.ranks),
         )
         for one, prefix in zip(new, prefixes, strict=True)
     ]
@@ -173,8 +177,16 @@ def delete_sequence(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def truncate(store: Store, request: Request, _: Seconds) -> Work:
-    name, length = request.fields.id, request.fields.length
+    name, layer = request.fields.id, request.fields.layer
     request.place.require(view_bytes(store) + 2 * LONGEST_ID)
+    shard = store.tree.books.leaf(name).shard
+    length = request.fields.length
+    if not shard.is_whole:
+        length = shard.held(length, store.geometry.page_size)
+    if layer is not None:
+        store.tree.cut_layer(name, layer, length)
+        request.place.lay(sequence_fields(store.tree.describe(name), request.tenant))
+        return Answered()
     copies = store.tree.truncate(name, length)
     try:
         copy_rows(store, copies)
@@ -239,6 +251,8 @@ def table_fields(table: Any) -> dict[str, Any]:
 
 
 def sequence_fields(view: SequenceView, tenant: Tenant) -> dict[str, Any]:
+    shard = view.shard
+    part = {} if shard.is_whole else {"shard": {"rank": shard.rank, "ranks": shard.ranks}}
     return {
         "id": tenant.shown(view.id),
         "length": view.length,
@@ -247,6 +261,7 @@ def sequence_fields(view: SequenceView, tenant: Tenant) -> dict[str, Any]:
         "last_page_len": view.last_page_len,
         "parent": None if view.parent is None else tenant.shown(view.parent),
         "ttl_s": view.ttl_s,
+        **part,
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from kernels.backend import Scoring
 from kernels.lanes import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
+from service.core.sharding import Sight, grown, has_shards, whole_lengths
 from service.core.steps import StepExtension, check_level, extend_layers, undo_layers
 from service.engine.attention import LOG2_E, counts_of
 from service.engine.plans import Planned
@@ -39,6 +40,7 @@ def step(store: Store, request: Request, seconds: Seconds) -> Opened:
         run = where.lane.begin(step_work(fields, None, None))
         where.tell({"levels": 0, "cascade": False})
         return Opened(run, lambda: None, where.lane)
+    sight = sight_of(store, fields)
     extension = extend(store, fields)
 
     def undo() -> None:
@@ -52,6 +54,7 @@ def step(store: Store, request: Request, seconds: Seconds) -> Opened:
             fields.qo_indptr_array,
             fields.causal and fields.op == "prefill",
             fields.cascade,
+            sight,
         )
         slots = None if extension is None else extension.first.slots
         run = where.lane.begin(step_work(fields, planned, slots, store.geometry.head_dim))
@@ -69,10 +72,26 @@ def extend(store: Store, fields: StepFields) -> StepExtension | None:
         return extend_layers(
             store.tree, fields.layers, fields.ids, fields.counts, fields.offset_array
         )
-    if fields.offsets is not None:
-        raise InvalidRequest("offsets", fields.offsets, "says where k and v go: append them")
     check_level(store.tree, fields.layers, fields.ids)
     return None
+
+
+def sight_of(store: Store, fields: StepFields) -> Sight | None:
+    """What a plan over shards must know, new tokens included; None for whole sequences.
+
+    Raises `LengthMismatch` where `offsets` are wrong.
+    """
+    tree, offsets = store.tree, fields.offset_array
+    sharded = has_shards(tree, fields.ids)
+    if not sharded and (fields.append or offsets is None):
+        return None
+    before = whole_lengths(tree, fields.layers[0], fields.ids, offsets)
+    if not sharded:
+        return None
+    if max(fields.windows) >= 0:
+        rule = "must be -1 in a step over shards: decode and prefill without a step take windows"
+        raise InvalidRequest("window_left", max(fields.windows), rule)
+    return Sight(grown(before, fields.counts) if fields.append else before, -1)
 
 
 def step_work(
@@ -123,7 +142,7 @@ def counts_of_step(
     """What all layers together add to the metrics."""
     mode: Mode = "cascade" if planned.is_cascade else "flat"
     one, layers = counts_of(store, planned, mode), len(fields.layers)
-    added = 0 if extension is None else extension.first.slots.size
+    added = 0 if extension is None else extension.first.num_stored
     return replace(
         one,
         appended=added * layers,

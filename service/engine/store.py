@@ -10,6 +10,7 @@ from typing import Any, Final
 from kernels.backend import Backend, DeviceLost, Int32, Pending, Tensor
 from service.core.errors import IntegrityError
 from service.core.namespaces import Namespace
+from service.core.sharding import extend
 from service.core.tree import PrefixTree
 from service.core.values import Extension
 from service.engine.history import History
@@ -86,7 +87,7 @@ class Store:
     ) -> Extension:
         """Make room for `counts` [B] tokens; nothing is written there yet."""
         started = time.monotonic()
-        extension = self.tree.extend(layer, ids, counts, offsets)
+        extension = extend(self.tree, layer, ids, counts, offsets)
         seconds.plan += time.monotonic() - started
         return extension
 

@@ -60,7 +60,8 @@ class PagedFields(WindowFields):
     cascade: Literal["auto", "always", "never"] = "auto"
     """Whether KV shared by several of the sequences is read once for all of them."""
     offsets: Offsets | None = None
-    """With k and v only: as in append."""
+    """kv_len at which the caller believes each sequence stands before the call; a mismatch is a 409
+    that changes nothing."""
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
         return pool_sizes(info) | {"B": len(self.sequences)}
@@ -154,8 +155,6 @@ def check_paged(fields: PagedFields, entries: Entries, info: InfoAnswer) -> None
     missing = [name for name in ("k", "v") if name not in entries]
     if len(missing) == 1:
         refuse(f"tensors.{missing[0]}", None, "k and v are given together or not at all")
-    if missing and fields.offsets is not None:
-        refuse("offsets", fields.offsets, "says where k and v go: give them as well")
 
 
 def check_prefill(fields: PrefillFields, entries: Entries, info: InfoAnswer) -> None:

@@ -34,6 +34,14 @@ from service.operations.spec import Operation
 
 MAX_NEW: Final = 65536
 MAX_LISTED: Final = 1000
+MAX_RANKS: Final = 1024
+
+
+class ShardFields(Fields):
+    """Which pages of a sequence are an engine's: page i is rank i mod `ranks`'s."""
+
+    rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
 
 
 class NewSequenceFields(Fields):
@@ -50,6 +58,12 @@ class NewSequenceFields(Fields):
     `token_ids` or `page_keys` names the pages."""
     ttl_s: Seconds | None = None
     """Delete it when it has not been used for so many seconds; absent: never."""
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
+    """Deal its pages out over so many engines of a cluster, page i to rank i mod `ranks`. A fork is
+    dealt out as its parent is."""
+    shard: ShardFields | None = None
+    """For those who deal pages out themselves: keep these of a sequence's pages only. Requests then
+    need `offsets`, and count in tokens of the whole sequence; answers tell what is held."""
 
 
 class CreateFields(Fields):
@@ -94,6 +108,9 @@ class TruncateFields(Fields):
     id: SequenceId
     length: Count
     """Tokens to keep, at every layer; at most the sequence's length."""
+    layer: Count | None = None
+    """Cut this layer alone, to take a part of an append back: no further than to what the sequence
+    shares with others."""
 
 
 class PageTableFields(Fields):
@@ -118,6 +135,8 @@ class SequenceAnswer(Fields):
     """Whom it is a fork of."""
     ttl_s: float | None
     """Seconds that it lives unused; null: for good."""
+    shard: ShardFields | None = None
+    """Which of its pages these are, where they are not all."""
 
 
 class CreatedSequenceAnswer(SequenceAnswer):
@@ -164,8 +183,23 @@ def check_new(fields: CreateFields, entries: Entries, info: InfoAnswer) -> None:
             refuse(f"sequences.{index}", new.model_dump(exclude_unset=True), rule)
         if new.prefix is not None and new.parent is not None:
             refuse(f"sequences.{index}", new.id, "give parent or prefix, not both")
+        check_shard(f"sequences.{index}", new)
     check_ids([new.id for new in fields.sequences if new.id is not None])
     check_prefixes(fields, entries)
+
+
+def check_shard(field: str, new: NewSequenceFields) -> None:
+    """Dealt out or a shard, and empty at first: the cache's pages are one engine's."""
+    for name, given in (("ranks", new.ranks), ("shard", new.shard)):
+        if given is None:
+            continue
+        if new.parent is not None:
+            refuse(f"{field}.{name}", "given", "a fork has its parent's: leave it out")
+        if new.prefix is not None:
+            refuse(f"{field}.{name}", "given", "the prefix cache is of whole sequences: no prefix")
+    if new.shard is not None and (new.ranks is not None or new.shard.rank >= new.shard.ranks):
+        rule = "must be below ranks, which is given there alone"
+        refuse(f"{field}.shard.rank", new.shard.rank, rule)
 
 
 def check_prefixes(fields: CreateFields, entries: Entries) -> None:
@@ -199,6 +233,11 @@ def check_delete(fields: DeleteFields, entries: Entries, info: InfoAnswer) -> No
     if (fields.ids is None) == (fields.prefix is None):
         refuse("ids", None, "give either ids or prefix")
     check_ids(fields.names, "ids")
+
+
+def check_truncate(fields: TruncateFields, entries: Entries, info: InfoAnswer) -> None:
+    if fields.layer is not None:
+        check_layer(fields.layer, info)
 
 
 def check_page_table(fields: PageTableFields, entries: Entries, info: InfoAnswer) -> None:
@@ -289,6 +328,7 @@ TRUNCATE: Final = Operation(
     fields=TruncateFields,
     answer=SequenceAnswer,
     scope="append",
+    check=check_truncate,
     frees=True,
 )
 

@@ -12,7 +12,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from kernels.backend import NUMPY_DTYPES, DType, Scoring, Unsupported
+from kernels.backend import NUMPY_DTYPES, DType, Int32, Scoring, Unsupported
 from kernels.cuda import checks
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.attention.device_plan import DevicePlan
@@ -23,7 +23,7 @@ from kernels.cuda.device.transfer import mark, passed
 from kernels.cuda.kv.view import KvView
 from kernels.cuda.lanes.flags import Flags
 from kernels.cuda.lanes.memory import LaneMemory, Outgrown
-from kernels.cuda.rows.mover import APPENDED_UNITS, THREADS
+from kernels.cuda.rows.mover import APPENDED_UNITS, THREADS, append_entry
 from kernels.cuda.rows.variants import rows_spec
 from kernels.lanes import Owner, StepWork
 
@@ -163,7 +163,7 @@ class CudaLane:
             return Laid((), (0,) * len(work.layers), None)
         append = None
         if work.append_slots is not None:
-            append = self._append(work, self._memory.side.place(work.append_slots))
+            append = self._append(work, work.append_slots)
         scorings: dict[Scoring, int] = {}
         which = tuple(scorings.setdefault(one, len(scorings)) for one in work.scorings)
         kinds = []
@@ -176,14 +176,14 @@ class CudaLane:
             kinds.append((config, device_plan))
         return Laid(tuple(kinds), which, append)
 
-    def _append(self, work: StepWork, slots: int) -> Launcher:
+    def _append(self, work: StepWork, slots: Int32) -> Launcher:
         """The launch that appends, but for the layer and its tensors."""
         kv, dtype = self.shared.kv, dtype_name(work.dtype)
         spec = rows_spec(kv.head_dim, dtype, kv.dtype)
-        function = self.shared.library.function(spec, "append_rows")
+        function = self.shared.library.function(spec, append_entry(slots))
         units = work.rows * kv.num_kv_heads * (kv.head_dim // 8)
         struct = packed(POOL_ROWS, **kv.strides, k_scale=kv.k_scale, v_scale=kv.v_scale) + packed(
-            TENSOR_ROWS, slots=slots, num_rows=work.rows
+            TENSOR_ROWS, slots=self._memory.side.place(slots), num_rows=work.rows
         )
         grid = -(-units // (THREADS * APPENDED_UNITS))
         return Launcher(function, grid, THREADS, 0, struct)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from kernels.backend import (
+    LEFT_OUT,
     NUMPY_DTYPES,
     Done,
     DType,
@@ -33,6 +34,12 @@ from kernels.tensor import DeviceTensor
 THREADS = 256
 APPENDED_UNITS = 2
 """Units of 8 values that a thread of append_rows writes; one of gather_rows reads one."""
+APPENDS: Final = ("append_rows", "append_some_rows")
+
+
+def append_entry(slots: Int32) -> str:
+    """The kernel that appends rows to these slots: leaving some out takes one of its own."""
+    return APPENDS[bool(slots.min(initial=0) == LEFT_OUT)]
 
 
 class RowMover:
@@ -65,7 +72,7 @@ class RowMover:
         """Rows of `dtype`, or as they are stored (None)."""
         checks.check_layer(layer, self._geometry)
         checks.check_kv(k, v, self._geometry, len(slots))
-        checks.check_slots(slots, self._geometry)
+        checks.check_slots(slots, self._geometry, LEFT_OUT)
         if len(slots) == 0:
             return Done(None)
         transfers = self._transfers
@@ -74,7 +81,8 @@ class RowMover:
             made_here = any(_is_of(tensor, transfers.compute) for tensor in (k, v))
             with transfers.compute:
                 at = uploaded.at
-                self.enqueue("append_rows", layer, dtype, len(slots), at, overlap=not made_here)
+                entry = append_entry(slots)
+                self.enqueue(entry, layer, dtype, len(slots), at, overlap=not made_here)
             uploaded.release(mark(transfers.compute))
         if uploaded.copied is None:
             return Done(None)
@@ -152,13 +160,13 @@ class RowMover:
         at: Sequence[int],
         overlap: bool = True,
     ) -> None:
-        """Launch append_rows or gather_rows on the current stream; `at`: k, v and slots there.
+        """Launch an entry of rows.cu on the current stream; `at`: k, v and slots there.
 
         Rows outside the pool are `dtype`, or as they are stored (None). With `overlap`, what is
         appended must be there already: it is read while earlier kernels of the stream may still
         run.
         """
-        g, appends = self._geometry, entry == "append_rows"
+        g, appends = self._geometry, entry in APPENDS
         if rows * g.num_kv_heads * g.head_dim >= 2**32:
             raise Unsupported("rows", rows, "fewer than 2^32 values of k at a time")
         spec, width = stored_spec(g.head_dim, g.dtype), stored_width(g.head_dim, g.dtype)

@@ -10,6 +10,7 @@ constexpr int kTensor = TENSOR;
 constexpr int kStore = STORE;
 constexpr int kUnits = kHeadDim / 8;
 constexpr int kThreads = 256;
+constexpr int64 kNowhere = -1;
 static_assert(kHeadDim % 8 == 0, "eight values per thread");
 
 struct PoolRows {
@@ -73,9 +74,9 @@ __device__ __forceinline__ void append_8(void* to, const Eight& from, float scal
 
 // Rows -> token slots. A thread has kPerThread times eight values, a block's worth apart. Rows and
 // slots come by copies, never from a kernel, so they are read while the kernel before still runs; only
-// then does the pool change.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    append_rows(const __grid_constant__ Moved moved) {
+// then does the pool change. With kSkips a row without a slot (-1) is left out.
+template <bool kSkips>
+__device__ __forceinline__ void append(const Moved& moved) {
   constexpr int kPerThread = 2;
   const PoolRows& pool = moved.pool;
   const uint32 heads = pool.num_kv_heads;
@@ -92,17 +93,28 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       keys[n] = load_8(moved.rows.k, from);
       values[n] = load_8(moved.rows.v, from);
       const uint32 head_row = i / kUnits, row = head_row / heads;
-      to[n] = pool_offset(pool, moved.rows.slots[row], head_row - row * heads, i % kUnits);
+      const int slot = moved.rows.slots[row];
+      to[n] = kSkips && slot < 0 ? kNowhere : pool_offset(pool, slot, head_row - row * heads, i % kUnits);
     }
   }
   wait_for_predecessor();
 #pragma unroll
   for (int n = 0; n < kPerThread; ++n) {
-    if (first + n * kThreads < total) {
+    if (first + n * kThreads < total && !(kSkips && to[n] == kNowhere)) {
       append_8(static_cast<char*>(pool.k) + to[n], keys[n], pool.k_scale);
       append_8(static_cast<char*>(pool.v) + to[n], values[n], pool.v_scale);
     }
   }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    append_rows(const __grid_constant__ Moved moved) {
+  append<false>(moved);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    append_some_rows(const __grid_constant__ Moved moved) {
+  append<true>(moved);
 }
 
 __device__ __forceinline__ void gather_8(void* to, const void* from, float scale) {
