@@ -7,8 +7,8 @@ import gc
 import json
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -216,6 +216,15 @@ def with_engine(
         engine=engine_settings,
         auth=AuthSettings(keys_file=keys_file),
     )
+    with running_engine(backend, settings, ends) as running:
+        return asyncio.run(run(running))
+
+
+@contextmanager
+def running_engine(
+    backend: Any, settings: Settings, ends: type[BaseException] | None = None
+) -> Iterator[Running]:
+    """An engine in a thread, drained at the end; it is to end with `ends`."""
     with tempfile.TemporaryDirectory(prefix="attnd-test-") as directory:
         listening = listen(Path(directory) / "engine.sock", private=True)
         metrics = Metrics()
@@ -226,7 +235,7 @@ def with_engine(
             raise
         running = Running(engine, str(listening.path), metrics)
         try:
-            result = asyncio.run(run(running))
+            yield running
         finally:
             running.stop()
             listening.close()
@@ -235,7 +244,28 @@ def with_engine(
     if running.error is not None and (ends is None or not isinstance(running.error, ends)):
         raise running.error
     assert ends is None or running.error is not None, "the engine ended well"
-    return result
+
+
+def with_engines(
+    backends: Sequence[Any],
+    scenario: Callable[[list[Caller]], Coroutine[Any, Any, T]],
+    slice_ms: float = 20.0,
+) -> T:
+    """Run a scenario with a caller of each of several engines, which end well."""
+    settings = Settings(engine=EngineSettings(slice_ms=slice_ms))
+
+    async def run(engines: list[Running]) -> T:
+        roads = [await RoadCaller.connect(one.path, ARENA_BYTES) for one in engines]
+        try:
+            async with asyncio.timeout(6 * WAIT_S):
+                return await scenario([Caller(*pair) for pair in zip(engines, roads, strict=True)])
+        finally:
+            for road in roads:
+                road.close()
+
+    with ExitStack() as stack:
+        engines = [stack.enter_context(running_engine(one, settings)) for one in backends]
+        return asyncio.run(run(engines))
 
 
 async def until(met: Callable[[], bool]) -> None:
