@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from attnd.torch import Slots, Step, TorchSession
+from attnd.torch import RankedStep, RankedTorchSession, Step, TorchSession
 
 CHUNK: Final = 1024
 FILLED_AT_ONCE: Final = 8
@@ -25,16 +25,34 @@ WARM_STEPS: Final = 8
 
 
 class Runner:
-    """Decode steps of a batch, on tensors of a model's own."""
+    """Decode steps of a batch, on tensors of a model's own.
 
-    def __init__(self, session: TorchSession, names: list[str], heads: int, layers: int) -> None:
-        self.session, self.names, self.layers = session, names, layers
-        self.slots: Slots = session.slots(len(names), heads, rotation=2)
+    `kv_len` is what every sequence holds at first, where steps have to say so.
+    """
+
+    def __init__(
+        self,
+        session: TorchSession | RankedTorchSession,
+        names: list[str],
+        heads: int,
+        layers: int,
+        kv_len: int = 0,
+    ) -> None:
+        self.session, self.names, self.layers, self.kv_len = session, names, layers, kv_len
+        self.slots: Any = session.slots(len(names), heads, rotation=2)
         self.q, self.k, self.v = (
             torch.randn(part.shape, device=session.device, dtype=torch.float32).to(part.dtype)
             for part in (self.slots.q(0), self.slots.k(0), self.slots.v(0))
         )
         self.o = torch.zeros_like(self.q)
+
+    def step(self) -> Step | RankedStep:
+        """The next one, described to the engine or engines."""
+        if isinstance(self.session, TorchSession):
+            return self.session.step(self.names, self.slots)
+        held = [self.kv_len] * len(self.names)
+        self.kv_len += 1
+        return self.session.step(self.names, self.slots, held)
 
     def go_through(self) -> None:
         """All layers, on the current stream."""
@@ -47,7 +65,7 @@ class Runner:
     def measure(self, run: Callable[[], None], steps: int) -> dict[str, float]:
         """Microseconds of a layer, by the device's clock, of steps that are said one ahead."""
         events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-        ahead = self.session.step(self.names, self.slots)
+        ahead = self.step()
         torch.cuda.synchronize()
         host, last = 0.0, ahead
         events[0].record()
@@ -55,7 +73,7 @@ class Runner:
             started = time.perf_counter()
             with ahead as step:
                 if number + 1 < steps:
-                    ahead = self.session.step(self.names, self.slots)
+                    ahead = self.step()
                 run()
                 step.handed_over()
             last = step
@@ -80,8 +98,10 @@ class Runner:
 
     def error(self) -> float:
         """The last layer's o against the ordinary operation over the same tokens."""
-        layer = self.layers - 1
-        told = self.session.session.decode(layer, self.names, self.q.cpu().numpy())
+        layer, session = self.layers - 1, self.session
+        if not isinstance(session, TorchSession):
+            raise TypeError("the ordinary operation is one engine's")
+        told = session.session.decode(layer, self.names, self.q.cpu().numpy())
         return float(np.abs(told.o.astype(np.float32) - self.o.float().cpu().numpy()).max())
 
 

@@ -8,24 +8,29 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from engine_caller import Caller, queries, rows
-from engine_model import CPU_GEOMETRY, SCALE, on_cpus
+from engine_caller import Caller, Refused, queries, rows, with_engines
 
+from kernels import cuda_devices, make_backend
+from kernels.backend import NUMPY_DTYPES, PoolGeometry
 from kernels.states import merge_states
 
-SIZE = CPU_GEOMETRY.page_size
-EDGES = [0, 1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE, 3 * SIZE, 4 * SIZE - 1, 5 * SIZE + 2]
-    0,
-    1,
-    SIZE - 1,
-    SIZE,
-    SIZE + 1,
-    2 * SIZE,
-    2 * SIZE + 1,
-    3 * SIZE,
-    4 * SIZE - 1,
-    5 * SIZE + 2,
-]
+GEOMETRIES = {
+    "cpu": PoolGeometry(2, 96, 5, 2, 16, dtype="fp32"),
+    "cuda": PoolGeometry(2, 96, 16, 2, 64, dtype="fp16"),
+}
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def on_ranks(kind: str, ranks: int, scenario: Any) -> None:
+    """A scenario with callers of so many engines, on a GPU each where there are as many."""
+    count = cuda_devices() if kind == "cuda" else 1
+    if not count:
+        pytest.skip("no CUDA device")
+    geometry = GEOMETRIES[kind]
+    backends = [
+        make_backend(kind, geometry, device=rank % count, poison=True) for rank in range(ranks)
+    ]
+    with_engines(backends, scenario)
 
 
 async def deal(callers: list[Caller], *names: str) -> None:
@@ -44,37 +49,154 @@ async def ask(callers: list[Caller], name: str, fields: dict[str, Any], **tensor
     return merge_states(o, lse)
 
 
-def wanted(k: Any, v: Any, q: Any, **how: Any) -> Any:
+def check(kind: str, state: Any, k: Any, v: Any, q: Any, case: str, **how: Any) -> None:
+    """Against the oracle over the whole sequence."""
     seen = oracle.visible(len(q), len(k), **how)
-    return oracle.attend(q, k, v, seen, sm_scale=SCALE)
+    o, lse = oracle.attend(q, k, v, seen, sm_scale=GEOMETRIES[kind].head_dim ** -0.5)
+    close = 2e-5 if kind == "cpu" else 2e-3
+    np.testing.assert_allclose(state.o.astype(np.float64), o, atol=close, err_msg=case)
+    np.testing.assert_allclose(state.lse, lse, atol=close, err_msg=case)
 
 
-def check(state: Any, expected: Any, case: str) -> None:
-    np.testing.assert_allclose(state.o, expected[0], atol=2e-5, err_msg=case)
-    np.testing.assert_allclose(state.lse, expected[1], atol=2e-5, err_msg=case)
-
-
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("window", [-1, 0, 3, SIZE, 2 * SIZE + 1])
+@pytest.mark.parametrize("window", [-1, 0, 3, "page", "two pages and one"])
 def test_shards_together_see_what_the_whole_sequence_is_at_every_page_boundary(
-    ranks: int, window: int
+    kind: str, ranks: int, window: Any
 ) -> None:
+    geometry = GEOMETRIES[kind]
+    size, dtype = geometry.page_size, NUMPY_DTYPES[geometry.dtype]
+    window_left = {"page": size, "two pages and one": 2 * size + 1}.get(window, window)
+    # tokens of each prefill, with one token of a decode after it: every place in a page is met
+    chunks = [0, 1, size - 2, size - 1, size, size + 1, 2 * size - 1, 3 * size + 2]
+
     async def scenario(callers: list[Caller]) -> None:
         await deal(callers, "a")
-        k, v = rows(1, 200, CPU_GEOMETRY), rows(2, 200, CPU_GEOMETRY)
+        total = sum(chunks) + len(chunks)
+        k, v = (rows(seed, total, geometry, dtype) for seed in (1, 2))
         length = 0
-        for step, count in enumerate(n for edge in EDGES for n in (edge, 1)):
-            at = {"layer": 0, "sequences": ["a"], "offsets": [length], "window_left": window}
+        for step, count in enumerate(one for chunk in chunks for one in (chunk, 1)):
+            at = {"layer": 0, "sequences": ["a"], "offsets": [length], "window_left": window_left}
             new = slice(length, length + count)
             length += count
-            q = queries(step, count, CPU_GEOMETRY)
-            fields = at | {"qo_indptr": [0, count], "causal": step % 4 != 3}
+            q = queries(step, count, geometry, dtype)
+            how = {"causal": step % 8 < 6, "window_left": window_left}
+            fields = at | {"qo_indptr": [0, count], "causal": how["causal"]}
             state = await ask(callers, "prefill", fields, q=q, k=k[new], v=v[new])
-            how = {"causal": fields["causal"], "window_left": window}
-            check(state, wanted(k[:length], v[:length], q, **how), f"{length} tokens, {fields}")
-            if length:
-                q = queries(step, 1, CPU_GEOMETRY)
+            check(kind, state, k[:length], v[:length], q, f"{length} tokens, {fields}", **how)
+            if count == 1:
+                q = queries(step, 1, geometry, dtype)
                 state = await ask(callers, "decode", at | {"offsets": [length]}, q=q)
-                check(state, wanted(k[:length], v[:length], q, window_left=window), f"at {length}")
+                case = f"decode at {length}"
+                check(kind, state, k[:length], v[:length], q, case, window_left=window_left)
 
-    on_cpus(ranks, scenario)
+    on_ranks(kind, ranks, scenario)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_over_whole_sequences_hides_what_it_hides_at_every_shard(
+    kind: str, packed: bool
+) -> None:
+    geometry = GEOMETRIES[kind]
+    dtype = NUMPY_DTYPES[geometry.dtype]
+
+    async def scenario(callers: list[Caller]) -> None:
+        await deal(callers, "a", "b")
+        lens, kept = [23, 9], {}
+        for seed, (name, count) in enumerate(zip("ab", lens, strict=True)):
+            kept[name] = tuple(rows(2 * seed + part, count, geometry, dtype) for part in (0, 1))
+            at = {"layer": 1, "sequences": [name], "append_indptr": [0, count], "offsets": [0]}
+            await ask(callers, "append", at, k=kept[name][0], v=kept[name][1])
+        rng, counts = np.random.default_rng(5), [4, 3]
+        masks = [rng.random((n, m)) < 0.6 for n, m in zip(counts, lens, strict=True)]
+        flat = [mask.reshape(-1) for mask in masks]
+        packs = [np.packbits(part, bitorder="little") for part in flat]
+        given = {"packed_mask": np.concatenate(packs)} if packed else {"mask": np.concatenate(flat)}
+        q = queries(9, sum(counts), geometry, dtype)
+        how = {"causal": True, "window_left": 11}
+        fields = {"layer": 1, "sequences": ["a", "b"], "offsets": lens, "qo_indptr": [0, 4, 7]}
+        state = await ask(callers, "prefill", fields | how, q=q, **given)
+        begin = 0
+        for name, count, mask in zip("ab", counts, masks, strict=True):
+            part = slice(begin, begin + count)
+            mine = type(state)(state.o[part], state.lse[part])
+            check(kind, mine, *kept[name], q[part], name, mask=mask, **how)
+            begin += count
+
+    on_ranks(kind, 2, scenario)
+
+
+def test_a_shard_refuses_what_it_cannot_know_and_what_does_not_agree_with_it() -> None:
+    geometry = GEOMETRIES["cpu"]
+
+    async def scenario(callers: list[Caller]) -> None:
+        (caller,) = callers
+        shard = {"rank": 1, "ranks": 3}
+        await caller.call("create_sequences", {"sequences": [{"id": "a", "shard": shard}]})
+        new = {"k": rows(1, 12, geometry), "v": rows(2, 12, geometry)}
+        fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, 12]}
+        await caller.call("append", fields | {"offsets": [0]}, **new)
+        told = (await caller.call("get_sequence", {"id": "a"})).fields
+        assert told["lengths"] == [5, 0] and told["shard"] == shard
+        q = queries(1, 1, geometry)
+        decode = {"layer": 0, "sequences": ["a"]}
+        level = {"sequences": ["a"], "qo_indptr": [0, 1]}
+        refused: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+            ("append", fields, new, "invalid_request"),
+            ("append", fields | {"offsets": [4]}, new, "length_mismatch"),
+            ("decode", decode, {"q": q}, "invalid_request"),
+            ("decode", decode | {"offsets": [9]}, {"q": q}, "length_mismatch"),
+            (
+                "cascade",
+                {"layer": 0, "levels": [level], "causal": True},
+                {"q": q},
+                "invalid_request",
+            ),
+            ("commit", {"id": "a", "token_ids": list(range(5))}, {}, "invalid_request"),
+            (
+                "create_sequences",
+                {"sequences": [{"parent": "a", "ranks": 2}]},
+                {},
+                "invalid_request",
+            ),
+            ("create_sequences", {"sequences": [{"ranks": 2}]}, {}, "invalid_request"),
+            (
+                "create_sequences",
+                {"sequences": [{"shard": {"rank": 3, "ranks": 3}}]},
+                {},
+                "invalid_request",
+            ),
+        ]
+        for name, asked, tensors, code in refused:
+            with pytest.raises(Refused) as error:
+                await caller.call(name, asked, **tensors)
+            assert error.value.code == code, (name, asked, error.value.problem)
+        again = (await caller.call("get_sequence", {"id": "a"})).fields
+        assert again == told
+
+    on_ranks("cpu", 1, scenario)
+
+
+def test_a_layer_alone_is_cut_back_and_its_pages_with_it() -> None:
+    geometry = GEOMETRIES["cpu"]
+
+    async def scenario(callers: list[Caller]) -> None:
+        (caller,) = callers
+        await caller.call("create_sequences", {"sequences": [{"id": "a"}]})
+        for layer, count in ((0, 7), (1, 7), (0, 20)):
+            fields = {"layer": layer, "sequences": ["a"], "append_indptr": [0, count]}
+            new = {"k": rows(1, count, geometry), "v": rows(2, count, geometry)}
+            await caller.call("append", fields, **new)
+        told = await caller.call("truncate", {"id": "a", "layer": 0, "length": 8})
+        assert (told.fields["lengths"], told.fields["pages"]) == ([8, 7], 2)
+        await caller.call(
+            "create_sequences", {"sequences": [{"id": "b", "parent": "a", "length": 7}]}
+        )
+        for length in (4, 9):  # within the page that b shares; beyond what the layer has
+            with pytest.raises(Refused, match="length"):
+                await caller.call("truncate", {"id": "a", "layer": 0, "length": length})
+        with pytest.raises(Refused, match="layer"):
+            await caller.call("truncate", {"id": "a", "layer": 2, "length": 7})
+
+    on_ranks("cpu", 1, scenario)

@@ -9,7 +9,7 @@ import pytest
 from pooled import FP8, Pooled, Run, bars, check, expected, int32, normal, refusals, stored
 
 from kernels import make_backend
-from kernels.backend import NUMPY_DTYPES, Attend, PoolGeometry, Scoring
+from kernels.backend import LEFT_OUT, NUMPY_DTYPES, Attend, PoolGeometry, Scoring
 
 DTYPES = ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 TENSORS = ("fp32", "fp16", "bf16")
@@ -40,6 +40,20 @@ def test_what_is_appended_is_gathered_dequantised(backend, rng, dtype, tensor, l
                 ulp = {"fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}[name]
                 off = np.abs(part.astype(np.float64) - want) - ulp * np.abs(want)
                 assert off.max() <= 1e-7, f"{name} of {dtype} is off by {off.max()}"
+
+
+def test_rows_that_are_left_out_are_written_nowhere(backend, rng) -> None:
+    pool = backend(geometry("fp16"))
+    slots = int32(rng.permutation(60)[:40])
+    before, after = (normal(rng, (40, 3, 64), "fp16") for _ in range(2))
+    pool.append(0, before, before, slots)
+    left_out = rng.random(40) < 0.5
+    pool.append(0, after, after, np.where(left_out, np.int32(LEFT_OUT), slots))
+    want = np.where(left_out[:, None, None], before, after)
+    for part in read(pool, 0, slots, "fp16"):
+        np.testing.assert_array_equal(part, want)
+    pool.append(0, after, after, np.full(40, LEFT_OUT, np.int32))
+    np.testing.assert_array_equal(read(pool, 0, slots, "fp16")[0], want)
 
 
 @pytest.mark.parametrize("dtype", FP8)

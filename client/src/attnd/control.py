@@ -32,7 +32,9 @@ from attnd.results import (
 class NewSequence:
     """`id` None: the service makes one. With `parent`, fork it at `length` (None: all of it).
 
-    With `prefix`, begin with as much of it as is cached. `ttl_s`: seconds it lives unused.
+    With `prefix`, begin with as much of it as is cached. `ttl_s`: seconds it lives unused. `ranks`:
+    over how many engines of a cluster its pages are dealt out. `shard`, as (rank, ranks), is for
+    those who deal pages out themselves: one engine's part of them.
     """
 
     id: str | None = None
@@ -40,6 +42,8 @@ class NewSequence:
     length: int | None = None
     prefix: Prefix | None = None
     ttl_s: float | None = None
+    ranks: int | None = None
+    shard: tuple[int, int] | None = None
 
     def document(self) -> dict[str, Any]:
         given = {
@@ -48,6 +52,10 @@ class NewSequence:
             "length": self.length,
             "prefix": None if self.prefix is None else self.prefix.fields(),
             "ttl_s": None if self.ttl_s is None else float(self.ttl_s),
+            "ranks": self.ranks,
+            "shard": None
+            if self.shard is None
+            else dict(zip(("rank", "ranks"), self.shard, strict=True)),
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -75,10 +83,12 @@ def create_sequence(
     length: int | None = None,
     prefix: Prefix | None = None,
     ttl_s: float | None = None,
+    ranks: int | None = None,
 ) -> Call[SequenceInfo]:
     """`create_sequences` of one: empty, `parent` forked at `length` (None: all of it), or beginning
-    with as much of `prefix` as is cached (`cached_len` of the answer)."""
-    fields, arrays = new_sequences([NewSequence(id, parent, length, prefix, ttl_s)])
+    with as much of `prefix` as is cached (`cached_len` of the answer). In a cluster its pages may
+    be dealt out over `ranks` engines."""
+    fields, arrays = new_sequences([NewSequence(id, parent, length, prefix, ttl_s, ranks)])
     return Call(
         "create_sequences",
         reads(lambda reply: sequence_infos(reply)[0]),

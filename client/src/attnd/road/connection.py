@@ -158,14 +158,22 @@ class Connection:
         self, frame: bytes, kind: int, number: int, ends: float
     ) -> Answer | int | dict[str, Any]:
         """Send a frame, and wait for the one of `kind` that answers it."""
+        try:
+            return self._wait(self.begin(frame, kind, number, ends), ends)
+        finally:
+            self._told_of.pop((kind, number), None)
+
+    def begin(self, frame: bytes, kind: int, number: int, ends: float) -> Waiting:
+        """Send a frame that one of `kind` answers, which may be waited for later."""
         waiting = Waiting(None)
         self._told_of[kind, number] = waiting
         try:
             with self._sending:
                 self._send(frame, ends)
-            return self._wait(waiting, ends)
-        finally:
+        except BaseException:
             self._told_of.pop((kind, number), None)
+            raise
+        return waiting
 
     def wait(self, waiting: Waiting, ends: float) -> Answer | int | dict[str, Any]:
         """What comes for someone who waits; raises `TransportError` when nothing does."""

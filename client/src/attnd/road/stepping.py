@@ -40,11 +40,19 @@ class StepCall:
 
     def run_layer(self, layer: int, ends: float) -> None:
         """Have the engine attend at a layer, in host memory, and wait for it."""
+        self.wait_layer(layer, self.begin_layer(layer, ends), ends)
+
+    def begin_layer(self, layer: int, ends: float) -> Waiting | None:
+        """Have the engine attend at a layer; for `wait_layer`."""
+        if self._over.answer is not None:
+            return None
         frame = frames.ready_frame(self._number, layer)
-        if self._over.answer is None:
-            told = self._connection.ask(frame, frames.DONE, self._number, ends)
-            if isinstance(told, int):
-                return
+        return self._connection.begin(frame, frames.DONE, self._number, ends)
+
+    def wait_layer(self, layer: int, begun: Waiting | None, ends: float) -> None:
+        """Wait for a layer that was begun."""
+        if begun is not None and isinstance(self._connection.wait(begun, ends), int):
+            return
         self.result(ends)
         raise ProtocolError(f"layer {layer} was handed over after the step's end")
 

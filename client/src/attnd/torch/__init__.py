@@ -4,8 +4,18 @@ See `TorchSession`. Needs torch; on CUDA its own driver library is all there is 
 """
 
 from attnd.torch.placement import Placement, TimeSliced
+from attnd.torch.ranked import RankedSlots, RankedStep, RankedTorchSession
 from attnd.torch.session import TorchSession
 from attnd.torch.slots import Slots
 from attnd.torch.step import Step
 
-__all__ = ["Placement", "Slots", "Step", "TimeSliced", "TorchSession"]
+__all__ = [
+    "Placement",
+    "RankedSlots",
+    "RankedStep",
+    "RankedTorchSession",
+    "Slots",
+    "Step",
+    "TimeSliced",
+    "TorchSession",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ from attnd.torch.slots import Shapes, Slots
 PAGE: Final = 4096
 FLAG_BYTES: Final = 8
 """Of a layer: ready and done, 32 bits each."""
+DONE: Final = ((driver.WAIT, 1), (driver.WRITE, 0))
 
 
 class DeviceArena:
@@ -31,7 +32,7 @@ class DeviceArena:
         with torch.cuda.device(device):
             self.address = mapped(bytes.fromhex(told["handle"]), device)
         self.memory = device_bytes(self.address, self.size, device)
-        self._turns = [self._turn(layer) for layer in range(num_layers)]
+        self._turns = [together([self], layer) for layer in range(num_layers)]
         self._done = driver.operations(
             [
                 (driver.WRITE, self.address + FLAG_BYTES * layer + 4, 1)
@@ -39,13 +40,9 @@ class DeviceArena:
             ]
         )
 
-    def _turn(self, layer: int) -> Callable[[int], None]:
-        """What hands a layer over: say ready, wait for done, and set that back."""
-        ready = self.address + FLAG_BYTES * layer
-        done = ready + 4
-        return driver.operations(
-            [(driver.WRITE, ready, 1), (driver.WAIT, done, 1), (driver.WRITE, done, 0)]
-        )
+    def ready(self, layer: int) -> int:
+        """Address of a layer's first flag; the second, done, is behind it."""
+        return self.address + FLAG_BYTES * layer
 
     def hand_over(self, layer: int) -> None:
         """On torch's current stream."""
@@ -63,16 +60,33 @@ class DeviceArena:
         driver.close_memory(self.address)
 
 
+def together(arenas: Sequence[DeviceArena], layer: int) -> Callable[[int], None]:
+    """What hands a layer over to several engines at once, on a stream: say ready to them all, then
+    wait until all are done, and set that back."""
+    places = [arena.ready(layer) for arena in arenas]
+    says = [(driver.WRITE, ready, 1) for ready in places]
+    done = [(kind, ready + 4, value) for ready in places for kind, value in DONE]
+    return driver.operations([*says, *done])
+
+
 class HostArena:
     """Part of the session's own shared memory: for engines without a device."""
 
     def __init__(
-        self, memory: torch.Tensor, begin: int, size: int, run_layer: Callable[[int], None]
+        self,
+        memory: torch.Tensor,
+        begin: int,
+        size: int,
+        begin_layer: Callable[[int], Callable[[], None]],
     ) -> None:
         self.memory = memory
         self.flags = begin
         self.size = begin + size
-        self.hand_over = run_layer
+        self.begin_layer = begin_layer
+        """Hands a layer over; what that gives waits for it."""
+
+    def hand_over(self, layer: int) -> None:
+        self.begin_layer(layer)()
 
     def free_waits(self, stream: int) -> None:
         """Nothing waits but the host, which is told."""
@@ -114,7 +128,8 @@ class Room:
         begin = self._begin + taken.offset
         at = tuple({name: begin + offset for name, offset in place.items()} for place in places)
         tensors = tuple(shapes.tensors(self.arena.memory, place) for place in at)
-        made = Slots(taken, tensors, self.arena.hand_over, at)
+        inputs = tuple(self.arena.memory[place["q"] : place["o"]].view(torch.int32) for place in at)
+        made = Slots(taken, tensors, inputs, self.arena, at)
         self._made.add(made)
         return made
 

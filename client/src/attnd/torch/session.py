@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
@@ -191,11 +191,13 @@ class TorchSession:
         self._room.arena.settle()
         ask_arena(self._connection, self._room.arena.size, self.ends())
 
-    def _run_layer(self, layer: int) -> None:
-        """A layer in host memory."""
+    def _begin_layer(self, layer: int) -> Callable[[], None]:
+        """Begin a layer in host memory; what waits for it."""
         if self._open is None:
             raise RuntimeError("attend outside a step: enter one with `with session.step(...)`")
-        self._open.call.run_layer(layer, self.ends())
+        call = self._open.call
+        begun = call.begin_layer(layer, self.ends())
+        return lambda: call.wait_layer(layer, begun, self.ends())
 
     # The arena.
 
@@ -207,7 +209,7 @@ class TorchSession:
             memory = torch.frombuffer(self._connection.arena.memory, dtype=torch.uint8)
             ask_arena(self._connection, self._connection.arena.slots.size, self.ends())
             begin = place.offset
-            host = HostArena(memory, begin, place.size, self._run_layer)
+            host = HostArena(memory, begin, place.size, self._begin_layer)
             return Room(host, self._info.num_layers)
         self.device = chosen_device(self._wanted_device)
         told = ask_arena(self._connection, size, self.ends())

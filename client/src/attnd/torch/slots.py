@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
@@ -24,6 +23,14 @@ class Tensors(NamedTuple):
     lse: torch.Tensor
 
 
+class Arena(Protocol):
+    """Where slots lie."""
+
+    def hand_over(self, layer: int) -> None:
+        """To the engine and back, in the order of the current stream."""
+        ...
+
+
 class Slots:
     """Made by `TorchSession.slots`. Addresses are the same in every step, whatever its sequences:
     a CUDA graph may be captured over them. Layer l uses the tensors of layer `l % rotation`.
@@ -33,12 +40,14 @@ class Slots:
         self,
         place: Slot,
         tensors: tuple[Tensors, ...],
-        hand_over: Callable[[int], None],
+        inputs: tuple[torch.Tensor, ...],
+        arena: Arena,
         places: tuple[dict[str, int], ...],
     ) -> None:
         self._place = place  # the arena's bytes are free again when this is gone
         self._tensors = tensors
-        self._hand_over = hand_over
+        self._inputs = inputs
+        self.arena = arena
         self.places = places
         """Offsets in the arena, as the step's description has them."""
 
@@ -53,6 +62,10 @@ class Slots:
     @property
     def dtype(self) -> torch.dtype:
         return self._tensors[0].q.dtype
+
+    def inputs(self, layer: int) -> torch.Tensor:
+        """q, k and v as one stretch of bits, int32."""
+        return self._inputs[layer % len(self._inputs)]
 
     def q(self, layer: int) -> torch.Tensor:
         """Queries, to be written before `attend`."""
@@ -77,7 +90,7 @@ class Slots:
     def attend(self, layer: int) -> torch.Tensor:
         """Hand the layer over: what torch's current stream is given next finds `o`, and the host
         does not wait for it on CUDA. May be captured in a CUDA graph. Returns `o(layer)`."""
-        self._hand_over(layer)
+        self.arena.hand_over(layer)
         return self._tensors[layer % len(self._tensors)].o
 
 

@@ -1,0 +1,293 @@
+"""`RankedTorchSession`: steps over sequences whose pages are dealt out over several engines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from attnd import NewSequence
+from attnd.errors import AttndError
+from attnd.torch.arena import DeviceArena, HostArena, together
+from attnd.torch.merging import State, merge
+from attnd.torch.session import TorchSession
+from attnd.torch.slots import Slots
+from attnd.torch.step import Step
+
+
+class RankedTorchSession:
+    """One `TorchSession` with each engine, by rank: page i of a sequence lies at `paths[i mod n]`.
+
+    q, k and v go to all of them; each stores the rows whose pages are its own and attends what it
+    holds, beside the others; their states become one on the caller's stream. Nothing but entering a
+    step waits on the host on CUDA, and a layer may be captured in a CUDA graph, as with one engine.
+    The engines' GPUs must be reachable from `device`, best the first engine's own.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        *,
+        timeout: float = 30.0,
+        api_key: str | None = None,
+        device: torch.device | str | int | None = None,
+        arena_bytes: int = 64 * 2**20,
+    ) -> None:
+        with ExitStack() as opened:
+            self.sessions = tuple(
+                opened.enter_context(
+                    TorchSession(
+                        path,
+                        timeout=timeout,
+                        api_key=api_key,
+                        device=device,
+                        arena_bytes=arena_bytes,
+                    )
+                )
+                for path in paths
+            )
+            self._opened = opened.pop_all()
+
+    @property
+    def device(self) -> torch.device:
+        """The caller's."""
+        return self.sessions[0].device
+
+    # Sequences, at all ranks. Where one refuses, those before it have theirs taken back.
+
+    def create_sequence(self, sequence: str) -> None:
+        """An empty sequence."""
+        ranks = len(self.sessions)
+        self._create([NewSequence(sequence, shard=(rank, ranks)) for rank in range(ranks)])
+
+    def fork(self, parent: str, sequence: str, length: int | None = None) -> None:
+        """A sequence with the first `length` tokens of another (None: all); no rank tells another
+        anything for it."""
+        self._create([NewSequence(sequence, parent, length)] * len(self.sessions))
+
+    def _create(self, new: Sequence[NewSequence]) -> None:
+        with ExitStack() as undo:
+            for session, one in zip(self.sessions, new, strict=True):
+                session.session.create_sequences([one])
+                undo.callback(session.session.delete_sequences, [one.id or ""])
+            undo.pop_all()
+
+    def truncate(self, sequence: str, length: int) -> None:
+        """Keep the first `length` tokens of the whole sequence, at every layer and rank."""
+        for session in self.sessions:
+            session.session.truncate(sequence, length)
+
+    def delete_sequence(self, sequence: str) -> None:
+        for session in self.sessions:
+            session.session.delete_sequence(sequence)
+
+    # Steps.
+
+    def slots(
+        self,
+        rows: int,
+        num_qo_heads: int,
+        *,
+        dtype: torch.dtype | None = None,
+        rotation: int = 1,
+    ) -> RankedSlots:
+        """As `TorchSession.slots`, at every rank."""
+        return RankedSlots(
+            tuple(
+                session.slots(rows, num_qo_heads, dtype=dtype, rotation=rotation)
+                for session in self.sessions
+            )
+        )
+
+    def step(
+        self, sequences: Sequence[str], slots: RankedSlots, offsets: Sequence[int], **options: Any
+    ) -> RankedStep:
+        """As `TorchSession.step`, whose `options` it takes but for windows and `lse_base`.
+
+        `offsets` are the lengths of the whole sequences before it, over all ranks.
+        """
+        if unknown := options.keys() & {"window_left", "lse_base"}:
+            raise TypeError(f"{sorted(unknown)[0]}: not in steps over several engines")
+        steps: list[Step] = []
+        try:
+            for session, part in zip(self.sessions, slots.parts, strict=True):
+                steps.append(session.step(sequences, part, offsets=offsets, **options))
+        except BaseException:
+            abort(steps)
+            raise
+        return RankedStep(steps, slots)
+
+    def close(self) -> None:
+        """End all the sessions; steps that are still open are aborted."""
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class RankedSlots:
+    """Made by `RankedTorchSession.slots`: the caller writes q, k and v once, and reads one o.
+
+    Addresses are the same in every step.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, parts: tuple[Slots, ...]) -> None:
+        self.parts = parts
+        first = parts[0]
+        self._rotation = len(first.places)
+        self._merged: list[State] = [
+            (torch.zeros_like(first.o(layer)), torch.zeros_like(first.lse(layer)))
+            for layer in range(self._rotation)
+        ]
+        self._turns: dict[int, Callable[[int], None]] = {}
+        self._merge(0)  # compiles what a capture must find compiled
+
+    @property
+    def rows(self) -> int:
+        return self.parts[0].rows
+
+    def q(self, layer: int) -> torch.Tensor:
+        """As `Slots.q`."""
+        return self.parts[0].q(layer)
+
+    def k(self, layer: int) -> torch.Tensor:
+        """Keys of all new tokens, whichever rank stores them."""
+        return self.parts[0].k(layer)
+
+    def v(self, layer: int) -> torch.Tensor:
+        return self.parts[0].v(layer)
+
+    def o(self, layer: int) -> torch.Tensor:
+        """Output over all ranks, there after `attend` in the order of the current stream."""
+        return self._merged[layer % self._rotation][0]
+
+    def lse(self, layer: int) -> torch.Tensor:
+        """Natural log-sum-exp over all ranks."""
+        return self._merged[layer % self._rotation][1]
+
+    def attend(self, layer: int) -> torch.Tensor:
+        """As `Slots.attend`: q, k and v to the other ranks, all of them at once, and their states
+        as one. Returns `o(layer)`."""
+        given = self.parts[0].inputs(layer)
+        for part in self.parts[1:]:
+            # a kernel's stores: a copy between GPUs would wait for a copy engine
+            torch.add(given, 0, out=part.inputs(layer))
+        self._hand_over(layer)
+        self._merge(layer)
+        return self.o(layer)
+
+    def _hand_over(self, layer: int) -> None:
+        arenas = [part.arena for part in self.parts]
+        host = [arena for arena in arenas if isinstance(arena, HostArena)]
+        if host:
+            for wait in [arena.begin_layer(layer) for arena in host]:
+                wait()
+            return
+        turn = self._turns.get(layer)
+        if turn is None:
+            device = [arena for arena in arenas if isinstance(arena, DeviceArena)]
+            turn = self._turns[layer] = together(device, layer)
+        turn(torch.cuda.current_stream(self.q(layer).device).cuda_stream)
+
+    def _merge(self, layer: int) -> None:
+        states = [(part.o(layer), part.lse(layer)) for part in self.parts]
+        merge(states, *self._merged[layer % self._rotation])
+
+
+class RankedStep:
+    """Made by `RankedTorchSession.step`; used like a `Step`.
+
+    Entering waits until all engines have accepted it; where one refuses, it is as if the step had
+    never been, at any. One that fails later at one engine alone leaves lengths that differ, which
+    `RankedTorchSession.truncate` mends.
+    """
+
+    def __init__(self, steps: Sequence[Step], slots: RankedSlots) -> None:
+        self._steps = tuple(steps)
+        self.slots = slots
+        self._left = set(steps[0].layers)
+
+    def q(self, layer: int) -> torch.Tensor:
+        return self.slots.q(layer)
+
+    def k(self, layer: int) -> torch.Tensor:
+        return self.slots.k(layer)
+
+    def v(self, layer: int) -> torch.Tensor:
+        return self.slots.v(layer)
+
+    def o(self, layer: int) -> torch.Tensor:
+        return self.slots.o(layer)
+
+    def lse(self, layer: int) -> torch.Tensor:
+        return self.slots.lse(layer)
+
+    def attend(self, layer: int) -> torch.Tensor:
+        """As `RankedSlots.attend`, for a layer of this step."""
+        self._left.discard(layer)
+        return self.slots.attend(layer)
+
+    def handed_over(self) -> None:
+        """All layers were handed over by a CUDA graph that was captured over the slots."""
+        self._left.clear()
+
+    def __enter__(self) -> Self:
+        for step in self._steps:
+            try:
+                step.__enter__()
+            except BaseException:
+                abort([one for one in self._steps if one is not step])
+                raise
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is not None or self._left:
+            self.abort()
+            if exc is None:
+                missing = sorted(self._left)
+                raise RuntimeError(f"layers {missing} were not handed over: the step was aborted")
+            return
+        for step in self._steps:
+            step.handed_over()
+            step.__exit__(None, None, None)
+
+    def wait(self) -> None:
+        """Wait until every engine is done with it; raises the first of what it ended with."""
+        failed: AttndError | None = None
+        for step in self._steps:
+            try:
+                step.wait()
+            except AttndError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def abort(self) -> None:
+        """As if it had never been, at every engine."""
+        abort(self._steps)
+
+
+def abort(steps: Sequence[Step]) -> None:
+    """Take steps back that one stream waits for: none before all the others know."""
+    for step in steps:
+        step.call.cancel()
+    for step in steps:
+        step.abort()
