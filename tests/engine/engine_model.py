@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import oracle
-from engine_caller import Asked, Caller, Reply, queries, rows, with_engine, with_engines
+from engine_caller import Asked, Caller, Reply, queries, rows, with_engine
 
 from kernels import make_backend
 from kernels.backend import PoolGeometry
@@ -104,9 +104,3 @@ def close(told: Reply | tuple[Array, Array], wanted: tuple[Array, Array], case: 
 
 def on_cpu(scenario: Any, geometry: PoolGeometry = CPU_GEOMETRY, **how: Any) -> Any:
     return with_engine(make_backend("cpu", geometry, poison=True), scenario, **how)
-
-
-def on_cpus(count: int, scenario: Any, **how: Any) -> Any:
-    """A scenario with callers of several engines."""
-    backends = [make_backend("cpu", CPU_GEOMETRY, poison=True) for _ in range(count)]
-    return with_engines(backends, scenario, **how)
