@@ -173,7 +173,7 @@ def test_a_step_that_is_refused_changes_nothing(session: TorchSession) -> None:
         (InvalidRequest, {"sequences": ["a"], "layers": [0, 9]}),
         (InvalidRequest, {"sequences": ["a"], "layers": [0, 0]}),
         (InvalidRequest, {"sequences": ["a"], "window_left": [1, 2]}),
-        (InvalidRequest, {"sequences": ["a"], "append": False, "offsets": [20]}),
+        (LengthMismatch, {"sequences": ["a"], "append": False, "offsets": [19]}),
     ]
     for error, asked in refused:
         with pytest.raises(error):

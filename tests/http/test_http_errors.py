@@ -234,7 +234,6 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("decode", A, {}, "tensors.q"),
     ("decode", A, {"q": Q1, "k": KV1}, "tensors.v"),
     ("decode", A, {"q": Q1, "v": KV1}, "tensors.k"),
-    ("decode", {**A, "offsets": [0]}, {"q": Q1}, "offsets"),
     ("decode", A, {"q": rows(ANY, 2, QO_HEADS)}, "q.shape"),
     ("decode", A, {"q": shape(1, QO_HEADS)}, "q.shape"),
     ("decode", A, {"q": shape(1, 3, HEAD_DIM)}, "q.shape"),

@@ -82,7 +82,6 @@ OF_FIELDS: list[Case] = [
     ("append", {**A, "offsets": [0, 0]}, KV, "offsets", "must be 1"),
     ("append", {**A, "offsets": [-1]}, KV, "offsets.0", "greater than"),
     ("append", {**A, "causal": True}, KV, "causal", "no such field"),
-    ("decode", {**A, "offsets": [0]}, {"q": Q1}, "offsets", "give them as well"),
     ("decode", {**A, "causal": True}, {"q": Q1}, "causal", "no such field"),
     ("decode", {**A, "sm_scale": 0.0}, {"q": Q1}, "sm_scale", "greater than"),
     ("decode", {**A, "sm_scale": -1.0}, {"q": Q1}, "sm_scale", "greater than"),
