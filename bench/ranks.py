@@ -81,7 +81,7 @@ def measure(shapes: Any) -> dict[str, Any]:
 def measure_row(
     servers: Sequence[Server], whole: tuple[int, int], half: tuple[int, int]
 ) -> dict[str, Any]:
-    """What `bench.ranks_caller` finds, with the floor: a GPU's KV bytes, and one hand-over."""
+    """What `bench.ranks_caller` finds, with the floor: a GPU's KV bytes, read once."""
     numbers = {
         "batch": whole[0],
         "kv-len": whole[1],
@@ -101,9 +101,8 @@ def measure_row(
     found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
     kv_bytes = 2 * 2 * HEADS.num_kv * HEADS.dim * half[0] * half[1]
     read_us = kv_bytes / (found["read_tb_s"] * 1e12) * 1e6
-    floor = {"read": round(read_us, 1), "total": round(read_us + max(found["hand_over_us"]), 1)}
     row: dict[str, Any] = {"batch": whole[0], "kv_len": whole[1], "half": list(half)}
-    row |= found | {"floor_us": floor}
+    row |= found | {"floor_us": round(read_us, 1)}
     row["times_half"] = {
         way: round(found["ranked"][way] / found["one"][way], 3) for way in ("steps", "graph")
     }
@@ -128,14 +127,13 @@ def table(results: Mapping[str, Any]) -> str:
         lines.append(
             f"| {row['batch']} x {row['kv_len'] // 1024}k | {batch} x {tokens // 1024}k | "
             f"{one['steps']:.1f}, {one['graph']:.1f} | {two['steps']:.1f}, {two['graph']:.1f} | "
-            f"{times['steps']:.3f} x, {times['graph']:.3f} x | {row['floor_us']['total']:.1f} | "
+            f"{times['steps']:.3f} x, {times['graph']:.3f} x | {row['floor_us']:.1f} | "
             f"{row['error']['o']:.1e}, {row['error']['lse']:.1e} |"
         )
     told = (
         f"{results['device']}; {results['date'][:10]}; `{results['command']}`; the median step's "
         f"share of a layer: {results['layers']} layers, {HEADS.num_qo}/{HEADS.num_kv} heads of "
-        f"{HEADS.dim}, fp16, k and v appended; floor: a GPU's KV at what torch reads in the same "
-        "run, and a hand-over."
+        f"{HEADS.dim}, fp16, k and v appended; floor: a GPU's KV at what torch reads in that run."
     )
     return "\n".join([*lines, "", told])
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from attnd import LengthMismatch, OutOfPages
-from attnd.torch import RankedTorchSession, TorchSession
+from attnd.torch import RankedTorchSession, TimeSliced, TorchSession
 from stepping import HEADS, LAYERS, Served, go_through, serve
 
 from kernels import cuda_devices
@@ -28,8 +28,6 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if not count:
         pytest.skip("no CUDA device")
     with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", RuntimeWarning)  # one GPU for all of them, time-sliced
         made = []
         for rank in range(RANKS):
             options = ["--pool.num-pages", str(128 - 64 * rank)]
@@ -42,7 +40,10 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def ranked(engines: list[Served]) -> Iterator[RankedTorchSession]:
     paths = [one.path for one in engines]
-    with RankedTorchSession(paths, timeout=60.0, device=engines[0].device) as made:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TimeSliced)  # one GPU for engine and tests, without MPS
+        session = RankedTorchSession(paths, timeout=60.0, device=engines[0].device)
+    with session as made:
         yield made
         for session in made.sessions:
             session.session.delete_sequences(prefix="")
