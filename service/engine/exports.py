@@ -35,6 +35,9 @@ SOME_DIGEST: Final = "0" * 64
 def export_sequence(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
     leaf = store.tree.books.leaf(fields.id)
+    if not leaf.shard.is_whole:
+        rule = "only a part of it is here: gather its rows instead"
+        raise InvalidRequest("id", request.tenant.shown(fields.id), rule)
     header = header_of(store, leaf, fields.part_bytes)
     if fields.part is None:
         return tell_header(store, request, leaf, header)

@@ -149,6 +149,7 @@ def test_a_shard_refuses_what_it_cannot_know_and_what_does_not_agree_with_it() -
                 {"q": q},
                 "invalid_request",
             ),
+            ("export_sequence", {"id": "a"}, {}, "invalid_request"),
             ("commit", {"id": "a", "token_ids": list(range(5))}, {}, "invalid_request"),
             (
                 "create_sequences",
