@@ -119,9 +119,9 @@ ARROWS: Final = (
         under("service.doors.http", "fastapi", "starlette", "uvicorn", "httptools"),
     ),
     Arrow(
-        "a cluster's router never imports the engine or kernels",
+        "a cluster's router never imports the engine, or of kernels more than the merge of states",
         ("service/cluster/*",),
-        under("service.engine", "kernels"),
+        lambda name: name != "kernels.states" and under("service.engine", "kernels")(name),
     ),
     Arrow(
         "only what starts the service knows the cluster",

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from service.cluster.answering import each, longest, reply
 from service.cluster.batches import cut, join
-from service.cluster.engine import Call, Engine, Told, problem_in
+from service.cluster.engine import Call, Told, problem_in
+from service.cluster.names import tags_of
+from service.cluster.ranks import Home
 from service.doors.problems import ProblemText, document_of
 from service.errors import InvalidRequest, LostSequence, NotReady
 from service.image.dtypes import Array
@@ -33,7 +35,7 @@ async def ask_batch(router: Router, call: Call, prepared: Prepared, ids: Sequenc
 
 
 async def ask_one(
-    router: Router, call: Call, prepared: Prepared, ids: Sequence[str], engine: Engine
+    router: Router, call: Call, prepared: Prepared, ids: Sequence[str], engine: Home
 ) -> Answer:
     """Ask the one engine that all are on; where it does not know them, they may have been moved."""
     answered, slot = await pass_on(router, call, ids, engine)
@@ -49,7 +51,7 @@ async def ask_one(
     return await ask_several(router, call, prepared, ids)
 
 
-async def pass_on(router: Router, call: Call, ids: Sequence[str], engine: Engine) -> Answer:
+async def pass_on(router: Router, call: Call, ids: Sequence[str], engine: Home) -> Answer:
     """The call as it is. Raises LostSequence when the engine is lost over it."""
     try:
         return await engine.call(call)
@@ -57,11 +59,11 @@ async def pass_on(router: Router, call: Call, ids: Sequence[str], engine: Engine
         raise lost(router, engine, ids, error) from error
 
 
-def lost(router: Router, engine: Engine, ids: Sequence[str], error: NotReady) -> Exception:
+def lost(router: Router, engine: Home, ids: Sequence[str], error: NotReady) -> Exception:
     """What to answer for a call that an engine was lost over."""
-    if router.members.by_tag.get(engine.tag) is engine:
+    if router.members.home(engine.tag) is engine:
         return error
-    router.members.check_reachable({engine.tag})
+    router.members.check_reachable(tags_of(engine.tag))
     return LostSequence(ids)
 
 
@@ -109,7 +111,7 @@ async def ask_parts(
 ) -> Told:
     """The joined answer to a batch's fields and tensors. `again`: an engine that does not know its
     sequences is no reason to give up, they may have been moved."""
-    groups: dict[Engine, list[int]] = {}
+    groups: dict[Home, list[int]] = {}
     for at, engine in enumerate(await router.homes.of(ids, call.tenant)):
         groups.setdefault(engine, []).append(at)
     if len(groups) == 1:

@@ -12,12 +12,13 @@ import numpy as np
 
 from service.cluster.answering import each, longest, reply
 from service.cluster.engine import Call, Engine, Told
-from service.cluster.names import made_id
+from service.cluster.names import BETWEEN, made_id, tags_of
 from service.cluster.placement import choose
 from service.cluster.prefixes import chained_keys
+from service.cluster.ranks import Home, Ranks
 from service.core.keys import Prefix, as_keys
 from service.doors.problems import ProblemText
-from service.errors import LostSequence, NotReady, Overloaded, SequenceExists
+from service.errors import InvalidRequest, LostSequence, NotReady, Overloaded, SequenceExists
 from service.image.dtypes import Array
 from service.image.reading import place, split
 from service.operations.sequences import DELETE_SEQUENCES
@@ -47,6 +48,11 @@ class New:
         return name
 
     @property
+    def ranks(self) -> int:
+        """Over how many engines its pages are dealt out."""
+        return self.fields.get("ranks") or 1
+
+    @property
     def parent(self) -> str | None:
         name: str | None = self.fields.get("parent")
         return name
@@ -71,9 +77,11 @@ async def create(router: Router, call: Call, prepared: Prepared) -> tuple[Answer
     parents = dict(zip(names, await router.homes.of(names, call.tenant), strict=True))
     passed_over: set[str] = set()
     while True:
-        homes: list[Engine] = []
+        homes: list[Home] = []
         for one in new:
-            if one.parent is None:
+            if one.ranks > 1:
+                homes.append(place_ranks(router, one, passed_over))
+            elif one.parent is None:
                 homes.append(place_one(router, call, one, passed_over))
             elif one.parent in parents:
                 homes.append(parents[one.parent])
@@ -83,7 +91,8 @@ async def create(router: Router, call: Call, prepared: Prepared) -> tuple[Answer
         try:
             return await make(router, call, new, homes)
         except Failed as failed:
-            bound = {engine.tag for engine in parents.values()} & failed.errors.keys()
+            dealt = {home.tag for home in homes if isinstance(home, Ranks)}
+            bound = ({home.tag for home in parents.values()} | dealt) & failed.errors.keys()
             passed_over |= failed.errors.keys()
             open_ = {one.tag for one in router.members.engines if one.takes_new} - passed_over
             if bound or not open_ or not all(map(may_pass_over, failed.errors.values())):
@@ -98,6 +107,9 @@ def news_of(call: Call, prepared: Prepared) -> list[New]:
     sums, found = fields.prefix_indptr, []
     for index, one in enumerate(fields.sequences):
         given = one.model_dump(exclude_unset=True)
+        if one.shard is not None:
+            rule = "a cluster deals pages out by itself: give ranks instead"
+            raise InvalidRequest(f"sequences.{index}.shard", given["shard"], rule)
         rows: dict[str, Array] = {}
         if one.prefix is not None:
             span = slice(None) if sums is None else slice(sums[index], sums[index + 1])
@@ -150,11 +162,29 @@ def place_pages(
     return chosen
 
 
+def place_ranks(router: Router, new: New, passed_over: Collection[str]) -> Home:
+    """The engines with the most room, as many as wanted. Raises InvalidRequest where there are not
+    so many, NotReady."""
+    members = router.members
+    there = [one for one in members.engines if one.takes_new]
+    if new.ranks > len(there):
+        rule = f"must be at most {len(there)}, the engines that there are"
+        raise InvalidRequest("ranks", new.ranks, rule)
+    there.sort(key=lambda one: (one.tag in passed_over, -one.load_now.room, one.name))
+    chosen = there[: new.ranks]
+    for engine in chosen:
+        engine.promised += 1
+    home = members.home(BETWEEN.join(engine.tag for engine in chosen))
+    if home is None:
+        raise RuntimeError("an engine went while nobody waited: this is a bug")
+    return home
+
+
 async def make(
-    router: Router, call: Call, new: list[New], homes: list[Engine]
+    router: Router, call: Call, new: list[New], homes: list[Home]
 ) -> tuple[Answered, Slot]:
     """Make each at its engine. Raises Failed, SequenceExists; then none is made."""
-    groups: dict[Engine, list[int]] = {}
+    groups: dict[Home, list[int]] = {}
     for at, engine in enumerate(homes):
         groups.setdefault(engine, []).append(at)
     asked = {
@@ -180,7 +210,7 @@ async def make(
     return reply(router.staging, call, {"sequences": made}, stages=stages)
 
 
-def fields_for(engine: Engine, new: list[New]) -> tuple[dict[str, Any], dict[str, Array]]:
+def fields_for(engine: Home, new: list[New]) -> tuple[dict[str, Any], dict[str, Array]]:
     """What one engine is asked to make; those without an id get one that tells the engine."""
     fields: dict[str, Any] = {
         "sequences": [one.fields | {"id": one.id or made_id(engine.tag)} for one in new]
@@ -197,7 +227,7 @@ def fields_for(engine: Engine, new: list[New]) -> tuple[dict[str, Any], dict[str
 
 
 async def check_nowhere_else(
-    router: Router, call: Call, new: list[New], made: Mapping[str, Engine]
+    router: Router, call: Call, new: list[New], made: Mapping[str, Home]
 ) -> None:
     """No other engine has a sequence of an id that a caller chose; else those made are unmade.
 
@@ -207,7 +237,7 @@ async def check_nowhere_else(
     chosen = {one.id: made[one.id] for one in new if one.id is not None}
     twice: list[str] = []
     for engine in router.members.engines:
-        ids = [name for name, home in chosen.items() if home is not engine]
+        ids = [name for name, home in chosen.items() if engine.tag not in tags_of(home.tag)]
         if ids:
             twice += await router.homes.there(ids, call.tenant, [engine])
     if twice:
@@ -215,9 +245,9 @@ async def check_nowhere_else(
         raise SequenceExists(twice)
 
 
-async def unmake(router: Router, call: Call, homes: Mapping[str, Engine]) -> None:
+async def unmake(router: Router, call: Call, homes: Mapping[str, Home]) -> None:
     """Delete sequences that were made a moment ago."""
-    by_engine: dict[Engine, list[str]] = {}
+    by_engine: dict[Home, list[str]] = {}
     for name, engine in homes.items():
         by_engine.setdefault(engine, []).append(name)
     deleting = [
@@ -234,11 +264,11 @@ def may_pass_over(error: BaseException) -> bool:
     return isinstance(error, NotReady | Overloaded)
 
 
-def refusal(router: Router, new: list[New], homes: list[Engine], failed: Failed) -> BaseException:
+def refusal(router: Router, new: list[New], homes: list[Home], failed: Failed) -> BaseException:
     """What to answer: parents that were lost with their engine, else what the first engine said."""
     gone = [
         one.parent
         for one, engine in zip(new, homes, strict=True)
-        if one.parent and engine.tag in failed.errors and engine.tag not in router.members.by_tag
+        if one.parent and engine.tag in failed.errors and router.homes.is_torn(engine.tag)
     ]
     return LostSequence(gone) if gone else next(iter(failed.errors.values()))

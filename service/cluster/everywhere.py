@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Final
 
-Fields = dict[str, Any]
+from service.cluster.dealt import Fields, whole_view
+
 Join = Callable[[Fields, Sequence[Fields]], Fields]
 """From the request's fields and the engines' answers."""
 
@@ -45,12 +46,20 @@ def info(_: Fields, answers: Sequence[Fields]) -> Fields:
 def listed(asked: Fields, answers: Sequence[Fields]) -> Fields:
     """A page of the list of all, by id."""
     limit = asked["limit"]
-    every = sorted(
-        (one for part in answers for one in part["sequences"]), key=lambda one: one["id"]
-    )
+    parts: dict[str, list[Fields]] = {}
+    for one in (one for part in answers for one in part["sequences"]):
+        parts.setdefault(one["id"], []).append(one)
+    every = [one_of(parts[name]) for name in sorted(parts)]
     has_more = len(every) > limit or any(part["next"] is not None for part in answers)
     shown = every[:limit]
     return {"sequences": shown, "next": shown[-1]["id"] if shown and has_more else None}
+
+
+def one_of(parts: list[Fields]) -> Fields:
+    """A sequence, of which engines may have told a part each."""
+    if "shard" not in parts[0]:
+        return parts[0]
+    return whole_view(sorted(parts, key=lambda one: int(one["shard"]["rank"])))
 
 
 def namespace(asked: Fields, answers: Sequence[Fields]) -> Fields:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from service.cluster.answering import each
 from service.cluster.engine import Call, Engine
-from service.cluster.names import Names
+from service.cluster.names import BETWEEN, Names, tags_of
+from service.cluster.ranks import Home, drop
 from service.doors.problems import ProblemText
 from service.errors import LostSequence, UnknownSequence
 from service.operations.rows import GATHER
+from service.operations.sequences import GET_SEQUENCE
 from service.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -29,32 +32,63 @@ class Homes:
         self.members = members
         self.names = Names()
 
-    async def of(self, ids: Sequence[str], tenant: Tenant) -> list[Engine]:
+    async def of(self, ids: Sequence[str], tenant: Tenant) -> list[Home]:
         """The engine of each sequence. Raises UnknownSequence, LostSequence, NotReady."""
-        space, by_tag, tag = tenant.namespace, self.members.by_tag, self.names.tag
-        found = [by_tag.get(tag((space, name)) or "") for name in ids]
+        space, home, tag = tenant.namespace, self.members.home, self.names.tag
+        found = [home(tag((space, name)) or "") for name in ids]
         if None in found:
             missing = [name for name, engine in zip(ids, found, strict=True) if engine is None]
             await self.find(missing, tenant)
-            found = [by_tag.get(tag((space, name)) or "") for name in ids]
+            found = [home(tag((space, name)) or "") for name in ids]
         return [engine for engine in found if engine is not None]
 
     async def find(self, ids: Sequence[str], tenant: Tenant) -> None:
         """Ask the engines for sequences, and remember where they are. Raises as `of`."""
+        tags = {name: self.names.tag((tenant.namespace, name)) or "" for name in ids}
+        if torn := [name for name, tag in tags.items() if BETWEEN in tag and self.is_torn(tag)]:
+            self.refuse(torn, tenant)
         for begin in range(0, len(ids), ASKED_AT_ONCE):
             some = ids[begin : begin + ASKED_AT_ONCE]
             there = await self.there(some, tenant, self.members.engines)
             for name, engine in there.items():
-                self.names.learn((tenant.namespace, name), engine.tag)
+                self.names.learn((tenant.namespace, name), await self.tag_at(name, engine, tenant))
             if missing := [name for name in some if name not in there]:
                 self.refuse(missing, tenant)
 
     def refuse(self, ids: Sequence[str], tenant: Tenant) -> None:
         """Say why sequences are nowhere: with their engine, or never anywhere."""
         tags = {name: self.names.tag((tenant.namespace, name)) for name in ids}
-        gone = {name: tag for name, tag in tags.items() if tag and tag not in self.members.by_tag}
-        self.members.check_reachable(set(gone.values()))
+        gone = {name: tag for name, tag in tags.items() if tag and self.is_torn(tag)}
+        self.members.check_reachable({part for tag in gone.values() for part in tags_of(tag)})
+        for name, tag in gone.items():
+            self.let_go(name, tag, tenant)
         raise LostSequence(list(gone)) if gone else UnknownSequence(ids)
+
+    def is_torn(self, tag: str) -> bool:
+        """Whether an engine of the tag is not there."""
+        return any(part not in self.members.by_tag for part in tags_of(tag))
+
+    def let_go(self, name: str, tag: str, tenant: Tenant) -> None:
+        """Have the other engines delete their parts of a sequence that was lost with one."""
+        by_tag = self.members.by_tag
+        drop([by_tag[part] for part in tags_of(tag) if part in by_tag], tenant, [name])
+
+    async def tag_at(self, name: str, engine: Engine, tenant: Tenant) -> str:
+        """The tag of a sequence that an engine has, or has a part of. Raises LostSequence."""
+        shards: dict[int, str] = {}
+        ranks = 1
+        for one in [engine, *(other for other in self.members.engines if other is not engine)]:
+            with suppress(ProblemText):
+                call = one.own(GET_SEQUENCE, tenant, ASK_DEADLINE_S)
+                shard = (await one.ask(call, {"id": name})).fields.get("shard")
+                if shard is None:
+                    return one.tag
+                shards[shard["rank"]], ranks = one.tag, shard["ranks"]
+        tag = BETWEEN.join(shards[rank] for rank in sorted(shards))
+        if len(shards) < ranks:
+            self.let_go(name, tag, tenant)
+            raise LostSequence([name])
+        return tag
 
     async def there(
         self, ids: Sequence[str], tenant: Tenant, engines: Iterable[Engine]
@@ -72,7 +106,7 @@ class Homes:
             found |= dict.fromkeys(known, engine)
         return found
 
-    def made(self, call: Call, ids: Iterable[str], engine: Engine) -> None:
+    def made(self, call: Call, ids: Iterable[str], engine: Home) -> None:
         for name in ids:
             self.names.learn((call.tenant.namespace, name), engine.tag)
 

@@ -14,8 +14,10 @@ from typing import Any, Final
 from config.sections import ServerSettings
 from service.cluster.engine import Engine, Told
 from service.cluster.listed import Listed, read_members
+from service.cluster.names import BETWEEN, tags_of
 from service.cluster.placement import Load
 from service.cluster.prefixes import Prefixes
+from service.cluster.ranks import Home, Ranks
 from service.cluster.staging import Staging
 from service.doors.link import Link
 from service.doors.problems import ProblemText
@@ -69,6 +71,8 @@ class Members:
         self.by_name: dict[str, Member] = {}
         self.by_tag: dict[str, Engine] = {}
         self.first_info: InfoAnswer | None = None
+        self.ranks: dict[str, Ranks] = {}
+        """Engines that sequences are dealt out over, by their tags."""
         self.prefixes: dict[str, Prefixes] = {}
         """By namespace, of those that have looked for a prefix."""
         self.tenant = tenant_of("cluster", SCOPES) if has_keys else OPEN
@@ -82,6 +86,19 @@ class Members:
     @property
     def engines(self) -> list[Engine]:
         return list(self.by_tag.values())
+
+    def home(self, tag: str) -> Home | None:
+        """An engine, or all those that a sequence is dealt out over; None when one is not there."""
+        if BETWEEN not in tag:
+            return self.by_tag.get(tag)
+        found = self.ranks.get(tag)
+        if found is None:
+            tags = tags_of(tag)
+            engines = [self.by_tag[one] for one in tags if one in self.by_tag]
+            if len(engines) < len(tags):
+                return None
+            found = self.ranks[tag] = Ranks(engines)
+        return found
 
     @property
     def info(self) -> InfoAnswer:
@@ -152,6 +169,7 @@ class Members:
     def close(self) -> None:
         if self.watching is not None:
             self.watching.cancel()
+        self.ranks.clear()  # the engines keep what they have
         for name in list(self.by_name):
             self.remove(name)
 
@@ -218,8 +236,14 @@ class Members:
             return
         if self.by_tag.get(engine.tag) is engine:
             del self.by_tag[engine.tag]
-        if member.lost_after_s and why != LEFT:
+        may_return = member.lost_after_s > 0 and why != LEFT
+        if may_return:
             self.away[engine.tag] = time.monotonic() + member.lost_after_s
+        for tag, ranks in list(self.ranks.items()):
+            if engine in ranks.engines:
+                del self.ranks[tag]
+                if not may_return:
+                    ranks.abandon()
         for namespace, known in self.prefixes.items():
             known.forget(engine.tag, namespace)
         if engine.link.caller is not None:

@@ -1,7 +1,8 @@
 """Where sequences are: what their ids tell, and a bounded memory of those that tell nothing.
 
 An id that the cluster makes ends in the tag of the engine that the sequence was made on: the first
-digits of the engine's `instance_id`, so an engine that was started anew has another one. Ids that
+digits of the engine's `instance_id`, so an engine that was started anew has another one. Of engines
+that a sequence is dealt out over there are all tags, by rank. Ids that
 callers choose, and sequences that were moved, are remembered; what is not remembered, the engines
 are asked for. A wrong memory does no harm either: the engine answers 404, and all are asked.
 """
@@ -15,7 +16,9 @@ from collections import OrderedDict
 from typing import Final
 
 TAG_DIGITS: Final = 8
-TAGGED: Final = re.compile(rf".*\.([0-9a-f]{{{TAG_DIGITS}}})")
+BETWEEN: Final = "-"
+"""Stands between the tags of the engines that a sequence is dealt out over."""
+TAGGED: Final = re.compile(rf".*\.([0-9a-f]{{{TAG_DIGITS}}}(?:{BETWEEN}[0-9a-f]{{{TAG_DIGITS}}})*)")
 MOST_REMEMBERED: Final = 2**20
 Name = tuple[str, str]
 """Namespace and id."""
@@ -23,6 +26,11 @@ Name = tuple[str, str]
 
 def tag_of_instance(instance_id: str) -> str:
     return instance_id[:TAG_DIGITS]
+
+
+def tags_of(tag: str) -> list[str]:
+    """The engines of a tag, by rank."""
+    return tag.split(BETWEEN)
 
 
 def made_id(tag: str) -> str:

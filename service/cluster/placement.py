@@ -35,6 +35,10 @@ class Load:
     """Placed there since these numbers were told."""
 
     @property
+    def room(self) -> int:
+        return self.free + self.cached - self.promised
+
+    @property
     def total(self) -> int:
         return self.free + self.cached + self.held
 
@@ -52,8 +56,7 @@ def choose(loads: Mapping[str, Load], matched: Mapping[str, int], needed: int) -
 
     def rank(name: str) -> tuple[float, float, str]:
         load = among[name]
-        room = load.free + load.cached - load.promised
-        return cost(load, missing[name]), -room, name
+        return cost(load, missing[name]), -load.room, name
 
     return min(among, key=rank)
 

@@ -1,0 +1,82 @@
+"""Answers of the engines that a sequence's pages are dealt out over, made into those of the whole.
+
+Page i of a sequence lies at rank i mod `ranks`, the arithmetic of which is `service.core.shards`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from kernels.states import merge_states
+from service.core.shards import held
+from service.image.dtypes import Array
+
+Fields = dict[str, Any]
+LN2: Final = np.float32(math.log(2))
+
+
+def whole_length(held_here: Sequence[int], page_size: int) -> int:
+    """The longest sequence of which every rank holds its part, of what each holds: tokens up to the
+    first one that is missing."""
+    ranks = len(held_here)
+    missing = []
+    for rank, tokens in enumerate(held_here):
+        full, rest = divmod(tokens, page_size)
+        missing.append((full * ranks + rank) * page_size + rest)
+    return min(missing)
+
+
+def held_by(length: int, ranks: int, page_size: int) -> list[int]:
+    """How many of a sequence's tokens each rank holds."""
+    return [int(held(length, rank, ranks, page_size)) for rank in range(ranks)]
+
+
+def whole_view(parts: Sequence[Mapping[str, Any]]) -> Fields:
+    """What is told of a sequence, from what each rank in order tells of its part."""
+    lengths = [sum(column) for column in zip(*(part["lengths"] for part in parts), strict=True)]
+    pages = sum(part["pages"] for part in parts)
+    last = parts[max(pages - 1, 0) % len(parts)]
+    whole = {name: value for name, value in parts[0].items() if name != "shard"}
+    return whole | {
+        "length": min(lengths),
+        "lengths": lengths,
+        "pages": pages,
+        "last_page_len": last["last_page_len"],
+    }
+
+
+def one_state(told: Sequence[Mapping[str, Array]], base: str) -> dict[str, Array]:
+    """The ranks' states of the same rows as one; log-sum-exps are in `base`."""
+    o = np.stack([one["o"] for one in told], axis=1)
+    lse = np.stack([one["lse"] for one in told], axis=1)
+    unit = LN2 if base == "2" else np.float32(1)
+    merged = merge_states(o, lse * unit)
+    return {"o": np.asarray(merged.o), "lse": np.asarray(merged.lse) / unit}
+
+
+def gathered(
+    told: Sequence[tuple[Fields, Mapping[str, Array]]],
+    lengths: Sequence[int],
+    span: tuple[int, int | None],
+    page_size: int,
+) -> tuple[Fields, dict[str, Array]]:
+    """K and V of tokens `span` of each sequence, in order, from the rows that every rank has."""
+    ranks, sums, places = len(told), [0], []
+    for length in lengths:
+        stop = length if span[1] is None else min(span[1], length)
+        token = np.arange(min(span[0], length), stop)
+        places.append(token // page_size % ranks)
+        sums.append(sums[-1] + token.size)
+    whole: dict[str, Array] = {}
+    for name, like in told[0][1].items():
+        whole[name] = np.empty((sums[-1], *like.shape[1:]), like.dtype)
+        for rank, (fields, arrays) in enumerate(told):
+            own = fields["kv_indptr"]
+            for index, place in enumerate(places):
+                into = whole[name][sums[index] : sums[index + 1]]
+                into[place == rank] = arrays[name][own[index] : own[index + 1]]
+    return {"kv_indptr": sums}, whole

@@ -1,0 +1,346 @@
+"""Sequences dealt out over two engines: the numbers of one, and nothing half done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+from cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster, rows, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from service.cluster.local import LocalEngines, local_engines
+from service.cluster.ranks import Ranks
+from service.operations.rows import APPEND
+from service.tenants import OPEN
+
+Array = Any
+SCALE = DIM**-0.5
+
+
+@dataclass
+class Book:
+    """What sequences hold, by layer; calls that must succeed, held against it."""
+
+    cluster: Cluster
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(3))
+    held: dict[str, list[tuple[Array, Array]]] = field(default_factory=dict)
+
+    async def create(self, name: str, **given: Any) -> None:
+        await self.cluster.told("create_sequences", {"sequences": [{"id": name} | given]})
+        none = rows(self.rng, 0)
+        self.held[name] = [(none, none)] * LAYERS
+
+    async def fork(self, parent: str, name: str, length: int | None = None) -> None:
+        asked = {"id": name, "parent": parent} | ({} if length is None else {"length": length})
+        await self.cluster.told("create_sequences", {"sequences": [asked]})
+        self.held[name] = [(k[:length], v[:length]) for k, v in self.held[parent]]
+
+    def grow(self, names: list[str], counts: list[int], layer: int) -> dict[str, Array]:
+        new = {"k": rows(self.rng, sum(counts)), "v": rows(self.rng, sum(counts))}
+        begin = 0
+        for name, count in zip(names, counts, strict=True):
+            part = slice(begin, begin + count)
+            k, v = self.held[name][layer]
+            both = np.concatenate((k, new["k"][part])), np.concatenate((v, new["v"][part]))
+            self.held[name][layer] = both
+            begin += count
+        return new
+
+    async def append(self, name: str, count: int) -> None:
+        for layer in range(LAYERS):
+            fields = {"layer": layer, "sequences": [name], "append_indptr": [0, count]}
+            told = await self.cluster.told("append", fields, **self.grow([name], [count], layer))
+            assert told.fields["lengths"] == [len(self.held[name][layer][0])]
+
+    async def attend(
+        self, names: list[str], counts: list[int], layer: int, *, appends: bool, **how: Any
+    ) -> None:
+        """A decode where every count is 1, else a prefill; against the oracle."""
+        new = self.grow(names, counts, layer) if appends else {}
+        q = rows(self.rng, sum(counts), 2 * HEADS)
+        fields: dict[str, Any] = {"layer": layer, "sequences": names} | how
+        name = "decode" if set(counts) == {1} else "prefill"
+        if name == "prefill":
+            fields["qo_indptr"] = [0, *np.cumsum(counts).tolist()]
+        told = await self.cluster.told(name, fields, q=q, **new)
+        begin = 0
+        for one, count in zip(names, counts, strict=True):
+            mine = slice(begin, begin + count)
+            k, v = self.held[one][layer]
+            seen = oracle.visible(
+                count,
+                len(k),
+                causal=bool(how.get("causal")),
+                window_left=how.get("window_left", -1),
+            )
+            o, lse = oracle.attend(q[mine], k, v, seen, sm_scale=SCALE)
+            unit = np.log(2) if how.get("lse_base") == "2" else 1.0
+            case = f"{one}, {counts} rows on {len(k)} tokens, {how}"
+            np.testing.assert_allclose(told.arrays["o"][mine], o, atol=2e-5, err_msg=case)
+            got = told.arrays["lse"][mine] * unit
+            np.testing.assert_allclose(got, lse, atol=2e-5, err_msg=case)
+            begin += count
+
+    async def truncate(self, name: str, length: int) -> None:
+        told = await self.cluster.told("truncate", {"id": name, "length": length})
+        assert told.fields["lengths"] == [length] * LAYERS
+        self.held[name] = [(k[:length], v[:length]) for k, v in self.held[name]]
+
+    async def check(self, name: str) -> None:
+        """What is told of a sequence, and all its rows."""
+        told = (await self.cluster.told("get_sequence", {"id": name})).fields
+        lengths = [len(k) for k, _ in self.held[name]]
+        pages = -(-max(lengths) // PAGE)
+        last = max(lengths) - max(pages - 1, 0) * PAGE
+        assert (told["lengths"], told["pages"], told["last_page_len"]) == (lengths, pages, last)
+        for layer in range(LAYERS):
+            fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
+            told_rows = (await self.cluster.told("gather", fields)).arrays
+            for part, want in zip("kv", self.held[name][layer], strict=True):
+                np.testing.assert_array_equal(told_rows[part], want, err_msg=f"{part}, {layer}")
+
+
+def test_every_place_of_a_page_gives_the_numbers_of_one_engine(two_engines: LocalEngines) -> None:
+    async def test(cluster: Cluster) -> None:
+        book = Book(cluster)
+        await book.create("a", ranks=2)
+        await book.create("plain")
+        for count in (0, 1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE - 1, 2):
+            both = {"causal": count % 2 == 1, "window_left": (-1, 0, 5)[count % 3]}
+            for layer in range(LAYERS):
+                await book.attend(["a", "plain"], [count, 2], layer, appends=True, **both)
+                await book.attend(["a"], [1], layer, appends=True, lse_base="2")
+                await book.attend(["plain", "a"], [1, 1], layer, appends=False)
+            await book.check("a")
+        listed = (await cluster.told("list_sequences", {"limit": 2})).fields["sequences"]
+        assert [one["id"] for one in listed] == ["a", "plain"]
+        assert listed[0]["length"] == len(book.held["a"][0][0])
+        for name, expected in (("a", 1), ("nobody", 0), ("plain", 1)):
+            told = await cluster.told("delete_sequences", {"ids": [name]})
+            assert told.fields == {"num_deleted": expected}
+
+    run(two_engines, test)
+
+
+CHOICES = st.tuples(
+    st.sampled_from(["append", "decode", "prefill", "fork", "truncate", "read"]),
+    st.integers(0, 3 * PAGE),
+    st.integers(0, 10**6),
+    st.integers(-1, 2 * PAGE + 1),
+)
+
+
+@settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(steps=st.lists(CHOICES, min_size=8, max_size=20))
+def test_any_order_of_calls_gives_the_numbers_of_one_engine(
+    two_engines: LocalEngines, steps: list[tuple[str, int, int, int]]
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        book = Book(cluster)
+        await book.create("s0", ranks=2)
+        for number, (what, count, chosen, window) in enumerate(steps):
+            names = sorted(book.held)
+            name = names[chosen % len(names)]
+            length = len(book.held[name][0][0])
+            if what == "append":
+                await book.append(name, count)
+            elif what == "fork" and len(names) < 5:
+                await book.fork(name, f"s{number + 1}", chosen % (length + 1))
+            elif what == "truncate":
+                await book.truncate(name, chosen % (length + 1))
+            elif what == "read":
+                await book.check(name)
+            else:
+                decodes = what == "decode"
+                counts = [1] * len(names) if decodes else [count, *[2] * (len(names) - 1)]
+                how = {"window_left": window} | ({} if decodes else {"causal": True})
+                for layer in range(LAYERS):
+                    appends = chosen % 2 == 0
+                    await book.attend(names, counts, layer, appends=appends, **how)
+        for name in book.held:
+            await book.check(name)
+
+    run(two_engines, test)
+
+
+def test_what_one_rank_refuses_is_taken_back_at_the_other(two_engines: LocalEngines) -> None:
+    async def test(cluster: Cluster) -> None:
+        book = Book(cluster)
+        await book.create("a", ranks=2)
+        await book.append("a", 2 * PAGE + 1)
+        # the engine of rank 1 gets as full as can be
+        tags = cluster.router.homes.names.tag(("default", "a")).split("-")
+        full = next(e for e in cluster.router.members.engines if e.tag == tags[1])
+        filler = {"sequences": [{"id": "filler"}]}
+        for engine in cluster.router.members.engines:
+            if engine is not full:
+                engine.is_leaving = True
+        await cluster.told("create_sequences", filler)
+        for engine in cluster.router.members.engines:
+            engine.is_leaving = False
+        taken = (PAGES - 1) * PAGE
+        fields = {"layer": 0, "sequences": ["filler"], "append_indptr": [0, taken]}
+        await cluster.told("append", fields, k=rows(book.rng, taken), v=rows(book.rng, taken))
+        free = await cluster.free_pages()
+        count = 9 * PAGE
+        new = {"k": rows(book.rng, count), "v": rows(book.rng, count)}
+        fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, count]}
+        told = await cluster.call("append", fields, **new)
+        assert (told.status, told.fields["code"]) == (507, "out_of_pages"), told
+        assert await cluster.free_pages() == free
+        await book.check("a")
+        await cluster.told("delete_sequence", {"id": "filler"})
+        await book.append("a", count)
+        await book.check("a")
+
+    run(two_engines, test)
+
+
+def test_what_cannot_be_over_several_engines_is_refused_and_changes_nothing(
+    two_engines: LocalEngines,
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        book = Book(cluster)
+        await book.create("a", ranks=2)
+        await book.append("a", PAGE + 2)
+        free = await cluster.free_pages()
+        q = rows(book.rng, 1, 2 * HEADS)
+        level = {"sequences": ["a"], "qo_indptr": [0, 1]}
+        ids = list(range(PAGE))
+        refused: list[tuple[str, dict[str, Any], dict[str, Array], int, str]] = [
+            ("create_sequences", {"sequences": [{"ranks": 3}]}, {}, 422, "at most 2, the engines"),
+            ("create_sequences", {"sequences": [{"id": "a", "ranks": 2}]}, {}, 409, "exists"),
+            ("create_sequences", {"sequences": [{"id": "a"}]}, {}, 409, "exists"),
+            (
+                "create_sequences",
+                {"sequences": [{"shard": {"rank": 0, "ranks": 2}}]},
+                {},
+                422,
+                "give ranks instead",
+            ),
+            (
+                "create_sequences",
+                {"sequences": [{"parent": "a", "length": PAGE + 3}]},
+                {},
+                422,
+                "the parent's length",
+            ),
+            ("truncate", {"id": "a", "length": PAGE + 3}, {}, 422, "the sequence's length"),
+            ("commit", {"id": "a", "token_ids": ids}, {}, 422, "takes those on one"),
+            ("page_table", {"sequences": ["a"]}, {}, 422, "takes those on one"),
+            ("cascade", {"layer": 0, "levels": [level]}, {"q": q}, 422, "takes those on one"),
+            (
+                "decode",
+                {"layer": 0, "sequences": ["a"], "offsets": [3]},
+                {"q": q},
+                409,
+                "a has 6",
+            ),
+            (
+                "decode",
+                {"layer": 0, "sequences": ["a", "no"]},
+                {"q": np.tile(q, (2, 1, 1))},
+                404,
+                "no",
+            ),
+        ]
+        for name, fields, arrays, status, words in refused:
+            told = await cluster.call(name, fields, **arrays)
+            assert told.status == status and words in told.fields["detail"], (name, told)
+        assert await cluster.free_pages() == free
+        await book.check("a")
+
+    run(two_engines, test)
+
+
+def test_a_door_that_knows_nothing_finds_all_parts_and_mends_what_another_left(
+    two_engines: LocalEngines,
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        book = Book(cluster)
+        await book.create("a", ranks=2)
+        await book.append("a", 3 * PAGE + 1)
+        router = cluster.router
+        home = router.members.home(router.homes.names.tag(("default", "a")) or "")
+        assert isinstance(home, Ranks)
+        # a door that died after one of the engines had done its part of an append
+        engine = home.engines[1]
+        new = {"k": rows(book.rng, PAGE), "v": rows(book.rng, PAGE)}
+        fields = {
+            "layer": 0,
+            "sequences": ["a"],
+            "append_indptr": [0, PAGE],
+            "offsets": [3 * PAGE + 1],
+        }
+        await engine.ask(engine.own(APPEND, OPEN, 10.0), fields, new)
+        router.homes.names.known.clear()
+        router.members.ranks.clear()
+        await book.check("a")
+        await book.attend(["a"], [1], 0, appends=True)
+        await book.check("a")
+
+    run(two_engines, test)
+
+
+@pytest.fixture
+def mortal_engines() -> Iterator[LocalEngines]:
+    with local_engines(3, SETTINGS) as engines:
+        yield engines
+
+
+def test_a_rank_that_dies_takes_its_sequences_along_and_nothing_else(
+    mortal_engines: LocalEngines,
+) -> None:
+    engines = mortal_engines
+
+    async def test(cluster: Cluster) -> None:
+        book = Book(cluster)
+        homes = {}
+        for name in ("a", "b", "c"):
+            await book.create(name, ranks=2)
+            await book.append(name, 3 * PAGE)
+            tags = cluster.router.homes.names.tag(("default", name)).split("-")
+            homes[name] = {
+                engine.name for engine in cluster.router.members.engines if engine.tag in tags
+            }
+        await book.create("d", ranks=3)
+        await book.append("d", 4 * PAGE)
+        victim = sorted(homes["a"])[0]
+        lost = [name for name in homes if victim in homes[name]] + ["d"]
+        kept = [name for name in homes if name not in lost]
+        q = rows(book.rng, 1, 2 * HEADS)
+        asking = [
+            asyncio.ensure_future(cluster.call("decode", {"layer": 0, "sequences": [name]}, q=q))
+            for name in lost * 20
+        ]
+        await asyncio.sleep(0.01)
+        engines.kill(victim)
+        answers = await asyncio.gather(*asking)
+        assert {told.status for told in answers} <= {200, 410, 503}, answers
+        await cluster.until(lambda: len(cluster.router.members.engines) == 2, "it is gone")
+        for name in lost:
+            told = await cluster.call("decode", {"layer": 0, "sequences": [name]}, q=q)
+            assert (told.status, told.fields["sequences"]) == (410, [name]), told
+        for name in kept:
+            await book.check(name)
+        pages = sum(-(-len(book.held[name][0][0]) // PAGE) for name in kept)
+        async with asyncio.timeout(20):
+            while await cluster.free_pages() != 2 * PAGES - pages:
+                await asyncio.sleep(0.05)
+        engines.start(victim)
+        await cluster.until(lambda: len(cluster.router.members.engines) == 3, "it is back")
+        await book.create("e", ranks=3)
+        await book.append("e", 5 * PAGE)
+        await book.check("e")
+
+    run(engines, test)
