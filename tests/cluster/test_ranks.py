@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster, rows, run
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from service.cluster.local import LocalEngines, local_engines
@@ -61,11 +61,11 @@ class Book:
     async def attend(
         self, names: list[str], counts: list[int], layer: int, *, appends: bool, **how: Any
     ) -> None:
-        """A decode where every count is 1, else a prefill; against the oracle."""
+        """A prefill where `causal` is said, else a decode; against the oracle."""
         new = self.grow(names, counts, layer) if appends else {}
         q = rows(self.rng, sum(counts), 2 * HEADS)
         fields: dict[str, Any] = {"layer": layer, "sequences": names} | how
-        name = "decode" if set(counts) == {1} else "prefill"
+        name = "prefill" if "causal" in how else "decode"
         if name == "prefill":
             fields["qo_indptr"] = [0, *np.cumsum(counts).tolist()]
         told = await self.cluster.told(name, fields, q=q, **new)
@@ -139,6 +139,7 @@ CHOICES = st.tuples(
 @settings(
     max_examples=12,
     deadline=None,
+    phases=[Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(steps=st.lists(CHOICES, min_size=8, max_size=20))
@@ -147,6 +148,7 @@ def test_any_order_of_calls_gives_the_numbers_of_one_engine(
 ) -> None:
     async def test(cluster: Cluster) -> None:
         book = Book(cluster)
+        await cluster.told("delete_sequences", {"prefix": ""})  # of an example that failed
         await book.create("s0", ranks=2)
         for number, (what, count, chosen, window) in enumerate(steps):
             names = sorted(book.held)
@@ -274,7 +276,7 @@ def test_a_door_that_knows_nothing_finds_all_parts_and_mends_what_another_left(
         home = router.members.home(router.homes.names.tag(("default", "a")) or "")
         assert isinstance(home, Ranks)
         # a door that died after one of the engines had done its part of an append
-        engine = home.engines[1]
+        engine = home.engines[0]
         new = {"k": rows(book.rng, PAGE), "v": rows(book.rng, PAGE)}
         fields = {
             "layer": 0,
