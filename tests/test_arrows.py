@@ -121,7 +121,7 @@ ARROWS: Final = (
     Arrow(
         "a cluster's router never imports the engine, or of kernels more than the merge of states",
         ("service/cluster/*",),
-        lambda name: name != "kernels.states" and under("service.engine", "kernels")(name),
+        lambda name: under("service.engine", "kernels")(name) and not under("kernels.states")(name),
     ),
     Arrow(
         "only what starts the service knows the cluster",
