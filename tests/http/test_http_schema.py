@@ -59,6 +59,7 @@ CONTROL_ROUTES = {
     "/v1/info": {"get"},
     "/v1/pool": {"get"},
     "/v1/engines": {"get"},
+    "/v1/snapshot": {"get"},
     "/health/live": {"get"},
     "/health/ready": {"get"},
     "/metrics": {"get"},
