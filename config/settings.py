@@ -49,6 +49,7 @@ __all__ = (
     "SettingsError",
     "give_streams_queues_of_their_own",
     "let_idle_threads_sleep",
+    "let_ray_be_quiet",
     "load_settings",
 )
 
@@ -107,6 +108,13 @@ def let_grpc_be_silent() -> None:
     """Call before grpc is imported: its core would write lines of its own to standard error. What
     the environment says goes first."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def let_ray_be_quiet() -> None:
+    """Call before ray is imported: it neither reports its use to its makers, nor answers for the
+    accelerators of actors that have none. What the environment says goes first."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def give_streams_queues_of_their_own() -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Final
 
 from config.settings import (
@@ -21,6 +22,7 @@ from config.settings import (
     SettingsError,
     let_grpc_be_silent,
     let_idle_threads_sleep,
+    let_ray_be_quiet,
     load_settings,
 )
 from service import __version__
@@ -63,6 +65,8 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while nothing runs yet
     if argv[:1] == ["key"]:
         return key_command(argv[1:])
+    on_ray = "--cluster" in argv
+    argv = [one for one in argv if one != "--cluster"]
     if "--version" in argv:
         print(f"attnd {__version__}")
         return 0
@@ -74,6 +78,8 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
         print(f"attnd: {error}", file=sys.stderr)
         return 2
     set_up_logs(settings.log, "main")
+    if on_ray:
+        return cluster_on_ray(settings)
     try:
         keys_of(settings.auth)  # doors and engine read them by themselves
         secret = secret_of(settings.cluster)
@@ -99,6 +105,17 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
         except OSError as error:
             LOG.error("cannot start the processes: %s", error)
             return 1
+
+
+def cluster_on_ray(settings: Settings) -> int:
+    """Hand over to Ray, which is an extra."""
+    if find_spec("ray") is None:
+        LOG.error("cannot start: --cluster needs Ray: pip install 'attnd[ray]'")
+        return 1
+    let_ray_be_quiet()
+    from service.cluster.ray_main import serve_cluster
+
+    return serve_cluster(settings)
 
 
 def supervise(

@@ -108,6 +108,12 @@ ARROWS: Final = (
         but=("service/doors/grpc/*",),
     ),
     Arrow(
+        "Ray only in the cluster's modules for it",
+        PRODUCT,
+        under("ray"),
+        but=("service/cluster/ray_*.py",),
+    ),
+    Arrow(
         "ZeroMQ and msgpack only in the ZeroMQ door",
         PRODUCT,
         under("zmq", "msgspec"),

@@ -35,6 +35,8 @@ class LocalEngines:
     secret: str = field(default_factory=lambda: secrets.token_hex(32))
     over_tcp: bool = False
     """They are called over TCP, as those of other hosts are."""
+    host: str = "127.0.0.1"
+    """Where they listen then."""
     listening: dict[str, Listening] = field(default_factory=dict)
     entries: dict[str, socket.socket] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -48,7 +50,7 @@ class LocalEngines:
         name = f"engine-{len(self.listening)}"
         self.listening[name] = listen(self.folder / f"{name}.sock", private=False)
         if self.over_tcp:
-            (self.entries[name],) = listen_tcp("127.0.0.1", 0, True)
+            (self.entries[name],) = listen_tcp(self.host, 0, False)
         self.start(name)
         self.tell()
         return name
@@ -90,7 +92,7 @@ class LocalEngines:
 
     def address(self, name: str) -> str:
         if self.over_tcp:
-            return f"tcp:127.0.0.1:{self.entries[name].getsockname()[1]}"
+            return f"tcp:{self.host}:{self.entries[name].getsockname()[1]}"
         return str(self.listening[name].path)
 
     def close(self) -> None:

@@ -1,0 +1,66 @@
+"""A cluster's doors as processes of whoever starts them in a supervisor's place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from config.sections import Settings
+from service.addresses import Addresses
+from service.cells import make_shared
+from service.processes import Child, Shared, start
+
+COMMAND: Final = (sys.executable, "-m", "service.cluster")
+
+
+@dataclass(slots=True)
+class Doors:
+    """The processes, by their names."""
+
+    children: tuple[Child, ...]
+    shared: Shared
+    processes: dict[str, subprocess.Popen[bytes]]
+
+    def check(self) -> None:
+        """Start again what has ended. Raises RuntimeError for one that cannot start."""
+        for child in self.children:
+            status = self.processes[child.process].poll()
+            if status is not None:
+                if self.shared.settings.server.port and status == 3:
+                    raise RuntimeError(f"{child.process} cannot serve: its log says why")
+                self.processes[child.process] = start(child, self.shared)
+
+    def end(self, seconds: float) -> None:
+        """Ask all to finish; kill those that have not after so long."""
+        for process in self.processes.values():
+            process.terminate()
+        ends = time.monotonic() + seconds
+        for process in self.processes.values():
+            try:
+                process.wait(max(0.0, ends - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def start_doors(settings: Settings, addresses: Addresses, secret: str, lifeline: int) -> Doors:
+    """HTTP's doors, and gRPC's where there is one, over the engines in the file of members."""
+    children = [
+        Child(f"http-{worker}", (*COMMAND, "http"), addresses.http, worker)
+        for worker in range(settings.server.http_workers)
+    ]
+    if settings.server.grpc_port is not None:
+        children.append(Child("grpc-0", (*COMMAND, "grpc"), ()))
+    shared = Shared(
+        settings=settings,
+        lifeline=lifeline,
+        engine_socket=str(addresses.members),
+        url=addresses.url,
+        secret=secret,
+        metrics={child.process: make_shared() for child in children},
+    )
+    processes = {child.process: start(child, shared) for child in children}
+    return Doors(tuple(children), shared, processes)

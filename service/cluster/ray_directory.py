@@ -1,0 +1,68 @@
+"""Where the engines of a Ray cluster are: told by them again and again, read by the ingresses.
+
+It keeps nothing that its engines do not tell it within a second, so it may be started anew at any
+time; an ingress forgets an engine only when that has left, or has not been heard of for long.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ray
+
+NAME: Final = "attnd-directory"
+NAMESPACE: Final = "attnd"
+REPORT_S: Final = 0.5
+"""How often engines report, and ingresses ask."""
+SILENT_S: Final = 10.0
+"""An engine that has not reported for so long has died with its node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One engine: its Ray node, and how it is called from there and from elsewhere."""
+
+    name: str
+    node: str
+    path: str
+    address: str
+    is_leaving: bool = False
+
+
+class Directory:
+    """The actor."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, tuple[Place, float]] = {}
+
+    def report(self, place: Place) -> None:
+        self.places[place.name] = place, time.monotonic()
+
+    def leave(self, name: str) -> None:
+        """It has gone on purpose, and nothing is left there."""
+        self.places.pop(name, None)
+
+    def read(self) -> tuple[list[Place], list[str]]:
+        """The engines there are, and the names of those that have fallen silent."""
+        now = time.monotonic()
+        heard = [place for place, at in self.places.values() if now - at < SILENT_S]
+        silent = [place.name for place, at in self.places.values() if now - at >= SILENT_S]
+        return heard, silent
+
+
+def directory() -> Any:
+    """The actor's handle; it is made when there is none."""
+    return (
+        ray.remote(Directory)
+        .options(
+            name=NAME,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+        )
+        .remote()
+    )

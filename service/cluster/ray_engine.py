@@ -1,0 +1,121 @@
+"""An engine as a replica of Ray Serve: it starts the engine's process on its node, tells where that
+is and what it has, and empties it before it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+import ray
+from ray import serve
+
+from config.settings import Settings
+from service.cluster.engine import Engine, Told
+from service.cluster.local import LocalEngines
+from service.cluster.placement import Load
+from service.cluster.ray_directory import REPORT_S, Place, directory
+from service.cluster.staging import Staging
+from service.doors.link import Link
+from service.errors import NotReady
+from service.operations.table import BY_NAME
+from service.tenants import OPEN, SCOPES, tenant_of
+
+ASK_S: Final = 5.0
+YOUNG_S: Final = 10.0
+MOST_DEATHS: Final = 3
+"""So many times the process may die young in a row before Serve is to start the replica anew."""
+
+
+class EngineReplica:
+    """One engine's process, and the actor that looks after it."""
+
+    def __init__(self, settings: Settings, secret: str) -> None:
+        self.settings = settings
+        self.context = serve.get_replica_context()
+        self.name = self.context.replica_tag
+        self.folder = tempfile.TemporaryDirectory(prefix="attnd-engine-")
+        self.lifeline, self.held = os.pipe()
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self.engines = LocalEngines(
+            settings, Path(self.folder.name), self.lifeline, secret, over_tcp=True, host=host
+        )
+        self.process = self.engines.add()
+        self.staging = Staging(settings.server)
+        self.tenant = tenant_of("cluster", SCOPES) if settings.auth.keys_file else OPEN
+        self.directory = directory()
+        self.engine: Engine | None = None
+        self.is_leaving = False
+        self.deaths = 0
+        self.watching = asyncio.get_running_loop().create_task(self.watch())
+
+    async def watch(self) -> None:
+        """Keep the process alive, and tell the directory of it."""
+        started = time.monotonic()
+        while True:
+            if self.engines.processes[self.process].poll() is not None:
+                self.engine = None
+                self.deaths = self.deaths + 1 if time.monotonic() - started < YOUNG_S else 1
+                self.engines.start(self.process)
+                started = time.monotonic()
+            await self.directory.report.remote(self.place)
+            await asyncio.sleep(REPORT_S)
+
+    @property
+    def place(self) -> Place:
+        path = str(self.engines.listening[self.process].path)
+        node = ray.get_runtime_context().get_node_id()
+        return Place(self.name, node, path, self.engines.address(self.process), self.is_leaving)
+
+    def check_health(self) -> None:
+        """Serve asks; raises RuntimeError where it should start the replica anew."""
+        if self.deaths >= MOST_DEATHS:
+            raise RuntimeError(f"the engine died {self.deaths} times within {YOUNG_S:g} s")
+        if self.watching.done():
+            raise RuntimeError("nobody looks after the engine any more")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the autoscaling policy knows of this engine."""
+        try:
+            told = await self.ask()
+        except (NotReady, OSError, TimeoutError):
+            return {}
+        (pages,) = told.fields["engines"]
+        held = pages["referenced"] + pages["pinned"]
+        load = Load(pages["free"], pages["cached"], held, queue_s=told.stages[0])
+        return {name: float(getattr(load, name)) for name in ("free", "cached", "held", "queue_s")}
+
+    async def ask(self) -> Told:
+        """What the engine has. Raises NotReady, OSError, TimeoutError."""
+        async with asyncio.timeout(ASK_S):
+            if self.engine is None or not self.engine.is_ready:
+                link = Link(self.settings.server, self.tenant is not OPEN)
+                path = str(self.engines.listening[self.process].path)
+                await link.connect(path, "replica", self.engines.secret)
+                self.engine = Engine(self.name, link, self.staging)
+            call = self.engine.own(BY_NAME["engines"], self.tenant, ASK_S)
+            return await self.engine.ask(call, {})
+
+    async def __del__(self) -> None:
+        """Serve scales down: take nothing new, wait until the sequences there are have gone, for as
+        long as `cluster.drain_s` says, then end the process."""
+        self.is_leaving = True
+        ends = time.monotonic() + self.settings.cluster.drain_s
+        while time.monotonic() < ends and await self.num_sequences():
+            await asyncio.sleep(REPORT_S)
+        self.watching.cancel()
+        await self.directory.leave.remote(self.name)
+        await asyncio.sleep(2 * REPORT_S)  # all ingresses know by then
+        self.engines.close()
+        self.staging.close()
+        self.folder.cleanup()
+
+    async def num_sequences(self) -> int:
+        try:
+            told = await self.ask()
+        except (NotReady, OSError, TimeoutError):
+            return 0
+        return sum(int(one["sequences"]) for one in told.fields["engines"])
