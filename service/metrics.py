@@ -42,6 +42,8 @@ Mode = Literal["flat", "cascade", "explicit"]
 REASONS: Final[tuple[Reason, ...]] = ("overloaded", "not_ready", "deadline_exceeded", "cancelled")
 STATES: Final = ("free", "referenced", "cached", "pinned")
 RESULTS: Final = ("hit", "miss")
+MOST_ENGINES: Final = 512
+"""Series of so many have room in a process's cells."""
 MODES: Final[tuple[Mode, ...]] = ("flat", "cascade", "explicit")
 
 
@@ -92,6 +94,17 @@ SPECS: Final[dict[str, Spec]] = {
     "leases": Spec("gauge", "Leases that hold cached pages."),
     "sequences": Spec("gauge", "Sequences alive."),
     "prefix_nodes": Spec("gauge", "Nodes of the prefix tree."),
+    "engine_kv_pages": Spec(
+        "gauge",
+        "Pages of a cluster's engine, as a door knows it.",
+        ("door", "engine", "state"),
+    ),
+    "engine_sequences": Spec("gauge", "Sequences on one engine.", ("door", "engine")),
+    "engine_queue_seconds": Spec(
+        "gauge", "Running mean of the time that calls wait on one engine.", ("door", "engine")
+    ),
+    "engine_calls": Spec("counter", "Calls answered by one engine.", ("door", "engine")),
+    "engine_up": Spec("gauge", "1 while the engine can be called.", ("door", "engine")),
     "build_info": Spec(
         "gauge", "Constant 1; the version and backend are its labels.", ("version", "backend")
     ),
@@ -123,6 +136,7 @@ class Metrics:
             if SPECS[key[0]].kind == "gauge":  # of a process that this one takes the place of
                 cells[0] = 0.0
         self._answered: dict[tuple[str, str], tuple[memoryview[float], memoryview[float]]] = {}
+        self._engines: set[str] = set()
         self._queue = self._block("queue_duration_seconds")
         self._stages = [self._block("stage_duration_seconds", stage) for stage in STAGES]
         self._rows = self._block("batch_rows")
@@ -140,7 +154,6 @@ class Metrics:
         self._leases = self._block("leases")
         self._evicted = self._block("pages_evicted")
         self._looked_up = {result: self._block("prefix_tokens", result) for result in RESULTS}
-        self._usage_ratio = self._block("kv_cache_usage_ratio")
         self._sequences = self._block("sequences")
         self._nodes = self._block("prefix_nodes")
         self._registry = CollectorRegistry()
@@ -225,8 +238,6 @@ class Metrics:
         """The pool after an operation: pages, and counts."""
         self._pages["free"][0] = free
         self._pages["referenced"][0] = referenced
-        total = sum(block[0] for block in self._pages.values())
-        self._usage_ratio[0] = referenced / total if total else 0.0
         self._sequences[0] = sequences
         self._nodes[0] = nodes
 
@@ -241,6 +252,22 @@ class Metrics:
         """A prompt of `tokens` in whole pages was looked up, and so many were found."""
         self._looked_up["hit"][0] += found
         self._looked_up["miss"][0] += tokens - found
+
+    def engine(
+        self, engine: str, pages: Mapping[str, int], sequences: int, queue_s: float, calls: int
+    ) -> None:
+        """What a cluster's door knows of an engine; one that is lost has nothing. The first so many
+        engines that a door meets are told of."""
+        labels = (self._process, engine)
+        self._engines.add(engine)
+        if len(self._engines) > MOST_ENGINES:
+            return
+        for state, count in pages.items():
+            self._block("engine_kv_pages", *labels, state)[0] = count
+        self._block("engine_sequences", *labels)[0] = sequences
+        self._block("engine_queue_seconds", *labels)[0] = queue_s
+        self._block("engine_calls", *labels)[0] += calls
+        self._block("engine_up", *labels)[0] = float(any(pages.values()))
 
     def build(self, version: str, backend: str) -> None:
         """Which build this is; set once the backend is known."""
@@ -281,6 +308,9 @@ class Metrics:
                 if process in alive or SPECS[key[0]].kind != "gauge":
                     before = found.get(key, [0.0] * len(block))
                     found[key] = [a + b for a, b in zip(before, block, strict=True)]
+        pages = {key[1]: value[0] for key, value in found.items() if key[0] == "kv_pages"}
+        total = sum(pages.values())
+        found["kv_cache_usage_ratio",] = [pages.get("referenced", 0.0) / total if total else 0.0]
         return found
 
 

@@ -133,7 +133,7 @@ def place_one(router: Router, call: Call, new: New, passed_over: Collection[str]
     if new.id is not None:
         tag = router.homes.names.tag((call.tenant.namespace, new.id))
         known = router.members.by_tag.get(tag or "")
-        if known is not None:
+        if known is not None and known.tag not in passed_over:
             return known
     needed = 1
     if new.prefix is not None:

@@ -22,6 +22,7 @@ from service.cluster.staging import Staging
 from service.doors.link import Link
 from service.doors.problems import ProblemText
 from service.errors import AttndError, NotReady
+from service.metrics import STATES, Metrics
 from service.operations.info import InfoAnswer
 from service.operations.table import BY_NAME
 from service.road.frames import FrameError
@@ -64,7 +65,14 @@ class Member:
 class Members:
     """The engines of one router. `by_tag` has those that can be called."""
 
-    def __init__(self, limits: ServerSettings, has_keys: bool, staging: Staging) -> None:
+    def __init__(
+        self,
+        limits: ServerSettings,
+        has_keys: bool,
+        staging: Staging,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.metrics = metrics
         self.limits = limits
         self.has_keys = has_keys
         self.staging = staging
@@ -246,6 +254,8 @@ class Members:
                     ranks.abandon()
         for namespace, known in self.prefixes.items():
             known.forget(engine.tag, namespace)
+        if self.metrics is not None:
+            self.metrics.engine(member.name, dict.fromkeys(STATES, 0), 0, 0.0, engine.num_calls)
         if engine.link.caller is not None:
             engine.link.caller.on_lost = None
         engine.link.close()
@@ -272,6 +282,10 @@ class Members:
         engine.promised -= promised
         held = told["referenced"] + told["pinned"]
         engine.load = Load(told["free"], told["cached"], held)
+        if self.metrics is not None:
+            pages = {state: told[state] for state in STATES}
+            calls, engine.num_calls = engine.num_calls, 0
+            self.metrics.engine(member.name, pages, told["sequences"], engine.queue_s, calls)
         for namespace in list(self.prefixes):
             await self.read_events(member, engine, namespace)
 

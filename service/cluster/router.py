@@ -23,6 +23,7 @@ from service.cluster.staging import Staging
 from service.errors import DeadlineExceeded, NotReady
 from service.image.dtypes import Part
 from service.image.reading import split
+from service.metrics import Metrics
 from service.operations.routing import Routing
 from service.operations.spec import Operation, Prepared, prepare
 from service.road.caller import Answered
@@ -40,13 +41,16 @@ Ask = Callable[["Router", Call, Prepared], Awaitable[Answer]]
 class Router:
     """Of one door, on its event loop."""
 
-    def __init__(self, limits: ServerSettings, has_keys: bool = False) -> None:
-        """`has_keys`: calls are made for the tenants who showed them."""
+    def __init__(
+        self, limits: ServerSettings, has_keys: bool = False, metrics: Metrics | None = None
+    ) -> None:
+        """`has_keys`: calls are made for the tenants who showed them. `metrics` learns of every
+        engine what is known of it."""
         self.limits = limits
         self.has_keys = has_keys
         self.draining = ""
         self.staging = Staging(limits)
-        self.members = Members(limits, has_keys, self.staging)
+        self.members = Members(limits, has_keys, self.staging, metrics)
         self.homes = Homes(self.members)
         self.remembered = lru_cache(maxsize=512)(self.read)
 
@@ -158,6 +162,7 @@ ROUTES: Final[dict[Routing, Ask]] = {
     "sequences": ask_homes,
     "together": ask_together,
     "placed": create,
+    "imported": ask_import,
     "everywhere": ask_everywhere,
     "anywhere": ask_any,
     "lease": ask_for_lease,

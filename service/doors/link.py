@@ -11,6 +11,7 @@ from config.sections import ServerSettings
 from service.doors.spare import SpareSlots
 from service.errors import AnswerTooLarge, AttndError, NotReady, Overloaded
 from service.image.dtypes import Part
+from service.metrics import Metrics
 from service.operations.spec import Operation
 from service.road.caller import Answered, RoadCaller
 from service.road.slots import ArenaFull, Slot
@@ -31,8 +32,11 @@ LESS: Final = "ask for less at once (gather takes start and stop), or raise serv
 class Link:
     """The way to the engine of one door, on its event loop."""
 
-    def __init__(self, limits: ServerSettings, has_keys: bool = False) -> None:
-        """`has_keys`: calls are made for the tenants who showed them."""
+    def __init__(
+        self, limits: ServerSettings, has_keys: bool = False, metrics: Metrics | None = None
+    ) -> None:
+        """`has_keys`: calls are made for the tenants who showed them. The engine counts by itself,
+        so there is nothing for `metrics`."""
         self.limits = limits
         self.has_keys = has_keys
         self.loop = asyncio.get_running_loop()

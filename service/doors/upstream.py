@@ -7,6 +7,7 @@ from typing import Protocol
 
 from config.sections import ServerSettings
 from service.image.dtypes import Part
+from service.metrics import Metrics
 from service.operations.spec import Operation
 from service.road.caller import Answered
 from service.road.slots import Slot
@@ -74,6 +75,6 @@ class Upstream(Protocol):
         """End the sessions."""
 
 
-MakeUpstream = Callable[[ServerSettings, bool], Upstream]
-"""From a door's limits, and whether it has keys, so that calls are made for the tenants who showed
-them; called on the door's event loop."""
+MakeUpstream = Callable[[ServerSettings, bool, Metrics | None], Upstream]
+"""From a door's limits, whether it has keys, so that calls are made for the tenants who showed
+them, and where it counts; called on the door's event loop."""

@@ -95,9 +95,10 @@ class Incoming:
         count = self.filling.receive(sock)
         if not self.filling.left:
             self.filling = None
-            if self.call is not None:
-                self.live[self.call.id] = self.call
-                events.append(self.call)
+            call, self.call = self.call, None
+            if call is not None:
+                self.live[call.id] = call
+                events.append(call)
         return count
 
 

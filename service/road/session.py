@@ -358,5 +358,6 @@ class Session:
     def release(self) -> None:
         """Forget the arena; its memory goes with the last view of it."""
         self.repeated.clear()
+        self.incoming = None
         if self.arena is not None:
             self.arena.close()

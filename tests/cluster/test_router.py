@@ -228,3 +228,36 @@ def test_the_pool_is_that_of_all_engines_and_each_tells_its_own(two_engines: Loc
         assert deleted.fields["num_deleted"] == 4
 
     run(two_engines, check)
+
+
+def test_an_import_stays_on_the_engine_that_it_was_begun_on(
+    two_engines: LocalEngines, rng: np.random.Generator
+) -> None:
+    async def check(cluster: Cluster) -> None:
+        (name,) = await cluster.create(1)
+        k, v = rows(rng, 3 * PAGE), rows(rng, 3 * PAGE)
+        for layer in range(LAYERS):
+            fields = {"layer": layer, "sequences": [name], "append_indptr": [0, len(k)]}
+            await cluster.told("append", fields, k=k, v=v)
+        small = {"part_bytes": PAGE * HEADS * DIM * 2 * 4 * LAYERS}
+        begun = (await cluster.told("export_sequence", {"id": name} | small)).fields
+        header, digest = begun["header"], begun["digest"]
+        told = await cluster.told(
+            "import_sequence", {"id": "b", "header": header, "digest": digest}
+        )
+        for part in range(told.fields["next_part"], header["num_parts"]):
+            asked = {"part": part, "generation": header["generation"], "before": digest}
+            piece = await cluster.told("export_sequence", {"id": name} | asked | small)
+            digest = piece.fields["digest"]
+            cluster.router.homes.names.known.clear()  # as another door would be asked
+            brought = {"id": "b", "part": part, "digest": digest}
+            await cluster.told("import_sequence", brought, **piece.arrays)
+            assert (await cluster.told("get_import", {"id": "b"})).fields["next_part"] == part + 1
+        assert header["num_parts"] == 3
+        await cluster.told("import_sequence", {"id": "b", "digest": digest})
+        gathered = await cluster.told("gather", {"layer": 1, "sequences": ["b", name]})
+        np.testing.assert_array_equal(gathered.arrays["k"], np.concatenate([k, k]))
+        unknown = await cluster.call("get_import", {"id": "c"})
+        assert unknown.status == 404
+
+    run(two_engines, check)

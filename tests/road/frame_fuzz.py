@@ -67,6 +67,27 @@ def conversation(
     return Conversation(tuple(frames), tuple(cut(rng, b"".join(one.data for one in frames))))
 
 
+def with_images(
+    talk: Conversation, secret: str, max_arena_bytes: int, rng: random.Random
+) -> Conversation:
+    """The same over TCP: HELLO is a door's, and the image of every CALL follows its frame."""
+    frames = []
+    for sent in talk.frames:
+        kind = int.from_bytes(sent.data[:2], "little")
+        if sent.data == hello(ARENA_BYTES):
+            text = {"version": 1, "door": True, "secret": secret, "arena_bytes": ARENA_BYTES}
+            frames.append(Sent(f.frame(f.HELLO, json.dumps(text).encode()), sent.fatal))
+        elif kind == f.CALL and len(sent.data) == f.CALL_FRAME.size and sent.is_call:
+            length = f.CALL_PAYLOAD.unpack_from(sent.data, f.HEADER_BYTES)[5]
+            too_long = length > max_arena_bytes
+            image = b"" if too_long else rng.randbytes(min(length, 64)).ljust(length, b"\0")
+            fatal = True if too_long and sent.fatal is False else sent.fatal
+            frames.append(Sent(sent.data + image, fatal, is_call=not too_long))
+        else:
+            frames.append(sent)
+    return Conversation(tuple(frames), tuple(cut(rng, b"".join(one.data for one in frames))))
+
+
 def hello(arena_bytes: int) -> bytes:
     text = {"version": 1, "name": "fuzz", "door": False, "arena_bytes": arena_bytes}
     return f.frame(f.HELLO, json.dumps(text).encode())

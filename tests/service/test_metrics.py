@@ -39,6 +39,11 @@ LABELS = {
     "attnd_rejected": {"reason"},
     "attnd_inflight": set(),
     "attnd_waiting": set(),
+    "attnd_engine_kv_pages": {"door", "engine", "state"},
+    "attnd_engine_sequences": {"door", "engine"},
+    "attnd_engine_queue_seconds": {"door", "engine"},
+    "attnd_engine_calls": {"door", "engine"},
+    "attnd_engine_up": {"door", "engine"},
     "attnd_build_info": {"version", "backend"},
     "process_cpu_seconds": {"process"},
     "process_resident_memory_bytes": {"process"},
@@ -93,6 +98,7 @@ def read(text: str) -> dict[str, float]:
 def filled() -> Metrics:
     metrics = Metrics()
     metrics.build("1.2.3", "cpu")
+    metrics.engine("engine-0", {"free": 7}, 2, 0.5, 10)
     metrics.observe("decode", "ok", 0.002)
     metrics.stages(0.001, 0.0002, 0.0, 0.0005, 0.0, 0.0001)
     metrics.observe("decode", "overloaded", 0.0001)
@@ -167,6 +173,23 @@ def test_events_are_counted_in_base_units() -> None:
     }
     for key, value in wanted.items():
         assert found[key] == pytest.approx(value), key
+
+
+def test_engines_are_told_one_by_one_and_a_lost_one_has_nothing() -> None:
+    metrics = Metrics("http-0")
+    metrics.engine("engine-0", {"free": 7, "referenced": 3}, 2, 0.5, 10)
+    metrics.engine("engine-1", {"free": 9}, 1, 0.0, 5)
+    metrics.engine("engine-1", {"free": 0}, 0, 0.0, 2)
+    found = samples(metrics)
+    wanted = {
+        "attnd_engine_kv_pages,http-0,engine-0,free": 7,
+        "attnd_engine_sequences,http-0,engine-0": 2,
+        "attnd_engine_queue_seconds,http-0,engine-0": 0.5,
+        "attnd_engine_up,http-0,engine-0": 1,
+        "attnd_engine_up,http-0,engine-1": 0,
+        "attnd_engine_calls_total,http-0,engine-1": 7,
+    }
+    assert wanted.items() <= found.items()
 
 
 def test_longer_than_the_last_bound_is_counted_without_one() -> None:

@@ -64,7 +64,7 @@ class GrpcDoor:
         self.limits = limits
         self.gate = gate
         self.metrics = metrics
-        self.link = make_upstream(limits, gate is not None)
+        self.link = make_upstream(limits, gate is not None, metrics)
         self.memories = Memories(limits, regions)
         self.ledger = Ledger(metrics, tracing)
         self.draining = asyncio.Event()

@@ -51,7 +51,7 @@ class Door:
         self.metrics = metrics
         self.loop = asyncio.get_running_loop()
         self.ledger = Ledger(metrics, tracing)
-        self.link = link = make_upstream(limits, gate is not None)
+        self.link = link = make_upstream(limits, gate is not None, metrics)
         self.connect, self.ready = link.connect, link.ready
         self.take, self.slot, self.give_back = link.take, link.slot, link.give_back
         self.drained = asyncio.Event()

@@ -64,7 +64,7 @@ class Publisher:
         self.ended = asyncio.Event()
         if on_loop is not None:
             on_loop(self.loop)
-        self.link = self.make_upstream(self.settings.server, self.has_keys)
+        self.link = self.make_upstream(self.settings.server, self.has_keys, None)
         context = zmq.asyncio.Context()
         cache = self.settings.cache
         tasks: list[asyncio.Task[Any]] = []
