@@ -166,5 +166,4 @@ ROUTES: Final[dict[Routing, Ask]] = {
     "everywhere": ask_everywhere,
     "anywhere": ask_any,
     "lease": ask_for_lease,
-    "imported": ask_import,
 }

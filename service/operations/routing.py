@@ -14,7 +14,6 @@ Routing = Literal[
     "sequences",  # a batch: split by where its sequences are, joined in order
     "together",  # sequences that must all be on one engine
     "placed",  # makes sequences: wherever there is room, and most of their prefix
-    "imported",  # the engine that an import has begun on; a new one is placed
     "everywhere",  # every engine, their answers made one
     "anywhere",  # any engine: it touches no pool, or all say the same
     "lease",  # the engine that gave the lease, which its id tells

@@ -291,7 +291,6 @@ IMPORT: Final = Operation(
         "digest": "0f" * 32,
         "tensors": row("k", 1) | row("v", 1),
     },
-    routing="imported",
 )
 
 GET_IMPORT: Final = Operation(
@@ -305,7 +304,6 @@ GET_IMPORT: Final = Operation(
     fields=SequenceFields,
     answer=ImportAnswer,
     scope="read",
-    routing="imported",
 )
 
 CANCEL_IMPORT: Final = Operation(
@@ -322,5 +320,4 @@ CANCEL_IMPORT: Final = Operation(
     status=204,
     frees=True,
     answer_text="It is gone.",
-    routing="imported",
 )

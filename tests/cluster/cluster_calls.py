@@ -38,7 +38,7 @@ SETTINGS: Final = load_settings(
         *("--server.deadline-s", "20"),
     ]
 )
-WAIT_S: Final = 60.0
+WAIT_S: Final = 180.0
 
 
 @dataclass(slots=True)
