@@ -16,10 +16,10 @@ TEST_EXTRAS := $(if $(filter cpu,$(EXTRA)),dev-cpu,$(EXTRA)),dev,examples
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test lint types arrows check bench clean
+.PHONY: help setup run run-cluster test lint types arrows check bench clean
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -40,6 +40,14 @@ setup: $(VENV)/.dev  ## Set up everything the tests need
 
 run: $(VENV)/.run-$(EXTRA)  ## Serve on 127.0.0.1:8080
 	@exec $(BIN)/python -m service $(ARGS)
+
+$(VENV)/.ray-$(EXTRA): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "setting up $(VENV) for make run-cluster: some minutes, this once"
+	@$(INSTALL) -e '.[$(EXTRA),ray]'
+	@touch $@
+
+run-cluster: $(VENV)/.ray-$(EXTRA)  ## Serve two CPU engines as one, on Ray
+	@exec $(BIN)/python -m service --cluster --cluster.engines 2 --backend.kind cpu $(ARGS)
 
 # One torch thread a process: two test processes on two cores must not fight over them.
 test: $(VENV)/.dev  ## Run all the tests

@@ -162,7 +162,7 @@ def test_prometheus_scrapes_every_attnd_of_compose() -> None:
     ours = {name for name, service in services.items() if service["image"].startswith("attnd:")}
     job = read_yaml("config/prometheus.yml")["scrape_configs"][0]
     found = job["dns_sd_configs"][0]
-    assert set(found["names"]) == ours == {"attnd", "attnd-gpu"}
+    assert set(found["names"]) == ours == {"attnd", "attnd-gpu", "attnd-cluster"}
     assert found["port"] == 8080
     assert job["job_name"] == "attnd", "the dashboard's queries select job=attnd"
 
@@ -170,8 +170,8 @@ def test_prometheus_scrapes_every_attnd_of_compose() -> None:
 def test_compose_starts_a_gpu_only_when_asked_and_mounts_only_what_is_there() -> None:
     compose = read_yaml("docker-compose.yml")
     services = compose["services"]
-    assert {name for name, service in services.items() if "profiles" in service} == {"attnd-gpu"}
-    assert services["attnd-gpu"]["profiles"] == ["gpu"]
+    profiles = {name: one["profiles"] for name, one in services.items() if "profiles" in one}
+    assert profiles == {"attnd-gpu": ["gpu"], "attnd-cluster": ["cluster"]}
     assert services["attnd-gpu"]["build"]["args"]["EXTRA"] == "cuda"
     for name, service in services.items():
         for volume in service["volumes"]:
@@ -180,7 +180,7 @@ def test_compose_starts_a_gpu_only_when_asked_and_mounts_only_what_is_there() ->
             assert there, f"{name} mounts {source}, which is not there"
 
 
-@pytest.mark.parametrize("name", ["attnd", "attnd-gpu"])
+@pytest.mark.parametrize("name", ["attnd", "attnd-gpu", "attnd-cluster"])
 def test_compose_gives_the_service_settings_that_exist_and_time_to_drain(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +192,7 @@ def test_compose_gives_the_service_settings_that_exist_and_time_to_drain(
     assert grace > settings.server.drain_timeout_s + GRACE_S
 
 
-@pytest.mark.parametrize("name", ["attnd", "attnd-gpu"])
+@pytest.mark.parametrize("name", ["attnd", "attnd-gpu", "attnd-cluster"])
 def test_compose_without_keys_says_that_it_is_meant_and_with_keys_closes(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,3 +310,30 @@ def test_ci_runs_the_tests_the_linters_the_types_and_the_arrows() -> None:
     assert "set -euo pipefail" in script, "a step that fails must fail the run"
     for step in ("make test", "make lint", "make types", "make arrows"):
         assert re.search(rf"^{step}$", script, re.MULTILINE), f".ci/run lacks {step}"
+
+
+def test_the_manifest_for_kuberay_has_settings_that_exist_and_doors_where_they_are_looked_for() -> (
+    None
+):
+    documents = list(yaml.safe_load_all((ROOT / "deploy/rayservice.yaml").read_text("utf-8")))
+    service, front = documents
+    application = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]
+    given = [text for name, value in application["args"].items() for text in (f"--{name}", value)]
+    settings = load_settings(given)
+    assert application["import_path"] == "service.cluster.ray_app:build"
+    assert front["spec"]["ports"][0]["targetPort"] == settings.server.port
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]
+    assert settings.cluster.ingress_resource is not None
+    assert settings.cluster.ingress_resource in head["rayStartParams"]["resources"]
+    labels = head["template"]["metadata"]["labels"]
+    assert front["spec"]["selector"].items() <= labels.items()
+    (workers,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert workers["maxReplicas"] == settings.cluster.max_engines
+    pod = workers["template"]["spec"]
+    grace = settings.cluster.drain_s + settings.server.drain_timeout_s
+    assert pod["terminationGracePeriodSeconds"] > grace
+    for spec in (head["template"]["spec"], pod):
+        (container,) = spec["containers"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts.keys() == {volume["name"] for volume in spec["volumes"]}
+        assert settings.cluster.secret_file == f"{mounts['secret']}/secret"

@@ -19,10 +19,12 @@ HEALTH_CHECK_S: Final = 2.0
 LOAD: Final = ("free", "cached", "held", "queue_s")
 
 
-def build(arguments: Mapping[str, str] | None = None) -> Application:
+def build(arguments: Mapping[str, object] | None = None) -> Application:
     """The application, by settings from a file, the environment, and arguments such as
     `pool.num-pages=4096`. Raises SettingsError, SecretError."""
-    given = [text for name, value in (arguments or {}).items() for text in (f"--{name}", value)]
+    given = [
+        text for name, value in (arguments or {}).items() for text in (f"--{name}", str(value))
+    ]
     return application(load_settings(given))
 
 

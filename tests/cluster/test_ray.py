@@ -1,0 +1,130 @@
+"""The cluster on Ray, as one command: `python -m service --cluster`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from service.cluster.placement import Load
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 240.0
+POOL = (
+    *("--backend.kind", "cpu"),
+    *("--pool.num-layers", "1"),
+    *("--pool.num-kv-heads", "1"),
+    *("--pool.head-dim", "4"),
+    *("--pool.num-pages", "64"),
+    *("--log.level", "warning"),
+)
+
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="attnd[ray] is not installed")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    port = free_port()
+    command = [sys.executable, "-m", "service", "--cluster", "--cluster.engines", "2"]
+    command += ["--server.port", str(port), *POOL]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as made:
+                wait_for(lambda: len(engines(made)) == 2)
+                yield made
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(WAIT_S) == 0
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for(ready: Callable[[], bool]) -> None:
+    ends = time.monotonic() + WAIT_S
+    while not ready():
+        assert time.monotonic() < ends, "waited in vain"
+        time.sleep(0.1)
+
+
+def engines(client: httpx.Client) -> list[dict[str, Any]]:
+    try:
+        answer = client.get("/v1/engines")
+    except httpx.TransportError:
+        return []
+    return list(answer.json()["engines"]) if answer.status_code == 200 else []
+
+
+def engine_processes() -> list[int]:
+    """Those that the replicas of this test's cluster have started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_text()
+                parent = re.findall(r"^PPid:\t(\d+)$", (entry / "status").read_text(), re.M)[0]
+                of = Path(f"/proc/{parent}/cmdline").read_text()
+            except OSError:
+                continue
+            if "service.engine" in command and of.startswith("ray::"):
+                found.append(int(entry.name))
+    return found
+
+
+def test_two_engines_are_one_service_and_one_that_dies_comes_back(client: httpx.Client) -> None:
+    names = [f"chat-{n}" for n in range(6)]
+    made = client.post("/v1/sequences", json={"sequences": [{"id": name} for name in names]})
+    assert made.status_code == 201, made.text
+    rows = {"dtype": "F32", "shape": [6, 1, 4], "data": [float(n) for n in range(24)]}
+    body = {"layer": 0, "sequences": names, "tensors": {"k": rows, "v": rows}}
+    assert client.post("/v1/append", json=body).json()["lengths"] == [1] * 6
+    gathered = client.post("/v1/gather", json={"layer": 0, "sequences": names, "dtype": "fp32"})
+    assert gathered.json()["tensors"]["k"]["data"] == rows["data"]
+    before = {one["instance_id"] for one in engines(client)}
+    os.kill(engine_processes()[0], signal.SIGKILL)
+    answers = [client.get(f"/v1/sequences/{name}") for name in names]
+    assert {answer.status_code for answer in answers} == {200, 410}
+    lost = next(answer for answer in answers if answer.status_code == 410).json()
+    assert lost["code"] == "lost_sequence" and lost["sequences"][0] in names
+    wait_for(lambda: len(engines(client)) == 2)
+    after = {one["instance_id"] for one in engines(client)}
+    assert len(before & after) == 1, "the one that died is another one now"
+    told = client.get("/metrics").text
+    assert len(re.findall(r"^attnd_engine_up\{.*\} 1\.0$", told, re.M)) == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # what Ray does as it is imported is its own
+def test_the_policy_decides_when_all_engines_have_told() -> None:
+    from service.cluster.ray_app import Policy
+
+    def context(current: int, *loads: Load) -> Any:
+        fields = ("free", "cached", "held", "queue_s")
+        told = {name: {n: getattr(one, name) for n, one in enumerate(loads)} for name in fields}
+        return SimpleNamespace(
+            aggregated_metrics=told, current_num_replicas=current, target_num_replicas=current
+        )
+
+    policy = Policy(least_free=0.1, most_queue_s=0.25)
+    full, idle = Load(free=1, held=99), Load(free=100)
+    assert policy(context(1, full))[0] == 2
+    assert policy(context(2, full))[0] == 2, "the second has not told yet"
+    assert policy(context(2, idle, idle))[0] == 1
+    assert policy(context(1))[0] == 1
