@@ -1,0 +1,116 @@
+"""One document of 200,000 tokens over two engines, and eight readers of it.
+
+    python examples/long_document.py
+
+The document's pages are dealt out: page i lies at engine i mod 2, so neither engine holds more than
+half of it. Each reader forks it, which moves nothing, adds a question of its own and decodes. Every
+query goes to both engines, each attends what it holds, and the states are merged on the way back.
+What comes out is compared with dense attention in float64.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from attnd import Client, NewSequence
+from local_service import open_client
+from numpy.typing import NDArray
+
+KV_HEADS, QUERY_HEADS, HEAD_DIM, PAGE_SIZE = 2, 4, 32, 64
+TOKENS, CHUNK, READERS, QUESTION, STEPS = 200_000, 8_192, 8, 5, 3
+ENGINES = 2
+SETTINGS = {
+    "cluster.engines": ENGINES,
+    "pool.num-layers": 1,
+    "pool.num-kv-heads": KV_HEADS,
+    "pool.head-dim": HEAD_DIM,
+    "pool.page-size": PAGE_SIZE,
+    "pool.num-pages": TOKENS // PAGE_SIZE // ENGINES + 64,
+    "pool.dtype": "fp32",
+    "backend.kind": "cpu",
+}
+BOUND = 1e-5
+
+Rows = NDArray[np.float32]
+RNG = np.random.default_rng(200)
+
+
+def rows(count: int, heads: int) -> Rows:
+    return RNG.standard_normal((count, heads, HEAD_DIM)).astype(np.float32)
+
+
+def main() -> None:
+    k, v = rows(TOKENS, KV_HEADS), rows(TOKENS, KV_HEADS)
+    with open_client(None, SETTINGS) as client:
+        while len(client.engines()) < ENGINES:  # ready means that one of them is
+            time.sleep(0.1)
+        write(client, k, v)
+        readers = [NewSequence(parent="document") for _ in range(READERS)]
+        names = [made.id for made in client.create_sequences(readers)]
+        before = client.pool()
+        error = read(client, names, k, v)
+        after = client.pool()
+    print(f"{READERS} readers, a question of {QUESTION} tokens and {STEPS} more each: ", end="")
+    print(f"{after.referenced - before.referenced} pages more")
+    print(f"against dense float64: o and lse differ by at most {error:.1e}")
+    if error > BOUND:
+        raise SystemExit(f"FAILED: they may differ by {BOUND:g}")
+
+
+def write(client: Client, k: Rows, v: Rows) -> None:
+    """The document, a chunk at a time."""
+    client.create_sequence("document", ranks=ENGINES)
+    for begin in range(0, TOKENS, CHUNK):
+        part = slice(begin, begin + CHUNK)
+        count = len(k[part])
+        client.append(0, ["document"], k[part], v[part], append_indptr=[0, count], offsets=[begin])
+    told = client.get_sequence("document")
+    held = [engine.referenced for engine in client.engines()]
+    print(f"document: {told.length} tokens in {told.pages} pages, by engine {held}, ", end="")
+    print(f"of {SETTINGS['pool.num-pages']} that each has")
+
+
+def read(client: Client, names: list[str], k: Rows, v: Rows) -> float:
+    """Every reader's question by one prefill, then decodes; the greatest error of all."""
+    asked = np.arange(READERS + 1) * QUESTION
+    keys = [(k, v)] * READERS
+    count = READERS * QUESTION
+    q, new = rows(count, QUERY_HEADS), [rows(count, KV_HEADS) for _ in "kv"]
+    told = client.prefill(0, names, q, qo_indptr=asked, causal=True, k=new[0], v=new[1])
+    keys = [grown(keys[i], new, asked[i], asked[i + 1]) for i in range(READERS)]
+    print(f"prefill: {told.levels} levels, the document read once at each engine: {told.cascade}")
+    last = asked[1:] - 1  # the last row of each question sees all there is
+    error = worst(q[last], keys, told.o[last], told.lse[last])
+    one_each = np.arange(READERS + 1)
+    for _ in range(STEPS):
+        q, new = rows(READERS, QUERY_HEADS), [rows(READERS, KV_HEADS) for _ in "kv"]
+        told = client.decode(0, names, q, k=new[0], v=new[1])
+        keys = [grown(keys[i], new, one_each[i], one_each[i + 1]) for i in range(READERS)]
+        error = max(error, worst(q, keys, told.o, told.lse))
+    return error
+
+
+def grown(held: tuple[Rows, Rows], new: list[Rows], begin: int, end: int) -> tuple[Rows, Rows]:
+    """A reader's k and v with rows of its own behind them."""
+    k, v = (np.concatenate((old, part[begin:end])) for old, part in zip(held, new, strict=True))
+    return k, v
+
+
+def worst(q: Rows, keys: list[tuple[Rows, Rows]], o: Rows, lse: Rows) -> float:
+    """The greatest difference from dense attention, of one row for each reader."""
+    error = 0.0
+    for row, (k, v) in enumerate(keys):
+        for head in range(QUERY_HEADS):
+            own = head * KV_HEADS // QUERY_HEADS
+            scores = k[:, own].astype(np.float64) @ q[row, head] * HEAD_DIM**-0.5
+            top = scores.max()
+            weights = np.exp(scores - top)
+            wanted = weights @ v[:, own] / weights.sum()
+            error = max(error, float(np.abs(o[row, head] - wanted).max()))
+            error = max(error, abs(float(lse[row, head]) - (top + np.log(weights.sum()))))
+    return error
+
+
+if __name__ == "__main__":
+    main()
