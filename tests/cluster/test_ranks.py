@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,6 +203,15 @@ def test_what_one_rank_refuses_is_taken_back_at_the_other(two_engines: LocalEngi
         assert await cluster.free_pages() == free
         await book.check("a")
         await cluster.told("delete_sequence", {"id": "filler"})
+        for pause in (0.0, 0.0, 0.001, 0.003, 0.01):  # a caller that goes at any moment
+            asking = asyncio.ensure_future(cluster.call("append", fields, **new))
+            await asyncio.sleep(pause)
+            if asking.cancel():
+                with suppress(asyncio.CancelledError):
+                    await asking
+            else:
+                await book.truncate("a", 2 * PAGE + 1)
+            await book.check("a")
         await book.append("a", count)
         await book.check("a")
 

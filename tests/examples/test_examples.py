@@ -73,6 +73,14 @@ def test_split_kv_equals_one_service_and_float64() -> None:
     assert "against dense float64: o differs by at most" in told, told
 
 
+def test_a_long_document_over_two_engines_is_read_by_eight() -> None:
+    told = python("long_document.py")
+    assert "200000 tokens in 3125 pages, by engine [1563, 1562], of 1626 that each has" in told
+    assert "the document read once at each engine: True" in told, told
+    assert "8 readers, a question of 5 tokens and 3 more each: 8 pages more" in told, told
+    assert "against dense float64" in told, told
+
+
 def test_a_sequence_moves_through_a_file_and_to_a_service_that_has_most_of_it() -> None:
     told = python("moving.py")
     assert "half a file: receiving" in told, told
