@@ -14,6 +14,7 @@ from typing import Any, Final
 from bench import fairness, model, road, service, steps
 from bench.kernel_results import KERNEL_RESULTS, run_of
 from bench.machine import RESULTS, workloads
+from bench.simulation.tables import fleet_table
 
 README: Final = RESULTS.parents[1] / "README.md"
 Render = Callable[[dict[str, Any]], str]
@@ -141,6 +142,7 @@ TABLES: Final[dict[str, tuple[Path, Render]]] = {
     "cascade_cpu": (RESULTS / "cascade-cpu.json", cascade_table),
     "cache": (RESULTS / "cache-cpu.json", cache_table),
     "core": (RESULTS / "core.json", core_table),
+    "simulation": (RESULTS / "simulation.json", lambda results: fleet_table(results["fleet"])),
     "kernels": (KERNEL_RESULTS, kernels_now),
 }
 

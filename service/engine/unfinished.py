@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,23 +46,21 @@ class UnfinishedImports:
     """By the names that the sequences will have. The time to live is that of the hidden sequence:
     where it is gone, the import is."""
 
-    __slots__ = ("_books", "_by_name")
+    __slots__ = ("_books", "_by_name", "_counts")
 
     def __init__(self, books: SequenceBooks) -> None:
         self._books = books
         self._by_name: dict[str, Unfinished] = {}
-
-    def __iter__(self) -> Iterator[Unfinished]:
-        self.drop_gone()
-        return iter(self._by_name.values())
+        self._counts: Counter[str] = Counter()
 
     def add(self, begun: Unfinished) -> None:
         self._by_name[begun.name] = begun
+        self._counts[begun.namespace] += 1
 
     def find(self, name: str) -> Unfinished | None:
         found = self._by_name.get(name)
         if found is not None and found.hidden not in self._books:
-            del self._by_name[name]
+            self.remove(found)
             return None
         return found
 
@@ -74,6 +73,9 @@ class UnfinishedImports:
 
     def remove(self, ended: Unfinished) -> None:
         del self._by_name[ended.name]
+        self._counts[ended.namespace] -= 1
+        if not self._counts[ended.namespace]:
+            del self._counts[ended.namespace]
 
     def drop_gone(self) -> None:
         """Forget those whose time was over."""
@@ -88,4 +90,4 @@ class UnfinishedImports:
 
     def count(self, namespace: str | None) -> int:
         """How many a namespace has, or all together (None)."""
-        return sum(namespace in (None, one.namespace) for one in self)
+        return len(self._by_name) if namespace is None else self._counts.get(namespace, 0)
