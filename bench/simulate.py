@@ -161,7 +161,7 @@ def main() -> None:
         fleet = Fleet(engines=args.rack)
         found["rack"] = about | given | rack_rows(every, fleet, args.seconds)
     if args.long:
-        fleet, links = Fleet(), Links()
+        fleet, links = Fleet(), Links.measured()
         setting = Setting(GpuCosts.measured(fp8=True), fleet.model, links, fleet.pool_bytes)
         found["long"] = about | {"rows": [asdict(row) for row in long_rows(setting)]}
     if found:

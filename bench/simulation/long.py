@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Final
+from statistics import median
+from typing import Final, Self
 
+from bench.machine import RESULTS
 from bench.simulation.gpu import GpuCosts, Model
 
 LENGTHS: Final = (128 * 2**10, 512 * 2**10, 2**20, 4 * 2**20, 10 * 2**20)
 ENGINES: Final = (1, 2, 4, 8, 16, 32, 64)
 PREFILL_CHUNK: Final = 8192
+RANKS: Final = RESULTS / "ranks-h200.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
     """What a layer waits for when states come from other engines, one way, and bytes a second of
-    each engine's link. Assumed: see the table of assumptions."""
+    each engine's link: see the table of assumptions."""
 
+    host_s: float
     engines_per_host: int = 8
-    host_s: float = 10e-6
     host_bytes_per_s: float = 200e9
     net_s: float = 30e-6
     net_bytes_per_s: float = 40e9
+
+    @classmethod
+    def measured(cls) -> Self:
+        """The wait on one host from bench/results/ranks-h200.json: what a layer over two engines
+        takes longer than half of it on one, for two ways."""
+        rows = json.loads(RANKS.read_text(encoding="utf-8"))["rows"]
+        return cls(median(r["ranked"]["graph"] - r["one"]["graph"] for r in rows) / 2e6)
 
     def seconds(self, engines: int, num_bytes: float) -> float:
         """q to every engine and the states of all back, so many bytes through one link."""

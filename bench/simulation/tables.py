@@ -120,7 +120,7 @@ def rack_table(results: dict[str, Any]) -> str:
 
 def assumed_table(_: dict[str, Any]) -> str:
     """Every number that the simulation takes for granted, and where it comes from."""
-    fleet, links, costs = Fleet(), Links(), GpuCosts.measured(fp8=True)
+    fleet, links, costs = Fleet(), Links.measured(), GpuCosts.measured(fp8=True)
     model = fleet.model
     heads = f"{model.num_qo_heads}/{model.num_kv_heads} heads of {model.head_dim}"
     rows = [
@@ -146,12 +146,12 @@ def assumed_table(_: dict[str, Any]) -> str:
         ["lost requests", "begin anew at once, elsewhere, with their whole prompt", "assumed"],
         [
             f"link between engines, up to {links.engines_per_host}",
-            f"{1e6 * links.host_s:g} µs and {links.host_bytes_per_s / 1e9:g} GB/s",
-            "assumed: one host",
+            f"{1e6 * links.host_s:.1f} µs one way, {links.host_bytes_per_s / 1e9:g} GB/s",
+            "measured with two of one host; the rate is assumed",
         ],
         [
             "link between hosts",
-            f"{1e6 * links.net_s:g} µs and {links.net_bytes_per_s / 1e9:g} GB/s an engine",
+            f"{1e6 * links.net_s:g} µs one way, {links.net_bytes_per_s / 1e9:g} GB/s an engine",
             "assumed: 400 Gbit/s",
         ],
         ["long prompts", f"in chunks of {PREFILL_CHUNK} tokens", "assumed"],

@@ -131,7 +131,7 @@ def test_a_line_is_found_and_never_below_nothing() -> None:
 def test_the_measured_tables_give_costs() -> None:
     half, fp8 = GpuCosts.measured(fp8=False), GpuCosts.measured(fp8=True)
     assert 3e12 < fp8.decode.per_s < 5e12 and 4e14 < half.prefill.per_s < 8e14
-    assert 0 < fp8.hand_over_s < 1e-4
+    assert 0 < fp8.hand_over_s < 1e-4 and 0 < Links.measured().host_s < 1e-4
 
 
 def test_copies_of_a_trace_share_nothing_and_come_at_the_rate_asked_for() -> None:
@@ -217,7 +217,7 @@ def test_requests_of_a_lost_rack_begin_anew_and_are_all_answered() -> None:
 
 
 def test_a_long_sequence_is_only_over_engines_that_hold_it_and_faster_over_more_of_a_host() -> None:
-    rows = long_rows(Setting(GPU, Model(), Links(), 120e9))
+    rows = long_rows(Setting(GPU, Model(), Links.measured(), 120e9))
     assert all(row.pool_share <= 1.0 for row in rows)
     assert min(row.engines for row in rows if row.tokens == 10 * 2**20) >= 6
     million = {row.engines: row for row in rows if row.tokens == 2**20}
