@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -91,13 +94,33 @@ def play(servers: Sequence[Server], requests: Sequence[Request], workers: int) -
 
 
 def calibrate(requests: Sequence[Request], pages: int) -> CallCosts:
-    """What calls cost on one service, from requests one at a time."""
+    """What calls cost on one service, from requests one at a time; and how much slower a processor
+    is beside a busy one, from a third of them again."""
     with services(1, pages) as (server,):
         pids = children(server)
         processes = Processes([[os.getpid()], pids["door"], pids["engine"]])
         shares = [(url(server), requests)]
         played = asyncio.run(replay(shares, 1, processes))
-    return CallCosts.fitted(played.calls, SLICE_S)
+        some = requests[: len(requests) // 3]
+        with Client(url(server)) as client:
+            client.clear()
+        with busy_processor():
+            beside = asyncio.run(replay([(url(server), some)], 1, processes))
+    costs = CallCosts.fitted(played.calls, SLICE_S)
+    alone = sum(sum(costs.of(call.kind, call.new, call.pairs)) for call in beside.calls)
+    together = alone / sum(sum(call.cpu_s) for call in beside.calls)
+    return dataclasses.replace(costs, together=round(min(1.0, together), 3))
+
+
+@contextmanager
+def busy_processor() -> Iterator[None]:
+    """A process beside this that does nothing, as fast as it can."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def small_calls(server: Server) -> dict[str, float]:

@@ -17,6 +17,7 @@ from bench.simulation.trace import Request
 
 ACTORS: Final = ("caller", "door", "engine")
 """Whose seconds of processor a call takes, in this order."""
+ATTENTION: Final = frozenset({"prefill", "decode"})
 NEW_DECODED: Final = -(-DECODES // PAGE)
 """Pages that a request's decoded tokens take."""
 
@@ -24,11 +25,12 @@ NEW_DECODED: Final = -(-DECODES // PAGE)
 @dataclass(frozen=True, slots=True)
 class CallCosts:
     """Seconds of a processor by kind of call and actor, `a + b * new + c * pairs`, and seconds by
-    the clock in which nobody works."""
+    the clock in which nobody works. `together` is the speed of a processor beside a busy one."""
 
     seconds: dict[str, list[list[float]]]
     waiting_s: dict[str, float]
     slice_s: float
+    together: float = 1.0
 
     @classmethod
     def fitted(cls, calls: Iterable[Called], slice_s: float) -> Self:
@@ -46,7 +48,8 @@ class CallCosts:
 
     @classmethod
     def told(cls, document: dict[str, Any]) -> Self:
-        return cls(document["seconds"], document["waiting_s"], document["slice_s"])
+        names = ("seconds", "waiting_s", "slice_s", "together")
+        return cls(**{name: document[name] for name in names})
 
     def document(self) -> dict[str, Any]:
         return asdict(self)
@@ -55,6 +58,14 @@ class CallCosts:
         """Seconds of each actor."""
         x = (1.0, new, pairs)
         return [sum(a * b for a, b in zip(one, x, strict=True)) for one in self.seconds[kind]]
+
+    def shared_s(self, kind: str) -> float:
+        """What attention that goes to the device together takes once: all that it has beyond a call
+        that does nothing there."""
+        if kind not in ATTENTION:
+            return 0.0
+        engine = ACTORS.index("engine")
+        return max(0.0, self.seconds["decode"][engine][0] - self.seconds["delete"][engine][0])
 
 
 def fit(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
@@ -87,7 +98,7 @@ class Replay:
 
     def __init__(self, costs: CallCosts, cores: float, pools: Sequence[int]) -> None:
         self.clock = Clock()
-        shared = Cores(self.clock, cores)
+        shared = Cores(self.clock, cores, costs.together)
         self.costs = costs
         self.caller = Worker(shared)
         self.services = [
@@ -141,18 +152,18 @@ class Replay:
         caller_s, door_s, engine_s = self.costs.of(kind, new, pairs)
         steps = deque(
             [
-                (self.caller, caller_s / 2),
-                (service.door, door_s / 2),
-                (service.engine, engine_s),
-                (service.door, door_s / 2),
-                (self.caller, caller_s / 2),
+                (self.caller, caller_s / 2, 0.0),
+                (service.door, door_s / 2, 0.0),
+                (service.engine, engine_s, self.costs.shared_s(kind)),
+                (service.door, door_s / 2, 0.0),
+                (self.caller, caller_s / 2, 0.0),
             ]
         )
 
         def step() -> None:
             if steps:
-                worker, seconds = steps.popleft()
-                worker.give(seconds, step)
+                worker, seconds, shared = steps.popleft()
+                worker.give(seconds, step, shared)
             else:
                 self._calls(service, calls, after)
 

@@ -34,11 +34,13 @@ class Clock:
 
 class Cores:
     """So many processors for any number of workers, each of which does one thing at a time: where
-    more of them work than there are processors, all are as much slower."""
+    more of them work than there are processors, all are as much slower. Processors that share a
+    core have only a share `together` of their speed when more than one works."""
 
-    def __init__(self, clock: Clock, count: float) -> None:
+    def __init__(self, clock: Clock, count: float, together: float = 1.0) -> None:
         self._clock = clock
         self._count = count
+        self._together = together
         self._left: dict[Worker, float] = {}
         self._since = 0.0
         self._round = 0
@@ -50,7 +52,10 @@ class Cores:
         self._plan()
 
     def _speed(self) -> float:
-        return min(1.0, self._count / len(self._left)) if self._left else 1.0
+        working = len(self._left)
+        if working <= 1:
+            return 1.0
+        return min(1.0, self._count / working) * self._together
 
     def _pass_time(self) -> None:
         done = (self._clock.now - self._since) * self._speed()
@@ -81,41 +86,59 @@ class Cores:
 
 class Worker:
     """A process with one thread: short tasks in order of arrival, long ones a slice at a time, in
-    turn, whenever no short one waits."""
+    turn, whenever no short one waits. Short tasks that wait one behind the other take what they
+    share only once."""
 
     def __init__(self, cores: Cores, slice_s: float = float("inf")) -> None:
         self._cores = cores
         self._slice_s = slice_s
-        self._short: deque[tuple[float, Act]] = deque()
+        self._short: deque[tuple[float, float, Act]] = deque()
         self._long: deque[tuple[float, Act]] = deque()
-        self._doing: tuple[float, Act] | None = None
+        self._doing: tuple[float, list[Act]] | None = None
         self.busy_s = 0.0
 
-    def give(self, seconds: float, then: Act) -> None:
-        """A task of so many seconds of a processor; `then` is done afterwards."""
-        (self._short if seconds <= self._slice_s else self._long).append((seconds, then))
+    def give(self, seconds: float, then: Act, shared: float = 0.0) -> None:
+        """A task of so many seconds of a processor, of which it may share some with its like;
+        `then` is done afterwards."""
+        if seconds <= self._slice_s:
+            self._short.append((seconds, shared, then))
+        else:
+            self._long.append((seconds, then))
         if self._doing is None:
             self._next()
 
     def finished(self) -> None:
-        """The cores are done with the task, or with a slice of it."""
+        """The cores are done with the tasks, or with a slice of one."""
         if self._doing is None:
             raise RuntimeError("a worker that does nothing is done: this is a bug")
-        left, then = self._doing
+        left, acts = self._doing
         self._doing = None
         if left > 0:
-            self._long.append((left, then))
+            self._long.append((left, acts[0]))
         else:
-            then()
+            for act in acts:
+                act()
         if self._doing is None:
             self._next()
 
     def _next(self) -> None:
-        waiting = self._short or self._long
-        if not waiting:
-            return
-        seconds, then = waiting.popleft()
-        now = min(seconds, self._slice_s)
-        self._doing = (seconds - now, then)
-        self.busy_s += now
-        self._cores.start(self, now)
+        if self._short:
+            self._take_short()
+        elif self._long:
+            seconds, then = self._long.popleft()
+            self._begin(min(seconds, self._slice_s), max(0.0, seconds - self._slice_s), [then])
+
+    def _take_short(self) -> None:
+        """The first short task, and those right behind it that share something with it."""
+        seconds, shared, then = self._short.popleft()
+        acts = [then]
+        while shared and self._short and self._short[0][1]:
+            more, of_it, act = self._short.popleft()
+            seconds += more - min(shared, of_it)
+            acts.append(act)
+        self._begin(seconds, 0.0, acts)
+
+    def _begin(self, seconds: float, left: float, acts: list[Act]) -> None:
+        self._doing = (left, acts)
+        self.busy_s += seconds
+        self._cores.start(self, seconds)

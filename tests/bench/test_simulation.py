@@ -82,6 +82,24 @@ def test_a_short_task_waits_for_a_slice_of_a_long_one_and_no_more() -> None:
     assert done == {"short": pytest.approx(0.15), "long": pytest.approx(1.05)}
 
 
+def test_short_tasks_that_wait_take_what_they_share_once() -> None:
+    clock, done = Clock(), []
+    worker = Worker(Cores(clock, 1))
+    for seconds, shared in ((1.0, 0.0), (1.0, 0.6), (1.0, 0.6), (0.5, 0.0), (1.0, 0.6)):
+        worker.give(seconds, lambda: done.append(round(clock.now, 6)), shared)
+    clock.run()
+    assert done == [1.0, 2.4, 2.4, 2.9, 3.9]
+
+
+def test_processors_of_one_core_are_slower_together() -> None:
+    clock, done = Clock(), []
+    shared = Cores(clock, 2, together=0.5)
+    for seconds in (1.0, 2.0):
+        Worker(shared).give(seconds, lambda: done.append(clock.now))
+    clock.run()
+    assert done == pytest.approx([2.0, 3.0])
+
+
 def test_one_worker_takes_the_sum_of_its_calls_and_two_services_share_nothing_but_cores() -> None:
     some = TRACE[:20]
     serial = Replay(COSTS, 2, [10_000])
