@@ -150,7 +150,7 @@ class Scoring:
     window_left: int = -1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class Attend:
     """Attention of `q [n, num_qo_heads, head_dim]` over pooled KV of one layer.
 
@@ -205,7 +205,7 @@ def last_positions(qo_indptr: Int32, kv_indptr: Int32) -> Int32:
     return positions
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class AttentionState:
     """`o [n, num_qo_heads, head_dim]` in q's dtype; `lse [n, num_qo_heads]` float32, natural log.
 

@@ -167,7 +167,8 @@ class PrefixTree:
         """
         self._check_layer(layer)
         index = self.books.distinct_indices(ids)
-        before = self.books.lengths[layer, index]
+        held = self.books.lengths[layer]  # a row of its own: one index is ten times as fast as two
+        before = held[index]
         if counts.shape != before.shape or (counts < 0).any():
             raise InvalidRequest("counts", counts, f"{before.size} numbers, none negative")
         if offsets is not None and not np.array_equal(offsets, before):
@@ -178,7 +179,7 @@ class PrefixTree:
         grown = np.flatnonzero(missing > 0)
         self._grow(index[grown], missing[grown])
         lengths = wanted.astype(np.int32)
-        self.books.lengths[layer, index] = lengths
+        held[index] = lengths
         slots = self._slots_after(index, before, counts)
         new_pages = missing[grown].astype(np.int32)
         num_pages = self.books.num_pages[index[grown]]
@@ -196,12 +197,12 @@ class PrefixTree:
         grown = np.array([leaf.index for leaf in extension.grown], np.intp)
         same = (
             all(books.holds(leaf) for leaf in extension.leaves)
-            and np.array_equal(books.lengths[layer, index], extension.lengths)
+            and np.array_equal(books.lengths[layer][index], extension.lengths)
             and np.array_equal(books.num_pages[grown], extension.num_pages)
         )
         if not same:
             raise IntegrityError("an extension was to be undone whose sequences changed since")
-        books.lengths[layer, index] = extension.before
+        books.lengths[layer][index] = extension.before
         for leaf, count in zip(extension.grown, extension.num_new_pages.tolist(), strict=True):
             self._drop_pages(leaf, int(books.num_pages[leaf.index]) - count)
             # The next extension may reach the same length on other pages.
@@ -210,7 +211,7 @@ class PrefixTree:
     def lengths(self, ids: Sequence[str], layer: int) -> Int32:
         """kv_len at `layer`, int32 [B]. Raises `UnknownSequence` with every unknown id."""
         self._check_layer(layer)
-        held: Int32 = self.books.lengths[layer, self.books.indices(ids)]
+        held: Int32 = self.books.lengths[layer][self.books.indices(ids)]
         return held
 
     def read(self, ids: Sequence[str], layer: int) -> tuple[Int32, Leaves]:
@@ -220,7 +221,7 @@ class PrefixTree:
         """
         self._check_layer(layer)
         index = self.books.indices(ids)
-        return self.books.lengths[layer, index], self.books.leaves(index)
+        return self.books.lengths[layer][index], self.books.leaves(index)
 
     def page_table(self, ids: Sequence[str], layer: int) -> CsrTable:
         """The sequences' pages at `layer`, in the order of `ids`."""
@@ -241,7 +242,7 @@ class PrefixTree:
         """Equal keys, equal plans (for equal queries); the same at each layer of a decode step."""
         self._check_layer(layer)
         index = self.books.indices(ids)
-        return self.books.serials[index].tobytes(), self.books.lengths[layer, index].tobytes()
+        return self.books.serials[index].tobytes(), self.books.lengths[layer][index].tobytes()
 
     def describe(self, name: str) -> SequenceView:
         """What is known of one sequence. Raises `UnknownSequence`."""

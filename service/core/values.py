@@ -59,7 +59,7 @@ def row_copies(triples: Sequence[tuple[int, int, int]]) -> RowCopies:
     return RowCopies(columns[0], columns[1], columns[2])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class Extension:
     """What `PrefixTree.extend` did: where the new tokens go, and what it takes to undo it.
 

@@ -47,8 +47,8 @@ def prefill(store: Store, request: Request, seconds: Seconds) -> Work:
 def paged(store: Store, request: Request, seconds: Seconds, *, causal: bool) -> Work:
     """Append the rows that came along, plan, and attend."""
     fields, tensors = request.fields, request.tensors
-    q, qo_indptr = tensors["q"], fields.qo_indptr_array
-    request.place.require_bytes(known_of(request).answer_bytes)
+    q, qo_indptr, known = tensors["q"], fields.qo_indptr_array, known_of(request)
+    request.place.require_bytes(known.answer_bytes)
     rows = (tensors["k"], tensors["v"]) if "k" in tensors else None
     sight = sight_of(store, request)
     extension, writing = None, False
@@ -64,7 +64,7 @@ def paged(store: Store, request: Request, seconds: Seconds, *, causal: bool) -> 
             fields.ids, fields.layer, qo_indptr, causal, fields.cascade, sight
         )
         mask = pooled_mask(store, request, planned, sight)
-        repeated = repeated_of(store, request, planned)
+        repeated = repeated_of(store, request, planned, known.kind)
         seconds.plan += time.monotonic() - started
         laid = request.place.lay_out(repeated.answer)
     except BaseException:
@@ -75,7 +75,7 @@ def paged(store: Store, request: Request, seconds: Seconds, *, causal: bool) -> 
     attend = Attend(fields.layer, q, planned.plan, repeated.scoring, mask, out)
     counts, cost = repeated.counts, repeated.cost
     if extension is not None:
-        counts = replace(counts, appended=extension.num_stored)
+        counts = counts.with_appended(extension.num_stored)
     if writing or store.pace.is_long("attend", cost):
         steps = paged_steps(store, request, attend, extension if writing else None, cost)
         return Sliced(steps, undoing(store, extension), counts=counts)
@@ -111,9 +111,8 @@ class Repeated:
     answer: AnswerLayout
 
 
-def repeated_of(store: Store, request: Request, planned: Planned) -> Repeated:
+def repeated_of(store: Store, request: Request, planned: Planned, kind: Hashable) -> Repeated:
     """Made once for a plan and a kind of query, and kept with the plan."""
-    kind = known_of(request).kind
     found: Repeated | None = planned.repeated.get(kind)
     if found is not None:
         return found

@@ -55,7 +55,7 @@ class OpenSteps:
 
     def __bool__(self) -> bool:
         """Whether any is open."""
-        return any(track.jobs for track in self._tracks.values())
+        return bool(self._owners)
 
     def __contains__(self, name: str) -> bool:
         """Whether a sequence is an open step's."""
@@ -152,7 +152,7 @@ class OpenSteps:
     @property
     def any_spoilt(self) -> bool:
         """Whether callers of aborted steps may still wait for flags."""
-        return any(track.spoilt for track in self._tracks.values())
+        return bool(self._tracks) and any(track.spoilt for track in self._tracks.values())
 
     def _free_callers(self) -> None:
         """Now and then, since nobody knows when they begin to wait."""

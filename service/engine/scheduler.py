@@ -155,7 +155,8 @@ class Scheduler:
 
     def _turn(self, job: Job) -> bool:
         """One job's turn; False when the device has to finish something first."""
-        turn, sharing, launches = turn_of(job.request), sharing_of(job.request), self._launches
+        turn, launches = turn_of(job.request), self._launches
+        sharing = sharing_of(job.request, turn)
         if not launches.has_room(sharing):
             return False
         if (turn.is_barrier or job.alone) and not launches.settled():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,18 +33,18 @@ FATAL: Final = (DeviceLost, StoreLost, IntegrityError)
 """After these nothing in the pool can be trusted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PoolNumbers:
     """Pages by their state, and counts; of the whole pool, or as one namespace sees it."""
 
     free: int
-    referenced: int
-    cached: int
-    pinned: int
-    leases: int
-    sequences: int
-    imports: int
-    nodes: int
+    referenced: int = 0
+    cached: int = 0
+    pinned: int = 0
+    leases: int = 0
+    sequences: int = 0
+    imports: int = 0
+    nodes: int = 0
 
 
 class Store:
@@ -139,23 +139,20 @@ class Store:
     def numbers(self, namespace: str | None = None) -> PoolNumbers:
         """Of the whole pool (None), or as a namespace sees it."""
         tree = self.tree
-        known = tree.budget.namespaces
-        if namespace is None:
-            chosen, free = list(known.values()), tree.allocator.num_free
-        else:
-            chosen = [known.get(namespace) or Namespace(namespace)]
-            free = max(0, tree.budget.available(chosen[0]))
+        chosen: Iterable[Namespace] = tree.budget.namespaces.values()
+        free = tree.allocator.num_free
+        if namespace is not None:
+            own = tree.budget.namespaces.get(namespace) or Namespace(namespace)
+            chosen, free = (own,), max(0, tree.budget.available(own))
         imports = self.imports.count(namespace)
-        return PoolNumbers(
-            free,
-            sum(one.referenced for one in chosen),
-            sum(one.cached for one in chosen),
-            sum(one.pinned for one in chosen),
-            sum(one.num_leases for one in chosen),
-            sum(one.num_sequences for one in chosen) - imports,
-            imports,
-            tree.num_nodes,
-        )
+        numbers = PoolNumbers(free, sequences=-imports, imports=imports, nodes=tree.num_nodes)
+        for one in chosen:
+            numbers.referenced += one.referenced
+            numbers.cached += one.cached
+            numbers.pinned += one.pinned
+            numbers.leases += one.num_leases
+            numbers.sequences += one.num_sequences
+        return numbers
 
     def press(self, numbers: PoolNumbers) -> None:
         """Let the namespaces know when what cannot be evicted passes the watermark, or no longer

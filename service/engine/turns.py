@@ -146,13 +146,12 @@ def turn_of(request: Request) -> Turn:
     return TURNS[request.operation.name]
 
 
-def sharing_of(request: Request) -> Hashable | None:
+def sharing_of(request: Request, turn: Turn) -> Hashable | None:
     """Requests with equal values may share a launch; None: it needs none.
 
     Known before its turn, so that a launch that it does not share goes out before it changes
     anything.
     """
-    turn = turn_of(request)
     if not turn.is_attention:
         return object() if turn.launches else None
     sharing: Hashable | None = request.known.get("sharing")

@@ -39,6 +39,10 @@ class Counts:
     looked_up: int = 0
     found: int = 0
 
+    def with_appended(self, rows: int) -> Counts:
+        """The same for attention that has appended so many rows."""
+        return Counts(rows, self.read_bytes, self.saved_bytes, self.mode)
+
 
 NOTHING = Counts()
 
@@ -76,7 +80,7 @@ class Answered:
     counts: Counts = NOTHING
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class Grouped:
     """Attention that may share a launch; `finish` completes the answer from its states."""
 

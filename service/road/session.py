@@ -183,7 +183,7 @@ class Session:
             raise Overloaded(f"{waiting}, {most}", retry_after_s=1.0)
         except AttndError as error:
             status, image = problem_image(error)
-        self.send_answer(number, status, inline=image)
+        self.send_problem(number, status, image)
 
     def read_rare(self, kind: int, payload: bytes, events: list[Event]) -> None:
         """A frame of steps, or a message about the session."""
@@ -258,13 +258,15 @@ class Session:
 
     # what goes out
 
-    def answer(
-        self, call: Call, status: int, length: int, stages: Stages, *, needed: int = 0
-    ) -> None:
+    def answer(self, call: Call, status: int, length: int, stages: Stages) -> None:
         """The one answer of a call whose image of `length` bytes lies at its answer place."""
         image = NOTHING if self.incoming is None else call.answer[:length]
         self.done(call)
-        self.send_answer(call.id, status, length=length, needed=needed, stages=stages)
+        self.send(
+            f.ANSWER_FRAME.pack(
+                f.ANSWER, 0, f.ANSWER_PAYLOAD.size, call.id, status, 0, 0, length, 0, *stages
+            )
+        )
         if image:
             self.send(image)
         if self.growth:
@@ -281,7 +283,7 @@ class Session:
         """The one answer of a call that failed: its problem, inside the frame."""
         self.done(call)
         status, image = problem_image(error)
-        self.send_answer(call.id, status, needed=needed, stages=stages, inline=image)
+        self.send_problem(call.id, status, image, stages, needed)
         if self.growth:
             self.grow()
 
@@ -306,22 +308,21 @@ class Session:
         if self.closed and not self.live:
             self.release()
 
-    def send_answer(
+    def send_problem(
         self,
         number: int,
         status: int,
-        *,
-        length: int = 0,
-        needed: int = 0,
+        image: bytes,
         stages: Stages = f.NO_STAGES,
-        inline: bytes = b"",
+        needed: int = 0,
     ) -> None:
-        size = f.ANSWER_PAYLOAD.size + len(inline)
-        flags, length = (f.INLINE, len(inline)) if inline else (0, length)
-        data = f.ANSWER_FRAME.pack(
-            f.ANSWER, 0, size, number, status, flags, 0, length, needed, *stages
+        """An answer whose image comes in its frame."""
+        length = len(image)
+        size = f.ANSWER_PAYLOAD.size + length
+        head = f.ANSWER_FRAME.pack(
+            f.ANSWER, 0, size, number, status, f.INLINE, 0, length, needed, *stages
         )
-        self.send(data + inline if inline else data)
+        self.send(head + image)
 
     def send(self, data: bytes | memoryview) -> None:
         """Send a frame now or later; a caller that does not read is dropped in the end."""
