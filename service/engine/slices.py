@@ -26,6 +26,8 @@ TELLING_SHARE: Final = 0.1
 """Work first thought to take so much of a slice tells the device's rates, and so does all that took
 a whole one. What lies between is some of both, and tells nothing."""
 MOST_CORRECTION: Final = 4.0
+FURTHEST: Final = 1e6
+"""How many times a rate may be off: work that is told to take no time leaves it a number."""
 
 
 class Pace:
@@ -67,7 +69,8 @@ class Pace:
             return
         ratio = (measured_s - (overhead or 0.0)) / self.seconds(kind, cost)
         ratio = min(max(ratio, 1 / MOST_CORRECTION), MOST_CORRECTION)
-        self._factors[kind] = self._factors.get(kind, 1.0) * ratio**CORRECTION
+        factor = self._factors.get(kind, 1.0) * ratio**CORRECTION
+        self._factors[kind] = min(max(factor, 1 / FURTHEST), FURTHEST)
 
     def _guess(self, cost: Cost) -> float:
         """Seconds by the first guess."""

@@ -276,6 +276,13 @@ def test_estimates_come_to_what_is_measured_whatever_the_first_guess(factor: flo
     assert pace.seconds("append", cost) == pytest.approx(0.05), "each kind has its own rate"
 
 
+def test_work_that_is_told_to_take_no_time_leaves_an_estimate() -> None:
+    pace = Pace(1e9, 1e12, 0.01)
+    for _ in range(3000):
+        pace.correct("attend", Cost(num_bytes=1e8), 0.0)
+    assert pace.seconds("attend", Cost(num_bytes=1e8)) > 0
+
+
 @pytest.mark.parametrize("cost", [Cost(1e4, 2e4), Cost(4e6, 1e6)], ids=["tiny", "small"])
 def test_what_small_calls_cost_does_not_cut_large_work_to_shreds(cost: Cost) -> None:
     pace = Pace(4e9, 2e10, slice_s=0.02)

@@ -56,7 +56,10 @@ ANSWER_BYTES: Final = 4096
 Described = tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]
 """Name, dtype and shape of arrays in their order."""
 
-HEADERS: Final[dict[tuple[bytes, Described], tuple[str, str]]] = {}
+Written = tuple[str, str, bytes]
+"""A request's header: cut where more fields would be added, and whole."""
+
+HEADERS: Final[dict[tuple[bytes, Described, int], Written]] = {}
 
 dump_json: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
@@ -106,25 +109,25 @@ def header(
     if offsets is not None:
         fields = {name: value for name, value in fields.items() if name != "offsets"}
     described = tuple([(name, array.dtype, array.shape) for name, array in arrays])
-    begin, end = written(fields, described)
-    text = begin + end if offsets is None else f'{begin},\\"offsets\\":{offsets}{end}'
-    size = -(-(8 + len(text)) // alignment) * alignment - 8
-    return size.to_bytes(8, "little") + text.ljust(size).encode("ascii")
+    begin, end, whole = written(fields, described, alignment)
+    if offsets is None:
+        return whole
+    return padded(f'{begin},\\"offsets\\":{offsets}{end}', alignment)
 
 
-def written(fields: dict[str, Any], arrays: Described) -> tuple[str, str]:
-    """A request's header, cut where more fields would be added.
+def written(fields: dict[str, Any], arrays: Described, alignment: int) -> Written:
+    """A request's header.
 
     Steps repeat their calls in all but `offsets`, so headers are remembered: by the fields as
     `marshal` has them, which tells 1 from True and takes a quarter of the time of JSON.
     """
     try:
-        key = marshal.dumps(fields, 2), arrays
+        key = marshal.dumps(fields, 2), arrays, alignment
     except ValueError:  # a kind of value that JSON may know: a subclass of str
-        return write(fields, arrays)
+        return write(fields, arrays, alignment)
     header = HEADERS.get(key)
     if header is None:
-        header = write(fields, arrays)
+        header = write(fields, arrays, alignment)
         if len(header[0]) <= REQUEST_BYTES:
             if len(HEADERS) >= REMEMBERED:
                 HEADERS.clear()
@@ -132,10 +135,18 @@ def written(fields: dict[str, Any], arrays: Described) -> tuple[str, str]:
     return header
 
 
-def write(fields: dict[str, Any], arrays: Described) -> tuple[str, str]:
-    """A request's header, cut before the brace that ends the fields."""
+def write(fields: dict[str, Any], arrays: Described, alignment: int) -> Written:
+    """A request's header, cut before the brace that ends the fields, and whole."""
     request = dump_json(dump_json(fields))
-    return f'{{"__metadata__":{{"request":{request[:-2]}', f'}}"}}{describe(arrays)}}}'
+    begin = f'{{"__metadata__":{{"request":{request[:-2]}'
+    end = f'}}"}}{describe(arrays)}}}'
+    return begin, end, padded(begin + end, alignment)
+
+
+def padded(text: str, alignment: int) -> bytes:
+    """A header's length and text, up to where arrays may begin."""
+    size = -(-(8 + len(text)) // alignment) * alignment - 8
+    return size.to_bytes(8, "little") + text.ljust(size).encode("ascii")
 
 
 @lru_cache(maxsize=REMEMBERED)

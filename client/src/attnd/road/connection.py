@@ -262,8 +262,9 @@ class Connection:
             waiting.settle()
             waiting.answer = answer
             waiting.wake()
-            for told in (frames.OPENED, frames.DONE):
-                self._hand(told, number, answer)
+            if self._told_of:
+                for told in (frames.OPENED, frames.DONE):
+                    self._hand(told, number, answer)
 
     def _told_step(self, kind: int, payload: bytes) -> None:
         """A step has been accepted, or one of its layers is done."""
