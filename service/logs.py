@@ -48,7 +48,7 @@ def clock(second: int) -> str:
 
 class JsonLines(logging.Formatter):
     """`{"time": ..., "level": ..., "process": ..., "logger": ..., "message": ..., <fields>}`;
-    always ASCII."""
+    always ASCII. A record with `each`, a list of fields, is a line for each."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -62,14 +62,13 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line.update(getattr(record, "fields", {}))
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        end = {"exception": self.formatException(record.exc_info)} if record.exc_info else {}
+        return "\n".join([json.dumps(line | each | end, default=str) for each in told_of(record)])
 
 
 class ConsoleLines(logging.Formatter):
-    """`12:00:00.123 info http-0 attnd.access: request id=... op=decode status=200`."""
+    """`12:00:00.123 info http-0 attnd.access: request id=... op=decode status=200`; lines as in
+    `JsonLines`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -82,14 +81,22 @@ class ConsoleLines(logging.Formatter):
         )
         if not line.isprintable():  # escape codes for terminals, say
             line = line.encode("unicode_escape").decode("ascii")
-        fields: dict[str, Any] = getattr(record, "fields", {})
-        line += "".join([f" {name}={shown(value)}" for name, value in fields.items()])
+        lines = [
+            line + "".join([f" {name}={shown(value)}" for name, value in fields.items()])
+            for fields in told_of(record)
+        ]
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
-        return line
+            lines.append(self.formatException(record.exc_info))
+        return "\n".join(lines)
+
+
+def told_of(record: logging.LogRecord) -> list[dict[str, Any]]:
+    """The fields of each of a record's lines."""
+    each: list[dict[str, Any]] | None = getattr(record, "each", None)
+    return [getattr(record, "fields", {})] if each is None else each
 
 
 def shown(value: object) -> str:
     """A field's value, as a JSON string where it could be taken for more than one word."""
     text = str(value)
-    return text if PLAIN.fullmatch(text) else json.dumps(text)
+    return text if type(value) is int or PLAIN.fullmatch(text) else json.dumps(text)

@@ -70,8 +70,8 @@ def test_the_access_line_names_the_peer(door: Running, caplog: object) -> None:
 
     def lines() -> list[dict[str, object]]:
         records = caplog.records  # type: ignore[attr-defined]
-        told = [record.fields for record in records if record.name == "attnd.access"]
-        return [fields for fields in told if fields["id"] == "find-me"]
+        told = [record.each for record in records if record.name == "attnd.access"]
+        return [fields for each in told for fields in each if fields["id"] == "find-me"]
 
     wait_for(lines, "the line")
     (mine,) = lines()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.logs import ConsoleLines
+from service.logs import ConsoleLines, JsonLines
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -79,6 +79,15 @@ def test_console_lines_stay_on_their_line() -> None:
 def test_a_fields_value_cannot_pass_for_another_field(value: object, shown: str) -> None:
     record = logging.makeLogRecord({"msg": "request", "fields": {"path": value, "status": 404}})
     assert ConsoleLines("http-0").format(record).endswith(f": request path={shown} status=404")
+
+
+def test_a_record_of_several_is_a_line_for_each() -> None:
+    each = [{"id": "a", "status": 200}, {"id": "b", "status": 404}]
+    record = logging.makeLogRecord({"msg": "request", "each": each, "created": 0.0})
+    first, second = ConsoleLines("http-0").format(record).splitlines()
+    assert first.endswith(": request id=a status=200") and second.endswith("id=b status=404")
+    told = [json.loads(line) for line in JsonLines("http-0").format(record).splitlines()]
+    assert [(one["message"], one["id"]) for one in told] == [("request", "a"), ("request", "b")]
 
 
 @pytest.mark.parametrize(("level", "count"), [("debug", 3), ("info", 2), ("error", 1)])
