@@ -21,7 +21,12 @@ Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
+LookedUp = tuple[Sequence[str], Indices, bool]
+"""Ids, their columns, and whether none comes twice."""
+
 _FIRST_CAPACITY = 64
+MOST_LOOKED_UP: Final = 128
+"""Batches whose columns are remembered until a sequence comes or goes."""
 ENDED_AT_ONCE: Final = 1024
 """Sequences that outlive their time at once: some 20 ms to delete."""
 LEAST_ENDS: Final = 1024
@@ -43,6 +48,7 @@ class SequenceBooks:
         "_free",
         "_index_of",
         "_leaves",
+        "_looked_up",
         "_mortal",
         "_next_serial",
         "_num_ends",
@@ -62,6 +68,7 @@ class SequenceBooks:
         self._index_of: dict[str, int] = {}
         self._leaves: list[Leaf] = []
         self._free: list[int] = []
+        self._looked_up: dict[int, LookedUp] = {}
         self._sorted: list[str] | None = []
         self._next_serial = 0
         self._mortal: list[tuple[float, int, Leaf]] = []
@@ -102,7 +109,7 @@ class SequenceBooks:
         self._index_of[spec.id] = index
         owner.num_sequences += 1
         self.num_shards += not shard.is_whole
-        self._sorted = None
+        self._names_changed()
         self.lengths[:, index] = length
         self.set_num_pages(leaf, table.size)
         self.renew(leaf)
@@ -121,7 +128,7 @@ class SequenceBooks:
         """Call a sequence by a name that no other has."""
         self._index_of[name] = self._index_of.pop(leaf.id)
         leaf.id = name
-        self._sorted = None
+        self._names_changed()
 
     def remove(self, leaf: Leaf) -> None:
         """Forget a sequence; its pages and links are the caller's."""
@@ -130,7 +137,7 @@ class SequenceBooks:
         self.num_shards -= not leaf.shard.is_whole
         leaf.table = leaf.table[:0].copy()  # the leaf stays in its column until another comes
         self._free.append(leaf.index)
-        self._sorted = None
+        self._names_changed()
         self.lengths[:, leaf.index] = 0
         self.num_pages[leaf.index] = 0
 
@@ -145,24 +152,37 @@ class SequenceBooks:
 
     def indices(self, ids: Sequence[str]) -> Indices:
         """Columns of `ids`, in their order. Raises `UnknownSequence` with every unknown id."""
-        try:
-            indices = np.fromiter(map(self._index_of.__getitem__, ids), np.intp, len(ids))
-        except KeyError:
-            unknown = [name for name in ids if name not in self._index_of]
-            raise UnknownSequence(unknown) from None
-        if self._mortal or self.is_watched:
-            self.used[indices] = self.now
-        return indices
+        return self._look_up(ids)[1]
 
     def distinct_indices(self, ids: Sequence[str]) -> Indices:
         """As `indices`, for operations that change each sequence once.
 
         Raises `InvalidRequest` where an id comes twice.
         """
-        indices = self.indices(ids)
-        if len(set(ids)) < len(ids):
+        _, indices, are_distinct = self._look_up(ids)
+        if not are_distinct:
             refuse_twice(ids)
         return indices
+
+    def _look_up(self, ids: Sequence[str]) -> LookedUp:
+        """Whose columns these are; a tuple that comes again, as with the layers of a step, is found
+        by what it is."""
+        found = self._looked_up.get(id(ids))
+        if found is None or found[0] is not ids:
+            try:
+                indices = np.fromiter(map(self._index_of.__getitem__, ids), np.intp, len(ids))
+            except KeyError:
+                unknown = [name for name in ids if name not in self._index_of]
+                raise UnknownSequence(unknown) from None
+            indices.flags.writeable = False
+            found = ids, indices, len(set(ids)) == len(ids)
+            if type(ids) is tuple:
+                if len(self._looked_up) >= MOST_LOOKED_UP:
+                    self._looked_up.clear()
+                self._looked_up[id(ids)] = found
+        if self._mortal or self.is_watched:
+            self.used[found[1]] = self.now
+        return found
 
     def leaf(self, name: str) -> Leaf:
         """Raises `UnknownSequence`."""
@@ -198,6 +218,11 @@ class SequenceBooks:
         first = bisect_left(names, prefix)
         found = names[first : first + limit]
         return [name for name in found if name.startswith(prefix)]
+
+    def _names_changed(self) -> None:
+        """What was worked out from the names holds no more."""
+        self._sorted = None
+        self._looked_up.clear()
 
     def _names(self) -> list[str]:
         if self._sorted is None:
