@@ -478,6 +478,26 @@ def test_more_sequences_than_first_foreseen_keep_their_numbers() -> None:
     pool.tree.check_integrity()
 
 
+def test_a_batch_that_comes_again_is_what_its_names_mean_now() -> None:
+    tree = PrefixTree(8, 4, 1)
+    tree.create([NewSpec("a"), NewSpec("b")])
+    batch, twice = ("a", "b"), ("a", "a")
+    tree.extend(0, batch, int32(1, 2))
+    assert tree.lengths(batch, 0).tolist() == [1, 2]
+    tree.free(["a"])
+    with pytest.raises(UnknownSequence):
+        tree.lengths(batch, 0)
+    tree.create([NewSpec("c"), NewSpec("a")])  # "c" has the column that was "a"'s
+    assert tree.lengths(batch, 0).tolist() == [0, 2]
+    tree.books.rename(tree.books.leaf("a"), "d")
+    tree.books.rename(tree.books.leaf("b"), "a")
+    with pytest.raises(UnknownSequence):
+        tree.lengths(batch, 0)
+    assert tree.lengths(twice, 0).tolist() == [2, 2]
+    with pytest.raises(InvalidRequest):
+        tree.extend(0, twice, int32(1, 1))
+
+
 @pytest.mark.parametrize("given", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (2**20, 2**11, 1)])
 def test_a_pool_without_slots_or_with_too_many_is_refused(given) -> None:
     with pytest.raises(InvalidRequest):
