@@ -43,9 +43,26 @@ def test_every_path_of_the_tree_exists_and_is_told_in_eight_words(path: str, tol
     assert len(told.split()) <= 8, f"{path}: {told}"
 
 
-def test_every_link_leads_to_a_file() -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+PAGES: Final = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in (".", "docs", "docs/decisions", "client", "examples")
+    for path in (ROOT / folder).glob("*.md")
+)
+
+
+def anchors(path: Path) -> set[str]:
+    """What a link can name in a page: its headings, as hosts of repositories spell them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_to_a_file_and_its_heading(page: str) -> None:
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+    for path, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), f"{page}: {path}"
+        assert not anchor or anchor in anchors(target), f"{page}: {path}#{anchor}"
 
 
 def test_the_curl_of_the_readme_gives_what_it_should() -> None:
