@@ -50,8 +50,11 @@ class Homes:
         for begin in range(0, len(ids), ASKED_AT_ONCE):
             some = ids[begin : begin + ASKED_AT_ONCE]
             there = await self.there(some, tenant, self.members.engines)
-            for name, engine in there.items():
-                self.names.learn((tenant.namespace, name), await self.tag_at(name, engine, tenant))
+            tags_there = [self.tag_at(name, engine, tenant) for name, engine in there.items()]
+            for name, tag in zip(there, await each(tags_there), strict=True):
+                if isinstance(tag, BaseException):
+                    raise tag
+                self.names.learn((tenant.namespace, name), tag)
             if missing := [name for name in some if name not in there]:
                 self.refuse(missing, tenant)
 

@@ -204,6 +204,8 @@ class Ranks:
 def drop(engines: Sequence[Engine], tenant: Tenant, ids: Sequence[str]) -> None:
     """Have the engines that are still there delete their parts of sequences, and do not wait."""
     there = [engine for engine in engines if engine.is_ready]
+    if not there:
+        return
     task = asyncio.ensure_future(each([let_go(engine, tenant, ids) for engine in there]))
     DROPPING.add(task)
     task.add_done_callback(DROPPING.discard)

@@ -351,8 +351,8 @@ def test_a_rank_that_dies_takes_its_sequences_along_and_nothing_else(
                 await asyncio.sleep(0.05)
         engines.start(victim)
         await cluster.until(lambda: len(cluster.router.members.engines) == 3, "it is back")
-        await book.create("e", ranks=3)
-        await book.append("e", 5 * PAGE)
-        await book.check("e")
+        await book.create("a", ranks=3)  # the id is free again
+        await book.append("a", 5 * PAGE)
+        await book.check("a")
 
     run(engines, test)
