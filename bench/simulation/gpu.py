@@ -68,10 +68,15 @@ class GpuCosts:
         return cls(
             decode,
             Line.through(points(rows, "prefill/", "tflops", but=("ragged",))),
-            Line.through(points(rows, "append/", "tbps") * 2),
+            half_fixed(*points(rows, "append/", "tbps")[0]),
             Line.through(points(rows, "merge/", "tbps")),
             median(over) / 1e6,
         )
+
+
+def half_fixed(amount: float, seconds: float) -> Line:
+    """A line by the one point that was measured: half of its time is taken as fixed."""
+    return Line(seconds / 2, amount / (seconds / 2))
 
 
 def points(

@@ -129,7 +129,7 @@ def assumed_table(_: dict[str, Any]) -> str:
         ["pool of an engine", f"{fleet.pool_bytes / 1e9:g} GB of an H200's 141", "assumed"],
         ["decode, a layer", line(costs.decode, "B of KV"), "measured: `decode/*` rows, fp8"],
         ["prefill, a layer", line(costs.prefill, "flop"), "measured: `prefill/*-paged` rows"],
-        ["append, a layer", line(costs.append, "B"), "measured: `append/8192`"],
+        ["append, a layer", line(costs.append, "B"), "measured: `append/8192`, half of it fixed"],
         ["merge of states", line(costs.merge, "B"), "measured: `merge/*` rows"],
         ["hand-over of a layer", f"{1e6 * costs.hand_over_s:.1f} µs", "measured: two GPUs"],
         ["prefill beside a step", f"at most {fleet.chunk} tokens", "assumed"],
