@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ASKED_AT_ONCE: Final = 1024
 """Ids that the engines are asked for in one call: a batch of ids that nobody has costs no more."""
 ASK_DEADLINE_S: Final = 10.0
+MOST_BATCHES: Final = 256
 
 
 class Homes:
@@ -31,9 +32,29 @@ class Homes:
     def __init__(self, members: Members) -> None:
         self.members = members
         self.names = Names()
+        self.batches: dict[tuple[str, tuple[str, ...]], list[Home]] = {}
+        """What was found for whole batches, since a step's layers repeat them, while nothing that
+        it rests on has changed."""
+        self.changes = (0, 0)
 
     async def of(self, ids: Sequence[str], tenant: Tenant) -> list[Home]:
         """The engine of each sequence. Raises UnknownSequence, LostSequence, NotReady."""
+        changes = self.members.changes, self.names.changes
+        if self.changes != changes:
+            self.batches.clear()
+            self.changes = changes
+        batch = tenant.namespace, tuple(ids)
+        known = self.batches.get(batch)
+        if known is None:
+            known = await self.of_each(ids, tenant)
+            if len(self.batches) >= MOST_BATCHES:
+                self.batches.clear()
+            if self.changes == (self.members.changes, self.names.changes):
+                self.batches[batch] = known
+        return known
+
+    async def of_each(self, ids: Sequence[str], tenant: Tenant) -> list[Home]:
+        """As `of`, whatever was found before."""
         space, home, tag = tenant.namespace, self.members.home, self.names.tag
         found = [home(tag((space, name)) or "") for name in ids]
         if None in found:

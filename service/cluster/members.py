@@ -78,6 +78,8 @@ class Members:
         self.staging = staging
         self.by_name: dict[str, Member] = {}
         self.by_tag: dict[str, Engine] = {}
+        self.changes = 0
+        """How often engines have come or gone."""
         self.first_info: InfoAnswer | None = None
         self.ranks: dict[str, Ranks] = {}
         """Engines that sequences are dealt out over, by their tags."""
@@ -177,6 +179,7 @@ class Members:
     def close(self) -> None:
         if self.watching is not None:
             self.watching.cancel()
+        self.changes += 1
         self.ranks.clear()  # the engines keep what they have
         for name in list(self.by_name):
             self.remove(name)
@@ -221,6 +224,7 @@ class Members:
             self.away.pop(member.tag, None)
         self.away.pop(engine.tag, None)
         member.tag = engine.tag
+        self.changes += 1
         member.engine = self.by_tag[engine.tag] = engine
         member.positions.clear()
         self.met.set()
@@ -243,6 +247,7 @@ class Members:
         if engine is None:
             return
         if self.by_tag.get(engine.tag) is engine:
+            self.changes += 1
             del self.by_tag[engine.tag]
         may_return = member.lost_after_s > 0 and why != LEFT
         if may_return:

@@ -47,11 +47,13 @@ def tag_in(name: str) -> str | None:
 class Names:
     """The tags of engines by the sequences that are, or were last known to be, theirs."""
 
-    __slots__ = ("known", "most")
+    __slots__ = ("changes", "known", "most")
 
     def __init__(self, most: int = MOST_REMEMBERED) -> None:
         self.known: OrderedDict[Name, str] = OrderedDict()
         self.most = most
+        self.changes = 0
+        """How often what was known of a sequence has become another thing."""
 
     def tag(self, name: Name) -> str | None:
         """What is remembered, else what the id tells."""
@@ -59,13 +61,17 @@ class Names:
 
     def learn(self, name: Name, tag: str) -> None:
         """A sequence is there; the one learned longest ago is forgotten for it."""
+        if self.tag(name) not in (None, tag):
+            self.changes += 1
         if tag_in(name[1]) == tag:
             self.known.pop(name, None)
             return
         self.known[name] = tag
         self.known.move_to_end(name)
         if len(self.known) > self.most:
+            self.changes += 1
             self.known.popitem(last=False)
 
     def forget(self, name: Name) -> None:
-        self.known.pop(name, None)
+        if self.known.pop(name, None) is not None:
+            self.changes += 1

@@ -36,6 +36,14 @@ class Directory:
 
     def __init__(self) -> None:
         self.places: dict[str, tuple[Place, float]] = {}
+        self.is_over = False
+
+    def end(self) -> None:
+        """The whole cluster is stopped: engines that go need not be emptied."""
+        self.is_over = True
+
+    def has_ended(self) -> bool:
+        return self.is_over
 
     def report(self, place: Place) -> None:
         self.places[place.name] = place, time.monotonic()

@@ -104,7 +104,9 @@ class EngineReplica:
         long as `cluster.drain_s` says, then end the process."""
         self.is_leaving = True
         ends = time.monotonic() + self.settings.cluster.drain_s
-        while time.monotonic() < ends and await self.num_sequences():
+        while time.monotonic() < ends and not await self.directory.has_ended.remote():
+            if not await self.num_sequences():
+                break
             await asyncio.sleep(REPORT_S)
         self.watching.cancel()
         await self.directory.leave.remote(self.name)

@@ -13,6 +13,7 @@ from ray import serve
 
 from config.settings import Settings
 from service.cluster.ray_app import application
+from service.cluster.ray_directory import directory
 
 LOG: Final = logging.getLogger("attnd.cluster")
 STORE_BYTES: Final = 80 * 2**20
@@ -36,7 +37,9 @@ def serve_cluster(settings: Settings) -> int:
         LOG.info("attnd serves %s", handle.url.remote().result())
         asked.wait()
         LOG.info("finishing admitted work")
+        ray.get(directory().end.remote())
         serve.delete("attnd")
+        ray.kill(directory())
         serve.shutdown()  # type: ignore[no-untyped-call]
     finally:
         ray.shutdown()

@@ -37,6 +37,19 @@ def test_equal_ids_of_two_namespaces_are_two_sequences() -> None:
     assert (names.tag(("red", "chat")), names.tag(("blue", "chat"))) == (None, "bbbbbbbb")
 
 
+def test_what_becomes_another_thing_is_counted() -> None:
+    names = Names()
+    name = ("default", made_id("aaaaaaaa"))
+    names.learn(name, "aaaaaaaa")
+    names.learn(("default", "chat"), "aaaaaaaa")
+    assert names.changes == 0, "nothing was known otherwise"
+    names.learn(name, "bbbbbbbb")
+    names.learn(name, "aaaaaaaa")
+    names.forget(("default", "chat"))
+    names.forget(("default", "chat"))
+    assert names.changes == 3
+
+
 def test_the_memory_is_bounded_and_forgets_what_was_learned_first() -> None:
     names = Names(most=2)
     for name in ("a", "b", "a", "c"):
