@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -12,6 +13,10 @@ from config.settings import give_streams_queues_of_their_own, let_idle_threads_s
 from service.processes import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.engine")
+NO_FULL_COLLECTION: Final = 2**31 - 1
+"""Young objects are collected so often before all are: never. That would stop everybody, half a
+second for 200,000 cached nodes, and find nothing: what calls and sessions leave behind goes with
+its last reference."""
 
 
 def main() -> int:
@@ -45,6 +50,7 @@ def serve(inherited: Inherited) -> int:
     signal.signal(signal.SIGTERM, lambda *_: engine.drain())
     on_hang_up(engine.read_keys_again)
     engine.watch(inherited.lifeline, lambda: os._exit(1))
+    gc.set_threshold(*gc.get_threshold()[:2], NO_FULL_COLLECTION)
     try:
         engine.run()
     except FATAL:
