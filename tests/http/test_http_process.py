@@ -125,7 +125,9 @@ def test_it_listens_on_a_unix_socket_for_its_own_user(
             engine = Path(running.find(r"sessions at (\S+)\"")[1])
             assert [stat.S_IMODE(one.stat().st_mode) for one in (path, engine)] == [0o600, 0o600]
             transport = httpx.HTTPTransport(uds=str(path))
-            with httpx.Client(transport=transport, base_url="http://attnd") as client:
+            with httpx.Client(
+                transport=transport, base_url="http://attnd", timeout=START_S
+            ) as client:
                 wait_for(lambda: client.get("/health/ready").is_success, "the start", START_S)
                 create(client, "a")
                 append(client, 1, "a", rows(rng, 2), rows(rng, 2))
