@@ -31,10 +31,12 @@ from pooled import (  # noqa: E402
     int32,
     normal,
     positions,
+    stored,
 )
 
 from kernels import BackendKind, make_backend  # noqa: E402
 from kernels.backend import (  # noqa: E402
+    LEFT_OUT,
     NUMPY_DTYPES,
     Attend,
     AttentionState,
@@ -141,6 +143,21 @@ class Small:
             if not np.allclose(got, want, rtol=1e-6):
                 raise AssertionError(f"{self.geometry}: gathered rows differ from those copied")
         self.move_stored(run, copy)
+        self.append_some(copy)
+
+    def append_some(self, run: Run) -> None:
+        """New rows over a run's, but for every other one."""
+        g, slots = self.geometry, self.pooled.slots(run)
+        shape = (run.num_keys, KV_HEADS, g.head_dim)
+        k, v = (normal(self.rng, shape, self.dtype) for _ in range(2))
+        slots[::2] = LEFT_OUT
+        self.backend.append(1, k, v, slots)
+        rows = self.backend.gather(1, self.pooled.slots(run), "fp32").result()
+        scales = g.k_scale, g.v_scale
+        is_new = (slots != LEFT_OUT)[:, None, None]
+        for got, new, old, scale in zip(rows, (k, v), (run.k, run.v), scales, strict=True):
+            if not np.allclose(got, np.where(is_new, stored(new, g.dtype, scale), old), rtol=1e-6):
+                raise AssertionError(f"{g}: a row was written that is left out, or another lost")
 
     def move_stored(self, run: Run, copy: Run) -> None:
         """Rows out and in as they are stored."""
