@@ -22,7 +22,7 @@ from bench.row_plans import (
 )
 from kernels.backend import NUMPY_DTYPES, DType
 from kernels.cuda.attention.config import AttentionConfig
-from kernels.cuda.attention.device_plan import DevicePlan
+from kernels.cuda.attention.steps import DevicePlan
 from kernels.cuda.backend import CudaBackend
 from kernels.cuda.kv.ragged import ragged_view
 

@@ -92,16 +92,19 @@ def _calls(row: Row, machine: Machine, recorder: Recorder) -> Iterator[Launches]
         yield append_launches(row, recorder)
     elif row["kind"] == "merge":
         yield merge_launches(row, machine, recorder)
-    elif row.get("storage") == "ragged":
-        tokens, plan = ragged_row_plan(row)
-        shape = (row["num_kv_heads"], row["head_dim"], row["kv_dtype"])
-        config = config_of(row, ragged_view(*shape, MEMORY, MEMORY, tokens))
-        yield attend_launches(config, plan, machine, recorder)
     else:
         for flat in (False, True) if row["kind"] == "cascade" else (False,):
-            geometry, plan = pool_plan(row, flat)
-            config = config_of(row, pool_view(geometry, MEMORY))
-            yield attend_launches(config, plan, machine, recorder)
+            yield attend_launches(*attended(row, flat), machine, recorder)
+
+
+def attended(row: Row, flat: bool = False) -> tuple[AttentionConfig, Plan]:
+    """How an attention row scores, and its plan."""
+    if row.get("storage") == "ragged":
+        tokens, plan = ragged_row_plan(row)
+        shape = (row["num_kv_heads"], row["head_dim"], row["kv_dtype"])
+        return config_of(row, ragged_view(*shape, MEMORY, MEMORY, tokens)), plan
+    geometry, plan = pool_plan(row, flat)
+    return config_of(row, pool_view(geometry, MEMORY)), plan
 
 
 def attend_launches(

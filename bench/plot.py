@@ -50,7 +50,7 @@ MARKS: Final[dict[str, dict[str, Any]]] = {
         "linestyle": "",
         "color": "#c44536",
         "markersize": 4,
-        "label": "FlashInfer 0.6.13",
+        "label": "FlashInfer 0.7.2",
     },
     "at_least": {
         "marker": "|",

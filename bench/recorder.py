@@ -23,6 +23,7 @@ from kernels.cuda.common.structs import (
     ATTEND_PARAMS,
     MERGE_PARAMS,
     POOL_ROWS,
+    STORED_KV,
     TENSOR_ROWS,
     VISIBLE_PARAMS,
     VISIBLE_TABLE,
@@ -48,11 +49,18 @@ PARAMETERS: Final[dict[str, tuple[Kinds, ...]]] = {
     "attend_narrow": ((ATTEND_PARAMS,),),
     "attend_tile": ((ATTEND_PARAMS, VISIBLE_TABLE),),
     wide.ENTRY: ((_MAP,), (_MAP,), (WIDE_PARAMS,)),
+    f"{wide.ENTRY} of fp8": ((STORED_KV,), (WIDE_PARAMS,)),
     visible.ENTRY: ((VISIBLE_PARAMS,),),
     "merge_states": ((MERGE_PARAMS,),),
     "append_rows": ((POOL_ROWS, TENSOR_ROWS),),
 }
 """Each kernel's parameters by value, each the structs that it is made of."""
+
+
+def parameters_of(spec: Spec, entry: str) -> tuple[Kinds, ...]:
+    """The parameters of a kernel's entry point; the wide kernel finds fp8 pools without maps."""
+    stored = entry == wide.ENTRY and "-DFP8=0" not in spec.options
+    return PARAMETERS[f"{entry} of fp8" if stored else entry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +153,7 @@ class Recorder:
 
     def _parameters(self, function: int, where: int) -> list[bytes]:
         """The kernel's parameters, whose addresses lie at `where`."""
-        kinds = PARAMETERS[self.functions[function][1]]
+        kinds = parameters_of(*self.functions[function])
         addresses = (ctypes.c_uint64 * len(kinds)).from_address(where)
         sizes = (sum(dtype.itemsize for dtype in kind) for kind in kinds)
         return [ctypes.string_at(a, size) for a, size in zip(addresses, sizes, strict=True)]
@@ -156,7 +164,7 @@ class Recorder:
         """Take a launch down."""
         spec, entry = self.functions[function]
         values: list[object] = []
-        for kinds, content in zip(PARAMETERS[entry], parameters, strict=True):
+        for kinds, content in zip(parameters_of(spec, entry), parameters, strict=True):
             at = 0
             for dtype in kinds:
                 values += self._values(dtype, content[at : at + dtype.itemsize])

@@ -135,6 +135,7 @@ class Bench:
             soft_cap=case.soft_cap,
             window_left=case.window,
             num_items=len(items),
+            own_units=min(len(items) * case.num_kv_heads, SMS),
             num_kv_heads=case.num_kv_heads,
             group_size=case.group,
             head_block=case.head_block

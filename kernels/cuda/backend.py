@@ -37,8 +37,8 @@ from kernels.backend import (
 from kernels.compile import DEFAULT_CACHE
 from kernels.cuda import checks
 from kernels.cuda.attention.config import AttentionConfig
-from kernels.cuda.attention.device_plan import DevicePlan
 from kernels.cuda.attention.runner import AttentionRunner
+from kernels.cuda.attention.steps import DevicePlan
 from kernels.cuda.common.kernel import HEAD_DIMS
 from kernels.cuda.device.answers import Answers, states_made
 from kernels.cuda.device.inputs import Uploaded, Wanted, as_is, upload

@@ -105,7 +105,8 @@ def test_another_launch_of_the_wide_kernel_makes_its_rows_stale(
 ) -> None:
     monkeypatch.setattr(wide, "heads_together", lambda *_: 1)
     stale = stale_rows(results)
-    assert stale.keys() == rows_that_run(results, "attend_wide")
+    single = {row["name"] for row in workloads() if row.get("num_kv_heads") == 1}
+    assert stale.keys() == rows_that_run(results, "attend_wide") - single
     assert set(stale.values()) == {"work arrays changed"}
 
 

@@ -59,6 +59,7 @@ POOLS: Pools = [
     (128, "fp16", "fp16", "NHD", 16),
     (64, "bf16", "bf16", "HND", 8),
     (80, "fp8_e4m3", "fp16", "NHD", 5),
+    (64, "fp8_e5m2", "bf16", "HND", 5),
     (256, "fp16", "fp16", "HND", 1),
 ]
 """head_dim, dtype of the pool, of q, layout, page_size."""

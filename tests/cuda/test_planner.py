@@ -26,7 +26,7 @@ from kernels.cuda.plan.tiles import (
 
 NARROW_16 = TileShape("narrow16", 16, 16, 132 * 8, 16, True, 128, teams=(1, 2, 4, 8))
 NARROW_32 = TileShape("narrow32", 32, 32, 132 * 8, 16, True, 128, teams=(1, 2, 4, 8))
-WIDE = TileShape("wide", 128, 2**30, 132, 64, False, 256, key_cost=2.0)
+WIDE = TileShape("wide", 128, 2**30, 132, 64, False, 256, key_seconds=0.25)
 SHAPES = (NARROW_16, NARROW_32, WIDE)
 
 
@@ -308,6 +308,25 @@ def test_whole_tiles_are_final_though_the_dearest_comes_first() -> None:
     assert len(items) == 80 and (np.diff(items[:, 1]) < 0).any(), "tiles lie in another order"
     assert (items[:, 7] == FINAL).all()
     assert len(work.merges.chunks) == work.merges.num_partial_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "together", "at_once"), [(8, 2, 2), (1, 1, 2), (7, 1, 2), (8, 8, 0)]
+)
+def test_kv_heads_take_turns_in_pairs_where_they_go_up(
+    heads: int, together: int, at_once: int
+) -> None:
+    assert replace(WIDE, heads_at_once=at_once).heads_together(heads) == together
+
+
+def test_tiles_of_a_single_kv_head_are_not_counted_twice() -> None:
+    """1000 rows on 2000 keys, 8 heads on one: 63 tiles of many sizes are cut in two for 132."""
+    shapes = (replace(WIDE, heads_at_once=2, item_seconds=2e-6, key_seconds=1.3e-8),)
+    pages = np.arange(125, dtype=np.int32)
+    level = Level(int32(0, 1000), int32(0, 125), pages, int32(16), int32(0), True)
+    plan = Plan((level,), np.arange(1000, 2000, dtype=np.int32))
+    (launch,) = make_work([(0, plan)], config(8, 16, 1, shapes=shapes)).kernels
+    assert 110 < launch.num_items <= 126
 
 
 def test_a_plan_is_only_read() -> None:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.cuda.plan.rounds import (
-    ITEM_SECONDS,
     MERGE_SECONDS,
     PARTIAL_SECONDS,
     TileQueue,
@@ -20,13 +19,21 @@ from kernels.cuda.plan.rounds import (
 )
 
 GRANULE = 1.8e-6
+ITEM = 2e-6
 ALL = [(0.0, 130)]
 
 
 def queue(
-    sizes: list[tuple[int, int]], free: list[tuple[float, int]] = ALL, turns: int = 1
+    sizes: list[tuple[int, int]],
+    free: list[tuple[float, int]] = ALL,
+    turns: int = 1,
+    merged: bool = False,
 ) -> TileQueue:
-    return TileQueue(sizes, turns, free, 128, GRANULE)
+    return TileQueue(sizes, turns, free, 128, merged, ITEM, GRANULE)
+
+
+def many(given: TileQueue, most: int) -> int:
+    return pieces(given, most)[0]
 
 
 def dealt_one_by_one(given: TileQueue, most: int) -> float:
@@ -35,12 +42,12 @@ def dealt_one_by_one(given: TileQueue, most: int) -> float:
     for size, count in given.sizes:
         cut = -(-size // most)
         turn += [-(-size // cut)] * (count * cut)
-        partial += given.turns * count * cut if cut > 1 else 0
+        partial += given.turns * count * cut if cut > 1 or given.merged else 0
     free = [at for at, count in given.free for _ in range(count)]
     heapq.heapify(free)
     end = 0.0
     for size in sorted(turn, reverse=True) * given.turns:
-        done = heapq.heappop(free) + size * given.granule_seconds + ITEM_SECONDS
+        done = heapq.heappop(free) + size * given.granule_seconds + given.item_seconds
         heapq.heappush(free, done)
         end = max(end, done)
     merging = partial * given.rows * PARTIAL_SECONDS + (MERGE_SECONDS if partial else 0.0)
@@ -64,36 +71,41 @@ def test_the_end_is_that_of_dealing_runs_one_by_one(
 
 
 def test_tiles_that_fill_a_round_are_not_cut() -> None:
-    assert pieces(queue([(32, 128)]), 16) == 1
+    assert many(queue([(32, 128)]), 16) == 1
 
 
 def test_tiles_that_leave_half_the_workers_idle_are_cut_in_two() -> None:
-    assert pieces(queue([(64, 64)]), 32) == 2
+    assert many(queue([(64, 64)]), 32) == 2
 
 
 def test_one_tile_is_cut_for_all_the_workers_as_far_as_runs_are_worth_it() -> None:
-    assert pieces(queue([(2560, 1)]), 1280) == 130
-    assert pieces(queue([(64, 1)]), 32) == 32
-    assert pieces(queue([(1, 1)]), 0) == 1
+    assert many(queue([(2560, 1)]), 1280) == 130
+    assert many(queue([(64, 1)]), 32) == 32
+    assert many(queue([(1, 1)]), 0) == 1
 
 
 def test_runs_fill_the_rounds_of_the_workers_that_others_leave() -> None:
     """64 tiles of 32k keys where 22 of 132 workers are busy for 265 us: five runs of each."""
     busy = [(0.0, 108), (265e-6, 22)]
-    assert pieces(queue([(256, 64)], busy), 128) == 5
+    assert many(queue([(256, 64)], busy), 128) == 5
 
 
 def test_whole_tiles_beside_a_kernel_that_takes_as_long_are_left_whole() -> None:
-    assert pieces(queue([(256, 64)], [(0.0, 72), (395e-6, 58)]), 128) == 1
+    assert many(queue([(256, 64)], [(0.0, 72), (395e-6, 58)]), 128) == 1
 
 
-def test_tiles_of_many_sizes_stay_whole_or_make_two_rounds() -> None:
+def test_cutting_costs_less_where_the_rows_are_merged_anyway() -> None:
+    few = [(24, 24), (8, 32)]
+    assert seconds(queue(few, merged=True), 24) > seconds(queue(few), 24)
+
+
+def test_tiles_of_many_sizes_stay_whole_or_make_a_few_rounds() -> None:
     short = [(8, 8), (7, 8), (6, 8), (5, 8), (4, 8), (3, 8), (2, 8), (1, 8)]
-    assert pieces(queue(short, turns=4), 4) == 1
-    assert pieces(queue([(128, 8), (16, 16)], [(0.0, 99), (9e-5, 31)], turns=4), 64) == 7
+    assert many(queue(short, turns=4), 4) == 1
+    assert many(queue([(128, 8), (16, 16)], [(0.0, 99), (9e-5, 31)], turns=4), 64) == 7
 
 
-def test_sizes_are_counted_longest_first_to_an_eighth_of_the_longest() -> None:
+def test_sizes_are_counted_longest_first_to_a_sixteenth_of_the_longest() -> None:
     tiles = np.array([64, 1, 64, 57, 8, 9], np.int32)
-    assert sizes_of(tiles, 64) == [(64, 3), (16, 1), (8, 2)]
+    assert sizes_of(tiles, 64) == [(64, 2), (60, 1), (12, 1), (8, 1), (4, 1)]
     assert sizes_of(np.array([3, 3], np.int32), 3) == [(3, 2)]

@@ -23,6 +23,10 @@ OTHERS = [
     wide.variant(64, "fp16", 0, has_mask=True),
     wide.variant(64, "bf16", 64, has_mask=True, has_soft_cap=True),
     wide.variant(64, "bf16", 8, has_mask=True, has_soft_cap=True),
+    *(wide.variant(d, "fp16", 16, storage="fp8_e4m3") for d in (64, 128, 192)),
+    *(wide.variant(d, "bf16", 5, True, True, "fp8_e5m2") for d in (64, 128, 192)),
+    wide.variant(128, "fp16", 16, has_mask=True, storage="fp8_e5m2"),
+    wide.variant(128, "bf16", 16, has_soft_cap=True, storage="fp8_e4m3"),
 ]
 
 
@@ -87,11 +91,13 @@ def test_ragged_keys_land_as_blocks_of_64_dims() -> None:
 def test_what_the_kernel_does_not_take_is_left_to_the_other_kernel() -> None:
     assert wide.supports("sm_90a", 128, "fp16", "fp16", 16, 0.1)
     assert wide.supports("sm_90a", 64, "bf16", "bf16", 0, 0.1)
+    assert wide.supports("sm_90a", 128, "bf16", "fp8_e4m3", 5, 0.1)
     refused = [
         ("sm_100", 128, "fp16", "fp16", 16, 0.1),
         ("sm_90a", 80, "fp16", "fp16", 16, 0.1),
         ("sm_90a", 128, "bf16", "fp16", 16, 0.1),
-        ("sm_90a", 128, "fp16", "fp8_e4m3", 16, 0.1),
+        ("sm_90a", 256, "fp16", "fp8_e4m3", 16, 0.1),
+        ("sm_90a", 128, "fp16", "fp8_e4m3", 16, 0.0),
         ("sm_90a", 128, "fp16", "fp16", 5, 0.1),
         ("sm_90a", 128, "fp16", "fp16", 16, 0.0),
         ("sm_90a", 128, "fp16", "fp16", 16, -0.1),

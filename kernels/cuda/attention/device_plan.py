@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from kernels.backend import Plan
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.attention.kernels import attend_kernels, planner_shape, wide_variant
-from kernels.cuda.attention.steps import MergeStep, MmaStep, Step, VisibleStep, WideStep
+from kernels.cuda.attention.steps import (
+    DevicePlan,
+    MergeStep,
+    MmaStep,
+    Step,
+    StoredWideStep,
+    VisibleStep,
+    WideStep,
+)
 from kernels.cuda.common.kernel import Kernel
 from kernels.cuda.common.structs import (
     ATTEND_PARAMS,
     MERGE_PARAMS,
+    STORED_KV,
     VISIBLE_PARAMS,
     VISIBLE_TABLE,
     WIDE_PARAMS,
@@ -38,29 +47,6 @@ _write_arrays: Final = writer(
 )
 _write_workers: Final = writer(ATTEND_PARAMS, "num_workers")
 _write_team: Final = writer(ATTEND_PARAMS, "team")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DevicePlan:
-    """A batch's plan on the device. `plans` are kept so that their identity stays theirs.
-
-    `beside` steps run beside `steps`, on another stream; `merge` comes after all of them.
-    """
-
-    plans: tuple[Plan, ...]
-    buffer: Any
-    steps: tuple[Step, ...]
-    beside: tuple[Step, ...]
-    merge: MergeStep | None
-    num_rows: int
-    partial_rows: int
-
-    @property
-    def signature(self) -> tuple[object, ...]:
-        """Equal for plans whose launches are the same to the byte, if their tensors are."""
-        apart = tuple(step.signature for step in self.beside)
-        merge = None if self.merge is None else self.merge.signature
-        return (tuple(step.signature for step in self.steps), apart, merge, self.partial_rows)
 
 
 class _Places(NamedTuple):
@@ -92,7 +78,7 @@ class DevicePlanBuilder:
         variant = wide_variant(*options, page_size, config.scoring, config.masked)
         self._kernels = attend_kernels(*options, config.general, variant)
         last, device = self._kernels[-1], (kv.head_dim, kv.dtype, multiprocessors)
-        self._planner = PlannerConfig(
+        self.planner = PlannerConfig(
             group_size=config.group_size,
             page_size=kv.page_size,
             num_kv_heads=kv.num_kv_heads,
@@ -111,8 +97,8 @@ class DevicePlanBuilder:
 
         `team` forces the size of teams.
         """
-        planner_config = self._planner if team is None else replace(self._planner, team=team)
-        work = make_work(requests, planner_config)
+        planner = self.planner if team is None else replace(self.planner, team=team)
+        work = make_work(requests, planner)
         merges = work.merges
         arrays = [launch.items.reshape(-1) for launch in work.kernels]
         arrays += [work.order, work.positions, work.kv_indices, merges.indptr, merges.members]
@@ -122,24 +108,30 @@ class DevicePlanBuilder:
         count = len(work.kernels)
         places = _Places(*at[count : count + 6])
         make = self._launcher_type(work)
-        narrow: list[Step] = []
+        follows = len(merges.chunks) == 0
+        before: list[Step] = []
+        steps: list[Step] = []
         others: list[Step] = []
         for launch, items, worker_begin in zip(work.kernels, at, at[count + 6 :], strict=False):
-            kernel = self._kernels[launch.index]
-            finder = None
-            if self._config.masked and not launch.shape.persistent:
+            kernel, persistent = self._kernels[launch.index], launch.shape.persistent
+            here = follows and kernel.entry == wide.ENTRY
+            table = (0, 0)
+            if self._config.masked and not persistent:
                 finder = self._visible_step(launch, kernel, places, items, transfers)
-                others.append(finder)
+                table = finder.address, finder.words
+                (before if here else others).append(finder)
+            step: Step
             if kernel.entry == wide.ENTRY:
-                others.append(self._wide_step(launch, kernel, places, items, finder))
-                continue
-            step = self._mma_step(launch, kernel, places, items, worker_begin, finder, make)
-            (narrow if launch.shape.persistent else others).append(step)
+                how = (here, bool(steps))
+                step = self._wide_step(launch, kernel, places, items, table, *how)
+            else:
+                step = self._mma_step(launch, kernel, places, items, worker_begin, table, make)
+            (steps if persistent or here else others).append(step)
         return DevicePlan(
             plans=tuple(plan for _, plan in requests),
             buffer=buffer,
-            steps=tuple(narrow or others),
-            beside=tuple(others if narrow else ()),
+            steps=(*before, *(steps or others)),
+            beside=tuple(others if steps else ()),
             merge=self._merge_step(merges, places, make) if len(merges.chunks) else None,
             num_rows=work.num_rows,
             partial_rows=merges.num_partial_rows,
@@ -189,17 +181,16 @@ class DevicePlanBuilder:
         places: _Places,
         items: int,
         worker_begin: int,
-        finder: VisibleStep | None,
+        table: tuple[int, int],
         make: type[Launcher],
     ) -> MmaStep:
-        heads = self._planner.num_kv_heads
+        heads = self.planner.num_kv_heads
         grid = launch.num_items * heads
         if launch.shape.persistent:
             grid = -(-launch.num_workers * heads * launch.team * 32 // kernel.threads)
         struct = self._struct
         if not launch.shape.persistent:  # TileParams of attend_tile.cu
-            tiles, words = (finder.address, finder.words) if finder is not None else (0, 0)
-            struct += packed(VISIBLE_TABLE, tiles=tiles, words=words)
+            struct += packed(VISIBLE_TABLE, tiles=table[0], words=table[1])
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
         launcher = make(function, grid, kernel.threads, kernel.shared_bytes, struct)
         pages = 0 if self._config.kv.contiguous else places.kv_indices
@@ -216,10 +207,13 @@ class DevicePlanBuilder:
         kernel: Kernel,
         places: _Places,
         items: int,
-        finder: VisibleStep | None,
-    ) -> WideStep:
+        table: tuple[int, int],
+        follows: bool,
+        beside: bool,
+    ) -> WideStep | StoredWideStep:
         kv, scoring = self._config.kv, self._config.scoring
         runs = len(np.unique(launch.items[:, PAGE]))
+        grid = min(launch.num_items * kv.num_kv_heads, self._multiprocessors)
         block = packed(
             WIDE_PARAMS,
             items=items,
@@ -231,23 +225,22 @@ class DevicePlanBuilder:
             soft_cap=scoring.logits_soft_cap,
             window_left=scoring.window_left,
             num_items=launch.num_items,
+            own_units=0 if beside else grid,
             num_kv_heads=kv.num_kv_heads,
             group_size=self._config.group_size,
             head_block=wide.heads_together(kv.num_kv_heads, launch.num_items, runs),
             num_pages=kv.num_pages,
-            visible=finder.address if finder is not None else 0,
-            visible_words=finder.words if finder is not None else 0,
+            visible=table[0],
+            visible_words=table[1],
         )
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
-        grid = min(launch.num_items * kv.num_kv_heads, self._multiprocessors)
-        launcher = Launcher(
-            function,
-            grid,
-            kernel.threads,
-            kernel.shared_bytes,
-            bytes(wide.PARAMS_AT) + block,
-            wide.PARAMETERS,
-        )
+        make = OverlappingLauncher if follows and beside else Launcher
+        sizes = (function, grid, kernel.threads, kernel.shared_bytes)
+        if kv.dtype.startswith("fp8"):
+            strides = {name: at for name, at in kv.strides.items() if name != "num_kv_heads"}
+            stored = packed(STORED_KV, **strides, v_scale=kv.v_scale)
+            return StoredWideStep(make(*sizes, stored + block, wide.STORED_PARAMETERS))
+        launcher = make(*sizes, bytes(wide.PARAMS_AT) + block, wide.PARAMETERS)
         return WideStep(launcher, lambda layer: kv.maps(layer, kernel.tile_keys))
 
     def _merge_step(self, merges: MergeLists, places: _Places, make: type[Launcher]) -> MergeStep:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from kernels.backend import NUMPY_DTYPES, DType, Scoring, Unsupported
 from kernels.cuda.common.kernel import HEAD_DIMS, Kernel
 from kernels.cuda.narrow.variants import LONG_ROWS, NARROW_RUN, narrow_kernel
 from kernels.cuda.plan.tiles import TileShape
 from kernels.cuda.tile.variants import tile_kernel
 from kernels.cuda.wide import variants as wide
+
+WIDE_FLOPS: Final = 675e12
+TILE_FLOPS: Final = 320e12
+SMS: Final = 132
+"""Of the device on which costs were measured, and what its kernels reach."""
 
 
 def wide_variant(
@@ -23,7 +30,8 @@ def wide_variant(
     if not wide.supports(arch, head_dim, compute, storage, page_size, scoring.sm_scale):
         return None
     dtype: wide.WideDType = "bf16" if compute == "bf16" else "fp16"
-    return wide.variant(head_dim, dtype, page_size, masked, scoring.logits_soft_cap > 0)
+    capped = scoring.logits_soft_cap > 0
+    return wide.variant(head_dim, dtype, page_size, masked, capped, storage)
 
 
 def wide_kernel(variant: wide.WideVariant) -> Kernel:
@@ -67,11 +75,12 @@ def planner_shape(
 ) -> TileShape:
     """What the planner must know of a kernel; the largest takes every segment left.
 
-    Costs of a key are seconds of the whole device: bytes at what its multiprocessors could take if
-    memory were no limit, or flops at what the kernel reaches.
+    Costs were fitted to measurements on a H200: a warp's bytes where memory is no limit, or what a
+    worker multiplies.
     """
     narrow, wide = kernel.entry == "attend_narrow", kernel.entry == "attend_wide"
     token_bytes = 2 * head_dim * NUMPY_DTYPES[storage].itemsize
+    reached = (WIDE_FLOPS if wide else TILE_FLOPS) / SMS / kernel.blocks
     flops = 4 * head_dim * kernel.rows
     warps = kernel.threads // 32 if narrow else 1
     return TileShape(
@@ -82,7 +91,8 @@ def planner_shape(
         granule=kernel.tile_keys,
         persistent=narrow,
         least_run=NARROW_RUN if narrow else 256,
-        key_cost=token_bytes / 6.2e12 if narrow else flops / (620e12 if wide else 320e12),
+        item_seconds=2.1e-6 if narrow else 1.8e-6,
+        key_seconds=token_bytes / 4.3e9 if narrow else flops / reached,
         heads_at_once=2 if wide else 0,  # wide.heads_together, but for hundreds of tiles on one run
         teams=tuple(t for t in range(1, warps + 1) if warps % t == 0),
     )

@@ -14,8 +14,8 @@ import cupy
 
 from kernels.backend import Plan
 from kernels.cuda.attention.config import AttentionConfig
-from kernels.cuda.attention.device_plan import DevicePlan, DevicePlanBuilder
-from kernels.cuda.attention.steps import CallAddresses
+from kernels.cuda.attention.device_plan import DevicePlanBuilder
+from kernels.cuda.attention.steps import CallAddresses, DevicePlan
 from kernels.cuda.device.launch import Library
 from kernels.cuda.device.transfer import Transfers
 from kernels.cuda.kv.view import KvView

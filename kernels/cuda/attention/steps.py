@@ -7,12 +7,15 @@ addresses that changed and launches.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
+from kernels.backend import Plan
 from kernels.cuda.common.structs import (
     ATTEND_PARAMS,
     MERGE_PARAMS,
+    STORED_KV,
     VISIBLE_PARAMS,
     WIDE_PARAMS,
     writer,
@@ -48,6 +51,11 @@ _write_wide_rows: Final = _wide_writer("q", "o", "lse")
 _write_wide_mask: Final = _wide_writer(*_MASK)
 _write_wide_partials: Final = _wide_writer(*_PARTIALS)
 _write_wide_heads: Final = _wide_writer("head_blocks", "head_groups")
+_stored_writer: Final = partial(writer, WIDE_PARAMS, base=STORED_KV.itemsize)
+_write_stored: Final = writer(STORED_KV, "k", "v")
+_write_stored_rows: Final = _stored_writer("q", "o", "lse")
+_write_stored_mask: Final = _stored_writer(*_MASK)
+_write_stored_partials: Final = _stored_writer(*_PARTIALS)
 
 
 class Step(Protocol):
@@ -98,6 +106,25 @@ class WideStep:
         launcher()
 
 
+class StoredWideStep:
+    """attend_wide over an fp8 pool, where it finds K and V by their addresses."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        return self._launcher.signature
+
+    def launch(self, call: CallAddresses) -> None:
+        launcher = self._launcher
+        _write_stored(launcher.memory, call.k, call.v)
+        _write_stored_rows(launcher.memory, call.q, call.o, call.lse)
+        _write_stored_mask(launcher.memory, call.mask_bits, call.mask_row_offsets)
+        _write_stored_partials(launcher.memory, call.partial_o, call.partial_lse)
+        launcher()
+
+
 class VisibleStep:
     """find_visible for one launch's items: it fills the table at `address`, of `words` an item."""
 
@@ -131,3 +158,27 @@ class MergeStep:
         launcher = self._launcher
         _write_states(launcher.memory, call.partial_o, call.partial_lse, call.o, call.lse)
         launcher()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DevicePlan:
+    """A batch's plan on the device. `plans` are kept so that their identity stays theirs.
+
+    `beside` steps run beside `steps`, on another stream; `merge` comes after all of them. Without
+    one, the wide kernel follows the narrow one: it begins when all of that has, and ends after it.
+    """
+
+    plans: tuple[Plan, ...]
+    buffer: Any
+    steps: tuple[Step, ...]
+    beside: tuple[Step, ...]
+    merge: MergeStep | None
+    num_rows: int
+    partial_rows: int
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for plans whose launches are the same to the byte, if their tensors are."""
+        apart = tuple(step.signature for step in self.beside)
+        merge = None if self.merge is None else self.merge.signature
+        return (tuple(step.signature for step in self.steps), apart, merge, self.partial_rows)

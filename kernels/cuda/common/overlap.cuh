@@ -1,8 +1,9 @@
 // Kernels that begin while their predecessor on the stream ends (programmatic launch, sm_90 and later).
 #pragma once
 
-// A kernel launched to overlap its predecessor: the next one may start its prologue; what earlier
-// kernels wrote may be read and overwritten. Elsewhere these do nothing.
+// The next kernel of the stream, if it was launched to overlap its predecessor, may begin once every block has
+// called the first or ended. The second returns when the predecessor has ended: what it wrote may be read and
+// overwritten. Elsewhere, and without a predecessor to overlap, they do nothing.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

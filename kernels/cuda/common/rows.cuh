@@ -14,17 +14,16 @@ struct PackedRow {
       : packed(packed), plan_row(packed / group_size) {}
 
   // Its row of q, o and lse, counted in heads.
-  template <class Int = int, class Params>
-  __device__ __forceinline__ Int query(const Params& p, int head) const {
-    return (static_cast<Int>(p.order[plan_row]) * p.num_kv_heads + head) * p.group_size +
+  template <class Params>
+  __device__ __forceinline__ int query(const Params& p, int head) const {
+    return (p.order[plan_row] * p.num_kv_heads + head) * p.group_size +
            (packed - plan_row * p.group_size);
   }
 };
 
 // Where partial row `row` of a kv head is in the partial arrays, counted in heads.
-template <class Int = int64>
-__device__ __forceinline__ Int partial_place(int row, int num_kv_heads, int head) {
-  return static_cast<Int>(row) * num_kv_heads + head;
+__device__ __forceinline__ int64 partial_place(int row, int num_kv_heads, int head) {
+  return static_cast<int64>(row) * num_kv_heads + head;
 }
 
 // Keys `low` to `high` of a run.
@@ -34,15 +33,12 @@ struct KeyRange {
 };
 
 // What a row at `position` sees of the keys by the rules that the run still needs, causal and window; a
-// custom mask may hide some of it.
-template <class Int = int>
+// custom mask may hide some of it. Nothing overflows: a rule is left to the kernels only where positions pass it
+// for some rows and not for others.
 __device__ __forceinline__ KeyRange visible_keys(KeyRange keys, const WorkItem& item, int position,
                                                  int window_left) {
-  const Int at = position;
-  if (item.rules & kHideFuture)
-    keys.high = min(static_cast<Int>(keys.high), at - item.kv_start);
-  if (item.rules & kHideWindow)
-    keys.low = max(static_cast<Int>(keys.low), at - window_left - item.kv_start);
+  if (item.rules & kHideFuture) keys.high = min(keys.high, position - item.kv_start);
+  if (item.rules & kHideWindow) keys.low = max(keys.low, position - window_left - item.kv_start);
   return keys;
 }
 

@@ -38,6 +38,7 @@ def declared(source: str, name: str) -> np.dtype[Any]:
 WORK_ITEM: Final = declared("common/work.cuh", "WorkItem")
 ATTEND_PARAMS: Final = declared("common/params.cuh", "AttendParams")
 WIDE_PARAMS: Final = declared("wide/params.cuh", "WideParams")
+STORED_KV: Final = declared("wide/params.cuh", "StoredKv")
 VISIBLE_PARAMS: Final = declared("visible/visible.cu", "VisibleParams")
 VISIBLE_TABLE: Final = declared("visible/visible.cuh", "VisibleTable")
 MERGE_PARAMS: Final = declared("merge/merge.cu", "MergeParams")

@@ -82,19 +82,26 @@ def _launch_kernel_ex() -> Any:
 class OverlappingLauncher(Launcher):
     """A launch that may begin while its predecessor on the stream still runs.
 
-    The kernel calls `wait_for_predecessor` (overlap.cuh) in every thread before it touches anything
-    that others write.
+    It begins when every block of that has called `launch_dependents` (overlap.cuh). Each of its
+    threads calls `wait_for_predecessor` before it touches what that writes, and before it ends.
     """
 
     __slots__ = ("_stream_at", "_where_all")
 
     def __init__(
-        self, kernel: Any, grid: int, threads: int, shared_bytes: int, struct: bytes
+        self,
+        kernel: Any,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        struct: bytes,
+        parameters: tuple[int, ...] = (0,),
     ) -> None:
         attribute = len(struct)
         config = attribute + _ATTRIBUTE.size
         end = config + _CONFIG.size
-        super().__init__(kernel, grid, threads, shared_bytes, struct.ljust(end, b"\0"))
+        padded = struct.ljust(end, b"\0")
+        super().__init__(kernel, grid, threads, shared_bytes, padded, parameters)
         self._struct_bytes = attribute
         address = self._where - end
         _ATTRIBUTE.pack_into(self.memory, attribute, _PROGRAMMATIC_STREAM_SERIALIZATION, 1)

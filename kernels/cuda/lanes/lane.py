@@ -15,8 +15,8 @@ from cupy.cuda import runtime
 from kernels.backend import NUMPY_DTYPES, DType, Int32, Scoring, Unsupported
 from kernels.cuda import checks
 from kernels.cuda.attention.config import AttentionConfig
-from kernels.cuda.attention.device_plan import DevicePlan
 from kernels.cuda.attention.runner import AttentionRunner
+from kernels.cuda.attention.steps import DevicePlan
 from kernels.cuda.common.structs import POOL_ROWS, TENSOR_ROWS, packed, writer
 from kernels.cuda.device.launch import Launcher, Library
 from kernels.cuda.device.transfer import mark, passed

@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
     end = p.indptr[row + 1];
     if constexpr (kPartials) {
       const PackedRow packed(p.chunks[row] * p.chunk_rows + in_chunk, p.group_size);
-      out_row = packed.query<int64>(p, head);
+      out_row = packed.query(p, head);
     } else {
       out_row = static_cast<int64>(row) * p.num_kv_heads + head;
     }

@@ -61,7 +61,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int unit = (blockIdx.x * kWarps + warp) / p.team;
   const Team team{p.team, warp % p.team, 1 + warp / p.team};
   const int worker = unit / p.num_kv_heads, head = unit - worker * p.num_kv_heads;
-  launch_dependents();  // the merge, or the next call: it waits for this grid before it reads states
   if (worker >= p.num_workers) {
     wait_for_predecessor();
     return;
@@ -93,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     next.settle(p, head, start);
   };
   wait_for_predecessor();  // up to here, only the plan was read
+  launch_dependents();     // the wide kernel, which reads what was there before this one; or the merge, which waits
   load_keys(k, p, row, more);
   if constexpr (!kTakeTurns) load_values(v, p, row, more);
   Queries queries;

@@ -54,16 +54,14 @@ struct RowRules {
     const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      int last = item.num_keys - 1, least = 0;  // visible keys of the run, for this row
-      if (item.rules & kHideFuture) last = min(last, position[n] - item.kv_start);
-      if (item.rules & kHideWindow)
-        least = max(least, position[n] - p.window_left - item.kv_start);
+      const KeyRange keys =
+          visible_keys({0, item.num_keys - 1}, item, position[n], p.window_left);
 #pragma unroll
       for (int tile = 0; tile < kTokenTiles * 2; ++tile)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int key = first + tile * 8 + j * 2 + i;
-          bool visible = key >= least && key <= last;
+          bool visible = keys.has(key);
           if constexpr (kGeneral) {
             if (p.mask_bits != nullptr && visible && n * 8 + g < item.num_rows)
               visible = unmasked(p.mask_bits, mask[n] + item.kv_start + key);

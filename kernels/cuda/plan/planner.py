@@ -115,7 +115,7 @@ def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> Ba
         orders.append(order + np.int32(row) if row else order)
         positions.append(plan.positions)
         row += count
-    cuts = cut(beside(tiles), config)
+    cuts = cut(beside(tiles), config, row * config.group_size)
     runs = beside([part.runs for part in cuts])
     merges = _merge_lists(runs, row * config.group_size, chunk)
     if ruled:

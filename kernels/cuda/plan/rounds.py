@@ -17,12 +17,10 @@ from kernels.cuda.plan.tiles import Int
 
 ROUNDS: Final = 4
 """How often, at most, runs are meant to go round the workers."""
-AS_SOON: Final = 1.05
+AS_SOON: Final = 1.03
 """Fewer runs are taken where they end this much later at most."""
-ITEM_SECONDS: Final = 2e-6
-"""What an item costs its worker besides its keys."""
-MERGE_SECONDS: Final = 4e-6
-PARTIAL_SECONDS: Final = 1.5e-10
+MERGE_SECONDS: Final = 2e-6
+PARTIAL_SECONDS: Final = 3e-10
 """What a merge costs, and a row of a partial state, written and read again."""
 
 
@@ -32,13 +30,16 @@ class TileQueue:
 
     `sizes`: in granules, longest first, and how many tiles have each; all of it comes `turns`
     times, for other heads each time. `free`: when workers are, in seconds from the start, and how
-    many, the first of them at once; `rows` are a tile's, `granule_seconds` what a granule costs.
+    many, the first of them at once; `rows` are a tile's, which are merged anyway if `merged`.
+    `item_seconds` is what an item costs its worker, `granule_seconds` each of its granules.
     """
 
     sizes: list[tuple[int, int]]
     turns: int
     free: list[tuple[float, int]]
     rows: int
+    merged: bool
+    item_seconds: float
     granule_seconds: float
 
     @property
@@ -47,17 +48,19 @@ class TileQueue:
 
 
 def sizes_of(tiles: Int, longest: int) -> list[tuple[int, int]]:
-    """`TileQueue.sizes` of one head's tiles, sizes rounded up to an eighth of the longest."""
-    step = -(longest // -8)
+    """`TileQueue.sizes` of one head's tiles, sizes rounded up to a sixteenth of the longest."""
+    step = -(longest // -16)
     counts = np.bincount(-(tiles // -step)).tolist()
     return [(i * step, count) for i, count in reversed(list(enumerate(counts))) if count]
 
 
-def pieces(queue: TileQueue, most: int) -> int:
-    """How many runs to make of the longest tiles, at most `most`; no other tile's are longer.
+def pieces(queue: TileQueue, most: int) -> tuple[int, float]:
+    """How many runs to make of the longest tiles, at most `most`, and when the last is done.
 
-    Tiles of one size: as many as fill some rounds of the workers. Others even out by themselves:
-    whole, or cut to what makes two rounds.
+    No other tile's runs are longer.
+
+    Tiles of one size: as many as fill some rounds of the workers. Others: as many as bring the
+    longest down to what makes a few rounds.
     """
     workers = sum(count for _, count in queue.free)
     tiles = queue.turns * sum(count for _, count in queue.sizes)
@@ -69,11 +72,12 @@ def pieces(queue: TileQueue, most: int) -> int:
         }
     else:
         granules = queue.turns * sum(size * count for size, count in queue.sizes)
-        wanted = {-(2 * workers * queue.longest // -granules)}
+        round_of = workers * queue.longest
+        wanted = {2, 3, *(-(n * round_of // -granules) for n in range(1, ROUNDS + 1))}
     choices = sorted({1, *(max(1, min(count, most)) for count in wanted)})
     ends = [seconds(queue, -(queue.longest // -count)) for count in choices]
     soon = min(ends) * AS_SOON
-    return next(count for count, end in zip(choices, ends, strict=True) if end <= soon)
+    return next(made for made in zip(choices, ends, strict=True) if made[1] <= soon)
 
 
 def seconds(queue: TileQueue, most: int) -> float:
@@ -81,8 +85,8 @@ def seconds(queue: TileQueue, most: int) -> float:
     runs, partial = [], 0
     for size, count in queue.sizes:
         cut = -(size // -most)
-        runs.append((-(size // -cut) * queue.granule_seconds + ITEM_SECONDS, count * cut))
-        partial += queue.turns * count * cut if cut > 1 else 0
+        runs.append((-(size // -cut) * queue.granule_seconds + queue.item_seconds, count * cut))
+        partial += queue.turns * count * cut if cut > 1 or queue.merged else 0
     runs.sort(reverse=True)
     free, end = list(queue.free), 0.0
     for cost, count in runs * queue.turns:

@@ -20,6 +20,7 @@ from kernels.cuda.plan.tiles import (
     KEYS,
     PAGE,
     ROW,
+    ROWS,
     SHAPE,
     START,
     Int,
@@ -32,12 +33,20 @@ EQUAL: Final = 1.03
 """Tiles are of one size when the largest is at most this many times the mean."""
 BUSY: Final = 0.95
 """Share of the workers that whole tiles, or tiles cut alike, must occupy."""
+BUSY_BESIDE: Final = 0.85
+"""The same beside another kernel, whose workers are taken from no sooner than they must be."""
 FILLED: Final = 0.95
 """Share of the places for whole tiles, a few per worker, that must be taken."""
 SNAP: Final = 0.03
 """A share ends with a tile when that is no further off than this part of the share."""
 ENOUGH: Final = 7
 """Rounds of the longest tile that need no cut: what is idle at the end is little."""
+LATE: Final = 1.05
+"""A persistent kernel that would end so much later than the others may have more workers: others
+can take over what it leaves, it cannot take over theirs."""
+MORE: Final = 1.2
+MOST_SHARE: Final = 0.9
+"""So many times its share, and no more of the device than this."""
 SPARE: Final = 2
 """Workers not counted on: whoever still runs what came before."""
 
@@ -55,40 +64,74 @@ class Cut:
     team: int = 1
 
 
-def cut(tiles: Int, config: PlannerConfig) -> list[Cut]:
-    """Runs of every shape that has tiles; persistent kernels get their share beside the others."""
+def cut(tiles: Int, config: PlannerConfig, num_packed: int) -> list[Cut]:
+    """Runs of every shape that has tiles, of a batch of `num_packed` packed rows.
+
+    Persistent kernels get their share of the device beside the others.
+    """
     counts = np.bincount(tiles[SHAPE]).tolist()
     mine = [
         (tiles if count == tiles.shape[1] else tiles.compress(tiles[SHAPE] == index, axis=1), index)
         for index, count in enumerate(counts)
         if count
     ]
-    share, seconds = _persistent_share(mine, config) if mine else (0.0, 0.0)
-    cuts = []
-    for part, index in mine:
+    if not mine or config.shapes[mine[-1][1]].persistent:  # persistent ones come first
+        whole = [config.shapes[index].workers // config.num_kv_heads for _, index in mine]
+        return [_deal(*part, max(1, n), config) for part, n in zip(mine, whole, strict=True)]
+    merged = int(np.add.reduce(tiles[ROWS])) > num_packed
+    share = _persistent_share(mine, config)
+    made = _beside(mine, share, merged, config)
+    if made.persistent_end > LATE * made.end:
+        more = _beside(mine, min(MOST_SHARE, MORE * share), merged, config)
+        made = min(made, more, key=lambda side: max(side.persistent_end, side.end))
+    return made.cuts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Beside:
+    """Runs of kernels beside each other, and when the persistent ones and the others are done."""
+
+    cuts: list[Cut]
+    persistent_end: float
+    end: float
+
+
+def _beside(
+    parts: list[tuple[Int, int]], share: float, merged: bool, config: PlannerConfig
+) -> _Beside:
+    """Runs where persistent kernels have a share of the device; `merged`: rows have many tiles."""
+    cuts, persistent_end, end = [], 0.0, 0.0
+    for part, index in parts:
         shape = config.shapes[index]
         if shape.persistent:
-            workers = max(1, shape.workers // config.num_kv_heads)
-            cuts.append(_deal(part, index, max(1, round(workers * share)), config))
+            workers = max(1, round(shape.workers // config.num_kv_heads * share))
+            cuts.append(_deal(part, index, workers, config, BUSY_BESIDE))
+            persistent_end = max(persistent_end, _deal_seconds(cuts[-1], shape))
         else:
             busy = round(shape.workers * share)
-            free = [(0.0, max(1, shape.workers - busy - SPARE)), (seconds, busy)]
-            runs = _cut_evenly(part, shape, free[: 2 if busy else 1], config)
+            free = [(0.0, max(1, shape.workers - busy - SPARE)), (persistent_end, busy)]
+            runs, end = _cut_evenly(part, shape, free[: 2 if busy else 1], merged, config)
             cuts.append(Cut(index, runs, np.zeros(1, np.int32)))
-    return cuts
+    return _Beside(cuts, persistent_end, end)
 
 
-def _persistent_share(parts: list[tuple[Int, int]], config: PlannerConfig) -> tuple[float, float]:
-    """What part of the batch's cost the persistent kernels have, and how long they take for it."""
-    if len(parts) == 1:
-        return float(config.shapes[parts[0][1]].persistent), 0.0
+def _persistent_share(parts: list[tuple[Int, int]], config: PlannerConfig) -> float:
+    """What part of the batch's cost the persistent kernels have."""
     kept = whole = 0.0
     for tiles, index in parts:
         shape = config.shapes[index]
-        cost = int(np.add.reduce(tiles[KEYS])) * config.num_kv_heads * shape.key_cost
+        keys = int(np.add.reduce(tiles[KEYS]))
+        cost = (tiles.shape[1] * shape.item_seconds + keys * shape.key_seconds) / shape.workers
         whole += cost
         kept += cost if shape.persistent else 0.0
-    return kept / whole, whole
+    return kept / whole
+
+
+def _deal_seconds(made: Cut, shape: TileShape) -> float:
+    """When the last team of a persistent kernel is done."""
+    shares = -(made.runs[KEYS] // -(shape.granule * made.team)) * shape.granule
+    costs = shape.item_seconds + shares * shape.key_seconds
+    return float(np.maximum.reduce(np.add.reduceat(costs, made.worker_begin[:-1])))
 
 
 def _granule(shape: TileShape, page_size: int) -> int:
@@ -96,7 +139,7 @@ def _granule(shape: TileShape, page_size: int) -> int:
     return page_size * -(-shape.granule // page_size)
 
 
-def _deal(tiles: Int, index: int, workers: int, config: PlannerConfig) -> Cut:
+def _deal(tiles: Int, index: int, workers: int, config: PlannerConfig, busy: float = BUSY) -> Cut:
     """Deal tiles to teams of `workers`, whole ones or runs of one length where that fills them."""
     shape, keys = config.shapes[index], tiles[KEYS]
     num_tiles, largest, total = len(keys), int(np.maximum.reduce(keys)), int(np.add.reduce(keys))
@@ -109,7 +152,7 @@ def _deal(tiles: Int, index: int, workers: int, config: PlannerConfig) -> Cut:
 
     if num_tiles > teams:
         for size in (shape.teams if config.team is None else (team,)) if alike else ():
-            if each := _whole_each(num_tiles, max(1, workers // size)):
+            if each := _whole_each(num_tiles, max(1, workers // size), busy):
                 return Cut(index, tiles, _bounds(num_tiles, each), size)
     elif largest <= short:
         return Cut(index, tiles, _bounds(num_tiles, 1), team)
@@ -129,11 +172,11 @@ def _team(shape: TileShape, useful: int, most: int) -> int:
     return fit[min(bisect_left(fit, useful), len(fit) - 1)]
 
 
-def _whole_each(num_tiles: int, teams: int) -> int:
+def _whole_each(num_tiles: int, teams: int, busy: float) -> int:
     """How many whole tiles to give each team, or 0 where that would leave teams idle."""
     each = -(-num_tiles // teams)
     used = -(-num_tiles // each)
-    return each if num_tiles >= FILLED * each * used and used >= BUSY * teams else 0
+    return each if num_tiles >= FILLED * each * used and used >= busy * teams else 0
 
 
 def _bounds(count: int, each: int) -> Int32:
@@ -196,9 +239,15 @@ def _runs(tiles: Int, offset: Int, granule: int, page_size: int) -> Int:
 
 
 def _cut_evenly(
-    tiles: Int, shape: TileShape, free: list[tuple[float, int]], config: PlannerConfig
-) -> Int:
+    tiles: Int,
+    shape: TileShape,
+    free: list[tuple[float, int]],
+    merged: bool,
+    config: PlannerConfig,
+) -> tuple[Int, float]:
     """Cut tiles that would leave workers idle at the end; dearest first, sharers of keys together.
+
+    Returns the runs and when the last is done.
 
     Tiles of one segment are cut alike, so that their runs of the same keys follow each other, the
     last rows first: those see most where a custom mask is causal in shape.
@@ -206,20 +255,23 @@ def _cut_evenly(
     granule, heads = _granule(shape, config.page_size), config.num_kv_heads
     sizes = -(tiles[KEYS] // -granule)
     longest, total = int(np.maximum.reduce(sizes)), int(np.add.reduce(sizes))
+    end = total * heads * granule * shape.key_seconds / shape.workers
     if longest * shape.workers * ENOUGH > total * heads:
         kinds = rounds.sizes_of(sizes, longest)
         # tiles of one size come in the same order however heads take turns
-        together = shape.heads_at_once if kinds[1:] and shape.heads_at_once else heads
+        together = shape.heads_together(heads) if len(kinds) > 1 else heads
         queue = rounds.TileQueue(
             sizes=[(size, count * together) for size, count in kinds],
-            turns=-(heads // -together),
+            turns=heads // together,
             free=free,
             rows=shape.rows,
-            granule_seconds=granule * shape.key_cost * shape.workers,
+            merged=merged,
+            item_seconds=shape.item_seconds,
+            granule_seconds=granule * shape.key_seconds,
         )
-        pieces = rounds.pieces(queue, longest * granule // shape.least_run)
+        pieces, end = rounds.pieces(queue, longest * granule // shape.least_run)
         most = -(longest // -pieces)
         piece = -(sizes // (sizes // -most))
         tile, inside = spread(-(sizes // -piece))
         tiles = _runs(tiles, inside * piece.take(tile), granule, config.page_size)
-    return tiles.take(np.lexsort((-tiles[ROW], tiles[PAGE], -tiles[KEYS])), axis=1)
+    return tiles.take(np.lexsort((-tiles[ROW], tiles[PAGE], -tiles[KEYS])), axis=1), end

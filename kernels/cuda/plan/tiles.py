@@ -38,11 +38,11 @@ class TileShape:
     """One kernel as the planner sees it: its tile, and how many workers the device runs at once.
 
     `persistent` kernels take a worker's list of items; the others' workers take items as they are
-    free, dearest first, for so many kv heads at a time as `heads_at_once` says (0: all). So many
+    free, dearest first, for `heads_at_once` kv heads at a time where these go up (0: all). So many
     workers of a persistent kernel as `teams` names, growing from 1, may share an item as one team.
     Runs are cut at multiples of `granule` keys and of whole pages. Segments of at most `most_rows`
-    packed rows go to the first shape that takes them. `key_cost` is what one key of one tile costs
-    of the whole device's time, in seconds.
+    packed rows go to the first shape that takes them. `item_seconds` and `key_seconds` are what an
+    item costs its worker, and each of its keys.
     """
 
     name: str
@@ -52,9 +52,16 @@ class TileShape:
     granule: int
     persistent: bool
     least_run: int
-    key_cost: float = 1.0
+    item_seconds: float = 0.0
+    key_seconds: float = 1.0
     heads_at_once: int = 0
     teams: tuple[int, ...] = (1,)
+
+    def heads_together(self, num_kv_heads: int) -> int:
+        """For how many kv heads items are taken before the next ones' turn."""
+        if self.heads_at_once == 0:
+            return num_kv_heads
+        return self.heads_at_once if num_kv_heads % self.heads_at_once == 0 else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
       RowAnswer answer = {false, false};
       if (row <= last_row) {
         const KeyRange keys =
-            visible_keys<int64>({begin, end - 1}, item, p.positions[row], p.window_left);
+            visible_keys({begin, end - 1}, item, p.positions[row], p.window_left);
         answer = look(p.mask_bits, p.mask_row_offsets[row] + item.kv_start, keys);
       }
       seen |= __any_sync(kAllLanes, answer.seen);

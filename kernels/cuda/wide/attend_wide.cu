@@ -17,6 +17,7 @@
 // of 8 that divides TILE_KEYS; 0: ragged keys), HAS_MASK, HAS_SOFT_CAP, QUERIES_IN_REGISTERS (the scores'
 // products take Q from there; shared memory only passes it on).
 
+#include "common/overlap.cuh"
 #include "wide/params.cuh"
 #include "wide/hopper.cuh"
 #include "wide/movers.cuh"
@@ -26,6 +27,9 @@
 #include "wide/shared.cuh"
 #include "wide/walk.cuh"
 #include "wide/wgmma.cuh"
+#if FP8
+#include "wide/stored.cuh"
+#endif
 
 // The tensor cores go round the warpgroups: each waits for its turn, issues, and passes the turn on.
 __device__ __forceinline__ void take_turn(int consumer) {
@@ -45,7 +49,7 @@ __device__ __forceinline__ void release(uint32 barrier) {
 // included, and 0 * NaN is NaN. Each warpgroup does it for itself, so that it waits for no other.
 __device__ __forceinline__ void clear_values(const Shared& shared, const Ring<kStages>& values,
                                              int valid, int consumer) {
-  if (valid >= kTileKeys) return;
+  if (kIsFp8 || valid >= kTileKeys) return;  // tokens past a run's end are converted to zeros
   barrier_wait(shared.values_full(values.stage()), values.parity());
   clear_rows(shared.values(values.stage()), valid);
   fence_async_proxy();
@@ -68,7 +72,8 @@ __device__ __forceinline__ void softmax_tile(float (&s)[kScores], Rows& rows, co
 
 // A consumer warpgroup's way through all units, as one sequence of key tiles: the scores of the next
 // tile, be it the next unit's first, are always under way with the values of the present one.
-__device__ __forceinline__ void attend_units(const Shared& shared, const WideParams& params) {
+__device__ __forceinline__ void attend_units(const Shared& shared, const WideParams& params,
+                                             float v_scale) {
   const int consumer = threadIdx.x / 128 - 1;
   const uint32 my_queries = consumer * kConsumerQueryBytes;
   if (consumer == kConsumers - 1) pass_turn(consumer);
@@ -85,7 +90,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
   clear(o);
 
   // the first unit's first scores, alone
-  barrier_wait(shared.query_full(queries.stage()), queries.parity());
+  wait_for_queries(shared, queries);
   if (kQueriesInRegisters) load_queries(q, shared, queries);
   Rows rows(unit.item, params, shared, slots.stage(), my_row());
   bool final = unit.item.partial == kFinal;
@@ -109,11 +114,11 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
     const bool switching = tile.is_last();
     Finished finished;
     if (switching) {
-      finished = rows.finish(slots.stage(), final);
+      finished = rows.finish(slots.stage(), final, v_scale);
       if (!next_unit(shared, units, unit)) break;
       queries.advance();
       slots.advance();
-      barrier_wait(shared.query_full(queries.stage()), queries.parity());
+      wait_for_queries(shared, queries);
       if (kQueriesInRegisters) load_queries(q, shared, queries);
       rows = Rows(unit.item, params, shared, slots.stage(), my_row());
       tile.enter(unit.item);
@@ -164,12 +169,17 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
   pass_turn(consumer);
   products_wait<0>();
   pin(o);
-  rows.finish(slots.stage(), final).write(o, params, shared, my_row());
+  rows.finish(slots.stage(), final, v_scale).write(o, params, shared, my_row());
 }
 
+#if FP8
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    attend_wide(const __grid_constant__ StoredKv kv, const __grid_constant__ WideParams params) {
+#else
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attend_wide(const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
                 const __grid_constant__ WideParams params) {
+#endif
   extern __shared__ __align__(1024) uint8 storage[];
   const Shared shared(storage);
   if (shared.address % 1024 != 0) __trap();  // swizzled groups repeat with the address
@@ -178,6 +188,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x < 128) {
     give_registers<kProducerRegisters>();
+#if FP8
+    stream_stored(shared, params, kv);
+#else
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
       stream_tiles<true>(shared, &key_map, params);
@@ -186,8 +199,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
       stream_queries(shared, params);
     }
+#endif
   } else {
     take_registers<kConsumerRegisters>();
-    attend_units(shared, params);
+#if FP8
+    attend_units(shared, params, kv.v_scale);
+#else
+    attend_units(shared, params, 1.0f);
+#endif
   }
+  wait_for_predecessor();  // the narrow kernel beside it: who waits for this one waits for both
 }

@@ -16,6 +16,13 @@ __device__ __forceinline__ int fresh_lane() {
   return lane;
 }
 
+// The same for the thread's number in its block.
+__device__ __forceinline__ int fresh_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // True in one lane of the warp, the same each time; ptxas knows what it means, so that instructions
 // with uniform operands need no loop over lanes.
 __device__ __forceinline__ bool elect_lane() {
@@ -98,7 +105,10 @@ __device__ __forceinline__ void copy_chunk(uint32 target, const void* source, bo
                : "memory");
 }
 
-__device__ __forceinline__ void copy_chunks_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Arrives once the chunks that this thread has copied so far are there; the barrier's count includes it.
+__device__ __forceinline__ void barrier_arrive_copied(uint32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 
 // Orders this thread's ordinary shared-memory accesses before later accesses by the tensor cores and
 // the copy engine (which need a barrier after it as well).

@@ -73,8 +73,16 @@ __device__ __forceinline__ void stream_tiles(const Shared& shared, const TensorM
   }
 }
 
-// Publishes unit `number` of the list and returns the number of the next: the CTA's first is its own
-// number, the rest come from the launch's counter. The list goes through all items for the first
+// The number of the CTA's first unit, in lane 0: its own number where all CTAs begin together. Others begin
+// when the kernel beside them ends, and would find their own units, the dearest, left for the end: there all units
+// come from the counter.
+__device__ __forceinline__ int first_unit(const WideParams& params) {
+  if (params.own_units > 0) return blockIdx.x;
+  return threadIdx.x % 32 == 0 ? atomicAdd(params.schedule, 1u) : 0;
+}
+
+// Publishes unit `number` of the list and returns the number of the next, which is in flight: lane 0 has both.
+// The list goes through all items for the first
 // `head_block` kv heads, then for the next ones: what is read together then fits the L2 cache. The last
 // CTA to finish puts the counter back to 0 for the next launch.
 __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUnitSlots>& ring,
@@ -89,7 +97,7 @@ __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUn
       unit.index = inner / params.head_block;
       unit.item = params.items[unit.index];
       unit.head = turn * params.head_block + inner % params.head_block;
-      next = gridDim.x + atomicAdd(params.schedule, 1u);
+      next = params.own_units + atomicAdd(params.schedule, 1u);
     } else {
       unit.head = -1;
       const uint32 last = gridDim.x - 1;
@@ -97,61 +105,81 @@ __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUn
     }
     barrier_arrive(shared.unit_full(ring.stage()));
   }
-  return __shfl_sync(kAllLanes, next, 0);
+  return next;
+}
+
+// Gathers kRowsPerWarp packed query rows of a unit, from `first_row` on, with one warp. The barrier of a unit's
+// queries hears of each thread twice: of the descriptions that it wrote, and of the copies that it started. All
+// that is read is asked for before any of it is used: short units take no longer than this.
+template <int kRowsPerWarp>
+__device__ __forceinline__ void gather_rows(const Shared& shared, const WideParams& params,
+                                            const Unit& unit, int first_row, int stage, int slot) {
+  constexpr int kRowsPerLane = kRowsPerWarp / 32;
+  const int lane = threadIdx.x % 32;
+  const WorkItem& item = unit.item;
+  // where each row comes from and goes, and its position
+  UnitRow described[kRowsPerLane];
+#pragma unroll
+  for (int i = 0; i < kRowsPerLane; ++i) {
+    const int row = first_row + i * 32 + lane;
+    const int read = min(row, item.num_rows - 1);  // always something: no branch comes between the reads
+    const PackedRow packed(item.row_begin + read, params.group_size);
+    const int source = packed.query(params, unit.head);
+    const int target = item.partial == kFinal
+                           ? source
+                           : partial_place(item.partial + read, params.num_kv_heads, unit.head);
+    described[i].source = row == read ? source : -1;
+    described[i].target = row == read ? target : -1;
+    described[i].position = params.positions[packed.plan_row];
+#if HAS_MASK
+    described[i].mask_bit = params.mask_row_offsets[packed.plan_row] + item.kv_start;
+#endif
+  }
+#pragma unroll
+  for (int i = 0; i < kRowsPerLane; ++i)
+    shared.row(slot, first_row + i * 32 + lane) = described[i];
+
+  // q, 512 bytes of neighbouring rows at a time
+  constexpr int kChunks = kHeadDim / 8, kAtOnce = 2;
+  static_assert(kRowsPerWarp * kChunks % (32 * kAtOnce) == 0, "whole turns");
+  const uint4* q = static_cast<const uint4*>(params.q);
+  const uint32 target = shared.queries(stage);
+#pragma unroll 1
+  for (int i = lane; i < kRowsPerWarp * kChunks; i += 32 * kAtOnce) {
+    int source[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int row = (i + j * 32) / kChunks;  // those of a warp are in one of its registers
+      source[j] = __shfl_sync(
+          kAllLanes, row < 32 ? described[0].source : described[kRowsPerLane - 1].source, row % 32);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int row = (i + j * 32) / kChunks, chunk = (i + j * 32) % kChunks;
+      copy_chunk(target + query_offset(first_row + row, chunk),
+                 q + static_cast<int64>(max(source[j], 0)) * kChunks + chunk, source[j] >= 0);
+    }
+  }
+  barrier_arrive_copied(shared.query_full(stage));
+  barrier_arrive(shared.query_full(stage));
 }
 
 // Two warps gather the packed query rows of every unit; the first of them also takes the units.
 __device__ __forceinline__ void stream_queries(const Shared& shared, const WideParams& params) {
-  constexpr int kRowsPerWarp = kTileRows / 2;
-  const int lane = threadIdx.x % 32;
+  constexpr int kRowsPerWarp = kTileRows / kGatherers;
   const int first_row = (threadIdx.x / 32 - 2) * kRowsPerWarp;
-  const Element* q = static_cast<const Element*>(params.q);
-  const int group = params.group_size;
-  int number = blockIdx.x;
+  int number = first_row == 0 ? first_unit(params) : 0;
   Ring<kUnitSlots> units;
   Ring<kQueryStages> ring;
   Ring<kRowSlots> slots;
   Unit unit;
   for (;;) {
-    if (first_row == 0) number = publish_unit(shared, units, number, params);
+    if (first_row == 0) {
+      number = publish_unit(shared, units, number, params);
+    }
     if (!next_unit(shared, units, unit)) return;
-    const WorkItem& item = unit.item;
     barrier_wait(shared.query_empty(ring.stage()), ring.parity() ^ 1);
-    // where each row comes from and goes, and its position
-#pragma unroll 1
-    for (int row = first_row + lane; row < first_row + kRowsPerWarp; row += 32) {
-      UnitRow described = {-1, -1, 0};
-      if (row < item.num_rows) {
-        const int packed = item.row_begin + row;
-        const int plan_row = packed / group;
-        const int head = unit.head * group + packed % group;
-        described.source = params.order[plan_row] * (params.num_kv_heads * group) + head;
-        described.target =
-            item.partial == kFinal
-                ? described.source
-                : partial_place<int>(item.partial + row, params.num_kv_heads, unit.head);
-        described.position = params.positions[plan_row];
-#if HAS_MASK
-        described.mask_bit = params.mask_row_offsets[plan_row] + item.kv_start;
-#endif
-      }
-      shared.row(slots.stage(), row) = described;
-    }
-    __syncwarp();
-    // load q
-    constexpr int kChunks = kHeadDim / 8;
-    const uint32 target = shared.queries(ring.stage());
-#pragma unroll 2
-    for (int i = lane; i < kRowsPerWarp * kChunks; i += 32) {
-      const int row = first_row + i / kChunks;
-      const int chunk = i % kChunks;
-      const int source = shared.row(slots.stage(), row).source;
-      copy_chunk(target + query_offset(row, chunk),
-                 q + static_cast<int64>(max(source, 0)) * kHeadDim + chunk * 8, source >= 0);
-    }
-    copy_chunks_wait();
-    fence_async_proxy();
-    barrier_arrive(shared.query_full(ring.stage()));
+    gather_rows<kRowsPerWarp>(shared, params, unit, first_row, ring.stage(), slots.stage());
     ring.advance();
     slots.advance();
   }

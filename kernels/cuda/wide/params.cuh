@@ -23,6 +23,7 @@ struct WideParams {
   float soft_cap;
   int window_left;
   int num_items;
+  int own_units;                      // CTAs whose first unit has their own number: all, or 0
   int num_kv_heads;
   int group_size;
   int head_block;                     // kv heads worked on together; divides num_kv_heads
@@ -30,4 +31,16 @@ struct WideParams {
   int head_blocks;                    // what a kv head adds to the map's third coordinate (NHD) ...
   int head_groups;                    // ... or to its fourth (HND); the other one is 0
   int visible_words;
+};
+
+// Where the wide kernel finds K and V of an fp8 pool; of others it has tensor maps.
+struct StoredKv {
+  const void* k;      // K of page 0 of the launch's base layer
+  const void* v;      // V of the same page
+  uint32 layer_rows;  // strides in rows of kHeadDim stored elements
+  uint32 page_rows;
+  uint32 token_rows;
+  uint32 head_rows;
+  int page_size;
+  float v_scale;
 };

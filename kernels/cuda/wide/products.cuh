@@ -10,6 +10,13 @@
 
 using Queries = uint32[kHeadDim / 16][4];
 
+// Waits for a unit's queries.
+__device__ __forceinline__ void wait_for_queries(const Shared& shared,
+                                                 const Ring<kQueryStages>& queries) {
+  barrier_wait(shared.query_full(queries.stage()), queries.parity());
+  if constexpr (!kQueriesInRegisters) fence_async_proxy();  // they were copied by ordinary threads
+}
+
 // A fragments of this warp's 16 rows of q, kept in registers for the whole unit.
 __device__ __forceinline__ void load_queries(Queries& q, const Shared& shared,
                                              const Ring<kQueryStages>& queries) {

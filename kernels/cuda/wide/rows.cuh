@@ -32,7 +32,7 @@ struct Rows {
   float max[2], sum[2];
   float scale;              // of a product (after the cap, if any) to base 2
   float cap_scale;          // sm_scale / soft_cap
-  int low[2], high[2];      // first and last key of the run that the row sees
+  KeyRange keys[2];         // of the run, that the row sees
   int warp_low, warp_high;  // keys in this range are seen by all 16 rows of the warp
 
   __device__ __forceinline__ Rows(const WorkItem& item, const WideParams& params,
@@ -43,17 +43,13 @@ struct Rows {
     for (int r = 0; r < 2; ++r) {
       max[r] = minus_infinity();
       sum[r] = 0.0f;
-      low[r] = 0;
-      high[r] = item.num_keys - 1;
+      keys[r] = {0, item.num_keys - 1};
       const UnitRow& packed = shared.row(stage, row + 8 * r);
-      if (packed.source >= 0) {
-        const int64 key = static_cast<int64>(packed.position) - item.kv_start;
-        if (item.rules & kHideFuture) high[r] = ::min(static_cast<int64>(high[r]), key);
-        if (item.rules & kHideWindow) low[r] = ::max(key - params.window_left, 0ll);
-      }
+      if (packed.source >= 0)
+        keys[r] = visible_keys(keys[r], item, packed.position, params.window_left);
     }
-    warp_low = __reduce_max_sync(kAllLanes, ::max(low[0], low[1]));
-    warp_high = __reduce_min_sync(kAllLanes, ::min(high[0], high[1]));
+    warp_low = __reduce_max_sync(kAllLanes, ::max(keys[0].low, keys[1].low));
+    warp_high = __reduce_min_sync(kAllLanes, ::min(keys[0].high, keys[1].high));
   }
 
   // Hides the keys, of the tile that starts at key `begin`, which a row does not see.
@@ -63,7 +59,7 @@ struct Rows {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
         const int r = i / 2 % 2, key = column + i / 4 * 8 + i % 2;
-        if (key < low[r] || key > high[r]) s[i] = minus_infinity();
+        if (!keys[r].has(key)) s[i] = minus_infinity();
       }
     }
   }
@@ -95,13 +91,13 @@ struct Rows {
     for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
   }
 
-  // Completes the sums over the four threads of a row.
-  __device__ __forceinline__ Finished finish(int slot, bool final) const {
+  // Completes the sums over the four threads of a row; a stored value is worth `v_scale`.
+  __device__ __forceinline__ Finished finish(int slot, bool final, float v_scale) const {
     Finished finished;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float total = quad_sum(sum[r]);
-      finished.inverse[r] = state_inverse(total);
+      finished.inverse[r] = state_inverse(total) * v_scale;
       finished.lse[r] = state_lse(max[r] * scale, total);
     }
     finished.slot = slot;

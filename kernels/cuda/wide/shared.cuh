@@ -20,6 +20,8 @@ constexpr bool kQueriesInRegisters = QUERIES_IN_REGISTERS != 0;
 constexpr bool kHasMask = HAS_MASK != 0;
 constexpr bool kHasSoftCap = HAS_SOFT_CAP != 0;
 constexpr int kConsumers = 2;  // warpgroups that multiply, of 64 packed rows each
+constexpr int kMovers = 4;     // warps that do not
+constexpr int kGatherers = kIsFp8 ? kMovers : 2;  // of these, the ones that bring queries
 
 static_assert(kHeadDim % 64 == 0, "a swizzled row of 128 bytes holds 64 elements");
 static_assert(kTileKeys % 16 == 0, "a product takes 16 keys");
@@ -36,9 +38,10 @@ static_assert(kPagesPerTile % kPagesAtOnce == 0, "whole turns");
 
 constexpr int kTileRows = 64 * kConsumers;
 constexpr int kThreads = 128 * (kConsumers + 1);
-// 65536 registers: what the data movers give up, the consumers take.
-constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = 232;
+// What the data movers give up of the 168 registers a thread that a launch gets, the consumers take.
+constexpr int kProducerRegisters = kIsFp8 ? 72 : 40;
+constexpr int kConsumerRegisters = kIsFp8 ? 216 : 232;
+static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= kThreads * 168, "no more than there are");
 constexpr int kScores = kTileKeys / 2;   // per thread
 constexpr int kOutputs = kHeadDim / 2;  // per thread
 
@@ -52,7 +55,9 @@ constexpr int kBlockStride = kPageSize > 0 ? 1024 : kTileKeys * 128;
 constexpr int kQueryBlockStride = 64 * 128;
 constexpr int kConsumerQueryBytes = kBlocks * kQueryBlockStride;
 constexpr int kQueryBytes = kConsumers * kConsumerQueryBytes;
-constexpr int kUnitSlots = 2;
+// fp8 pools: a tile of K and one of V as stored, until they are converted.
+constexpr int kStagedBytes = kIsFp8 ? kTileKeys * kRowBytes : 0;
+constexpr int kUnitSlots = kIsFp8 ? 4 : 2;  // fp8 pools are read two tiles ahead
 // Rows are needed until o is written; q only until its last scores, or until it is in registers.
 constexpr int kRowSlots = kQueryStages + 1 + kQueriesInRegisters;
 
@@ -87,7 +92,8 @@ struct Shared {
   uint32 address;
 
   static constexpr int kQueries = 2 * kStages * kTileBytes;
-  static constexpr int kRows = kQueries + kQueryStages * kQueryBytes;
+  static constexpr int kStaging = kQueries + kQueryStages * kQueryBytes;
+  static constexpr int kRows = kStaging + 2 * kStagedBytes;
   static constexpr int kUnits =
       kRows + kRowSlots * kTileRows * int(sizeof(UnitRow));
   static constexpr int kBarriers = kUnits + kUnitSlots * 64;
@@ -102,6 +108,8 @@ struct Shared {
   __device__ __forceinline__ uint32 queries(int stage) const {
     return address + kQueries + stage * kQueryBytes;
   }
+  __device__ __forceinline__ uint32 staged_keys() const { return address + kStaging; }
+  __device__ __forceinline__ uint32 staged_values() const { return address + kStaging + kStagedBytes; }
   __device__ __forceinline__ UnitRow& row(int slot, int row) const {
     return reinterpret_cast<UnitRow*>(base + kRows)[slot * kTileRows + row];
   }
@@ -136,18 +144,19 @@ struct Shared {
     return barrier(4 * kStages + 2 * kQueryStages + kUnitSlots + slot);
   }
 
-  // K and V tiles: full by the copy engine's bytes, empty by one arrival per warp, whose lanes have
+  // K and V tiles: full by the copy engine's bytes, or by one arrival per warp that stored them; empty by one
+  // arrival per warp, whose lanes have
   // waited for the same products. What threads write and read themselves, queries, their rows and
   // units: by an arrival of each of those threads.
   __device__ __forceinline__ void init_barriers() const {
     for (int stage = 0; stage < kStages; ++stage) {
-      barrier_init(keys_full(stage), 1);
-      barrier_init(values_full(stage), 1);
+      barrier_init(keys_full(stage), kIsFp8 ? kMovers : 1);
+      barrier_init(values_full(stage), kIsFp8 ? kMovers : 1);
       barrier_init(keys_empty(stage), 4 * kConsumers);
       barrier_init(values_empty(stage), 4 * kConsumers);
     }
     for (int stage = 0; stage < kQueryStages; ++stage) {
-      barrier_init(query_full(stage), 2 * 32);
+      barrier_init(query_full(stage), 2 * 32 * kGatherers);
       barrier_init(query_empty(stage), 128 * kConsumers);
     }
     for (int slot = 0; slot < kUnitSlots; ++slot) {

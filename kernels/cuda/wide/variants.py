@@ -19,6 +19,7 @@ from typing import Final, Literal
 from kernels.backend import DType
 from kernels.compile import Spec, spec
 from kernels.cuda.common.kernel import definitions
+from kernels.cuda.common.structs import STORED_KV
 from kernels.cuda.kv.tensor_maps import MAP_BYTES
 
 WideDType = Literal["fp16", "bf16"]
@@ -30,6 +31,8 @@ THREADS: Final = 384
 PARAMS_AT: Final = 2 * MAP_BYTES
 PARAMETERS: Final = (0, MAP_BYTES, PARAMS_AT)
 """Where the kernel's parameters begin in its launch's memory: both maps, then `WideParams`."""
+STORED_PARAMETERS: Final = (0, STORED_KV.itemsize)
+"""The same for fp8 pools: `StoredKv`, then `WideParams`."""
 
 SHARED_LIMIT: Final = 232448
 """Dynamic shared memory one block may have on compute capability 9.0, in bytes."""
@@ -37,11 +40,15 @@ SHARED_LIMIT: Final = 232448
 
 @dataclass(frozen=True, slots=True)
 class WideVariant:
-    """One specialisation of the kernel. `page_size` 0 stands for ragged keys."""
+    """One specialisation of the kernel.
+
+    `page_size` 0 stands for ragged keys and, in fp8 pools (`storage`), for pages of any size.
+    """
 
     head_dim: int
     dtype: WideDType
     page_size: int
+    storage: DType
     has_mask: bool = False
     has_soft_cap: bool = False
     tile_keys: int = 128
@@ -50,22 +57,29 @@ class WideVariant:
     query_registers: bool = False
 
     @property
+    def converts(self) -> bool:
+        """Whether K and V are stored as fp8, and converted on their way to the products."""
+        return self.storage.startswith("fp8")
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory, laid out as `Shared` of shared.cuh."""
         tiles = 2 * self.stages * self.tile_keys * self.head_dim * 2
         queries = self.query_stages * TILE_ROWS * self.head_dim * 2
+        staged = 2 * self.tile_keys * self.head_dim * self.converts
         slots = self.query_stages + 1 + self.query_registers
         rows = slots * TILE_ROWS * (24 if self.has_mask else 12)
-        barriers = 4 * self.stages + 2 * self.query_stages + 4
+        units = 4 if self.converts else 2
+        barriers = 4 * self.stages + 2 * self.query_stages + 2 * units
         visits = 4 * self.stages if self.has_mask else 0
-        return tiles + queries + rows + 2 * 64 + 8 * barriers + visits
+        return tiles + queries + staged + rows + units * 64 + 8 * barriers + visits
 
     @property
     def spec(self) -> Spec:
         """What to compile."""
         return spec(
             "wide/attend_wide",
-            **definitions(self.head_dim, self.dtype, self.dtype),
+            **definitions(self.head_dim, self.dtype, self.storage),
             TILE_KEYS=self.tile_keys,
             STAGES=self.stages,
             QUERY_STAGES=self.query_stages,
@@ -83,6 +97,8 @@ _GENERAL_IN_REGISTERS: Final = 64
 _PLAIN: Final = {**_GENERAL, 64: (192, 2, 2)}
 _PLAIN_IN_REGISTERS: Final = 128
 _PAGE_SIZES: Final = (0, 8, 16, 32, 64)
+# of fp8 pools: more registers for who converts, shared memory for what is to be converted
+_CONVERTING: Final = {64: (128, 2, 2), 128: (96, 2, 2), 192: (64, 2, 1)}
 
 
 def supports(
@@ -97,14 +113,11 @@ def supports(
 
     `sm_scale` must be positive, because maxima are taken before scaling.
     """
-    return (
-        arch == "sm_90a"
-        and head_dim in _PLAIN
-        and q_dtype == kv_dtype
-        and kv_dtype in ("fp16", "bf16")
-        and page_size in _PAGE_SIZES
-        and sm_scale > 0.0
-    )
+    if arch != "sm_90a" or q_dtype not in ("fp16", "bf16") or sm_scale <= 0.0:
+        return False
+    if kv_dtype.startswith("fp8"):
+        return head_dim in _CONVERTING
+    return q_dtype == kv_dtype and head_dim in _PLAIN and page_size in _PAGE_SIZES
 
 
 def variant(
@@ -113,13 +126,23 @@ def variant(
     page_size: int,
     has_mask: bool = False,
     has_soft_cap: bool = False,
+    storage: DType | None = None,
 ) -> WideVariant:
-    """The tuned specialisation for supported work."""
+    """The tuned specialisation for supported work; `storage` is `dtype` unless given."""
     general = has_mask or has_soft_cap
     in_registers = head_dim <= (_GENERAL_IN_REGISTERS if general else _PLAIN_IN_REGISTERS)
     sizes = (_GENERAL if general else _PLAIN)[head_dim]
+    if storage is not None and storage.startswith("fp8"):
+        sizes, page_size = _CONVERTING[head_dim], 0
     return WideVariant(
-        head_dim, dtype, page_size, has_mask, has_soft_cap, *sizes, query_registers=in_registers
+        head_dim,
+        dtype,
+        page_size,
+        storage or dtype,
+        has_mask,
+        has_soft_cap,
+        *sizes,
+        query_registers=in_registers,
     )
 
 

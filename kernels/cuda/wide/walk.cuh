@@ -18,6 +18,7 @@ struct TileCursor {
   const VisibleTiles* visible;
 #endif
 
+  TileCursor() = default;
   __device__ __forceinline__ TileCursor(const Unit& unit, const WideParams& params) {
 #if HAS_MASK
     visible = params.visible + static_cast<int64>(unit.index) * params.visible_words;

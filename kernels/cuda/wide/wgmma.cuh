@@ -62,6 +62,8 @@ __device__ __forceinline__ void pin(uint32 (&values)[kCount]) {
   c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define WGMMA_OUT32(c, d, i)                                                                       \
   WGMMA_OUT8(c, d, i), WGMMA_OUT8(c, d, i + 8), WGMMA_OUT8(c, d, i + 16), WGMMA_OUT8(c, d, i + 24)
+#define WGMMA_OUT48(c, d, i) \
+  WGMMA_OUT32(c, d, i), WGMMA_OUT8(c, d, i + 32), WGMMA_OUT8(c, d, i + 40)
 #define WGMMA_OUT64(c, d, i) WGMMA_OUT32(c, d, i), WGMMA_OUT32(c, d, i + 32)
 #define WGMMA_OUT96(c, d, i) WGMMA_OUT64(c, d, i), WGMMA_OUT32(c, d, i + 64)
 #define WGMMA_OUT128(c, d, i) WGMMA_OUT64(c, d, i), WGMMA_OUT64(c, d, i + 64)
@@ -69,6 +71,7 @@ __device__ __forceinline__ void pin(uint32 (&values)[kCount]) {
 #define WGMMA_REGS32                                                                               \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
   "%26,%27,%28,%29,%30,%31"
+#define WGMMA_REGS48 WGMMA_REGS32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define WGMMA_REGS64                                                                               \
   WGMMA_REGS32                                                                                     \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,"  \
@@ -134,6 +137,7 @@ struct Wgmma;
   };
 
 WGMMA_DEFINE(64, 32, WGMMA_OUT32, WGMMA_REGS32, "%32", "%33", "%34", "%35", "%36")
+WGMMA_DEFINE(96, 48, WGMMA_OUT48, WGMMA_REGS48, "%48", "%49", "%50", "%51", "%52")
 WGMMA_DEFINE(128, 64, WGMMA_OUT64, WGMMA_REGS64, "%64", "%65", "%66", "%67", "%68")
 WGMMA_DEFINE(192, 96, WGMMA_OUT96, WGMMA_REGS96, "%96", "%97", "%98", "%99", "%100")
 WGMMA_DEFINE(256, 128, WGMMA_OUT128, WGMMA_REGS128, "%128", "%129", "%130", "%131", "%132")
