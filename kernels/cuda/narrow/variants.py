@@ -26,9 +26,9 @@ def narrow_kernel(
     # kWarpBytes of team.cuh: queries, a row tile's states, maxima and sums, row numbers
     own = head_dim * 32 + 8 * (head_dim + 4) * 4 + 64 + rows * 4
     # 168 registers hold neither long rows, nor 128 dims of what is general or has to be converted;
-    # for sm_100 and later the compiler takes a few more
+    # for sm_100 and later the compiler takes a few more than there are
     hard = head_dim == LONG_ROWS and (general or storage != compute)
-    hard = hard or (arch.startswith("sm_1") and head_dim >= 96)
+    hard = hard or arch.startswith("sm_1")
     choices = NARROW_BLOCKS[2 if hard or head_dim > LONG_ROWS else row_tiles]
     warps, blocks = next(c for c in choices if c[1] * (c[0] * own + RESERVED) <= limit)
     return Kernel(
