@@ -44,6 +44,9 @@ def test_an_import_is_placed_gone_on_with_and_found_by_a_router_that_forgot_it(
         begin = {"header": head.fields["header"], "digest": head.fields["digest"]}
         taken = await cluster.call("import_sequence", {"id": name} | begin)
         assert (taken.status, taken.fields["code"]) == (409, "sequence_exists")
+        full_one = cluster.router.members.by_name[cluster.home(name)].engine
+        assert full_one is not None
+        await cluster.until(lambda: full_one.load.held > 0, "the router to hear of it")
         await cluster.told("import_sequence", {"id": "moved"} | begin)
         assert cluster.home("moved") != cluster.home(name), "there is more room"
         await brought(cluster, "moved", parts[:1])

@@ -238,7 +238,7 @@ def check_promises(prepared: Prepared, shapes: dict[str, tuple[int, ...]]) -> No
     ids = getattr(fields, "ids", ())
     promises = {
         "ids are different": len(set(ids)) == len(ids),
-        "layers are there": getattr(fields, "layer", 0) < INFO.num_layers,
+        "layers are there": (getattr(fields, "layer", 0) or 0) < INFO.num_layers,
         "required tensors are there": all(
             spec.optional or spec.name in shapes for spec in prepared.operation.takes
         ),
