@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import time
@@ -44,6 +45,8 @@ SMALL_CALLS: Final = 3000
 CALLERS: Final = 32
 SLICE_S: Final = 0.02
 """`engine.slice_ms`, as the services are started with."""
+UNSLICED_S: Final = 1e6
+"""Where the engine's estimates call nothing of the trace long."""
 
 
 def options(pages: int) -> list[str]:
@@ -106,10 +109,18 @@ def calibrate(requests: Sequence[Request], pages: int) -> CallCosts:
             client.clear()
         with busy_processor():
             beside = asyncio.run(replay([(url(server), some)], 1, processes))
-    costs = CallCosts.fitted(played.calls, SLICE_S)
+        with Client(url(server)) as client:
+            is_sliced = slices(client.metrics()) > 0
+    costs = CallCosts.fitted(played.calls, SLICE_S if is_sliced else UNSLICED_S)
     alone = sum(sum(costs.of(call.kind, call.new, call.pairs)) for call in beside.calls)
     together = alone / sum(sum(call.cpu_s) for call in beside.calls)
     return dataclasses.replace(costs, together=round(min(1.0, together), 3))
+
+
+def slices(metrics: str) -> float:
+    """Slices of long work that an engine has run."""
+    found = re.findall(r"^attnd_slices_total (\S+)$", metrics, re.MULTILINE)
+    return sum(map(float, found))
 
 
 @contextmanager

@@ -57,6 +57,7 @@ def compared(requests: Sequence[Request]) -> dict[str, Any]:
         "holds": holds,
         "most_off": MOST_OFF,
         "measured": measured["date"],
+        "note": measured.get("note", ""),
     }
 
 

@@ -124,8 +124,9 @@ class Replay:
             return
         request, begun = left.popleft(), self.clock.now
         blocks, length = request.blocks, len(request.blocks) * PAGE
-        cached = service.pool.match(blocks)
-        if service.pool.hold(blocks, NEW_DECODED) is None:
+        pool, cached = service.pool, service.pool.match(blocks)
+        own = len(blocks) - cached + NEW_DECODED
+        if pool.hold(blocks[:cached], own) is None:
             raise ValueError(f"a prompt of {len(blocks)} blocks beside others in a pool too small")
         self.tokens += length
         self.cached += cached * PAGE
@@ -136,7 +137,9 @@ class Replay:
         calls += [("commit", new, 0), ("delete", length, 0)]
 
         def after() -> None:
-            service.pool.release(blocks, NEW_DECODED)
+            pool.release(blocks[:cached], own)
+            pool.hold(blocks)  # they are found from their commit on
+            pool.release(blocks)
             self.request_s.append(self.clock.now - begun)
             self._work(service, left)
 
