@@ -296,6 +296,7 @@ def test_a_door_that_knows_nothing_finds_all_parts_and_mends_what_another_left(
         }
         await engine.ask(engine.own(APPEND, OPEN, 10.0), fields, new)
         router.homes.names.known.clear()
+        router.homes.batches.clear()
         router.members.ranks.clear()
         await book.check("a")
         await book.attend(["a"], [1], 0, appends=True)
