@@ -15,7 +15,6 @@ from service.doors.problems import ProblemText, document_of
 from service.errors import InvalidRequest, LostSequence, NotReady
 from service.image.dtypes import Array
 from service.image.json_text import dump_json
-from service.image.reading import place, split
 from service.operations.spec import Prepared
 from service.road.caller import Answered
 from service.road.slots import Slot
@@ -90,8 +89,7 @@ async def ask_several(router: Router, call: Call, prepared: Prepared, ids: Seque
 
     Where one refuses, the problem's `done` names the sequences that others have changed already.
     """
-    _, start = split(call.image)
-    arrays = place(call.image, start, prepared.layout)
+    arrays = call.arrays(prepared.layout)
     operation = call.operation
     changes = operation.scope == "append" or operation.appended_with in arrays
     given = prepared.fields.model_dump(exclude_unset=True)

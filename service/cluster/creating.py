@@ -20,7 +20,6 @@ from service.core.keys import Prefix, as_keys
 from service.doors.problems import ProblemText
 from service.errors import InvalidRequest, LostSequence, NotReady, Overloaded, SequenceExists
 from service.image.dtypes import Array
-from service.image.reading import place, split
 from service.operations.sequences import DELETE_SEQUENCES
 from service.operations.spec import Prepared
 from service.road.caller import Answered
@@ -102,8 +101,7 @@ async def create(router: Router, call: Call, prepared: Prepared) -> tuple[Answer
 def news_of(call: Call, prepared: Prepared) -> list[New]:
     """The sequences to make; each has its own part of a tensor of page names."""
     fields = prepared.fields
-    _, start = split(call.image)
-    arrays = place(call.image, start, prepared.layout)
+    arrays = call.arrays(prepared.layout)
     sums, found = fields.prefix_indptr, []
     for index, one in enumerate(fields.sequences):
         given = one.model_dump(exclude_unset=True)

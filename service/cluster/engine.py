@@ -17,7 +17,7 @@ from service.doors.problems import ProblemText
 from service.image.dtypes import Array, Part
 from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json
-from service.image.reading import REQUEST, place, read_layout, split
+from service.image.reading import REQUEST, Layout, place, read_layout, split
 from service.image.writing import PROBLEM, RESPONSE, image
 from service.operations.info import InfoAnswer
 from service.operations.spec import Operation
@@ -41,6 +41,10 @@ class Call:
     deadline_us: int
     request_id: bytes
     tenant: Tenant
+
+    def arrays(self, layout: Layout) -> dict[str, Array]:
+        """The request's tensors, where they lie in the image."""
+        return place(self.image, split(self.image)[1], layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from service.cluster.creating import ELSEWHERE, place_pages, prefix_of
 from service.cluster.engine import Call, Engine, Told
 from service.cluster.finding import ASK_DEADLINE_S
 from service.errors import NotReady, SequenceExists
-from service.image.reading import place, split
 from service.operations.names import NamedPages
 from service.operations.spec import Prepared
 from service.operations.transfer import GET_IMPORT
@@ -56,8 +55,7 @@ async def home_of(router: Router, call: Call, name: str) -> Engine | None:
 async def begin(router: Router, call: Call, prepared: Prepared) -> Answer:
     """Where its prefix and room are; where that engine refuses for want of room, at another."""
     fields, passed_over = prepared.fields, set[str]()
-    _, start = split(call.image)
-    arrays = place(call.image, start, prepared.layout)
+    arrays = call.arrays(prepared.layout)
     names = NamedPages(cache_salt=fields.header.cache_salt)
     prefix = prefix_of(names, arrays) if arrays and fields.share else None
     while True:

@@ -14,7 +14,6 @@ from service.cluster.snapshots import joined
 from service.doors.problems import ProblemText
 from service.errors import UnknownLease
 from service.image.dtypes import Array
-from service.image.reading import place, split
 from service.operations.spec import Prepared
 from service.road.caller import Answered
 from service.road.slots import Slot
@@ -42,8 +41,8 @@ async def ask_everywhere(router: Router, call: Call, prepared: Prepared) -> Answ
         case name:
             parts = shares(name, asked, len(router.members.engines))
             told = await ask_all(router, call, parts, if_there=name in IF_THERE)
-            joined = JOINS[name](prepared.fields.model_dump(), [one.fields for _, one in told])
-            return reply(router.staging, call, joined, stages=longest(o.stages for _, o in told))
+            whole = JOINS[name](prepared.fields.model_dump(), [one.fields for _, one in told])
+            return reply(router.staging, call, whole, stages=longest(o.stages for _, o in told))
 
 
 async def ask_all(
@@ -76,8 +75,7 @@ async def ask_all(
 
 async def match(router: Router, call: Call, prepared: Prepared, asked: dict[str, Any]) -> Answer:
     """The longest match of all engines; only the engine that has it gives a lease."""
-    _, start = split(call.image)
-    arrays = place(call.image, start, prepared.layout)
+    arrays = call.arrays(prepared.layout)
     looked = asked | {"lease_s": 0.0}
     told = await ask_all(router, call, [looked] * len(router.members.engines), arrays)
     engine, best = max(told, key=lambda one: one[1].fields["num_pages"])

@@ -16,7 +16,7 @@ from attnd.torch.arena import DeviceArena, HostArena, together
 from attnd.torch.merging import State, merge
 from attnd.torch.session import TorchSession
 from attnd.torch.slots import Slots
-from attnd.torch.step import Step
+from attnd.torch.step import Step, not_handed_over
 
 
 class RankedTorchSession:
@@ -262,8 +262,7 @@ class RankedStep:
         if exc is not None or self._left:
             self.abort()
             if exc is None:
-                missing = sorted(self._left)
-                raise RuntimeError(f"layers {missing} were not handed over: the step was aborted")
+                raise not_handed_over(self._left)
             return
         for step in self._steps:
             step.handed_over()

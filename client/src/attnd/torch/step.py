@@ -106,12 +106,8 @@ class Step:
         if exc is not None:
             self.abort()
         elif self._left:
-            missing = sorted(self._left)
             self.abort()
-            raise RuntimeError(
-                f"layers {missing} of the step were not handed over, so it was aborted: attend "
-                "every layer, or say handed_over() where a graph does"
-            )
+            raise not_handed_over(self._left)
 
     def wait(self) -> None:
         """Wait until the engine is done with it; raises what it ended with (`DeadlineExceeded`)."""
@@ -131,3 +127,11 @@ class Step:
         with suppress(ServiceError):  # it may have ended by itself meanwhile
             self._call.result(self._owner.ends())
         self._owner.recover()
+
+
+def not_handed_over(layers: set[int]) -> RuntimeError:
+    """The error of a step that was left before these layers."""
+    return RuntimeError(
+        f"layers {sorted(layers)} of the step were not handed over, so it was aborted: attend "
+        "every layer, or say handed_over() where a graph does"
+    )
