@@ -35,9 +35,6 @@ class BlockPool:
                 return count
         return len(blocks)
 
-    def has(self, block: int) -> bool:
-        return block in self._held or block in self._cached
-
     def hold(self, blocks: Sequence[int], own: int = 0) -> list[int] | None:
         """Hold a prompt's blocks, and `own` more; those evicted for it. None: there is no room."""
         held, cached = self._held, self._cached
