@@ -44,6 +44,8 @@ BATCH: Final = 64
 BATCH_S: Final = 0.004
 """What the engine takes for a batch: waking up for every answer would slow both threads down."""
 CHECK_EVERY: Final = 1000
+IDLE_S: Final = 15.0
+"""Imports are given up before that: those that cases begin have 5 seconds for each part."""
 ROOMS: Final = (0, 1, 64, 200, 512, 1024, SLOT_BYTES)
 KNOWN: Final = "known"
 KNOWN_TOKENS: Final = 9
@@ -125,7 +127,9 @@ class Fuzz:
             if not others:
                 break
         self.give_up_imports()
-        pool = self.fields("pool", {})
+        given_up_by = time.monotonic() + IDLE_S
+        while (pool := self.fields("pool", {}))["imports"] and time.monotonic() < given_up_by:
+            time.sleep(0.1)  # it was begun under a name that a changed byte made
         assert pool["imports"] == 0, pool
         pages = -(-KNOWN_TOKENS // INFO.page_size)
         assert (pool["sequences"], pool["integrity"]) == (1, "ok"), pool
