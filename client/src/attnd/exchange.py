@@ -65,6 +65,11 @@ class Manner:
     retries: Retries = Retries()
     request_id: str | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether calls are told neither their deadline nor their id."""
+        return self.deadline_s is None and self.request_id is None
+
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class Send(Generic[T]):

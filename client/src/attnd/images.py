@@ -174,11 +174,8 @@ def encode(fields: dict[str, Any], arrays: Mapping[str, Array]) -> list[bytes | 
     return [header(fields, ordered), *[flat(array) for _, array in ordered]]
 
 
-def decode(image: Bytes, key: str = "response") -> tuple[dict[str, Any], dict[str, Array]]:
-    """The fields under `key`, and the arrays, which lie in `image` where they are aligned.
-
-    Raises ValueError when the image is not that.
-    """
+def layout_of(image: Bytes) -> tuple[int, Layout]:
+    """Where an image's arrays begin, and how they lie; raises ValueError."""
     if len(image) < 8:
         raise ValueError(f"an image has at least 8 bytes, this one {len(image)}")
     raw = image.data
@@ -192,6 +189,15 @@ def decode(image: Bytes, key: str = "response") -> tuple[dict[str, Any], dict[st
         raise ValueError(
             f"arrays of {layout.data_bytes} bytes in an image with room for {len(image) - start}"
         )
+    return start, layout
+
+
+def decode(image: Bytes, key: str = "response") -> tuple[dict[str, Any], dict[str, Array]]:
+    """The fields under `key`, and the arrays, which lie in `image` where they are aligned.
+
+    Raises ValueError when the image is not that.
+    """
+    start, layout = layout_of(image)
     if key not in layout.metadata:
         raise ValueError(f"the safetensors metadata has no JSON object under `{key}`")
     arrays: dict[str, Array] = {}

@@ -34,7 +34,14 @@ def carry_out(call: Call[T], manner: Manner, attempt: Callable[[Send[Any]], Repl
     try:
         return call.parse(attempt(tried))
     except AttndError as error:
-        steps = repeated(tried, error, manner)
+        return go_on(tried, error, manner, attempt)
+
+
+def go_on(
+    tried: Send[T], error: AttndError, manner: Manner, attempt: Callable[[Send[Any]], Reply]
+) -> T:
+    """What comes of a call whose first attempt ended in `error`; raises `AttndError`."""
+    steps = repeated(tried, error, manner)
     outcome: Outcome = None
     try:
         while True:

@@ -105,6 +105,17 @@ class Areas:
         self, fields: dict[str, Any], ordered: list[tuple[str, Array]], room: int
     ) -> Laid | None:
         """The arrays where they are; None when they are not the beginning of one area."""
+        found = self.place_of(ordered)
+        if found is None:
+            return None
+        area, arrays, length = found
+        return self.lay_before(area, length, images.header(fields, arrays, ALIGNMENT), room)
+
+    def place_of(
+        self, ordered: list[tuple[str, Array]]
+    ) -> tuple[Area, list[tuple[str, Array]], int] | None:
+        """The area that arrays are the beginning of, if they are: with them in the order in which
+        they lie there, and their bytes together."""
         area: object = None
         offsets: dict[str, int] = {}
         for name, array in ordered:
@@ -119,18 +130,23 @@ class Areas:
             return None
         if len(ordered) > 1:
             ordered = sorted(ordered, key=lambda named: offsets[named[0]])
-        begin = end = area.begin
+        end = area.begin
         for name, array in ordered:
             if offsets[name] != end:
                 return None
             end += array.nbytes
-        header = images.header(fields, ordered, ALIGNMENT)
+        return area, ordered, end - area.begin
+
+    def lay_before(self, area: Area, length: int, header: bytes, room: int) -> Laid | None:
+        """A header before the first `length` bytes of an area, and a place for the answer; None
+        when the header is too long, or another call has one there."""
+        size = len(header)
         place = self._take(room)
-        if len(header) > HEADER_ROOM or not area.busy.acquire(blocking=False):
+        if size > HEADER_ROOM or not area.busy.acquire(blocking=False):
             return None
-        offset = begin - len(header)
-        self._arena.memory[offset:begin] = header
-        return Laid(offset, len(header) + end - begin, place, place.size, area)
+        offset = area.begin - size
+        self._arena.memory[offset : area.begin] = header
+        return Laid(offset, size + length, place, place.size, area)
 
     def _copied(self, fields: dict[str, Any], ordered: list[tuple[str, Array]], room: int) -> Laid:
         """The arrays copied behind a header, in one slot with the answer's place before it."""

@@ -9,11 +9,13 @@ from typing import Any, Final
 import numpy as np
 
 from attnd import images
-from attnd.call import Reply
+from attnd.call import Call, Reply
 from attnd.errors import ProtocolError, service_error
 from attnd.exchange import Send
 from attnd.results import Meta
 from attnd.road import frames
+from attnd.road.areas import Laid
+from attnd.road.arena import Arena
 from attnd.road.connection import Connection
 from attnd.road.frames import Answer
 
@@ -36,7 +38,7 @@ def attempt(connection: Connection, step: Send[Any], ends: float) -> Reply:
     if deadline_s is not None:
         deadline_us = min(max(1, round(deadline_s * 1e6)), frames.LONGEST_DEADLINE_US)
     request_id = id_bytes(step.request_id)
-    room = call.answer_bytes + ANSWER_ROOM
+    room = answer_room(call)
     laid = connection.areas.lay(call.fields, call.arrays, room)
     while True:
         answer = connection.call(
@@ -46,32 +48,40 @@ def attempt(connection: Connection, step: Send[Any], ends: float) -> Reply:
             break
         room = answer.needed
         laid = connection.areas.lay(call.fields, call.arrays, room)
-    place = laid.place
-    place.trim(answer.length)  # the request is done with too, where it lies behind
     meta = Meta(step.request_id, StageTimes(answer.seconds))
     if answer.inline is not None:
-        place.free()
+        laid.place.free()
         return inline_reply(answer, answer.inline, meta)
-    if answer.length > laid.capacity:
-        raise ProtocolError(f"an answer of {answer.length} bytes in a place of {laid.capacity}")
-    image = connection.arena.hold(place.offset, answer.length, place)
-    if connection.arena.is_short:
-        return read_reply(answer.status, np.array(image), meta)
-    return read_reply(answer.status, image, meta)
+    return read_reply(answer.status, image_of(connection.arena, laid, answer.length), meta)
+
+
+def answer_room(call: Call[Any]) -> int:
+    """Bytes that the answer of a call will most likely fit into."""
+    return call.answer_bytes + ANSWER_ROOM
+
+
+def image_of(arena: Arena, laid: Laid, length: int) -> images.Bytes:
+    """An answer where it lies; a copy of it when the arena is short. Raises `ProtocolError`."""
+    place = laid.place
+    if length > laid.capacity:
+        raise ProtocolError(f"an answer of {length} bytes in a place of {laid.capacity}")
+    place.trim(length)  # the request is done with too, where it lies behind
+    image = arena.hold(place.offset, length, place)
+    return np.array(image) if arena.is_short else image
 
 
 class StageTimes(Mapping[str, float]):
-    """Seconds by stage, as an answer's frame has them."""
+    """`seconds` by stage, as an answer's frame has them."""
 
-    __slots__ = ("_seconds",)
+    __slots__ = ("seconds",)
 
-    def __init__(self, seconds: tuple[float, ...]) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: tuple[float, ...] = ()) -> None:
+        self.seconds = seconds
 
     def __getitem__(self, stage: str) -> float:
         if stage not in frames.STAGES:
             raise KeyError(stage)
-        return self._seconds[frames.STAGES.index(stage)]
+        return self.seconds[frames.STAGES.index(stage)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(frames.STAGES)

@@ -33,6 +33,8 @@ from attnd.road.greeting import greet, remaining
 from attnd.road.stepping import StepCall
 from attnd.road.waiting import Waiting
 
+Posted = tuple[int, Waiting]
+"""A call that was sent: its number, and who waits for the answer."""
 STEPPING: Final = (frames.OPENED, frames.DONE)
 """Frames that begin with a step's number."""
 
@@ -68,12 +70,24 @@ class Connection:
         self.areas = Areas(self.arena, self.take)
         self._dispatch()
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it stands, and is this process's."""
+        return not self.broken and self.pid == os.getpid()
+
     # calls
 
     def call(
         self, route: int, laid: Laid, *, deadline_us: int, request_id: bytes, ends: float
     ) -> Answer:
         """Send a call and wait for its answer; raises `TransportError` when there is none."""
+        posted = self.post(route, laid, deadline_us, request_id, ends)
+        return self.answer_to(posted, ends)
+
+    def post(
+        self, route: int, laid: Laid, deadline_us: int, request_id: bytes, ends: float
+    ) -> Posted:
+        """Send a call; raises `TransportError`. `answer_to` must follow."""
         waiting = Waiting(laid)
         with self._sending:
             self._numbers = number = self._numbers + 1
@@ -93,6 +107,11 @@ class Connection:
                 if self._pending.pop(number, None) is not None:
                     waiting.settle()
                 raise
+        return number, waiting
+
+    def answer_to(self, posted: Posted, ends: float) -> Answer:
+        """Wait for the answer of a call; raises `TransportError` when there is none."""
+        number, waiting = posted
         try:
             answer = self._wait(waiting, ends)
         except BaseException:

@@ -1,0 +1,275 @@
+"""Calls that repeat themselves over a session go the short way, and are right all the same."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attnd
+import numpy as np
+import pytest
+from attnd import Retries, Session
+from attnd.road import repeats
+from stand_in_engine import Answers, Drop, Problem, Seen, StandInEngine, Step
+
+QUICK = Retries(2, first_wait_s=0.01, max_wait_s=0.05)
+
+
+def attended(seen: Seen) -> Step:
+    """o is q and the layer, lse the kv_len that was believed, or -1."""
+    q = seen.arrays["q"]
+    (believed,) = seen.fields.get("offsets", [-1])
+    fields = {"lse_base": seen.fields.get("lse_base", "e"), "levels": 1, "cascade": False}
+    lse = np.full(q.shape[:2], believed, np.float32)
+    return Answers(fields, {"o": q + q.dtype.type(seen.fields["layer"]), "lse": lse})
+
+
+class Bench:
+    """An engine whose next steps can be told, a session with it, and what went the short way."""
+
+    def __init__(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[Step | Callable[[Seen], Step]] = []
+        self.engine = StandInEngine(path, self.play)
+        self.path = path
+        self.session = Session(path, retries=QUICK, timeout=5.0)
+        self.short = 0
+        send = repeats.Repeat.send
+
+        def counted(repeat: Any, *args: Any) -> Any:
+            self.short += 1
+            return send(repeat, *args)
+
+        monkeypatch.setattr(repeats.Repeat, "send", counted)
+
+    def play(self, seen: Seen) -> Step:
+        step = self.steps.pop(0) if self.steps else attended
+        return step(seen) if callable(step) else step
+
+    def close(self) -> None:
+        self.session.close()
+        self.engine.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    bench = Bench(str(tmp_path / "engine.sock"), monkeypatch)
+    yield bench
+    bench.close()
+
+
+def filled(session: Session, rows: int, value: float) -> Any:
+    q = session.empty("q", (rows, 4, 8))
+    q[...] = value
+    return q
+
+
+def test_a_call_that_repeats_reads_what_its_arrays_hold_by_then(bench: Bench) -> None:
+    q = filled(bench.session, 2, 0.0)
+    results = []
+    for value in range(5):
+        q[...] = value
+        results.append(bench.session.decode(3, ["a", "b"], q))
+    assert bench.short == 4
+    assert [float(result.o.max()) for result in results] == [3, 4, 5, 6, 7]
+    assert all(seen.fields == {"layer": 3, "sequences": ["a", "b"]} for seen in bench.engine.seen)
+    assert len({seen.request_id for seen in bench.engine.seen}) == 5
+    assert [one.meta.request_id for one in results] == [
+        seen.request_id.hex() for seen in bench.engine.seen
+    ]
+    assert results[-1].meta.timings["kernel"] == 2.0
+
+
+def test_results_that_are_kept_stay_as_they_were(bench: Bench) -> None:
+    q = filled(bench.session, 1, 1.0)
+    kept = [bench.session.decode(layer, ["a"], q) for layer in (0, 0, 0, 1, 1, 1)]
+    assert [float(one.o.min()) for one in kept] == [1, 1, 1, 2, 2, 2]
+    assert len({one.o.__array_interface__["data"][0] for one in kept}) == 6
+
+
+def test_offsets_change_from_call_to_call(bench: Bench) -> None:
+    session, q = bench.session, filled(bench.session, 1, 1.0)
+    k, v = session.empty("k", (1, 2, 8)), session.empty("v", (1, 2, 8))
+    k[...], v[...] = 5, 6
+    for offsets in ([7], [8], np.array([1000000]), None, [9]):
+        told = session.decode(0, ["a"], q, k=k, v=v, offsets=offsets)
+        assert float(told.lse.max()) == (-1 if offsets is None else int(offsets[0]))
+    assert bench.short == 4
+    assert all(set(seen.arrays) == {"q", "k", "v"} for seen in bench.engine.seen)
+    assert all((seen.arrays["v"] == 6).all() for seen in bench.engine.seen)
+
+
+def test_what_differs_is_another_call(bench: Bench) -> None:
+    session, q = bench.session, filled(bench.session, 1, 1.0)
+    other = filled(session, 1, 2.0)
+    session.decode(1, ["a"], q)
+    session.decode(True, ["a"], q)
+    session.decode(1, ["b"], q)
+    session.decode(1, ("a",), q, sm_scale=1.0)
+    session.decode(1, ["a"], q, sm_scale=1)
+    session.decode(1, ["a"], other)
+    session.prefill(1, ["a"], q, [0, 1])
+    assert bench.short == 0
+    told = [(seen.operation, seen.fields) for seen in bench.engine.seen]
+    assert [str(fields["layer"]) for _, fields in told] == ["1", "True", "1", "1", "1", "1", "1"]
+    assert [fields["sequences"] for _, fields in told[:4]] == [["a"], ["a"], ["b"], ["a"]]
+
+
+def test_sequences_are_compared_by_what_the_list_holds(bench: Bench) -> None:
+    q, names = filled(bench.session, 1, 1.0), ["a"]
+    bench.session.decode(0, names, q)
+    names[0] = "b"
+    bench.session.decode(0, names, q)
+    assert [seen.fields["sequences"] for seen in bench.engine.seen] == [["a"], ["b"]]
+
+
+@pytest.mark.filterwarnings("ignore:Setting the:DeprecationWarning")
+def test_an_array_that_was_given_another_shape_is_another_call(bench: Bench) -> None:
+    q = filled(bench.session, 2, 1.0)
+    assert bench.session.decode(0, ["a", "b"], q).o.shape == (2, 4, 8)
+    q.shape = (1, 8, 8)
+    assert bench.session.decode(0, ["a", "b"], q).o.shape == (1, 8, 8)
+
+
+def test_arrays_outside_the_arena_are_copied_each_time(bench: Bench) -> None:
+    q = np.ones((1, 4, 8), np.float32)
+    for value in (1, 2):
+        q[...] = value
+        assert float(bench.session.decode(0, ["a"], q).o.max()) == value
+        assert float(bench.session.decode(0, ["a"], q[:]).o.max()) == value
+    assert bench.short == 0
+
+
+def test_an_answer_of_another_kind_is_read_as_it_is(bench: Bench) -> None:
+    q = filled(bench.session, 1, 1.0)
+    wider = Answers(
+        {"lse_base": "2", "levels": 3, "cascade": True},
+        {"o": np.full((1, 4, 8), 9, np.float16), "lse": np.zeros((1, 4), np.float32)},
+    )
+    bench.steps = [attended, attended, wider, attended]
+    told = [bench.session.decode(0, ["a"], q) for _ in range(4)]
+    assert bench.short == 3
+    assert [(one.levels, one.cascade, one.lse_base) for one in told] == [
+        *[(1, False, "e")] * 2,
+        (3, True, "2"),
+        (1, False, "e"),
+    ]
+    assert [str(one.o.dtype) for one in told] == ["float32", "float32", "float16", "float32"]
+    assert [float(one.o.max()) for one in told] == [1, 1, 9, 1]
+
+
+def test_an_answer_that_needs_more_room_is_asked_for_once_more(bench: Bench) -> None:
+    q = filled(bench.session, 1, 1.0)
+    large = Answers(
+        {"lse_base": "e", "levels": 1, "cascade": False},
+        {"o": np.full((1, 4, 2048), 9, np.float32), "lse": np.zeros((1, 4), np.float32)},
+    )
+    bench.steps = [attended, large, large, large]
+    told = [bench.session.decode(0, ["a"], q) for _ in range(4)]
+    assert [one.o.shape[2] for one in told] == [8, 2048, 2048, 8]
+    assert len(bench.engine.seen) == 5
+
+
+def test_problems_are_raised_and_the_call_goes_on_being_known(bench: Bench) -> None:
+    q = filled(bench.session, 1, 1.0)
+    gone = Problem(404, "unknown_sequence", {"ids": ["a"]})
+    bench.steps = [attended, gone, attended]
+    bench.session.decode(0, ["a"], q)
+    with pytest.raises(attnd.UnknownSequence):
+        bench.session.decode(0, ["a"], q)
+    assert float(bench.session.decode(0, ["a"], q).o.max()) == 1
+    assert bench.short == 2
+
+
+def test_an_overloaded_engine_is_asked_again(bench: Bench) -> None:
+    q = filled(bench.session, 1, 1.0)
+    bench.steps = [attended, Problem(429, "overloaded", {"retry_after_s": 0.01}), attended]
+    bench.session.decode(0, ["a"], q)
+    assert float(bench.session.decode(0, ["a"], q).o.max()) == 1
+    assert len({seen.request_id for seen in bench.engine.seen}) == 2
+
+
+def test_a_reply_lost_is_asked_for_again_unless_twice_would_do_harm(bench: Bench) -> None:
+    session, q = bench.session, filled(bench.session, 1, 1.0)
+    bench.steps = [attended, Drop(), attended]
+    session.decode(0, ["a"], q)
+    assert float(session.decode(0, ["a"], q).o.max()) == 1
+    k, v = session.empty("k", (1, 2, 8)), session.empty("v", (1, 2, 8))
+    bench.steps = [Answers({"lengths": [5]}), Answers({"lengths": [6]}), Drop()]
+    lengths = [session.append(0, ["a"], k, v).lengths for _ in range(2)]
+    assert lengths == [(5,), (6,)]
+    with pytest.raises(attnd.ReplyLost):
+        session.append(0, ["a"], k, v)
+
+
+def test_an_append_whose_reply_was_lost_but_landed_gives_its_lengths(bench: Bench) -> None:
+    session = bench.session
+    k, v = session.empty("k", (1, 2, 8)), session.empty("v", (1, 2, 8))
+    landed = Problem(409, "length_mismatch", {"lengths": {"a": 9}})
+    bench.steps = [Answers({"lengths": [8]}), Drop(), landed]
+    assert session.append(0, ["a"], k, v, offsets=[7]).lengths == (8,)
+    assert session.append(0, ["a"], k, v, offsets=[8]).lengths == (9,)
+
+
+def test_a_call_with_its_own_id_or_deadline_tells_them(bench: Bench) -> None:
+    q = filled(bench.session, 1, 1.0)
+    bench.session.decode(0, ["a"], q)
+    bench.session.with_options(deadline=2.0).decode(0, ["a"], q)
+    bench.session.with_options(request_id="0" * 32).decode(0, ["a"], q)
+    assert bench.short == 0
+    assert 1_900_000 < bench.engine.seen[1].deadline_us <= 2_000_000
+    assert bench.engine.seen[2].request_id == bytes(16)
+
+
+def test_remembered_calls_keep_no_memory(bench: Bench) -> None:
+    free = bench.session._road.connected(time.monotonic() + 5.0).arena.slots
+    for _ in range(200):
+        q = filled(bench.session, 64, 1.0)
+        for _ in range(3):
+            bench.session.decode(0, ["a"] * 64, q)
+        del q
+    gc.collect()
+    slot = free.take(free.size - 2**16)
+    assert slot is not None, "the arrays of calls are still held"
+
+
+def test_calls_are_forgotten_before_they_are_too_many(bench: Bench) -> None:
+    q = filled(bench.session, 1, 1.0)
+    for layer in range(repeats.MOST + 10):
+        bench.session.decode(layer, ["a"], q)
+    assert len(bench.session._road.repeats) <= repeats.MOST
+    assert float(bench.session.decode(repeats.MOST + 9, ["a"], q).o.max()) == repeats.MOST + 10
+
+
+def test_two_threads_may_repeat_one_call(bench: Bench) -> None:
+    q = filled(bench.session, 1, 1.0)
+    wrong: list[float] = []
+
+    def work() -> None:
+        for _ in range(100):
+            found = float(bench.session.decode(2, ["a"], q).o.max())
+            if found != 3:
+                wrong.append(found)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and bench.short > 100
+
+
+def test_a_new_engine_at_the_same_place_gets_arrays_of_the_old_arena(bench: Bench) -> None:
+    q = filled(bench.session, 1, 1.0)
+    for _ in range(2):
+        bench.session.decode(0, ["a"], q)
+    bench.engine.close()
+    os.unlink(bench.path)
+    bench.engine = StandInEngine(bench.path, bench.play)
+    for value in (4, 5):
+        q[...] = value
+        assert float(bench.session.decode(0, ["a"], q).o.max()) == value
