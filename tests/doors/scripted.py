@@ -28,7 +28,7 @@ from service.road.messages import State
 SAFETENSORS: Final = "application/vnd.safetensors"
 JSON: Final = "application/json"
 PROBLEM: Final = "application/problem+json"
-WAIT_S: Final = 20.0
+WAIT_S: Final = 60.0
 STAGES: Final = (0.001, 0.002, 0.003, 0.004, 0.005, 0.006)
 Script = Callable[["Heard"], bytes | AttndError]
 """From a call to its answer: an image, or an error."""

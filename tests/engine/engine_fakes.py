@@ -24,7 +24,7 @@ from kernels.backend import (
 )
 
 GEOMETRY = PoolGeometry(2, 32, 4, 2, 8, dtype="fp32")
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @dataclass

@@ -32,7 +32,7 @@ from service.engine.pool import geometry
 from service.metrics import Metrics
 from service.road.listening import listen
 
-WAIT_S: Final = 20.0
+WAIT_S: Final = 60.0
 SECRET: Final = "what the supervisor hands to its processes"
 ARGUMENTS: Final = (
     *("--backend.kind", KIND),

@@ -259,7 +259,7 @@ def test_a_stream_on_which_nothing_comes_does_not_hold_up_the_end() -> None:
             result, _ = told.get(timeout=WAIT_S)
             assert result.get_response().parameters["sequences"].int64_param == 0
             started = time.monotonic()
-        assert time.monotonic() - started < WAIT_S / 2, "it had 30 s"
+        assert time.monotonic() - started < 20.0, "it had 30 s"
         _, error = told.get(timeout=WAIT_S)
         assert error.status() == "StatusCode.UNAVAILABLE" and "not_ready" in error.message()
         made.client.stop_stream(cancel_requests=True)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 STAND_IN: Final = ROOT / "tests/service/stand_in.py"
-WAIT_S: Final = 20.0
+WAIT_S: Final = 60.0
 PROGRAM: Final = f"""
 import sys
 from service.__main__ import Commands, main
