@@ -136,12 +136,55 @@ def test_an_array_that_was_given_another_shape_is_another_call(bench: Bench) -> 
 
 
 def test_arrays_outside_the_arena_are_copied_each_time(bench: Bench) -> None:
-    q = np.ones((1, 4, 8), np.float32)
-    for value in (1, 2):
-        q[...] = value
-        assert float(bench.session.decode(0, ["a"], q).o.max()) == value
-        assert float(bench.session.decode(0, ["a"], q[:]).o.max()) == value
+    session = bench.session
+    k, v = np.full((1, 2, 8), 5, np.float32), np.full((1, 2, 8), 6, np.float32)
+    for value in (1, 2, 3):
+        q = np.full((1, 4, 8), value, np.float32)  # another array each time
+        told = session.decode(1, ["a"], q, v=v, k=k, offsets=[value])
+        assert (float(told.o.max()), float(told.lse.max())) == (value + 1, value)
+        assert float(session.prefill(0, ["a"], q, [0, 1]).o.max()) == value
+    assert bench.short == 4
+    appended = [seen for seen in bench.engine.seen if seen.operation == "decode"]
+    assert all((one.arrays["k"] == 5).all() and (one.arrays["v"] == 6).all() for one in appended)
+
+
+def test_arrays_that_are_not_dense_go_the_short_way_too(bench: Bench) -> None:
+    q = np.asfortranarray(np.arange(64, dtype=np.float32).reshape(2, 4, 8))
+    for _ in range(3):
+        np.testing.assert_array_equal(bench.session.decode(0, ["a", "b"], q).o, q)
+    assert bench.short == 2
+
+
+class Rare(np.ndarray[Any, Any]):
+    """An array of a kind of its own."""
+
+
+def test_arrays_of_another_dtype_or_shape_or_of_rare_kinds_are_other_calls(bench: Bench) -> None:
+    session = bench.session
+    for q in (
+        np.ones((1, 4, 8), np.float32),
+        np.ones((1, 4, 8), np.float16),
+        np.ones((1, 4, 16), np.float16),
+        np.ones((2, 4, 16), np.float16)[1:],
+        np.ones((2, 4, 16), np.float16)[1:],
+        np.ones((1, 4, 8), np.float32).view(Rare),
+    ):
+        told = session.decode(0, ["a"], q)
+        assert told.o.shape == q.shape and told.o.dtype == q.dtype
     assert bench.short == 0
+
+
+@pytest.mark.parametrize("first", ["one", "three"])
+def test_the_same_array_may_be_given_twice(bench: Bench, first: str) -> None:
+    one = np.ones((1, 4, 8), np.float32)
+    three = [np.full((1, 4, 8), value, np.float32) for value in (2, 3, 4)]
+    calls = [[one, one, one], three]
+    for q, k, v in calls if first == "one" else calls[::-1]:
+        for _ in range(2):
+            bench.session.decode(0, ["a"], q, k=k, v=v)
+            seen = bench.engine.seen[-1].arrays
+            assert all((seen[n] == array).all() for n, array in zip("qkv", (q, k, v), strict=True))
+    assert bench.short == (1 if first == "one" else 3)
 
 
 def test_an_answer_of_another_kind_is_read_as_it_is(bench: Bench) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from attnd import attention, control, images, moving, prefix, transfer
+from attnd import attention, control, moving, prefix, transfer
 from attnd.call import Call, Reply
 from attnd.errors import AttndError, NotFound
 from attnd.exchange import Retries, Send
@@ -34,8 +34,7 @@ from attnd.prefix import FROM_NOW
 from attnd.results import CacheEvent, Meta, SequenceInfo
 from attnd.road.calling import HEALTH, attempt, health
 from attnd.road.connection import Connection
-from attnd.road.repeats import MOST, Key, Repeat, key_of
-from attnd.tensor_calls import Indices
+from attnd.road.repeats import MOST, Args, Key, Kwargs, Repeat, key_of, places_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,19 +58,19 @@ def repeating(build: Callable[P, Call[T]]) -> Callable[Concatenate[Session, P], 
         manner = self._manner
         key = key_of(build, args, kwargs) if manner.is_plain else None
         repeat = self._road.repeats.get(key) if key is not None else None
-        if repeat is not None and repeat.is_sound:
+        if repeat is not None and repeat.is_usable:
             request_id, ends = os.urandom(16), time.monotonic() + manner.timeout_s
             try:
-                offsets = cast(Indices | None, kwargs.get("offsets"))
-                result = repeat.send(offsets, request_id, ends)
+                result = repeat.send(args, kwargs, request_id, ends)
             except AttndError as error:
                 tried = Send(build(*args, **kwargs), request_id.hex(), manner.timeout_s)
                 return go_on(tried, error, manner, self._attempt)
-            return self.send(build(*args, **kwargs)) if result is None else cast(T, result)
+            if result is not None:
+                return cast(T, result)
         call = build(*args, **kwargs)
         answer = self.send(call)
         if key is not None:
-            self._road.remember(key, call)
+            self._road.remember(key, call, args, kwargs)
         return answer
 
     return with_self(method, build)
@@ -109,16 +108,13 @@ class Road:
                 self.repeats.clear()
             return connection
 
-    def remember(self, key: Key, call: Call[Any]) -> None:
+    def remember(self, key: Key, call: Call[Any], args: Args, kwargs: Kwargs) -> None:
         """A call that was answered may come again."""
-        connection = self.connection
-        if connection is None or not connection.is_usable:
-            return
-        found = connection.areas.place_of(images.in_order(call.arrays))
-        if found is not None:
+        connection, places = self.connection, places_of(call, args, kwargs)
+        if connection is not None and connection.is_usable and places is not None:
             if len(self.repeats) >= MOST:
                 self.repeats.clear()
-            self.repeats[key] = Repeat(connection, call, *found)
+            self.repeats[key] = Repeat(connection, call, places)
 
     def close(self) -> None:
         with self.lock:

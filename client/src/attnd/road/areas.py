@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -149,15 +149,19 @@ class Areas:
         return Laid(offset, size + length, place, place.size, area)
 
     def _copied(self, fields: dict[str, Any], ordered: list[tuple[str, Array]], room: int) -> Laid:
-        """The arrays copied behind a header, in one slot with the answer's place before it."""
+        """The arrays copied behind a header."""
         header = images.header(fields, ordered)
-        length = len(header) + sum([array.nbytes for _, array in ordered])
+        return self.lay_behind(header, [array for _, array in ordered], room)
+
+    def lay_behind(self, header: bytes, arrays: Sequence[Array], room: int) -> Laid:
+        """A header and copies of the arrays, in one slot with the answer's place before them."""
+        length = len(header) + sum([array.nbytes for array in arrays])
         room = -(-room // ALIGNMENT) * ALIGNMENT
         slot = self._take(room + length)
         begin = slot.offset + room
         offset = begin + len(header)
         self._arena.memory[begin:offset] = header
-        for _, array in ordered:
+        for array in arrays:
             if array.nbytes:
                 self._arena.array(array.shape, array.dtype, offset)[...] = array
                 offset += array.nbytes

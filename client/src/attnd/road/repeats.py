@@ -1,4 +1,4 @@
-"""Calls that repeat themselves: the same arrays of the arena, and the same of all else but offsets.
+"""Calls that repeat themselves: all the same but what arrays hold, and offsets.
 
 A model's layer makes the same call at every token. What can be known of it beforehand is worked out
 once, so that the calls after it write their frames at once; and what their answers will most likely
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import marshal
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -19,14 +19,16 @@ from attnd import images
 from attnd.call import Call, Reply
 from attnd.images import Array
 from attnd.results import Meta
-from attnd.road.areas import ALIGNMENT, Area, Laid
-from attnd.road.arena import Arena, Slot
+from attnd.road.areas import ALIGNMENT, Area, Areas, Laid
+from attnd.road.arena import Arena, Held, Slot
 from attnd.road.calling import StageTimes, answer_room, image_of, inline_reply, read_reply
 from attnd.road.connection import Connection
 from attnd.road.frames import Answer
 from attnd.tensor_calls import Indices, numbers
 
 T = TypeVar("T")
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 Key = tuple[object, ...]
 
 MOST: Final = 512
@@ -34,28 +36,28 @@ MOST: Final = 512
 PLAIN: Final = frozenset({int, float, bool, str, list, tuple, type(None)})
 
 
-def key_of(build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key | None:
-    """What tells a call from all others but in its `offsets`; None for one without an array, with
-    one that lies in no arena, or with arguments of rare types.
+def key_of(build: Callable[..., Any], args: Args, kwargs: Kwargs) -> Key | None:
+    """What tells a call from those that are not like it; None for one without an array, or with
+    arguments of rare kinds.
 
-    Arrays count by identity, all else by what `marshal` makes of it, which tells 1 from True.
+    Arrays made by `Session.empty` count by identity, as they are sent from where they lie, and
+    others by dtype and shape; all else by what `marshal` makes of it, which tells 1 from True.
     """
     key: list[object] = [build]
     plain: list[object] = []
     for arg in args:
         if type(arg) in PLAIN:
             plain.append(arg)
-        elif type(arg) is np.ndarray and arg.base is not None:
-            key.append(id(arg))
-        else:
+        elif not add_array(key, arg):
             return None
     for name, arg in kwargs.items():
-        if type(arg) is np.ndarray and arg.base is not None:
-            key += (name, id(arg))
+        if type(arg) in PLAIN:
+            if name != "offsets":
+                plain += (name, arg)
         elif name != "offsets":
-            if type(arg) not in PLAIN:
+            key.append(name)
+            if not add_array(key, arg):
                 return None
-            plain += (name, arg)
     if len(key) == 1:
         return None
     try:
@@ -63,6 +65,19 @@ def key_of(build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     except ValueError:
         return None
     return tuple(key)
+
+
+def add_array(key: list[object], arg: object) -> bool:
+    """Whether it is an array of the usual kinds, which then is part of the key."""
+    if type(arg) is not np.ndarray:
+        return False
+    if arg.base is None:
+        key += (arg.dtype, arg.shape)
+    elif type(arg.base) is Held:
+        key.append(id(arg))
+    else:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,54 +118,100 @@ class Expected:
         return arena.memory[offset : offset + len(self.head)] == self.head
 
 
+def places_of(call: Call[Any], args: Args, kwargs: Kwargs) -> dict[str, int | str] | None:
+    """Which arguments a call's arrays are; None where that cannot be told, as when one is given
+    twice: the next time they may be two."""
+    places: dict[int, int | str] = {id(arg): index for index, arg in enumerate(args)}
+    places |= {id(arg): name for name, arg in kwargs.items()}
+    found = {name: places[id(one)] for name, one in call.arrays.items() if id(one) in places}
+    return found if len(set(found.values())) == len(call.arrays) else None
+
+
+class InPlace:
+    """Arrays that are sent from where they lie. It does not keep them."""
+
+    __slots__ = ("_area", "_arrays", "_length")
+
+    def __init__(self, area: Area, arrays: Sequence[Array], length: int) -> None:
+        """`arrays` are the first `length` bytes of the area."""
+        self._area = weakref.ref(area)
+        self._arrays = [(weakref.ref(one), one.shape, one.dtype) for one in arrays]
+        self._length = length
+
+    def lay(
+        self, areas: Areas, header: bytes, room: int, args: Args, kwargs: Kwargs
+    ) -> Laid | None:
+        """None where the arrays are not what they were, or another call is at them."""
+        for ref, shape, dtype in self._arrays:
+            array = ref()
+            if array is None or array.shape != shape or array.dtype is not dtype:
+                return None
+        area = self._area()
+        return None if area is None else areas.lay_before(area, self._length, header, room)
+
+
+class Copied:
+    """Arrays that are copied into the arena, by their places among a call's arguments."""
+
+    __slots__ = ("_places",)
+
+    def __init__(self, places: Sequence[int | str]) -> None:
+        self._places = places
+
+    def lay(
+        self, areas: Areas, header: bytes, room: int, args: Args, kwargs: Kwargs
+    ) -> Laid | None:
+        arrays = [kwargs[at] if isinstance(at, str) else args[at] for at in self._places]
+        return areas.lay_behind(header, arrays, room)
+
+
 class Repeat(Generic[T]):
-    """A call that was made over a connection before. It does not keep the call's arrays."""
+    """A call that was made over a connection before."""
 
     __slots__ = (
-        *("_area", "_arrays", "_connection", "_expected", "_header", "_length", "_parse", "_room"),
+        *("_arrays", "_connection", "_expected", "_header", "_padding", "_parse", "_room"),
         "_route",
     )
 
     def __init__(
-        self,
-        connection: Connection,
-        call: Call[T],
-        area: Area,
-        arrays: list[tuple[str, Array]],
-        length: int,
+        self, connection: Connection, call: Call[T], places: Mapping[str, int | str]
     ) -> None:
-        """`arrays` are the first `length` bytes of the area."""
+        """`places`: which arguments the arrays are."""
+        ordered = images.in_order(call.arrays)
+        found = connection.areas.place_of(ordered)
+        self._arrays: InPlace | Copied
+        if found is None:
+            self._arrays = Copied([places[name] for name, _ in ordered])
+            self._padding = images.ALIGNMENT
+        else:
+            area, ordered, length = found
+            self._arrays = InPlace(area, [array for _, array in ordered], length)
+            self._padding = ALIGNMENT
         fields = {name: value for name, value in call.fields.items() if name != "offsets"}
-        described = tuple([(name, array.dtype, array.shape) for name, array in arrays])
+        described = tuple([(name, array.dtype, array.shape) for name, array in ordered])
         self._connection = connection
-        self._area = weakref.ref(area)
-        self._arrays = tuple([(weakref.ref(one), one.shape, one.dtype) for _, one in arrays])
-        self._header = images.write(fields, described, ALIGNMENT)
-        self._length = length
+        self._header = images.write(fields, described, self._padding)
         self._parse = call.parse
         self._room = answer_room(call)
         self._route = connection.routes[call.operation]
         self._expected: Expected | None = None
 
     @property
-    def is_sound(self) -> bool:
-        """Whether the connection stands, and the arrays are what they were."""
-        for ref, shape, dtype in self._arrays:
-            array = ref()
-            if array is None or array.shape != shape or array.dtype is not dtype:
-                return False
+    def is_usable(self) -> bool:
+        """Whether the connection stands."""
         return self._connection.is_usable
 
-    def send(self, offsets: Indices | None, request_id: bytes, ends: float) -> T | None:
+    def send(self, args: Args, kwargs: Kwargs, request_id: bytes, ends: float) -> T | None:
         """What the call answers; None, and nothing sent, where it has to go like any other. Raises
         what calls raise."""
-        laid = self._lay(offsets)
+        connection, header = self._connection, self._header_with(kwargs.get("offsets"))
+        laid = self._arrays.lay(connection.areas, header, self._room, args, kwargs)
         if laid is None:
             return None
-        connection, arena = self._connection, self._connection.arena
         posted = connection.post(self._route, laid, 0, request_id, ends)
         meta = Meta(request_id.hex(), times := StageTimes())
-        expected, place, result = self._expected, laid.place, None
+        expected, place, arena = self._expected, laid.place, connection.arena
+        result = None
         if expected is not None:  # made while the engine is at work
             result = self._parse(expected.reply(arena, place, meta))
         answer = connection.answer_to(posted, ends)
@@ -160,7 +221,7 @@ class Repeat(Generic[T]):
             return result
         if answer.needed > self._room:  # it was refused for that, and nothing done
             self._room = answer.needed
-            return self.send(offsets, request_id, ends)
+            return self.send(args, kwargs, request_id, ends)
         if answer.inline is not None:
             place.free()
             return self._parse(inline_reply(answer, answer.inline, meta))
@@ -169,12 +230,8 @@ class Repeat(Generic[T]):
         self._expected = Expected.like(answer.status, image)
         return self._parse(reply)
 
-    def _lay(self, offsets: Indices | None) -> Laid | None:
-        area = self._area()
-        if area is None:
-            return None
-        begin, end, header = self._header
-        if offsets is not None:
-            text = f'{begin},\\"offsets\\":{numbers(offsets)}{end}'
-            header = images.padded(text, ALIGNMENT)
-        return self._connection.areas.lay_before(area, self._length, header, self._room)
+    def _header_with(self, offsets: Indices | None) -> bytes:
+        begin, end, whole = self._header
+        if offsets is None:
+            return whole
+        return images.padded(f'{begin},\\"offsets\\":{numbers(offsets)}{end}', self._padding)
