@@ -14,6 +14,7 @@ AttndError
 ├── RequestTimeout        408 request_timeout
 ├── SequenceExists        409 sequence_exists         sequences
 ├── LengthMismatch        409 length_mismatch         lengths
+├── SequenceTaken         409 sequence_taken          epochs
 ├── KeyMismatch           409 key_mismatch            page
 ├── SequenceChanged       409 sequence_changed        sequences, generation
 ├── ImportExists          409 import_exists           sequences
@@ -123,6 +124,17 @@ class LengthMismatch(AttndError):
     def __init__(self, lengths: Mapping[str, int]) -> None:
         true = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         super().__init__(f"offsets differ from the stored lengths: {true}", lengths=dict(lengths))
+
+
+class SequenceTaken(AttndError):
+    """Of a sequence over several engines: somebody else changes it; sequence id -> its epoch.
+
+    Nothing was done, and it may be tried again.
+    """
+
+    def __init__(self, epochs: Mapping[str, int]) -> None:
+        detail = f"another writer changes {', '.join(epochs)} at this moment: try again"
+        super().__init__(detail, epochs=dict(epochs))
 
 
 class KeyMismatch(AttndError):
@@ -276,6 +288,7 @@ KINDS: Final[dict[type[AttndError], Kind]] = {
     RequestTimeout: Kind(408, "request_timeout", "The request took too long to arrive"),
     SequenceExists: Kind(409, "sequence_exists", "The sequence exists already"),
     LengthMismatch: Kind(409, "length_mismatch", "Offsets differ from the stored lengths"),
+    SequenceTaken: Kind(409, "sequence_taken", "Another writer has taken the sequence over"),
     KeyMismatch: Kind(409, "key_mismatch", "A page has another name already"),
     SequenceChanged: Kind(409, "sequence_changed", "The sequence changed during its export"),
     ImportExists: Kind(409, "import_exists", "The id is being imported from another export"),

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from service.cluster.answering import each, longest
 from service.cluster.batches import row_sums
-from service.cluster.dealt import gathered, one_state, whole_view
+from service.cluster.dealt import gathered, has_all, one_state, whole_view
 from service.cluster.engine import Call, Told
+from service.cluster.epochs import TRIES, Dealt, claim, is_stale, know, later, pause, shard_of
 from service.doors.problems import ProblemText
-from service.errors import InvalidRequest, LengthMismatch, NotReady
+from service.errors import AttndError, InvalidRequest, LengthMismatch, NotReady, SequenceTaken
 from service.image.dtypes import Array
 from service.operations.sequences import DELETE_SEQUENCES
 
 if TYPE_CHECKING:
-    from service.cluster.ranks import Dealt, Ranks
+    from service.cluster.ranks import Ranks
 
 Fields = dict[str, Any]
 Arrays = Mapping[str, Array]
-TRIES: Final = 3
-"""How often lengths may turn out to be old before that is the answer."""
 UNDO_S: Final = 10.0
 
 
@@ -42,27 +41,35 @@ async def rows(ranks: Ranks, call: Call, fields: Fields, arrays: Arrays) -> Told
     """append, decode, prefill: the same for all ranks, which pick their own rows."""
     ids, layer, believed = fields["sequences"], fields["layer"], fields.get("offsets")
     counts = np.diff(row_sums(fields, len(ids))).tolist()
-    appends = "k" in arrays
+    appends, asked_anew = "k" in arrays, False
     async with ranks.held(call, ids) as every:
-        for left in reversed(range(TRIES)):
-            before = [(await ranks.know(one))[layer] for one in every]
+        for number in range(TRIES):
+            await pause(number)
+            await know(ranks, every, to_change=appends)
+            before = [lengths_of(one)[layer] for one in every]
             if believed is not None and list(believed) != before:
-                raise LengthMismatch(dict(zip(ids, before, strict=True)))
+                if asked_anew:
+                    raise LengthMismatch(dict(zip(ids, before, strict=True)))
+                asked_anew = True
+                ask_anew(every)
+                continue
+            asked_anew = False
             for one in every if appends else ():
-                one.is_even = False  # until all of them have done it
-            asking = [e.ask(call, fields | {"offsets": before}, arrays) for e in ranks.engines]
-            told = await each(asking)
+                one.is_even = False  # until all ranks have done it
+            agreed = {"offsets": before, "epochs": [one.epoch for one in every]}
+            told = await ranks.told_by_all(call, fields | agreed, arrays)
             refused = [one for one in told if not isinstance(one, Told)]
             if not refused:
                 break
-            if appends:
-                await ranks.take_back(every, layer, told)
             if any(map(is_stale, refused)):
-                for one in every:
-                    one.lengths = None
-                if left:
-                    continue
+                ask_anew(every)
+                continue
+            if appends:
+                with suppress(ProblemText, AttndError):  # what fails is done before the next use
+                    await know(ranks, every, to_change=True)
             ranks.whole(told)
+        else:
+            raise SequenceTaken({one.id: one.epoch for one in every})
         if appends:
             for one, count in zip(every, counts, strict=True):
                 grow(one, layer, count)
@@ -70,11 +77,22 @@ async def rows(ranks: Ranks, call: Call, fields: Fields, arrays: Arrays) -> Told
         return joined(call, [one for one in told if isinstance(one, Told)], fields, after)
 
 
+def lengths_of(one: Dealt) -> list[int]:
+    if one.lengths is None:
+        raise RuntimeError(f"the lengths of {one.id} are not known: this is a bug")
+    return one.lengths
+
+
+def ask_anew(every: Sequence[Dealt]) -> None:
+    """Other doors may have changed the sequences: what is known of them holds no more."""
+    for one in every:
+        one.lengths = None
+
+
 def grow(one: Dealt, layer: int, count: int) -> None:
     """It has been appended to, at all ranks."""
-    if one.lengths is not None:
-        one.lengths[layer] += count
-        one.is_even = True
+    lengths_of(one)[layer] += count
+    one.is_even = True
 
 
 def joined(call: Call, told: Sequence[Told], fields: Fields, lengths: list[int]) -> Told:
@@ -90,23 +108,24 @@ def joined(call: Call, told: Sequence[Told], fields: Fields, lengths: list[int])
     return Told(answer, states, stages)
 
 
-def is_stale(refused: object) -> bool:
-    """Whether an engine holds other lengths than it was told: another door was at work."""
-    if not isinstance(refused, ProblemText):
-        return False
-    return bool(json.loads(refused.text)["code"] == "length_mismatch")
-
-
 async def gather(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
     """Every rank's rows, and then in order."""
     span = fields.get("start", 0), fields.get("stop")
     async with ranks.held(call, fields["sequences"]) as every:
-        lengths = [(await ranks.know(one))[fields["layer"]] for one in every]
-        told = await ranks.all(call, fields)
-    answer, arrays = gathered(
-        [(one.fields, one.arrays) for one in told], lengths, span, ranks.page_size
-    )
-    return Told(answer, arrays, longest(one.stages for one in told))
+        for number in range(TRIES):
+            await pause(number)
+            await know(ranks, every, to_change=False)
+            lengths = [lengths_of(one)[fields["layer"]] for one in every]
+            epochs = {"epochs": [one.epoch for one in every]}
+            told = await ranks.told_by_all(call, fields | epochs)
+            if not any(map(is_stale, told)):
+                rows_of = [(one.fields, one.arrays) for one in ranks.whole(told)]
+                if has_all(rows_of, lengths, span, ranks.page_size):
+                    answer, arrays = gathered(rows_of, lengths, span, ranks.page_size)
+                    stages = longest(one.stages for one in ranks.whole(told))
+                    return Told(answer, arrays, stages)
+            ask_anew(every)  # it has been appended to
+    raise SequenceTaken({one.id: one.epoch for one in every})
 
 
 async def create(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
@@ -115,33 +134,59 @@ async def create(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
     own = {one["id"] for one in new}
     parents = sorted({one["parent"] for one in new if one.get("parent")} - own)
     async with ranks.held(call, parents) as every:
-        known = {one.id: await ranks.know(one) for one in every}
-        layers = ranks.engines[0].info.num_layers
-        lengths: dict[str, list[int]] = {}
-        for one in new:
-            parent = one.get("parent")
-            held = [0] * layers if parent is None or parent in own else known[parent]
-            lengths[one["id"]] = [fork_length(parent, held, one.get("length"))] * layers
-        asking = []
-        for rank, engine in enumerate(ranks.engines):
-            shard = {"rank": rank, "ranks": len(ranks.engines)}
-            made_there = [part_of(one, shard, lengths[one["id"]][0]) for one in new]
-            asking.append(engine.ask(call, {"sequences": made_there}))
-        told = await each(asking)
-        if not all(isinstance(one, Told) for one in told):
+        for number in range(TRIES):
+            await pause(number)
+            ask_anew([one for one in every if not one.is_owned])
+            await know(ranks, every, to_change=False)
+            known = {one.id: one for one in every}
+            made = plan_new(ranks, call, new, known)
+            asking = []
+            for rank, engine in enumerate(ranks.engines):
+                shard = {"rank": rank, "ranks": len(ranks.engines)}
+                there = [part_of(one, shard, made[one["id"]]) for one in new]
+                asking.append(engine.ask(call, {"sequences": there}))
+            told = await each(asking)
+            if all(isinstance(one, Told) for one in told):
+                break
             await unmake(ranks, call, [one["id"] for one in new], told)
+            if not any(map(is_stale, told)):
+                ranks.whole(told)
+            ask_anew(every)
+        else:
+            raise SequenceTaken({one.id: one.epoch for one in every})
         views = [one.fields["sequences"] for one in ranks.whole(told)]
-    made = []
-    for parts in zip(*views, strict=True):
-        ranks.dealt(call.tenant, parts[0]["id"]).lengths = list(lengths[parts[0]["id"]])
-        made.append(whole_view(parts))
-    return Told({"sequences": made}, {}, longest(one.stages for one in ranks.whole(told)))
+    answers = []
+    for shown in zip(*views, strict=True):
+        name = shown[0]["id"]
+        ranks.books[call.tenant.namespace, name] = made[name]
+        answers.append(whole_view(shown))
+    return Told({"sequences": answers}, {}, longest(one.stages for one in ranks.whole(told)))
 
 
-def part_of(new: Mapping[str, Any], shard: Fields, length: int) -> Fields:
+def plan_new(
+    ranks: Ranks, call: Call, new: Sequence[Mapping[str, Any]], parents: Mapping[str, Dealt]
+) -> dict[str, Dealt]:
+    """What the new sequences will be. An empty one is this door's to change; a fork begins in its
+    parent's epoch, which more than one door may know, and must be claimed before it is changed."""
+    layers = ranks.engines[0].info.num_layers
+    made: dict[str, Dealt] = {}
+    for one in new:
+        name, parent = one["id"], one.get("parent")
+        made[name] = Dealt(call.tenant, name)
+        if parent is None:
+            made[name].is_at([0] * layers, later(0))
+            continue
+        of = made.get(parent) or parents[parent]
+        length = fork_length(parent, lengths_of(of), one.get("length"))
+        made[name].lengths, made[name].epoch = [length] * layers, of.epoch
+    return made
+
+
+def part_of(new: Mapping[str, Any], shard: Fields, made: Dealt) -> Fields:
     """What one rank is asked to make."""
     same = {name: new[name] for name in ("id", "ttl_s", "parent") if new.get(name) is not None}
-    return same | ({"length": length} if "parent" in same else {"shard": shard})
+    same["epoch"] = made.epoch
+    return same | ({"length": lengths_of(made)[0]} if "parent" in same else {"shard": shard})
 
 
 def fork_length(parent: str | None, lengths: Sequence[int], wanted: int | None) -> int:
@@ -168,31 +213,55 @@ async def unmake(ranks: Ranks, call: Call, ids: list[str], told: Sequence[object
 
 
 async def get(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
-    async with ranks.held(call, [fields["id"]]):
-        told = await ranks.all(call, fields)
+    async with ranks.held(call, [fields["id"]]) as (one,):
+        for number in range(TRIES):
+            await pause(number)
+            if not one.is_even:
+                await know(ranks, [one], to_change=False)
+            told = await ranks.all(call, fields)
+            shards = [shard_of(one, part.fields) for part in told]
+            if all(
+                (s["epoch"], s["lengths"]) == (shards[0]["epoch"], shards[0]["lengths"])
+                for s in shards
+            ):
+                break
+            ask_anew([one])
+            await know(ranks, [one], to_change=False)
     return Told(whole_view([one.fields for one in told]), {}, longest(one.stages for one in told))
 
 
 async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
     """First at the rank that has the last page: only there a fresh page may be wanting."""
-    if fields.get("layer") is not None:
-        raise InvalidRequest("layer", fields["layer"], "is for sequences that are on one engine")
+    if fields.get("layer") is not None or fields.get("epoch") is not None:
+        name = "epoch" if fields.get("layer") is None else "layer"
+        raise InvalidRequest(name, fields[name], "is for sequences that are on one engine")
     length = fields["length"]
     async with ranks.held(call, [fields["id"]]) as (one,):
-        lengths = await ranks.know(one)
-        if length > min(lengths):
-            rule = f"0 to {min(lengths)}, the sequence's length"
-            raise InvalidRequest("length", length, rule)
-        last = ranks.engines[length // ranks.page_size % len(ranks.engines)]
-        one.is_even = False
-        first = await each([last.ask(call, fields)])
-        if not isinstance(first[0], Told):
-            one.is_even = True
-            ranks.whole(first)
-        one.lengths = [length] * len(lengths)
-        told = await ranks.all(call, fields)
-        one.is_even = True
-    return Told(whole_view([one.fields for one in told]), {}, longest(one.stages for one in told))
+        for number in range(TRIES):
+            await pause(number)
+            await claim(ranks, one)
+            lengths = lengths_of(one)
+            if length > min(lengths):
+                rule = f"0 to {min(lengths)}, the sequence's length"
+                raise InvalidRequest("length", length, rule)
+            # in an epoch of its own: what has been cut off may come again, with other numbers
+            last = ranks.engines[length // ranks.page_size % len(ranks.engines)]
+            asked, one.is_even = fields | {"epoch": later(one.epoch)}, False
+            first = await each([last.ask(call, asked)])
+            if not isinstance(first[0], Told):
+                if is_stale(first[0]):
+                    continue
+                one.is_even = True
+                ranks.whole(first)
+            one.lengths = None  # at least one rank is in the new epoch
+            told = await ranks.told_by_all(call, asked)
+            if any(map(is_stale, told)):
+                continue
+            views = ranks.whole(told)
+            one.is_at([length] * len(lengths), asked["epoch"])
+            shown = whole_view([view.fields for view in views])
+            return Told(shown, {}, longest(view.stages for view in views))
+    raise SequenceTaken({one.id: one.epoch})
 
 
 async def delete(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:

@@ -19,17 +19,6 @@ Fields = dict[str, Any]
 LN2: Final = np.float32(math.log(2))
 
 
-def whole_length(held_here: Sequence[int], page_size: int) -> int:
-    """The longest sequence of which every rank holds its part, of what each holds: tokens up to the
-    first one that is missing."""
-    ranks = len(held_here)
-    missing = []
-    for rank, tokens in enumerate(held_here):
-        full, rest = divmod(tokens, page_size)
-        missing.append((full * ranks + rank) * page_size + rest)
-    return min(missing)
-
-
 def held_by(length: int, ranks: int, page_size: int) -> list[int]:
     """How many of a sequence's tokens each rank holds."""
     return [int(held(length, rank, ranks, page_size)) for rank in range(ranks)]
@@ -37,7 +26,8 @@ def held_by(length: int, ranks: int, page_size: int) -> list[int]:
 
 def whole_view(parts: Sequence[Mapping[str, Any]]) -> Fields:
     """What is told of a sequence, from what each rank in order tells of its part."""
-    lengths = [sum(column) for column in zip(*(part["lengths"] for part in parts), strict=True)]
+    known = (part["shard"]["lengths"] for part in parts)
+    lengths = [min(column) for column in zip(*known, strict=True)]
     pages = sum(part["pages"] for part in parts)
     last = parts[max(pages - 1, 0) % len(parts)]
     whole = {name: value for name, value in parts[0].items() if name != "shard"}
@@ -56,6 +46,24 @@ def one_state(told: Sequence[Mapping[str, Array]], base: str) -> dict[str, Array
     unit = LN2 if base == "2" else np.float32(1)
     merged = merge_states(o, lse * unit)
     return {"o": np.asarray(merged.o), "lse": np.asarray(merged.lse) / unit}
+
+
+def has_all(
+    told: Sequence[tuple[Fields, Mapping[str, Array]]],
+    lengths: Sequence[int],
+    span: tuple[int, int | None],
+    page_size: int,
+) -> bool:
+    """Whether every rank has told as many rows as are its own in sequences of these lengths."""
+    begin, end = span
+    for index, length in enumerate(lengths):
+        stop = length if end is None else min(end, length)
+        before, after = (held_by(at, len(told), page_size) for at in (min(begin, stop), stop))
+        for (fields, _), first, last in zip(told, before, after, strict=True):
+            own = fields["kv_indptr"]
+            if own[index + 1] - own[index] != last - first:
+                return False
+    return True
 
 
 def gathered(

@@ -1,8 +1,8 @@
 """Engines that sequences are dealt out over, page by page: to the router one engine among others.
 
 Every engine is asked the same, with the sequences' whole lengths; it stores the rows whose pages
-are its own and attends what it holds, and the states are merged here. What only some of them have
-done is taken back. Lengths are remembered; they are asked for where they are not known or wrong.
+are its own and attends what it holds, and the states are merged here. Lengths are remembered, and
+believed for as long as the ranks agree (`epochs.py`).
 """
 
 from __future__ import annotations
@@ -11,41 +11,25 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from service.cluster.answering import each, reply
 from service.cluster.asking_ranks import asked
-from service.cluster.dealt import held_by, whole_length
 from service.cluster.engine import Call, Engine, Told
+from service.cluster.epochs import MEND_S, Dealt
 from service.cluster.names import BETWEEN, Name
 from service.doors.problems import ProblemText
 from service.errors import NotReady
 from service.image.dtypes import Array
 from service.image.reading import REQUEST, place, read_layout, split
-from service.operations.sequences import DELETE_SEQUENCE, GET_SEQUENCE, TRUNCATE
+from service.operations.sequences import DELETE_SEQUENCE, GET_SEQUENCE
 from service.operations.spec import Operation
 from service.road.caller import Answered
 from service.road.slots import Slot
 from service.tenants import Tenant
 
 MOST_REMEMBERED: Final = 2**16
-SETTLED_S: Final = 0.3
-"""Parts that do not fit are looked at again so much later: another door may be at work."""
-MEND_S: Final = 10.0
 Arrays = Mapping[str, Array]
-
-
-@dataclass(slots=True, eq=False)
-class Dealt:
-    """One sequence. `lengths` is kv_len by layer, None where it has to be asked for; not `is_even`:
-    some ranks may hold more than that."""
-
-    tenant: Tenant
-    id: str
-    lengths: list[int] | None = None
-    is_even: bool = True
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Ranks:
@@ -85,8 +69,13 @@ class Ranks:
         self, call: Call, fields: Mapping[str, Any], arrays: Arrays | None = None
     ) -> list[Told]:
         """The answers of all ranks to the same. Raises the first refusal."""
-        told = await each([engine.ask(call, fields, arrays) for engine in self.engines])
-        return self.whole(told)
+        return self.whole(await self.told_by_all(call, fields, arrays))
+
+    async def told_by_all(
+        self, call: Call, fields: Mapping[str, Any], arrays: Arrays | None = None
+    ) -> list[Told | BaseException]:
+        """What each rank says to the same."""
+        return await each([engine.ask(call, fields, arrays) for engine in self.engines])
 
     @staticmethod
     def whole(told: Sequence[Told | BaseException]) -> list[Told]:
@@ -101,14 +90,11 @@ class Ranks:
 
     @asynccontextmanager
     async def held(self, call: Call, ids: Sequence[str]) -> AsyncIterator[list[Dealt]]:
-        """The sequences, of which nobody else here changes anything meanwhile; their lengths are
-        known. What breaks off leaves them to be mended."""
+        """The sequences, on which nobody else in this door has a call meanwhile."""
         every = [self.dealt(call.tenant, name) for name in ids]
         async with AsyncExitStack() as stack:
             for one in sorted(every, key=lambda one: one.id):
                 await stack.enter_async_context(one.lock)
-            for one in every:
-                await self.know(one)
             yield every
 
     def dealt(self, tenant: Tenant, name: str) -> Dealt:
@@ -122,70 +108,9 @@ class Ranks:
         self.books.move_to_end(key)
         return found
 
-    async def know(self, one: Dealt) -> list[int]:
-        """kv_len by layer; ranks that hold more than that are cut back to it first."""
-        if one.lengths is not None and one.is_even:
-            return one.lengths
-        try:
-            parts = await self.parts(one)
-        except ProblemText:
-            self.books.pop((one.tenant.namespace, one.id), None)  # perhaps nobody knows it
-            raise
-        lengths = self.lengths_of(parts) if one.lengths is None else one.lengths
-        if one.lengths is None and not self.fits(parts, lengths):
-            await asyncio.sleep(SETTLED_S)
-            parts = await self.parts(one)
-            lengths = self.lengths_of(parts)
-        await self.cut(one, parts, lengths)
-        one.lengths, one.is_even = lengths, True
-        return lengths
-
-    async def parts(self, one: Dealt) -> list[dict[str, Any]]:
-        call = self.own(GET_SEQUENCE, one.tenant, MEND_S)
-        return [told.fields for told in await self.all(call, {"id": one.id})]
-
-    def lengths_of(self, parts: Sequence[Mapping[str, Any]]) -> list[int]:
-        columns = zip(*(part["lengths"] for part in parts), strict=True)
-        return [whole_length(column, self.page_size) for column in columns]
-
-    def fits(self, parts: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> bool:
-        """Whether every rank holds what it would of them."""
-        by_layer = zip(*(part["lengths"] for part in parts), strict=True)
-        ranks, size = len(self.engines), self.page_size
-        return all(
-            list(held) == held_by(length, ranks, size)
-            for held, length in zip(by_layer, lengths, strict=True)
-        )
-
-    async def cut(
-        self, one: Dealt, parts: Sequence[Mapping[str, Any]], lengths: Sequence[int]
-    ) -> None:
-        """Cut every rank that holds more at some layer than it would of `lengths`."""
-        call = self.own(TRUNCATE, one.tenant, MEND_S)
-        cutting = []
-        for layer, length in enumerate(lengths):
-            wanted = held_by(length, len(self.engines), self.page_size)
-            for engine, part, most in zip(self.engines, parts, wanted, strict=True):
-                if part["lengths"][layer] > most:
-                    fields = {"id": one.id, "layer": layer, "length": length}
-                    cutting.append(engine.ask(call, fields))
-        self.whole(await each(cutting))
-
-    async def take_back(self, every: Sequence[Dealt], layer: int, told: Sequence[object]) -> None:
-        """Where some ranks appended and others did not, cut those that did back to what is known.
-        Where that fails too, the sequences are mended before their next use."""
-        cutting = [
-            engine.ask(
-                self.own(TRUNCATE, one.tenant, MEND_S),
-                {"id": one.id, "layer": layer, "length": (one.lengths or [])[layer]},
-            )
-            for engine, answer in zip(self.engines, told, strict=True)
-            if isinstance(answer, Told)
-            for one in every
-        ]
-        if all(isinstance(one, Told) for one in await each(cutting)):
-            for one in every:
-                one.is_even = True
+    def forget_all(self, every: Sequence[Dealt]) -> None:
+        for one in every:
+            self.books.pop((one.tenant.namespace, one.id), None)
 
     def forget(self, call: Call, ids: Sequence[str]) -> None:
         for name in ids:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from service.core.errors import InvalidRequest, SequenceExists, UnknownSequence
+from service.core.errors import InvalidRequest, SequenceExists, SequenceTaken, UnknownSequence
 from service.core.sequences import SequenceBooks, refuse_twice
 from service.core.shards import WHOLE, Shard
 from service.core.values import NewSpec
 
 
 class Start(NamedTuple):
-    """How many tokens a sequence has here as it is made, and which of its pages come here."""
+    """How many tokens a sequence has here as it is made, which of its pages come here, and how many
+    tokens a shard's whole sequence has, in which epoch."""
 
     length: int
     shard: Shard
+    whole_length: int = 0
+    epoch: int = 0
 
 
 def first_lengths(books: SequenceBooks, new: Sequence[NewSpec], page_size: int) -> list[Start]:
@@ -30,7 +33,7 @@ def first_lengths(books: SequenceBooks, new: Sequence[NewSpec], page_size: int) 
     begun: set[str] = set()
     unknown: list[str] = []
     for spec in new:
-        made[spec.id] = Start(0, spec.shard or WHOLE)
+        made[spec.id] = Start(0, spec.shard or WHOLE, 0, spec.epoch)
         if spec.prefix is not None and (spec.parent is not None or spec.length is not None):
             raise InvalidRequest("prefix", "given", "a sequence has a parent or a prefix, not both")
         if spec.prefix is not None:
@@ -53,15 +56,19 @@ def first_lengths(books: SequenceBooks, new: Sequence[NewSpec], page_size: int) 
 def _fork(books: SequenceBooks, made: dict[str, Start], spec: NewSpec, page_size: int) -> Start:
     parent = spec.parent or ""
     if parent in made:
-        longest, shard = made[parent]
+        longest, shard, whole_length, epoch = made[parent]
     else:
         leaf = books.leaf(parent)
-        longest, shard = books.length(leaf), leaf.shard
+        longest, shard, whole_length, epoch = books.length(leaf), leaf.shard, 0, 0
+        if leaf.whole is not None:
+            whole_length, epoch = int(leaf.whole.lengths.min()), leaf.whole.epoch
+    if spec.epoch != epoch:
+        raise SequenceTaken({parent: epoch})
     if spec.shard is not None:
         raise InvalidRequest("shard", spec.id, "a fork has the shard of its parent: leave it out")
     length = longest if spec.length is None else spec.length
     if not shard.is_whole and spec.length is not None:
-        length = shard.held(spec.length, page_size)
+        length, whole_length = shard.held(spec.length, page_size), spec.length
     if not 0 <= length <= longest:
         raise InvalidRequest("length", spec.length, f"0 to {longest}, the parent's length")
-    return Start(length, shard)
+    return Start(length, shard, whole_length, epoch)

@@ -4,6 +4,7 @@ CoreError
 ├── UnknownSequence     ids
 ├── SequenceExists      ids
 ├── LengthMismatch      sequence id -> true kv_len
+├── SequenceTaken       sequence id -> its epoch
 ├── OutOfPages          needed, free, total, referenced, pinned, cached, leases
 ├── UnknownLease        lease
 ├── UnknownPage         key
@@ -41,6 +42,14 @@ class LengthMismatch(CoreError):
         told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         super().__init__(f"offsets differ from the stored lengths: {told}")
         self.lengths = dict(lengths)
+
+
+class SequenceTaken(CoreError):
+    """A shard is in another epoch than the caller's: `epochs` by sequence id."""
+
+    def __init__(self, epochs: Mapping[str, int]) -> None:
+        super().__init__(f"another writer has taken over: {', '.join(epochs)}")
+        self.epochs = dict(epochs)
 
 
 class OutOfPages(CoreError):

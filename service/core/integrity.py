@@ -15,6 +15,7 @@ from service.core.leases import Leases
 from service.core.named_integrity import check_counts, check_named
 from service.core.nodes import Int32, Leaf, Links, Node
 from service.core.sequences import SequenceBooks
+from service.core.shards import held
 from service.core.values import Indices
 
 LEAVES_PER_STEP: Final = 512
@@ -121,6 +122,11 @@ def _check_leaf(leaf: Leaf, books: SequenceBooks, page_size: int) -> None:
         )
     if leaf.parent is not None and leaf not in leaf.parent.children:
         raise IntegrityError(f"{where} is unknown to its parent")
+    if leaf.whole is not None:
+        rank, ranks = leaf.shard.rank, leaf.shard.ranks
+        if not np.array_equal(held(leaf.whole.lengths, rank, ranks, page_size), lengths):
+            known = leaf.whole.lengths.tolist()
+            raise IntegrityError(f"{where}, rank {rank}, has {lengths.tolist()} of {known} tokens")
     if pages and books.last_page[leaf.index] != leaf.table[pages - 1]:
         last = int(books.last_page[leaf.index])
         raise IntegrityError(f"{where} ends in {leaf.table[pages - 1]}, its books say {last}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.shards import WHOLE, Shard
+from service.core.shards import WHOLE, Shard, Whole
 
 if TYPE_CHECKING:
     from service.core.named import NamedPages
@@ -96,7 +96,8 @@ class Leaf:
     `table` is the sequence's whole page table, shared pages first, in a buffer that grows by
     doubling; what is valid of it is `num_pages` in the sequence's books. Pages from `start` on are
     the leaf's own. `index` is the sequence's place in the books; `origin` the id it was forked off;
-    `owner` the namespace that its pages count for; `shard` which of the sequence's pages are here.
+    `owner` the namespace that its pages count for; `shard` which of the sequence's pages are here,
+    and `whole` what is known of all of it where those are not all.
     """
 
     id: str
@@ -107,6 +108,7 @@ class Leaf:
     start: int
     table: Int32
     shard: Shard = WHOLE
+    whole: Whole | None = None
 
     def push(self, held: int, pages: Int32) -> None:
         """Put `pages` after the first `held` of the table."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from service.core.errors import InvalidRequest, UnknownSequence
 from service.core.namespaces import Namespace
 from service.core.nodes import FOREVER, Leaf
-from service.core.shards import Shard
+from service.core.shards import Shard, Whole
 from service.core.values import NewSpec
 
 Int32 = NDArray[np.int32]
@@ -96,8 +96,17 @@ class SequenceBooks:
         """The leaves of one namespace."""
         return [leaf for leaf in self if leaf.owner is owner]
 
-    def add(self, spec: NewSpec, owner: Namespace, length: int, table: Int32, shard: Shard) -> Leaf:
-        """A new sequence, `length` tokens at every layer, with all of `table` as its page table.
+    def add(
+        self,
+        spec: NewSpec,
+        owner: Namespace,
+        length: int,
+        table: Int32,
+        shard: Shard,
+        whole_length: int = 0,
+    ) -> Leaf:
+        """A new sequence, `length` tokens at every layer, with all of `table` as its page table;
+        `whole_length` counts those of all of a shard's sequence.
 
         Its leaf hangs nowhere yet.
         """
@@ -108,7 +117,10 @@ class SequenceBooks:
         self._leaves[index : index + 1] = [leaf]
         self._index_of[spec.id] = index
         owner.num_sequences += 1
-        self.num_shards += not shard.is_whole
+        if not shard.is_whole:
+            self.num_shards += 1
+            whole = np.full(len(self.lengths), whole_length, np.int32)
+            leaf.whole = Whole(whole, spec.epoch)
         self._names_changed()
         self.lengths[:, index] = length
         self.set_num_pages(leaf, table.size)

@@ -12,11 +12,11 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.errors import InvalidRequest, LengthMismatch
+from service.core.errors import InvalidRequest, LengthMismatch, SequenceTaken
 from service.core.nodes import Leaf
 from service.core.ragged import Int32, ramps
 from service.core.shards import held
-from service.core.tree import PrefixTree
+from service.core.tree import PrefixTree, set_whole
 from service.core.values import Extension
 
 Int64 = NDArray[np.int64]
@@ -44,6 +44,39 @@ def has_shards(tree: PrefixTree, ids: Sequence[str]) -> bool:
     return any(not leaf.shard.is_whole for leaf in books.leaves(books.indices(ids)))
 
 
+def check_epochs(tree: PrefixTree, ids: Sequence[str], epochs: Sequence[int] | None) -> None:
+    """Every sequence is in the epoch that its caller believes; 0 stands for none, as does None.
+
+    Raises `UnknownSequence`, `SequenceTaken` with those that are in another.
+    """
+    books = tree.books
+    if epochs is None and not books.num_shards:
+        return
+    leaves = books.leaves(books.indices(ids))
+    given = epochs or [0] * len(leaves)
+    pairs = [(leaf, epoch_of(leaf), one) for leaf, one in zip(leaves, given, strict=True)]
+    if taken := {leaf.id: epoch for leaf, epoch, one in pairs if epoch != one}:
+        raise SequenceTaken(taken)
+
+
+def epoch_of(leaf: Leaf) -> int:
+    return 0 if leaf.whole is None else leaf.whole.epoch
+
+
+def claim(leaf: Leaf, epoch: int) -> int:
+    """Let nobody of an earlier epoch change or read a shard any more; the epoch before.
+
+    Raises `SequenceTaken` where it is not an earlier one, `InvalidRequest` for a whole sequence.
+    """
+    if leaf.whole is None:
+        raise InvalidRequest("id", leaf.id, "is whole: only a part of a sequence has epochs")
+    before = leaf.whole.epoch
+    if epoch <= before:
+        raise SequenceTaken({leaf.id: before})
+    leaf.whole.epoch = epoch
+    return before
+
+
 def whole_lengths(tree: PrefixTree, layer: int, ids: Sequence[str], offsets: Int32 | None) -> Int32:
     """`offsets` [B], kv_len of the whole sequences, if they agree with what is held here.
 
@@ -55,7 +88,11 @@ def whole_lengths(tree: PrefixTree, layer: int, ids: Sequence[str], offsets: Int
         which = f"of sequence {leaf.id} rank {leaf.shard.rank} of {leaf.shard.ranks} is here"
         raise InvalidRequest("offsets", None, f"must be given: {which}, which does not tell kv_len")
     rank, ranks = ranks_of(leaves)
-    if not np.array_equal(held(offsets, rank, ranks, tree.page_size), lengths):
+    is_same = np.array_equal(held(offsets, rank, ranks, tree.page_size), lengths)
+    for leaf, offset in zip(leaves, offsets.tolist(), strict=True):
+        if leaf.whole is not None and leaf.whole.epoch:
+            is_same = is_same and int(leaf.whole.lengths[layer]) == offset
+    if not is_same:
         raise LengthMismatch(dict(zip(ids, lengths.tolist(), strict=True)))
     return offsets
 
@@ -92,7 +129,8 @@ def extend(
     pages = ramps(before, counts) // size
     slots = np.full(pages.size, ELSEWHERE, np.int32)
     slots[pages % np.repeat(ranks, counts) == np.repeat(rank, counts)] = extension.slots
-    return replace(extension, slots=slots)
+    set_whole(extension.leaves, layer, after)
+    return replace(extension, slots=slots, whole_before=before)
 
 
 def positions(

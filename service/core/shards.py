@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,15 @@ class Shard:
     @property
     def is_whole(self) -> bool:
         return self.ranks == 1
+
+
+@dataclass(slots=True, eq=False)
+class Whole:
+    """What a shard knows of its sequence: kv_len of the whole, int32 [num_layers], and in which
+    epoch that is true. Whoever gives epochs is the only writer in his; 0 where nobody does."""
+
+    lengths: NDArray[np.int32]
+    epoch: int = 0
 
 
 WHOLE: Final = Shard(0, 1)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.core.errors import IntegrityError, InvalidRequest
-from service.core.sharding import extend
-from service.core.tree import PrefixTree
+from service.core.sharding import extend, grown
+from service.core.tree import PrefixTree, set_whole
 from service.core.values import Extension, Indices, Int32
 
 
@@ -40,6 +40,9 @@ def extend_layers(
     others = np.array(layers[1:], np.intp)
     if others.size:
         tree.books.lengths[np.ix_(others, columns(first))] = first.lengths
+    if first.whole_before is not None:
+        for layer in layers[1:]:
+            set_whole(first.leaves, layer, grown(first.whole_before, counts))
     return StepExtension(first, others)
 
 
@@ -70,6 +73,9 @@ def undo_layers(tree: PrefixTree, extension: StepExtension) -> None:
         if not (tree.books.lengths[where] == first.lengths).all():
             raise IntegrityError("a step was to be undone whose sequences changed since")
         tree.books.lengths[where] = first.before
+    if first.whole_before is not None:
+        for layer in others.tolist():
+            set_whole(first.leaves, layer, first.whole_before)
     tree.undo(first)
 
 

@@ -207,6 +207,8 @@ class PrefixTree:
             self._drop_pages(leaf, int(books.num_pages[leaf.index]) - count)
             # The next extension may reach the same length on other pages.
             books.renew(leaf)
+        if extension.whole_before is not None:
+            set_whole(extension.leaves, layer, extension.whole_before)
 
     def lengths(self, ids: Sequence[str], layer: int) -> Int32:
         """kv_len at `layer`, int32 [B]. Raises `UnknownSequence` with every unknown id."""
@@ -307,7 +309,8 @@ class PrefixTree:
         node = None if parent is None else self._links.node_ending_at(parent, full)
         table = np.concatenate((shared, tail))
         owner = self.budget.namespace(spec.namespace)
-        self._links.attach(self.books.add(spec, owner, start.length, table, start.shard), node)
+        leaf = self.books.add(spec, owner, start.length, table, start.shard, start.whole_length)
+        self._links.attach(leaf, node)
 
     def _add_cached(self, spec: NewSpec, prefix: Prefix) -> None:
         """A new sequence with as much of the prefix as is cached."""
@@ -365,6 +368,13 @@ class PrefixTree:
             return slots
         tables = [leaf.table for leaf in self.books.leaves(index)]
         return token_slots(tables, before, counts, self.page_size)
+
+
+def set_whole(leaves: Sequence[Leaf], layer: int, lengths: Int32) -> None:
+    """What shards know of their sequences' kv_len at a layer, int32 [B]."""
+    for leaf, length in zip(leaves, lengths.tolist(), strict=True):
+        if leaf.whole is not None:
+            leaf.whole.lengths[layer] = length
 
 
 def owner_of(leaves: Leaves) -> Namespace:

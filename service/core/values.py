@@ -25,8 +25,8 @@ class NewSpec:
     """A sequence to make: empty, a fork of `parent` at `length` (None: all of it), or beginning
     with as much of `prefix` as is cached in its `namespace`. `ttl_s`: seconds it lives unused.
 
-    `shard` says which pages of an empty one come here (None: all); a fork has its parent's, and
-    `length` counts tokens of the whole parent.
+    `shard` says which pages of an empty one come here (None: all), in which `epoch`; a fork has its
+    parent's, `epoch` must be the parent's too, and `length` counts tokens of the whole parent.
     """
 
     id: str
@@ -36,6 +36,7 @@ class NewSpec:
     namespace: str = DEFAULT_NAMESPACE
     ttl_s: float | None = None
     shard: Shard | None = None
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +66,8 @@ class Extension:
 
     `slots` int32 [sum(counts)] are token slots (`page * page_size + offset`) in row order;
     `lengths` int32 [B] is kv_len after. The rest is the tree's own: the leaves of the sequences
-    and their lengths before; the leaves that got pages, how many, and how many they have since.
+    and their lengths before; the leaves that got pages, how many, and how many they have since; and
+    of shards the lengths of the whole sequences before.
     """
 
     slots: Int32
@@ -76,6 +78,7 @@ class Extension:
     grown: list[Leaf]
     num_new_pages: Int32
     num_pages: Int32
+    whole_before: Int32 | None = None
 
     @property
     def num_stored(self) -> int:
@@ -89,7 +92,8 @@ class SequenceView:
 
     `pages` is the size of its page table and `last_page_len` the tokens in the last one, at the
     longest layer. `parent` is the id it was forked off, which may be gone by now. `ttl_s` is how
-    long it lives unused (None: for good). Of a `shard`, numbers are of what is held here.
+    long it lives unused (None: for good). Of a `shard`, numbers are of what is held here, but for
+    `whole_lengths`, which are the sequence's in its `epoch`.
     """
 
     id: str
@@ -100,3 +104,5 @@ class SequenceView:
     parent: str | None
     ttl_s: float | None = None
     shard: Shard = WHOLE
+    epoch: int = 0
+    whole_lengths: tuple[int, ...] = ()

@@ -15,7 +15,7 @@ from kernels.backend import Attend, AttentionState, Mask, Scoring
 from kernels.tensor import Array, host_array
 from service.core.errors import InvalidRequest
 from service.core.ragged import lens_of
-from service.core.sharding import Sight, grown, has_shards, whole_lengths
+from service.core.sharding import Sight, check_epochs, grown, has_shards, whole_lengths
 from service.core.values import Extension
 from service.engine.masks import ragged_mask
 from service.engine.place import AnswerLayout, answer_bytes
@@ -134,9 +134,11 @@ def repeated_of(store: Store, request: Request, planned: Planned, kind: Hashable
 def sight_of(store: Store, request: Request) -> Sight | None:
     """What plans over shards must know, appended rows included; None for whole sequences.
 
-    Asked for before rows are appended. Raises `LengthMismatch` where `offsets` are wrong.
+    Asked for before rows are appended. Raises `LengthMismatch` where `offsets` are wrong, and
+    `SequenceTaken` where `epochs` are.
     """
     fields, appends = request.fields, "k" in request.tensors
+    check_epochs(store.tree, fields.ids, fields.epochs)
     sharded = has_shards(store.tree, fields.ids)
     if not sharded and (appends or fields.offset_array is None):
         return None

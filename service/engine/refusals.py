@@ -38,6 +38,10 @@ def as_refusal(error: Exception, tenant: Tenant) -> errors.AttndError | None:
             return errors.LengthMismatch(
                 {shown(name): held for name, held in error.lengths.items()}
             )
+        case core.SequenceTaken():
+            return errors.SequenceTaken(
+                {shown(name): epoch for name, epoch in error.epochs.items()}
+            )
         case core.OutOfPages():
             held = {
                 "referenced": error.referenced,

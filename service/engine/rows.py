@@ -11,7 +11,7 @@ import numpy as np
 from kernels.backend import NUMPY_DTYPES, Array, DType, Int32, Pending
 from service.core.errors import InvalidRequest
 from service.core.ragged import indptr as prefix_sums
-from service.core.sharding import has_shards, ranks_of
+from service.core.sharding import check_epochs, has_shards, ranks_of
 from service.core.shards import held
 from service.core.values import Extension
 from service.engine.request import Request
@@ -30,6 +30,7 @@ def append(store: Store, request: Request, seconds: Seconds) -> Work:
     ids = fields.ids
     request.place.require(64 + NUMBER_BYTES * len(ids))
     counts = np.diff(fields.indptr(rows[0].shape[0]))
+    check_epochs(store.tree, ids, fields.epochs)
     extension = store.extend(fields.layer, ids, counts, fields.offset_array, seconds)
     request.place.lay({"lengths": extension.lengths.tolist()})
     counted = Counts(appended=extension.num_stored)
@@ -87,6 +88,8 @@ def chosen_slots(store: Store, fields: Any) -> tuple[Int32, Int32]:
     counts.
     """
     start, stop = fields.start, fields.stop
+    if fields.epochs is not None:
+        check_epochs(store.tree, fields.ids, fields.epochs)
     lengths = store.tree.lengths(fields.ids, fields.layer)
     if int(lengths.sum(dtype=np.int64)) > np.iinfo(np.int32).max:
         rule = "together they hold more than 2**31 - 1 tokens"

@@ -18,6 +18,7 @@ from service.core.values import NewSpec, RowCopies, SequenceView
 from service.engine.prefix import most_tokens, prefix_of
 from service.engine.request import Request
 from service.engine.rows import NUMBER_BYTES
+from service.engine.shards import cut_whole, held_after
 from service.engine.store import Store, StoreLost
 from service.engine.unfinished import HIDDEN
 from service.engine.work import Answered, Cost, Counts, Seconds, Sliced, Step, Steps, Work
@@ -26,7 +27,7 @@ from service.tenants import Tenant
 
 MADE_AT_ONCE: Final = 1024
 """Sequences that one slice makes: some 20 ms."""
-VIEW_BYTES: Final = 280
+VIEW_BYTES: Final = 320
 """Room for one sequence in an answer, beside its ids and lengths."""
 LONGEST_ID: Final = 128
 NO_COST: Final = Cost()
@@ -51,6 +52,7 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
             tenant.namespace,
             one.ttl_s,
             None if one.shard is None else Shard(one.shard.rank, one.shard.ranks),
+            one.epoch or 0,
         )
         for one, prefix in zip(new, prefixes, strict=True)
     ]
@@ -186,15 +188,15 @@ def delete_sequence(store: Store, request: Request, _: Seconds) -> Work:
 def truncate(store: Store, request: Request, _: Seconds) -> Work:
     name, layer = request.fields.id, request.fields.layer
     request.place.require(view_bytes(store) + 2 * LONGEST_ID)
-    shard = store.tree.books.leaf(name).shard
-    length = request.fields.length
-    if not shard.is_whole:
-        length = shard.held(length, store.geometry.page_size)
+    leaf = store.tree.books.leaf(name)
+    length = held_after(store, leaf, request.fields)
     if layer is not None:
         store.tree.cut_layer(name, layer, length)
+        cut_whole(leaf, request.fields)
         request.place.lay(sequence_fields(store.tree.describe(name), request.tenant))
         return Answered()
     copies = store.tree.truncate(name, length)
+    cut_whole(leaf, request.fields)
     try:
         copy_rows(store, copies)
     except Exception as error:
@@ -259,7 +261,10 @@ def table_fields(table: Any) -> dict[str, Any]:
 
 def sequence_fields(view: SequenceView, tenant: Tenant) -> dict[str, Any]:
     shard = view.shard
-    part = {} if shard.is_whole else {"shard": {"rank": shard.rank, "ranks": shard.ranks}}
+    part = {}
+    if not shard.is_whole:
+        known = {"epoch": view.epoch, "lengths": list(view.whole_lengths)}
+        part["shard"] = {"rank": shard.rank, "ranks": shard.ranks} | known
     return {
         "id": tenant.shown(view.id),
         "length": view.length,
@@ -273,7 +278,7 @@ def sequence_fields(view: SequenceView, tenant: Tenant) -> dict[str, Any]:
 
 
 def view_bytes(store: Store) -> int:
-    return VIEW_BYTES + NUMBER_BYTES * store.geometry.num_layers
+    return VIEW_BYTES + 2 * NUMBER_BYTES * store.geometry.num_layers
 
 
 def fresh_id() -> str:

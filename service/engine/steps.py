@@ -9,7 +9,7 @@ from typing import Any
 
 from kernels.backend import Scoring
 from kernels.lanes import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
-from service.core.sharding import Sight, grown, has_shards, whole_lengths
+from service.core.sharding import Sight, check_epochs, grown, has_shards, whole_lengths
 from service.core.steps import StepExtension, check_level, extend_layers, undo_layers
 from service.engine.attention import LOG2_E, counts_of
 from service.engine.plans import Planned
@@ -79,9 +79,10 @@ def extend(store: Store, fields: StepFields) -> StepExtension | None:
 def sight_of(store: Store, fields: StepFields) -> Sight | None:
     """What a plan over shards must know, new tokens included; None for whole sequences.
 
-    Raises `LengthMismatch` where `offsets` are wrong.
+    Raises `LengthMismatch` where `offsets` are wrong, `SequenceTaken` for what was claimed.
     """
     tree, offsets = store.tree, fields.offset_array
+    check_epochs(tree, fields.ids, None)
     sharded = has_shards(tree, fields.ids)
     if not sharded and (fields.append or offsets is None):
         return None

@@ -33,6 +33,7 @@ from service.engine.sequences import (
     page_table,
     truncate,
 )
+from service.engine.shards import claim_shard
 from service.engine.snapshot import snapshot
 from service.engine.states import merge, ragged_prefill
 from service.engine.status import engines, info, pool
@@ -110,6 +111,7 @@ TURNS: Final[dict[str, Turn]] = {
     "get_sequence": Turn(get_sequence, reads=one_id),
     "delete_sequence": Turn(delete_sequence, writes=one_id, is_barrier=True),
     "truncate": Turn(truncate, writes=one_id, is_barrier=True),
+    "claim": Turn(claim_shard, writes=one_id, is_barrier=True),
     "page_table": Turn(page_table, reads=ids_of),
     "append": Turn(append, writes=ids_of),
     "gather": Turn(gather, reads=ids_of, launches=True),

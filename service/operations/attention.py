@@ -13,6 +13,7 @@ from service.operations.common import (
     Cap,
     Count,
     Entries,
+    Epochs,
     Fields,
     Ids,
     Indptr,
@@ -20,6 +21,7 @@ from service.operations.common import (
     LseBase,
     Offsets,
     Scale,
+    check_epochs,
     check_ids,
     check_indptr,
     check_layer,
@@ -62,6 +64,8 @@ class PagedFields(WindowFields):
     offsets: Offsets | None = None
     """kv_len at which the caller believes each sequence stands before the call; a mismatch is a 409
     that changes nothing."""
+    epochs: Epochs | None = None
+    """Of shards that were claimed: the epoch of each sequence. In another it is a 409."""
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
         return pool_sizes(info) | {"B": len(self.sequences)}
@@ -152,6 +156,7 @@ def check_paged(fields: PagedFields, entries: Entries, info: InfoAnswer) -> None
     check_layer(fields.layer, info)
     check_ids(fields.sequences)
     check_offsets(fields.offsets, len(fields.sequences))
+    check_epochs(fields.epochs, len(fields.sequences))
     missing = [name for name in ("k", "v") if name not in entries]
     if len(missing) == 1:
         refuse(f"tensors.{missing[0]}", None, "k and v are given together or not at all")

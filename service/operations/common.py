@@ -53,6 +53,8 @@ Counts = Annotated[list[Count], Field(fail_fast=True)]
 Indptr = Annotated[Counts, Field(min_length=2)]
 """Prefix sums over at least one sequence."""
 Offsets = Annotated[Counts, Field(min_length=1)]
+Epoch = Annotated[int, Field(ge=0, lt=2**63)]
+Epochs = Annotated[list[Epoch], Field(min_length=1, fail_fast=True)]
 LseBase = Literal["e", "2"]
 Scale = Annotated[float, Field(ge=FLOAT32_SMALLEST, le=FLOAT32_LARGEST)]
 Cap = Annotated[float, Field(ge=0.0, le=FLOAT32_LARGEST), AfterValidator(check_cap)]
@@ -185,6 +187,11 @@ def check_indptr(
 def check_offsets(offsets: Sequence[int] | None, batch: int) -> None:
     if offsets is not None and len(offsets) != batch:
         refuse("offsets", f"{len(offsets)} numbers", f"must be {batch}, one per sequence")
+
+
+def check_epochs(epochs: Sequence[int] | None, batch: int) -> None:
+    if epochs is not None and len(epochs) != batch:
+        refuse("epochs", f"{len(epochs)} numbers", f"must be {batch}, one per sequence")
 
 
 def check_one_mask(entries: Entries) -> None:

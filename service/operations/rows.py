@@ -10,11 +10,13 @@ from service.operations.common import (
     Counts,
     DType,
     Entries,
+    Epochs,
     Fields,
     Ids,
     Indptr,
     Int32,
     Offsets,
+    check_epochs,
     check_ids,
     check_indptr,
     check_layer,
@@ -38,6 +40,8 @@ class AppendFields(Fields):
     offsets: Offsets | None = None
     """kv_len at which the caller believes each sequence stands; a mismatch is a 409 that changes
     nothing, so a retry after a lost reply is safe."""
+    epochs: Epochs | None = None
+    """Of shards that were claimed: the epoch of each sequence. In another it is a 409."""
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
         rows = {"n": len(self.sequences)} if self.append_indptr is None else {}
@@ -70,6 +74,8 @@ class GatherFields(Fields):
     """First token of every sequence to answer."""
     stop: Count | None = None
     """Token of every sequence to stop before; absent, or past its end: its end."""
+    epochs: Epochs | None = None
+    """Of shards that were claimed: the epoch of each sequence. In another it is a 409."""
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
@@ -93,11 +99,13 @@ def check_append(fields: AppendFields, entries: Entries, info: InfoAnswer) -> No
     rows = entries["k"].shape[0]
     check_indptr("append_indptr", fields.indptr(rows), rows, batch)
     check_offsets(fields.offsets, batch)
+    check_epochs(fields.epochs, batch)
 
 
 def check_gather(fields: GatherFields, entries: Entries, info: InfoAnswer) -> None:
     check_layer(fields.layer, info)
     check_ids(fields.sequences)
+    check_epochs(fields.epochs, len(fields.sequences))
     if fields.stop is not None and fields.stop < fields.start:
         refuse("stop", fields.stop, f"must not be below start = {fields.start}")
 

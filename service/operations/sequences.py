@@ -12,6 +12,7 @@ from service.operations.common import (
     Count,
     Counts,
     Entries,
+    Epoch,
     Fields,
     Ids,
     Indptr,
@@ -44,6 +45,15 @@ class ShardFields(Fields):
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
 
 
+class ShardAnswer(ShardFields):
+    """What an engine knows of the sequence that it has a part of."""
+
+    epoch: Epoch
+    """As it was claimed last; 0: never."""
+    lengths: Counts
+    """kv_len per layer of the whole sequence."""
+
+
 class NewSequenceFields(Fields):
     """One sequence to make: empty, or a fork of `parent`."""
 
@@ -64,6 +74,9 @@ class NewSequenceFields(Fields):
     shard: ShardFields | None = None
     """For those who deal pages out themselves: keep these of a sequence's pages only. Requests then
     need `offsets`, and count in tokens of the whole sequence; answers tell what is held."""
+    epoch: Epoch | None = None
+    """With `shard`: the epoch that it begins in. Of a fork of a shard: its parent's, which the fork
+    gets too. Absent: 0, which is none."""
 
 
 class CreateFields(Fields):
@@ -111,6 +124,21 @@ class TruncateFields(Fields):
     layer: Count | None = None
     """Cut this layer alone, to take a part of an append back: no further than to what the sequence
     shares with others."""
+    epoch: Epoch | None = None
+    """Of a shard that was claimed: its epoch, or a later one that begins with this."""
+
+
+class ClaimFields(Fields):
+    id: SequenceId
+    epoch: Epoch
+    """Later than the present one."""
+
+
+class ClaimAnswer(Fields):
+    epoch: Epoch
+    """The one before."""
+    lengths: Counts
+    """kv_len per layer of the whole sequence, as far as this engine knows."""
 
 
 class PageTableFields(Fields):
@@ -135,7 +163,7 @@ class SequenceAnswer(Fields):
     """Whom it is a fork of."""
     ttl_s: float | None
     """Seconds that it lives unused; null: for good."""
-    shard: ShardFields | None = None
+    shard: ShardAnswer | None = None
     """Which of its pages these are, where they are not all."""
 
 
@@ -200,6 +228,8 @@ def check_shard(field: str, new: NewSequenceFields) -> None:
     if new.shard is not None and (new.ranks is not None or new.shard.rank >= new.shard.ranks):
         rule = "must be below ranks, which is given there alone"
         refuse(f"{field}.shard.rank", new.shard.rank, rule)
+    if new.epoch is not None and new.shard is None and new.parent is None:
+        refuse(f"{field}.epoch", new.epoch, "is that of a shard or of a fork: give one of them")
 
 
 def check_prefixes(fields: CreateFields, entries: Entries) -> None:
@@ -330,6 +360,19 @@ TRUNCATE: Final = Operation(
     scope="append",
     check=check_truncate,
     frees=True,
+)
+
+CLAIM: Final = Operation(
+    name="claim",
+    number=34,
+    method="POST",
+    path="/v1/sequences/{id}/claim",
+    summary="Begin a new epoch of a shard: who is in an earlier one is refused from now on",
+    tag="sequences",
+    fields=ClaimFields,
+    answer=ClaimAnswer,
+    scope="append",
+    example={"epoch": 1},
 )
 
 PAGE_TABLE: Final = Operation(

@@ -21,6 +21,7 @@ from service.operations.prefix import (
 )
 from service.operations.rows import APPEND, GATHER
 from service.operations.sequences import (
+    CLAIM,
     CREATE_SEQUENCES,
     DELETE_SEQUENCE,
     DELETE_SEQUENCES,
@@ -68,6 +69,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     CANCEL_IMPORT,
     ENGINES,
     SNAPSHOT,
+    CLAIM,
 )
 BY_NAME: Final = {operation.name: operation for operation in OPERATIONS}
 BY_NUMBER: Final = {operation.number: operation for operation in OPERATIONS}

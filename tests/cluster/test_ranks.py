@@ -293,6 +293,7 @@ def test_a_door_that_knows_nothing_finds_all_parts_and_mends_what_another_left(
             "sequences": ["a"],
             "append_indptr": [0, PAGE],
             "offsets": [3 * PAGE + 1],
+            "epochs": [home.books["default", "a"].epoch],
         }
         await engine.ask(engine.own(APPEND, OPEN, 10.0), fields, new)
         router.homes.names.known.clear()

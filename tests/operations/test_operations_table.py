@@ -46,6 +46,7 @@ NUMBERS = {
     "cancel_import": 31,
     "engines": 32,
     "snapshot": 33,
+    "claim": 34,
 }
 
 

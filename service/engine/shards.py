@@ -1,0 +1,49 @@
+"""Shards whose sequence has one writer at a time: claimed by epochs, cut by them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from service.core.errors import InvalidRequest, SequenceTaken
+from service.core.nodes import Leaf
+from service.core.sharding import claim, epoch_of
+from service.engine.request import Request
+from service.engine.rows import NUMBER_BYTES
+from service.engine.store import Store
+from service.engine.work import Answered, Seconds, Work
+
+EPOCH_BYTES: Final = 64
+"""Room for an epoch in an answer."""
+
+
+def held_after(store: Store, leaf: Leaf, fields: Any) -> int:
+    """How many tokens are to be kept here. Raises `SequenceTaken`, and `InvalidRequest` beyond what
+    a shard that was claimed knows of."""
+    length: int = fields.length
+    epoch = fields.epoch or 0
+    if epoch < epoch_of(leaf) or (epoch and leaf.whole is None):
+        raise SequenceTaken({leaf.id: epoch_of(leaf)})
+    if leaf.whole is None:
+        return length
+    known = leaf.whole.lengths
+    longest = int(known.min() if fields.layer is None else known[fields.layer])
+    if leaf.whole.epoch and length > longest:
+        raise InvalidRequest("length", length, f"0 to {longest}, the sequence's length")
+    return leaf.shard.held(length, store.geometry.page_size)
+
+
+def cut_whole(leaf: Leaf, fields: Any) -> None:
+    """What a shard knows of its sequence, once that was cut."""
+    if leaf.whole is not None:
+        leaf.whole.epoch = fields.epoch or 0
+        leaf.whole.lengths[slice(None) if fields.layer is None else fields.layer] = fields.length
+
+
+def claim_shard(store: Store, request: Request, _: Seconds) -> Work:
+    fields = request.fields
+    request.place.require(EPOCH_BYTES + NUMBER_BYTES * store.geometry.num_layers)
+    leaf = store.tree.books.leaf(fields.id)
+    before = claim(leaf, fields.epoch)
+    lengths = [] if leaf.whole is None else leaf.whole.lengths.tolist()
+    request.place.lay({"epoch": before, "lengths": lengths})
+    return Answered()
