@@ -50,6 +50,9 @@ def test_the_numbers_of_each_error_are_attributes() -> None:
     mismatch = caught(service.LengthMismatch({"a": 3, "b": 0}))
     assert isinstance(mismatch, errors.LengthMismatch)
     assert mismatch.lengths == {"a": 3, "b": 0}
+    taken = caught(service.SequenceTaken({"a": 7}))
+    assert isinstance(taken, errors.SequenceTaken)
+    assert taken.epochs == {"a": 7}
     pages = caught(service.OutOfPages(12, 3, 64, {"referenced": 61}))
     assert isinstance(pages, errors.OutOfPages)
     assert (pages.needed, pages.free, pages.total) == (12, 3, 64)

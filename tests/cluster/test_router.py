@@ -166,7 +166,7 @@ def test_prompts_that_begin_alike_go_to_the_same_engine(two_engines: LocalEngine
 
 def test_sequences_of_two_engines_have_no_page_table_together(two_engines: LocalEngines) -> None:
     async def check(cluster: Cluster) -> None:
-        ids = await cluster.create(4)
+        ids = await cluster.create_apart()
         refused = await cluster.call("page_table", {"sequences": ids})
         assert (refused.status, refused.fields["field"]) == (422, "sequences")
         alone = [name for name in ids if cluster.home(name) == cluster.home(ids[0])]
@@ -179,7 +179,7 @@ def test_a_batch_that_one_engine_refuses_tells_what_the_other_has_done(
     two_engines: LocalEngines,
 ) -> None:
     async def check(cluster: Cluster) -> None:
-        ids = await cluster.create(2)
+        ids = await cluster.create_apart()
         large = np.zeros((PAGES * PAGE - PAGE, HEADS, DIM), np.float32)
         full = {"layer": 0, "sequences": [ids[0]], "append_indptr": [0, len(large)]}
         await cluster.told("append", full, k=large, v=large)

@@ -198,3 +198,66 @@ def test_a_layer_alone_is_cut_back_and_its_pages_with_it() -> None:
             await caller.call("truncate", {"id": "a", "layer": 2, "length": 7})
 
     on_ranks("cpu", 1, scenario)
+
+
+def test_a_claimed_shard_listens_only_to_its_epoch() -> None:
+    geometry = GEOMETRIES["cpu"]
+
+    async def scenario(callers: list[Caller]) -> None:
+        (caller,) = callers
+        page = geometry.page_size
+
+        async def refused(name: str, fields: dict[str, Any], code: str, **tensors: Any) -> None:
+            with pytest.raises(Refused) as error:
+                await caller.call(name, fields, **tensors)
+            assert error.value.code == code, (name, fields, error.value.problem)
+
+        new = {"id": "a", "shard": {"rank": 1, "ranks": 2}, "epoch": 5}
+        await caller.call("create_sequences", {"sequences": [new, {"id": "whole"}]})
+        some = {"k": rows(1, 1, geometry), "v": rows(2, 1, geometry)}
+        q = queries(1, 1, geometry)
+        at: dict[str, Any] = {"layer": 0, "sequences": ["a"], "offsets": [0]}
+        for epochs in ({}, {"epochs": [0]}, {"epochs": [4]}, {"epochs": [6]}):
+            await refused("append", at | epochs, "sequence_taken", **some)
+            await refused("decode", at | epochs, "sequence_taken", q=q, **some)
+            await refused("decode", at | epochs, "sequence_taken", q=q)
+        await refused("append", at | {"epochs": [5, 5]}, "invalid_request", **some)
+        # the row is another rank's, and counts all the same
+        await caller.call("append", at | {"epochs": [5]}, **some)
+        await refused("append", at | {"epochs": [5]}, "length_mismatch", **some)
+        await refused("decode", at | {"epochs": [5]}, "length_mismatch", q=q)
+        told = (await caller.call("get_sequence", {"id": "a"})).fields
+        assert told["lengths"] == [0, 0]
+        assert (told["shard"]["epoch"], told["shard"]["lengths"]) == (5, [1, 0])
+        for epoch in (0, 4, 5):
+            await refused("claim", {"id": "a", "epoch": epoch}, "sequence_taken")
+        await refused("claim", {"id": "whole", "epoch": 9}, "invalid_request")
+        whole = {"layer": 0, "sequences": ["whole"], "epochs": [9]}
+        await refused("append", whole, "sequence_taken", **some)
+        claimed = (await caller.call("claim", {"id": "a", "epoch": 7})).fields
+        assert claimed == {"epoch": 5, "lengths": [1, 0]}
+        await refused("append", at | {"offsets": [1], "epochs": [5]}, "sequence_taken", **some)
+        read = {"layer": 0, "sequences": ["a"]}
+        await refused("gather", read | {"epochs": [5]}, "sequence_taken")
+        count = 2 * page
+        more = {"k": rows(3, count, geometry), "v": rows(4, count, geometry)}
+        for layer, before in ((0, 1), (1, 0)):
+            fields = {"layer": layer, "offsets": [before], "append_indptr": [0, count]}
+            await caller.call("append", at | fields | {"epochs": [7]}, **more)
+        await refused("truncate", {"id": "a", "length": 1}, "sequence_taken")
+        await refused("truncate", {"id": "a", "length": 1, "epoch": 6}, "sequence_taken")
+        longer = {"id": "a", "length": count + 1, "epoch": 7}
+        await refused("truncate", longer, "invalid_request")
+        fork = {"id": "f", "parent": "a", "length": count}
+        for epoch in ({}, {"epoch": 5}, {"epoch": 8}):
+            await refused("create_sequences", {"sequences": [fork | epoch]}, "sequence_taken")
+        await caller.call("create_sequences", {"sequences": [fork | {"epoch": 7}]})
+        told = (await caller.call("truncate", {"id": "a", "length": 1, "epoch": 8})).fields
+        assert (told["shard"]["epoch"], told["shard"]["lengths"]) == (8, [1, 1])
+        told = (await caller.call("get_sequence", {"id": "f"})).fields
+        assert told["lengths"] == [page, page]
+        assert (told["shard"]["epoch"], told["shard"]["lengths"]) == (7, [count, count])
+        pool = (await caller.call("pool", {})).fields
+        assert pool["integrity"] == "ok"
+
+    on_ranks("cpu", 1, scenario)

@@ -44,6 +44,7 @@ CONTROL_ROUTES = {
     "/v1/sequences": {"get", "post"},
     "/v1/sequences/{id}": {"get", "delete"},
     "/v1/sequences/{id}/truncate": {"post"},
+    "/v1/sequences/{id}/claim": {"post"},
     "/v1/page-table": {"post"},
     "/v1/sequences/delete": {"post"},
     "/v1/sequences/{id}/commit": {"post"},

@@ -94,7 +94,9 @@ def test_parameters_of_the_path_are_not_told_in_the_body() -> None:
     (parameter,) = operation_object(BY_NAME["truncate"])["parameters"]
     assert (parameter["name"], parameter["in"], parameter["required"]) == ("id", "path", True)
     body = schemas()["TruncateFields"]
-    assert set(body["properties"]) == {"length", "layer"} and body["required"] == ["length"]
+    assert set(body["properties"]) == {"length", "layer", "epoch"} and body["required"] == [
+        "length"
+    ]
 
 
 def test_parameters_of_a_query_are_told_with_their_rules() -> None:

@@ -21,6 +21,7 @@ AttndError                       request_id
     ├── RequestTimeout           408
     ├── SequenceExists           409 sequences
     ├── LengthMismatch           409 lengths
+    ├── SequenceTaken            409 epochs
     ├── KeyMismatch              409 page
     ├── SequenceChanged          409 sequences, generation
     ├── ImportExists             409 sequences
@@ -192,6 +193,14 @@ class LengthMismatch(ServiceError):
     @property
     def lengths(self) -> dict[str, int]:
         return {str(name): int(length) for name, length in self.problem.get("lengths", {}).items()}
+
+
+class SequenceTaken(ServiceError):
+    """Somebody else changes a sequence over several engines; `epochs` by sequence. Try again."""
+
+    @property
+    def epochs(self) -> dict[str, int]:
+        return {str(name): int(epoch) for name, epoch in self.problem.get("epochs", {}).items()}
 
 
 class KeyMismatch(ServiceError):
@@ -391,6 +400,7 @@ CODES: Final[dict[str, type[ServiceError]]] = {
     "request_timeout": RequestTimeout,
     "sequence_exists": SequenceExists,
     "length_mismatch": LengthMismatch,
+    "sequence_taken": SequenceTaken,
     "key_mismatch": KeyMismatch,
     "sequence_changed": SequenceChanged,
     "import_exists": ImportExists,

@@ -1,0 +1,278 @@
+"""Two doors at the same sequence over two engines: one after the other, and no number is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster, rows, run
+
+from service.cluster.local import LocalEngines, local_engines
+from service.cluster.router import Router
+
+Array = Any
+NAME = "book"
+
+
+@asynccontextmanager
+async def another_door(first: Cluster) -> AsyncIterator[Cluster]:
+    """A second router over the same engines."""
+    router = Router(SETTINGS.server)
+    try:
+        async with asyncio.timeout(60):
+            await router.connect(str(first.engines.members), "test-2", first.engines.secret)
+        second = Cluster(router, first.engines)
+        await second.until(
+            lambda: len(router.members.engines) == len(first.router.members.engines), "all engines"
+        )
+        yield second
+    finally:
+        router.close()
+
+
+def prefix_states(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Attention of one query row, float64, over each prefix of the keys: o [m, Hq, D], lse [m, Hq];
+    entry i sees i + 1 keys."""
+    q, k, v = (np.asarray(one, np.float64) for one in (q, k, v))
+    group = q.shape[0] // k.shape[1]
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    weights = np.exp(np.einsum("hd,mhd->mh", q, k) * DIM**-0.5)
+    sums = np.cumsum(weights, axis=0)
+    o = np.cumsum(weights[..., None] * v, axis=0) / sums[..., None]
+    return o, np.log(sums)
+
+
+@dataclass
+class Written:
+    """Rows that a call was answered 200 for; what it attended, if it was a decode."""
+
+    layer: int
+    k: Array
+    v: Array
+    q: Array = None
+    o: Array = None
+    lse: Array = None
+
+
+@dataclass
+class Hammer:
+    """What writers and readers at one sequence were told."""
+
+    doors: list[Cluster]
+    written: list[Written] = field(default_factory=list)
+    read: list[Written] = field(default_factory=list)
+    refused: list[Any] = field(default_factory=list)
+
+    async def write(self, seed: int, times: int) -> None:
+        rng = np.random.default_rng(seed)
+        door = self.doors[seed % len(self.doors)]
+        for number in range(times):
+            layer, count = int(rng.integers(LAYERS)), int(rng.integers(1, 2 * PAGE))
+            decodes = number % 2 == 1
+            count = 1 if decodes else count
+            k, v = rows(rng, count), rows(rng, count)
+            fields: dict[str, Any] = {"layer": layer, "sequences": [NAME]}
+            if decodes:
+                q = rows(rng, 1, 2 * HEADS)
+                told = await door.call("decode", fields, q=q, k=k, v=v)
+                done = Written(layer, k, v, q, told.arrays.get("o"), told.arrays.get("lse"))
+            else:
+                told = await door.call("append", fields | {"append_indptr": [0, count]}, k=k, v=v)
+                done = Written(layer, k, v)
+            if told.status == 200:
+                self.written.append(done)
+            else:
+                self.refused.append(told.fields)
+
+    async def look(self, seed: int, times: int) -> None:
+        rng = np.random.default_rng(seed)
+        door = self.doors[seed % len(self.doors)]
+        for number in range(times):
+            layer = int(rng.integers(LAYERS))
+            fields = {"layer": layer, "sequences": [NAME]}
+            if number % 3 == 2:
+                told = await door.call("gather", fields | {"dtype": "fp32"})
+                if told.status == 200:
+                    self.read.append(Written(layer, told.arrays["k"], told.arrays["v"]))
+            else:
+                q = rows(rng, 1, 2 * HEADS)
+                told = await door.call("decode", fields, q=q)
+                if told.status == 200:
+                    o, lse = told.arrays["o"], told.arrays["lse"]
+                    self.read.append(Written(layer, q[:0], q[:0], q, o, lse))
+            if told.status != 200:
+                self.refused.append(told.fields)
+
+    async def check(self, before: list[Array]) -> None:
+        """All that was answered is there once, in one order, and attended as it stood."""
+        whole = []
+        for layer in range(LAYERS):
+            fields = {"layer": layer, "sequences": [NAME], "dtype": "fp32"}
+            told = [(await door.told("gather", fields)).arrays for door in self.doors]
+            for other in told[1:]:
+                np.testing.assert_array_equal(told[0]["k"], other["k"])
+            whole.append((told[0]["k"], told[0]["v"]))
+            mine = [one for one in self.written if one.layer == layer]
+            count = len(before[layer]) + sum(len(one.k) for one in mine)
+            assert len(whole[layer][0]) == count, f"layer {layer}: an answered append is lost"
+        for one in self.written:
+            k, v = whole[one.layer]
+            at = int(np.flatnonzero((k == one.k[0]).all(axis=(1, 2)))[0])
+            np.testing.assert_array_equal(k[at : at + len(one.k)], one.k)
+            np.testing.assert_array_equal(v[at : at + len(one.v)], one.v)
+            if one.q is not None:
+                o, lse = prefix_states(one.q[0], k[: at + 1], v[: at + 1])
+                np.testing.assert_allclose(one.o[0], o[-1], atol=2e-5)
+                np.testing.assert_allclose(one.lse[0], lse[-1], atol=2e-5)
+        for one in self.read:
+            k, v = whole[one.layer]
+            if one.q is None:
+                np.testing.assert_array_equal(one.k, k[: len(one.k)])
+                np.testing.assert_array_equal(one.v, v[: len(one.v)])
+                continue
+            o, lse = prefix_states(one.q[0], k, v)
+            near = np.abs(o - one.o[0]).max(axis=(1, 2)) < 2e-5
+            near &= np.abs(lse - one.lse[0]).max(axis=1) < 2e-5
+            assert near.any(), "a read saw what was never there"
+
+
+def test_appends_through_two_doors_at_once_are_all_there_one_after_the_other(
+    two_engines: LocalEngines,
+) -> None:
+    async def test(first: Cluster) -> None:
+        async with another_door(first) as second:
+            await first.told("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+            rng = np.random.default_rng(0)
+            start = []
+            for layer in range(LAYERS):
+                fields = {"layer": layer, "sequences": [NAME]}
+                start.append(rows(rng, 1))
+                await first.told("append", fields, k=start[layer], v=rows(rng, 1))
+            hammer = Hammer([first, second])
+            writers = [hammer.write(seed, 24) for seed in range(1, 5)]
+            await asyncio.gather(*writers, *(hammer.look(seed, 24) for seed in (6, 7)))
+            assert {one["code"] for one in hammer.refused} <= {"sequence_taken"}, hammer.refused
+            assert len(hammer.written) > 48, hammer.refused
+            await hammer.check(start)
+
+    run(two_engines, test)
+
+
+def test_of_two_appends_at_the_same_offset_one_is_done_and_one_is_told_the_length(
+    two_engines: LocalEngines,
+) -> None:
+    async def test(first: Cluster) -> None:
+        async with another_door(first) as second:
+            await first.told("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+            rng, length = np.random.default_rng(1), 0
+            for count in (1, PAGE, PAGE + 1, 3 * PAGE, 2, 5 * PAGE - 1):
+                fields = {
+                    "layer": 0,
+                    "sequences": [NAME],
+                    "append_indptr": [0, count],
+                    "offsets": [length],
+                }
+                new = [rows(rng, count) for _ in range(2)]
+                calls = [
+                    door.call("append", fields, k=k, v=k)
+                    for door, k in zip((first, second), new, strict=True)
+                ]
+                told = await asyncio.gather(*calls)
+                assert sorted(one.status for one in told) == [200, 409], told
+                refused, done = sorted(told, key=lambda one: -one.status)
+                assert done.fields["lengths"] == [length + count]
+                assert refused.fields["lengths"] == {NAME: length + count}
+                there = await second.told("gather", fields_of(length))
+                winner = new[told.index(done)]
+                np.testing.assert_array_equal(there.arrays["k"], winner)
+                length += count
+
+    def fields_of(start: int) -> dict[str, Any]:
+        return {"layer": 0, "sequences": [NAME], "dtype": "fp32", "start": start}
+
+    run(two_engines, test)
+
+
+def test_a_door_believes_no_length_that_another_has_changed(two_engines: LocalEngines) -> None:
+    async def test(first: Cluster) -> None:
+        async with another_door(first) as second:
+            await first.told("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+            rng = np.random.default_rng(2)
+            for number, door in enumerate((first, second, second, first, first, second) * 2):
+                other = second if door is first else first
+                k = rows(rng, 3)
+                fields: dict[str, Any] = {
+                    "layer": 0,
+                    "sequences": [NAME],
+                    "append_indptr": [0, 3],
+                    "offsets": [3 * number],
+                }
+                await door.told("append", fields, k=k, v=k)
+                told = (await other.told("get_sequence", {"id": NAME})).fields
+                assert told["lengths"] == [3 * number + 3, 0]
+                read = {"layer": 0, "sequences": [NAME]}
+                q = rows(rng, 1, 2 * HEADS)
+                both = [await one.told("decode", read, q=q) for one in (door, other)]
+                np.testing.assert_array_equal(both[0].arrays["o"], both[1].arrays["o"])
+                gathered = (await other.told("gather", read | {"dtype": "fp32"})).arrays["k"]
+                np.testing.assert_array_equal(gathered[-3:], k)
+            fork = {"id": "fork", "parent": NAME, "length": 0}
+            await first.told("create_sequences", {"sequences": [fork]})
+            await second.told("truncate", {"id": NAME, "length": 0})
+            told = (await first.told("get_sequence", {"id": NAME})).fields
+            assert told["lengths"] == [0] * LAYERS
+            k = rows(rng, 2)
+            for door in (second, first):
+                await door.told("append", {"layer": 0, "sequences": ["fork"]}, k=k[:1], v=k[:1])
+                await door.told("append", {"layer": 1, "sequences": ["fork"]}, k=k[:1], v=k[:1])
+            for door, name in ((second, "a"), (first, "b")):
+                asked = {"sequences": [{"id": name, "parent": "fork"}]}
+                made = (await door.told("create_sequences", asked)).fields["sequences"]
+                assert made[0]["lengths"] == [2, 2], "a fork has all of its parent"
+
+    run(two_engines, test)
+
+
+async def gone(door: Cluster, left: int) -> None:
+    await door.until(lambda: len(door.router.members.engines) == left, "it is gone")
+
+
+@pytest.fixture
+def mortal_engines() -> Iterator[LocalEngines]:
+    with local_engines(3, SETTINGS) as engines:
+        yield engines
+
+
+def test_a_rank_that_dies_under_two_doors_leaves_nothing_behind(
+    mortal_engines: LocalEngines,
+) -> None:
+    engines = mortal_engines
+
+    async def test(first: Cluster) -> None:
+        async with another_door(first) as second:
+            await first.told("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+            tags = (first.router.homes.names.tag(("default", NAME)) or "").split("-")
+            victim = next(one for one in first.router.members.engines if one.tag == tags[1])
+            hammer = Hammer([first, second])
+            asking = [asyncio.ensure_future(hammer.write(seed, 60)) for seed in range(1, 5)]
+            await asyncio.sleep(0.3)
+            engines.kill(victim.name)
+            await asyncio.gather(*asking)
+            told = {one["code"] for one in hammer.refused}
+            assert told <= {"lost_sequence", "sequence_taken", "not_ready"}, hammer.refused
+            for door in (first, second):
+                await gone(door, 2)
+                lost = await door.call("get_sequence", {"id": NAME})
+                assert lost.status == 410, lost
+            async with asyncio.timeout(20):
+                while await first.free_pages() != 2 * PAGES:
+                    await asyncio.sleep(0.05)
+            engines.start(victim.name)
+            await first.until(lambda: len(first.router.members.engines) == 3, "it is back")
+
+    run(engines, test)
