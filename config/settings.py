@@ -23,6 +23,7 @@ from pydantic_settings import (
 )
 from pydantic_settings import SettingsError as SourceError
 
+from config.section import Section
 from config.sections import (
     DEFAULT_NUM_PAGES,
     MAX_SLOTS,
@@ -31,10 +32,9 @@ from config.sections import (
     EngineSettings,
     LogSettings,
     PoolSettings,
-    Section,
-    ServerSettings,
     Settings,
 )
+from config.server import ServerSettings
 
 __all__ = (
     "DEFAULT_NUM_PAGES",

@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
-from config.sections import ServerSettings
+from config.server import ServerSettings
 from service.road.listening import (
     CannotListen,
     Listening,

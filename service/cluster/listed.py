@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from config.sections import ClusterSettings
+from config.cluster import ClusterSettings
 
 
 @dataclass(frozen=True, slots=True)

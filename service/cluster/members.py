@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from config.sections import ServerSettings
+from config.server import ServerSettings
 from service.cluster.engine import Engine, Told
 from service.cluster.listed import Listed, read_members
 from service.cluster.names import BETWEEN, tags_of

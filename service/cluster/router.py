@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
 from typing import Final
 
-from config.sections import ServerSettings
+from config.server import ServerSettings
 from service.cluster.batching import ask_batch, ask_together
 from service.cluster.creating import create
 from service.cluster.engine import Call

@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 from typing import Final
 
-from config.sections import ClusterSettings
+from config.cluster import ClusterSettings
 
 SECRET_BYTES: Final = 32
 LEAST_CHARACTERS: Final = 32

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from config.sections import ServerSettings
+from config.server import ServerSettings
 from service.doors.link import overloaded
 from service.doors.spare import SpareSlots
 from service.image.dtypes import Part

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from config.sections import ServerSettings
+from config.server import ServerSettings
 from service.doors.spare import SpareSlots
 from service.errors import AnswerTooLarge, AttndError, NotReady, Overloaded
 from service.image.dtypes import Part

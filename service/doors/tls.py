@@ -6,7 +6,7 @@ import logging
 import ssl
 from typing import Final
 
-from config.sections import ServerSettings
+from config.server import ServerSettings
 
 LOG: Final = logging.getLogger("attnd.doors")
 HANDSHAKE_S: Final = 10.0

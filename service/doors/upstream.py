@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from config.sections import ServerSettings
+from config.server import ServerSettings
 from service.image.dtypes import Part
 from service.metrics import Metrics
 from service.operations.spec import Operation

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from config.sections import ServerSettings
+from config.server import ServerSettings
 from service.doors.link import Link
 from service.errors import AnswerTooLarge, Overloaded
 from service.operations.table import BY_NAME

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from config.sections import ServerSettings
+from config.server import ServerSettings
 from service.addresses import Addresses, bind_addresses
 from service.road.listening import CannotListen
 

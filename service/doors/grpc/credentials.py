@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from config.sections import ServerSettings
+from config.server import ServerSettings
 from service.doors.tls import Tls, make_tls
 
 

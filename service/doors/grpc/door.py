@@ -10,7 +10,7 @@ from typing import Any, Final
 import grpc
 from google.protobuf.json_format import ParseDict
 
-from config.sections import ServerSettings
+from config.server import ServerSettings
 from service.doors.gate import Gate
 from service.doors.grpc.messages import (
     SERVICE,

@@ -10,7 +10,8 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from config.sections import ServerSettings, Settings
+from config.sections import Settings
+from config.server import ServerSettings
 from service.doors.gate import make_gate
 from service.doors.grpc.credentials import make_credentials
 from service.doors.grpc.door import GrpcDoor

@@ -9,7 +9,7 @@ import sys
 from email.utils import formatdate
 from typing import Final
 
-from config.sections import ServerSettings
+from config.server import ServerSettings
 from service.doors.gate import Gate
 from service.doors.http.application import make_application
 from service.doors.http.exchange import Exchange

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from config.sections import ServerSettings
+from config.server import ServerSettings
 from service.doors.http.bodies import Body
 from service.doors.http.chunks import Chunks
 from service.doors.http.heads import Head, HeadParser

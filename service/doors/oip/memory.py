@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from contextlib import closing
 from typing import Any, Final
 
-from config.sections import ServerSettings
+from config.server import ServerSettings
 from service.doors.oip.models import Model
 from service.doors.oip.region_table import Region, Regions, RegionTable
 from service.doors.oip.request import MAX_BYTES, REGION, REGION_OFFSET, Input, InRegion
