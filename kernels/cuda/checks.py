@@ -18,6 +18,7 @@ from kernels.backend import (
     Tensor,
     Unsupported,
 )
+from kernels.cuda.common.extremes import greatest
 from kernels.cuda.common.kernel import HEAD_DIMS
 
 _DTYPES: Final[dict[np.dtype[Any], DType]] = {NUMPY_DTYPES[name]: name for name in TENSOR_DTYPES}
@@ -57,7 +58,7 @@ def check_slots(slots: Int32, geometry: PoolGeometry, least: int = 0) -> None:
 
 def _most(values: Int32) -> int:
     """The greatest value, where any negative one counts as beyond all others: one pass for both."""
-    return int(np.maximum.reduce(values.view(np.uint32)))
+    return greatest(values.view(np.uint32))
 
 
 def check_pages(pages: Int32, geometry: PoolGeometry, field: str) -> None:
@@ -74,7 +75,7 @@ def check_kv(k: Tensor, v: Tensor, geometry: PoolGeometry, rows: int) -> None:
 
 def check_indptr(indptr: Int32, end: int, field: str) -> None:
     """Starts at 0, never decreases, ends at `end`."""
-    good = len(indptr) > 0 and int(indptr[0]) == 0 and int(indptr[-1]) == end
+    good = len(indptr) > 0 and indptr.item(0) == 0 and indptr.item(-1) == end
     falls = np.count_nonzero(indptr[1:] < indptr[:-1])
     require(good and not falls, field, "indptr", f"0 .. {end}, rising")
 

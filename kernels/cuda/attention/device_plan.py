@@ -149,7 +149,7 @@ class DevicePlanBuilder:
         (launch,) = work.kernels
         if len(work.merges.chunks) == 0:
             most = SHORT_LAUNCH * launch.num_workers * launch.team
-            if int(launch.items[:, KEYS].sum()) > most:
+            if int(np.add.reduce(launch.items[:, KEYS])) > most:
                 return Launcher
         return OverlappingLauncher if launch.shape.persistent else Launcher
 

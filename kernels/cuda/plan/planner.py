@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import Int32, Plan
+from kernels.cuda.common.extremes import greatest
 from kernels.cuda.plan.runs import cut
 from kernels.cuda.plan.tiles import (
     ITEM_FIELDS,
@@ -79,8 +80,7 @@ class MergeLists:
 
     @property
     def longest(self) -> int:
-        lengths = self.indptr[1:] - self.indptr[:-1]
-        return int(np.maximum.reduce(lengths, initial=0))
+        return greatest(self.indptr[1:] - self.indptr[:-1]) if len(self.chunks) else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,13 +101,15 @@ class BatchWork:
 def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> BatchWork:
     """Work for (layer, plan) requests of one scoring, rows packed one plan after another."""
     chunk = config.chunk
-    tiles, orders, positions, indices = [], [], [], []
+    tiles: list[list[Int]] = [[] for _ in config.shapes]
+    orders, positions, indices = [], [], []
     row = page = 0
     ruled = config.window_left >= 0
     for layer, plan in requests:
         count = len(plan.positions)
         for level in plan.levels:
-            tiles.append(level_tiles(layer, plan.positions, level, row, page, chunk, config))
+            for index, made in level_tiles(layer, plan.positions, level, row, page, chunk, config):
+                tiles[index].append(made)
             indices.append(level.kv_indices)
             page += len(level.kv_indices)
             ruled |= level.causal
@@ -115,7 +117,8 @@ def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> Ba
         orders.append(order + np.int32(row) if row else order)
         positions.append(plan.positions)
         row += count
-    cuts = cut(beside(tiles), config, row * config.group_size)
+    parts = [(index, beside(made)) for index, made in enumerate(tiles) if made]
+    cuts = cut(parts, config, row * config.group_size)
     runs = beside([part.runs for part in cuts])
     merges = _merge_lists(runs, row * config.group_size, chunk)
     if ruled:

@@ -9,19 +9,20 @@ worker is free: they are cut into as many runs as let the last worker end soones
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from kernels.backend import Int32
+from kernels.cuda.common.extremes import greatest, least
 from kernels.cuda.plan import rounds
 from kernels.cuda.plan.tiles import (
     KEYS,
     PAGE,
     ROW,
     ROWS,
-    SHAPE,
     START,
     Int,
     PlannerConfig,
@@ -51,6 +52,10 @@ SPARE: Final = 2
 """Workers not counted on: whoever still runs what came before."""
 
 
+Parts = Sequence[tuple[int, Int]]
+"""Indices into `PlannerConfig.shapes`, going up, and each one's tiles: some."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
     """Runs for `PlannerConfig.shapes[index]`; `worker_begin` and `team` are for persistent kernels.
@@ -64,25 +69,19 @@ class Cut:
     team: int = 1
 
 
-def cut(tiles: Int, config: PlannerConfig, num_packed: int) -> list[Cut]:
-    """Runs of every shape that has tiles, of a batch of `num_packed` packed rows.
+def cut(parts: Parts, config: PlannerConfig, num_packed: int) -> list[Cut]:
+    """Runs of each part, of a batch of `num_packed` packed rows.
 
     Persistent kernels get their share of the device beside the others.
     """
-    counts = np.bincount(tiles[SHAPE]).tolist()
-    mine = [
-        (tiles if count == tiles.shape[1] else tiles.compress(tiles[SHAPE] == index, axis=1), index)
-        for index, count in enumerate(counts)
-        if count
-    ]
-    if not mine or config.shapes[mine[-1][1]].persistent:  # persistent ones come first
-        whole = [config.shapes[index].workers // config.num_kv_heads for _, index in mine]
-        return [_deal(*part, max(1, n), config) for part, n in zip(mine, whole, strict=True)]
-    merged = int(np.add.reduce(tiles[ROWS])) > num_packed
-    share = _persistent_share(mine, config)
-    made = _beside(mine, share, merged, config)
+    if not parts or config.shapes[parts[-1][0]].persistent:  # persistent ones come first
+        whole = [config.shapes[index].workers // config.num_kv_heads for index, _ in parts]
+        return [_deal(*part, max(1, n), config) for part, n in zip(parts, whole, strict=True)]
+    merged = sum(int(np.add.reduce(tiles[ROWS])) for _, tiles in parts) > num_packed
+    share = _persistent_share(parts, config)
+    made = _beside(parts, share, merged, config)
     if made.persistent_end > LATE * made.end:
-        more = _beside(mine, min(MOST_SHARE, MORE * share), merged, config)
+        more = _beside(parts, min(MOST_SHARE, MORE * share), merged, config)
         made = min(made, more, key=lambda side: max(side.persistent_end, side.end))
     return made.cuts
 
@@ -96,16 +95,14 @@ class _Beside:
     end: float
 
 
-def _beside(
-    parts: list[tuple[Int, int]], share: float, merged: bool, config: PlannerConfig
-) -> _Beside:
+def _beside(parts: Parts, share: float, merged: bool, config: PlannerConfig) -> _Beside:
     """Runs where persistent kernels have a share of the device; `merged`: rows have many tiles."""
     cuts, persistent_end, end = [], 0.0, 0.0
-    for part, index in parts:
+    for index, part in parts:
         shape = config.shapes[index]
         if shape.persistent:
             workers = max(1, round(shape.workers // config.num_kv_heads * share))
-            cuts.append(_deal(part, index, workers, config, BUSY_BESIDE))
+            cuts.append(_deal(index, part, workers, config, BUSY_BESIDE))
             persistent_end = max(persistent_end, _deal_seconds(cuts[-1], shape))
         else:
             busy = round(shape.workers * share)
@@ -115,10 +112,10 @@ def _beside(
     return _Beside(cuts, persistent_end, end)
 
 
-def _persistent_share(parts: list[tuple[Int, int]], config: PlannerConfig) -> float:
+def _persistent_share(parts: Parts, config: PlannerConfig) -> float:
     """What part of the batch's cost the persistent kernels have."""
     kept = whole = 0.0
-    for tiles, index in parts:
+    for index, tiles in parts:
         shape = config.shapes[index]
         keys = int(np.add.reduce(tiles[KEYS]))
         cost = (tiles.shape[1] * shape.item_seconds + keys * shape.key_seconds) / shape.workers
@@ -139,10 +136,10 @@ def _granule(shape: TileShape, page_size: int) -> int:
     return page_size * -(-shape.granule // page_size)
 
 
-def _deal(tiles: Int, index: int, workers: int, config: PlannerConfig, busy: float = BUSY) -> Cut:
+def _deal(index: int, tiles: Int, workers: int, config: PlannerConfig, busy: float = BUSY) -> Cut:
     """Deal tiles to teams of `workers`, whole ones or runs of one length where that fills them."""
     shape, keys = config.shapes[index], tiles[KEYS]
-    num_tiles, largest, total = len(keys), int(np.maximum.reduce(keys)), int(np.add.reduce(keys))
+    num_tiles, largest, total = len(keys), greatest(keys), int(np.add.reduce(keys))
     alike = largest * num_tiles <= EQUAL * total
     team = config.team or _team(shape, -(-largest // shape.granule), workers // num_tiles)
     teams = max(1, workers // team)
@@ -189,11 +186,12 @@ def _bounds(count: int, each: int) -> Int32:
 def _cut_alike(tiles: Int, pieces: int, granule: int, page_size: int) -> Int:
     """Every tile cut into as many runs, `pieces` or as many granules as the shortest tile has."""
     sizes = -(tiles[KEYS] // -granule)
-    pieces = min(pieces, int(np.minimum.reduce(sizes)))
+    pieces = min(pieces, least(sizes))
     if pieces == 1:
         return tiles
-    offset = sizes[:, None] * np.arange(pieces) // pieces
-    return _runs(tiles, offset.reshape(-1), granule, page_size)
+    tile = np.arange(len(sizes)).repeat(pieces)
+    offset = (sizes[:, None] * np.arange(pieces) // pieces).reshape(-1).astype(np.int32)
+    return _runs(tiles, tile, offset, granule, page_size)
 
 
 def _equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple[Int, Int32]:
@@ -203,7 +201,7 @@ def _equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple
     """
     sizes = -(tiles[KEYS] // -granule)
     ends = np.add.accumulate(sizes)
-    total = int(ends[-1])
+    total: int = ends.item(-1)
     teams = min(teams, total)
     bounds = np.arange(0, teams * total + 1, total) // teams
     tile = ends.searchsorted(bounds)
@@ -215,26 +213,26 @@ def _equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple
     # is where that begins, and one for each cut before it
     begin = np.add.accumulate(cuts)
     begin += tile
-    begin += (past > left) & ~cuts
+    begin += (past > left) > cuts
     which = cuts.nonzero()[0]
-    offset = np.zeros(len(sizes) + len(which), np.intp)
+    offset = np.zeros(len(sizes) + len(which), np.int32)
     offset[begin.take(which)] = past.take(which)
-    return _runs(tiles, offset, granule, page_size), begin.astype(np.int32)
+    tile = np.add.accumulate(offset == 0) - 1
+    return _runs(tiles, tile, offset, granule, page_size), begin.astype(np.int32)
 
 
-def _runs(tiles: Int, offset: Int, granule: int, page_size: int) -> Int:
-    """Runs of all tiles, each from `offset` granules on to the tile's next run, or to its end.
+def _runs(tiles: Int, tile: Int, offset: Int, granule: int, page_size: int) -> Int:
+    """Runs, each from `offset` granules of its `tile` on to the tile's next run, or to its end.
 
-    A tile's first run has offset 0.
+    They come in order; a tile's first run has offset 0.
     """
-    later = offset > 0
-    runs = tiles.take(np.add.accumulate(~later) - 1, axis=1)
+    runs = tiles.take(tile, axis=1)
     page, keys, start = runs[PAGE], runs[KEYS], runs[START]
-    skipped = (offset * granule).astype(np.int32)
+    skipped = offset * granule
     page += skipped // page_size
     start += skipped
     keys -= skipped  # to the tile's end
-    keys[:-1] -= keys[1:] * later[1:]  # less what its next run has
+    keys[:-1] -= keys[1:] * (offset[1:] > 0)  # less what its next run has
     return runs
 
 
@@ -254,7 +252,7 @@ def _cut_evenly(
     """
     granule, heads = _granule(shape, config.page_size), config.num_kv_heads
     sizes = -(tiles[KEYS] // -granule)
-    longest, total = int(np.maximum.reduce(sizes)), int(np.add.reduce(sizes))
+    longest, total = greatest(sizes), int(np.add.reduce(sizes))
     end = total * heads * granule * shape.key_seconds / shape.workers
     if longest * shape.workers * ENOUGH > total * heads:
         kinds = rounds.sizes_of(sizes, longest)
@@ -273,5 +271,6 @@ def _cut_evenly(
         most = -(longest // -pieces)
         piece = -(sizes // (sizes // -most))
         tile, inside = spread(-(sizes // -piece))
-        tiles = _runs(tiles, inside * piece.take(tile), granule, config.page_size)
+        offset = (inside * piece.take(tile)).astype(np.int32)
+        tiles = _runs(tiles, tile, offset, granule, config.page_size)
     return tiles.take(np.lexsort((-tiles[ROW], tiles[PAGE], -tiles[KEYS])), axis=1), end

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import Int32, Level
+from kernels.cuda.common.extremes import greatest, least
 from kernels.cuda.common.structs import WORK_ITEM
 
 Int = NDArray[np.signedinteger[Any]]
@@ -26,8 +27,7 @@ LAYER, ROW, ROWS, PAGE, KEYS, START, RULES, PARTIAL = map(
     ("layer", "row_begin", "num_rows", "kv_begin", "num_keys", "kv_start", "rules", "partial"),
 )
 LEAST, GREATEST = 8, 9  # least and greatest position among the tile's rows
-SHAPE = 10  # index into PlannerConfig.shapes
-FIELDS: Final = 11
+FIELDS: Final = 10
 FINAL: Final = -1
 HIDE_FUTURE: Final = 1
 HIDE_WINDOW: Final = 2
@@ -109,42 +109,38 @@ def level_tiles(
     page: int,
     chunk: int,
     config: PlannerConfig,
-) -> Int:
-    """Tiles of one level, before runs are cut; `row` and `page` are where the plan's begin."""
-    group = config.group_size
-    tiles = _segments(layer, level, page, config)
-    if tiles.shape[1] == 0:
-        return tiles
-    least, _, fewest_keys = np.minimum.reduce(tiles[ROWS : KEYS + 1], axis=1).tolist()
-    if least < 1 or fewest_keys < 1:
-        tiles = tiles.compress((tiles[ROWS] > 0) & (tiles[KEYS] > 0), axis=1)
-        if tiles.shape[1] == 0:
-            return tiles
-        least = int(np.minimum.reduce(tiles[ROWS]))
-    most = least
-    if least * tiles.shape[1] != int(level.qo_indptr[-1]) * group:  # else all have the same
-        most = int(np.maximum.reduce(tiles[ROWS]))
-    tiles = _fit(tiles, least, most, chunk, config.shapes)
-    if level.causal or config.window_left >= 0:
-        tiles = _clip(tiles, positions, config)
-    if row:
-        tiles[ROW] += row * group
-    return tiles
+) -> list[tuple[int, Int]]:
+    """Tiles of one level, before runs are cut, with the index of their kernel in `config.shapes`.
+
+    `row` and `page` are where the plan's begin.
+    """
+    segments = _segments(layer, level, page, config)
+    made = []
+    for index, mine in _by_shape(segments, config.shapes):
+        tiles = _cut_rows(mine, config.shapes[index].rows // chunk * chunk)
+        if level.causal or config.window_left >= 0:
+            tiles = _clip(tiles, positions, config)
+        if row:
+            tiles[ROW] += row * config.group_size
+        if tiles.shape[1]:
+            made.append((index, tiles))
+    return made
 
 
 def _segments(layer: int, level: Level, page: int, config: PlannerConfig) -> Int:
     """One tile per segment of a level, whatever its rows and keys; below 1 key: no pages."""
-    qo, kv = level.qo_indptr, level.kv_indptr
+    packed, kv = level.qo_indptr * config.group_size, level.kv_indptr
     tiles = np.zeros((FIELDS, len(level.kv_start)), np.int32)
-    rows, keys = tiles[ROWS], tiles[KEYS]
-    np.subtract(qo[1:], qo[:-1], out=rows)
-    rows *= config.group_size
+    keys = tiles[KEYS]
+    tiles[ROW] = packed[:-1]
+    np.subtract(packed[1:], packed[:-1], out=tiles[ROWS])
+    tiles[PAGE] = kv[:-1]
+    if page:
+        tiles[PAGE] += page
     np.subtract(kv[1:], kv[:-1], out=keys)
     keys -= 1
     keys *= config.page_size
     keys += level.kv_last_page_len
-    np.multiply(qo[:-1], config.group_size, out=tiles[ROW])
-    np.add(kv[:-1], page, out=tiles[PAGE])
     tiles[START] = level.kv_start
     if layer:
         tiles[LAYER] = layer
@@ -154,27 +150,34 @@ def _segments(layer: int, level: Level, page: int, config: PlannerConfig) -> Int
     return tiles
 
 
-def _fit(tiles: Int, least: int, most: int, chunk: int, shapes: Sequence[TileShape]) -> Int:
-    """Choose each segment's kernel by its packed rows, and cut it into tiles of whole chunks.
+def _by_shape(segments: Int, shapes: Sequence[TileShape]) -> list[tuple[int, Int]]:
+    """Each segment's kernel by its packed rows: indices into `shapes`, and their segments.
 
-    `least` and `most` are the fewest and the most rows of a segment.
+    Segments without rows or without keys are nobody's.
     """
-    takes = [shape.most_rows for shape in shapes[:-1]]
-    first, last = bisect_left(takes, least), bisect_left(takes, most)
-    if first != last:
-        tiles[SHAPE] = np.searchsorted(takes, tiles[ROWS])
-    elif first:
-        tiles[SHAPE] = first
-    if first == last and most <= shapes[first].rows // chunk * chunk:
-        return tiles
-    capacities = np.array([shape.rows // chunk * chunk for shape in shapes], np.int32)
-    capacity = capacities.take(tiles[SHAPE])
-    segment, within = spread(-(tiles[ROWS] // -capacity))
-    capacity = capacity.take(segment)
-    within *= capacity
-    tiles = tiles.take(segment, axis=1)
-    tiles[ROW] += within
-    tiles[ROWS] = np.minimum(capacity, tiles[ROWS] - within)
+    if segments.shape[1] == 0:
+        return []
+    rows, takes = segments[ROWS], [shape.most_rows for shape in shapes[:-1]]
+    fewest = least(rows)
+    if fewest < 1 or least(segments[KEYS]) < 1:
+        return _by_shape(segments.compress((rows > 0) & (segments[KEYS] > 0), axis=1), shapes)
+    first, last = bisect_left(takes, fewest), bisect_left(takes, greatest(rows))
+    if first == last:
+        return [(first, segments)]
+    fitting = np.searchsorted(takes, rows)
+    parts = [(i, segments.compress(fitting == i, axis=1)) for i in range(first, last + 1)]
+    return [(index, part) for index, part in parts if part.shape[1]]
+
+
+def _cut_rows(segments: Int, capacity: int) -> Int:
+    """Tiles of at most `capacity` packed rows."""
+    if greatest(segments[ROWS]) <= capacity:
+        return segments
+    segment, inside = spread(-(segments[ROWS] // -capacity))
+    inside *= capacity
+    tiles = segments.take(segment, axis=1)
+    tiles[ROW] += inside
+    tiles[ROWS] = np.minimum(capacity, tiles[ROWS] - inside)
     return tiles
 
 
@@ -198,7 +201,7 @@ def _clip(tiles: Int, positions: Int32, config: PlannerConfig) -> Int:
         hidden *= page_size
         tiles[START] += hidden
         tiles[KEYS] -= hidden
-    if int(np.minimum.reduce(tiles[KEYS])) > 0:
+    if least(tiles[KEYS]) > 0:
         return tiles
     return tiles.compress(tiles[KEYS] > 0, axis=1)
 
