@@ -56,7 +56,9 @@ def cut_segments(
     saves less than it costs goes to the segments below it; only sequences with `reads` count.
     """
     tree = _batch_tree(parents)
-    members, readers = _count(tree, reads)
+    everybody = all(reads)
+    members = _count(tree)
+    readers = members if everybody else _count(tree, reads)
     segments = Segments([], [], [])
     # What is still to visit, next one last: a part of the tree, the page its segment begins
     # with, the segment's level.
@@ -70,7 +72,9 @@ def cut_segments(
         kids = tree.below[part]
         if part is not None and len(kids) > 1:
             # Folded, each reading part below would read these pages by itself.
-            parts = sum([(reads[k] if isinstance(k, int) else readers[k] > 0) for k in kids])
+            parts = len(kids)
+            if not everybody:
+                parts = sum([(reads[k] if isinstance(k, int) else readers[k] > 0) for k in kids])
             saved = (parts - 1) * (part.end - begin) * page_size
             if not fold or saved >= SEGMENT_TOKENS + STATE_TOKENS * readers[part]:
                 first = len(segments.order)
@@ -97,36 +101,40 @@ class _BatchTree:
 
 
 def _batch_tree(parents: Sequence[Node | None]) -> _BatchTree:
-    below: dict[Node | None, list[Any]] = {None: []}
-    branching: set[Node | None] = set()
+    tree = _BatchTree({None: []}, set())
+    last, kids = None, tree.below[None]
     for place, parent in enumerate(parents):
-        kids = below.get(parent)
-        if kids is not None:
-            kids.append(place)
-            continue
-        below[parent] = [place]
-        node = parent
-        while node is not None:
-            branching.add(node.parent)
-            kids = below.setdefault(node.parent, [])
-            kids.append(node)
-            if len(kids) > 1 or node.parent is None:
-                break
-            node = node.parent
-    return _BatchTree(below, branching)
+        if parent is not last:  # neighbours are often siblings
+            last = parent
+            kids = tree.below[parent] if parent in tree.below else _hang(tree, parent)
+        kids.append(place)
+    return tree
 
 
-def _count(tree: _BatchTree, reads: Sequence[bool]) -> tuple[dict[Node, int], dict[Node, int]]:
-    """Sequences of the batch under each node: all, and those with `reads`."""
-    members: dict[Node, int] = {}
-    readers: dict[Node, int] = {}
+def _hang(tree: _BatchTree, node: Node | None) -> list[Any]:
+    """Put a node in its place, with those above it that are not there yet; what is below it."""
+    made = tree.below[node] = []
+    while node is not None:
+        tree.branching.add(node.parent)
+        kids = tree.below.setdefault(node.parent, [])
+        kids.append(node)
+        if len(kids) > 1:
+            break
+        node = node.parent
+    return made
+
+
+def _count(tree: _BatchTree, reads: Sequence[bool] | None = None) -> dict[Node, int]:
+    """Sequences of the batch under each node: all, or those with `reads`."""
+    counts: dict[Node, int] = {}
     nodes = [node for node in tree.below if node is not None]
     for node in sorted(nodes, key=lambda node: node.start, reverse=True):
         kids = tree.below[node]
-        if node not in tree.branching:
-            members[node] = len(kids)
-            readers[node] = sum([reads[place] for place in kids])
-            continue
-        members[node] = sum([1 if isinstance(kid, int) else members[kid] for kid in kids])
-        readers[node] = sum([reads[kid] if isinstance(kid, int) else readers[kid] for kid in kids])
-    return members, readers
+        if node in tree.branching:
+            places = [kid for kid in kids if isinstance(kid, int)]
+            counts[node] = sum([counts[kid] for kid in kids if not isinstance(kid, int)])
+        else:
+            places = kids
+            counts[node] = 0
+        counts[node] += len(places) if reads is None else sum([reads[place] for place in places])
+    return counts
