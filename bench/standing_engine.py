@@ -43,7 +43,14 @@ INFO: dict[str, Any] = {
     )
     | {"queue_depth": 1024, "deadline_s": 30.0},
 }
-PAGES = {"free": 1024, "referenced": 0, "cached": 0, "pinned": 0, "sequences": 0}
+PAGES = {
+    "free": 1024,
+    "referenced": 0,
+    "cached": 0,
+    "pinned": 0,
+    "sequences": 0,
+    "draining": False,
+}
 SEQUENCE = {"length": 0, "lengths": [0], "pages": 0, "last_page_len": 0}
 
 

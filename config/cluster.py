@@ -52,8 +52,8 @@ class ClusterSettings(Section):
     """On Ray: for so long it must have been too many before one is taken away."""
 
     drain_s: Annotated[float, Field(ge=0.0)] = 300.0
-    """On Ray: seconds that an engine which is taken away waits for its sequences to be deleted; it
-    takes no new ones meanwhile, and what is left then is lost."""
+    """On Ray: seconds that an engine which is taken away has to move its sequences to others, and
+    to wait for those that cannot be moved; what is left then is lost."""
 
     ingresses: Annotated[int, Field(ge=1, le=1024)] = 1
     """On Ray: nodes that have doors, at `server.port` of each."""

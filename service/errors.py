@@ -31,6 +31,7 @@ AttndError
 ├── Internal              500 internal
 ├── NotSupported          501 not_supported
 ├── NotReady              503 not_ready
+├── SequenceMoving        503 sequence_moving         sequences
 ├── DeadlineExceeded      504 deadline_exceeded
 ├── OutOfPages            507 out_of_pages            needed, free, total, held
 └── OutOfSequences        507 out_of_sequences        needed, free, total
@@ -237,6 +238,14 @@ class NotReady(AttndError):
     """Starting, draining, or the device is lost."""
 
 
+class SequenceMoving(AttndError):
+    """On its way from one engine of a cluster to another; nothing was done."""
+
+    def __init__(self, ids: Sequence[str]) -> None:
+        detail = f"on the way to another engine: {', '.join(ids)}: try again"
+        super().__init__(detail, sequences=list(ids))
+
+
 class Cancelled(AttndError):
     """The caller took the operation back; it left no trace."""
 
@@ -305,6 +314,7 @@ KINDS: Final[dict[type[AttndError], Kind]] = {
     Internal: Kind(500, "internal", "A bug in the service"),
     NotSupported: Kind(501, "not_supported", "The service does not do this"),
     NotReady: Kind(503, "not_ready", "The service is not ready"),
+    SequenceMoving: Kind(503, "sequence_moving", "The sequence is on its way to another engine"),
     DeadlineExceeded: Kind(
         504, "deadline_exceeded", "The deadline passed before the request was done"
     ),

@@ -104,6 +104,12 @@ SPECS: Final[dict[str, Spec]] = {
         "gauge", "Running mean of the time that calls wait on one engine.", ("door", "engine")
     ),
     "engine_calls": Spec("counter", "Calls answered by one engine.", ("door", "engine")),
+    "engine_moved": Spec(
+        "counter", "Sequences moved away from an engine that is emptied.", ("door", "engine")
+    ),
+    "engine_not_moved": Spec(
+        "gauge", "Sequences that could not be moved away, at the last look.", ("door", "engine")
+    ),
     "engine_up": Spec("gauge", "1 while the engine can be called.", ("door", "engine")),
     "build_info": Spec(
         "gauge", "Constant 1; the version and backend are its labels.", ("version", "backend")
@@ -268,6 +274,14 @@ class Metrics:
         self._block("engine_queue_seconds", *labels)[0] = queue_s
         self._block("engine_calls", *labels)[0] += calls
         self._block("engine_up", *labels)[0] = float(any(pages.values()))
+
+    def moved(self, engine: str, moved: int, stayed: int) -> None:
+        """Sequences that an engine has handed to others since the last time, and those that stay
+        for want of room, or because they cannot be moved."""
+        labels = (self._process, engine)
+        if engine in self._engines and len(self._engines) <= MOST_ENGINES:
+            self._block("engine_moved", *labels)[0] += moved
+            self._block("engine_not_moved", *labels)[0] = stayed
 
     def build(self, version: str, backend: str) -> None:
         """Which build this is; set once the backend is known."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+import json
+import time
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from service.cluster.engine import Call
 from service.cluster.staging import Staging
 from service.doors.link import LESS
+from service.doors.problems import ProblemText
 from service.errors import AnswerTooLarge
 from service.image.dtypes import Array
 from service.image.json_text import dump_json
@@ -17,6 +20,10 @@ from service.road.caller import Answered
 from service.road.frames import NO_STAGES
 from service.road.slots import Slot
 
+MOVING: Final = "sequence_moving"
+MOVING_S: Final = 2.0
+"""For so long a call waits for a sequence that is on its way to another engine."""
+MOVING_PAUSE_S: Final = 0.003
 Stages = tuple[float, ...]
 Result = TypeVar("Result")
 
@@ -37,6 +44,21 @@ def reply(
     return Answered(call.operation.status, slot.view(length), 0, stages), slot
 
 
+def is_moving(refused: BaseException) -> bool:
+    """Whether nothing was done because a sequence is on its way to another engine."""
+    if not isinstance(refused, ProblemText):
+        return False
+    problem = json.loads(refused.text)
+    return problem["code"] == MOVING and "done" not in problem
+
+
+def waiting() -> Iterator[bool]:
+    """True for as long as there is still time to wait."""
+    ends = time.monotonic() + MOVING_S
+    while time.monotonic() < ends:
+        yield True
+
+
 def longest(stages: Iterable[Stages]) -> Stages:
     """The stages of calls that ran side by side."""
     return tuple(map(max, zip(*stages, strict=True))) or NO_STAGES
@@ -45,3 +67,8 @@ def longest(stages: Iterable[Stages]) -> Stages:
 async def each(awaitables: Sequence[Awaitable[Result]]) -> list[Result | BaseException]:
     """What each gives or raises, when all are done; where this is cancelled, they are too."""
     return await asyncio.gather(*awaitables, return_exceptions=True)
+
+
+def unknown_in(problem: dict[str, Any]) -> list[str]:
+    """The sequences that an engine does not know."""
+    return list(problem["sequences"]) if problem["code"] == "unknown_sequence" else []

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from service.cluster.answering import each, longest, reply
+from service.cluster.answering import (
+    MOVING_PAUSE_S,
+    each,
+    is_moving,
+    longest,
+    reply,
+    unknown_in,
+    waiting,
+)
 from service.cluster.batches import cut, join
 from service.cluster.engine import Call, Told, problem_in
 from service.cluster.names import tags_of
@@ -37,12 +46,17 @@ async def ask_one(
     router: Router, call: Call, prepared: Prepared, ids: Sequence[str], engine: Home
 ) -> Answer:
     """Ask the one engine that all are on; where it does not know them, they may have been moved."""
-    answered, slot = await pass_on(router, call, ids, engine)
-    if call.operation.name == "delete_sequence" and answered.status < 300:
-        router.homes.forget(call, ids)
-    if answered.status != 404 or not (unknown := unknown_in(problem_in(answered))):
-        return answered, slot
-    router.give_back(slot)
+    try:
+        answered, slot = await pass_on(router, call, ids, engine)
+    except ProblemText as refused:  # of engines that sequences are dealt out over
+        if not (unknown := unknown_in(json.loads(refused.text))):
+            raise
+    else:
+        if call.operation.name == "delete_sequence" and answered.status < 300:
+            router.homes.forget(call, ids)
+        if answered.status != 404 or not (unknown := unknown_in(problem_in(answered))):
+            return answered, slot
+        router.give_back(slot)
     await router.homes.find(unknown, call.tenant)  # raises for those that nobody has
     engines = await router.homes.of(ids, call.tenant)
     if all(one is engines[0] for one in engines):
@@ -64,11 +78,6 @@ def lost(router: Router, engine: Home, ids: Sequence[str], error: NotReady) -> E
         return error
     router.members.check_reachable(tags_of(engine.tag))
     return LostSequence(ids)
-
-
-def unknown_in(problem: dict[str, Any]) -> list[str]:
-    """The sequences that an engine does not know."""
-    return list(problem["sequences"]) if problem["code"] == "unknown_sequence" else []
 
 
 async def ask_together(router: Router, call: Call, prepared: Prepared) -> Answer:
@@ -114,7 +123,7 @@ async def ask_parts(
         groups.setdefault(engine, []).append(at)
     if len(groups) == 1:
         try:
-            return await next(iter(groups)).ask(call, given, arrays)
+            return await ask_patiently(next(iter(groups)), call, given, arrays)
         except NotReady as error:
             raise lost(router, next(iter(groups)), ids, error) from error
         except ProblemText as refused:
@@ -138,6 +147,21 @@ async def ask_parts(
         raise refusal(errors, done if changes else [])
     fields, joined = join(pieces, [(one.fields, one.arrays) for one in whole])
     return Told(fields, joined, longest(one.stages for one in whole))
+
+
+async def ask_patiently(
+    home: Home, call: Call, given: dict[str, Any], arrays: dict[str, Array]
+) -> Told:
+    """The answer to a part of a batch, of which other parts may be done: what is on its way to
+    another engine is waited for here."""
+    waits = waiting()
+    while True:
+        try:
+            return await home.ask(call, given, arrays)
+        except ProblemText as refused:
+            if not is_moving(refused) or not next(waits, False):
+                raise
+        await asyncio.sleep(MOVING_PAUSE_S)
 
 
 def refusal(errors: Sequence[BaseException], done: Sequence[str]) -> BaseException:

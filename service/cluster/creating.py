@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from service.cluster.answering import each, longest, reply
+from service.cluster.answering import each, longest, reply, unknown_in
 from service.cluster.engine import Call, Engine, Told
 from service.cluster.names import BETWEEN, made_id, tags_of
 from service.cluster.placement import choose
@@ -75,6 +75,7 @@ async def create(router: Router, call: Call, prepared: Prepared) -> tuple[Answer
     names = [one.parent for one in new if one.parent is not None and one.parent not in own]
     parents = dict(zip(names, await router.homes.of(names, call.tenant), strict=True))
     passed_over: set[str] = set()
+    found: set[str] = set()
     while True:
         homes: list[Home] = []
         for one in new:
@@ -90,12 +91,24 @@ async def create(router: Router, call: Call, prepared: Prepared) -> tuple[Answer
         try:
             return await make(router, call, new, homes)
         except Failed as failed:
+            moved = {name for name in unknown_parents(failed) if name in parents} - found
+            if moved:
+                found |= moved
+                await router.homes.find(sorted(moved), call.tenant)  # raises where nobody has them
+                parents = dict(zip(names, await router.homes.of(names, call.tenant), strict=True))
+                continue
             dealt = {home.tag for home in homes if isinstance(home, Ranks)}
             bound = ({home.tag for home in parents.values()} | dealt) & failed.errors.keys()
             passed_over |= failed.errors.keys()
             open_ = {one.tag for one in router.members.engines if one.takes_new} - passed_over
             if bound or not open_ or not all(map(may_pass_over, failed.errors.values())):
                 raise refusal(router, new, homes, failed) from failed
+
+
+def unknown_parents(failed: Failed) -> list[str]:
+    """The parents that engines did not know: they may have been moved."""
+    problems = [json.loads(e.text) for e in failed.errors.values() if isinstance(e, ProblemText)]
+    return [name for one in problems for name in unknown_in(one)]
 
 
 def news_of(call: Call, prepared: Prepared) -> list[New]:

@@ -70,6 +70,8 @@ class Engine:
         """Pages placed there since `load` was told."""
         self.is_leaving = False
         """It takes no new sequences, because it is to be removed."""
+        self.is_draining = False
+        """It says so itself."""
         self.num_calls = self.num_waiting = 0
 
     def learn(self, info: InfoAnswer) -> None:
@@ -84,7 +86,7 @@ class Engine:
     @property
     def takes_new(self) -> bool:
         """Whether new sequences may be placed there."""
-        return self.is_ready and not self.is_leaving
+        return self.is_ready and not (self.is_leaving or self.is_draining)
 
     @property
     def load_now(self) -> Load:

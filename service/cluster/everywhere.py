@@ -76,6 +76,10 @@ def most(_: Fields, answers: Sequence[Fields]) -> Fields:
     return max(answers, key=lambda one: one["num_pages"])
 
 
+def union(_: Fields, answers: Sequence[Fields]) -> Fields:
+    return {"namespaces": sorted({name for one in answers for name in one["namespaces"]})}
+
+
 JOINS: Final[Mapping[str, Join]] = {
     "list_sequences": listed,
     "delete_sequences": added,
@@ -86,6 +90,7 @@ JOINS: Final[Mapping[str, Join]] = {
     "clear": added,
     "get_namespace": namespace,
     "set_namespace": namespace,
+    "list_namespaces": union,
 }
 IF_THERE: Final = frozenset({"pin", "unpin"})
 """An engine that does not have the page is no failure while another does."""

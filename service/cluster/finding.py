@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from service.cluster.answering import each
+from service.cluster.answering import MOVING, each, is_moving
 from service.cluster.engine import Call, Engine
 from service.cluster.names import BETWEEN, Names, tags_of
 from service.cluster.ranks import Home, drop
@@ -102,12 +101,16 @@ class Homes:
         shards: dict[int, str] = {}
         ranks = 1
         for one in [engine, *(other for other in self.members.engines if other is not engine)]:
-            with suppress(ProblemText):
-                call = one.own(GET_SEQUENCE, tenant, ASK_DEADLINE_S)
+            call = one.own(GET_SEQUENCE, tenant, ASK_DEADLINE_S)
+            try:
                 shard = (await one.ask(call, {"id": name})).fields.get("shard")
-                if shard is None:
+            except ProblemText as refused:
+                if is_moving(refused):
                     return one.tag
-                shards[shard["rank"]], ranks = one.tag, shard["ranks"]
+                continue
+            if shard is None:
+                return one.tag
+            shards[shard["rank"]], ranks = one.tag, shard["ranks"]
         tag = BETWEEN.join(shards[rank] for rank in sorted(shards))
         if len(shards) < ranks:
             self.let_go(name, tag, tenant)
@@ -147,8 +150,12 @@ async def known_there(engine: Engine, ids: Sequence[str], tenant: Tenant) -> lis
         await engine.ask(call, fields)
     except ProblemText as refused:
         problem = json.loads(refused.text)
+        named = set(problem.get("sequences", ()))
+        others = [name for name in ids if name not in named]
+        if problem["code"] == MOVING:  # it is there until it has gone
+            more = await known_there(engine, others, tenant) if others else []
+            return [*named, *more]
         if problem["code"] != "unknown_sequence":
             raise
-        unknown = set(problem["sequences"])
-        return [name for name in ids if name not in unknown]
+        return others
     return list(ids)

@@ -287,6 +287,7 @@ class Members:
         engine.promised -= promised
         held = told["referenced"] + told["pinned"]
         engine.load = Load(told["free"], told["cached"], held)
+        engine.is_draining = told["draining"]
         if self.metrics is not None:
             pages = {state: told[state] for state in STATES}
             calls, engine.num_calls = engine.num_calls, 0

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import ray
 
+from service.cluster.listed import Listed
+
 NAME: Final = "attnd-directory"
 NAMESPACE: Final = "attnd"
 REPORT_S: Final = 0.5
@@ -29,6 +31,12 @@ class Place:
     path: str
     address: str
     is_leaving: bool = False
+
+    def listed(self, node: str, lost_after_s: float) -> Listed:
+        """How it is called from a node."""
+        if self.node == node:
+            return Listed(self.name, self.path, is_leaving=self.is_leaving)
+        return Listed(self.name, self.address, lost_after_s, self.is_leaving)
 
 
 class Directory:

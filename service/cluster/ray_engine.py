@@ -4,9 +4,11 @@ is and what it has, and empties it before it goes."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -14,16 +16,20 @@ import ray
 from ray import serve
 
 from config.settings import Settings
+from service.cluster.draining import drain
 from service.cluster.engine import Engine, Told
+from service.cluster.listed import write_members
 from service.cluster.local import LocalEngines
 from service.cluster.placement import Load
 from service.cluster.ray_directory import REPORT_S, Place, directory
+from service.cluster.router import Router
 from service.cluster.staging import Staging
 from service.doors.link import Link
 from service.errors import NotReady
 from service.operations.table import BY_NAME
 from service.tenants import OPEN, SCOPES, tenant_of
 
+LOG: Final = logging.getLogger("attnd.cluster")
 ASK_S: Final = 5.0
 YOUNG_S: Final = 10.0
 MOST_DEATHS: Final = 3
@@ -100,20 +106,43 @@ class EngineReplica:
             return await self.engine.ask(call, {})
 
     async def __del__(self) -> None:
-        """Serve scales down: take nothing new, wait until the sequences there are have gone, for as
-        long as `cluster.drain_s` says, then end the process."""
+        """Serve scales down: take nothing new, and have the sequences moved to the other engines;
+        what cannot be moved is waited for, for as long as `cluster.drain_s` says. Then end the
+        process."""
         self.is_leaving = True
+        emptying = asyncio.create_task(self.move_away())
         ends = time.monotonic() + self.settings.cluster.drain_s
         while time.monotonic() < ends and not await self.directory.has_ended.remote():
             if not await self.num_sequences():
                 break
             await asyncio.sleep(REPORT_S)
+        emptying.cancel()
+        with suppress(asyncio.CancelledError):
+            await emptying
         self.watching.cancel()
         await self.directory.leave.remote(self.name)
         await asyncio.sleep(2 * REPORT_S)  # all ingresses know by then
         self.engines.close()
         self.staging.close()
         self.folder.cleanup()
+
+    async def move_away(self) -> None:
+        """A router of its own calls this engine and the others, and empties this one."""
+        members = Path(self.folder.name) / "cluster.json"
+        router = Router(self.settings.server, self.tenant is not OPEN)
+        try:
+            heard, _ = await self.directory.read.remote()
+            node, patience = (
+                ray.get_runtime_context().get_node_id(),
+                self.settings.cluster.lost_after_s,
+            )
+            write_members(members, [one.listed(node, patience) for one in heard])
+            await router.connect(str(members), "replica", self.engines.secret)
+            await drain(router, self.name)
+        except Exception:
+            LOG.exception("%s could not be emptied: its sequences are waited for", self.name)
+        finally:
+            router.close()
 
     async def num_sequences(self) -> int:
         try:

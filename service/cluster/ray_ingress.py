@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from config.settings import Settings
 from service.addresses import bind_addresses
 from service.cluster.doors import start_doors
-from service.cluster.listed import Listed, write_members
+from service.cluster.listed import write_members
 from service.cluster.ray_directory import REPORT_S, Place, directory
 
 ENDING_S: Final = 5.0
@@ -61,17 +61,13 @@ class IngressReplica:
         for name in [name for name in self.known if name in silent or self.has_left(name, names)]:
             del self.known[name]
         if self.known != before:
-            write_members(self.addresses.members, list(map(self.listed, self.known.values())))
+            patience = self.settings.cluster.lost_after_s
+            listed = [place.listed(self.node, patience) for place in self.known.values()]
+            write_members(self.addresses.members, listed)
 
     def has_left(self, name: str, heard: set[str]) -> bool:
         """An engine that was leaving, and is not told of any more, has gone."""
         return self.known[name].is_leaving and name not in heard
-
-    def listed(self, place: Place) -> Listed:
-        if place.node == self.node:
-            return Listed(place.name, place.path, is_leaving=place.is_leaving)
-        patience = self.settings.cluster.lost_after_s
-        return Listed(place.name, place.address, patience, place.is_leaving)
 
     def check_health(self) -> None:
         """Serve asks; raises RuntimeError where it should start the replica anew."""

@@ -12,15 +12,18 @@ from functools import lru_cache
 from typing import Final
 
 from config.server import ServerSettings
+from service.cluster.answering import MOVING, MOVING_PAUSE_S, is_moving, reply, waiting
 from service.cluster.batching import ask_batch, ask_together
 from service.cluster.creating import create
-from service.cluster.engine import Call
+from service.cluster.draining import drain
+from service.cluster.engine import Call, problem_in
 from service.cluster.finding import Homes
 from service.cluster.importing import ask_import
 from service.cluster.members import Members
 from service.cluster.spreading import ask_everywhere, ask_for_lease
 from service.cluster.staging import Staging
-from service.errors import DeadlineExceeded, NotReady
+from service.doors.problems import ProblemText
+from service.errors import DeadlineExceeded, InvalidRequest, NotReady
 from service.image.dtypes import Part
 from service.image.reading import split
 from service.metrics import Metrics
@@ -34,6 +37,7 @@ REMEMBERED_BYTES: Final = 16 * 2**10
 """Longest header that is remembered."""
 GRACE_S: Final = 5.0
 """An engine keeps deadlines itself; one that has not answered so long after is not waited for."""
+MOVING_STATUS: Final = 503
 Answer = tuple[Answered, Slot]
 Ask = Callable[["Router", Call, Prepared], Awaitable[Answer]]
 
@@ -52,6 +56,7 @@ class Router:
         self.staging = Staging(limits)
         self.members = Members(limits, has_keys, self.staging, metrics)
         self.homes = Homes(self.members)
+        self.drains: dict[str, asyncio.Task[None]] = {}
         self.remembered = lru_cache(maxsize=512)(self.read)
 
     async def connect(self, path: str, name: str, secret: str) -> None:
@@ -94,6 +99,8 @@ class Router:
             engine.link.trim()
 
     def close(self) -> None:
+        for name in list(self.drains):
+            self.stop_draining(name)
         self.members.close()
         self.staging.close()
 
@@ -116,12 +123,38 @@ class Router:
         request.hold()  # the image lies there until the call is over, also when nobody waits
         try:
             async with asyncio.timeout(patience):
-                return await ROUTES[operation.routed](self, call, self.prepared(call))
+                return await self.route(call, self.prepared(call))
         except TimeoutError:
             told = f"no engine answered within {patience:g} s: the operation may have taken effect"
             raise DeadlineExceeded(told) from None
         finally:
             request.free()
+
+    async def route(self, call: Call, prepared: Prepared) -> Answer:
+        """The answer of whom the operation is for; a sequence that is on its way to another engine
+        is waited for."""
+        ask, waits = ROUTES[call.operation.routed], waiting()
+        while True:
+            try:
+                answered, slot = await ask(self, call, prepared)
+                if answered.status != MOVING_STATUS or problem_in(answered)["code"] != MOVING:
+                    return answered, slot
+                if not next(waits, False):
+                    return answered, slot
+                self.give_back(slot)
+            except ProblemText as refused:
+                if not is_moving(refused) or not next(waits, False):
+                    raise
+            await asyncio.sleep(MOVING_PAUSE_S)
+
+    def drain(self, name: str) -> None:
+        """Begin to move an engine's sequences to the others, and go on until it has none."""
+        if name not in self.drains or self.drains[name].done():
+            self.drains[name] = asyncio.get_running_loop().create_task(drain(self, name))
+
+    def stop_draining(self, name: str) -> None:
+        if (task := self.drains.pop(name, None)) is not None:
+            task.cancel()
 
     def prepared(self, call: Call) -> Prepared:
         """The request, checked as its engine will check it. Raises MalformedBody, InvalidRequest,
@@ -157,6 +190,22 @@ async def ask_any(router: Router, call: Call, prepared: Prepared) -> Answer:
                 raise
 
 
+async def ask_engine(router: Router, call: Call, prepared: Prepared) -> Answer:
+    """The engine of a name, which is to be emptied, or is not to be any more."""
+    name, stop = prepared.fields.name, prepared.fields.stop
+    member = router.members.by_name.get(name)
+    if member is None:
+        raise InvalidRequest("name", name, "no engine is called so: GET /v1/engines has them")
+    if member.engine is None:
+        raise NotReady(member.why)
+    told = await member.engine.ask(call, {"name": name, "stop": stop})
+    if stop:
+        router.stop_draining(name)
+    else:
+        router.drain(name)
+    return reply(router.staging, call, told.fields, stages=told.stages)
+
+
 ROUTES: Final[dict[Routing, Ask]] = {
     "sequence": ask_home,
     "sequences": ask_homes,
@@ -165,5 +214,6 @@ ROUTES: Final[dict[Routing, Ask]] = {
     "imported": ask_import,
     "everywhere": ask_everywhere,
     "anywhere": ask_any,
+    "engine": ask_engine,
     "lease": ask_for_lease,
 }

@@ -40,12 +40,24 @@ def export_sequence(store: Store, request: Request, _: Seconds) -> Work:
         raise InvalidRequest("id", request.tenant.shown(fields.id), rule)
     header = header_of(store, leaf, fields.part_bytes)
     if fields.part is None:
-        return tell_header(store, request, leaf, header)
+        shared = [
+            shared_len(store, leaf, store.tree.books.leaf(one)) for one in fields.beside or ()
+        ]
+        return tell_header(store, request, leaf, header, shared)
     if fields.generation != header.generation:
         raise SequenceChanged(request.tenant.shown(fields.id), header.generation)
     if fields.part >= header.num_parts:
         raise InvalidRequest("part", fields.part, f"must be below num_parts = {header.num_parts}")
     return read_part(store, request, leaf, header)
+
+
+def shared_len(store: Store, leaf: Leaf, other: Leaf) -> int:
+    """How many tokens are in full pages that two sequences have in common."""
+    counts = store.tree.books.num_pages[[leaf.index, other.index]]
+    num_pages = int(counts.min())
+    differ = np.flatnonzero(leaf.table[:num_pages] != other.table[:num_pages])
+    same = int(differ[0]) if differ.size else num_pages
+    return same * store.geometry.page_size
 
 
 def header_of(store: Store, leaf: Leaf, part_bytes: int) -> Header:
@@ -111,7 +123,9 @@ class PartDigest:
         return self._whole.digest()
 
 
-def tell_header(store: Store, request: Request, leaf: Leaf, header: Header) -> Work:
+def tell_header(
+    store: Store, request: Request, leaf: Leaf, header: Header, shared: Sequence[int]
+) -> Work:
     prefix = names_of(store.tree, leaf)
     names = named_pages(prefix)
     if prefix is not None:
@@ -119,9 +133,10 @@ def tell_header(store: Store, request: Request, leaf: Leaf, header: Header) -> W
         update = {"num_named": num_named, "cache_salt": prefix.cache_salt}
         header = header.model_copy(update=update)
     shapes: tuple[Shaped, ...] = tuple((n, one.dtype, one.shape) for n, one in names.items())
-    request.place.require(TEXT_BYTES + NUMBER_BYTES * len(header.lengths), shapes)
+    request.place.require(TEXT_BYTES + NUMBER_BYTES * (len(header.lengths) + len(shared)), shapes)
     digest = header_digest(header, names).hex()
-    laid = request.place.lay({"header": header.model_dump(), "digest": digest}, shapes)
+    told = {"header": header.model_dump(), "digest": digest, "shared": shared}
+    laid = request.place.lay(told, shapes)
     for name, place in laid.items():
         place[...] = names[name]
     return Answered()

@@ -16,6 +16,7 @@ from service.engine.exports import (
     rows_at_once,
     spans_of,
 )
+from service.engine.moving import refuse_new
 from service.engine.prefix import ANSWER_BYTES, NO_COST, most_tokens, prefix_of
 from service.engine.request import Request
 from service.engine.store import Store
@@ -70,6 +71,7 @@ def begin(store: Store, request: Request, header: Header) -> Work:
     if under_way is not None and under_way.begun != digest:
         raise ImportExists(tenant.shown(fields.id))
     if under_way is None:
+        refuse_new(store)
         if tree.num_sequences >= store.max_sequences:
             raise OutOfSequences(1, 0, store.max_sequences)
         under_way = take_pages(store, request, header, digest)
@@ -83,13 +85,15 @@ def take_pages(store: Store, request: Request, header: Header, digest: bytes) ->
     """The hidden sequence, beginning with what is cached. Raises `OutOfPages`."""
     fields, tree = request.fields, store.tree
     size, prefix = header.page_size, None
-    if fields.share and header.num_named:
+    if fields.share and header.num_named and fields.base is None:
         names = NamedPages(cache_salt=header.cache_salt)
         prefix = prefix_of(names, request.tensors, most_tokens(store))
     namespace = request.tenant.namespace
     new = Unfinished(fields.id, namespace, header, digest, digest, 0, 0, fields.idle_s, 0.0)
-    spec = NewSpec(new.hidden, None, None, prefix, namespace, fields.idle_s)
+    length = None if fields.base is None else fields.base_len
+    spec = NewSpec(new.hidden, fields.base, length, prefix, namespace, fields.idle_s)
     tree.create((spec,))
+    tree.books.leaf(new.hidden).origin = None
     try:
         new.first_page = tree.describe(new.hidden).length // size
         fill(tree, new.hidden, header.lengths)

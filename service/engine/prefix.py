@@ -148,6 +148,14 @@ def get_namespace(store: Store, request: Request, _: Seconds) -> Work:
     return Answered()
 
 
+def list_namespaces(store: Store, request: Request, _: Seconds) -> Work:
+    every = store.tree.budget.namespaces.values()
+    names = sorted(one.name for one in every if one.used or one.num_sequences)
+    request.place.require(ANSWER_BYTES + sum(len(name) + 3 for name in names))
+    request.place.lay({"namespaces": names})
+    return Answered()
+
+
 def set_namespace(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
     request.place.require(ANSWER_BYTES)

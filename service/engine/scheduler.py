@@ -19,7 +19,7 @@ from service.engine.longs import Longs
 from service.engine.open_steps import OpenSteps
 from service.engine.refusals import refusal_of
 from service.engine.store import FATAL, Store
-from service.engine.turns import sharing_of, turn_of
+from service.engine.turns import refuse_leaving, sharing_of, turn_of
 from service.engine.work import Alone, Job, Opened, Sliced
 from service.errors import Cancelled, DeadlineExceeded, OutOfPages
 from service.metrics import Metrics
@@ -181,6 +181,8 @@ class Scheduler:
         try:
             if job.request.step is not None:
                 self.steps.check(job.request.step.lane)
+            if self._store.leaving:
+                refuse_leaving(self._store, job.request)
             job.work = turn_of(job.request).begin(self._store, job.request, job.seconds)
         except FATAL:
             raise

@@ -15,6 +15,7 @@ from service.core.errors import InvalidRequest
 from service.core.keys import Prefix
 from service.core.shards import Shard
 from service.core.values import NewSpec, RowCopies, SequenceView
+from service.engine.moving import refuse_new
 from service.engine.prefix import most_tokens, prefix_of
 from service.engine.request import Request
 from service.engine.rows import NUMBER_BYTES
@@ -36,6 +37,8 @@ NO_COST: Final = Cost()
 def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
     new = request.fields.sequences
     tree = store.tree
+    if any(one.parent is None for one in new):
+        refuse_new(store)
     if dealt := [one.ranks for one in new if (one.ranks or 1) > 1]:
         raise InvalidRequest("ranks", max(dealt), "must be at most 1, the engines that there are")
     free = store.max_sequences - tree.num_sequences

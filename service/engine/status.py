@@ -35,6 +35,7 @@ def engines(store: Store, request: Request, _: Seconds) -> Work:
         "cached": numbers.cached,
         "pinned": numbers.pinned,
         "sequences": numbers.sequences,
+        "draining": store.is_draining,
     }
     request.place.lay({"engines": [told]})
     return Answered()

@@ -14,6 +14,7 @@ from service.core.sharding import extend
 from service.core.tree import PrefixTree
 from service.core.values import Extension
 from service.engine.history import History
+from service.engine.leaving import Leaving
 from service.engine.plans import PlanCache
 from service.engine.slices import Pace
 from service.engine.snapshot import Snapshots
@@ -73,6 +74,8 @@ class Store:
         if self.history.is_kept:
             self.tree.cache.named.listener = self.history.hear
         self.imports = UnfinishedImports(self.tree.books)
+        self.leaving = Leaving(self.tree)
+        self.is_draining = False
         self.now = time.monotonic()
         self.snapshots = Snapshots(self) if live else None
         self._watermark = int(high_watermark * geometry.num_pages)
@@ -133,7 +136,8 @@ class Store:
 
     def drop_outlived(self, is_held: Callable[[str], bool]) -> None:
         """Delete the sequences that nobody has used for as long as they may live unused."""
-        self.tree.free(self.tree.books.outlived(is_held))
+        leaving = self.leaving.marks
+        self.tree.free(self.tree.books.outlived(lambda name: name in leaving or is_held(name)))
         self.imports.drop_gone()
 
     def numbers(self, namespace: str | None = None) -> PoolNumbers:

@@ -10,11 +10,13 @@ from service.engine.attention import cascade, decode, prefill
 from service.engine.events import events
 from service.engine.exports import export_sequence
 from service.engine.imports import cancel_import, get_import, import_sequence
+from service.engine.moving import drain_engine, hand_over
 from service.engine.prefix import (
     clear,
     commit,
     evict,
     get_namespace,
+    list_namespaces,
     match_prefix,
     pin,
     release_lease,
@@ -73,6 +75,10 @@ def made(request: Request) -> Iterable[str]:
     return [new.id for new in request.fields.sequences if new.id is not None]
 
 
+def import_base(request: Request) -> Iterable[str]:
+    return () if request.fields.base is None else (request.fields.base,)
+
+
 def named_ids(request: Request) -> Iterable[str]:
     return request.fields.names  # type: ignore[no-any-return]
 
@@ -94,6 +100,7 @@ class Turn:
     `reads` and `writes` name the sequences that must stand still meanwhile. `is_barrier`: it gives
     pages away or renames them, so everything before it must be settled for good. `is_attention`: it
     may share a launch with its like. `sweeps`: it writes every sequence whose id begins like this.
+    `moves`: it is for sequences that leave, too.
     """
 
     begin: Callable[[Store, Request, Seconds], Work]
@@ -103,6 +110,7 @@ class Turn:
     is_attention: bool = False
     launches: bool = False
     sweeps: Callable[[Request], str | None] = no_prefix
+    moves: bool = False
 
 
 TURNS: Final[dict[str, Turn]] = {
@@ -136,16 +144,27 @@ TURNS: Final[dict[str, Turn]] = {
     "get_namespace": Turn(get_namespace),
     "set_namespace": Turn(set_namespace),
     "events": Turn(events),
-    "export_sequence": Turn(export_sequence, reads=one_id, is_barrier=True),
-    "import_sequence": Turn(import_sequence, writes=one_id, is_barrier=True),
+    "export_sequence": Turn(export_sequence, reads=one_id, is_barrier=True, moves=True),
+    "import_sequence": Turn(import_sequence, import_base, one_id, is_barrier=True),
     "get_import": Turn(get_import, reads=one_id),
     "cancel_import": Turn(cancel_import, writes=one_id, is_barrier=True),
     "snapshot": Turn(snapshot),
+    "hand_over": Turn(hand_over, writes=one_id, is_barrier=True, moves=True),
+    "drain_engine": Turn(drain_engine),
+    "list_namespaces": Turn(list_namespaces),
 }
 
 
 def turn_of(request: Request) -> Turn:
     return TURNS[request.operation.name]
+
+
+def refuse_leaving(store: Store, request: Request) -> None:
+    """Raises SequenceMoving where a request is for a sequence that leaves this engine."""
+    turn = turn_of(request)
+    if not turn.moves:
+        names = (*turn.reads(request), *turn.writes(request))
+        store.leaving.check(names, turn.sweeps(request), request)
 
 
 def sharing_of(request: Request, turn: Turn) -> Hashable | None:

@@ -127,6 +127,10 @@ class QuotaFields(Fields):
     """Pages that nobody else may take."""
 
 
+class NamespacesAnswer(Fields):
+    namespaces: list[str]
+
+
 class NamespaceAnswer(Fields):
     name: NamespaceName
     max_pages: Count | None
@@ -277,6 +281,19 @@ CLEAR: Final = Operation(
     scope="append",
     frees=True,
     answer_text="How many pages were evicted.",
+    routing="everywhere",
+)
+
+LIST_NAMESPACES: Final = Operation(
+    name="list_namespaces",
+    number=37,
+    method="GET",
+    path="/v1/namespaces",
+    summary="The namespaces that have sequences or pages",
+    tag="prefix cache",
+    fields=NoFields,
+    answer=NamespacesAnswer,
+    scope="admin",
     routing="everywhere",
 )
 

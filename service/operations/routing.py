@@ -17,6 +17,7 @@ Routing = Literal[
     "everywhere",  # every engine, their answers made one
     "anywhere",  # any engine: it touches no pool, or all say the same
     "lease",  # the engine that gave the lease, which its id tells
+    "engine",  # the engine that its path names
     "imported",  # an import: placed when it begins, then where it was begun
 ]
 

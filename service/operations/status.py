@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
+
+from pydantic import Field
 
 from service.operations.common import Count, Fields, NoFields
 from service.operations.info import InfoAnswer
@@ -41,10 +43,26 @@ class EngineAnswer(Fields):
     cached: Count
     pinned: Count
     sequences: Count
+    draining: bool
+    """It takes no new sequences: it is being emptied."""
 
 
 class EnginesAnswer(Fields):
     engines: list[EngineAnswer]
+
+
+class DrainFields(Fields):
+    name: Annotated[str, Field(max_length=256)]
+    """The engine, as `GET /v1/engines` calls it."""
+    stop: bool = False
+    """Have it take new sequences again; those that were moved stay where they are."""
+
+
+class DrainAnswer(Fields):
+    name: str
+    draining: bool
+    sequences: Count
+    """How many it has still."""
 
 
 INFO: Final = Operation(
@@ -85,4 +103,20 @@ ENGINES: Final = Operation(
     answer=EnginesAnswer,
     scope="admin",
     routing="everywhere",
+)
+
+DRAIN_ENGINE: Final = Operation(
+    name="drain_engine",
+    number=36,
+    method="POST",
+    path="/v1/engines/{name}/drain",
+    summary="Empty an engine of a cluster: its sequences are moved to the others",
+    description="Answers at once; `GET /v1/engines` tells how far it is. The engine takes no new "
+    "sequences until this is called with `stop`. One engine by itself only does that.",
+    tag="service",
+    fields=DrainFields,
+    answer=DrainAnswer,
+    scope="admin",
+    routing="engine",
+    example={"stop": False},
 )

@@ -12,6 +12,7 @@ from service.operations.prefix import (
     COMMIT,
     EVICT,
     GET_NAMESPACE,
+    LIST_NAMESPACES,
     MATCH,
     PIN,
     RELEASE_LEASE,
@@ -32,8 +33,8 @@ from service.operations.sequences import (
 )
 from service.operations.snapshot import SNAPSHOT
 from service.operations.spec import Operation
-from service.operations.status import ENGINES, INFO, POOL
-from service.operations.transfer import CANCEL_IMPORT, EXPORT, GET_IMPORT, IMPORT
+from service.operations.status import DRAIN_ENGINE, ENGINES, INFO, POOL
+from service.operations.transfer import CANCEL_IMPORT, EXPORT, GET_IMPORT, HAND_OVER, IMPORT
 
 OPERATIONS: Final[tuple[Operation, ...]] = (
     CREATE_SEQUENCES,
@@ -70,6 +71,9 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     ENGINES,
     SNAPSHOT,
     CLAIM,
+    HAND_OVER,
+    DRAIN_ENGINE,
+    LIST_NAMESPACES,
 )
 BY_NAME: Final = {operation.name: operation for operation in OPERATIONS}
 BY_NUMBER: Final = {operation.number: operation for operation in OPERATIONS}

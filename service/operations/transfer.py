@@ -23,8 +23,10 @@ from service.operations.sequences import SequenceFields
 from service.operations.spec import Operation, TensorSpec
 from service.operations.tensors import row
 
+MAX_BESIDE: Final = 256
 DEFAULT_PART_BYTES: Final = 16 * 2**20
 DEFAULT_IDLE_S: Final = 60.0
+DEFAULT_HAND_OVER_S: Final = 10.0
 MAX_IDLE_S: Final = 3600.0
 STORED_DTYPES: Final = {
     "fp32": "F32",
@@ -128,6 +130,8 @@ class ExportFields(Fields):
     part_bytes: PartBytes = DEFAULT_PART_BYTES
     """Bytes of k and v in a part, at most. With `part`: the header's, which may be less than what
     was asked for, as a part has to fit one request and one answer of this service."""
+    beside: Annotated[list[SequenceId], Field(max_length=MAX_BESIDE, fail_fast=True)] | None = None
+    """Without `part`: sequences that may share pages with this one."""
 
 
 class ExportAnswer(Fields):
@@ -136,6 +140,8 @@ class ExportAnswer(Fields):
     digest: Digest
     """Of the header and the names, or of the part and all before it: the last part's is that of the
     whole."""
+    shared: Counts | None = None
+    """Without `part`: for each of `beside`, the tokens of full pages that both sequences have."""
 
 
 class ImportFields(Fields):
@@ -154,11 +160,27 @@ class ImportFields(Fields):
     import."""
     share: bool = True
     """With `header`: begin with those pages that the prefix cache has by the export's names."""
+    base: SequenceId | None = None
+    """With `header`: begin as a fork of this sequence, whose first `base_len` tokens are known to
+    be the same, instead of with what is cached."""
+    base_len: Count = 0
+    """Tokens, in full pages."""
     idle_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_IDLE_S
     """With `header`: give up when nothing has come for so many seconds."""
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
         return pool_sizes(info)
+
+
+class HandOverFields(Fields):
+    id: SequenceId
+    state: Literal["leaving", "handed", "gone", "back"]
+    """What becomes of it."""
+    generation: Generation | None = None
+    """With `handed`: that of the export which the other engine has; another is refused (409)."""
+    for_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_HAND_OVER_S
+    """Seconds after which a sequence that is leaving stays, and one that is handed is gone, where
+    nobody says what becomes of it."""
 
 
 class ImportAnswer(Fields):
@@ -202,12 +224,26 @@ def check_import(fields: ImportFields, entries: Entries, info: InfoAnswer) -> No
         refuse("before", fields.before, "is that of a part: give part as well")
     if fields.header is not None:
         check_header(fields.header, info)
+        check_base(fields, fields.header)
         check_names(fields.header, entries)
     dtype = STORED_DTYPES[info.dtype]
     for name in sorted({"k", "v"} & entries.keys()):
         if DTYPE_NAMES[entries[name].dtype] != dtype:
             rule = f"must be {dtype}: rows come as the pool stores them"
             refuse(f"{name}.dtype", DTYPE_NAMES[entries[name].dtype], rule)
+
+
+def check_base(fields: ImportFields, header: Header) -> None:
+    """What an import shares with its base is in full pages, at every layer."""
+    least = min(header.lengths) // header.page_size * header.page_size
+    if fields.base_len > least or fields.base_len % header.page_size:
+        rule = f"must be a multiple of {header.page_size}, and at most {least}"
+        refuse("base_len", fields.base_len, rule)
+
+
+def check_hand_over(fields: HandOverFields, entries: Entries, info: InfoAnswer) -> None:
+    if (fields.generation is not None) != (fields.state == "handed"):
+        refuse("generation", fields.generation, "goes with state = handed, and must be given then")
 
 
 def check_header(header: Header, info: InfoAnswer) -> None:
@@ -291,6 +327,25 @@ IMPORT: Final = Operation(
         "digest": "0f" * 32,
         "tensors": row("k", 1) | row("v", 1),
     },
+)
+
+HAND_OVER: Final = Operation(
+    name="hand_over",
+    number=35,
+    method="POST",
+    path="/v1/sequences/{id}/hand-over",
+    summary="Refuse calls for a sequence while it is moved to another engine",
+    description="First `leaving`: then it may be exported, and is refused to all else. `handed` "
+    "once the other engine has it all: it does not come back by itself any more. `gone` deletes it "
+    "here, `back` has it stay.",
+    tag="transfer",
+    fields=HandOverFields,
+    answer=None,
+    check=check_hand_over,
+    scope="append",
+    status=204,
+    answer_text="It is so.",
+    example={"state": "leaving"},
 )
 
 GET_IMPORT: Final = Operation(

@@ -53,6 +53,9 @@ def test_the_numbers_of_each_error_are_attributes() -> None:
     taken = caught(service.SequenceTaken({"a": 7}))
     assert isinstance(taken, errors.SequenceTaken)
     assert taken.epochs == {"a": 7}
+    moving = caught(service.SequenceMoving(["a"]))
+    assert isinstance(moving, errors.SequenceMoving)
+    assert moving.sequences == ("a",)
     pages = caught(service.OutOfPages(12, 3, 64, {"referenced": 61}))
     assert isinstance(pages, errors.OutOfPages)
     assert (pages.needed, pages.free, pages.total) == (12, 3, 64)

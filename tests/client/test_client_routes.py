@@ -46,6 +46,7 @@ METHODS = [
     "info",
     "pool",
     "engines",
+    "drain_engine",
     "snapshot",
     "live",
     "ready",
@@ -265,9 +266,14 @@ def test_pool_and_metrics_are_read(kind: Kind) -> None:
     told = ask(kind, Script(answer(pool)), "pool")
     assert told == attnd.Pool(5, 1, 1, 1, 8, 4, 2, 3, 1.5, "ok", imports=2)
     numbers = {"free": 5, "referenced": 1, "cached": 1, "pinned": 1, "sequences": 2}
-    engines = {"engines": [{"name": "engine-0", "instance_id": "a"} | numbers]}
+    one = {"name": "engine-0", "instance_id": "a", "draining": True} | numbers
+    engines = {"engines": [one]}
     told = ask(kind, Script(answer(engines)), "engines")
-    assert told == (attnd.EngineInfo("engine-0", "a", 5, 1, 1, 1, 2),)
+    assert told == (attnd.EngineInfo("engine-0", "a", 5, 1, 1, 1, 2, True),)
+    script = Script(answer({"name": "engine-0", "draining": True, "sequences": 2}))
+    assert ask(kind, script, "drain_engine", "engine-0") == 2
+    assert sent(script) == ("POST", "/v1/engines/engine-0/drain")
+    assert script.fields() == {"stop": False}
     text = "# HELP attnd_x x\nattnd_x 1.0\n"
     plain = {"content-type": "text/plain; version=1.0.0; charset=utf-8"}
     reply = Scripted(200, text.encode(), plain)

@@ -47,6 +47,9 @@ NUMBERS = {
     "engines": 32,
     "snapshot": 33,
     "claim": 34,
+    "hand_over": 35,
+    "drain_engine": 36,
+    "list_namespaces": 37,
 }
 
 

@@ -196,6 +196,17 @@ def engines() -> Call[tuple[EngineInfo, ...]]:
     return Call("engines", reads(engines_of), repeatable=True)
 
 
+def drain_engine(name: str, *, stop: bool = False) -> Call[int]:
+    """Have a cluster's engine take no new sequences, and move those that it has to the others; or
+    `stop` that. Returns at once, with how many it has still; `engines` tells how far it is."""
+    return Call(
+        "drain_engine",
+        reads(lambda reply: int(reply.fields["sequences"])),
+        repeatable=True,
+        fields={"name": name, "stop": stop},
+    )
+
+
 def snapshot() -> Call[Snapshot]:
     """The state of every page and the tree's largest parts, of all namespaces.
 

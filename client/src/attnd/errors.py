@@ -38,6 +38,7 @@ AttndError                       request_id
     ├── Internal                 500
     ├── NotSupported             501
     ├── NotReady                 503 retry_after_s
+    ├── SequenceMoving           503 sequences
     ├── DeadlineExceeded         504
     ├── OutOfPages               507 needed, free, total, held
     └── OutOfSequences           507 needed, free, total
@@ -201,6 +202,14 @@ class SequenceTaken(ServiceError):
     @property
     def epochs(self) -> dict[str, int]:
         return {str(name): int(epoch) for name, epoch in self.problem.get("epochs", {}).items()}
+
+
+class SequenceMoving(ServiceError):
+    """`sequences` are on their way from one engine of a cluster to another: try again."""
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        return tuple(self.problem.get("sequences", ()))
 
 
 class KeyMismatch(ServiceError):
@@ -401,6 +410,7 @@ CODES: Final[dict[str, type[ServiceError]]] = {
     "sequence_exists": SequenceExists,
     "length_mismatch": LengthMismatch,
     "sequence_taken": SequenceTaken,
+    "sequence_moving": SequenceMoving,
     "key_mismatch": KeyMismatch,
     "sequence_changed": SequenceChanged,
     "import_exists": ImportExists,

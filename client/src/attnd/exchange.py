@@ -26,6 +26,7 @@ from attnd.errors import (
     NotReady,
     Overloaded,
     ReplyLost,
+    SequenceMoving,
     ServiceError,
     TimedOut,
 )
@@ -156,6 +157,6 @@ def answer(call: Call[T], outcome: Outcome) -> T:
 
 def may_repeat(call: Call[T], error: AttndError) -> bool:
     """Whether sending `call` again after `error` is safe, and could help."""
-    if isinstance(error, (ConnectionFailed, Overloaded, NotReady)):
+    if isinstance(error, (ConnectionFailed, Overloaded, NotReady, SequenceMoving)):
         return True
     return isinstance(error, ReplyLost) and call.repeatable

@@ -254,6 +254,7 @@ class EngineInfo:
     cached: int
     pinned: int
     sequences: int
+    draining: bool
 
 
 @dataclass(frozen=True, slots=True)

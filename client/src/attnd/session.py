@@ -189,6 +189,7 @@ class Session:
     info = blocking(control.info)
     pool = blocking(control.pool)
     engines = blocking(control.engines)
+    drain_engine = blocking(control.drain_engine)
     snapshot = blocking(control.snapshot)
     live = blocking(control.live)
     ready = blocking(control.ready)

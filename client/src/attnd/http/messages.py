@@ -35,6 +35,7 @@ ROUTES: Final[Mapping[str, tuple[str, str]]] = {
     "info": ("GET", "/v1/info"),
     "pool": ("GET", "/v1/pool"),
     "engines": ("GET", "/v1/engines"),
+    "drain_engine": ("POST", "/v1/engines/{name}/drain"),
     "delete_sequences": ("POST", "/v1/sequences/delete"),
     "match_prefix": ("POST", "/v1/prefix/match"),
     "commit": ("POST", "/v1/sequences/{id}/commit"),

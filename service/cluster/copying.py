@@ -1,0 +1,168 @@
+"""One sequence copied from an engine to another: an export that becomes an import, part by part."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from service.cluster.engine import Engine, Told
+from service.cluster.placement import choose
+from service.doors.problems import ProblemText
+from service.errors import NotReady
+from service.image.dtypes import Array
+from service.operations.prefix import COMMIT
+from service.operations.spec import Operation
+from service.operations.transfer import CANCEL_IMPORT, EXPORT, IMPORT, MAX_BESIDE, Header
+from service.tenants import Tenant
+
+if TYPE_CHECKING:
+    from service.cluster.draining import Family
+    from service.cluster.router import Router
+
+ASK_S: Final = 10.0
+PART_BYTES: Final = 4 * 2**20
+ELSEWHERE: Final = frozenset({429, 503, 507})
+
+
+class NoRoom(Exception):
+    """No other engine takes it; what the last one said."""
+
+
+@dataclass(slots=True)
+class Begun:
+    """An import of a `sequence` that `target` has begun: what is exported by `header`, of which
+    `next_part` is the first that is wanted; its `names` of pages; the digest of what has gone."""
+
+    target: Engine
+    tenant: Tenant
+    sequence: str
+    header: dict[str, Any]
+    names: dict[str, Array]
+    next_part: int
+    digest: str
+    num_bytes: int = 0
+
+    @property
+    def num_wanted(self) -> int:
+        """Parts that are not there from the beginning."""
+        wanted: int = self.header["num_parts"] - self.next_part
+        return wanted
+
+
+async def ask(
+    engine: Engine,
+    operation: Operation,
+    tenant: Tenant,
+    fields: Mapping[str, Any],
+    arrays: Mapping[str, Array] | None = None,
+) -> Told:
+    """Raises ProblemText, NotReady, TimeoutError."""
+    async with asyncio.timeout(ASK_S + 1.0):
+        return await engine.ask(engine.own(operation, tenant, ASK_S), fields, arrays)
+
+
+async def begin_copy(router: Router, source: Engine, family: Family, sequence: str) -> Begun:
+    """Export a sequence's header, and begin its import where its family is, or has room. It begins
+    with what it shares with one of the anchors, which both engines have. Raises NoRoom."""
+    tenant, beside = family.tenant, family.anchors[-MAX_BESIDE:]
+    asked: dict[str, Any] = {"id": sequence, "part_bytes": PART_BYTES}
+    told = await ask(source, EXPORT, tenant, asked | ({"beside": beside} if beside else {}))
+    header, digest = told.fields["header"], told.fields["digest"]
+    shared = told.fields["shared"]
+    fields = {"id": sequence, "header": header, "digest": digest, "idle_s": 4 * ASK_S}
+    if shared and max(shared):
+        size = header["page_size"]
+        most = min(max(shared), min(header["lengths"]) // size * size)
+        fields |= {"base": beside[shared.index(max(shared))], "base_len": most}
+    target, state = await placed(router, source, family, fields, told.arrays)
+    family.target = target
+    return Begun(
+        target,
+        tenant,
+        sequence,
+        header,
+        told.arrays,
+        state["next_part"],
+        state["digest"] or digest,
+    )
+
+
+async def placed(
+    router: Router, source: Engine, family: Family, fields: dict[str, Any], names: dict[str, Array]
+) -> tuple[Engine, dict[str, Any]]:
+    """An engine that has begun an import. A family stays together; what has no room there goes
+    nowhere else, as long as others of it have gone there."""
+    passed_over: set[str] = {source.tag}
+    needed = Header.model_validate(fields["header"]).num_pages
+    why = "no other engine takes new sequences"
+    while True:
+        open_ = {
+            one.tag: one
+            for one in router.members.engines
+            if one.takes_new and one.tag not in passed_over
+        }
+        if family.anchors and family.target is not None:
+            open_ = {tag: one for tag, one in open_.items() if one is family.target}
+        if not open_:
+            raise NoRoom(why)
+        loads = {tag: one.load_now for tag, one in open_.items()}
+        target = open_[choose(loads, {}, max(needed, 1))]
+        try:
+            return target, await begin(target, family.tenant, fields, names)
+        except NotReady as error:
+            why = str(error)
+        except ProblemText as refused:
+            problem = json.loads(refused.text)
+            if problem["status"] not in ELSEWHERE:
+                raise
+            why = f"{target.name} says {problem['code']}"
+        passed_over.add(target.tag)
+
+
+async def begin(
+    target: Engine, tenant: Tenant, fields: dict[str, Any], names: dict[str, Array]
+) -> dict[str, Any]:
+    """How far an import is that begins; one of the sequence as it was before is given up."""
+    try:
+        return (await ask(target, IMPORT, tenant, fields, names)).fields
+    except ProblemText as refused:
+        if json.loads(refused.text)["code"] != "import_exists":
+            raise
+    await ask(target, CANCEL_IMPORT, tenant, {"id": fields["id"]})
+    return (await ask(target, IMPORT, tenant, fields, names)).fields
+
+
+async def copy(source: Engine, begun: Begun) -> None:
+    """All parts that are wanted, one after another. Raises what engines refuse."""
+    header, name = begun.header, begun.sequence
+    which = {
+        "id": name,
+        "generation": header["generation"],
+        "part_bytes": header["part_bytes"],
+    }
+    for number in range(begun.next_part, header["num_parts"]):
+        asked = which | {"part": number, "before": begun.digest}
+        part = await ask(source, EXPORT, begun.tenant, asked)
+        brought = {"id": name, "part": number, "before": begun.digest}
+        brought["digest"] = part.fields["digest"]
+        await ask(begun.target, IMPORT, begun.tenant, brought, part.arrays)
+        begun.digest = part.fields["digest"]
+        begun.num_bytes += sum(rows.nbytes for rows in part.arrays.values())
+
+
+async def end_copy(begun: Begun) -> None:
+    """The import gets its name."""
+    ended = {"id": begun.sequence, "digest": begun.digest}
+    await ask(begun.target, IMPORT, begun.tenant, ended)
+
+
+async def commit_copy(begun: Begun) -> None:
+    """The pages of a copy that nobody changes get the names that they had."""
+    if begun.names:
+        salt = {"id": begun.sequence, "cache_salt": begun.header["cache_salt"]}
+        with suppress(ProblemText):  # the cache has others by these names
+            await ask(begun.target, COMMIT, begun.tenant, salt, begun.names)

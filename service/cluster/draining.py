@@ -1,0 +1,298 @@
+"""An engine is emptied: its sequences are exported, and imported by engines that have room.
+
+Calls go on meanwhile. A sequence is copied first as a fork that nobody changes, an anchor; then
+calls for it are held up while the few tokens that came since follow, and it changes its engine. It
+is given up by the old engine before the new one may answer for it, so there are never two of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from service.cluster.answering import each
+from service.cluster.copying import (
+    ASK_S,
+    NoRoom,
+    ask,
+    begin_copy,
+    commit_copy,
+    copy,
+    end_copy,
+)
+from service.cluster.engine import Engine, Told
+from service.doors.problems import ProblemText
+from service.errors import AttndError, NotReady
+from service.operations.prefix import LIST_NAMESPACES
+from service.operations.sequences import (
+    CREATE_SEQUENCES,
+    DELETE_SEQUENCES,
+    GET_SEQUENCE,
+    LIST_SEQUENCES,
+    MAX_LISTED,
+)
+from service.operations.status import DRAIN_ENGINE
+from service.operations.transfer import CANCEL_IMPORT, HAND_OVER
+from service.tenants import OPEN, SCOPES, Tenant, tenant_of
+
+if TYPE_CHECKING:
+    from service.cluster.router import Router
+
+LOG: Final = logging.getLogger("attnd.cluster")
+AT_ONCE: Final = 4
+"""Families that are moved at once; each has one part of 4 MiB under way."""
+TRIES: Final = 4
+MOST_ANCHORS: Final = 3
+SHORT_TAIL: Final = 4
+"""Parts that may follow while calls are held up."""
+AGAIN_S: Final = 0.5
+"""Between two looks at what an engine still has."""
+TOLD_S: Final = 10.0
+"""How often the log says how far it is."""
+ANCHOR_TTL_S: Final = 600.0
+REFUSED: Final = (ProblemText, AttndError, OSError, TimeoutError)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Of one engine: sequences moved, bytes of theirs, and why others were not at the last look."""
+
+    moved: int = 0
+    num_bytes: int = 0
+    stayed: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        stayed = [f"{count} stayed: {why}" for why, count in self.stayed.items()]
+        moved = f"{self.moved} sequences moved, {self.num_bytes >> 20} MiB"
+        return "; ".join([moved, *stayed])
+
+
+@dataclass(slots=True)
+class Family:
+    """Sequences that come from one. `anchors` are forks of theirs that nobody changes, there and at
+    the `target`: later ones begin with what they share with them."""
+
+    tenant: Tenant
+    ids: list[str]
+    target: Engine | None = None
+    anchors: list[str] = field(default_factory=list)
+    all_anchors: list[str] = field(default_factory=list)
+    """Those too that have not come to the target."""
+
+
+async def drain(router: Router, name: str) -> None:
+    """Have an engine take nothing new, and move its sequences away until it has none left, or is to
+    take new ones again."""
+    progress, told_at, is_told = Progress(), time.monotonic(), False
+    while name in router.members.by_name:
+        left: int | None = -1
+        try:
+            if not is_told:
+                source = engine_of(router, name)
+                await ask(source, DRAIN_ENGINE, router.members.tenant, {"name": name})
+                LOG.info("%s is being emptied", name)
+                is_told = True
+            left = await sweep(router, name, progress)
+        except REFUSED as error:
+            progress.stayed = Counter({f"{type(error).__name__}: {error}": 1})
+        if not left:
+            LOG.info("%s is %s: %s", name, "empty" if left == 0 else "kept", progress)
+            return
+        if time.monotonic() - told_at >= TOLD_S:
+            told_at = time.monotonic()
+            LOG.info("%s is being emptied: %s", name, progress)
+        await asyncio.sleep(AGAIN_S)
+
+
+async def sweep(router: Router, name: str, progress: Progress) -> int | None:
+    """Try to move everything that is there; how many sequences are left. None: it is not to be
+    emptied any more."""
+    source = engine_of(router, name)
+    before, progress.stayed = progress.moved, Counter()
+    families: list[Family] = []
+    for tenant in await tenants(router, source):
+        views = await views_of(source, tenant)
+        families += families_of(tenant, views)
+        if dealt := sum("shard" in view for view in views):
+            progress.stayed["a part of one over several engines"] += dealt
+    free = asyncio.Semaphore(AT_ONCE)
+
+    async def move_one(family: Family) -> None:
+        async with free:
+            await move_family(router, name, family, progress)
+
+    for told in await each([move_one(one) for one in families]):
+        if isinstance(told, BaseException):
+            raise told
+    if router.members.metrics is not None:
+        router.members.metrics.moved(name, progress.moved - before, progress.stayed.total())
+    (engine,) = (await router.members.ask(source, "engines")).fields["engines"]
+    return int(engine["sequences"]) if engine["draining"] else None
+
+
+def engine_of(router: Router, name: str) -> Engine:
+    """Raises NotReady."""
+    member = router.members.by_name.get(name)
+    if member is None or member.engine is None:
+        raise NotReady(f"{name} cannot be called")
+    return member.engine
+
+
+async def tenants(router: Router, source: Engine) -> list[Tenant]:
+    """Whoever may have sequences there."""
+    if not router.members.has_keys:
+        return [OPEN]
+    told = await ask(source, LIST_NAMESPACES, router.members.tenant, {})
+    return [tenant_of(name, SCOPES) for name in told.fields["namespaces"]]
+
+
+async def views_of(source: Engine, tenant: Tenant) -> list[dict[str, Any]]:
+    """All that a tenant has there."""
+    views: list[dict[str, Any]] = []
+    after: dict[str, Any] = {}
+    while True:
+        page = (await ask(source, LIST_SEQUENCES, tenant, {"limit": MAX_LISTED} | after)).fields
+        views += page["sequences"]
+        if page["next"] is None:
+            return views
+        after = {"after": page["next"]}
+
+
+def families_of(tenant: Tenant, views: Sequence[dict[str, Any]]) -> list[Family]:
+    """Whole sequences by the one that they come from at last, which may be gone; parents first."""
+    parents = {view["id"]: view["parent"] for view in views}
+    families: dict[str, list[tuple[int, str]]] = {}
+    for view in views:
+        if "shard" in view:
+            continue
+        root, depth, seen = view["id"], 0, {view["id"]}
+        while (parent := parents.get(root)) is not None and parent not in seen:
+            root, depth = parent, depth + 1
+            seen.add(parent)
+        families.setdefault(root, []).append((depth, view["id"]))
+    return [Family(tenant, [name for _, name in sorted(ids)]) for ids in families.values()]
+
+
+async def move_family(router: Router, name: str, family: Family, progress: Progress) -> None:
+    """One after another, so that each begins with what it shares with those before."""
+    try:
+        for one in family.ids:
+            if why := await moved(router, name, family, one, progress):
+                progress.stayed[why] += 1
+    finally:
+        if family.all_anchors:
+            anchors, every = {"ids": family.all_anchors}, router.members.engines
+            deleting = [ask(one, DELETE_SEQUENCES, family.tenant, anchors) for one in every]
+            await asyncio.shield(each(deleting))
+
+
+async def moved(
+    router: Router, name: str, family: Family, sequence: str, progress: Progress
+) -> str:
+    """Move one sequence; else why it stays. Raises NotReady where its engine is lost."""
+    why = ""
+    for _ in range(TRIES):
+        source = engine_of(router, name)
+        try:
+            progress.num_bytes += await move(router, source, family, sequence)
+        except NoRoom as error:
+            return str(error)
+        except ProblemText as refused:
+            why = json.loads(refused.text)["code"]
+            if why == "unknown_sequence":
+                return ""  # it was deleted meanwhile
+        except REFUSED as error:
+            why = f"{type(error).__name__}: {error}"
+        else:
+            progress.moved += 1
+            return ""
+        if family.target not in router.members.engines:  # what was there is gone with it
+            family.target = None
+            family.anchors.clear()
+    return why
+
+
+async def move(router: Router, source: Engine, family: Family, sequence: str) -> int:
+    """From one engine to another; how many bytes went. Raises NoRoom, and what engines refuse: then
+    the sequence is where it was."""
+    tenant = family.tenant
+    num_bytes = await anchored(router, source, family, sequence)
+    await hand(source, tenant, sequence, "leaving")
+    is_handed = False
+    try:
+        begun = await begin_copy(router, source, family, sequence)
+        await copy(source, begun)
+        await hand(source, tenant, sequence, "handed", generation=begun.header["generation"])
+        is_handed = True
+        await end_copy(begun)
+    except BaseException:
+        await asyncio.shield(give_up(router, source, family, sequence, is_handed))
+        raise
+    await hand(source, tenant, sequence, "gone")
+    router.homes.names.learn((tenant.namespace, sequence), begun.target.tag)
+    return num_bytes + begun.num_bytes
+
+
+async def hand(source: Engine, tenant: Tenant, sequence: str, state: str, **given: str) -> None:
+    fields = {"id": sequence, "state": state, "for_s": ASK_S}
+    await ask(source, HAND_OVER, tenant, fields | given)
+
+
+async def anchored(router: Router, source: Engine, family: Family, sequence: str) -> int:
+    """Copy the full pages of a sequence as forks that nobody changes, while calls for it go on; and
+    again what came meanwhile, where that is much. How many bytes went."""
+    tenant, num_bytes = family.tenant, 0
+    for _ in range(MOST_ANCHORS):
+        view = (await ask(source, GET_SEQUENCE, tenant, {"id": sequence})).fields
+        size = source.info.page_size
+        length = int(view["length"]) // size * size
+        if not length:
+            break
+        anchor = f"moving.{secrets.token_hex(8)}"
+        new = {"id": anchor, "parent": sequence, "length": length, "ttl_s": ANCHOR_TTL_S}
+        await ask(source, CREATE_SEQUENCES, tenant, {"sequences": [new]})
+        family.all_anchors.append(anchor)
+        begun = await begin_copy(router, source, family, anchor)
+        await copy(source, begun)
+        await end_copy(begun)
+        family.anchors.append(anchor)
+        await commit_copy(begun)
+        num_bytes += begun.num_bytes
+        if begun.num_wanted <= SHORT_TAIL:
+            break
+    return num_bytes
+
+
+async def give_up(
+    router: Router, source: Engine, family: Family, sequence: str, is_handed: bool
+) -> None:
+    """The sequence stays where it is, unless the other engine has it. Where nobody knows, it is
+    gone here when its time is over: never are there two of it."""
+    tenant, target, state = family.tenant, family.target, "back"
+    if target is not None:
+        (cancelled,) = await each([ask(target, CANCEL_IMPORT, tenant, {"id": sequence})])
+        is_known = isinstance(cancelled, Told)
+        if isinstance(cancelled, ProblemText):
+            (there,) = await each([ask(target, GET_SEQUENCE, tenant, {"id": sequence})])
+            is_known = isinstance(there, Told | ProblemText)
+            state = "gone" if is_handed and isinstance(there, Told) else "back"
+        if is_handed and not is_known and not await is_dead(router, target):
+            LOG.warning("%s may be at %s, which does not answer", sequence, target.name)
+            return
+    await each([hand(source, tenant, sequence, state)])
+
+
+async def is_dead(router: Router, engine: Engine) -> bool:
+    """Whether an engine that did not answer is lost with all it had."""
+    for _ in range(100):
+        if engine.tag not in router.members.by_tag:
+            return engine.tag not in router.members.away
+        await asyncio.sleep(0.01)
+    return False

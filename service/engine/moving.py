@@ -1,0 +1,57 @@
+"""What an engine does when it is emptied: it takes nothing new, and hands its sequences over."""
+
+from __future__ import annotations
+
+import time
+
+from service.core.errors import InvalidRequest
+from service.core.transfer import generation
+from service.engine.leaving import Mark
+from service.engine.request import Request
+from service.engine.store import Store
+from service.engine.work import Answered, Seconds, Work
+from service.errors import NotReady, SequenceChanged, SequenceMoving
+
+EMPTIED = "this engine is being emptied: it takes no new sequences"
+
+
+def drain_engine(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(256)
+    store.is_draining = not request.fields.stop
+    numbers = store.numbers()
+    told = {"name": request.fields.name, "draining": store.is_draining}
+    request.place.lay(told | {"sequences": numbers.sequences})
+    return Answered()
+
+
+def refuse_new(store: Store) -> None:
+    """Raises NotReady while the engine takes no new sequences."""
+    if store.is_draining:
+        raise NotReady(EMPTIED)
+
+
+def hand_over(store: Store, request: Request, _: Seconds) -> Work:
+    fields, leaving, tree = request.fields, store.leaving, store.tree
+    request.place.require(0)
+    leaving.expire()
+    name, mark = fields.id, leaving.marks.get(fields.id)
+    shown = request.tenant.shown(name)
+    ends = time.monotonic() + fields.for_s
+    if fields.state == "leaving":
+        if mark is not None:
+            raise SequenceMoving([shown])
+        if not tree.books.leaf(name).shard.is_whole:
+            raise InvalidRequest("id", shown, "only a part of it is here: it cannot be moved")
+        leaving.marks[name] = Mark(ends)
+    elif mark is None:
+        raise InvalidRequest("state", fields.state, "it is not leaving, or has not for too long")
+    elif fields.state == "handed":
+        present = generation(tree, tree.books.leaf(name), store.info.instance_id)
+        if fields.generation != present:
+            raise SequenceChanged(shown, present)
+        leaving.marks[name] = Mark(ends, is_handed=True)
+    else:
+        mark.is_handed = fields.state == "gone"
+        leaving.end(name)
+    request.place.lay({})
+    return Answered()

@@ -1,0 +1,317 @@
+"""An engine that is emptied while callers go on: every number stays right, whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster_book import Book
+from cluster_calls import HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster, rows, run
+from test_ranks_doors import another_door, prefix_states
+
+from service.cluster.local import LocalEngines, local_engines
+
+Array = Any
+SOURCE = "engine-0"
+AGAIN = {"sequence_moving", "not_ready", "overloaded"}
+GONE = {"lost_sequence", "unknown_sequence"}
+
+
+@dataclass
+class Caller:
+    """One that appends to, decodes, forks and cuts sequences of its own, and knows what they hold;
+    `may_lose`: engines are killed meanwhile."""
+
+    door: Cluster
+    number: int
+    may_lose: bool = False
+    held: dict[str, list[tuple[Array, Array]]] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.number)
+
+    async def ask(self, name: str, fields: Any, about: str, **arrays: Array) -> Any:
+        """The answer, None where the sequence is lost; what may be tried again is."""
+        async with asyncio.timeout(60):
+            while True:
+                told = await self.door.call(name, fields, **arrays)
+                self.calls += 1
+                if told.status < 300:
+                    return told
+                code = told.fields["code"]
+                if self.may_lose and code in GONE | {"deadline_exceeded"}:
+                    self.lost.add(about)
+                    self.held.pop(about, None)
+                    return None
+                assert code in AGAIN, (name, fields, told.fields)
+                await asyncio.sleep(0.01)
+
+    async def begin(self, count: int) -> None:
+        none = rows(self.rng, 0)
+        for index in range(count):
+            name = f"c{self.number}-{index}"
+            new = {"sequences": [{"id": name}]}
+            if await self.ask("create_sequences", new, name) is not None:
+                self.held[name] = [(none, none)] * LAYERS
+                await self.append(name, 3 * PAGE + self.number)
+
+    async def append(self, name: str, count: int) -> None:
+        for layer in range(LAYERS):
+            if name not in self.held:
+                return
+            k, v = self.held[name][layer]
+            new = rows(self.rng, count), rows(self.rng, count)
+            fields = {
+                "layer": layer,
+                "sequences": [name],
+                "append_indptr": [0, count],
+                "offsets": [len(k)],
+            }
+            told = await self.ask("append", fields, name, k=new[0], v=new[1])
+            if told is not None:
+                both = np.concatenate((k, new[0])), np.concatenate((v, new[1]))
+                self.held[name][layer] = both
+
+    async def decode(self, name: str) -> None:
+        for layer in range(LAYERS):
+            if name not in self.held:
+                return
+            k, v = self.held[name][layer]
+            new = rows(self.rng, 1), rows(self.rng, 1)
+            q = rows(self.rng, 1, 2 * HEADS)
+            fields = {"layer": layer, "sequences": [name], "offsets": [len(k)]}
+            told = await self.ask("decode", fields, name, q=q, k=new[0], v=new[1])
+            if told is not None:
+                k, v = np.concatenate((k, new[0])), np.concatenate((v, new[1]))
+                self.held[name][layer] = k, v
+                o, lse = prefix_states(q[0], k, v)
+                np.testing.assert_allclose(told.arrays["o"][0], o[-1], atol=2e-5, err_msg=name)
+                np.testing.assert_allclose(told.arrays["lse"][0], lse[-1], atol=2e-5)
+
+    async def fork(self, name: str, fork: str) -> None:
+        new = {"sequences": [{"id": fork, "parent": name}]}
+        if await self.ask("create_sequences", new, name) is not None:
+            self.held[fork] = list(self.held[name])
+
+    async def cut(self, name: str, length: int) -> None:
+        if await self.ask("truncate", {"id": name, "length": length}, name) is not None:
+            self.held[name] = [(k[:length], v[:length]) for k, v in self.held[name]]
+
+    async def work(self, until: asyncio.Event) -> None:
+        number = 0
+        while not until.is_set() and self.held:
+            names = sorted(self.held)
+            name, number = names[int(self.rng.integers(len(names)))], number + 1
+            length = len(self.held[name][0][0])
+            match int(self.rng.integers(8)):
+                case 0 if len(names) < 6:
+                    await self.fork(name, f"c{self.number}-f{number}")
+                case 1 if length > 4 * PAGE:
+                    await self.cut(name, int(self.rng.integers(length)))
+                case 2 if length < 8 * PAGE:
+                    await self.append(name, int(self.rng.integers(1, 2 * PAGE)))
+                case _ if length < 10 * PAGE:
+                    await self.decode(name)
+                case _:
+                    await self.cut(name, PAGE + 1)
+            await asyncio.sleep(0)
+
+    async def check(self) -> None:
+        for name in sorted(self.held):
+            for layer in range(LAYERS):
+                fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
+                told = await self.ask("gather", fields, name)
+                if told is None:
+                    break
+                for part, want in zip("kv", self.held[name][layer], strict=True):
+                    np.testing.assert_array_equal(told.arrays[part], want, err_msg=name)
+
+
+async def left_at(cluster: Cluster, name: str) -> int:
+    """How many sequences an engine has; 0 where it is gone."""
+    told = (await cluster.told("engines", {})).fields["engines"]
+    return sum(int(one["sequences"]) for one in told if one["name"] == name)
+
+
+async def emptied(cluster: Cluster, name: str = SOURCE) -> None:
+    async with asyncio.timeout(60):
+        while await left_at(cluster, name):
+            await asyncio.sleep(0.05)
+
+
+async def all_there(cluster: Cluster) -> None:
+    await cluster.until(lambda: len(cluster.router.members.engines) == 3, "it is back")
+
+
+async def only_on(cluster: Cluster, name: str, is_so: bool = True) -> None:
+    """New sequences go to one engine only."""
+    for engine in cluster.router.members.engines:
+        engine.is_leaving = is_so and engine.name != name
+
+
+@pytest.fixture(scope="module")
+def three_engines() -> Iterator[LocalEngines]:
+    with local_engines(3, SETTINGS) as engines:
+        yield engines
+
+
+def test_an_engine_is_emptied_while_callers_at_another_door_go_on(
+    three_engines: LocalEngines,
+) -> None:
+    async def test(first: Cluster) -> None:
+        async with another_door(first) as second:
+            callers = [Caller((first, second, second, second)[one], one) for one in range(4)]
+            for cluster in (first, second):
+                await only_on(cluster, SOURCE)
+            for caller in callers:
+                await caller.begin(2)
+            for cluster in (first, second):
+                await only_on(cluster, SOURCE, False)
+            assert await left_at(first, SOURCE) == 8
+            over = asyncio.Event()
+            working = [asyncio.ensure_future(caller.work(over)) for caller in callers]
+            await asyncio.sleep(0.2)
+            told = await first.told("drain_engine", {"name": SOURCE})
+            assert told.fields["draining"] is True and told.fields["sequences"] >= 8
+            await emptied(first)
+            await asyncio.sleep(0.3)
+            made = await second.create(2)  # none of them at the engine that is emptied
+            over.set()
+            await asyncio.gather(*working)
+            for caller in callers:
+                await caller.check()
+                assert not caller.lost
+            assert await left_at(first, SOURCE) == 0
+            assert SOURCE not in {second.home(name) for name in made}
+            listed = (await first.told("list_sequences", {"limit": 100})).fields["sequences"]
+            names = {name for caller in callers for name in caller.held} | set(made)
+            assert {one["id"] for one in listed} == names, "no copy is left over"
+            stopped = await second.told("drain_engine", {"name": SOURCE, "stop": True})
+            assert stopped.fields == {"name": SOURCE, "draining": False, "sequences": 0}
+            refused = await first.call("drain_engine", {"name": "nobody"})
+            assert (refused.status, refused.fields["field"]) == (422, "name")
+
+    run(three_engines, test)
+
+
+def test_what_forks_share_and_names_of_pages_are_kept(three_engines: LocalEngines) -> None:
+    async def test(cluster: Cluster) -> None:
+        await only_on(cluster, SOURCE)
+        book = Book(cluster)
+        await book.create("root", ttl_s=500.0)
+        await book.append("root", 20 * PAGE + 1)
+        ids = list(range(10 * PAGE))
+        await cluster.told("commit", {"id": "root", "token_ids": ids})
+        for number in range(6):
+            await book.fork("root", f"f{number}", (10 + number) * PAGE)
+            await book.append(f"f{number}", number)
+        await book.fork("f5", "uneven", 15 * PAGE)
+        k = book.grow(["uneven"], [PAGE + 1], 1)
+        fields = {"layer": 1, "sequences": ["uneven"], "append_indptr": [0, PAGE + 1]}
+        await cluster.told("append", fields, **k)
+        await book.create("empty")
+        await only_on(cluster, SOURCE, False)
+        before = PAGES * 3 - await cluster.free_pages()
+        await cluster.told("drain_engine", {"name": SOURCE})
+        await emptied(cluster)
+        await cluster.until(lambda: cluster.router.drains[SOURCE].done(), "it is over")
+        told = (await cluster.told("engines", {})).fields["engines"]
+        referenced = {one["name"]: one["referenced"] for one in told}
+        assert referenced[SOURCE] == 0
+        assert sum(referenced.values()) == before, "shared pages are shared there too"
+        for name in book.held:
+            await book.check(name)
+        view = (await cluster.told("get_sequence", {"id": "root"})).fields
+        assert (view["ttl_s"], view["parent"]) == (500.0, None)
+        await cluster.told("delete_sequences", {"prefix": ""})
+        matched = (await cluster.told("match_prefix", {"token_ids": ids, "lease_s": 0.0})).fields
+        assert matched["matched_len"] == 10 * PAGE
+        await cluster.told("drain_engine", {"name": SOURCE, "stop": True})
+
+    run(three_engines, test)
+
+
+def test_what_has_no_room_elsewhere_stays_until_there_is(three_engines: LocalEngines) -> None:
+    async def test(cluster: Cluster) -> None:
+        book = Book(cluster)
+        engines = sorted(one.name for one in cluster.router.members.engines)
+        for name in engines:
+            await only_on(cluster, name)
+            await book.create(f"at-{name}")
+            count = 100 if name == SOURCE else 90
+            await book.append(f"at-{name}", count * PAGE)
+        await only_on(cluster, SOURCE, False)
+        await cluster.told("drain_engine", {"name": SOURCE})
+        await asyncio.sleep(1.5)
+        assert await left_at(cluster, SOURCE) == 1
+        await book.check(f"at-{SOURCE}")
+        await book.attend([f"at-{SOURCE}"], [1], 0, appends=True)
+        await cluster.told("delete_sequence", {"id": f"at-{engines[1]}"})
+        del book.held[f"at-{engines[1]}"]
+        await emptied(cluster)
+        for name in book.held:
+            await book.check(name)
+        assert cluster.home(f"at-{SOURCE}") == engines[1]
+        await cluster.told("drain_engine", {"name": SOURCE, "stop": True})
+
+    run(three_engines, test)
+
+
+@pytest.fixture
+def mortal_engines() -> Iterator[LocalEngines]:
+    with local_engines(3, SETTINGS) as engines:
+        yield engines
+
+
+@pytest.mark.parametrize("victim", [SOURCE, "engine-1"])
+def test_an_engine_that_dies_meanwhile_takes_only_its_own_along(
+    mortal_engines: LocalEngines, victim: str
+) -> None:
+    engines = mortal_engines
+
+    async def test(first: Cluster) -> None:
+        async with another_door(first) as second:
+            callers = [Caller((first, second)[one % 2], one, may_lose=True) for one in range(4)]
+            for cluster in (first, second):
+                await only_on(cluster, SOURCE)
+            for caller in callers:
+                await caller.begin(3)
+            for cluster in (first, second):
+                await only_on(cluster, SOURCE, False)
+            over = asyncio.Event()
+            working = [asyncio.ensure_future(caller.work(over)) for caller in callers]
+            await first.told("drain_engine", {"name": SOURCE})
+            at_first = await left_at(first, SOURCE)
+            async with asyncio.timeout(60):
+                while await left_at(first, SOURCE) > at_first - 3:
+                    await asyncio.sleep(0.002)
+            engines.kill(victim)
+            await first.until(lambda: len(first.router.members.engines) == 2, "it is gone")
+            if victim != SOURCE:
+                await emptied(first)
+            await asyncio.sleep(0.3)
+            over.set()
+            await asyncio.gather(*working)
+            for caller in callers:
+                await caller.check()
+            assert any(caller.held for caller in callers), "something has lived on"
+            for cluster in (first, second):
+                cluster.router.stop_draining(SOURCE)
+            engines.start(victim)
+            for cluster in (first, second):
+                await all_there(cluster)
+            await first.told("drain_engine", {"name": SOURCE, "stop": True})
+            async with asyncio.timeout(15):  # what nobody finished is given up
+                while True:
+                    pool = (await first.told("pool", {})).fields
+                    if pool["imports"] == 0:
+                        break
+                    await asyncio.sleep(0.2)
+
+    run(engines, test)
