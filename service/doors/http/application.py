@@ -68,8 +68,10 @@ def namesake(path: str) -> list[tuple[Operation, dict[str, str]]]:
 
 
 def rank(operation: Operation) -> int:
+    """Decodes and prefills first, then what else takes keys, then what takes or gives tensors."""
     if "{" not in operation.path and namesake(operation.path):
-        return 1
+        return 2
     if operation.takes:
-        return 0 if "k" in {one.name for one in operation.takes} else 1
-    return 2 if operation.gives else 3
+        names = {one.name for one in operation.takes}
+        return 0 if {"q", "k"} <= names else 1 if "k" in names else 2
+    return 3 if operation.gives else 4
