@@ -169,6 +169,10 @@ class Metrics:
     def _block(self, *key: str) -> memoryview[float]:
         return self._own.block(key, SPECS[key[0]].size)
 
+    def has_process(self, name: str) -> bool:
+        """Whether this is one of the service's own processes, whose counts are rendered here."""
+        return name in self._all
+
     def observe(self, op: str, code: str, seconds: float) -> None:
         """A request of operation `op` was answered with `code` ("ok" or an error's code), after
         `seconds` in the service."""

@@ -220,6 +220,8 @@ class Members:
         if link.caller is not None:
             link.caller.on_lost = lambda why: self.lose(member, why)
         engine.is_leaving = member.is_leaving
+        if self.metrics is not None and not self.metrics.has_process(member.name):
+            engine.metrics = self.metrics
         if member.tag != engine.tag:  # started anew: what it had is gone
             self.away.pop(member.tag, None)
         self.away.pop(engine.tag, None)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
-from cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
+from cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster, rows, run
 from oracle import attend, visible
 
 from service.cluster.local import LocalEngines
+from service.cluster.router import Router
+from service.metrics import Metrics
 
 SCALE = DIM**-0.5
 
@@ -261,3 +264,26 @@ def test_an_import_stays_on_the_engine_that_it_was_begun_on(
         assert unknown.status == 404
 
     run(two_engines, check)
+
+
+def test_a_door_counts_the_stages_of_engines_whose_own_counts_it_cannot_see(
+    two_engines: LocalEngines,
+) -> None:
+    async def main() -> list[float]:
+        metrics = Metrics("http-0")
+        router = Router(SETTINGS.server, metrics=metrics)
+        try:
+            await router.connect(str(two_engines.members), "test", two_engines.secret)
+            cluster = Cluster(router, two_engines)
+            (name,) = await cluster.create(1)
+            k = np.ones((1, HEADS, DIM), np.float32)
+            q = np.ones((1, 2 * HEADS, DIM), np.float32)
+            fields = {"layer": 0, "sequences": [name]}
+            await cluster.told("decode", fields, q=q, k=k, v=k)
+            await cluster.told("delete_sequences", {"ids": [name]})
+        finally:
+            router.close()
+        told = metrics.totals(("stage_duration_seconds",))
+        return [sum(block[:-1]) for key, block in told.items() if "kernel" in key]
+
+    assert asyncio.run(main()) == [1.0]
