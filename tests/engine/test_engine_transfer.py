@@ -546,7 +546,7 @@ def test_imports_in_any_order_with_flaws_leave_what_they_should() -> None:
                 begun.pop(name, None)
             if asked.name == "import_sequence" and told.fields["state"] == "done":
                 assert await same(caller, exports[number][0], name, LAYERS)
-        assert codes["ok"] > 50 and codes["digest_mismatch"] and codes["part_mismatch"], codes
+        assert codes["ok"] > 20 and codes["digest_mismatch"] and codes["part_mismatch"], codes
         for name in names:
             for asked in (Asked("cancel_import", {"id": name}, {}), delete(name)):
                 await outcome(caller.submit(asked))
