@@ -7,13 +7,13 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from attnd import AsyncClient, Prefix
 from numpy.typing import NDArray
 
+from bench.processes import Processes
 from bench.simulation.trace import Request
 
 KINDS: Final = ("create", "prefill", "decode", "commit", "delete")
@@ -78,26 +78,6 @@ def summary(
     }
 
 
-class Processes:
-    """Seconds of processor that processes have used, all of their threads together."""
-
-    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
-        self._groups = groups
-
-    def read(self) -> tuple[float, ...]:
-        return tuple(sum(map(spent_s, group)) for group in self._groups)
-
-
-def spent_s(pid: int) -> float:
-    spent = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            spent += int((task / "schedstat").read_text().split()[0])
-        except (OSError, ProcessLookupError):  # a thread that has ended
-            continue
-    return spent / 1e9
-
-
 def token_ids(blocks: Sequence[int]) -> NDArray[np.uint32]:
     """Ids of a prompt, a page for each block, which only these blocks have."""
     numbers = np.array(blocks, np.int64)[:, np.newaxis] * PAGE + np.arange(PAGE)
@@ -115,15 +95,15 @@ class Player:
         self._q: NDArray[Any] = rows.astype(np.float32)
         self._kv = np.ascontiguousarray(self._q[:, :KV_HEADS])
 
-    async def play(self, request: Request, name: str) -> None:
-        """One request, from its beginning to its deletion."""
+    async def play(self, request: Request) -> None:
+        """One request, from its beginning to its deletion. The service names the sequence."""
         ids = token_ids(request.blocks)
         begun = time.perf_counter()
         prefix = Prefix(ids)
         made = await self.call(
-            "create", ids.size, 0, lambda: self._client.create_sequence(name, prefix=prefix)
+            "create", ids.size, 0, lambda: self._client.create_sequence(prefix=prefix)
         )
-        cached = made.cached_len
+        name, cached = made.id, made.cached_len
         self._played.tokens += ids.size
         self._played.cached += cached
         await self.prefill(name, cached, ids.size)
@@ -182,18 +162,17 @@ async def replay(
     played = Played()
     clients = [AsyncClient(url, timeout=120.0) for url, _ in shares]
 
-    async def work(number: int, player: Player, left: list[tuple[int, Request]]) -> None:
+    async def work(player: Player, left: list[Request]) -> None:
         while left:
-            index, request = left.pop()
-            await player.play(request, f"r{number}-{index}")
+            await player.play(left.pop())
 
     begun = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for number, (client, (_, requests)) in enumerate(zip(clients, shares, strict=True)):
-            left = list(enumerate(requests))[::-1]
+        for client, (_, requests) in zip(clients, shares, strict=True):
+            left = list(requests)[::-1]
             player = Player(client, played, processes)
             for _ in range(workers):
-                group.create_task(work(number, player, left))
+                group.create_task(work(player, left))
     played.wall_s = time.perf_counter() - begun
     for client in clients:
         await client.aclose()

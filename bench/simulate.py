@@ -43,12 +43,12 @@ def compared(requests: Sequence[Request]) -> dict[str, Any]:
     """Every figure of bench.cluster's replays, measured and simulated."""
     measured = json.loads(CLUSTER_RESULTS.read_text(encoding="utf-8"))
     costs = CallCosts.told(json.loads(CALIBRATION.read_text(encoding="utf-8")))
-    first = measured["skip"]
-    played = shortened(requests[first : first + measured["requests"]], LONGEST)
+    played = shortened(requests[-measured["requests"] :], LONGEST)
     rows = compare(measured, costs, played)
     for row in rows:
         print(
-            f"{row.replay:9} {row.figure:15} {row.measured:10} {row.simulated:10} {row.off:+7.1%}"
+            f"{row.replay:9} {row.figure:15} {row.measured:10} ± {row.spread / 2:5.1%} "
+            f"{row.simulated:10} {row.off:+7.1%}"
         )
     holds = all(row.holds for row in rows)
     print(f"{'within' if holds else 'NOT within'} {MOST_OFF:.0%}")
@@ -57,7 +57,6 @@ def compared(requests: Sequence[Request]) -> dict[str, Any]:
         "holds": holds,
         "most_off": MOST_OFF,
         "measured": measured["date"],
-        "note": measured.get("note", ""),
     }
 
 

@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 
 from bench.replay import DECODES, KINDS, PAGE, Called, summary
 from bench.simulation.blocks import BlockPool
-from bench.simulation.clock import Act, Clock, Cores, Worker
+from bench.simulation.clock import Act, Clock, Cores
 from bench.simulation.trace import Request
+from bench.simulation.workers import Engine, Task, Worker
 
 ACTORS: Final = ("caller", "door", "engine")
 """Whose seconds of processor a call takes, in this order."""
+WAKES: Final = (1, 2, 1)
+"""How often each wakes up for a call of a caller that makes no others meanwhile."""
 ATTENTION: Final = frozenset({"prefill", "decode"})
 NEW_DECODED: Final = -(-DECODES // PAGE)
 """Pages that a request's decoded tokens take."""
@@ -25,15 +28,23 @@ NEW_DECODED: Final = -(-DECODES // PAGE)
 @dataclass(frozen=True, slots=True)
 class CallCosts:
     """Seconds of a processor by kind of call and actor, `a + b * new + c * pairs`, and seconds by
-    the clock in which nobody works. `together` is the speed of a processor beside a busy one."""
+    the clock in which nobody works. `wake_s` is how much of it each actor takes every time that it
+    wakes up. `together` is the speed of a processor beside a busy one."""
 
     seconds: dict[str, list[list[float]]]
     waiting_s: dict[str, float]
     slice_s: float
     together: float = 1.0
+    wake_s: Sequence[float] = (0.0, 0.0, 0.0)
 
     @classmethod
-    def fitted(cls, calls: Iterable[Called], slice_s: float) -> Self:
+    def fitted(
+        cls,
+        calls: Iterable[Called],
+        slice_s: float,
+        together: float = 1.0,
+        wake_s: Sequence[float] = (0.0, 0.0, 0.0),
+    ) -> Self:
         """From calls made one at a time, with what each process used."""
         every = list(calls)
         seconds, waiting = {}, {}
@@ -44,20 +55,25 @@ class CallCosts:
             seconds[kind] = [fit(x, cpu[:, actor]).tolist() for actor in range(len(ACTORS))]
             idle = np.array([call.wall_s for call in some]) - cpu.sum(axis=1)
             waiting[kind] = max(0.0, float(np.median(idle)))
-        return cls(seconds, waiting, slice_s)
+        return cls(seconds, waiting, slice_s, together, list(wake_s))
 
     @classmethod
     def told(cls, document: dict[str, Any]) -> Self:
-        names = ("seconds", "waiting_s", "slice_s", "together")
+        names = ("seconds", "waiting_s", "slice_s", "together", "wake_s")
         return cls(**{name: document[name] for name in names})
 
     def document(self) -> dict[str, Any]:
         return asdict(self)
 
     def of(self, kind: str, new: int, pairs: int) -> list[float]:
-        """Seconds of each actor."""
+        """Seconds of each actor, of a call by itself."""
         x = (1.0, new, pairs)
         return [sum(a * b for a, b in zip(one, x, strict=True)) for one in self.seconds[kind]]
+
+    def awake(self, kind: str, new: int, pairs: int) -> list[float]:
+        """Seconds of each actor, without what it takes to wake up."""
+        every = zip(self.of(kind, new, pairs), self.wake_s, WAKES, strict=True)
+        return [max(0.0, seconds - wake_s * count) for seconds, wake_s, count in every]
 
     def shared_s(self, kind: str) -> float:
         """What attention that goes to the device together takes once: all that it has beyond a call
@@ -89,7 +105,7 @@ class Service:
     """A door and an engine with its pool."""
 
     door: Worker
-    engine: Worker
+    engine: Engine
     pool: BlockPool
 
 
@@ -100,9 +116,12 @@ class Replay:
         self.clock = Clock()
         shared = Cores(self.clock, cores, costs.together)
         self.costs = costs
-        self.caller = Worker(shared)
+        caller_s, door_s, engine_s = costs.wake_s
+        self.caller = Worker(shared, caller_s)
         self.services = [
-            Service(Worker(shared), Worker(shared, costs.slice_s), BlockPool(pool))
+            Service(
+                Worker(shared, door_s), Engine(shared, engine_s, costs.slice_s), BlockPool(pool)
+            )
             for pool in pools
         ]
         self.request_s: list[float] = []
@@ -152,22 +171,25 @@ class Replay:
             return
         kind, new, pairs = calls.popleft()
         self.num_calls += 1
-        caller_s, door_s, engine_s = self.costs.of(kind, new, pairs)
-        steps = deque(
-            [
-                (self.caller, caller_s / 2, 0.0),
-                (service.door, door_s / 2, 0.0),
-                (service.engine, engine_s, self.costs.shared_s(kind)),
-                (service.door, door_s / 2, 0.0),
-                (self.caller, caller_s / 2, 0.0),
-            ]
-        )
+        caller_s, door_s, engine_s = self.costs.awake(kind, new, pairs)
+        door, engine = service.door, service.engine
 
-        def step() -> None:
-            if steps:
-                worker, seconds, shared = steps.popleft()
-                worker.give(seconds, step, shared)
-            else:
-                self._calls(service, calls, after)
+        def to_door() -> None:
+            door.give(door_s / 2, to_engine)
 
-        self.clock.after(self.costs.waiting_s[kind], step)
+        def to_engine() -> None:
+            engine.take(Task(engine_s, self.costs.shared_s(kind), back))
+
+        def back() -> None:
+            door.give(door_s / 2, lambda: self.caller.give(caller_s / 2, told))
+
+        def told() -> None:
+            self._calls(service, calls, after)
+
+        def begin() -> None:
+            self.caller.give(caller_s / 2, to_door)
+
+        if self.costs.waiting_s[kind]:
+            self.clock.after(self.costs.waiting_s[kind], begin)
+        else:
+            begin()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
+from typing import Protocol
 
 Act = Callable[[], None]
 
@@ -32,20 +32,26 @@ class Clock:
             act()
 
 
+class Works(Protocol):
+    """Who is told when a processor is done with what was begun."""
+
+    def finished(self) -> None: ...
+
+
 class Cores:
     """So many processors for any number of workers, each of which does one thing at a time: where
-    more of them work than there are processors, all are as much slower. Processors that share a
-    core have only a share `together` of their speed when more than one works."""
+    more of them work than there are processors, all are as much slower. Processors that share
+    memory have only a share `together` of their speed when more than one works."""
 
     def __init__(self, clock: Clock, count: float, together: float = 1.0) -> None:
         self._clock = clock
         self._count = count
         self._together = together
-        self._left: dict[Worker, float] = {}
+        self._left: dict[Works, float] = {}
         self._since = 0.0
         self._round = 0
 
-    def start(self, worker: Worker, seconds: float) -> None:
+    def start(self, worker: Works, seconds: float) -> None:
         """The worker begins what takes so many seconds of a processor."""
         self._pass_time()
         self._left[worker] = seconds
@@ -82,63 +88,3 @@ class Cores:
         self._plan()
         for worker in done:
             worker.finished()
-
-
-class Worker:
-    """A process with one thread: short tasks in order of arrival, long ones a slice at a time, in
-    turn, whenever no short one waits. Short tasks that wait one behind the other take what they
-    share only once."""
-
-    def __init__(self, cores: Cores, slice_s: float = float("inf")) -> None:
-        self._cores = cores
-        self._slice_s = slice_s
-        self._short: deque[tuple[float, float, Act]] = deque()
-        self._long: deque[tuple[float, Act]] = deque()
-        self._doing: tuple[float, list[Act]] | None = None
-        self.busy_s = 0.0
-
-    def give(self, seconds: float, then: Act, shared: float = 0.0) -> None:
-        """A task of so many seconds of a processor, of which it may share some with its like;
-        `then` is done afterwards."""
-        if seconds <= self._slice_s:
-            self._short.append((seconds, shared, then))
-        else:
-            self._long.append((seconds, then))
-        if self._doing is None:
-            self._next()
-
-    def finished(self) -> None:
-        """The cores are done with the tasks, or with a slice of one."""
-        if self._doing is None:
-            raise RuntimeError("a worker that does nothing is done: this is a bug")
-        left, acts = self._doing
-        self._doing = None
-        if left > 0:
-            self._long.append((left, acts[0]))
-        else:
-            for act in acts:
-                act()
-        if self._doing is None:
-            self._next()
-
-    def _next(self) -> None:
-        if self._short:
-            self._take_short()
-        elif self._long:
-            seconds, then = self._long.popleft()
-            self._begin(min(seconds, self._slice_s), max(0.0, seconds - self._slice_s), [then])
-
-    def _take_short(self) -> None:
-        """The first short task, and those right behind it that share something with it."""
-        seconds, shared, then = self._short.popleft()
-        acts = [then]
-        while shared and self._short and self._short[0][1]:
-            more, of_it, act = self._short.popleft()
-            seconds += more - min(shared, of_it)
-            acts.append(act)
-        self._begin(seconds, 0.0, acts)
-
-    def _begin(self, seconds: float, left: float, acts: list[Act]) -> None:
-        self._doing = (left, acts)
-        self.busy_s += seconds
-        self._cores.start(self, seconds)

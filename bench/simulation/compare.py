@@ -17,11 +17,13 @@ MOST_OFF: Final = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One figure of one replay; `off` is the simulated one's distance, as a share."""
+    """One figure of one replay; `off` is the simulated one's distance, as a share, and `spread` how
+    far the measured rounds, of which this is the median, lie apart."""
 
     replay: str
     figure: str
     measured: float
+    spread: float
     simulated: float
 
     @property
@@ -44,5 +46,8 @@ def compare(
         run = Replay(costs, measured["cores"], pools)
         workers = WORKERS * engines // len(pools)
         simulated = run.run(split(requests, len(pools)), workers)
-        found += [Compared(name, key, told[name][key], simulated[key]) for key in HELD_TO]
+        row = told[name]
+        found += [
+            Compared(name, key, row[key], row["spread"][key], simulated[key]) for key in HELD_TO
+        ]
     return found

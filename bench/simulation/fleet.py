@@ -52,6 +52,8 @@ class Running:
     done: int = 0
     first: float = 0.0
     placed: float = 0.0
+    weight: float = 0.0
+    """Of its calls, for the router."""
 
 
 @dataclass(slots=True)
@@ -153,6 +155,7 @@ class Engine:
                 break
             self.prefilling.popleft()
             one.first = now
+            self.placing.answered(self.number, one.weight)
             self.context += one.request.tokens
             heappush(self.ending, (self.step + one.request.output, id(one), one))
 
@@ -194,7 +197,8 @@ class Simulation:
         if len(request.blocks) + 1 > self.fleet.blocks:
             self.told.refused += 1
             return
-        engine = self.engines[self.placing.place(request.blocks)]
+        placed = self.placing.place(request.blocks)
+        engine, one.weight = self.engines[placed.engine], placed.weight
         self.clock.after(self.fleet.router_s, lambda: self.receive(engine, one))
 
     def receive(self, engine: Engine, one: Running) -> None:

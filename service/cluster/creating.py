@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import islice, tee
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -157,19 +159,23 @@ def place_pages(
 ) -> Engine:
     """The engine for so many pages, of which the first have the prefix's names. Raises NotReady."""
     members = router.members
-    space = call.tenant.namespace
     among = {
         one.tag: one for one in members.engines if one.takes_new and one.tag not in passed_over
     }
     if not among:
         return members.idlest()
-    matched: dict[str, int] = {}
-    if prefix is not None:
-        keys = chained_keys(prefix, space, members.info.page_size)
-        matched = members.prefixes_of(space).matched(keys)
     loads = {tag: one.load_now for tag, one in among.items()}
-    chosen = among[choose(loads, matched, needed)]
-    chosen.promised += max(needed - matched.get(chosen.tag, 0), 1)
+    if prefix is None:
+        chosen, there = among[choose(loads, {}, needed)], 0
+    else:
+        space, now = call.tenant.namespace, time.monotonic()
+        known = members.prefixes_of(space)
+        keys, again = tee(chained_keys(prefix, space, members.info.page_size))
+        matched = known.matched(keys, now)
+        chosen = among[choose(loads, matched, needed)]
+        there = matched.get(chosen.tag, 0)
+        known.expect(chosen.tag, islice(again, there, None), now)
+    chosen.promised += max(needed - there, 1)
     return chosen
 
 

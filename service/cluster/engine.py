@@ -75,11 +75,14 @@ class Engine:
         """It says so itself."""
         self.metrics: Metrics | None = None
         """Counts the stages of its calls, where its own counts are out of sight."""
-        self.num_calls = self.num_waiting = 0
+        self.num_calls = self.num_waiting = self.bytes_waiting = 0
+        self.page_bytes = 1
 
     def learn(self, info: InfoAnswer) -> None:
         """What it says of itself."""
         self.info = info
+        value_bytes = 4 if info.dtype == "fp32" else 2  # as callers send them
+        self.page_bytes = 2 * info.page_size * info.num_kv_heads * info.head_dim * value_bytes
         self.tag = tag_of_instance(info.instance_id)
 
     @property
@@ -94,7 +97,13 @@ class Engine:
     @property
     def load_now(self) -> Load:
         """What it has told, with what is known since."""
-        return replace(self.load, queue_s=self.queue_s, promised=self.promised)
+        return replace(
+            self.load,
+            queue_s=self.queue_s,
+            calls=self.num_waiting,
+            bodies=self.bytes_waiting / self.page_bytes,
+            promised=self.promised,
+        )
 
     async def call(self, call: Call, parts: Sequence[Part] | None = None) -> tuple[Answered, Slot]:
         """The answer to `parts`, by default the call's own image, in a slot of the router's.
@@ -136,6 +145,7 @@ class Engine:
         link = self.link
         request, length = await link.lay(parts)
         self.num_waiting += 1
+        self.bytes_waiting += length
         try:
             answered, slot = await link.call(
                 call.operation,
@@ -148,6 +158,7 @@ class Engine:
             )
         finally:
             self.num_waiting -= 1
+            self.bytes_waiting -= length
             link.give_back(request)
         self.num_calls += 1
         if self.metrics is not None:

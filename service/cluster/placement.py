@@ -2,8 +2,10 @@
 busy. Pure: what is known of the engines goes in, the chosen one comes out.
 
 The cost of an engine is counted in pages: those of the prompt that are not cached there, which must
-be computed and stored; a share of those that its sequences hold already, which every decode reads;
-and the pages it could have computed in the time for which its queue makes callers wait.
+be computed and stored, and more for those that another engine has, which would push others out
+twice; a share of those that its sequences hold already, which every decode reads; some for every
+call that it is at, and for their rows; and some for the time for which its queue has made callers
+wait, which the calls of other doors lengthen too.
 """
 
 from __future__ import annotations
@@ -15,8 +17,16 @@ from typing import Final
 HELD_WEIGHT: Final = 0.1
 """A page that an engine's sequences hold weighs so much of one that must be computed: a prompt goes
 past an engine with 10 of its pages when that one holds 100 more than another."""
-QUEUE_PAGES_PER_S: Final = 2000.0
-"""Pages that a second of waiting is worth."""
+ELSEWHERE_WEIGHT: Final = 2.0
+"""A page that another engine has weighs so much on top: a chat stays where it is."""
+CALL_PAGES: Final = 4.0
+"""Pages that a call under way is worth."""
+BODY_WEIGHT: Final = 0.15
+"""What a call under way sends weighs so much of as many bytes of keys and values. With four heads
+of q to one of k and v a page of a prompt is three of these: half of it is still to be done."""
+QUEUE_PAGES_PER_S: Final = 500.0
+"""Pages that a second of waiting is worth: what calls waited lately changes faster than chats may
+be moved."""
 FULL: Final = 0.95
 """An engine with more of its pages held than this takes no new sequence while others have less."""
 
@@ -31,6 +41,10 @@ class Load:
     """Referenced or pinned."""
     queue_s: float = 0.0
     """How long calls have waited for their turn lately."""
+    calls: int = 0
+    """That this door waits for."""
+    bodies: float = 0.0
+    """What they sent, as pages of keys and values."""
     promised: int = 0
     """Placed there since these numbers were told."""
 
@@ -50,21 +64,21 @@ def choose(loads: Mapping[str, Load], matched: Mapping[str, int], needed: int) -
     """
     if not loads:
         raise ValueError("no engine to choose from: this is a bug")
-    missing = {name: max(needed - matched.get(name, 0), 0) for name in loads}
-    fitting = {name: load for name, load in loads.items() if fits(load, missing[name])}
-    among = fitting or loads
+    there = {name: min(matched.get(name, 0), needed) for name in loads}
+    most = max(there.values())
+    among = {name: load for name, load in loads.items() if fits(load, needed - there[name])}
 
     def rank(name: str) -> tuple[float, float, str]:
-        load = among[name]
-        return cost(load, missing[name]), -load.room, name
+        pages = needed - there[name] + ELSEWHERE_WEIGHT * (most - there[name])
+        return pages + cost(loads[name]), -loads[name].room, name
 
-    return min(among, key=rank)
+    return min(among or loads, key=rank)
 
 
-def cost(load: Load, missing: int) -> float:
-    """In pages, with so many of the prompt not cached there."""
-    held = HELD_WEIGHT * (load.held + load.promised)
-    return missing + held + QUEUE_PAGES_PER_S * load.queue_s
+def cost(load: Load) -> float:
+    """Of what an engine has to do already, in pages."""
+    calls = CALL_PAGES * load.calls + BODY_WEIGHT * load.bodies
+    return HELD_WEIGHT * (load.held + load.promised) + calls + QUEUE_PAGES_PER_S * load.queue_s
 
 
 def fits(load: Load, missing: int) -> bool:

@@ -1,5 +1,5 @@
-"""What a namespace has cached, by the engines that have it, as their events tell; and the cluster's
-own events, made of theirs."""
+"""What a namespace has cached, by the engines that have it, as their events tell and as it has been
+placed since; and the cluster's own events, made of theirs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,24 @@ from service.core.keys import Prefix, root_key
 
 MOST_EVENTS: Final = 16_384
 PAGES_AN_EVENT: Final = 128
+EXPECTED_S: Final = 5.0
+"""How long pages are expected where their prompt was placed: their events come later, once they are
+committed, and prompts that begin alike come together."""
+EXPECTED_PAGES: Final = 512
+"""Of one prompt, from the first that is not known on: naming them takes time."""
+MOST_EXPECTED: Final = 2**16
 Event = dict[str, Any]
 
 
 class Prefixes:
     """Page keys of one namespace, and the tags of the engines that have them."""
 
-    __slots__ = ("engines_with", "log")
+    __slots__ = ("engines_with", "expected", "log")
 
     def __init__(self) -> None:
         self.engines_with: dict[str, set[str]] = {}
+        self.expected: dict[str, tuple[str, float]] = {}
+        """Where pages are to come, and until when that is believed; the oldest first."""
         self.log = EventLog()
 
     def take(self, tag: str, event: Event) -> None:
@@ -34,6 +42,7 @@ class Prefixes:
                 is_news = any(key not in self.engines_with for key in keys)
                 for key in keys:
                     self.engines_with.setdefault(key, set()).add(tag)
+                    self.met(tag, key)
                 if is_news:
                     self.log.add(event)
             case "removed":
@@ -48,6 +57,7 @@ class Prefixes:
     def drop(self, tag: str, keys: Iterable[str], namespace: str) -> None:
         gone: list[str] = []
         for key in keys:
+            self.met(tag, key)
             tags = self.engines_with.get(key, set())
             tags.discard(tag)
             if not tags and self.engines_with.pop(key, None) is not None:
@@ -56,19 +66,43 @@ class Prefixes:
             some = gone[first : first + PAGES_AN_EVENT]
             self.log.add({"type": "removed", "namespace": namespace, "page_keys": some})
 
-    def matched(self, keys: Iterator[bytes]) -> dict[str, int]:
-        """How many pages of a chain each engine has from its first page on. No more keys are asked
-        for than somebody has."""
+    def expect(self, tag: str, keys: Iterable[bytes], now: float) -> None:
+        """A prompt with these pages was placed on an engine."""
+        expected = self.expected
+        for key in islice(keys, EXPECTED_PAGES):
+            name = key.hex()
+            expected.pop(name, None)
+            expected[name] = tag, now + EXPECTED_S
+        while expected:
+            oldest = next(iter(expected))
+            if len(expected) <= MOST_EXPECTED and expected[oldest][1] > now:
+                break
+            del expected[oldest]
+
+    def met(self, tag: str, key: str) -> None:
+        """An engine has told what became of a page: that is known better from now on."""
+        if key in self.expected and self.expected[key][0] == tag:
+            del self.expected[key]
+
+    def matched(self, keys: Iterable[bytes], now: float = 0.0) -> dict[str, int]:
+        """How many pages of a chain each engine has, or is to have, from its first page on. No more
+        keys are asked for than somebody has."""
         found: dict[str, int] = {}
         left: set[str] | None = None
         for count, key in enumerate(keys, 1):
-            tags = self.engines_with.get(key.hex(), set())
+            tags = self.tags(key.hex(), now)
             left = set(tags) if left is None else left & tags
             if not left:
                 break
             for tag in left:
                 found[tag] = count
         return found
+
+    def tags(self, key: str, now: float) -> set[str]:
+        """The engines of one page."""
+        there = self.engines_with.get(key, set())
+        tag, until = self.expected.get(key, ("", 0.0))
+        return there | {tag} if until > now else there
 
 
 class EventLog:

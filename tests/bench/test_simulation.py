@@ -12,13 +12,14 @@ from bench.cache import exact_lru
 from bench.replay import Called
 from bench.simulation.blocks import BlockPool
 from bench.simulation.calls import CallCosts, Replay, fit
-from bench.simulation.clock import Clock, Cores, Worker
+from bench.simulation.clock import Clock, Cores
 from bench.simulation.compare import compare
 from bench.simulation.fleet import Fleet, Simulation
 from bench.simulation.gpu import GpuCosts, Line, Model
 from bench.simulation.long import Links, Setting, long_rows
 from bench.simulation.placing import PAGES, Placing
 from bench.simulation.trace import BLOCK_TOKENS, made_up, multiplied, num_distinct, split
+from bench.simulation.workers import Engine, Task, Worker
 from service.cluster.placement import Load, choose
 
 TRACE = made_up(300, seed=1)
@@ -73,22 +74,64 @@ def test_workers_share_processors(cores: float, ends: list[float]) -> None:
     assert done == pytest.approx(ends)
 
 
-def test_a_short_task_waits_for_a_slice_of_a_long_one_and_no_more() -> None:
+def test_a_process_that_had_nothing_to_do_takes_time_to_wake_up() -> None:
+    clock, done = Clock(), []
+    worker = Worker(Cores(clock, 1), wake_s=0.5)
+
+    def note() -> None:
+        done.append(clock.now)
+
+    worker.give(1.0, lambda: (note(), worker.give(1.0, note)))  # type: ignore[func-returns-value]
+    worker.give(1.0, note)
+    clock.run()
+    assert done == [1.5, 2.5, 3.5], "once, not for what comes while it works"
+    clock.at(10.0, lambda: worker.give(1.0, note))
+    clock.run()
+    assert done[3:] == [11.5] and worker.busy_s == pytest.approx(5.0)
+
+
+def turns(*tasks: tuple[str, float, float], slice_s: float = 0.1) -> dict[str, float]:
+    """When operations are over that come at once behind another: name, seconds, shared seconds."""
     clock, done = Clock(), {}
-    worker = Worker(Cores(clock, 1), slice_s=0.1)
-    worker.give(1.0, lambda: done.setdefault("long", clock.now))
-    worker.give(0.05, lambda: done.setdefault("short", clock.now))
+    engine = Engine(Cores(clock, 1), 0.0, slice_s)
+    engine.take(Task(0.0, 0.0, lambda: None))
+    for name, seconds, shared in tasks:
+        engine.take(Task(seconds, shared, lambda name=name: done.update({name: clock.now})))  # type: ignore[misc]
+    clock.run()
+    return {name: round(at, 6) for name, at in done.items()}
+
+
+def test_a_short_operation_waits_for_a_slice_of_a_long_one_and_no_more() -> None:
+    clock, done = Clock(), {}
+    engine = Engine(Cores(clock, 1), 0.0, slice_s=0.1)
+    engine.take(Task(1.0, 0.0, lambda: done.setdefault("long", clock.now)))
+    engine.take(Task(0.05, 0.0, lambda: done.setdefault("short", clock.now)))
     clock.run()
     assert done == {"short": pytest.approx(0.15), "long": pytest.approx(1.05)}
 
 
-def test_short_tasks_that_wait_take_what_they_share_once() -> None:
+def test_a_round_has_a_slice_whatever_else_comes() -> None:
     clock, done = Clock(), []
-    worker = Worker(Cores(clock, 1))
-    for seconds, shared in ((1.0, 0.0), (1.0, 0.6), (1.0, 0.6), (0.5, 0.0), (1.0, 0.6)):
-        worker.give(seconds, lambda: done.append(round(clock.now, 6)), shared)
-    clock.run()
-    assert done == [1.0, 2.4, 2.4, 2.9, 3.9]
+    engine = Engine(Cores(clock, 1), 0.0, slice_s=0.1)
+
+    def again() -> None:
+        if len(done) < 20:
+            engine.take(Task(0.1, 0.0, again))
+
+    engine.take(Task(0.3, 0.0, lambda: done.append(clock.now)))
+    engine.take(Task(0.1, 0.0, again))
+    clock.run(until=1.0)
+    assert done == [pytest.approx(0.5)], "three slices, and two others between them"
+
+
+def test_operations_of_one_launch_take_what_they_share_once_and_end_together() -> None:
+    told = turns(("a", 0.1, 0.0), ("b", 0.1, 0.06), ("c", 0.1, 0.06), ("d", 0.05, 0.0))
+    assert told == {"a": 0.1, "b": 0.24, "c": 0.24, "d": 0.29}
+
+
+def test_long_work_begins_in_the_round_after_a_launch_before_it() -> None:
+    told = turns(("short", 0.1, 0.05), ("long", 0.2, 0.05), ("last", 0.1, 0.0))
+    assert told == {"short": 0.1, "last": 0.2, "long": 0.4}
 
 
 def test_processors_of_one_core_are_slower_together() -> None:
@@ -131,7 +174,7 @@ def test_costs_are_fitted_from_calls_and_compared_with_what_was_measured() -> No
     measured: dict[str, Any] = {"pages_each": 5000, "engines": 2, "cores": 2, "rows": []}
     for name, pools, workers in (("one", [10_000], 8), ("separate", [5000] * 2, 4)):
         run = Replay(COSTS, 2, pools).run(split(some, len(pools)), workers)
-        measured["rows"].append({"name": name, **run})
+        measured["rows"].append({"name": name, **run, "spread": dict.fromkeys(run, 0.0)})
     rows = compare(measured, CallCosts.told(fitted.document()), some)
     assert all(row.holds and abs(row.off) < 0.02 for row in rows), rows
     slower = {"p99_ms": 2 * measured["rows"][0]["p99_ms"]}
@@ -169,12 +212,12 @@ def test_a_prompt_goes_to_its_prefix_unless_that_engine_is_too_full_or_too_busy(
     placing = Placing(3, 100)
     placing.took(1, (1, 2, 3, 4), (), 4, 0.0)
     assert placing.match((1, 2, 9)) == (2, 1)
-    assert placing.place((1, 2, 3, 4, 5)) == 1
+    assert placing.place((1, 2, 3, 4, 5)).engine == 1
     placing.waits(1, 10.0)
-    assert placing.place((1, 2, 3, 4, 6)) != 1
+    assert placing.place((1, 2, 3, 4, 6)).engine != 1
     placing.waits(1, 0.0)
     placing.holds(1, 97)
-    assert placing.place((1, 2, 3, 4, 7)) != 1
+    assert placing.place((1, 2, 3, 4, 7)).engine != 1
     placing.lose(1, (1, 2, 3, 4))
     assert placing.match((1, 2)) == (0, None)
 
@@ -195,7 +238,7 @@ def test_a_prompt_goes_where_the_routers_own_rule_sends_it() -> None:
         if matched:
             placing.took(2, blocks[:matched], (), int(held[2]), float(queue_s[2]))
         wanted = choose(loads, {"2": PAGES * matched}, PAGES * needed)
-        assert placing.place(blocks) == int(wanted), (held, queue_s, needed, matched)
+        assert placing.place(blocks).engine == int(wanted), (held, queue_s, needed, matched)
 
 
 def test_every_request_is_answered_once_and_more_engines_are_no_slower() -> None:

@@ -34,9 +34,24 @@ def test_when_all_are_too_full_the_cheapest_is_asked_all_the_same() -> None:
 
 
 def test_a_busy_engine_loses_a_short_prefix_and_keeps_a_long_one() -> None:
-    loads = {"a": Load(free=10_000, queue_s=0.1), "b": Load(free=10_000)}
+    loads = {"a": Load(free=10_000, queue_s=1.0), "b": Load(free=10_000)}
     assert choose(loads, {"a": 100}, 1000) == "b"
     assert choose(loads, {"a": 900}, 1000) == "a"
+
+
+def test_calls_under_way_and_their_rows_weigh_against_a_prefix() -> None:
+    loads = {"a": Load(free=1000, calls=7), "b": Load(free=1000, calls=1)}
+    assert choose(loads, {"a": 7}, 40) == "b"
+    assert choose(loads, {"a": 9}, 40) == "a"
+    loads["a"] = Load(free=1000, calls=7, bodies=300.0)
+    assert choose(loads, {"a": 9}, 40) == "b"
+
+
+def test_a_chat_stays_where_it_is_rather_than_being_held_twice() -> None:
+    loads = {"a": Load(free=1000, held=150), "b": Load(free=1000)}
+    assert choose(loads, {"a": 10}, 40) == "a"
+    assert choose(loads, {"a": 10, "b": 8}, 40) == "b", "most of it is there as well"
+    assert choose(loads, {}, 40) == "b"
 
 
 def test_a_shared_beginning_does_not_draw_everything_to_one_engine() -> None:

@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from service.cluster.prefixes import EventLog, Prefixes, chained_keys
+from service.cluster.prefixes import (
+    EXPECTED_PAGES,
+    EXPECTED_S,
+    MOST_EXPECTED,
+    EventLog,
+    Prefixes,
+    chained_keys,
+)
 from service.core.keys import Prefix, root_key
 
 KEYS = [bytes([n]) * 16 for n in range(8)]
@@ -51,6 +58,31 @@ def test_no_more_keys_are_made_than_somebody_has() -> None:
 
     known.matched(keys())
     assert len(made) == 2
+
+
+def test_pages_are_expected_for_a_while_where_their_prompt_was_placed() -> None:
+    known = Prefixes()
+    known.take("a", stored(0, 1))
+    known.expect("a", KEYS[2:5], now=10.0)
+    assert known.matched(KEYS, 10.0 + EXPECTED_S / 2) == {"a": 5}
+    assert known.matched(KEYS, 10.0 + EXPECTED_S) == {"a": 2}
+    known.expect("b", KEYS[:3], now=12.0)
+    assert known.matched(KEYS, 12.0) == {"a": 2, "b": 3}, "the prompt placed last"
+    known.take("b", removed(2))
+    assert known.matched(KEYS, 12.0) == {"a": 2, "b": 2}, "the engine knows better"
+    known.take("b", stored(0, 1))
+    assert known.matched(KEYS, 100.0) == {"a": 2, "b": 2}
+    known.expect("b", (), now=100.0)
+    assert not known.expected, "what is over is forgotten"
+
+
+def test_what_is_expected_is_bounded() -> None:
+    known = Prefixes()
+    for prompt in range(2 * MOST_EXPECTED // EXPECTED_PAGES):
+        names = [(prompt * EXPECTED_PAGES + n).to_bytes(16) for n in range(EXPECTED_PAGES)]
+        known.expect("a", iter(names * 2), now=0.0)
+    assert len(known.expected) == MOST_EXPECTED
+    assert known.matched(names, 1.0) == {"a": EXPECTED_PAGES}, "the oldest go first"
 
 
 def test_a_lost_engine_has_nothing() -> None:
