@@ -81,7 +81,11 @@ def test_a_process_that_had_nothing_to_do_takes_time_to_wake_up() -> None:
     def note() -> None:
         done.append(clock.now)
 
-    worker.give(1.0, lambda: (note(), worker.give(1.0, note)))  # type: ignore[func-returns-value]
+    def again() -> None:
+        note()
+        worker.give(1.0, note)
+
+    worker.give(1.0, again)
     worker.give(1.0, note)
     clock.run()
     assert done == [1.5, 2.5, 3.5], "once, not for what comes while it works"
@@ -102,7 +106,8 @@ def turns(*tasks: tuple[str, float, float], slice_s: float = 0.1) -> dict[str, f
 
 
 def test_a_short_operation_waits_for_a_slice_of_a_long_one_and_no_more() -> None:
-    clock, done = Clock(), {}
+    clock = Clock()
+    done: dict[str, float] = {}
     engine = Engine(Cores(clock, 1), 0.0, slice_s=0.1)
     engine.take(Task(1.0, 0.0, lambda: done.setdefault("long", clock.now)))
     engine.take(Task(0.05, 0.0, lambda: done.setdefault("short", clock.now)))
@@ -111,7 +116,8 @@ def test_a_short_operation_waits_for_a_slice_of_a_long_one_and_no_more() -> None
 
 
 def test_a_round_has_a_slice_whatever_else_comes() -> None:
-    clock, done = Clock(), []
+    clock = Clock()
+    done: list[float] = []
     engine = Engine(Cores(clock, 1), 0.0, slice_s=0.1)
 
     def again() -> None:
