@@ -144,7 +144,8 @@ class Engine:
         """The answer, in a slot of the session's arena."""
         link = self.link
         request, length = await link.lay(parts)
-        self.num_waiting += 1
+        is_work = bool(call.operation.takes or call.operation.gives)  # to ask how it is, is none
+        self.num_waiting += is_work
         self.bytes_waiting += length
         try:
             answered, slot = await link.call(
@@ -157,7 +158,7 @@ class Engine:
                 call.tenant,
             )
         finally:
-            self.num_waiting -= 1
+            self.num_waiting -= is_work
             self.bytes_waiting -= length
             link.give_back(request)
         self.num_calls += 1

@@ -307,7 +307,7 @@ def test_an_engine_that_dies_meanwhile_takes_only_its_own_along(
             for cluster in (first, second):
                 await all_there(cluster)
             await first.told("drain_engine", {"name": SOURCE, "stop": True})
-            async with asyncio.timeout(15):  # what nobody finished is given up
+            async with asyncio.timeout(90):  # what nobody finished is given up
                 while True:
                     pool = (await first.told("pool", {})).fields
                     if pool["imports"] == 0:

@@ -89,6 +89,19 @@ def engine_processes() -> list[int]:
     return found
 
 
+def fill_both(client: httpx.Client, names: list[str]) -> None:
+    """Make sequences until both engines have some: where the first go depends on who was busy."""
+    rows = {"dtype": "F32", "shape": [48, 1, 4], "data": [1.0] * 192}
+    while not all(one["sequences"] for one in engines(client)):
+        assert len(names) < 40, engines(client)
+        names.append(f"chat-{len(names)}")
+        made = client.post("/v1/sequences", json={"sequences": [{"id": names[-1]}]})
+        assert made.status_code == 201, made.text
+        body = {"layer": 0, "sequences": names[-1:], "append_indptr": [0, 48]}
+        client.post("/v1/append", json=body | {"tensors": {"k": rows, "v": rows}})
+        time.sleep(0.2)
+
+
 def test_two_engines_are_one_service_and_one_that_dies_comes_back(client: httpx.Client) -> None:
     names = [f"chat-{n}" for n in range(6)]
     made = client.post("/v1/sequences", json={"sequences": [{"id": name} for name in names]})
@@ -98,6 +111,7 @@ def test_two_engines_are_one_service_and_one_that_dies_comes_back(client: httpx.
     assert client.post("/v1/append", json=body).json()["lengths"] == [1] * 6
     gathered = client.post("/v1/gather", json={"layer": 0, "sequences": names, "dtype": "fp32"})
     assert gathered.json()["tensors"]["k"]["data"] == rows["data"]
+    fill_both(client, names)
     before = {one["instance_id"] for one in engines(client)}
     os.kill(engine_processes()[0], signal.SIGKILL)
     answers = [client.get(f"/v1/sequences/{name}") for name in names]

@@ -30,7 +30,7 @@ from service.road.listening import listen
 
 T = TypeVar("T")
 ARENA_BYTES = 2**24
-ROOM_BYTES = 2**16
+ROOM_BYTES = 2**17
 """Of an answer, beside as much as the request takes."""
 
 

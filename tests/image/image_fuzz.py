@@ -95,6 +95,8 @@ PLAIN: Final[dict[str, dict[str, Any]]] = {
     "info": {},
     "pool": {},
     "engines": {},
+    "list_namespaces": {},
+    "drain_engine": {"name": "engine", "stop": True},
     "delete_sequences": {"ids": ["a", "c"]},
     "match_prefix": {"token_ids": [1, 2, 3, 4, 5, 6], "lease_s": 0.0, "cache_salt": "a"},
     "commit": {"id": "a", "token_ids": [1, 2], "priority": 3, "duration_s": 1.0},
