@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -48,7 +47,7 @@ def is_moving(refused: BaseException) -> bool:
     """Whether nothing was done because a sequence is on its way to another engine."""
     if not isinstance(refused, ProblemText):
         return False
-    problem = json.loads(refused.text)
+    problem = refused.problem
     return problem["code"] == MOVING and "done" not in problem
 
 

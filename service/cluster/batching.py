@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +48,7 @@ async def ask_one(
     try:
         answered, slot = await pass_on(router, call, ids, engine)
     except ProblemText as refused:  # of engines that sequences are dealt out over
-        if not (unknown := unknown_in(json.loads(refused.text))):
+        if not (unknown := unknown_in(refused.problem)):
             raise
     else:
         if call.operation.name == "delete_sequence" and answered.status < 300:
@@ -127,7 +126,7 @@ async def ask_parts(
         except NotReady as error:
             raise lost(router, next(iter(groups)), ids, error) from error
         except ProblemText as refused:
-            unknown = unknown_in(json.loads(refused.text))
+            unknown = unknown_in(refused.problem)
             if not (again and unknown):
                 raise
         await router.homes.find(unknown, call.tenant)

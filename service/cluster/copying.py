@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from service.cluster.creating import may_pass_over
 from service.cluster.engine import Engine, Told
 from service.cluster.placement import choose
 from service.doors.problems import ProblemText
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 ASK_S: Final = 10.0
 PART_BYTES: Final = 4 * 2**20
-ELSEWHERE: Final = frozenset({429, 503, 507})
 
 
 class NoRoom(Exception):
@@ -116,10 +115,9 @@ async def placed(
         except NotReady as error:
             why = str(error)
         except ProblemText as refused:
-            problem = json.loads(refused.text)
-            if problem["status"] not in ELSEWHERE:
+            if not may_pass_over(refused):
                 raise
-            why = f"{target.name} says {problem['code']}"
+            why = f"{target.name} says {refused.problem['code']}"
         passed_over.add(target.tag)
 
 
@@ -130,7 +128,7 @@ async def begin(
     try:
         return (await ask(target, IMPORT, tenant, fields, names)).fields
     except ProblemText as refused:
-        if json.loads(refused.text)["code"] != "import_exists":
+        if refused.problem["code"] != "import_exists":
             raise
     await ask(target, CANCEL_IMPORT, tenant, {"id": fields["id"]})
     return (await ask(target, IMPORT, tenant, fields, names)).fields

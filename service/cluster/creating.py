@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -109,7 +108,7 @@ async def create(router: Router, call: Call, prepared: Prepared) -> tuple[Answer
 
 def unknown_parents(failed: Failed) -> list[str]:
     """The parents that engines did not know: they may have been moved."""
-    problems = [json.loads(e.text) for e in failed.errors.values() if isinstance(e, ProblemText)]
+    problems = [e.problem for e in failed.errors.values() if isinstance(e, ProblemText)]
     return [name for one in problems for name in unknown_in(one)]
 
 
@@ -277,7 +276,7 @@ async def unmake(router: Router, call: Call, homes: Mapping[str, Home]) -> None:
 def may_pass_over(error: BaseException) -> bool:
     """Whether another engine may do what this one did not."""
     if isinstance(error, ProblemText):
-        return json.loads(error.text)["status"] in ELSEWHERE
+        return error.problem["status"] in ELSEWHERE
     return isinstance(error, NotReady | Overloaded)
 
 

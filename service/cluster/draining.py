@@ -8,7 +8,6 @@ is given up by the old engine before the new one may answer for it, so there are
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import time
@@ -205,7 +204,7 @@ async def moved(
         except NoRoom as error:
             return str(error)
         except ProblemText as refused:
-            why = json.loads(refused.text)["code"]
+            why = refused.problem["code"]
             if why == "unknown_sequence":
                 return ""  # it was deleted meanwhile
         except REFUSED as error:

@@ -144,7 +144,7 @@ class Engine:
         """The answer, in a slot of the session's arena."""
         link = self.link
         request, length = await link.lay(parts)
-        is_work = bool(call.operation.takes or call.operation.gives)  # to ask how it is, is none
+        is_work = call.operation.has_tensors  # to ask how it is, is none
         self.num_waiting += is_work
         self.bytes_waiting += length
         try:

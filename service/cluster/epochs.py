@@ -10,7 +10,6 @@ have parts of the same sequence.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -170,7 +169,7 @@ async def settle(
 def is_stale(refused: object) -> bool:
     """Whether a rank is not where this door believed: another one was at work."""
     if isinstance(refused, ProblemText):
-        return json.loads(refused.text)["code"] in STALE
+        return refused.problem["code"] in STALE
     return isinstance(refused, SequenceTaken)
 
 
@@ -178,4 +177,4 @@ def epoch_in(refused: object, name: str) -> int:
     """The epoch that a refusal tells of, 0 where it tells none."""
     if not isinstance(refused, ProblemText):
         return 0
-    return int(json.loads(refused.text).get("epochs", {}).get(name, 0))
+    return int(refused.problem.get("epochs", {}).get(name, 0))

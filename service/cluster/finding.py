@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -149,7 +148,7 @@ async def known_there(engine: Engine, ids: Sequence[str], tenant: Tenant) -> lis
     try:
         await engine.ask(call, fields)
     except ProblemText as refused:
-        problem = json.loads(refused.text)
+        problem = refused.problem
         named = set(problem.get("sequences", ()))
         others = [name for name in ids if name not in named]
         if problem["code"] == MOVING:  # it is there until it has gone

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +134,7 @@ async def ask_for_lease(router: Router, call: Call, prepared: Prepared) -> Answe
     try:
         told = await engine.ask(call, asked)
     except ProblemText as refused:
-        if json.loads(refused.text)["code"] == "unknown_lease":
+        if refused.problem["code"] == "unknown_lease":
             raise UnknownLease(name) from None
         raise
     fields = told.fields

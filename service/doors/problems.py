@@ -18,13 +18,18 @@ class ProblemText(Exception):
         super().__init__(text)
         self.text = text
 
+    @property
+    def problem(self) -> dict[str, Any]:
+        """The document, read."""
+        read: dict[str, Any] = load_json(self.text.encode(), "the problem")
+        return read
+
 
 def document_of(error: BaseException, request_id: bytes) -> dict[str, Any]:
     """The document that tells an error; what is no refusal is a bug, and logged with its
     traceback."""
     if isinstance(error, ProblemText):
-        written: dict[str, Any] = load_json(error.text.encode(), "the problem")
-        return written
+        return error.problem
     if errors.kind_of(error).status == 500:
         fields = {"id": request_id.decode("ascii")}
         LOG.error("internal error", exc_info=error, extra={"fields": fields})

@@ -14,3 +14,10 @@ from service.cluster.local import LocalEngines, local_engines
 def two_engines() -> Iterator[LocalEngines]:
     with local_engines(2, SETTINGS) as engines:
         yield engines
+
+
+@pytest.fixture
+def mortal_engines() -> Iterator[LocalEngines]:
+    """Three of a test's own, which may kill them."""
+    with local_engines(3, SETTINGS) as engines:
+        yield engines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,6 +155,16 @@ async def only_on(cluster: Cluster, name: str, is_so: bool = True) -> None:
         engine.is_leaving = is_so and engine.name != name
 
 
+async def begin_at_source(doors: Sequence[Cluster], callers: Sequence[Caller], count: int) -> None:
+    """Every caller's first sequences, all on the engine that is to be emptied."""
+    for cluster in doors:
+        await only_on(cluster, SOURCE)
+    for caller in callers:
+        await caller.begin(count)
+    for cluster in doors:
+        await only_on(cluster, SOURCE, False)
+
+
 @pytest.fixture(scope="module")
 def three_engines() -> Iterator[LocalEngines]:
     with local_engines(3, SETTINGS) as engines:
@@ -167,12 +177,7 @@ def test_an_engine_is_emptied_while_callers_at_another_door_go_on(
     async def test(first: Cluster) -> None:
         async with another_door(first) as second:
             callers = [Caller((first, second, second, second)[one], one) for one in range(4)]
-            for cluster in (first, second):
-                await only_on(cluster, SOURCE)
-            for caller in callers:
-                await caller.begin(2)
-            for cluster in (first, second):
-                await only_on(cluster, SOURCE, False)
+            await begin_at_source((first, second), callers, 2)
             assert await left_at(first, SOURCE) == 8
             over = asyncio.Event()
             working = [asyncio.ensure_future(caller.work(over)) for caller in callers]
@@ -263,12 +268,6 @@ def test_what_has_no_room_elsewhere_stays_until_there_is(three_engines: LocalEng
     run(three_engines, test)
 
 
-@pytest.fixture
-def mortal_engines() -> Iterator[LocalEngines]:
-    with local_engines(3, SETTINGS) as engines:
-        yield engines
-
-
 @pytest.mark.parametrize("victim", [SOURCE, "engine-1"])
 def test_an_engine_that_dies_meanwhile_takes_only_its_own_along(
     mortal_engines: LocalEngines, victim: str
@@ -278,12 +277,7 @@ def test_an_engine_that_dies_meanwhile_takes_only_its_own_along(
     async def test(first: Cluster) -> None:
         async with another_door(first) as second:
             callers = [Caller((first, second)[one % 2], one, may_lose=True) for one in range(4)]
-            for cluster in (first, second):
-                await only_on(cluster, SOURCE)
-            for caller in callers:
-                await caller.begin(3)
-            for cluster in (first, second):
-                await only_on(cluster, SOURCE, False)
+            await begin_at_source((first, second), callers, 3)
             over = asyncio.Event()
             working = [asyncio.ensure_future(caller.work(over)) for caller in callers]
             await first.told("drain_engine", {"name": SOURCE})

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import pytest
 from cluster_book import Book
-from cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster, rows, run
+from cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from service.cluster.local import LocalEngines, local_engines
+from service.cluster.local import LocalEngines
 from service.cluster.ranks import Ranks
 from service.operations.rows import APPEND
 from service.tenants import OPEN
@@ -220,12 +218,6 @@ def test_a_door_that_knows_nothing_finds_all_parts_and_mends_what_another_left(
         await book.check("a")
 
     run(two_engines, test)
-
-
-@pytest.fixture
-def mortal_engines() -> Iterator[LocalEngines]:
-    with local_engines(3, SETTINGS) as engines:
-        yield engines
 
 
 def test_a_rank_that_dies_takes_its_sequences_along_and_nothing_else(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 from cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster, rows, run
 
-from service.cluster.local import LocalEngines, local_engines
+from service.cluster.local import LocalEngines
 from service.cluster.router import Router
 
 Array = Any
@@ -240,12 +239,6 @@ def test_a_door_believes_no_length_that_another_has_changed(two_engines: LocalEn
 
 async def gone(door: Cluster, left: int) -> None:
     await door.until(lambda: len(door.router.members.engines) == left, "it is gone")
-
-
-@pytest.fixture
-def mortal_engines() -> Iterator[LocalEngines]:
-    with local_engines(3, SETTINGS) as engines:
-        yield engines
 
 
 def test_a_rank_that_dies_under_two_doors_leaves_nothing_behind(

@@ -105,11 +105,20 @@ def header(
     Padded with spaces so that they begin at a multiple of `alignment`. `offsets`, beside other
     fields, is a list of ints. Raises TypeError for a dtype that cannot travel.
     """
-    offsets = fields.get("offsets")
-    if offsets is not None:
+    return with_offsets(cut(fields, arrays, alignment), fields.get("offsets"), alignment)
+
+
+def cut(fields: dict[str, Any], arrays: Sequence[tuple[str, Array]], alignment: int) -> Written:
+    """A request's header without its `offsets`."""
+    if "offsets" in fields:
         fields = {name: value for name, value in fields.items() if name != "offsets"}
     described = tuple([(name, array.dtype, array.shape) for name, array in arrays])
-    begin, end, whole = written(fields, described, alignment)
+    return written(fields, described, alignment)
+
+
+def with_offsets(header: Written, offsets: list[int] | None, alignment: int) -> bytes:
+    """A header that was `cut`, with these `offsets`."""
+    begin, end, whole = header
     if offsets is None:
         return whole
     return padded(f'{begin},\\"offsets\\":{offsets}{end}', alignment)

@@ -92,13 +92,13 @@ class Road:
     def connected(self, ends: float) -> Connection:
         """The connection, made anew when it is broken or another process's."""
         connection = self.connection
-        if connection is not None and not connection.broken and connection.pid == os.getpid():
+        if connection is not None and connection.is_usable:
             return connection
         with self.lock:
             if self.closed:
                 raise RuntimeError("the session is closed")
             connection = self.connection
-            if connection is None or connection.broken or connection.pid != os.getpid():
+            if connection is None or not connection.is_usable:
                 if connection is not None and connection.pid == os.getpid():
                     connection.close()
                 connection = Connection(

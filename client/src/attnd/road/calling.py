@@ -49,10 +49,15 @@ def attempt(connection: Connection, step: Send[Any], ends: float) -> Reply:
         room = answer.needed
         laid = connection.areas.lay(call.fields, call.arrays, room)
     meta = Meta(step.request_id, StageTimes(answer.seconds))
+    return read_answer(connection.arena, laid, answer, meta)
+
+
+def read_answer(arena: Arena, laid: Laid, answer: Answer, meta: Meta) -> Reply:
+    """What an answer says; raises the `ServiceError` that it is, or `ProtocolError`."""
     if answer.inline is not None:
         laid.place.free()
         return inline_reply(answer, answer.inline, meta)
-    return read_reply(answer.status, image_of(connection.arena, laid, answer.length), meta)
+    return read_reply(answer.status, image_of(arena, laid, answer.length), meta)
 
 
 def answer_room(call: Call[Any]) -> int:

@@ -21,10 +21,10 @@ from attnd.images import Array
 from attnd.results import Meta
 from attnd.road.areas import ALIGNMENT, Area, Areas, Laid
 from attnd.road.arena import Arena, Held, Slot
-from attnd.road.calling import StageTimes, answer_room, image_of, inline_reply, read_reply
+from attnd.road.calling import StageTimes, answer_room, read_answer
 from attnd.road.connection import Connection
 from attnd.road.frames import Answer
-from attnd.tensor_calls import Indices, numbers
+from attnd.tensor_calls import numbers
 
 T = TypeVar("T")
 Args = tuple[Any, ...]
@@ -51,10 +51,11 @@ def key_of(build: Callable[..., Any], args: Args, kwargs: Kwargs) -> Key | None:
         elif not add_array(key, arg):
             return None
     for name, arg in kwargs.items():
+        if name == "offsets":
+            continue
         if type(arg) in PLAIN:
-            if name != "offsets":
-                plain += (name, arg)
-        elif name != "offsets":
+            plain += (name, arg)
+        else:
             key.append(name)
             if not add_array(key, arg):
                 return None
@@ -187,10 +188,8 @@ class Repeat(Generic[T]):
             area, ordered, length = found
             self._arrays = InPlace(area, [array for _, array in ordered], length)
             self._padding = ALIGNMENT
-        fields = {name: value for name, value in call.fields.items() if name != "offsets"}
-        described = tuple([(name, array.dtype, array.shape) for name, array in ordered])
         self._connection = connection
-        self._header = images.write(fields, described, self._padding)
+        self._header = images.cut(call.fields, ordered, self._padding)
         self._parse = call.parse
         self._room = answer_room(call)
         self._route = connection.routes[call.operation]
@@ -204,7 +203,8 @@ class Repeat(Generic[T]):
     def send(self, args: Args, kwargs: Kwargs, request_id: bytes, ends: float) -> T | None:
         """What the call answers; None, and nothing sent, where it has to go like any other. Raises
         what calls raise."""
-        connection, header = self._connection, self._header_with(kwargs.get("offsets"))
+        connection, offsets = self._connection, numbers(kwargs.get("offsets"))
+        header = images.with_offsets(self._header, offsets, self._padding)
         laid = self._arrays.lay(connection.areas, header, self._room, args, kwargs)
         if laid is None:
             return None
@@ -222,16 +222,8 @@ class Repeat(Generic[T]):
         if answer.needed > self._room:  # it was refused for that, and nothing done
             self._room = answer.needed
             return self.send(args, kwargs, request_id, ends)
-        if answer.inline is not None:
-            place.free()
-            return self._parse(inline_reply(answer, answer.inline, meta))
-        image = image_of(arena, laid, answer.length)
-        reply = read_reply(answer.status, image, meta)
-        self._expected = Expected.like(answer.status, image)
+        reply = read_answer(arena, laid, answer, meta)
+        if answer.inline is None:
+            image = arena.array((answer.length,), np.dtype(np.uint8), place.offset)
+            self._expected = Expected.like(answer.status, image)
         return self._parse(reply)
-
-    def _header_with(self, offsets: Indices | None) -> bytes:
-        begin, end, whole = self._header
-        if offsets is None:
-            return whole
-        return images.padded(f'{begin},\\"offsets\\":{numbers(offsets)}{end}', self._padding)
