@@ -19,6 +19,8 @@ from service.tenants import OPEN
 ACCESS: Final = logging.getLogger("attnd.access")
 DELAY_S: Final = 0.01
 """How long an answered request may stay untold."""
+ELSEWHERE_S: Final = 0.015
+"""After so long the other processes have told, too, what they answered before."""
 QUIET: Final = frozenset({"live", "ready", "metrics"})
 """Asked every few seconds by machines: logged at debug."""
 

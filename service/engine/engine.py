@@ -28,13 +28,13 @@ from service.engine.selftest import self_test
 from service.engine.session_lanes import SessionLanes
 from service.engine.slices import Pace
 from service.engine.store import FATAL, Store
+from service.engine.telling import QUIET_S, Telling
 from service.engine.work import Job
 from service.errors import AttndError, Internal, NotReady, Overloaded, kind_of
 from service.image.dtypes import DTYPE_NAMES
 from service.keys import keys_of, read_again
 from service.metrics import Metrics
 from service.operations.info import InfoAnswer, LimitsAnswer
-from service.operations.snapshot import SNAPSHOT
 from service.operations.step import STEP
 from service.operations.table import BY_NUMBER
 from service.road.admission import Admission
@@ -51,8 +51,6 @@ SPIN_S: Final = 0.002
 """A launch that takes longer is looked after every millisecond; until then all the time."""
 LEAST_RETRY_S: Final = 0.05
 MOST_RETRY_S: Final = 30.0
-PACE_WEIGHT: Final = 0.1
-"""Share of the latest round in the running mean of seconds per operation."""
 LONGEST_WAIT_S: Final = 3600.0
 """The system's clocks for waiting on sockets end after some weeks."""
 LAST_WORDS_S: Final = 1.0
@@ -114,7 +112,7 @@ class Engine:
         self._lanes = SessionLanes(lanes, self.scheduler.steps, self.info)
         self._reader = RequestReader(self.info)
         self._jobs: dict[Call, Job] = {}
-        self._answered: list[tuple[Job, str, float]] = []
+        self._telling = Telling(metrics, self.store)
         self._selector = selectors.DefaultSelector()
         self._admission = Admission(keys_of(settings.auth), secret)
         self.callers = Callers(
@@ -133,7 +131,6 @@ class Engine:
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._drain_ends: float | None = None
         self._asked_to_drain = self._asked_to_read_keys = False
-        self._seconds_per_operation = 0.0
 
     @property
     def num_admitted(self) -> int:
@@ -159,7 +156,7 @@ class Engine:
     def run(self) -> None:
         """Until drained."""
         self._metrics.build(__version__, self._backend.name)
-        self._tell_pool()
+        self._telling.tell_pool()
         gc.collect()
         gc.freeze()  # what the start made stays out of later collections
         told = self.info
@@ -171,7 +168,7 @@ class Engine:
                 self.scheduler.round()
                 if self._lanes:
                     self._lanes.look_after()
-                self._tell(time.monotonic() - started)
+                self._rest(started)
         except FATAL as error:
             self._lose(f"lost: {error}: restart the service")
             raise
@@ -180,6 +177,7 @@ class Engine:
             self._lose(f"lost: the engine failed: {error}")
             raise
         finally:
+            self._tell()
             self.callers.close(LAST_WORDS_S)
             self._selector.close()
             os.close(self._woken)
@@ -189,7 +187,10 @@ class Engine:
 
     def _listen(self) -> None:
         """Wait until there is something to do, and take in what has come."""
-        for key, mask in self._selector.select(self._patience()):
+        ready = self._selector.select(self._patience())
+        if not ready and self._telling:
+            self._tell()
+        for key, mask in ready:
             if key.fd == self._woken:
                 os.read(self._woken, 4096)
             elif key.data is None or callable(key.data):
@@ -229,6 +230,8 @@ class Engine:
         """Seconds to wait for sockets: none while there is work that they could join."""
         scheduler = self.scheduler
         if not scheduler.busy:
+            if self._telling:
+                return QUIET_S
             return FREE_S if scheduler.steps.any_spoilt else self._idle_patience()
         if scheduler.steps_only and not scheduler.steps.is_young:
             return 1e-3
@@ -274,7 +277,7 @@ class Engine:
             return
         self._metrics.rejected("overloaded")
         depth = self._settings.server.queue_depth
-        half = 0.5 * depth * self._seconds_per_operation
+        half = 0.5 * depth * self._telling.seconds_per_operation
         raise Overloaded(
             f"{depth} operations wait already: retry later, send larger batches, "
             "or raise server.queue_depth",
@@ -289,7 +292,7 @@ class Engine:
     # What goes out.
 
     def _reply(self, job: Job) -> None:
-        """One answer; what is counted of it comes later, when nobody waits for it."""
+        """One answer."""
         call: Call = job.token
         del self._jobs[call]
         seconds = job.seconds
@@ -308,45 +311,30 @@ class Engine:
         else:
             needed = error.needed if isinstance(error, DoesNotFit) else 0
             self.callers.fail(call, error, stages, needed)
-        code = "ok" if error is None else kind_of(error).code
-        self._answered.append((job, code, time.monotonic()))
+        self._telling.add(job)
 
-    def _tell(self, spent: float) -> None:
-        """Count what was answered in a round."""
+    def _rest(self, started: float) -> None:
+        """A round is over: what is counted is counted now, or when nothing comes for a while."""
+        if not self._telling:
+            self._tell_load()
+            return
+        now = time.monotonic()
+        if self._telling.is_due(now, now - started):
+            self._tell()
+
+    def _tell(self) -> None:
+        """Count what was answered."""
+        self.scheduler.learn()
+        self._telling.tell()
+        self._tell_load()
+
+    def _tell_load(self) -> None:
         self._metrics.load(len(self._jobs), self.scheduler.num_waiting)
         self._metrics.sessions(self.callers.count)
-        if not self._answered:
-            return
-        answered, self._answered = self._answered, []
-        metrics = self._metrics
-        for job, code, ended in answered:
-            seconds = job.seconds
-            if job.request.operation is not SNAPSHOT:  # nobody who watches wants to see that
-                metrics.stages(
-                    seconds.queue,
-                    seconds.plan,
-                    seconds.copy_in,
-                    seconds.kernel,
-                    seconds.copy_out,
-                    seconds.encode,
-                )
-            if not job.token.session.standing.is_door:
-                metrics.observe(job.request.operation.name, code, ended - job.arrived)
-        self._tell_pool()
-        mean = spent / len(answered)
-        self._seconds_per_operation += PACE_WEIGHT * (mean - self._seconds_per_operation)
 
     def _count_refused(self, call: Call, name: str, error: AttndError) -> None:
         if not call.session.standing.is_door:
             self._metrics.observe(name, kind_of(error).code, 0.0)
-
-    def _tell_pool(self) -> None:
-        numbers = self.store.numbers()
-        self._metrics.cache(
-            numbers.cached, numbers.pinned, numbers.leases, self.store.tree.budget.num_evicted
-        )
-        self._metrics.pool(numbers.free, numbers.referenced, numbers.sequences, numbers.nodes)
-        self.store.press(numbers)
 
     # The end.
 
@@ -380,4 +368,4 @@ class Engine:
         for job in list(self._jobs.values()):
             job.error = error
             self._reply(job)
-        self._tell(0.0)
+        self._tell()

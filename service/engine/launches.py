@@ -17,7 +17,7 @@ from kernels.backend import Pending
 from service.engine.refusals import refusal_of
 from service.engine.store import FATAL, Store
 from service.engine.turns import turn_of
-from service.engine.work import Alone, Answered, Grouped, Job, Sliced
+from service.engine.work import Alone, Answered, Cost, Grouped, Job, Sliced
 from service.metrics import Metrics
 
 MAX_IN_FLIGHT: Final = 2
@@ -67,6 +67,34 @@ class Launch:
         self.finished = time.monotonic()
 
 
+@dataclass(slots=True)
+class Landed:
+    """What is to be learned from a launch of attention that is done."""
+
+    num_rows: int = 0
+    """Of queries."""
+    cost: Cost | None = None
+    """Of what had the device alone, and took `seconds`."""
+    seconds: float = 0.0
+
+
+def landed_of(launch: Launch, was_alone: bool) -> Landed | None:
+    """None where nothing attended. `was_alone`: nothing else was on the device; an estimate is for
+    one job."""
+    landed = Landed(seconds=launch.finished - launch.started)
+    num_grouped = 0
+    for job in launch.jobs:
+        work = job.work
+        if isinstance(work, Grouped):
+            num_grouped += 1
+            landed.cost = work.cost
+            for attend in work.attends:
+                landed.num_rows += attend.q.shape[0]
+    if num_grouped != 1 or not was_alone:
+        landed.cost = None
+    return landed if num_grouped else None
+
+
 class Launches:
     """The group that gathers, and the launches before it. `begin` gives a job its turn (again);
     `answer` is told of jobs that are settled. Methods raise `FATAL`."""
@@ -87,6 +115,7 @@ class Launches:
         self.is_closed = False
         """The group takes nobody in any more."""
         self._flying: deque[Launch] = deque()
+        self._landed: list[Landed] = []
 
     def __bool__(self) -> bool:
         return bool(self._group or self._flying)
@@ -156,7 +185,18 @@ class Launches:
                 return
             self._flying.popleft()
             self._answer(launch.jobs)
-            self._learn(launch)
+            landed = landed_of(launch, not self._flying)
+            if landed is not None:
+                self._landed.append(landed)
+
+    def learn(self) -> None:
+        """Count the launches of attention since the last time; those that had the device alone
+        correct the estimates."""
+        landed, self._landed = self._landed, []
+        for one in landed:
+            self._metrics.batch(one.num_rows)
+            if one.cost is not None:
+                self._store.pace.correct("attend", one.cost, one.seconds)
 
     def uses(self, names: set[str]) -> bool:
         """Whether what may yet be undone and run again reads or writes one of these sequences."""
@@ -177,17 +217,6 @@ class Launches:
         if not attends:
             return None
         return self._store.backend.attend(attends)
-
-    def _learn(self, launch: Launch) -> None:
-        """Count a launch of attention, and hold its estimate against what it took, if it had the
-        device alone."""
-        grouped = [job.work for job in launch.jobs if isinstance(job.work, Grouped)]
-        if grouped:
-            attends = [attend for work in grouped for attend in work.attends]
-            self._metrics.batch(sum(attend.q.shape[0] for attend in attends))
-        if len(grouped) == 1 and not self._flying:
-            spent = launch.finished - launch.started
-            self._store.pace.correct("attend", grouped[0].cost, spent)
 
     # When a launch fails.
 

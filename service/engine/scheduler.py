@@ -21,7 +21,7 @@ from service.engine.refusals import refusal_of
 from service.engine.store import FATAL, Store
 from service.engine.turns import refuse_leaving, sharing_of, turn_of
 from service.engine.work import Alone, Job, Opened, Sliced
-from service.errors import Cancelled, DeadlineExceeded, OutOfPages
+from service.errors import Cancelled, DeadlineExceeded
 from service.metrics import Metrics
 
 ABORT_S: Final = 2.0
@@ -78,6 +78,10 @@ class Scheduler:
             job.seconds.queue = time.monotonic() - job.arrived
             self._metrics.rejected("cancelled")
             self._refuse(job, Cancelled("the caller took the operation back before its turn"))
+
+    def learn(self) -> None:
+        """Let the pace of the device be corrected by what was launched since the last time."""
+        self._launches.learn()
 
     def round(self) -> None:
         """All turns that can be given now, then one slice of long work. Raises `FATAL`."""
@@ -217,21 +221,5 @@ class Scheduler:
     # Replies.
 
     def _answer(self, jobs: Iterable[Job]) -> None:
-        """Count what succeeded, so that whoever is answered finds it counted; send the replies."""
         for job in jobs:
-            self._count(job)
             self._reply(job)
-
-    def _count(self, job: Job) -> None:
-        metrics = self._metrics
-        if isinstance(job.error, OutOfPages):
-            metrics.out_of_pages()
-        if job.error is not None or job.work is None:
-            return
-        counts = job.work.counts
-        if counts.appended:
-            metrics.appended(counts.appended)
-        if counts.looked_up:
-            metrics.looked_up(counts.looked_up, counts.found)
-        if counts.mode is not None:
-            metrics.kv_read(counts.read_bytes, counts.saved_bytes, counts.mode)

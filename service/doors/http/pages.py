@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from service.doors.http.answering import EXCHANGE
 from service.doors.http.exchange import JSON, Exchange
+from service.doors.ledger import ELSEWHERE_S
 from service.errors import InvalidRequest, NoSuchRoute
 from service.image.json_text import dump_json
 
@@ -55,6 +57,7 @@ class Pages:
     async def metrics(self, request: Request) -> Response:
         exchange: Exchange = request.scope[EXCHANGE]
         exchange.tenant.require("admin", "/metrics")
+        await asyncio.sleep(ELSEWHERE_S)
         self.door.ledger.settle()
         body, content_type = self.door.metrics.render()
         return Response(body, headers={"content-type": content_type})
