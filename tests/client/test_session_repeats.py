@@ -14,7 +14,8 @@ import attnd
 import numpy as np
 import pytest
 from attnd import Retries, Session
-from attnd.road import repeats
+from attnd.repeats import MOST
+from attnd.road.again import RoadRepeat
 from stand_in_engine import Answers, Drop, Problem, Seen, StandInEngine, Step
 
 QUICK = Retries(2, first_wait_s=0.01, max_wait_s=0.05)
@@ -38,13 +39,13 @@ class Bench:
         self.path = path
         self.session = Session(path, retries=QUICK, timeout=5.0)
         self.short = 0
-        send = repeats.Repeat.send
+        send = RoadRepeat.send
 
         def counted(repeat: Any, *args: Any) -> Any:
             self.short += 1
             return send(repeat, *args)
 
-        monkeypatch.setattr(repeats.Repeat, "send", counted)
+        monkeypatch.setattr(RoadRepeat, "send", counted)
 
     def play(self, seen: Seen) -> Step:
         step = self.steps.pop(0) if self.steps else attended
@@ -282,10 +283,10 @@ def test_remembered_calls_keep_no_memory(bench: Bench) -> None:
 
 def test_calls_are_forgotten_before_they_are_too_many(bench: Bench) -> None:
     q = filled(bench.session, 1, 1.0)
-    for layer in range(repeats.MOST + 10):
+    for layer in range(MOST + 10):
         bench.session.decode(layer, ["a"], q)
-    assert len(bench.session._road.repeats) <= repeats.MOST
-    assert float(bench.session.decode(repeats.MOST + 9, ["a"], q).o.max()) == repeats.MOST + 10
+    assert len(bench.session._road.repeats.known) <= MOST
+    assert float(bench.session.decode(MOST + 9, ["a"], q).o.max()) == MOST + 10
 
 
 def test_two_threads_may_repeat_one_call(bench: Bench) -> None:

@@ -7,6 +7,7 @@ carried out by the steps of `exchange`; what is left here is input and output.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from attnd import attention, control, moving, prefix, transfer
 from attnd.call import Call, Reply
 from attnd.errors import AttndError, TransportError
 from attnd.exchange import Outcome, Retries, Send, Wait, first, repeated
+from attnd.http.again import HttpRepeat, add_array
 from attnd.http.awaiting import AsyncTransport, LoopTransport
 from attnd.http.blocking import SocketTransport, Transport
 from attnd.http.messages import reply_of, request_of
@@ -30,11 +32,13 @@ from attnd.methods import (
     every_sequence,
     manner,
     not_ready,
+    repeating,
     unreachable,
     wait_until_ready,
     with_self,
 )
 from attnd.prefix import FROM_NOW
+from attnd.repeats import Args, Kwargs, Repeats
 from attnd.results import CacheEvent, SequenceInfo
 
 P = ParamSpec("P")
@@ -57,6 +61,34 @@ def awaiting(build: Callable[P, Call[T]]) -> Callable[Concatenate[AsyncClient, P
     @wraps(build)
     async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self.send(build(*args, **kwargs))
+
+    return with_self(method, build)
+
+
+def awaiting_again(
+    build: Callable[P, Call[T]],
+) -> Callable[Concatenate[AsyncClient, P], Awaitable[T]]:
+    """As `awaiting`, for calls that repeat themselves: `methods.repeating`, awaited."""
+
+    @wraps(build)
+    async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        manner, repeats = self._manner, self._repeats
+        key = repeats.key_of(build, args, kwargs) if manner.is_plain else None
+        repeat = repeats.known.get(key) if key is not None else None
+        if repeat is not None:
+            name = os.urandom(16).hex()
+            request = repeat.request(args, kwargs, name, manner.timeout_s)
+            try:
+                return cast(T, repeat.result(await self._transport.send(request), name))
+            except AttndError as error:
+                return await self._go_on(
+                    Send(build(*args, **kwargs), name, manner.timeout_s), error
+                )
+        call = build(*args, **kwargs)
+        answer = await self.send(call)
+        if key is not None:
+            repeats.remember(key, call, args, kwargs)
+        return answer
 
     return with_self(method, build)
 
@@ -85,6 +117,7 @@ class Client:
         transport: Transport | None = None,
     ) -> None:
         self._manner = manner(timeout, retries)
+        self._repeats: Repeats[HttpRepeat[Any]] = Repeats(add_array, HttpRepeat)
         self._transport: Transport = transport or SocketTransport(
             origin_of(base_url, uds, api_key, verify, cert)
         )
@@ -96,9 +129,9 @@ class Client:
     delete_sequence = blocking(control.delete_sequence)
     truncate = blocking(control.truncate)
     page_table = blocking(control.page_table)
-    append = blocking(attention.append)
-    decode = blocking(attention.decode)
-    prefill = blocking(attention.prefill)
+    append = repeating(attention.append)
+    decode = repeating(attention.decode)
+    prefill = repeating(attention.prefill)
     ragged_prefill = blocking(attention.ragged_prefill)
     cascade = blocking(attention.cascade)
     merge = blocking(attention.merge)
@@ -156,12 +189,19 @@ class Client:
         """
         view = object.__new__(type(self))
         view._transport = self._transport
+        view._repeats = self._repeats
         view._manner = replace(self._manner, deadline_s=deadline, request_id=checked(request_id))
         return view
 
     def send(self, call: Call[T]) -> T:
         """Carry out one call."""
         return carry_out(call, self._manner, self._attempt)
+
+    def _again(self, repeat: HttpRepeat[T], args: Args, kwargs: Kwargs, name: bytes) -> T:
+        """A call that was made before, under the request id `name`."""
+        request_id = name.hex()
+        request = repeat.request(args, kwargs, request_id, self._manner.timeout_s)
+        return repeat.result(self._transport.send(request), request_id)
 
     def _attempt(self, step: Send[Any]) -> Reply:
         request = request_of(step.call, step.request_id, step.timeout_s, step.deadline_s)
@@ -199,6 +239,7 @@ class AsyncClient:
         transport: AsyncTransport | None = None,
     ) -> None:
         self._manner = manner(timeout, retries)
+        self._repeats: Repeats[HttpRepeat[Any]] = Repeats(add_array, HttpRepeat)
         self._transport: AsyncTransport = transport or LoopTransport(
             origin_of(base_url, uds, api_key, verify, cert)
         )
@@ -210,9 +251,9 @@ class AsyncClient:
     delete_sequence = awaiting(control.delete_sequence)
     truncate = awaiting(control.truncate)
     page_table = awaiting(control.page_table)
-    append = awaiting(attention.append)
-    decode = awaiting(attention.decode)
-    prefill = awaiting(attention.prefill)
+    append = awaiting_again(attention.append)
+    decode = awaiting_again(attention.decode)
+    prefill = awaiting_again(attention.prefill)
     ragged_prefill = awaiting(attention.ragged_prefill)
     cascade = awaiting(attention.cascade)
     merge = awaiting(attention.merge)
@@ -287,6 +328,7 @@ class AsyncClient:
         """As `Client.with_options`."""
         view = object.__new__(type(self))
         view._transport = self._transport
+        view._repeats = self._repeats
         view._manner = replace(self._manner, deadline_s=deadline, request_id=checked(request_id))
         return view
 
@@ -296,7 +338,11 @@ class AsyncClient:
         try:
             return call.parse(await self._attempt(tried))
         except AttndError as error:
-            steps = repeated(tried, error, self._manner)
+            return await self._go_on(tried, error)
+
+    async def _go_on(self, tried: Send[T], error: AttndError) -> T:
+        """`methods.go_on`, awaited."""
+        steps = repeated(tried, error, self._manner)
         outcome: Outcome = None
         try:
             while True:
@@ -307,12 +353,12 @@ class AsyncClient:
                     continue
                 try:
                     outcome = await self._attempt(step)
-                except AttndError as error:
-                    outcome = error
+                except AttndError as failed:
+                    outcome = failed
         except StopIteration as stop:
             return cast(T, stop.value)
         finally:
-            del outcome  # an error's traceback leads to this frame
+            del outcome, error  # an error's traceback leads to this frame
 
     async def _attempt(self, step: Send[Any]) -> Reply:
         request = request_of(step.call, step.request_id, step.timeout_s, step.deadline_s)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final, TypeVar, cast
+from functools import wraps
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 from attnd.call import Call, Reply
 from attnd.errors import AttndError, TransportError
@@ -13,6 +15,7 @@ from attnd.exchange import Manner, Outcome, Retries, Send, Wait, first, repeated
 from attnd.results import CacheEvent, EventPage, Health, SequenceInfo, SequencePage
 
 M = TypeVar("M", bound=Callable[..., Any])
+P = ParamSpec("P")
 T = TypeVar("T")
 
 POLL_S: Final = 0.05
@@ -26,6 +29,33 @@ def with_self(method: M, build: Callable[..., Any]) -> M:
     parameters = [this, *signature.parameters.values()]
     method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return method
+
+
+def repeating(build: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
+    """A method of a blocking client that makes a call and sends it; one that was made before goes a
+    shorter way, by the client's `_again`."""
+
+    @wraps(build)
+    def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        manner, repeats = self._manner, self._repeats
+        key = repeats.key_of(build, args, kwargs) if manner.is_plain else None
+        repeat = repeats.known.get(key) if key is not None else None
+        if repeat is not None:
+            request_id = os.urandom(16)
+            try:
+                result = self._again(repeat, args, kwargs, request_id)
+            except AttndError as error:
+                tried = Send(build(*args, **kwargs), request_id.hex(), manner.timeout_s)
+                return go_on(tried, error, manner, self._attempt)
+            if result is not None:
+                return cast(T, result)
+        call = build(*args, **kwargs)
+        answer: T = self.send(call)
+        if key is not None:
+            repeats.remember(key, call, args, kwargs)
+        return answer
+
+    return with_self(method, build)
 
 
 def carry_out(call: Call[T], manner: Manner, attempt: Callable[[Send[Any]], Reply]) -> T:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from attnd import attention, control, moving, prefix, transfer
 from attnd.call import Call, Reply
-from attnd.errors import AttndError, NotFound
+from attnd.errors import NotFound
 from attnd.exchange import Retries, Send
 from attnd.methods import (
     POLL_S,
@@ -25,16 +25,17 @@ from attnd.methods import (
     checked,
     every_event,
     every_sequence,
-    go_on,
     manner,
+    repeating,
     wait_until_ready,
     with_self,
 )
 from attnd.prefix import FROM_NOW
+from attnd.repeats import Args, Kwargs, Places, Repeats
 from attnd.results import CacheEvent, Meta, SequenceInfo
+from attnd.road.again import RoadRepeat, add_array
 from attnd.road.calling import HEALTH, attempt, health
 from attnd.road.connection import Connection
-from attnd.road.repeats import MOST, Args, Key, Kwargs, Repeat, key_of, places_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,32 +51,6 @@ def blocking(build: Callable[P, Call[T]]) -> Callable[Concatenate[Session, P], T
     return with_self(method, build)
 
 
-def repeating(build: Callable[P, Call[T]]) -> Callable[Concatenate[Session, P], T]:
-    """As `blocking`, for calls that come again with the same arrays."""
-
-    @wraps(build)
-    def method(self: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        manner = self._manner
-        key = key_of(build, args, kwargs) if manner.is_plain else None
-        repeat = self._road.repeats.get(key) if key is not None else None
-        if repeat is not None and repeat.is_usable:
-            request_id, ends = os.urandom(16), time.monotonic() + manner.timeout_s
-            try:
-                result = repeat.send(args, kwargs, request_id, ends)
-            except AttndError as error:
-                tried = Send(build(*args, **kwargs), request_id.hex(), manner.timeout_s)
-                return go_on(tried, error, manner, self._attempt)
-            if result is not None:
-                return cast(T, result)
-        call = build(*args, **kwargs)
-        answer = self.send(call)
-        if key is not None:
-            self._road.remember(key, call, args, kwargs)
-        return answer
-
-    return with_self(method, build)
-
-
 @dataclass(slots=True, eq=False)
 class Road:
     """Where the engine is, and the connection to it while there is one; views share it."""
@@ -86,8 +61,11 @@ class Road:
     key: str = field(default="", repr=False)
     connection: Connection | None = None
     closed: bool = False
-    repeats: dict[Key, Repeat[Any]] = field(default_factory=dict)
+    repeats: Repeats[RoadRepeat[Any]] = field(init=False)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.repeats = Repeats(add_array, self._repeat)
 
     def connected(self, ends: float) -> Connection:
         """The connection, made anew when it is broken or another process's."""
@@ -105,16 +83,14 @@ class Road:
                     self.path, self.arena_bytes, ends, own=self.own, key=self.key
                 )
                 self.connection = connection
-                self.repeats.clear()
+                self.repeats.known.clear()
             return connection
 
-    def remember(self, key: Key, call: Call[Any], args: Args, kwargs: Kwargs) -> None:
-        """A call that was answered may come again."""
-        connection, places = self.connection, places_of(call, args, kwargs)
-        if connection is not None and connection.is_usable and places is not None:
-            if len(self.repeats) >= MOST:
-                self.repeats.clear()
-            self.repeats[key] = Repeat(connection, call, places)
+    def _repeat(self, call: Call[Any], places: Places) -> RoadRepeat[Any] | None:
+        connection = self.connection
+        if connection is None or not connection.is_usable:
+            return None
+        return RoadRepeat(connection, call, places)
 
     def close(self) -> None:
         with self.lock:
@@ -122,7 +98,7 @@ class Road:
             if self.connection is not None:
                 self.connection.close()
                 self.connection = None
-                self.repeats.clear()
+                self.repeats.known.clear()
 
 
 class Session:
@@ -235,6 +211,17 @@ class Session:
     def send(self, call: Call[T]) -> T:
         """Carry out one call."""
         return carry_out(call, self._manner, self._attempt)
+
+    @property
+    def _repeats(self) -> Repeats[RoadRepeat[Any]]:
+        return self._road.repeats
+
+    def _again(self, repeat: RoadRepeat[T], args: Args, kwargs: Kwargs, name: bytes) -> T | None:
+        """A call that was made before, under the request id `name`; None where it has to go like
+        any other."""
+        if not repeat.is_usable:
+            return None
+        return repeat.send(args, kwargs, name, time.monotonic() + self._manner.timeout_s)
 
     def _attempt(self, step: Send[Any]) -> Reply:
         ends = time.monotonic() + step.timeout_s

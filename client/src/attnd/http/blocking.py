@@ -229,6 +229,8 @@ def remaining(ends: float) -> float:
 
 def unsent(parts: Sequence[Part], count: int) -> Sequence[Part]:
     """What is left of `parts` after `count` bytes."""
+    if count == sum(map(len, parts)):
+        return ()
     for i, part in enumerate(parts):
         if count < len(part):
             return [memoryview(part)[count:], *parts[i + 1 :]]
