@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.doors.http.chunks import Chunks
-from service.doors.http.heads import Head, HeadParser
+from service.doors.http.heads import Head, HeadParser, SeenHead
 from service.errors import AttndError, HeadersTooLarge, MalformedBody, MalformedRequest
 
 HEAD = b"POST /v1/a%20b?c=d HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * 50 + b"\r\n\r\n"
@@ -41,6 +41,57 @@ def test_a_head_may_have_as_many_bytes_as_the_limit_and_no_more(cuts: list[int])
     assert read(HEAD + REST, cuts, len(HEAD))[1] == REST
     with pytest.raises(HeadersTooLarge):
         read(HEAD + REST, cuts, len(HEAD) - 1)
+
+
+LINES = st.sampled_from(
+    [
+        *(b"Host: x", b"content-length: 5", b"Content-Type: application/json", b"Accept: */*"),
+        *(b"connection: close", b"expect: 100-continue", b"authorization: Bearer k", b"a: "),
+        *(b"x-request-id: 1", b"X-Request-ID:  2 ", b"x-request-id:3", b"x-request-id: 4 4"),
+        *(b"x-request-id: ", b"x-request-id: \x7f", b"x-request-id2: 5", b"y: x-request-id: 6"),
+        *(b"x-request-id: " + b"7" * 32, b"x-request-id: " + b"8" * 32, b"b: " + b"c" * 900),
+    ]
+)
+HEADS = st.builds(
+    lambda first, lines, blank: blank + b"\r\n".join([first, *lines, b"", b""]),
+    st.sampled_from([b"POST /v1/decode HTTP/1.1", b"GET / HTTP/1.0"]),
+    st.lists(LINES, max_size=4),
+    st.sampled_from([b"", b"\r\n"]),
+)
+
+
+@given(first=HEADS, second=HEADS, lead=st.binary(max_size=3), used=st.integers(0, 400))
+def test_a_head_that_came_before_is_known_again_for_what_it_is(
+    first: bytes, second: bytes, lead: bytes, used: int
+) -> None:
+    try:
+        seen = SeenHead.of(first, read(first, [])[0])
+    except AttndError:
+        return
+    if seen is None:
+        return
+    for sent in (first, second):
+        data = lead + sent + REST
+        again = seen.again(bytearray(data), len(lead), len(data))
+        assert again is not None or sent != first or b"\x7f" in first
+        if again is not None:
+            head, after = again
+            assert (head, data[after:]) == read(sent + REST, [])
+        cut = min(used, len(sent) - 1)
+        assert seen.again(data, len(lead), len(lead) + cut) is None
+
+
+def test_a_request_id_is_all_that_may_change_in_a_head_that_is_known() -> None:
+    raw = b"POST /v1/decode HTTP/1.1\r\nx-request-id: abc\r\nhost: x\r\n\r\n"
+    seen = SeenHead.of(raw, read(raw, [])[0])
+    assert seen is not None
+    for given_id, known in [(b"xyz", True), (b"x z", False), (b"x\rz", False), (b"xyzz", False)]:
+        sent = raw.replace(b"abc", given_id) + REST
+        again = seen.again(sent, 0, len(sent))
+        assert (again is not None) == known
+        if again is not None:
+            assert again[0].request_id == given_id
+            assert (b"x-request-id", given_id) in again[0].headers
 
 
 @given(data=st.binary(max_size=200) | st.text("GET /:\r\n HTP1.", max_size=80).map(str.encode))

@@ -35,7 +35,7 @@ class Entrance:
         if is_open(self.gate, exchange.path):
             return
         try:
-            exchange.tenant = self.tenant_of(exchange.authorization)
+            exchange.tenant = self.tenant_of(exchange.said.authorization)
         except Unauthorized as error:
             exchange.refusal = error
 
@@ -65,4 +65,4 @@ def is_welcome(gate: Gate | None, exchange: Exchange) -> bool:
     """Whether a key that was shown some time ago still says who it is. Raises Unauthorized."""
     if gate is None or is_open(gate, exchange.path):
         return True
-    return gate.tenant_of(exchange.authorization) is exchange.tenant
+    return gate.tenant_of(exchange.said.authorization) is exchange.tenant

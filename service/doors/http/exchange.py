@@ -8,9 +8,9 @@ from http import HTTPStatus
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
-from service.doors.headers import call_id_of, request_id_of, server_timing, traceparent_of
+from service.doors.headers import call_id_of, request_id_of, server_timing
 from service.doors.http.bodies import Body
-from service.doors.http.heads import Head, Headers
+from service.doors.http.heads import Head, Headers, Said
 from service.errors import AttndError, InvalidRequest, UnsupportedMediaType
 from service.road.arena import ALIGNMENT
 from service.road.frames import NO_STAGES
@@ -26,6 +26,7 @@ MAX_DIGITS: Final = 12
 DEADLINE_HEADER: Final = "X-Attnd-Deadline-Ms"
 MIN_DEADLINE_MS: Final = 1.0
 MAX_DEADLINE_MS: Final = 3_600_000.0
+NOTHING_SAID: Final = Said()
 LEAD_BYTES: Final = 256
 """Room before a body that begins with JSON: the image's header may be longer than that."""
 NO_BODY: Final = frozenset({204, 304})
@@ -38,19 +39,13 @@ class Exchange:
     """What is known of a request from its head, and what is told about it at the end."""
 
     __slots__ = (
-        "accept",
-        "authorization",
         "body",
         "code",
         "connection",
-        "content_encoding",
-        "content_type",
-        "deadline",
         "deadline_us",
         "expects_continue",
         "filler",
         "head",
-        "inference_header",
         "is_answered",
         "is_gone",
         "keep_alive",
@@ -61,12 +56,12 @@ class Exchange:
         "query",
         "refusal",
         "request_id",
+        "said",
         "seconds",
         "stages",
         "started",
         "status",
         "tenant",
-        "traceparent",
     )
 
     def __init__(self, head: Head | None, peer: str) -> None:
@@ -81,16 +76,10 @@ class Exchange:
         self.connection: Connection | None = None
         self.body: Body | None = None
         self.is_answered = self.is_gone = False
-        self.content_type = self.accept = self.content_encoding = b""
-        self.authorization = self.traceparent = b""
         self.tenant = OPEN
         self.refusal: AttndError | None = None
         """Why it is not let in."""
-        self.deadline: bytes | None = None
-        self.inference_header = b""
-        """How long the JSON is before the binary data of an inference request."""
         self.deadline_us = 0
-        self.expects_continue = False
         self.filler = b""
         """What an answer that goes on may have between its parts, and means nothing."""
         self.head = head
@@ -98,33 +87,15 @@ class Exchange:
         self.path = head.target.path if head else "-"
         self.query = head.target.query if head else b""
         self.keep_alive = head.keep_alive if head else False
-        given = self.read_headers(head.headers) if head else b""
-        self.request_id = request_id_of(given)
+        said = head.said if head else NOTHING_SAID
+        self.said = said
+        self.expects_continue = said.expects_continue
+        self.request_id = request_id_of(head.request_id if head else b"")
 
-    def read_headers(self, headers: Headers) -> bytes:
-        """Keep the headers that matter; the request id given, or nothing."""
-        found = b""
-        for name, value in headers:
-            match name:
-                case b"content-type":
-                    self.content_type = value
-                case b"accept":
-                    self.accept = value
-                case b"x-request-id":
-                    found = value
-                case b"content-encoding":
-                    self.content_encoding = value
-                case b"x-attnd-deadline-ms":
-                    self.deadline = value
-                case b"authorization":
-                    self.authorization = value
-                case b"traceparent":
-                    self.traceparent = traceparent_of(value)
-                case b"inference-header-content-length":
-                    self.inference_header = value
-                case b"expect":
-                    self.expects_continue = value.lower() == b"100-continue"
-        return found
+    @property
+    def traceparent(self) -> bytes:
+        """The caller's trace; empty when it has none."""
+        return self.said.traceparent
 
     @property
     def call_id(self) -> bytes:
@@ -135,27 +106,27 @@ class Exchange:
     def lead(self) -> int:
         """Bytes to leave free before the body, so that the tensors behind its JSON lie aligned and
         an image's header has room before them; 0 when it has no such parts."""
-        digits = self.inference_header
+        digits = self.said.inference_header
         if not digits.isdigit() or len(digits) > MAX_DIGITS:
             return 0
         return LEAD_BYTES + -int(digits) % ALIGNMENT
 
     def read_deadline(self) -> None:
         """Take in how long the operation may wait, when the client says so."""
-        if self.deadline is None:
+        if self.said.deadline is None:
             return
         try:
-            milliseconds = float(self.deadline)
+            milliseconds = float(self.said.deadline)
         except ValueError:
             milliseconds = math.nan
         if not MIN_DEADLINE_MS <= milliseconds <= MAX_DEADLINE_MS:
             rule = f"must be milliseconds, {MIN_DEADLINE_MS:.0f} to {MAX_DEADLINE_MS:.0f}"
-            raise InvalidRequest(DEADLINE_HEADER, self.deadline.decode("latin-1"), rule)
+            raise InvalidRequest(DEADLINE_HEADER, self.said.deadline.decode("latin-1"), rule)
         self.deadline_us = int(milliseconds * 1e3)
 
     def media_type(self, known: Sequence[str]) -> str:
         """The request's media type, one of `known`; raises UnsupportedMediaType."""
-        given = self.content_type.split(b";", 1)[0].strip().lower().decode("latin-1")
+        given = self.said.content_type.split(b";", 1)[0].strip().lower().decode("latin-1")
         if given not in known:
             told = f"Content-Type is {given[:100] or 'not given'}: send {' or '.join(known)}"
             raise UnsupportedMediaType(told, supported=list(known))
@@ -164,13 +135,13 @@ class Exchange:
 
     def check_encoding(self) -> None:
         """The body is as it is; raises UnsupportedMediaType."""
-        if self.content_encoding not in (b"", b"identity"):
-            encoding = self.content_encoding.decode("latin-1")[:100]
+        if self.said.content_encoding not in (b"", b"identity"):
+            encoding = self.said.content_encoding.decode("latin-1")[:100]
             raise UnsupportedMediaType(f"Content-Encoding is {encoding}: send the body as it is")
 
     def answer_type(self, given: str) -> str:
         """The media type of the answer: what Accept names first, else that of the request."""
-        accept = self.accept
+        accept = self.said.accept
         if not accept or accept == b"*/*":
             return given
         for part in accept.lower().split(b","):
@@ -189,8 +160,8 @@ class Exchange:
             more += b"content-length: %d\r\n" % length
         if not self.keep_alive:
             more += b"connection: close\r\n"
-        if self.traceparent:
-            more += b"traceparent: %b\r\n" % self.traceparent
+        if self.said.traceparent:
+            more += b"traceparent: %b\r\n" % self.said.traceparent
         return b"%b%bx-request-id: %b\r\nserver-timing: %b\r\ndate: %b\r\n\r\n" % (
             STATUS_LINES[status],
             more,

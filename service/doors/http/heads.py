@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -9,11 +10,15 @@ from urllib.parse import unquote
 
 import httptools
 
+from service.doors.headers import REQUEST_ID, traceparent_of
 from service.errors import AttndError, HeadersTooLarge, MalformedRequest
 
 END: Final = b"\r\n\r\n"
 REMEMBERED_BYTES: Final = 128
 """Longest target whose parts are remembered."""
+SEEN_BYTES: Final = 1024
+"""Longest head that a connection remembers."""
+REQUEST_ID_LINE: Final = re.compile(rb"\r\nx-request-id:[ \t]*([\x21-\x7e]+)[ \t]*(?=\r\n)", re.I)
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -27,14 +32,120 @@ class Target:
 
 
 @dataclass(slots=True)
+class Said:
+    """The headers that matter to a door; of one that comes twice, the last."""
+
+    content_length: int = 0
+    transfer_encoding: bytes | None = None
+    content_type: bytes = b""
+    content_encoding: bytes = b""
+    accept: bytes = b""
+    authorization: bytes = b""
+    traceparent: bytes = b""
+    deadline: bytes | None = None
+    """Milliseconds, as the client wrote them."""
+    inference_header: bytes = b""
+    """How long the JSON is before the binary data of an inference request."""
+    expects_continue: bool = False
+
+
+@dataclass(slots=True)
 class Head:
-    """A request's first line and headers, their names in lower case."""
+    """A request's first line and headers, their names in lower case. `request_id` as it was given,
+    which may be empty or of no use."""
 
     method: str
     target: Target
     headers: Headers
     is_http_11: bool
     keep_alive: bool
+    said: Said
+    request_id: bytes
+
+
+def said_in(headers: Headers) -> tuple[Said, bytes]:
+    """What headers say, and the request id."""
+    said, request_id = Said(), b""
+    for name, value in headers:
+        match name:
+            case b"content-length":
+                said.content_length = int(value)
+            case b"transfer-encoding":
+                said.transfer_encoding = value
+            case b"content-type":
+                said.content_type = value
+            case b"content-encoding":
+                said.content_encoding = value
+            case b"accept":
+                said.accept = value
+            case b"authorization":
+                said.authorization = value
+            case b"traceparent":
+                said.traceparent = traceparent_of(value)
+            case b"x-request-id":
+                request_id = value
+            case b"x-attnd-deadline-ms":
+                said.deadline = value
+            case b"inference-header-content-length":
+                said.inference_header = value
+            case b"expect":
+                said.expects_continue = value.lower() == b"100-continue"
+    return said, request_id
+
+
+class SeenHead:
+    """A head that may come again, byte by byte, but for a request id of the same length: clients
+    send most of theirs over and over."""
+
+    __slots__ = ("_after", "_at", "_before", "_head", "_index", "_length")
+
+    def __init__(self, raw: bytes, head: Head, found: re.Match[bytes] | None) -> None:
+        """`found`: where `raw` has its request id, in the first group."""
+        start, end = (len(raw), len(raw)) if found is None else found.span(1)
+        self._before, self._after = raw[:start], raw[end:]
+        self._at = end
+        self._length = len(raw)
+        self._head = head
+        names = [name for name, _ in head.headers]
+        self._index = -1 if found is None else names.index(b"x-request-id")
+
+    @classmethod
+    def of(cls, raw: bytes, head: Head) -> SeenHead | None:
+        """None for one that is long, or has several ids."""
+        found = list(REQUEST_ID_LINE.finditer(raw))
+        ids = [value for name, value in head.headers if name == b"x-request-id"]
+        if len(raw) > SEEN_BYTES or ids != [match[1] for match in found] or len(ids) > 1:
+            return None
+        return cls(raw, head, found[0] if found else None)
+
+    def again(self, data: bytearray | bytes, begin: int, end: int) -> tuple[Head, int] | None:
+        """The head that `data[begin:end]` begins with, and the first byte after it; None where it
+        is another one, or not whole."""
+        after, start = begin + self._length, begin + len(self._before)
+        if after > end or not data.startswith(self._before, begin):
+            return None
+        head = self._head
+        if self._index < 0:
+            return head, after
+        if not data.startswith(self._after, begin + self._at):
+            return None
+        given = bytes(data[start : begin + self._at])
+        if not REQUEST_ID.fullmatch(given):
+            return None
+        headers = head.headers.copy()
+        headers[self._index] = (b"x-request-id", given)
+        return (
+            Head(
+                head.method,
+                head.target,
+                headers,
+                head.is_http_11,
+                head.keep_alive,
+                head.said,
+                given,
+            ),
+            after,
+        )
 
 
 class HeadParser:
@@ -120,12 +231,15 @@ class HeadParser:
         if version not in ("1.1", "1.0"):
             raise MalformedRequest(f"HTTP/{version}: this service speaks HTTP/1.1")
         split = split_target if len(self.url) <= REMEMBERED_BYTES else split_target.__wrapped__
+        said, request_id = said_in(self.headers)
         return Head(
             method=parser.get_method().decode("ascii"),
             target=split(self.url),
             headers=self.headers,
             is_http_11=version == "1.1",
             keep_alive=version == "1.1" and self.keep_alive,
+            said=said,
+            request_id=request_id,
         )
 
     # what llhttp calls

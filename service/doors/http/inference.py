@@ -61,7 +61,7 @@ class InferenceEndpoint:
         exchange.op = model.name
         exchange.check_encoding()
         self.door.ready()
-        if exchange.deadline is not None:
+        if exchange.said.deadline is not None:
             exchange.read_deadline()
         body, length = await read_body(self.door, exchange, self.limits.max_body_bytes)
         if body is None or exchange.body is None:
@@ -133,7 +133,7 @@ class InferenceEndpoint:
 
     def json_bytes(self, exchange: Exchange, length: int) -> int:
         """How much of the body is JSON: all of it, or as much as the header says."""
-        digits = exchange.inference_header
+        digits = exchange.said.inference_header
         found = length
         if digits:
             if not digits.isdigit() or len(digits) > MAX_DIGITS or int(digits) > length:

@@ -12,7 +12,7 @@ from typing import Final
 from config.server import ServerSettings
 from service.doors.http.bodies import Body
 from service.doors.http.chunks import Chunks
-from service.doors.http.heads import Head, HeadParser
+from service.doors.http.heads import Head, HeadParser, SeenHead
 from service.errors import AttndError, MalformedRequest
 
 AHEAD_BYTES: Final = 64 * 2**10
@@ -24,13 +24,25 @@ DISCARD_BYTES: Final = 256 * 2**10
 class Intake:
     """What has come and is not answered. `is_held`: no further request may begin."""
 
-    __slots__ = ("ahead", "body", "direct", "is_held", "limits", "on_head", "parser", "rest")
+    __slots__ = (
+        "ahead",
+        "body",
+        "direct",
+        "is_held",
+        "limits",
+        "on_head",
+        "parser",
+        "rest",
+        "seen",
+    )
 
     def __init__(self, limits: ServerSettings, on_head: Callable[[Head, Body], None]) -> None:
         self.limits = limits
         self.on_head = on_head
         self.parser: HeadParser | None = None
         """Of a head that has begun."""
+        self.seen: SeenHead | None = None
+        """The last head that came whole."""
         self.body: Body | None = None
         """Of the request whose head was read last, until it is answered."""
         self.direct: Body | None = None
@@ -74,12 +86,20 @@ class Intake:
 
     def read_head(self, data: bytearray | bytes, begin: int, end: int) -> int:
         """The first byte that is not the head's."""
-        if self.parser is None:
-            self.parser = HeadParser(self.limits.max_header_bytes, self.limits.max_header_count)
-        after = self.parser.feed(data, begin, end)
-        if after is None:
-            return end
-        head, self.parser = self.parser.head(), None
+        parser, seen = self.parser, self.seen
+        found = seen.again(data, begin, end) if seen is not None and parser is None else None
+        if found is None:
+            if parser is None:
+                limits = self.limits
+                parser = HeadParser(limits.max_header_bytes, limits.max_header_count)
+                self.parser = parser
+            stop = parser.feed(data, begin, end)
+            if stop is None:
+                return end
+            found, self.parser = (parser.head(), stop), None
+            if parser.scanned == stop - begin:
+                self.seen = SeenHead.of(bytes(data[begin:stop]), found[0])
+        head, after = found
         self.body = body = body_of(head, self.limits)
         self.on_head(head, body)
         self.look_at(body)
@@ -125,18 +145,12 @@ def feed(body: Body, data: memoryview) -> int:
 
 def body_of(head: Head, limits: ServerSettings) -> Body:
     """The body that the head announces. llhttp has checked that it does so in one way only."""
-    declared: int | None = 0
-    chunks: Chunks | None = None
-    broken: AttndError | None = None
-    for name, value in head.headers:
-        if name == b"content-length":
-            declared = int(value)
-        elif name == b"transfer-encoding":
-            declared, chunks = None, Chunks(limits.max_header_bytes)
-            if value.strip().lower() != b"chunked":
-                told = value.decode("latin-1")[:100]
-                broken = MalformedRequest(f"Transfer-Encoding is {told}: send chunked, or none")
-    body = Body(declared, chunks, limits.max_body_bytes)
-    if broken is not None:
-        body.fail(broken)
+    said = head.said
+    encoding = said.transfer_encoding
+    if encoding is None:
+        return Body(said.content_length, None, limits.max_body_bytes)
+    body = Body(None, Chunks(limits.max_header_bytes), limits.max_body_bytes)
+    if encoding.strip().lower() != b"chunked":
+        told = encoding.decode("latin-1")[:100]
+        body.fail(MalformedRequest(f"Transfer-Encoding is {told}: send chunked, or none"))
     return body

@@ -95,7 +95,7 @@ class Caller:
         given = self.given(exchange, params)
         media = exchange.media_type(self.media) if self.has_body else JSON
         self.door.ready()
-        if exchange.deadline is not None:
+        if exchange.said.deadline is not None:
             exchange.read_deadline()
         if media == SAFETENSORS:
             request, length = await read_body(self.door, exchange, self.limits.max_body_bytes)
