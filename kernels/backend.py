@@ -15,14 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Final, Protocol
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from kernels.errors import DeviceLost as DeviceLost
 from kernels.errors import Unsupported as Unsupported
+from kernels.geometry import NUMPY_DTYPES as NUMPY_DTYPES
+from kernels.geometry import TENSOR_DTYPES as TENSOR_DTYPES
+from kernels.geometry import DType as DType
+from kernels.geometry import Layout as Layout
+from kernels.geometry import PoolGeometry as PoolGeometry
 from kernels.pending import Done as Done
 from kernels.pending import Pending as Pending
 from kernels.pending import StageSeconds as StageSeconds
@@ -34,62 +38,8 @@ Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
 
-Layout = Literal["NHD", "HND"]
-DType = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"]
-
-NUMPY_DTYPES: Final[dict[DType, np.dtype[Any]]] = {
-    "fp32": np.dtype(np.float32),
-    "fp16": np.dtype(np.float16),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
-}
-TENSOR_DTYPES: Final[tuple[DType, ...]] = ("fp32", "fp16", "bf16")
-"""What q, k, v may be on the way in, and o on the way out."""
 LEFT_OUT: Final = -1
 """The token slot of a row that is not to be appended."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolGeometry:
-    """Shape and storage of the page pool.
-
-    One tensor per layer: `[num_pages, 2, page_size, num_kv_heads, head_dim]` (NHD) or
-    `[num_pages, 2, num_kv_heads, page_size, head_dim]` (HND); index 0 of axis 1 is K, 1 is V.
-    A page id names the same page in every layer. Real value = stored value * scale (fp8 only).
-    """
-
-    num_layers: int
-    num_pages: int
-    page_size: int
-    num_kv_heads: int
-    head_dim: int
-    layout: Layout = "NHD"
-    dtype: DType = "fp16"
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-
-    @property
-    def scales(self) -> tuple[float, float]:
-        """(k_scale, v_scale) where they apply: (1, 1) unless the pool is fp8."""
-        return (self.k_scale, self.v_scale) if self.dtype.startswith("fp8") else (1.0, 1.0)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's K and V in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * NUMPY_DTYPES[self.dtype].itemsize
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page in one layer."""
-        return self.page_size * self.token_bytes
-
-    @property
-    def layer_shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of one layer's tensor."""
-        inner = (self.page_size, self.num_kv_heads)
-        inner = inner if self.layout == "NHD" else inner[::-1]
-        return (self.num_pages, 2, *inner, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -127,7 +127,7 @@ def test_another_specialisation_is_named(results: Results, monkeypatch: pytest.M
     assert "now runs attend_narrow(" in why
 
 
-def test_a_device_of_other_multiprocessors_is_dealt_other_work(results: Results) -> None:
+def test_a_device_of_other_multiprocessors_is_given_other_work(results: Results) -> None:
     (row,) = [r for r in workloads() if r["name"] == "decode/1x32k"]
     works = {row_launches(row, Machine("sm_90a", count)).work_digest for count in (114, 132)}
     assert len(works) == 2

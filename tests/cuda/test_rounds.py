@@ -36,7 +36,7 @@ def many(given: TileQueue, most: int) -> int:
     return pieces(given, most)[0]
 
 
-def dealt_one_by_one(given: TileQueue, most: int) -> float:
+def taken_one_by_one(given: TileQueue, most: int) -> float:
     """The same end, each run by itself given to the worker that is free first."""
     turn, partial = [], 0
     for size, count in given.sizes:
@@ -67,7 +67,7 @@ def test_the_end_is_that_of_dealing_runs_one_by_one(
     sizes: dict[int, int], turns: int, later: list[tuple[float, int]], most: int
 ) -> None:
     given = queue(sorted(sizes.items(), reverse=True), sorted([(0.0, 7), *later]), turns)
-    assert seconds(given, most) == pytest.approx(dealt_one_by_one(given, most), rel=1e-9)
+    assert seconds(given, most) == pytest.approx(taken_one_by_one(given, most), rel=1e-9)
 
 
 def test_tiles_that_fill_a_round_are_not_cut() -> None:

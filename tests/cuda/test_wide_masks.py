@@ -77,7 +77,14 @@ class Device:
         return entry
 
     def launcher(
-        self, entry: str, grid: int, _: int, __: int, struct: bytes, parameters: Any = (0,)
+        self,
+        entry: str,
+        grid: int,
+        _: int,
+        __: int,
+        struct: bytes,
+        parameters: Any = (0,),
+        overlaps: bool = False,
     ) -> Settled:
         return Settled(self, entry, grid, bytearray(struct), parameters)
 

@@ -13,12 +13,13 @@ from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.attention.kernels import attend_kernels, planner_shape, wide_variant
 from kernels.cuda.attention.steps import (
     DevicePlan,
-    MergeStep,
-    MmaStep,
     Step,
-    StoredWideStep,
-    VisibleStep,
-    WideStep,
+    Write,
+    write_attend,
+    write_merge,
+    write_stored_wide,
+    write_visible,
+    write_wide,
 )
 from kernels.cuda.common.kernel import Kernel
 from kernels.cuda.common.structs import (
@@ -31,7 +32,7 @@ from kernels.cuda.common.structs import (
     packed,
     writer,
 )
-from kernels.cuda.device.launch import Launcher, Library, OverlappingLauncher
+from kernels.cuda.device.launch import Launcher, Library
 from kernels.cuda.device.transfer import Transfers
 from kernels.cuda.merge.variants import merge_launch
 from kernels.cuda.plan.planner import BatchWork, KernelWork, MergeLists, make_work
@@ -107,7 +108,7 @@ class DevicePlanBuilder:
         buffer, at = transfers.upload_ints(arrays)
         count = len(work.kernels)
         places = _Places(*at[count : count + 6])
-        make = self._launcher_type(work)
+        overlaps = self._overlaps(work)
         follows = len(merges.chunks) == 0
         before: list[Step] = []
         steps: list[Step] = []
@@ -117,46 +118,47 @@ class DevicePlanBuilder:
             here = follows and kernel.entry == wide.ENTRY
             table = (0, 0)
             if self._config.masked and not persistent:
-                finder = self._visible_step(launch, kernel, places, items, transfers)
-                table = finder.address, finder.words
+                finder, table = self._visible_step(launch, kernel, places, items, transfers)
                 (before if here else others).append(finder)
-            step: Step
             if kernel.entry == wide.ENTRY:
                 how = (here, bool(steps))
                 step = self._wide_step(launch, kernel, places, items, table, *how)
             else:
-                step = self._mma_step(launch, kernel, places, items, worker_begin, table, make)
+                lists = 0 if launch.one_each else worker_begin
+                step = self._mma_step(launch, kernel, places, items, lists, table, overlaps)
             (steps if persistent or here else others).append(step)
         return DevicePlan(
             plans=tuple(plan for _, plan in requests),
             buffer=buffer,
             steps=(*before, *(steps or others)),
             beside=tuple(others if steps else ()),
-            merge=self._merge_step(merges, places, make) if len(merges.chunks) else None,
+            merge=self._merge_step(merges, places, overlaps) if len(merges.chunks) else None,
             num_rows=work.num_rows,
             partial_rows=merges.num_partial_rows,
         )
 
-    def _launcher_type(self, work: BatchWork) -> type[Launcher]:
-        """How the narrow kernel is launched, and the merge.
+    def _overlaps(self, work: BatchWork) -> bool:
+        """Whether the narrow kernel, and the merge, each may begin while its predecessor ends.
 
-        Where these two are the whole batch, each may begin while its predecessor ends: the plan is
-        read meanwhile. A long launch of the narrow kernel alone is faster when it begins after it
-        (measured).
+        They may where these two are the whole batch: the plan is read meanwhile. A long launch of
+        the narrow kernel alone is faster when it begins after it (measured).
         """
         if len(work.kernels) != 1 or not self._library.overlaps:
-            return Launcher
+            return False
         (launch,) = work.kernels
         if len(work.merges.chunks) == 0:
             most = SHORT_LAUNCH * launch.num_workers * launch.team
             if int(np.add.reduce(launch.items[:, KEYS])) > most:
-                return Launcher
-        return OverlappingLauncher if launch.shape.persistent else Launcher
+                return False
+        return launch.shape.persistent
 
     def _visible_step(
         self, launch: KernelWork, kernel: Kernel, places: _Places, items: int, transfers: Transfers
-    ) -> VisibleStep:
-        """What finds the key tiles that a mask leaves something of, for a kernel of many rows."""
+    ) -> tuple[Step, tuple[int, int]]:
+        """What finds the key tiles that a mask leaves something of, for a kernel of many rows.
+
+        With the table it fills: its address, and words an item.
+        """
         words = visible.table_words(launch.items, kernel.tile_keys)
         memory = transfers.scratch(launch.num_items * words * visible.ELEMENT_BYTES)
         block = packed(
@@ -172,7 +174,7 @@ class DevicePlanBuilder:
         function = self._library.function(visible.SPEC, visible.ENTRY)
         grid = launch.num_items * words
         launcher = Launcher(function, grid, visible.THREADS, 0, block)
-        return VisibleStep(launcher, memory, words)
+        return Step(launcher, write_visible, memory), (memory.ptr, words)
 
     def _mma_step(
         self,
@@ -180,10 +182,10 @@ class DevicePlanBuilder:
         kernel: Kernel,
         places: _Places,
         items: int,
-        worker_begin: int,
+        lists: int,
         table: tuple[int, int],
-        make: type[Launcher],
-    ) -> MmaStep:
+        overlaps: bool,
+    ) -> Step:
         heads = self.planner.num_kv_heads
         grid = launch.num_items * heads
         if launch.shape.persistent:
@@ -192,14 +194,14 @@ class DevicePlanBuilder:
         if not launch.shape.persistent:  # TileParams of attend_tile.cu
             struct += packed(VISIBLE_TABLE, tiles=table[0], words=table[1])
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
-        launcher = make(function, grid, kernel.threads, kernel.shared_bytes, struct)
+        sizes = (grid, kernel.threads, kernel.shared_bytes)
+        launcher = Launcher(function, *sizes, struct, overlaps=overlaps)
         pages = 0 if self._config.kv.contiguous else places.kv_indices
-        lists = 0 if launch.one_each else worker_begin
         arrays = (items, lists, pages, places.order, places.positions)
         _write_arrays(launcher.memory, *arrays)
         _write_workers(launcher.memory, launch.num_workers)
         _write_team(launcher.memory, launch.team)
-        return MmaStep(launcher)
+        return Step(launcher, write_attend)
 
     def _wide_step(
         self,
@@ -210,7 +212,7 @@ class DevicePlanBuilder:
         table: tuple[int, int],
         follows: bool,
         beside: bool,
-    ) -> WideStep | StoredWideStep:
+    ) -> Step:
         kv, scoring = self._config.kv, self._config.scoring
         runs = len(np.unique(launch.items[:, PAGE]))
         grid = min(launch.num_items * kv.num_kv_heads, self._multiprocessors)
@@ -234,16 +236,20 @@ class DevicePlanBuilder:
             visible_words=table[1],
         )
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
-        make = OverlappingLauncher if follows and beside else Launcher
-        sizes = (function, grid, kernel.threads, kernel.shared_bytes)
+        write: Write = write_stored_wide
         if kv.dtype.startswith("fp8"):
             strides = {name: at for name, at in kv.strides.items() if name != "num_kv_heads"}
-            stored = packed(STORED_KV, **strides, v_scale=kv.v_scale)
-            return StoredWideStep(make(*sizes, stored + block, wide.STORED_PARAMETERS))
-        launcher = make(*sizes, bytes(wide.PARAMS_AT) + block, wide.PARAMETERS)
-        return WideStep(launcher, lambda layer: kv.maps(layer, kernel.tile_keys))
+            before = packed(STORED_KV, **strides, v_scale=kv.v_scale)
+            parameters: tuple[int, ...] = wide.STORED_PARAMETERS
+        else:
+            write = write_wide(lambda layer: kv.maps(layer, kernel.tile_keys))
+            before, parameters = bytes(wide.PARAMS_AT), wide.PARAMETERS
+        sizes = (grid, kernel.threads, kernel.shared_bytes)
+        overlaps = follows and beside
+        launcher = Launcher(function, *sizes, before + block, parameters, overlaps)
+        return Step(launcher, write)
 
-    def _merge_step(self, merges: MergeLists, places: _Places, make: type[Launcher]) -> MergeStep:
+    def _merge_step(self, merges: MergeLists, places: _Places, overlaps: bool) -> Step:
         kv = self._config.kv
         units = len(merges.chunks) * merges.chunk_rows * kv.num_kv_heads
         how = merge_launch(
@@ -268,7 +274,8 @@ class DevicePlanBuilder:
             split=how.split,
         )
         function = self._library.function(how.spec, "merge_states")
-        return MergeStep(make(function, how.grid, how.threads, 0, block))
+        launcher = Launcher(function, how.grid, how.threads, 0, block, overlaps=overlaps)
+        return Step(launcher, write_merge)
 
 
 def _config_struct(config: AttentionConfig) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from kernels.backend import Plan
 from kernels.cuda.common.structs import (
@@ -58,106 +58,69 @@ _write_stored_mask: Final = _stored_writer(*_MASK)
 _write_stored_partials: Final = _stored_writer(*_PARTIALS)
 
 
-class Step(Protocol):
+Write = Callable[[bytearray, CallAddresses], None]
+"""Writes a call's addresses into a launch's memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A kernel's launch, and what writes a call's addresses into it.
+
+    `scratch` is memory that the kernel writes for others of the batch.
+    """
+
+    launcher: Launcher
+    write: Write
+    scratch: Any = None
+
     @property
     def signature(self) -> tuple[object, ...]:
         """As `Launcher.signature`."""
-        ...
+        return self.launcher.signature
 
     def launch(self, call: CallAddresses) -> None:
         """Enqueue on CuPy's current stream."""
-        ...
-
-
-class MmaStep:
-    """attend_narrow or attend_tile, launched with `AttendParams`."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
-
-    @property
-    def signature(self) -> tuple[object, ...]:
-        return self._launcher.signature
-
-    def launch(self, call: CallAddresses) -> None:
-        launcher = self._launcher
-        _write_tensors(launcher.memory, *call[1:6])
-        _write_scratch(launcher.memory, *call[6:])
+        launcher = self.launcher
+        self.write(launcher.memory, call)
         launcher()
 
 
-class WideStep:
-    """attend_wide; `maps` gives the tensor maps of a layer, or of all layers for None."""
-
-    def __init__(self, launcher: Launcher, maps: Callable[[int | None], TensorMaps]) -> None:
-        self._launcher, self._maps = launcher, maps
-
-    @property
-    def signature(self) -> tuple[object, ...]:
-        return self._launcher.signature
-
-    def launch(self, call: CallAddresses) -> None:
-        launcher, maps = self._launcher, self._maps(call.layer)
-        launcher.memory[: wide.PARAMS_AT] = maps.packed
-        _write_wide_heads(launcher.memory, maps.head_blocks, maps.head_groups)
-        _write_wide_rows(launcher.memory, call.q, call.o, call.lse)
-        _write_wide_mask(launcher.memory, call.mask_bits, call.mask_row_offsets)
-        _write_wide_partials(launcher.memory, call.partial_o, call.partial_lse)
-        launcher()
+def write_attend(memory: bytearray, call: CallAddresses) -> None:
+    """Into `AttendParams`, of attend_narrow or attend_tile."""
+    _write_tensors(memory, *call[1:6])
+    _write_scratch(memory, *call[6:])
 
 
-class StoredWideStep:
-    """attend_wide over an fp8 pool, where it finds K and V by their addresses."""
+def write_wide(maps: Callable[[int | None], TensorMaps]) -> Write:
+    """Into attend_wide's; `maps` gives the tensor maps of a layer, or of all layers for None."""
 
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
+    def write(memory: bytearray, call: CallAddresses) -> None:
+        found = maps(call.layer)
+        memory[: wide.PARAMS_AT] = found.packed
+        _write_wide_heads(memory, found.head_blocks, found.head_groups)
+        _write_wide_rows(memory, call.q, call.o, call.lse)
+        _write_wide_mask(memory, call.mask_bits, call.mask_row_offsets)
+        _write_wide_partials(memory, call.partial_o, call.partial_lse)
 
-    @property
-    def signature(self) -> tuple[object, ...]:
-        return self._launcher.signature
-
-    def launch(self, call: CallAddresses) -> None:
-        launcher = self._launcher
-        _write_stored(launcher.memory, call.k, call.v)
-        _write_stored_rows(launcher.memory, call.q, call.o, call.lse)
-        _write_stored_mask(launcher.memory, call.mask_bits, call.mask_row_offsets)
-        _write_stored_partials(launcher.memory, call.partial_o, call.partial_lse)
-        launcher()
+    return write
 
 
-class VisibleStep:
-    """find_visible for one launch's items: it fills the table at `address`, of `words` an item."""
-
-    def __init__(self, launcher: Launcher, memory: Any, words: int) -> None:
-        """`launcher` takes `VISIBLE_PARAMS`; `memory` is the table's."""
-        self._launcher, self._memory = launcher, memory
-        self.address: int = memory.ptr
-        self.words = words
-
-    @property
-    def signature(self) -> tuple[object, ...]:
-        return self._launcher.signature
-
-    def launch(self, call: CallAddresses) -> None:
-        launcher = self._launcher
-        _write_table_mask(launcher.memory, call.mask_bits, call.mask_row_offsets)
-        launcher()
+def write_stored_wide(memory: bytearray, call: CallAddresses) -> None:
+    """Into attend_wide's over an fp8 pool, where it finds K and V by their addresses."""
+    _write_stored(memory, call.k, call.v)
+    _write_stored_rows(memory, call.q, call.o, call.lse)
+    _write_stored_mask(memory, call.mask_bits, call.mask_row_offsets)
+    _write_stored_partials(memory, call.partial_o, call.partial_lse)
 
 
-class MergeStep:
-    """merge_states over the partial rows, launched with `MergeParams`."""
+def write_visible(memory: bytearray, call: CallAddresses) -> None:
+    """Into `VisibleParams`, of find_visible."""
+    _write_table_mask(memory, call.mask_bits, call.mask_row_offsets)
 
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
 
-    @property
-    def signature(self) -> tuple[object, ...]:
-        return self._launcher.signature
-
-    def launch(self, call: CallAddresses) -> None:
-        launcher = self._launcher
-        _write_states(launcher.memory, call.partial_o, call.partial_lse, call.o, call.lse)
-        launcher()
+def write_merge(memory: bytearray, call: CallAddresses) -> None:
+    """Into `MergeParams`, of merge_states over the partial rows."""
+    _write_states(memory, call.partial_o, call.partial_lse, call.o, call.lse)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +135,7 @@ class DevicePlan:
     buffer: Any
     steps: tuple[Step, ...]
     beside: tuple[Step, ...]
-    merge: MergeStep | None
+    merge: Step | None
     num_rows: int
     partial_rows: int
 

@@ -23,7 +23,7 @@ SHARED_PER_MULTIPROCESSOR: Final = {
     "sm_120": 102400,
     "sm_121": 102400,
 }
-"""Bytes; each device_plan block also takes `RESERVED` of it."""
+"""Bytes; each block also takes `RESERVED` of it."""
 LEAST_SHARED: Final = 102400
 """What to count on where an architecture is not listed."""
 RESERVED: Final = 1024

@@ -1,6 +1,6 @@
 // Work items: how the host tells the attention kernels what to do. One launch runs many items.
 //
-// Query rows are packed: packed row p of a plan is (plan row p / kGroupSize, query head p % kGroupSize
+// Query rows are packed: packed row p of a plan is (plan row p / group_size, query head p % group_size
 // of the kv head's group). An item is a tile of consecutive packed rows times a run of keys of one
 // segment, for every kv head: a launch has num_items * num_kv_heads units, and the arrays below are the
 // same for every head.

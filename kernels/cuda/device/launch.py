@@ -29,48 +29,6 @@ def device_arch(device: int) -> str:
     return "sm_90a" if capability == "90" else f"sm_{capability}"
 
 
-class Launcher:
-    """A launch of a kernel, all of it settled but the stream.
-
-    Goes to the driver at a fraction of what CuPy's call costs. `memory` is the launch's own copy of
-    `struct`, which may be written to between launches; the kernel's parameters, structs by value,
-    begin at the offsets `parameters` of it.
-    """
-
-    __slots__ = ("_kernel", "_settled", "_struct_bytes", "_where", "memory")
-
-    def __init__(
-        self,
-        kernel: Any,
-        grid: int,
-        threads: int,
-        shared_bytes: int,
-        struct: bytes,
-        parameters: tuple[int, ...] = (0,),
-    ) -> None:
-        size = len(struct)
-        # the struct and, for the driver, the addresses of its parts
-        self.memory = bytearray(size + 8 * len(parameters))
-        self.memory[:size] = struct
-        address = addressof(c_char.from_buffer(self.memory))
-        for i, offset in enumerate(parameters):
-            _POINTER.pack_into(self.memory, size + 8 * i, address + offset)
-        self._where = address + size
-        self._struct_bytes = size
-        self._kernel = kernel  # kept alive: what follows is only its address
-        self._settled = (kernel.kernel.ptr, grid, 1, 1, threads, 1, 1, shared_bytes)
-
-    @property
-    def signature(self) -> tuple[object, ...]:
-        """Equal for launches that are the same, whatever is written to their memory later."""
-        return (self._settled, bytes(memoryview(self.memory)[: self._struct_bytes]))
-
-    def __call__(self) -> None:
-        """Enqueue on CuPy's current stream."""
-        stream = cupy.cuda.get_current_stream().ptr
-        driver.launchKernel(*self._settled, stream, self._where, 0)
-
-
 @functools.cache
 def _launch_kernel_ex() -> Any:
     """The driver's `cuLaunchKernelEx`, which CuPy has no binding of."""
@@ -79,14 +37,27 @@ def _launch_kernel_ex() -> Any:
     return launch
 
 
-class OverlappingLauncher(Launcher):
-    """A launch that may begin while its predecessor on the stream still runs.
+class Launcher:
+    """A launch of a kernel, all of it settled but the stream.
 
-    It begins when every block of that has called `launch_dependents` (overlap.cuh). Each of its
-    threads calls `wait_for_predecessor` before it touches what that writes, and before it ends.
+    Goes to the driver at a fraction of what CuPy's call costs. `memory` is the launch's own copy of
+    `struct`, which may be written to between launches; the kernel's parameters, structs by value,
+    begin at the offsets `parameters` of it.
+
+    With `overlaps` it may begin while its predecessor on the stream still runs: when every block of
+    that has called `launch_dependents` (overlap.cuh). Each of its threads then calls
+    `wait_for_predecessor` before it touches what that writes, and before it ends.
     """
 
-    __slots__ = ("_stream_at", "_where_all")
+    __slots__ = (
+        "_config",
+        "_kernel",
+        "_settled",
+        "_stream_at",
+        "_struct_bytes",
+        "_where",
+        "memory",
+    )
 
     def __init__(
         self,
@@ -96,23 +67,44 @@ class OverlappingLauncher(Launcher):
         shared_bytes: int,
         struct: bytes,
         parameters: tuple[int, ...] = (0,),
+        overlaps: bool = False,
     ) -> None:
-        attribute = len(struct)
-        config = attribute + _ATTRIBUTE.size
-        end = config + _CONFIG.size
-        padded = struct.ljust(end, b"\0")
-        super().__init__(kernel, grid, threads, shared_bytes, padded, parameters)
-        self._struct_bytes = attribute
-        address = self._where - end
-        _ATTRIBUTE.pack_into(self.memory, attribute, _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
-        sizes = (grid, 1, 1, threads, 1, 1, shared_bytes)
-        _CONFIG.pack_into(self.memory, config, *sizes, 0, address + attribute, 1)
-        self._stream_at = config + _STREAM_IN_CONFIG
-        self._where_all = (address + config, kernel.kernel.ptr, self._where, None)
+        size, places = len(struct), 8 * len(parameters)
+        # the struct and, for the driver, the addresses of its parts, and how to overlap
+        self.memory = bytearray(struct)
+        self.memory += bytes(places + (_ATTRIBUTE.size + _CONFIG.size if overlaps else 0))
+        address = addressof(c_char.from_buffer(self.memory))
+        for i, offset in enumerate(parameters):
+            _POINTER.pack_into(self.memory, size + 8 * i, address + offset)
+        self._where = address + size
+        self._struct_bytes = size
+        self._kernel = kernel  # kept alive: what follows is only its address
+        self._settled = (kernel.kernel.ptr, grid, 1, 1, threads, 1, 1, shared_bytes)
+        self._config = 0
+        if overlaps:
+            attribute = size + places
+            config = attribute + _ATTRIBUTE.size
+            _ATTRIBUTE.pack_into(self.memory, attribute, _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+            sizes = self._settled[1:]
+            _CONFIG.pack_into(self.memory, config, *sizes, 0, address + attribute, 1)
+            self._stream_at = config + _STREAM_IN_CONFIG
+            self._config = address + config
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for launches that are the same, whatever is written to their memory later."""
+        struct = bytes(memoryview(self.memory)[: self._struct_bytes])
+        return (self._settled, self._config != 0, struct)
 
     def __call__(self) -> None:
-        _POINTER.pack_into(self.memory, self._stream_at, cupy.cuda.get_current_stream().ptr)
-        driver.check_status(_launch_kernel_ex()(*self._where_all))
+        """Enqueue on CuPy's current stream."""
+        stream = cupy.cuda.get_current_stream().ptr
+        if self._config == 0:
+            driver.launchKernel(*self._settled, stream, self._where, 0)
+        else:
+            _POINTER.pack_into(self.memory, self._stream_at, stream)
+            function = self._settled[0]
+            driver.check_status(_launch_kernel_ex()(self._config, function, self._where, None))
 
 
 class Library:

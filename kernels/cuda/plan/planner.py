@@ -1,8 +1,8 @@
 """Plans -> work items: pure numpy, one pass over a batch's segments, no loop over rows or pages.
 
 Tiles first (tiles.py): each level's segments are cut into tiles of packed rows, each with the keys
-that at least one of its rows can see. Then runs (runs.py): tiles are dealt to the workers, whole or
-cut, so that all finish together. Rows that end up with more than one run, or none, go on merge
+that at least one of its rows can see. Then runs (runs.py): tiles are assigned to the workers, whole
+or cut, so that all finish together. Rows that end up with more than one run, or none, go on merge
 lists. See work.cuh for the words.
 """
 

@@ -1,6 +1,6 @@
 """Tiles -> runs: tiles are cut, where whole ones would leave the device idle, into balanced runs.
 
-A persistent kernel's tiles are laid end to end and dealt to teams of workers, each a consecutive
+A persistent kernel's tiles are laid end to end and assigned to teams of workers, each a consecutive
 list of runs. Where tiles are few, teams are large, so that a tile need not be cut to keep every
 worker busy; cutting costs a partial state for every row. Tiles of the other kernels go to whichever
 worker is free: they are cut into as many runs as let the last worker end soonest.
@@ -76,7 +76,7 @@ def cut(parts: Parts, config: PlannerConfig, num_packed: int) -> list[Cut]:
     """
     if not parts or config.shapes[parts[-1][0]].persistent:  # persistent ones come first
         whole = [config.shapes[index].workers // config.num_kv_heads for index, _ in parts]
-        return [_deal(*part, max(1, n), config) for part, n in zip(parts, whole, strict=True)]
+        return [_assign(*part, max(1, n), config) for part, n in zip(parts, whole, strict=True)]
     merged = sum(int(np.add.reduce(tiles[ROWS])) for _, tiles in parts) > num_packed
     share = _persistent_share(parts, config)
     made = _beside(parts, share, merged, config)
@@ -102,8 +102,8 @@ def _beside(parts: Parts, share: float, merged: bool, config: PlannerConfig) -> 
         shape = config.shapes[index]
         if shape.persistent:
             workers = max(1, round(shape.workers // config.num_kv_heads * share))
-            cuts.append(_deal(index, part, workers, config, BUSY_BESIDE))
-            persistent_end = max(persistent_end, _deal_seconds(cuts[-1], shape))
+            cuts.append(_assign(index, part, workers, config, BUSY_BESIDE))
+            persistent_end = max(persistent_end, _assigned_seconds(cuts[-1], shape))
         else:
             busy = round(shape.workers * share)
             free = [(0.0, max(1, shape.workers - busy - SPARE)), (persistent_end, busy)]
@@ -124,7 +124,7 @@ def _persistent_share(parts: Parts, config: PlannerConfig) -> float:
     return kept / whole
 
 
-def _deal_seconds(made: Cut, shape: TileShape) -> float:
+def _assigned_seconds(made: Cut, shape: TileShape) -> float:
     """When the last team of a persistent kernel is done."""
     shares = -(made.runs[KEYS] // -(shape.granule * made.team)) * shape.granule
     costs = shape.item_seconds + shares * shape.key_seconds
@@ -136,8 +136,8 @@ def _granule(shape: TileShape, page_size: int) -> int:
     return page_size * -(-shape.granule // page_size)
 
 
-def _deal(index: int, tiles: Int, workers: int, config: PlannerConfig, busy: float = BUSY) -> Cut:
-    """Deal tiles to teams of `workers`, whole ones or runs of one length where that fills them."""
+def _assign(index: int, tiles: Int, workers: int, config: PlannerConfig, busy: float = BUSY) -> Cut:
+    """Runs for teams of `workers`: whole tiles, or runs of one length, where that fills them."""
     shape, keys = config.shapes[index], tiles[KEYS]
     num_tiles, largest, total = len(keys), greatest(keys), int(np.add.reduce(keys))
     alike = largest * num_tiles <= EQUAL * total

@@ -23,7 +23,7 @@ from kernels.cuda import checks
 from kernels.cuda.common.structs import POOL_ROWS, TENSOR_ROWS, packed
 from kernels.cuda.device.answers import Answers, Goal, Made
 from kernels.cuda.device.inputs import as_is, upload
-from kernels.cuda.device.launch import Launcher, Library, OverlappingLauncher
+from kernels.cuda.device.launch import Launcher, Library
 from kernels.cuda.device.pending import Guard, Result
 from kernels.cuda.device.transfer import Transfers, mark
 from kernels.cuda.kv.view import KvView
@@ -178,9 +178,8 @@ class RowMover:
         k, v, slots = at
         tensors = packed(TENSOR_ROWS, k=k, v=v, slots=slots, num_rows=rows)
         overlaps = overlap and appends and self._library.overlaps
-        launcher = OverlappingLauncher if overlaps else Launcher
-        grid = -(-units // per_block)
-        launcher(function, grid, THREADS, 0, self._pool(layer) + tensors)()
+        grid, struct = -(-units // per_block), self._pool(layer) + tensors
+        Launcher(function, grid, THREADS, 0, struct, overlaps=overlaps)()
 
     def _pool(self, layer: int) -> bytes:
         """`PoolRows` of one layer."""

@@ -16,13 +16,6 @@ __device__ __forceinline__ int fresh_lane() {
   return lane;
 }
 
-// The same for the thread's number in its block.
-__device__ __forceinline__ int fresh_thread() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 // True in one lane of the warp, the same each time; ptxas knows what it means, so that instructions
 // with uniform operands need no loop over lanes.
 __device__ __forceinline__ bool elect_lane() {

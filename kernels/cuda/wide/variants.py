@@ -34,9 +34,6 @@ PARAMETERS: Final = (0, MAP_BYTES, PARAMS_AT)
 STORED_PARAMETERS: Final = (0, STORED_KV.itemsize)
 """The same for fp8 pools: `StoredKv`, then `WideParams`."""
 
-SHARED_LIMIT: Final = 232448
-"""Dynamic shared memory one block may have on compute capability 9.0, in bytes."""
-
 
 @dataclass(frozen=True, slots=True)
 class WideVariant:
