@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kernels.backend import Int32, Plan
 from kernels.cuda.common.extremes import greatest
-from kernels.cuda.plan.runs import cut
+from kernels.cuda.plan.runs import Cut, cut
 from kernels.cuda.plan.tiles import (
     ITEM_FIELDS,
     PARTIAL,
@@ -100,44 +100,59 @@ class BatchWork:
 
 def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> BatchWork:
     """Work for (layer, plan) requests of one scoring, rows packed one plan after another."""
-    chunk = config.chunk
+    plans = [plan for _, plan in requests]
+    levels = [level for plan in plans for level in plan.levels]
+    num_rows = sum([len(plan.positions) for plan in plans])
+    num_packed = num_rows * config.group_size
+    cuts = cut(_tiles(requests, config), config, num_packed)
+    runs = beside([part.runs for part in cuts])
+    merges = _merge_lists(runs, num_packed, config.chunk)
+    if config.window_left >= 0 or any(level.causal for level in levels):
+        keep_rules(runs, config.window_left)
+    return BatchWork(
+        kernels=_kernels(cuts, np.ascontiguousarray(runs[: len(ITEM_FIELDS)].T), config),
+        merges=merges,
+        order=_order(plans),
+        positions=_joined([plan.positions for plan in plans]),
+        kv_indices=_joined([level.kv_indices for level in levels]),
+        num_rows=num_rows,
+    )
+
+
+def _tiles(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> list[tuple[int, Int]]:
+    """Tiles of every kernel that has some, by its index in `config.shapes`."""
     tiles: list[list[Int]] = [[] for _ in config.shapes]
-    orders, positions, indices = [], [], []
+    chunk = config.chunk
     row = page = 0
-    ruled = config.window_left >= 0
     for layer, plan in requests:
-        count = len(plan.positions)
         for level in plan.levels:
             for index, made in level_tiles(layer, plan.positions, level, row, page, chunk, config):
                 tiles[index].append(made)
-            indices.append(level.kv_indices)
             page += len(level.kv_indices)
-            ruled |= level.causal
-        order = np.arange(count, dtype=np.int32) if plan.order is None else plan.order
-        orders.append(order + np.int32(row) if row else order)
-        positions.append(plan.positions)
-        row += count
-    parts = [(index, beside(made)) for index, made in enumerate(tiles) if made]
-    cuts = cut(parts, config, row * config.group_size)
-    runs = beside([part.runs for part in cuts])
-    merges = _merge_lists(runs, row * config.group_size, chunk)
-    if ruled:
-        keep_rules(runs, config.window_left)
-    items = np.ascontiguousarray(runs[: len(ITEM_FIELDS)].T)
+        row += len(plan.positions)
+    return [(index, beside(made)) for index, made in enumerate(tiles) if made]
+
+
+def _kernels(cuts: Sequence[Cut], items: Int32, config: PlannerConfig) -> tuple[KernelWork, ...]:
+    """The kernels' work; `items` are the runs of all `cuts`, one after another."""
     kernels, at = [], 0
     for part in cuts:
         stop = at + part.runs.shape[1]
         shape, mine = config.shapes[part.index], items[at:stop]
         kernels.append(KernelWork(part.index, shape, mine, part.worker_begin, part.team))
         at = stop
-    return BatchWork(
-        kernels=tuple(kernels),
-        merges=merges,
-        order=_joined(orders),
-        positions=_joined(positions),
-        kv_indices=_joined(indices),
-        num_rows=row,
-    )
+    return tuple(kernels)
+
+
+def _order(plans: Sequence[Plan]) -> Int32:
+    """Every plan row's row of q and o, rows of a plan counted from the last of the plan before."""
+    orders, row = [], 0
+    for plan in plans:
+        count = len(plan.positions)
+        order = np.arange(count, dtype=np.int32) if plan.order is None else plan.order
+        orders.append(order + np.int32(row) if row else order)
+        row += count
+    return _joined(orders)
 
 
 def _joined(parts: Sequence[Int32]) -> Int32:
