@@ -51,11 +51,13 @@ class OpenSteps:
         self._tracks: dict[Lane, Track] = {}
         self._owners: dict[str, tuple[Lane, int]] = {}
         """Whose open steps a sequence belongs to, and how many of them."""
+        self._open = 0
+        """How many there are: an echo is open and has no sequence."""
         self._latest = self._freed = 0.0
 
     def __bool__(self) -> bool:
         """Whether any is open."""
-        return bool(self._owners)
+        return self._open > 0
 
     def __contains__(self, name: str) -> bool:
         """Whether a sequence is an open step's."""
@@ -95,6 +97,7 @@ class OpenSteps:
     def begin(self, job: Job, work: Opened) -> None:
         track = self._tracks.setdefault(work.lane, Track(deque()))
         track.jobs.append((job, work))
+        self._open += 1
         for name in turn_of(job.request).writes(job.request):
             lane, count = self._owners.get(name, (work.lane, 0))
             self._owners[name] = (lane, count + 1)
@@ -186,6 +189,7 @@ class OpenSteps:
             self._close(job, error if job is jobs[0][0] else Cancelled(BEHIND))
 
     def _close(self, job: Job, error: Exception | None) -> None:
+        self._open -= 1
         for name in turn_of(job.request).writes(job.request):
             lane, count = self._owners[name]
             if count > 1:

@@ -92,7 +92,8 @@ class Rig:
 
     def step(self, lane: HandLane, *names: str, seconds: float = 30.0, **fields: Any) -> Job:
         layers = list(range(GEOMETRY.num_layers))
-        given = {"op": "decode", "sequences": list(names), "layers": layers, "slots": [SLOT]}
+        given: dict[str, Any] = {"op": "decode", "layers": layers, "slots": [SLOT]}
+        given |= {"sequences": list(names)} if names else {}
         heads = {"num_qo_heads": GEOMETRY.num_kv_heads, "dtype": "F32"}
         request = Request(STEP, validate(StepFields, given | heads | fields), {}, Place())
         request.step = StepPlace(lane, self.opened.append)
@@ -129,6 +130,16 @@ def test_a_step_is_accepted_at_once_and_answered_when_its_lane_is_through(rig: R
     job = rig.step(lane, "a", "b")
     assert rig.opened == [{"levels": 1, "cascade": False}]
     assert (rig.answered, rig.lengths) == ([], [1, 1])
+    lane.runs[0].done = True
+    rig.rounds()
+    assert rig.answered == [job] and job.error is None
+    assert not rig.scheduler.busy
+
+
+def test_an_echo_is_waited_for_though_it_has_no_sequence(rig: Rig) -> None:
+    lane = HandLane()
+    job = rig.step(lane, op="echo")
+    assert rig.scheduler.busy, "nobody looks after the lane"
     lane.runs[0].done = True
     rig.rounds()
     assert rig.answered == [job] and job.error is None
