@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from service.cluster.engine import Call
-from service.cluster.staging import Staging
+from service.doors.arena import DoorArena
 from service.doors.link import LESS
 from service.doors.problems import ProblemText
 from service.errors import AnswerTooLarge
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 def reply(
-    staging: Staging,
+    arena: DoorArena,
     call: Call,
     fields: Mapping[str, Any],
     arrays: Mapping[str, Array] | None = None,
@@ -39,7 +39,7 @@ def reply(
     size = sum(map(len, parts))
     if size > call.most:
         raise AnswerTooLarge(size, call.most, LESS)
-    slot, length = staging.lay(parts)
+    slot, length = arena.lay(parts)
     return Answered(call.operation.status, slot.view(length), 0, stages), slot
 
 

@@ -102,7 +102,7 @@ async def ask_several(router: Router, call: Call, prepared: Prepared, ids: Seque
     changes = operation.scope == "append" or operation.appended_with in arrays
     given = prepared.fields.model_dump(exclude_unset=True)
     told = await ask_parts(router, call, ids, given, arrays, changes=changes)
-    return reply(router.staging, call, told.fields, told.arrays, told.stages)
+    return reply(router.arena, call, told.fields, told.arrays, told.stages)
 
 
 async def ask_parts(

@@ -223,7 +223,7 @@ async def make(
     for name, engine in at_home.items():
         router.homes.made(call, [name], engine)
     stages = longest(one.stages for one in told if isinstance(one, Told))
-    return reply(router.staging, call, {"sequences": made}, stages=stages)
+    return reply(router.arena, call, {"sequences": made}, stages=stages)
 
 
 def fields_for(engine: Home, new: list[New]) -> tuple[dict[str, Any], dict[str, Array]]:

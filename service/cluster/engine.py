@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from service.cluster.names import tag_of_instance
 from service.cluster.placement import Load
-from service.cluster.staging import Staging
+from service.doors.arena import DoorArena
 from service.doors.link import Link
 from service.doors.problems import ProblemText
-from service.image.dtypes import Array, Part
+from service.image.dtypes import Array
 from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST, Layout, place, read_layout, split
@@ -42,6 +42,8 @@ class Call:
     deadline_us: int
     request_id: bytes
     tenant: Tenant
+    request: Slot | None = None
+    """Where the image lies; None for the router's own calls, which have none."""
 
     def arrays(self, layout: Layout) -> dict[str, Array]:
         """The request's tensors, where they lie in the image."""
@@ -60,10 +62,10 @@ class Told:
 class Engine:
     """Calls to one engine. `tag` ends the ids of the sequences that are made there."""
 
-    def __init__(self, name: str, link: Link, staging: Staging) -> None:
+    def __init__(self, name: str, link: Link, arena: DoorArena) -> None:
         self.name = name
         self.link = link
-        self.staging = staging
+        self.arena = arena
         self.tag = ""
         self.load = Load()
         self.queue_s = 0.0
@@ -105,28 +107,25 @@ class Engine:
             promised=self.promised,
         )
 
-    async def call(self, call: Call, parts: Sequence[Part] | None = None) -> tuple[Answered, Slot]:
-        """The answer to `parts`, by default the call's own image, in a slot of the router's.
+    async def call(self, call: Call) -> tuple[Answered, Slot]:
+        """The answer to the call as it is, and where it lies.
 
         Raises AnswerTooLarge, Overloaded, NotReady; what the engine refuses is an answer too.
         """
-        answered, theirs = await self.exchange(call, parts or (call.image,))
-        try:
-            length = len(answered.image)
-            slot = self.staging.slot(length)
-            view = slot.view(length)
-            view[:] = answered.image
-        finally:
-            self.link.give_back(theirs)
-        return Answered(answered.status, view, 0, answered.stages), slot
+        if call.request is None:
+            raise RuntimeError("a call without an image is passed on: this is a bug")
+        return await self.exchange(call, call.request, len(call.image))
 
     async def ask(
         self, call: Call, fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None
     ) -> Told:
         """The answer to other fields and tensors. Raises ProblemText for what the engine refuses,
         and what `call` raises."""
-        parts = image(REQUEST, dump_json(fields), arrays or {})
-        answered, slot = await self.exchange(call, parts)
+        request, length = self.arena.lay(image(REQUEST, dump_json(fields), arrays or {}))
+        try:
+            answered, slot = await self.exchange(call, request, length)
+        finally:
+            self.arena.give_back(request)
         try:
             whole = answered.image
             if answered.status >= 400:
@@ -138,17 +137,15 @@ class Engine:
             copied = {name: np.array(array) for name, array in place(whole, start, layout).items()}
             return Told(layout.fields, copied, answered.stages)
         finally:
-            self.link.give_back(slot)
+            self.arena.give_back(slot)
 
-    async def exchange(self, call: Call, parts: Sequence[Part]) -> tuple[Answered, Slot]:
-        """The answer, in a slot of the session's arena."""
-        link = self.link
-        request, length = await link.lay(parts)
+    async def exchange(self, call: Call, request: Slot, length: int) -> tuple[Answered, Slot]:
+        """The answer to what lies in `request`, and where it lies."""
         is_work = call.operation.has_tensors  # to ask how it is, is none
         self.num_waiting += is_work
         self.bytes_waiting += length
         try:
-            answered, slot = await link.call(
+            answered, slot = await self.link.call(
                 call.operation,
                 request,
                 length,
@@ -160,7 +157,6 @@ class Engine:
         finally:
             self.num_waiting -= is_work
             self.bytes_waiting -= length
-            link.give_back(request)
         self.num_calls += 1
         if self.metrics is not None:
             self.metrics.stages(*answered.stages)

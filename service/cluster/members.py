@@ -18,7 +18,7 @@ from service.cluster.names import BETWEEN, tags_of
 from service.cluster.placement import Load
 from service.cluster.prefixes import Prefixes
 from service.cluster.ranks import Home, Ranks
-from service.cluster.staging import Staging
+from service.doors.arena import DoorArena
 from service.doors.link import Link
 from service.doors.problems import ProblemText
 from service.errors import AttndError, NotReady
@@ -69,13 +69,13 @@ class Members:
         self,
         limits: ServerSettings,
         has_keys: bool,
-        staging: Staging,
+        arena: DoorArena,
         metrics: Metrics | None = None,
     ) -> None:
         self.metrics = metrics
         self.limits = limits
         self.has_keys = has_keys
-        self.staging = staging
+        self.arena = arena
         self.by_name: dict[str, Member] = {}
         self.by_tag: dict[str, Engine] = {}
         self.changes = 0
@@ -206,10 +206,10 @@ class Members:
 
     async def meet(self, member: Member) -> Engine:
         """A session with an engine that fits the others. Raises what is BROKEN."""
-        link = Link(self.limits, self.has_keys)
+        link = Link(self.limits, self.has_keys, own=self.arena)
         try:
             await link.connect(member.address, self.door, self.secret)
-            engine = Engine(member.name, link, self.staging)
+            engine = Engine(member.name, link, self.arena)
             told = await self.ask(engine, "info")
             engine.learn(InfoAnswer.model_validate(told.fields))
             self.check_alike(engine.info)

@@ -55,9 +55,9 @@ class Ranks:
         layout = read_layout(header, len(call.image) - start, REQUEST)
         told = await self.ask(call, layout.fields, place(call.image, start, layout))
         if call.operation.answer is None:
-            slot = self.engines[0].staging.slot(0)
+            slot = self.engines[0].arena.slot(0)
             return Answered(call.operation.status, slot.view(0), 0, told.stages), slot
-        return reply(self.engines[0].staging, call, told.fields, told.arrays, told.stages)
+        return reply(self.engines[0].arena, call, told.fields, told.arrays, told.stages)
 
     async def ask(
         self, call: Call, fields: Mapping[str, Any], arrays: Arrays | None = None

@@ -23,7 +23,7 @@ from service.cluster.local import LocalEngines
 from service.cluster.placement import Load
 from service.cluster.ray_directory import REPORT_S, Place, directory
 from service.cluster.router import Router
-from service.cluster.staging import Staging
+from service.doors.arena import DoorArena
 from service.doors.link import Link
 from service.errors import NotReady
 from service.operations.table import BY_NAME
@@ -50,7 +50,7 @@ class EngineReplica:
             settings, Path(self.folder.name), self.lifeline, secret, over_tcp=True, host=host
         )
         self.process = self.engines.add()
-        self.staging = Staging(settings.server)
+        self.arena = DoorArena(settings.server)
         self.tenant = tenant_of("cluster", SCOPES) if settings.auth.keys_file else OPEN
         self.directory = directory()
         self.engine: Engine | None = None
@@ -98,10 +98,10 @@ class EngineReplica:
         """What the engine has. Raises NotReady, OSError, TimeoutError."""
         async with asyncio.timeout(ASK_S):
             if self.engine is None or not self.engine.is_ready:
-                link = Link(self.settings.server, self.tenant is not OPEN)
+                link = Link(self.settings.server, self.tenant is not OPEN, own=self.arena)
                 path = str(self.engines.listening[self.process].path)
                 await link.connect(path, "replica", self.engines.secret)
-                self.engine = Engine(self.name, link, self.staging)
+                self.engine = Engine(self.name, link, self.arena)
             call = self.engine.own(BY_NAME["engines"], self.tenant, ASK_S)
             return await self.engine.ask(call, {})
 
@@ -123,7 +123,7 @@ class EngineReplica:
         await self.directory.leave.remote(self.name)
         await asyncio.sleep(2 * REPORT_S)  # all ingresses know by then
         self.engines.close()
-        self.staging.close()
+        self.arena.close()
         self.folder.cleanup()
 
     async def move_away(self) -> None:

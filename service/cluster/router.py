@@ -21,7 +21,7 @@ from service.cluster.finding import Homes
 from service.cluster.importing import ask_import
 from service.cluster.members import Members
 from service.cluster.spreading import ask_everywhere, ask_for_lease
-from service.cluster.staging import Staging
+from service.doors.arena import DoorArena
 from service.doors.problems import ProblemText
 from service.errors import DeadlineExceeded, InvalidRequest, NotReady
 from service.image.dtypes import Part
@@ -53,8 +53,8 @@ class Router:
         self.limits = limits
         self.has_keys = has_keys
         self.draining = ""
-        self.staging = Staging(limits)
-        self.members = Members(limits, has_keys, self.staging, metrics)
+        self.arena = DoorArena(limits)
+        self.members = Members(limits, has_keys, self.arena, metrics)
         self.homes = Homes(self.members)
         self.drains: dict[str, asyncio.Task[None]] = {}
         self.remembered = lru_cache(maxsize=512)(self.read)
@@ -79,30 +79,29 @@ class Router:
 
     @property
     def arena_fd(self) -> int:
-        return self.staging.mapping.fd
+        return self.arena.mapping.fd
 
     def take(self, size: int) -> Slot:
-        return self.staging.take(size)
+        return self.arena.take(size)
 
     async def slot(self, size: int, *, exactly: bool = False) -> Slot:
-        return self.staging.slot(size, exactly=exactly)
+        return self.arena.slot(size, exactly=exactly)
 
     async def lay(self, parts: Sequence[Part]) -> tuple[Slot, int]:
-        return self.staging.lay(parts)
+        return self.arena.lay(parts)
 
     def give_back(self, slot: Slot) -> None:
-        self.staging.spare.put(slot)
+        self.arena.give_back(slot)
 
     def trim(self) -> None:
-        self.staging.trim()
-        for engine in self.members.engines:
-            engine.link.trim()
+        if not any(engine.link.is_pinned for engine in self.members.engines):
+            self.arena.trim()
 
     def close(self) -> None:
         for name in list(self.drains):
             self.stop_draining(name)
         self.members.close()
-        self.staging.close()
+        self.arena.close()
 
     # calls
 
@@ -118,7 +117,7 @@ class Router:
     ) -> Answer:
         """As `Upstream.call`. What was asked of several engines raises a refusal as ProblemText."""
         image = request.view(length)
-        call = Call(operation, image, most, deadline_us, request_id, tenant)
+        call = Call(operation, image, most, deadline_us, request_id, tenant, request)
         patience = (deadline_us * 1e-6 or self.limits.deadline_s) + GRACE_S
         request.hold()  # the image lies there until the call is over, also when nobody waits
         try:
@@ -203,7 +202,7 @@ async def ask_engine(router: Router, call: Call, prepared: Prepared) -> Answer:
         router.stop_draining(name)
     else:
         router.drain(name)
-    return reply(router.staging, call, told.fields, stages=told.stages)
+    return reply(router.arena, call, told.fields, stages=told.stages)
 
 
 ROUTES: Final[dict[Routing, Ask]] = {

@@ -41,7 +41,7 @@ async def ask_everywhere(router: Router, call: Call, prepared: Prepared) -> Answ
             parts = shares(name, asked, len(router.members.engines))
             told = await ask_all(router, call, parts, if_there=name in IF_THERE)
             whole = JOINS[name](prepared.fields.model_dump(), [one.fields for _, one in told])
-            return reply(router.staging, call, whole, stages=longest(o.stages for _, o in told))
+            return reply(router.arena, call, whole, stages=longest(o.stages for _, o in told))
 
 
 async def ask_all(
@@ -83,7 +83,7 @@ async def match(router: Router, call: Call, prepared: Prepared, asked: dict[str,
         fields = (await engine.ask(call, asked, arrays)).fields
         if fields["lease"] is not None:
             fields["lease"]["id"] += f".{engine.tag}"
-    return reply(router.staging, call, fields, stages=best.stages)
+    return reply(router.arena, call, fields, stages=best.stages)
 
 
 async def evict(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
@@ -93,7 +93,7 @@ async def evict(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
         if left:
             told = await engine.ask(call, {"num_pages": left})
             left -= told.fields["num_pages"]
-    return reply(router.staging, call, {"num_pages": asked["num_pages"] - left})
+    return reply(router.arena, call, {"num_pages": asked["num_pages"] - left})
 
 
 async def events(router: Router, call: Call, prepared: Prepared) -> Answer:
@@ -103,7 +103,7 @@ async def events(router: Router, call: Call, prepared: Prepared) -> Answer:
     if space not in members.prefixes:
         await members.follow(space)
     page = members.prefixes_of(space).log.page(fields.after, fields.limit)
-    return reply(router.staging, call, page)
+    return reply(router.arena, call, page)
 
 
 async def engines(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
@@ -111,7 +111,7 @@ async def engines(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
     told = await ask_all(router, call, [asked] * len(router.members.engines))
     every = [view | {"name": engine.name} for engine, one in told for view in one.fields["engines"]]
     every.sort(key=lambda view: view["name"])
-    return reply(router.staging, call, {"engines": every})
+    return reply(router.arena, call, {"engines": every})
 
 
 async def snapshot(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
@@ -119,7 +119,7 @@ async def snapshot(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
     told = await ask_all(router, call, [asked] * len(router.members.engines))
     told.sort(key=lambda one: one[0].name)
     fields, arrays = joined([(one.fields, one.arrays) for _, one in told])
-    return reply(router.staging, call, fields, arrays, longest(one.stages for _, one in told))
+    return reply(router.arena, call, fields, arrays, longest(one.stages for _, one in told))
 
 
 async def ask_for_lease(router: Router, call: Call, prepared: Prepared) -> Answer:
@@ -140,4 +140,4 @@ async def ask_for_lease(router: Router, call: Call, prepared: Prepared) -> Answe
     fields = told.fields
     if "id" in fields:
         fields["id"] = name
-    return reply(router.staging, call, fields, stages=told.stages)
+    return reply(router.arena, call, fields, stages=told.stages)

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Final
 
 from config.server import ServerSettings
+from service.doors.arena import DoorArena, overloaded
 from service.doors.spare import SpareSlots
-from service.errors import AnswerTooLarge, AttndError, NotReady, Overloaded
+from service.errors import AnswerTooLarge, NotReady, Overloaded
 from service.image.dtypes import Part
 from service.metrics import Metrics
 from service.operations.spec import Operation
@@ -33,17 +34,22 @@ class Link:
     """The way to the engine of one door, on its event loop."""
 
     def __init__(
-        self, limits: ServerSettings, has_keys: bool = False, metrics: Metrics | None = None
+        self,
+        limits: ServerSettings,
+        has_keys: bool = False,
+        metrics: Metrics | None = None,
+        own: DoorArena | None = None,
     ) -> None:
         """`has_keys`: calls are made for the tenants who showed them. The engine counts by itself,
-        so there is nothing for `metrics`."""
+        so there is nothing for `metrics`. `own`: the arena of a door with other engines, too."""
+        self.own = own
         self.limits = limits
         self.has_keys = has_keys
         self.loop = asyncio.get_running_loop()
         self.caller: RoadCaller | None = None
         self.draining = ""
         """Why no more requests are taken; empty while they are."""
-        self.spare = SpareSlots()
+        self.spare = SpareSlots() if own is None else own.spare
         self.growing: asyncio.Task[int] | None = None
         self.needed: dict[str, int] = {}
         """What answers need that are about as long every time."""
@@ -53,8 +59,11 @@ class Link:
 
         Raises OSError, NotReady, FrameError.
         """
-        size = min(FIRST_ARENA_BYTES, self.limits.max_inflight_bytes)
-        self.caller = await RoadCaller.connect(path, size, name=name, secret=secret)
+        own = None if self.own is None else self.own.slots
+        size = (
+            own.size if own is not None else min(FIRST_ARENA_BYTES, self.limits.max_inflight_bytes)
+        )
+        self.caller = await RoadCaller.connect(path, size, name=name, secret=secret, own=own)
 
     @property
     def state(self) -> tuple[str, str]:
@@ -84,6 +93,11 @@ class Link:
         """The arena's file, for a process beside the door. Raises NotReady."""
         return self.engine().mapping.fd
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a device holds the arena."""
+        return self.caller is not None and self.caller.pinned_bytes > 0
+
     def take(self, size: int) -> Slot:
         """A slot from what the arena has now. Raises ArenaFull."""
         if self.caller is None or self.caller.lost:
@@ -100,6 +114,8 @@ class Link:
         Raises Overloaded, NotReady.
         """
         caller = self.engine()
+        if self.own is not None:
+            return self.own.slot(size, exactly=exactly)
         if self.growing is not None:  # an arena that the device uses grows while no call has it
             await asyncio.wait((self.growing,), timeout=GROW_S)
         take = caller.take if exactly else partial(self.spare.take, cut=caller.take)
@@ -124,11 +140,25 @@ class Link:
 
     async def grow(self, caller: RoadCaller, full: ArenaFull) -> None:
         """Ask for an arena with room for what did not fit; only once, whoever asks."""
+        size = min(max(2 * full.size, full.size + full.needed), self.limits.max_inflight_bytes)
+        await self.grow_to(caller, size)
+
+    async def grow_to(self, caller: RoadCaller, size: int) -> None:
         if self.growing is None:
-            size = min(max(2 * full.size, full.size + full.needed), self.limits.max_inflight_bytes)
             self.growing = self.loop.create_task(caller.grow(size))
             self.growing.add_done_callback(self.has_grown)
         await asyncio.wait((self.growing,), timeout=GROW_S)
+
+    async def reach(self, own: DoorArena, end: int) -> None:
+        """Have the engine reach the door's arena up to there, which has grown. Raises Overloaded,
+        NotReady."""
+        for _ in range(2):  # it may have been growing by less
+            if self.growing is None and end <= self.engine().reach:
+                return
+            await self.grow_to(self.engine(), own.slots.size)
+        if end > self.engine().reach:
+            told = f"the engine reaches {self.engine().reach} bytes of the door's arena of {end}"
+            raise Overloaded(f"{told}: set server.max_arena_bytes alike", retry_after_s=1.0)
 
     def has_grown(self, growing: asyncio.Task[int]) -> None:
         """The arena is as large as it gets, or the session is over, which every call will tell."""
@@ -156,6 +186,9 @@ class Link:
         while True:
             try:
                 engine = self.engine()
+                if self.own is not None and engine.reach < self.own.slots.size:
+                    ends = (one.offset + one.size for one in (request, slot))
+                    await self.reach(self.own, max(ends))
                 answered = await engine.call(
                     operation.number,
                     request,
@@ -179,20 +212,14 @@ class Link:
 
     def trim(self) -> None:
         """Give memory that nobody uses back to the system."""
-        self.spare.free()
-        if self.caller is not None:
-            self.caller.trim()
+        if self.own is None:
+            self.spare.free()
+            if self.caller is not None:
+                self.caller.trim()
 
     def close(self) -> None:
         """End the session."""
-        self.spare.free()
+        if self.own is None:
+            self.spare.free()
         if self.caller is not None:
             self.caller.close()
-
-
-def overloaded(full: ArenaFull) -> AttndError:
-    told = (
-        f"{full.needed} bytes are needed for bodies and answers in flight, {full.free} of "
-        f"{full.size} are free: retry later, or raise server.max_inflight_bytes"
-    )
-    return Overloaded(told, retry_after_s=1.0)

@@ -42,15 +42,18 @@ PAGEABLE: Final = Pinning()
 
 
 class Arena:
-    """Shared memory of `size` bytes that can grow to `limit`, mapped whole from the start.
+    """Shared memory of `size` bytes that can grow to `limit`.
 
     The file is sealed against shrinking, so no caller can take pages away from under the engine.
+    It is the session's own, mapped whole from the start; or a door's, which has it with several
+    engines, and makes it longer itself.
     Views keep the mapping alive: `close` forgets the arena, and the memory goes with its last view.
     """
 
-    __slots__ = ("fd", "limit", "memory", "pinned", "pinning", "size")
+    __slots__ = ("fd", "is_brought", "limit", "memory", "pinned", "pinning", "size")
 
     def __init__(self, fd: int, size: int, limit: int, mapped: mmap.mmap, pinning: Pinning) -> None:
+        self.is_brought = False
         self.fd = fd
         self.size = size
         self.limit = limit
@@ -70,11 +73,22 @@ class Arena:
             mapped = mmap.mmap(fd, limit)
             os.ftruncate(fd, size)
             if sealable:
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+                seal(fd)
         except BaseException:
             os.close(fd)
             raise
         return cls(fd, size, limit, mapped, pinning)
+
+    @classmethod
+    def brought(cls, fd: int, limit: int, pinning: Pinning) -> Arena:
+        """The arena that a door brings, which is closed with it. Raises OSError, ValueError for
+        what is no such file."""
+        size = min(os.fstat(fd).st_size // PAGE * PAGE, max(pages(limit), PAGE))
+        if not is_sealed(fd):
+            raise ValueError("it could shrink: seal it")
+        arena = cls(fd, size, limit, mmap.mmap(fd, size), pinning)
+        arena.is_brought = True
+        return arena
 
     def view(self, offset: int, length: int) -> memoryview:
         """The bytes of a slot. Raises InvalidRequest when it is not inside the arena."""
@@ -92,22 +106,33 @@ class Arena:
         return int(np.frombuffer(self.memory, np.uint8, 1).ctypes.data)
 
     def grow(self, size: int) -> None:
-        """Make the arena at least `size` bytes, or as much as its limit. May raise OSError.
+        """Make the arena at least `size` bytes, or as much as its limit; what was brought, as long
+        as it is by now. May raise OSError.
 
         While anything of it is pinned, nothing of the engine's may be under way in it.
         """
         size = min(pages(size), self.limit)
+        if self.is_brought:
+            size = min(size, os.fstat(self.fd).st_size // PAGE * PAGE)
         if size <= self.size:
             return
-        if os.fstat(self.fd).st_size < size:  # a caller may have made the file longer itself
+        if self.is_brought:
+            memory = memoryview(mmap.mmap(self.fd, size))
+        else:
+            memory = self.memory
+            self.lengthen(size)
+        self.unpin()
+        self.memory, self.size = memory, size
+        self.pin()
+
+    def lengthen(self, size: int) -> None:
+        """Give the file `size` bytes, unless a caller has done so itself. May raise OSError."""
+        if os.fstat(self.fd).st_size < size:
             try:
                 os.ftruncate(self.fd, size)
             except PermissionError:  # it did so just now: the seal keeps the file from shrinking
                 if os.fstat(self.fd).st_size < size:
                     raise
-        self.unpin()
-        self.size = size
-        self.pin()
 
     def pin(self) -> None:
         memory = self.memory[: self.size]
@@ -147,6 +172,21 @@ def anonymous_file() -> tuple[int, bool]:
     fd, path = tempfile.mkstemp(prefix="attnd-arena-")
     os.unlink(path)
     return fd, False
+
+
+def seal(fd: int) -> None:
+    """Nobody can make the file shorter from now on, or undo this."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+
+
+def is_sealed(fd: int) -> bool:
+    """Whether the file cannot shrink, or is of a kind that cannot be sealed."""
+    if not hasattr(os, "memfd_create"):
+        return True
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return True
 
 
 def pages(size: int) -> int:

@@ -13,6 +13,7 @@ from typing import Final
 from service.errors import NotReady
 from service.road import frames as f
 from service.road.greeting import greet, greet_remote
+from service.road.leaving import leave
 from service.road.messages import (
     VERSION,
     Announced,
@@ -60,14 +61,22 @@ class RoadCaller:
     """One session, for the thread of its event loop. `lost` says why it is over, else is empty."""
 
     def __init__(
-        self, sock: socket.socket, reader: f.Reader, welcome: Welcome, mapping: Mapping
+        self,
+        sock: socket.socket,
+        reader: f.Reader,
+        welcome: Welcome,
+        mapping: Mapping,
+        own: Slots | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.sock = sock
         self.reader = reader
         self.welcome = welcome
         self.mapping = mapping
-        self.slots = Slots(mapping)
+        self.own = own
+        self.slots = own or Slots(mapping)
+        self.reach = welcome.arena_bytes
+        """How far the engine reaches into the arena; one that was brought may be longer."""
         self.pinned_bytes = welcome.pinned_bytes
         self.state = State(welcome.state, welcome.reason)
         self.output = Output(sock, MAX_OUTPUT_BYTES)
@@ -86,17 +95,24 @@ class RoadCaller:
 
     @classmethod
     async def connect(
-        cls, path: str, arena_bytes: int, *, name: str = "", secret: str = "", key: str = ""
+        cls,
+        path: str,
+        arena_bytes: int,
+        *,
+        name: str = "",
+        secret: str = "",
+        key: str = "",
+        own: Slots | None = None,
     ) -> RoadCaller:
         """A session at the engine's socket: a door's with the service's `secret`, else one in the
-        namespace of `key`. `path` may be `tcp:HOST:PORT`, for doors. Raises OSError, NotReady when
-        refused, FrameError.
+        namespace of `key`. `path` may be `tcp:HOST:PORT`, for doors. `own`: an arena that a door
+        brings, and has with several engines. Raises OSError, NotReady when refused, FrameError.
         """
         sock = await connected(path)
         try:
             hello = Hello(VERSION, name, bool(secret), arena_bytes, key, secret)
             meet = greet_remote if is_remote(path) else greet
-            caller = cls(sock, *await meet(sock, hello))
+            caller = cls(sock, *await meet(sock, hello, None if own is None else own.mapping), own)
             if is_remote(path):
                 caller.is_remote = True
                 caller.output.limit += caller.welcome.max_arena_bytes
@@ -278,11 +294,13 @@ class RoadCaller:
             raise f.FrameError(f"{f.NAMES[kind]} came twice")
 
     def on_grown(self, arena_bytes: int, pinned_bytes: int) -> None:
-        """Map the arena anew."""
-        if self.is_remote:
-            os.ftruncate(self.mapping.fd, arena_bytes)
-        self.mapping.grow(arena_bytes)
-        self.slots.grow(arena_bytes)
+        """Map the arena anew, unless it was brought."""
+        if self.own is None:
+            if self.is_remote:
+                os.ftruncate(self.mapping.fd, arena_bytes)
+            self.mapping.grow(arena_bytes)
+            self.slots.grow(arena_bytes)
+        self.reach = arena_bytes
         self.pinned_bytes = pinned_bytes
         if self.grown is not None and not self.grown.done():
             self.grown.set_result(arena_bytes)
@@ -318,12 +336,24 @@ class RoadCaller:
         self.loop.remove_reader(self.sock)
         if self.is_writing:
             self.loop.remove_writer(self.sock)
-        self.sock.close()
         for call in self.pending.values():
             if not call.future.done():
                 call.future.set_exception(NotReady(reason))
         if self.grown is not None and not self.grown.done():
             self.grown.set_exception(NotReady(reason))
-        self.mapping.close()
+        self.let_go()
         if self.on_lost is not None:
             self.on_lost(reason)
+
+    def let_go(self) -> None:
+        """Of the connection, and of the arena or what the calls have of it."""
+        slots = [slot for call in self.pending.values() for slot in (call.request, call.answer)]
+        if self.own is None:
+            self.sock.close()
+            self.mapping.close()
+        elif self.is_remote:  # nobody but this process writes there
+            self.sock.close()
+            for slot in slots:
+                slot.free()
+        else:
+            leave(self.loop, self.sock, slots)

@@ -20,7 +20,9 @@ CLOSE_ON_EXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 MAX_DESCRIPTORS: Final = 4
 
 
-async def greet_remote(sock: socket.socket, hello: Hello) -> tuple[f.Reader, Welcome, Mapping]:
+async def greet_remote(
+    sock: socket.socket, hello: Hello, own: Mapping | None = None
+) -> tuple[f.Reader, Welcome, Mapping]:
     """As `greet`, over TCP: the secret is proved, not sent, and the arena is a mirror."""
     loop = asyncio.get_running_loop()
     reader = f.Reader(f.FROM_ENGINE)
@@ -44,18 +46,25 @@ async def greet_remote(sock: socket.socket, hello: Hello) -> tuple[f.Reader, Wel
     with suppress(BrokenPipeError, ConnectionResetError):  # then it has said why: read that
         await loop.sock_sendall(sock, message(f.HELLO, proved))
     welcome = welcome_of(*await first())
+    if own is not None:
+        return reader, welcome, own
     fd = mirror(welcome.arena_bytes)
     return reader, welcome, Mapping(fd, welcome.arena_bytes)
 
 
-async def greet(sock: socket.socket, hello: Hello) -> tuple[f.Reader, Welcome, Mapping]:
-    """Say HELLO on a fresh connection; the reader may hold frames that came after WELCOME.
+async def greet(
+    sock: socket.socket, hello: Hello, own: Mapping | None = None
+) -> tuple[f.Reader, Welcome, Mapping]:
+    """Say HELLO on a fresh connection; the reader may hold frames that came after WELCOME. `own`:
+    the arena that the caller brings.
 
     Raises NotReady when the engine refuses or leaves, FrameError when it is no engine.
     """
     loop = asyncio.get_running_loop()
+    data = message(f.HELLO, replace(hello, brings_arena=own is not None))
     with suppress(BrokenPipeError, ConnectionResetError):  # then it has said why: read that
-        await loop.sock_sendall(sock, message(f.HELLO, hello))
+        sent = 0 if own is None else socket.send_fds(sock, [data], [own.fd])
+        await loop.sock_sendall(sock, data[sent:])
     reader = f.Reader(f.FROM_ENGINE)
     descriptors: list[int] = []
     try:
@@ -68,9 +77,9 @@ async def greet(sock: socket.socket, hello: Hello) -> tuple[f.Reader, Welcome, M
             if not data:
                 raise NotReady("the engine closed the connection instead of saying WELCOME")
             reader.feed(data)
-        if len(descriptors) != 1:
+        if len(descriptors) != (own is None):
             raise f.FrameError(f"{len(descriptors)} descriptors came with WELCOME: one arena has")
-        mapping = Mapping(descriptors[0], welcome.arena_bytes)
+        mapping = own or Mapping(descriptors[0], welcome.arena_bytes)
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)

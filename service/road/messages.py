@@ -30,6 +30,8 @@ class Hello:
     arena_bytes: int
     key: str = ""
     secret: str = ""
+    brings_arena: bool = False
+    """A door's arena is its own; the descriptor comes with this message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +117,22 @@ def read_hello(payload: bytes) -> Hello:
     version = count(value, "version", HELLO)
     if version != VERSION:
         raise FrameError(f"version {version}: this service speaks version {VERSION} of the road")
-    name, door = value.get("name", ""), value.get("door", False)
+    name = value.get("name", "")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise FrameError(f"name {name!r:.40}: at most 64 of A-Z a-z 0-9 space . _ : / -")
-    if not isinstance(door, bool):
-        raise FrameError(f"door {door!r:.40}: true or false")
     size = count(value, "arena_bytes", HELLO)
-    return Hello(version, name, door, size, word(value, "key"), word(value, "secret"))
+    key, secret = word(value, "key"), word(value, "secret")
+    return Hello(
+        version, name, truth(value, "door"), size, key, secret, truth(value, "brings_arena")
+    )
+
+
+def truth(value: dict[str, Any], key: str) -> bool:
+    """A key of HELLO that is true or false, and may be left out."""
+    told = value.get(key, False)
+    if not isinstance(told, bool):
+        raise FrameError(f"{key} {told!r:.40}: true or false")
+    return told
 
 
 def word(value: dict[str, Any], key: str) -> str:

@@ -11,10 +11,12 @@ from service.errors import AttndError, MalformedRequest, NoSuchRoute, Overloaded
 from service.road import frames as f
 from service.road.admission import Standing
 from service.road.arena import ALIGNMENT, Arena, check_place
+from service.road.brought import Brought
 from service.road.calls import Call, Cancel, Event, SessionConfig
 from service.road.messages import (
     VERSION,
     Grown,
+    Hello,
     State,
     Welcome,
     challenge,
@@ -72,6 +74,7 @@ class Session:
         answers = config.max_arena_bytes if is_remote else 0
         self.output = Output(sock, config.max_output_bytes + answers)
         self.arena: Arena | None = None
+        self.brought = Brought()
         self.repeated: dict[Any, Any] = {}
         """What the engine remembers of places in the arena; goes when those move or go."""
         self.growth = 0
@@ -113,7 +116,7 @@ class Session:
                 if not incoming.receive(self.sock, events):
                     self.end("the caller left in the middle of an image")
                 return events
-            if not reader.receive(self.sock):
+            if not self.receive():
                 rest = reader.unfinished
                 self.end("the caller left" + (f", {rest} bytes into a frame" if rest else ""))
                 return events
@@ -142,6 +145,12 @@ class Session:
         except OSError as error:
             self.end(f"the connection broke: {error}")
         return events
+
+    def receive(self) -> int:
+        """One read's worth; 0 at the end of the stream. Raises the socket's errors."""
+        if self.arena is None and self.incoming is None:
+            return self.brought.receive(self.sock, self.reader)
+        return self.reader.receive(self.sock)
 
     def read_call(self, values: CallValues) -> Call | None:
         """A call to run; None when it was answered here, with the rule that it breaks."""
@@ -202,7 +211,9 @@ class Session:
             hello = read_hello(payload)
             self.name = hello.name
             self.standing.greet(hello, "" if self.incoming is None else self.incoming.nonce)
-            self.welcome(hello.arena_bytes)
+            if hello.brings_arena and not self.standing.is_door:
+                raise f.FrameError("brings_arena from a caller that is no door: leave it out")
+            self.welcome(hello)
             return
         if kind == f.TENANT:
             self.standing.announce(payload)
@@ -216,15 +227,16 @@ class Session:
 
     # the arena
 
-    def welcome(self, arena_bytes: int) -> None:
-        """Make the arena and hand it over."""
+    def welcome(self, hello: Hello) -> None:
+        """Answer HELLO; an arena that was made here is handed over."""
         config = self.config
         try:
-            arena = Arena.make(arena_bytes, config.max_arena_bytes, config.pinning)
+            self.arena = arena = self.brought.arena(hello, config)
         except OSError as error:
             self.refuse(Overloaded(f"no memory for an arena: {error}", retry_after_s=1.0))
             return
-        self.arena = arena
+        finally:
+            self.brought.drop()
         content = Welcome(
             version=VERSION,
             session=self.number,
@@ -238,7 +250,7 @@ class Session:
             reason=self.state.reason,
         )
         data = message(f.WELCOME, content)
-        if self.incoming is not None:
+        if self.incoming is not None or arena.is_brought:
             self.send(data)
             return
         sent = socket.send_fds(self.sock, [data], [arena.fd])
@@ -347,17 +359,21 @@ class Session:
         self.ended = self.ended or reason
 
     def close(self) -> None:
-        """Close the connection. The arena stays until every call in `live` has its answer."""
+        """Close the connection. The arena stays until every call in `live` has its answer; whoever
+        brought it learns by the connection's end that it is not used any more."""
         self.end("the engine closed it")
         if self.closed:
             return
         self.closed = True
-        self.sock.close()
+        self.brought.drop()
+        if self.arena is None or not self.arena.is_brought:
+            self.sock.close()
         if not self.live:
             self.release()
 
     def release(self) -> None:
         """Forget the arena; its memory goes with the last view of it."""
+        self.sock.close()
         self.repeated.clear()
         self.incoming = None
         if self.arena is not None:

@@ -1,7 +1,8 @@
-"""The arena of a router's own, in which requests wait for their engine and answers for their door.
+"""The arena of a door with several engines: one for all of them.
 
-A door receives a body before anybody knows which engine it is for, so it lies here and is copied
-into that engine's arena, or sent to its host; answers come back the same way.
+A door receives a body before anybody knows which engine it is for, so it lies where every engine of
+this host reads it, and answers are written where the door sends them from. To and from engines of
+other hosts images are sent.
 """
 
 from __future__ import annotations
@@ -11,23 +12,25 @@ from collections.abc import Sequence
 from typing import Final
 
 from config.server import ServerSettings
-from service.doors.link import overloaded
 from service.doors.spare import SpareSlots
+from service.errors import AttndError, Overloaded
 from service.image.dtypes import Part
-from service.road.arena import PAGE, anonymous_file, pages
+from service.road.arena import PAGE, anonymous_file, pages, seal
 from service.road.slots import ArenaFull, Mapping, Slot, Slots
 
 FIRST_BYTES: Final = 64 * 2**20
 
 
-class Staging:
-    """Slots of one growing memory of this process."""
+class DoorArena:
+    """Slots of one growing memory, which sessions are begun with."""
 
     def __init__(self, limits: ServerSettings) -> None:
         self.limit = limits.max_inflight_bytes
         size = max(pages(min(FIRST_BYTES, self.limit)), PAGE)
-        fd, _ = anonymous_file()
+        fd, sealable = anonymous_file()
         os.ftruncate(fd, size)
+        if sealable:
+            seal(fd)
         self.mapping = Mapping(fd, size)
         self.slots = Slots(self.mapping)
         self.spare = SpareSlots()
@@ -65,11 +68,23 @@ class Staging:
             at += len(part)
         return slot, at
 
+    def give_back(self, slot: Slot) -> None:
+        """Give up a slot that nothing here refers to any more; a call may still hold it."""
+        self.spare.put(slot)
+
     def trim(self) -> None:
-        """Give memory that nobody uses back to the system."""
+        """Give memory that nobody uses back to the system. Not while a device holds it."""
         self.spare.free()
         self.slots.trim()
 
     def close(self) -> None:
         self.spare.free()
         self.mapping.close()
+
+
+def overloaded(full: ArenaFull) -> AttndError:
+    told = (
+        f"{full.needed} bytes are needed for bodies and answers in flight, {full.free} of "
+        f"{full.size} are free: retry later, or raise server.max_inflight_bytes"
+    )
+    return Overloaded(told, retry_after_s=1.0)

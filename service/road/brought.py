@@ -1,0 +1,51 @@
+"""The arena that a door brings: its descriptor, from the first bytes of a session to its HELLO."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Final
+
+from service.road.arena import Arena
+from service.road.calls import SessionConfig
+from service.road.frames import BUFFER_BYTES, FrameError, Reader
+from service.road.messages import Hello
+
+CLOSE_ON_EXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class Brought:
+    """A descriptor that came, until somebody takes it over or it is dropped."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+
+    def receive(self, sock: socket.socket, reader: Reader) -> int:
+        """As the reader's `receive`; keeps a descriptor that comes along. Of several, the last."""
+        data, descriptors, _, _ = socket.recv_fds(sock, BUFFER_BYTES, 1, CLOSE_ON_EXEC)
+        for descriptor in descriptors:
+            self.drop()
+            self.descriptor = descriptor
+        reader.feed(data)
+        return len(data)
+
+    def arena(self, hello: Hello, config: SessionConfig) -> Arena:
+        """The session's arena: its own, or its door's. Raises OSError, FrameError."""
+        if not hello.brings_arena:
+            return Arena.make(hello.arena_bytes, config.max_arena_bytes, config.pinning)
+        if self.descriptor < 0:
+            raise FrameError("brings_arena without a descriptor: send it with HELLO")
+        try:
+            arena = Arena.brought(self.descriptor, config.max_arena_bytes, config.pinning)
+        except ValueError as error:
+            raise FrameError(f"the arena that came with HELLO: {error}") from None
+        self.descriptor = -1
+        return arena
+
+    def drop(self) -> None:
+        """Close what nobody has taken over."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
