@@ -37,13 +37,11 @@ async def ask_batch(router: Router, call: Call, prepared: Prepared, ids: Sequenc
     """Ask the engines that these sequences are on. Raises UnknownSequence, LostSequence."""
     engines = await router.homes.of(ids, call.tenant)
     if all(one is engines[0] for one in engines):
-        return await ask_one(router, call, prepared, ids, engines[0])
+        return await ask_one(router, call, ids, engines[0])
     return await ask_several(router, call, prepared, ids)
 
 
-async def ask_one(
-    router: Router, call: Call, prepared: Prepared, ids: Sequence[str], engine: Home
-) -> Answer:
+async def ask_one(router: Router, call: Call, ids: Sequence[str], engine: Home) -> Answer:
     """Ask the one engine that all are on; where it does not know them, they may have been moved."""
     try:
         answered, slot = await pass_on(router, call, ids, engine)
@@ -60,7 +58,7 @@ async def ask_one(
     engines = await router.homes.of(ids, call.tenant)
     if all(one is engines[0] for one in engines):
         return await pass_on(router, call, ids, engines[0])
-    return await ask_several(router, call, prepared, ids)
+    return await ask_several(router, call, router.prepared(call), ids)
 
 
 async def pass_on(router: Router, call: Call, ids: Sequence[str], engine: Home) -> Answer:
@@ -89,7 +87,7 @@ async def ask_together(router: Router, call: Call, prepared: Prepared) -> Answer
         other = next(i for i, one in enumerate(engines) if one is not engines[0])
         rule = f"is on another engine than {ids[0]}: fork what goes together from one sequence"
         raise InvalidRequest("sequences", ids[other], rule)
-    return await ask_one(router, call, prepared, ids, engines[0])
+    return await ask_one(router, call, ids, engines[0])
 
 
 async def ask_several(router: Router, call: Call, prepared: Prepared, ids: Sequence[str]) -> Answer:

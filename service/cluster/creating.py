@@ -12,14 +12,21 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from service.cluster.answering import each, longest, reply, unknown_in
-from service.cluster.engine import Call, Engine, Told
+from service.cluster.engine import Call, Engine, Told, refusal_in
 from service.cluster.names import BETWEEN, made_id, tags_of
 from service.cluster.placement import choose
 from service.cluster.prefixes import chained_keys
 from service.cluster.ranks import Home, Ranks
 from service.core.keys import Prefix, as_keys
 from service.doors.problems import ProblemText
-from service.errors import InvalidRequest, LostSequence, NotReady, Overloaded, SequenceExists
+from service.errors import (
+    AttndError,
+    InvalidRequest,
+    LostSequence,
+    NotReady,
+    Overloaded,
+    SequenceExists,
+)
 from service.image.dtypes import Array
 from service.operations.sequences import DELETE_SEQUENCES
 from service.operations.spec import Prepared
@@ -203,6 +210,8 @@ async def make(
     groups: dict[Home, list[int]] = {}
     for at, engine in enumerate(homes):
         groups.setdefault(engine, []).append(at)
+    if len(groups) == 1 and isinstance(homes[0], Engine):
+        return await make_at_one(router, call, new, homes[0])
     asked = {
         engine: fields_for(engine, [new[at] for at in some]) for engine, some in groups.items()
     }
@@ -226,6 +235,28 @@ async def make(
     return reply(router.arena, call, {"sequences": made}, stages=stages)
 
 
+async def make_at_one(
+    router: Router, call: Call, new: list[New], engine: Engine
+) -> tuple[Answered, Slot]:
+    """As `make`; the engine's answer is that of all."""
+    fields, arrays = fields_for(engine, new)
+    try:
+        answered, slot = await engine.send(call, fields, arrays)
+    except AttndError as error:
+        raise Failed({engine.tag: error}) from error
+    if answered.status >= 400:
+        router.give_back(slot)
+        raise Failed({engine.tag: refusal_in(answered)})
+    made = {one["id"]: engine for one in fields["sequences"]}
+    try:
+        await check_nowhere_else(router, call, new, made)
+    except BaseException:
+        router.give_back(slot)
+        raise
+    router.homes.made(call, made, engine)
+    return answered, slot
+
+
 def fields_for(engine: Home, new: list[New]) -> tuple[dict[str, Any], dict[str, Array]]:
     """What one engine is asked to make; those without an id get one that tells the engine."""
     fields: dict[str, Any] = {
@@ -235,8 +266,8 @@ def fields_for(engine: Home, new: list[New]) -> tuple[dict[str, Any], dict[str, 
     arrays: dict[str, Array] = {}
     for name in names:
         parts = [one.arrays[name] for one in new if name in one.arrays]
-        arrays[name] = np.concatenate(parts)
-    if arrays:
+        arrays[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if arrays and len(new) > 1:
         counts = [max((len(rows) for rows in one.arrays.values()), default=0) for one in new]
         fields["prefix_indptr"] = [0, *np.cumsum(counts).tolist()]
     return fields, arrays

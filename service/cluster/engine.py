@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -31,9 +30,12 @@ QUEUE_WEIGHT: Final = 0.1
 """Share of the latest call in the running mean of the time that calls wait for their turn."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Call:
-    """One call of a door's: the request's image, and what the road carries beside it."""
+    """One call of a door's: the request's image, and what the road carries beside it.
+
+    Not frozen: that would cost 2 µs a call.
+    """
 
     operation: Operation
     image: memoryview
@@ -99,12 +101,15 @@ class Engine:
     @property
     def load_now(self) -> Load:
         """What it has told, with what is known since."""
-        return replace(
-            self.load,
-            queue_s=self.queue_s,
-            calls=self.num_waiting,
-            bodies=self.bytes_waiting / self.page_bytes,
-            promised=self.promised,
+        told, bodies = self.load, self.bytes_waiting / self.page_bytes
+        return Load(
+            told.free,
+            told.cached,
+            told.held,
+            self.queue_s,
+            self.num_waiting,
+            bodies,
+            self.promised,
         )
 
     async def call(self, call: Call) -> tuple[Answered, Slot]:
@@ -121,15 +126,11 @@ class Engine:
     ) -> Told:
         """The answer to other fields and tensors. Raises ProblemText for what the engine refuses,
         and what `call` raises."""
-        request, length = self.arena.lay(image(REQUEST, dump_json(fields), arrays or {}))
-        try:
-            answered, slot = await self.exchange(call, request, length)
-        finally:
-            self.arena.give_back(request)
+        answered, slot = await self.send(call, fields, arrays or {})
         try:
             whole = answered.image
             if answered.status >= 400:
-                raise ProblemText(fields_text_of_image(whole, PROBLEM))
+                raise refusal_in(answered)
             if not len(whole):
                 return Told({}, {}, answered.stages)
             header, start = split(whole)
@@ -138,6 +139,16 @@ class Engine:
             return Told(layout.fields, copied, answered.stages)
         finally:
             self.arena.give_back(slot)
+
+    async def send(
+        self, call: Call, fields: Mapping[str, Any], arrays: Mapping[str, Array]
+    ) -> tuple[Answered, Slot]:
+        """As `call`, to other fields and tensors."""
+        request, length = self.arena.lay(image(REQUEST, dump_json(fields), arrays))
+        try:
+            return await self.exchange(call, request, length)
+        finally:
+            self.arena.give_back(request)
 
     async def exchange(self, call: Call, request: Slot, length: int) -> tuple[Answered, Slot]:
         """The answer to what lies in `request`, and where it lies."""
@@ -172,7 +183,11 @@ class Engine:
 NOTHING: Final = memoryview(b"")
 
 
+def refusal_in(answered: Answered) -> ProblemText:
+    """What an engine has refused."""
+    return ProblemText(fields_text_of_image(answered.image, PROBLEM))
+
+
 def problem_in(answered: Answered) -> dict[str, Any]:
     """The document of a refusal."""
-    document: dict[str, Any] = json.loads(fields_text_of_image(answered.image, PROBLEM))
-    return document
+    return refusal_in(answered).problem

@@ -35,6 +35,8 @@ POLL_S: Final = 0.25
 """How often an engine is asked what it has."""
 POLL_DEADLINE_S: Final = 10.0
 """An engine that has not answered by then is given up: a process that hangs counts as dead."""
+FEW_EVENTS: Final = 16
+"""A page with fewer has hardly left any behind; those come next time."""
 FIRST_WAIT_S: Final = 0.05
 LONGEST_WAIT_S: Final = 1.0
 """Before an engine is called again."""
@@ -206,7 +208,7 @@ class Members:
 
     async def meet(self, member: Member) -> Engine:
         """A session with an engine that fits the others. Raises what is BROKEN."""
-        link = Link(self.limits, self.has_keys, own=self.arena)
+        link = Link(self.limits, self.has_keys, arena=self.arena)
         try:
             await link.connect(member.address, self.door, self.secret)
             engine = Engine(member.name, link, self.arena)
@@ -298,7 +300,7 @@ class Members:
             await self.read_events(member, engine, namespace)
 
     async def read_events(self, member: Member, engine: Engine, namespace: str) -> None:
-        """All events of a namespace since the last time."""
+        """The events of a namespace since the last time."""
         known = self.prefixes[namespace]
         tenant = tenant_of(namespace, ("read",)) if self.has_keys else OPEN
         while True:
@@ -311,7 +313,7 @@ class Members:
             for event in page["events"]:
                 known.take(engine.tag, event)
             member.positions[namespace] = page["next"]
-            if not page["events"]:
+            if len(page["events"]) < FEW_EVENTS:
                 return
 
     async def follow(self, namespace: str) -> None:

@@ -98,7 +98,7 @@ class EngineReplica:
         """What the engine has. Raises NotReady, OSError, TimeoutError."""
         async with asyncio.timeout(ASK_S):
             if self.engine is None or not self.engine.is_ready:
-                link = Link(self.settings.server, self.tenant is not OPEN, own=self.arena)
+                link = Link(self.settings.server, self.tenant is not OPEN, arena=self.arena)
                 path = str(self.engines.listening[self.process].path)
                 await link.connect(path, "replica", self.engines.secret)
                 self.engine = Engine(self.name, link, self.arena)

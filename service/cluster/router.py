@@ -13,13 +13,15 @@ from typing import Final
 
 from config.server import ServerSettings
 from service.cluster.answering import MOVING, MOVING_PAUSE_S, is_moving, reply, waiting
-from service.cluster.batching import ask_batch, ask_together
+from service.cluster.batching import ask_batch, ask_one, ask_together
 from service.cluster.creating import create
 from service.cluster.draining import drain
 from service.cluster.engine import Call, problem_in
 from service.cluster.finding import Homes
 from service.cluster.importing import ask_import
 from service.cluster.members import Members
+from service.cluster.passing import REMEMBERED_BYTES, Passing
+from service.cluster.patience import Patience
 from service.cluster.spreading import ask_everywhere, ask_for_lease
 from service.doors.arena import DoorArena
 from service.doors.problems import ProblemText
@@ -33,8 +35,6 @@ from service.road.caller import Answered
 from service.road.slots import Slot
 from service.tenants import Tenant
 
-REMEMBERED_BYTES: Final = 16 * 2**10
-"""Longest header that is remembered."""
 GRACE_S: Final = 5.0
 """An engine keeps deadlines itself; one that has not answered so long after is not waited for."""
 MOVING_STATUS: Final = 503
@@ -56,6 +56,8 @@ class Router:
         self.arena = DoorArena(limits)
         self.members = Members(limits, has_keys, self.arena, metrics)
         self.homes = Homes(self.members)
+        self.passing = Passing(self.homes)
+        self.patience = Patience()
         self.drains: dict[str, asyncio.Task[None]] = {}
         self.remembered = lru_cache(maxsize=512)(self.read)
 
@@ -100,6 +102,7 @@ class Router:
     def close(self) -> None:
         for name in list(self.drains):
             self.stop_draining(name)
+        self.patience.close()
         self.members.close()
         self.arena.close()
 
@@ -120,22 +123,31 @@ class Router:
         call = Call(operation, image, most, deadline_us, request_id, tenant, request)
         patience = (deadline_us * 1e-6 or self.limits.deadline_s) + GRACE_S
         request.hold()  # the image lies there until the call is over, also when nobody waits
+        task = self.patience.begin(patience)
         try:
-            async with asyncio.timeout(patience):
-                return await self.route(call, self.prepared(call))
-        except TimeoutError:
+            return await self.route(call)
+        except asyncio.CancelledError:
+            if not self.patience.is_over(task):
+                raise
             told = f"no engine answered within {patience:g} s: the operation may have taken effect"
             raise DeadlineExceeded(told) from None
         finally:
+            self.patience.end(task)
             request.free()
 
-    async def route(self, call: Call, prepared: Prepared) -> Answer:
+    async def route(self, call: Call) -> Answer:
         """The answer of whom the operation is for; a sequence that is on its way to another engine
         is waited for."""
-        ask, waits = ROUTES[call.operation.routed], waiting()
+        header, _ = split(call.image)
+        waits = waiting()
         while True:
+            straight = self.passing.straight(call, header)
             try:
-                answered, slot = await ask(self, call, prepared)
+                if straight is not None:
+                    answered, slot = await ask_one(self, call, *straight)
+                else:
+                    ask = ROUTES[call.operation.routed]
+                    answered, slot = await ask(self, call, self.prepared(call))
                 if answered.status != MOVING_STATUS or problem_in(answered)["code"] != MOVING:
                     return answered, slot
                 if not next(waits, False):

@@ -16,7 +16,8 @@ from service.doors.spare import SpareSlots
 from service.errors import AttndError, Overloaded
 from service.image.dtypes import Part
 from service.road.arena import PAGE, anonymous_file, pages, seal
-from service.road.slots import ArenaFull, Mapping, Slot, Slots
+from service.road.own import OwnArena
+from service.road.slots import ArenaFull, Mapping, Slot
 
 FIRST_BYTES: Final = 64 * 2**20
 
@@ -31,8 +32,8 @@ class DoorArena:
         os.ftruncate(fd, size)
         if sealable:
             seal(fd)
-        self.mapping = Mapping(fd, size)
-        self.slots = Slots(self.mapping)
+        self.own = OwnArena(Mapping(fd, size))
+        self.mapping, self.slots = self.own.mapping, self.own.slots
         self.spare = SpareSlots()
 
     def take(self, size: int) -> Slot:
@@ -79,7 +80,7 @@ class DoorArena:
 
     def close(self) -> None:
         self.spare.free()
-        self.mapping.close()
+        self.own.close()
 
 
 def overloaded(full: ArenaFull) -> AttndError:

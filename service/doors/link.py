@@ -38,18 +38,18 @@ class Link:
         limits: ServerSettings,
         has_keys: bool = False,
         metrics: Metrics | None = None,
-        own: DoorArena | None = None,
+        arena: DoorArena | None = None,
     ) -> None:
         """`has_keys`: calls are made for the tenants who showed them. The engine counts by itself,
-        so there is nothing for `metrics`. `own`: the arena of a door with other engines, too."""
-        self.own = own
+        so there is nothing for `metrics`. `arena`: that of a door with other engines, too."""
+        self.arena = arena
         self.limits = limits
         self.has_keys = has_keys
         self.loop = asyncio.get_running_loop()
         self.caller: RoadCaller | None = None
         self.draining = ""
         """Why no more requests are taken; empty while they are."""
-        self.spare = SpareSlots() if own is None else own.spare
+        self.spare = SpareSlots() if arena is None else arena.spare
         self.growing: asyncio.Task[int] | None = None
         self.needed: dict[str, int] = {}
         """What answers need that are about as long every time."""
@@ -59,10 +59,9 @@ class Link:
 
         Raises OSError, NotReady, FrameError.
         """
-        own = None if self.own is None else self.own.slots
-        size = (
-            own.size if own is not None else min(FIRST_ARENA_BYTES, self.limits.max_inflight_bytes)
-        )
+        own = None if self.arena is None else self.arena.own
+        first = min(FIRST_ARENA_BYTES, self.limits.max_inflight_bytes)
+        size = first if own is None else own.slots.size
         self.caller = await RoadCaller.connect(path, size, name=name, secret=secret, own=own)
 
     @property
@@ -114,8 +113,8 @@ class Link:
         Raises Overloaded, NotReady.
         """
         caller = self.engine()
-        if self.own is not None:
-            return self.own.slot(size, exactly=exactly)
+        if self.arena is not None:
+            return self.arena.slot(size, exactly=exactly)
         if self.growing is not None:  # an arena that the device uses grows while no call has it
             await asyncio.wait((self.growing,), timeout=GROW_S)
         take = caller.take if exactly else partial(self.spare.take, cut=caller.take)
@@ -149,13 +148,13 @@ class Link:
             self.growing.add_done_callback(self.has_grown)
         await asyncio.wait((self.growing,), timeout=GROW_S)
 
-    async def reach(self, own: DoorArena, end: int) -> None:
+    async def reach(self, arena: DoorArena, end: int) -> None:
         """Have the engine reach the door's arena up to there, which has grown. Raises Overloaded,
         NotReady."""
         for _ in range(2):  # it may have been growing by less
             if self.growing is None and end <= self.engine().reach:
                 return
-            await self.grow_to(self.engine(), own.slots.size)
+            await self.grow_to(self.engine(), arena.slots.size)
         if end > self.engine().reach:
             told = f"the engine reaches {self.engine().reach} bytes of the door's arena of {end}"
             raise Overloaded(f"{told}: set server.max_arena_bytes alike", retry_after_s=1.0)
@@ -186,9 +185,9 @@ class Link:
         while True:
             try:
                 engine = self.engine()
-                if self.own is not None and engine.reach < self.own.slots.size:
+                if self.arena is not None and engine.reach < self.arena.slots.size:
                     ends = (one.offset + one.size for one in (request, slot))
-                    await self.reach(self.own, max(ends))
+                    await self.reach(self.arena, max(ends))
                 answered = await engine.call(
                     operation.number,
                     request,
@@ -212,14 +211,14 @@ class Link:
 
     def trim(self) -> None:
         """Give memory that nobody uses back to the system."""
-        if self.own is None:
+        if self.arena is None:
             self.spare.free()
             if self.caller is not None:
                 self.caller.trim()
 
     def close(self) -> None:
         """End the session."""
-        if self.own is None:
+        if self.arena is None:
             self.spare.free()
         if self.caller is not None:
             self.caller.close()

@@ -13,7 +13,6 @@ from typing import Final
 from service.errors import NotReady
 from service.road import frames as f
 from service.road.greeting import greet, greet_remote
-from service.road.leaving import leave
 from service.road.messages import (
     VERSION,
     Announced,
@@ -25,6 +24,7 @@ from service.road.messages import (
     read_known,
 )
 from service.road.output import Output, Unread
+from service.road.own import OwnArena
 from service.road.remote import Filling, connected, is_remote
 from service.road.slots import Mapping, Slot, Slots
 from service.tenants import Tenant
@@ -66,7 +66,7 @@ class RoadCaller:
         reader: f.Reader,
         welcome: Welcome,
         mapping: Mapping,
-        own: Slots | None = None,
+        own: OwnArena | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.sock = sock
@@ -74,7 +74,7 @@ class RoadCaller:
         self.welcome = welcome
         self.mapping = mapping
         self.own = own
-        self.slots = own or Slots(mapping)
+        self.slots = Slots(mapping) if own is None else own.slots
         self.reach = welcome.arena_bytes
         """How far the engine reaches into the arena; one that was brought may be longer."""
         self.pinned_bytes = welcome.pinned_bytes
@@ -102,7 +102,7 @@ class RoadCaller:
         name: str = "",
         secret: str = "",
         key: str = "",
-        own: Slots | None = None,
+        own: OwnArena | None = None,
     ) -> RoadCaller:
         """A session at the engine's socket: a door's with the service's `secret`, else one in the
         namespace of `key`. `path` may be `tcp:HOST:PORT`, for doors. `own`: an arena that a door
@@ -351,9 +351,9 @@ class RoadCaller:
         if self.own is None:
             self.sock.close()
             self.mapping.close()
-        elif self.is_remote:  # nobody but this process writes there
+        elif slots and not self.is_remote:
+            self.own.leave(self.loop, self.sock, slots)
+        else:  # nobody but this process writes there
             self.sock.close()
             for slot in slots:
                 slot.free()
-        else:
-            leave(self.loop, self.sock, slots)

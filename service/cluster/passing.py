@@ -1,0 +1,73 @@
+"""Calls that go to one engine as they are, found by the bytes of their headers: the engine checks
+what is in them, so nobody else has to."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Final
+
+from service.cluster.engine import Call, Engine
+from service.operations.spec import Operation
+
+if TYPE_CHECKING:
+    from service.cluster.finding import Homes
+
+Straight = tuple[tuple[str, ...], Engine]
+"""The sequences of a call, and the engine that all of them are on."""
+MOST_REMEMBERED: Final = 512
+REMEMBERED_BYTES: Final = 16 * 2**10
+"""Longest header that is remembered."""
+FIELD: Final = {"sequence": "id", "sequences": "sequences"}
+"""Where the sequences are told, by how an operation is routed."""
+
+
+class Passing:
+    """What was found for headers, since the steps of a sequence repeat them, while nothing that it
+    rests on has changed."""
+
+    __slots__ = ("changes", "homes", "known")
+
+    def __init__(self, homes: Homes) -> None:
+        self.homes = homes
+        self.known: dict[tuple[Operation, str, bytes], Straight | None] = {}
+        self.changes = (0, 0)
+
+    def straight(self, call: Call, header: bytes) -> Straight | None:
+        """None where nobody knows yet where the sequences are, where it is not one engine that has
+        them, or where the header is not what it should be."""
+        if call.operation.routed not in FIELD:
+            return None
+        members, names = self.homes.members, self.homes.names
+        if self.changes != (changes := (members.changes, names.changes)):
+            self.known.clear()
+            self.changes = changes
+        key = call.operation, call.tenant.namespace, header
+        found = self.known.get(key)
+        if found is None:
+            found = self.look(call, header)
+            if found is not None and len(header) <= REMEMBERED_BYTES:
+                if len(self.known) >= MOST_REMEMBERED:
+                    self.known.clear()
+                self.known[key] = found
+        return found
+
+    def look(self, call: Call, header: bytes) -> Straight | None:
+        ids = ids_in(call.operation, header)
+        if not ids:
+            return None
+        space, tag, by_tag = call.tenant.namespace, self.homes.names.tag, self.homes.members.by_tag
+        engines = {by_tag.get(tag((space, name)) or "") for name in ids}
+        engine = engines.pop()
+        return None if engine is None or engines else (ids, engine)
+
+
+def ids_in(operation: Operation, header: bytes) -> tuple[str, ...]:
+    """The sequences that a header names; none where it is not right."""
+    try:
+        told = json.loads(json.loads(header)["__metadata__"]["request"])[FIELD[operation.routed]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ()
+    ids = (told,) if isinstance(told, str) else told
+    if not isinstance(ids, list | tuple) or not all(isinstance(name, str) for name in ids):
+        return ()
+    return tuple(ids)
