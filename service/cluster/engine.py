@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -101,15 +101,12 @@ class Engine:
     @property
     def load_now(self) -> Load:
         """What it has told, with what is known since."""
-        told, bodies = self.load, self.bytes_waiting / self.page_bytes
-        return Load(
-            told.free,
-            told.cached,
-            told.held,
-            self.queue_s,
-            self.num_waiting,
-            bodies,
-            self.promised,
+        return replace(
+            self.load,
+            queue_s=self.queue_s,
+            calls=self.num_waiting,
+            bodies=self.bytes_waiting / self.page_bytes,
+            promised=self.promised,
         )
 
     async def call(self, call: Call) -> tuple[Answered, Slot]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import islice
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ EXPECTED_PAGES: Final = 512
 """Of one prompt, from the first that is not known on: naming them takes time."""
 MOST_EXPECTED: Final = 2**16
 Event = dict[str, Any]
+NOBODY: Final[frozenset[str]] = frozenset()
 
 
 class Prefixes:
@@ -28,7 +30,7 @@ class Prefixes:
     __slots__ = ("engines_with", "expected", "log")
 
     def __init__(self) -> None:
-        self.engines_with: dict[str, set[str]] = {}
+        self.engines_with: dict[str, frozenset[str]] = {}
         self.expected: dict[str, tuple[str, float]] = {}
         """Where pages are to come, and until when that is believed; the oldest first."""
         self.log = EventLog()
@@ -41,7 +43,8 @@ class Prefixes:
                 keys = event["page_keys"]
                 is_news = any(key not in self.engines_with for key in keys)
                 for key in keys:
-                    self.engines_with.setdefault(key, set()).add(tag)
+                    there = self.engines_with.get(key, NOBODY)
+                    self.engines_with[key] = together(there | {tag})
                     self.met(tag, key)
                 if is_news:
                     self.log.add(event)
@@ -58,9 +61,10 @@ class Prefixes:
         gone: list[str] = []
         for key in keys:
             self.met(tag, key)
-            tags = self.engines_with.get(key, set())
-            tags.discard(tag)
-            if not tags and self.engines_with.pop(key, None) is not None:
+            left = self.engines_with.get(key, NOBODY) - {tag}
+            if left:
+                self.engines_with[key] = together(left)
+            elif self.engines_with.pop(key, None) is not None:
                 gone.append(key)
         for first in range(0, len(gone), PAGES_AN_EVENT):
             some = gone[first : first + PAGES_AN_EVENT]
@@ -88,21 +92,29 @@ class Prefixes:
         """How many pages of a chain each engine has, or is to have, from its first page on. No more
         keys are asked for than somebody has."""
         found: dict[str, int] = {}
-        left: set[str] | None = None
+        left: frozenset[str] | None = None
         for count, key in enumerate(keys, 1):
             tags = self.tags(key.hex(), now)
-            left = set(tags) if left is None else left & tags
+            left = tags if left is None or left is tags else left & tags
             if not left:
                 break
             for tag in left:
                 found[tag] = count
         return found
 
-    def tags(self, key: str, now: float) -> set[str]:
+    def tags(self, key: str, now: float) -> frozenset[str]:
         """The engines of one page."""
-        there = self.engines_with.get(key, set())
+        there = self.engines_with.get(key, NOBODY)
+        if not self.expected:
+            return there
         tag, until = self.expected.get(key, ("", 0.0))
-        return there | {tag} if until > now else there
+        return there | {tag} if until > now and tag not in there else there
+
+
+@lru_cache(maxsize=4096)
+def together(tags: frozenset[str]) -> frozenset[str]:
+    """The one set of these tags that all pages share: millions of pages are on few engines."""
+    return tags
 
 
 class EventLog:
@@ -136,7 +148,4 @@ class EventLog:
 
 def chained_keys(prefix: Prefix, namespace: str, page_size: int) -> Iterator[bytes]:
     """The keys of a prompt's full pages, one after another."""
-    key = root_key(namespace, prefix.cache_salt)
-    for page in range(prefix.num_pages(page_size)):
-        key = prefix.key_at(page, key, page_size)
-        yield key
+    return prefix.chain(root_key(namespace, prefix.cache_salt), page_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
@@ -43,6 +44,19 @@ class Prefix:
             return key
         ids = self._ids(page * page_size, (page + 1) * page_size)
         return blake2b(before + ids, digest_size=KEY_BYTES).digest()
+
+    def chain(self, key: bytes, page_size: int) -> Iterator[bytes]:
+        """The keys of all pages, one after another; `key` stands before the first."""
+        pages = self.num_pages(page_size)
+        if self.page_keys is not None:
+            every = self.page_keys.tobytes()
+            for begin in range(0, len(every), KEY_BYTES):
+                yield every[begin : begin + KEY_BYTES]
+            return
+        ids, width = self._ids(0, pages * page_size) if pages else b"", 4 * page_size
+        for begin in range(0, len(ids), width):
+            key = blake2b(key + ids[begin : begin + width], digest_size=KEY_BYTES).digest()
+            yield key
 
     def keys_from(self, page: int, key: bytes, stop: int, page_size: int) -> bytes:
         """The keys of pages `page:stop`, one after another; `key` is the first of them."""
