@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from service.cluster.engine import Call, Engine
+from service.image.reading import MAX_VALUES
 from service.operations.spec import Operation
 
 if TYPE_CHECKING:
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
 
 Straight = tuple[tuple[str, ...], Engine]
 """The sequences of a call, and the engine that all of them are on."""
-MOST_REMEMBERED: Final = 512
-REMEMBERED_BYTES: Final = 16 * 2**10
-"""Longest header that is remembered."""
+REMEMBERED_BYTES: Final = 8 * 2**20
+"""Of headers that are remembered, the longest at most an eighth of it."""
+ENTRY_BYTES: Final = 512
+"""What one takes beside its header, and more for more sequences."""
 FIELD: Final = {"sequence": "id", "sequences": "sequences"}
 """Where the sequences are told, by how an operation is routed."""
 
@@ -25,11 +27,12 @@ class Passing:
     """What was found for headers, since the steps of a sequence repeat them, while nothing that it
     rests on has changed."""
 
-    __slots__ = ("changes", "homes", "known")
+    __slots__ = ("changes", "homes", "known", "num_bytes")
 
     def __init__(self, homes: Homes) -> None:
         self.homes = homes
         self.known: dict[tuple[Operation, str, bytes], Straight | None] = {}
+        self.num_bytes = 0
         self.changes = (0, 0)
 
     def straight(self, call: Call, header: bytes) -> Straight | None:
@@ -39,17 +42,22 @@ class Passing:
             return None
         members, names = self.homes.members, self.homes.names
         if self.changes != (changes := (members.changes, names.changes)):
-            self.known.clear()
+            self.forget()
             self.changes = changes
         key = call.operation, call.tenant.namespace, header
         found = self.known.get(key)
         if found is None:
             found = self.look(call, header)
-            if found is not None and len(header) <= REMEMBERED_BYTES:
-                if len(self.known) >= MOST_REMEMBERED:
-                    self.known.clear()
+            if found is not None and len(header) <= REMEMBERED_BYTES // 8:
+                self.num_bytes += len(header) + ENTRY_BYTES
+                if self.num_bytes > REMEMBERED_BYTES:
+                    self.forget()
                 self.known[key] = found
         return found
+
+    def forget(self) -> None:
+        self.known.clear()
+        self.num_bytes = 0
 
     def look(self, call: Call, header: bytes) -> Straight | None:
         ids = ids_in(call.operation, header)
@@ -63,6 +71,8 @@ class Passing:
 
 def ids_in(operation: Operation, header: bytes) -> tuple[str, ...]:
     """The sequences that a header names; none where it is not right."""
+    if header.count(b",") > MAX_VALUES:
+        return ()
     try:
         told = json.loads(json.loads(header)["__metadata__"]["request"])[FIELD[operation.routed]]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -20,7 +20,7 @@ from service.cluster.engine import Call, problem_in
 from service.cluster.finding import Homes
 from service.cluster.importing import ask_import
 from service.cluster.members import Members
-from service.cluster.passing import REMEMBERED_BYTES, Passing
+from service.cluster.passing import Passing
 from service.cluster.patience import Patience
 from service.cluster.spreading import ask_everywhere, ask_for_lease
 from service.doors.arena import DoorArena
@@ -35,6 +35,8 @@ from service.road.caller import Answered
 from service.road.slots import Slot
 from service.tenants import Tenant
 
+REMEMBERED_BYTES: Final = 16 * 2**10
+"""Longest header whose reading is remembered."""
 GRACE_S: Final = 5.0
 """An engine keeps deadlines itself; one that has not answered so long after is not waited for."""
 MOVING_STATUS: Final = 503

@@ -348,6 +348,7 @@ class RoadCaller:
     def let_go(self) -> None:
         """Of the connection, and of the arena or what the calls have of it."""
         slots = [slot for call in self.pending.values() for slot in (call.request, call.answer)]
+        self.pending.clear()
         if self.own is None:
             self.sock.close()
             self.mapping.close()
