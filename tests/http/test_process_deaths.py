@@ -32,6 +32,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as executor:
         yield executor
 
+
 MOST_CLIENTS = 100
 
 
