@@ -142,7 +142,7 @@ def libraries(port: int, size: int, runner: asyncio.Runner, stack: ExitStack) ->
     url = f"http://127.0.0.1:{port}"
     head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {size}\r\n\r\n"
     whole = head.encode() + body
-    request = Request("POST", path, {}, (memoryview(body),), 30.0)
+    request = Request("POST", path, {"x-request-id": "bench"}, (memoryview(body),), 30.0)
     blocking = SocketTransport(origin_of(url, None))
     awaiting = LoopTransport(origin_of(url, None))
     ways = {

@@ -76,17 +76,18 @@ Body = tuple[bytes | memoryview, ...]
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class Request:
-    """One attempt. `body` is sent part after part; `timeout_s` bounds it from connecting on."""
+    """One attempt. `headers` has the request's id; `body` is sent part after part; `timeout_s`
+    bounds it from connecting on."""
 
     method: str
     target: str
-    headers: Mapping[str, str]
+    headers: dict[str, str]
     body: Body
     timeout_s: float
 
     @property
     def body_bytes(self) -> int:
-        return sum([len(part) for part in self.body])
+        return sum(map(len, self.body))
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
