@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import add
 from typing import Final, Literal
 
@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from service.cells import Cells, Key
+from service.elsewhere import Counts, Elsewhere, as_told
 from service.usage import Usage, usage
 
 SECONDS: Final = (
@@ -143,6 +144,7 @@ class Metrics:
                 cells[0] = 0.0
         self._answered: dict[tuple[str, str], tuple[memoryview[float], memoryview[float]]] = {}
         self._engines: set[str] = set()
+        self._elsewhere = Elsewhere(size_of, is_gauge)
         self._queue = self._block("queue_duration_seconds")
         self._stages = [self._block("stage_duration_seconds", stage) for stage in STAGES]
         self._rows = self._block("batch_rows")
@@ -168,6 +170,18 @@ class Metrics:
 
     def _block(self, *key: str) -> memoryview[float]:
         return self._own.block(key, SPECS[key[0]].size)
+
+    def own(self) -> dict[str, list[float]]:
+        """What this process has counted, as it is told to doors elsewhere."""
+        return as_told(self._own.read())
+
+    def told(self, tag: str, counts: Counts) -> None:
+        """An engine that is no process of the service has told its counts."""
+        self._elsewhere.take(tag, counts)
+
+    def lost(self, tag: str) -> None:
+        """It can no longer be called."""
+        self._elsewhere.lose(tag)
 
     def has_process(self, name: str) -> bool:
         """Whether this is one of the service's own processes, whose counts are rendered here."""
@@ -309,10 +323,13 @@ class Metrics:
         return {"main": main, **alive} if main is not None else alive
 
     def totals(self, names: Collection[str]) -> dict[Key, list[float]]:
-        """The blocks of some counters and histograms, added up over processes."""
+        """The blocks of some counters and histograms, added up over processes and engines."""
         found: dict[Key, list[float]] = {}
-        for cells in self._all.values():
-            for key, block in cells.read().items():
+        blocks: Iterator[Mapping[Key, Sequence[float]]] = chain(
+            (cells.read() for cells in self._all.values()), self._elsewhere
+        )
+        for one in blocks:
+            for key, block in one.items():
                 if key[0] in names:
                     before = found.get(key)
                     found[key] = list(block) if before is None else list(map(add, before, block))
@@ -326,10 +343,23 @@ class Metrics:
                 if process in alive or SPECS[key[0]].kind != "gauge":
                     before = found.get(key, [0.0] * len(block))
                     found[key] = [a + b for a, b in zip(before, block, strict=True)]
+        for told in self._elsewhere:
+            for key, counts in told.items():
+                before = found.get(key, [0.0] * len(counts))
+                found[key] = [a + b for a, b in zip(before, counts, strict=True)]
         pages = {key[1]: value[0] for key, value in found.items() if key[0] == "kv_pages"}
         total = sum(pages.values())
         found["kv_cache_usage_ratio",] = [pages.get("referenced", 0.0) / total if total else 0.0]
         return found
+
+
+def size_of(name: str) -> int:
+    """Cells of one series of a metric; 0 of one that there is not."""
+    return SPECS[name].size if name in SPECS else 0
+
+
+def is_gauge(name: str) -> bool:
+    return SPECS[name].kind == "gauge"
 
 
 class Everything(Collector):

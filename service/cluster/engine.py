@@ -18,7 +18,6 @@ from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST, Layout, place, read_layout, split
 from service.image.writing import PROBLEM, RESPONSE, image
-from service.metrics import Metrics
 from service.operations.info import InfoAnswer
 from service.operations.spec import Operation
 from service.road.caller import Answered
@@ -77,8 +76,8 @@ class Engine:
         """It takes no new sequences, because it is to be removed."""
         self.is_draining = False
         """It says so itself."""
-        self.metrics: Metrics | None = None
-        """Counts the stages of its calls, where its own counts are out of sight."""
+        self.is_elsewhere = False
+        """It is no process of this service, so its counts are not in memory that is shared."""
         self.num_calls = self.num_waiting = self.bytes_waiting = 0
         self.page_bytes = 1
 
@@ -166,8 +165,6 @@ class Engine:
             self.num_waiting -= is_work
             self.bytes_waiting -= length
         self.num_calls += 1
-        if self.metrics is not None:
-            self.metrics.stages(*answered.stages)
         self.queue_s += QUEUE_WEIGHT * (answered.stages[0] - self.queue_s)
         return answered, slot
 

@@ -223,7 +223,7 @@ class Members:
             link.caller.on_lost = lambda why: self.lose(member, why)
         engine.is_leaving = member.is_leaving
         if self.metrics is not None and not self.metrics.has_process(member.name):
-            engine.metrics = self.metrics
+            engine.is_elsewhere = True
         if member.tag != engine.tag:  # started anew: what it had is gone
             self.away.pop(member.tag, None)
         self.away.pop(engine.tag, None)
@@ -265,6 +265,7 @@ class Members:
             known.forget(engine.tag, namespace)
         if self.metrics is not None:
             self.metrics.engine(member.name, dict.fromkeys(STATES, 0), 0, 0.0, engine.num_calls)
+            self.metrics.lost(engine.tag)
         if engine.link.caller is not None:
             engine.link.caller.on_lost = None
         engine.link.close()
@@ -287,7 +288,8 @@ class Members:
     async def poll(self, member: Member, engine: Engine) -> None:
         """Ask an engine for its pages, and what became of cached ones."""
         promised = engine.promised
-        (told,) = (await self.ask(engine, "engines")).fields["engines"]
+        asked = {"counts": True} if engine.is_elsewhere else {}
+        (told,) = (await self.ask(engine, "engines", **asked)).fields["engines"]
         engine.promised -= promised
         held = told["referenced"] + told["pinned"]
         engine.load = Load(told["free"], told["cached"], held)
@@ -296,6 +298,8 @@ class Members:
             pages = {state: told[state] for state in STATES}
             calls, engine.num_calls = engine.num_calls, 0
             self.metrics.engine(member.name, pages, told["sequences"], engine.queue_s, calls)
+            if engine.is_elsewhere and told["counts"] is not None:
+                self.metrics.told(engine.tag, told["counts"])
         for namespace in list(self.prefixes):
             await self.read_events(member, engine, namespace)
 

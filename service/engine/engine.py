@@ -106,6 +106,7 @@ class Engine:
         self.store = Store(
             backend, pace, self.info, cache.high_watermark, cache.events_history, server.live
         )
+        self.store.counts = metrics.own
         self_test(self.store)
         lanes = make_lanes(backend, server.device_arena_bytes, server.max_device_sessions)
         self.scheduler = Scheduler(self.store, metrics, self._reply, lanes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from kernels.backend import Done
 from service.core.errors import IntegrityError
@@ -26,8 +26,7 @@ def info(store: Store, request: Request, _: Seconds) -> Work:
 def engines(store: Store, request: Request, _: Seconds) -> Work:
     """The whole pool's numbers of this moment."""
     numbers = store.numbers()
-    request.place.require(TEXT_BYTES)
-    told = {
+    told: dict[str, Any] = {
         "name": "engine",
         "instance_id": store.info.instance_id,
         "free": numbers.free,
@@ -37,7 +36,11 @@ def engines(store: Store, request: Request, _: Seconds) -> Work:
         "sequences": numbers.sequences,
         "draining": store.is_draining,
     }
-    request.place.lay({"engines": [told]})
+    if request.fields.counts:
+        told["counts"] = store.counts()
+    text = dump_json({"engines": [told]})
+    request.place.require(TEXT_BYTES + 2 * len(text))
+    request.place.lay_text(text)
     return Answered()
 
 

@@ -76,6 +76,8 @@ class Store:
         self.imports = UnfinishedImports(self.tree.books)
         self.leaving = Leaving(self.tree)
         self.is_draining = False
+        self.counts: Callable[[], dict[str, list[float]]] = dict
+        """What the engine's metrics have counted."""
         self.now = time.monotonic()
         self.snapshots = Snapshots(self) if live else None
         self._watermark = int(high_watermark * geometry.num_pages)

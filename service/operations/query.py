@@ -12,7 +12,7 @@ from service.operations.spec import Operation
 def query_values(operation: Operation, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """The decoded names and values of a query; raises `InvalidRequest`.
 
-    Numbers are read, and what they must be is left to the fields' own rules.
+    Numbers, `true` and `false` are read, and what they must be is left to the fields' own rules.
     """
     values: dict[str, Any] = {}
     for name, text in pairs:
@@ -22,12 +22,15 @@ def query_values(operation: Operation, pairs: Iterable[tuple[str, str]]) -> dict
             refuse(name, text, "this route has no such parameter")
         if name in values:
             refuse(name, text, "is given twice")
-        values[name] = number(text) if is_number(operation, name) else text
+        values[name] = value(operation.fields.model_fields[name].annotation, text)
     return values
 
 
-def is_number(operation: Operation, name: str) -> bool:
-    return operation.fields.model_fields[name].annotation is int
+def value(kind: Any, text: str) -> int | bool | str:
+    """What the text writes for a field of that kind; or the text, which is none of it."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text, text)
+    return number(text) if kind is int else text
 
 
 def number(text: str) -> int | str:

@@ -45,6 +45,14 @@ class EngineAnswer(Fields):
     sequences: Count
     draining: bool
     """It takes no new sequences: it is being emptied."""
+    counts: dict[str, list[float]] | None = None
+    """Since its start, by the names of `/metrics` without `attnd_`, labels behind a `/`. Of a
+    histogram the counts by bucket, and the sum; what is 0 is left out."""
+
+
+class EnginesFields(Fields):
+    counts: bool = False
+    """With what each has counted."""
 
 
 class EnginesAnswer(Fields):
@@ -99,7 +107,7 @@ ENGINES: Final = Operation(
     path="/v1/engines",
     summary="The engines of the service, and what each of them has",
     tag="service",
-    fields=NoFields,
+    fields=EnginesFields,
     answer=EnginesAnswer,
     scope="admin",
     routing="everywhere",

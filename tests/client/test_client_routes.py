@@ -270,6 +270,10 @@ def test_pool_and_metrics_are_read(kind: Kind) -> None:
     engines = {"engines": [one]}
     told = ask(kind, Script(answer(engines)), "engines")
     assert told == (attnd.EngineInfo("engine-0", "a", 5, 1, 1, 1, 2, True),)
+    counted = Script(answer({"engines": [one | {"counts": {"slices": [3]}}]}))
+    (told,) = ask(kind, counted, "engines", counts=True)
+    assert told.counts == {"slices": [3]}
+    assert sent(counted) == ("GET", "/v1/engines?counts=true")
     script = Script(answer({"name": "engine-0", "draining": True, "sequences": 2}))
     assert ask(kind, script, "drain_engine", "engine-0") == 2
     assert sent(script) == ("POST", "/v1/engines/engine-0/drain")

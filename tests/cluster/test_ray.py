@@ -123,6 +123,8 @@ def test_two_engines_are_one_service_and_one_that_dies_comes_back(client: httpx.
     assert len(before & after) == 1, "the one that died is another one now"
     told = client.get("/metrics").text
     assert len(re.findall(r"^attnd_engine_up\{.*\} 1\.0$", told, re.M)) == 2
+    appended = re.search(r"^attnd_tokens_appended_total (\S+)$", told, re.M)
+    assert appended is not None and float(appended[1]) > 0, "as the engines have counted"
 
 
 @pytest.mark.filterwarnings("ignore")  # what Ray does as it is imported is its own

@@ -266,24 +266,34 @@ def test_an_import_stays_on_the_engine_that_it_was_begun_on(
     run(two_engines, check)
 
 
-def test_a_door_counts_the_stages_of_engines_whose_own_counts_it_cannot_see(
+def test_a_door_tells_what_engines_have_counted_that_are_no_processes_of_its_service(
     two_engines: LocalEngines,
 ) -> None:
-    async def main() -> list[float]:
-        metrics = Metrics("http-0")
+    metrics = Metrics("http-0")
+
+    def counted(name: str) -> float:
+        return sum(block[0] for block in metrics.totals((name,)).values())
+
+    async def main() -> None:
         router = Router(SETTINGS.server, metrics=metrics)
         try:
             await router.connect(str(two_engines.members), "test", two_engines.secret)
             cluster = Cluster(router, two_engines)
+            await cluster.until(lambda: counted("sessions") == 2, "one with each engine")
+            before = counted("tokens_appended"), counted("kv_bytes_read")
             (name,) = await cluster.create(1)
             k = np.ones((1, HEADS, DIM), np.float32)
             q = np.ones((1, 2 * HEADS, DIM), np.float32)
             fields = {"layer": 0, "sequences": [name]}
             await cluster.told("decode", fields, q=q, k=k, v=k)
+            await cluster.until(lambda: counted("tokens_appended") == before[0] + 1, "its token")
+            await cluster.until(lambda: counted("kv_bytes_read") > before[1], "and its bytes")
             await cluster.told("delete_sequences", {"ids": [name]})
+            each = (await cluster.told("engines", {"counts": True})).fields["engines"]
+            assert sum(one["counts"]["tokens_appended"][0] for one in each) == before[0] + 1
         finally:
             router.close()
-        told = metrics.totals(("stage_duration_seconds",))
-        return [sum(block[:-1]) for key, block in told.items() if "kernel" in key]
 
-    assert asyncio.run(main()) == [1.0]
+    asyncio.run(main())
+    assert counted("tokens_appended"), "counters stay"
+    assert not counted("sessions"), "gauges go"

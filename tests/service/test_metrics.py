@@ -197,6 +197,43 @@ def test_engines_are_told_one_by_one_and_a_lost_one_has_nothing() -> None:
     assert wanted.items() <= found.items()
 
 
+def test_what_engines_elsewhere_have_counted_is_part_of_the_sums() -> None:
+    door = Metrics("http-0")
+    there = filled()
+    door.told("aaaa", there.own())
+    door.told("aaaa", there.own())
+    door.told("bbbb", {"tokens_appended": [7], "sessions": [1], "of/a/later/version": [1]})
+    door.observe("decode", "ok", 0.002)
+    found = samples(door)
+    wanted = {
+        "attnd_tokens_appended_total": 12,
+        "attnd_kv_bytes_read_total": 2000,
+        "attnd_kv_pages,free": 30,
+        "attnd_sessions": 3,
+        "attnd_requests_total,ok,decode": 2,
+        "attnd_stage_duration_seconds_count,kernel": 1,
+        "attnd_build_info,cpu,1.2.3": 1,
+    }
+    assert wanted.items() <= found.items()
+    assert door.totals({"tokens_appended", "inflight"}) == {
+        ("tokens_appended",): [12.0],
+        ("inflight",): [2.0],
+    }
+
+
+def test_of_an_engine_elsewhere_that_is_lost_the_counters_stay() -> None:
+    door = Metrics("http-0")
+    door.told("aaaa", {"tokens_appended": [5], "sessions": [1], "slices": [1, 2]})
+    door.lost("aaaa")
+    door.lost("never met")
+    found = samples(door)
+    assert (found["attnd_tokens_appended_total"], found["attnd_sessions"]) == (5, 0)
+    assert found["attnd_slices_total"] == 0, "what is of another size is passed over"
+    for number in range(300):
+        door.told(str(number), {"tokens_appended": [1]})
+    assert samples(door)["attnd_tokens_appended_total"] == 305
+
+
 def test_longer_than_the_last_bound_is_counted_without_one() -> None:
     metrics = Metrics()
     metrics.observe("merge", "ok", 31.0)

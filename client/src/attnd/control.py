@@ -191,9 +191,10 @@ def pool() -> Call[Pool]:
     return Call("pool", reads(pool_of), repeatable=True)
 
 
-def engines() -> Call[tuple[EngineInfo, ...]]:
-    """The engines of the service, and what each of them has."""
-    return Call("engines", reads(engines_of), repeatable=True)
+def engines(*, counts: bool = False) -> Call[tuple[EngineInfo, ...]]:
+    """The engines of the service, and what each of them has; with `counts`, has counted, too."""
+    given = {"counts": True} if counts else {}
+    return Call("engines", reads(engines_of), repeatable=True, fields=given)
 
 
 def drain_engine(name: str, *, stop: bool = False) -> Call[int]:
@@ -293,7 +294,7 @@ def pool_of(reply: Reply) -> Pool:
 def engines_of(reply: Reply) -> tuple[EngineInfo, ...]:
     known = [field.name for field in fields(EngineInfo)]
     told = reply.fields["engines"]
-    return tuple(EngineInfo(**{name: one[name] for name in known}) for one in told)
+    return tuple(EngineInfo(**{name: one[name] for name in known if name in one}) for one in told)
 
 
 def snapshot_of(reply: Reply) -> Snapshot:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -245,7 +245,11 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """One engine of the service: its pages by state, those of all namespaces."""
+    """One engine of the service: its pages by state, those of all namespaces.
+
+    `counts`, where they were asked for, are those since its start, by the names of `/metrics`
+    without `attnd_`, labels behind a `/`; of a histogram by bucket, and the sum.
+    """
 
     name: str
     instance_id: str
@@ -255,6 +259,7 @@ class EngineInfo:
     pinned: int
     sequences: int
     draining: bool
+    counts: Mapping[str, Sequence[float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def request_of(
         headers["content-type"] = "application/json"
         body = (images.dump_json(fields).encode(),)
     elif fields:
-        target = f"{target}?{urlencode(fields)}"
+        target = f"{target}?{urlencode({name: in_query(value) for name, value in fields.items()})}"
     elif call.operation == "snapshot":
         headers["accept"] = images.MEDIA_TYPE
     if deadline_s is not None:
@@ -222,3 +222,8 @@ def seconds(text: str | None) -> float | None:
         return None if text is None else float(text)
     except ValueError:
         return None
+
+
+def in_query(value: Any) -> Any:
+    """`true` and `false` are those of JSON."""
+    return str(value).lower() if isinstance(value, bool) else value
