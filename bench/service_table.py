@@ -46,7 +46,7 @@ def rates(rows: list[dict[str, Any]], connections: int) -> Iterator[str]:
     """99th percentiles, and requests a second on several connections."""
     p99 = [f"{name} p99 ms" for name in RATES.values()]
     per_s = [f"{name} req/s, {connections}" for name in RATES.values()]
-    has_before = "before_http" in rows[0]["ways"]
+    has_before = any("before_http" in row["ways"] for row in rows)
     before = ["HTTP before", "Client before"] if has_before else []
     yield head("B", "q", *p99, *per_s, *before)
     for row in rows:
@@ -54,11 +54,16 @@ def rates(rows: list[dict[str, Any]], connections: int) -> Iterator[str]:
         cells = [f"{ways[name]['p99_ms']:.1f}" for name in RATES]
         cells += [f"{ways[name]['crowd_per_s']:,.0f}" for name in RATES]
         if has_before:
-            cells += [
-                f"{ways[f'before_{name}']['crowd_per_s']:,.0f} (now {ratio(row, name):.2f} times)"
-                for name in ("http", "client")
-            ]
+            cells += [beside_before(row, name) for name in ("http", "client")]
         yield cut(*case(row), *cells)
+
+
+def beside_before(row: Mapping[str, Any], name: str) -> str:
+    """Requests a second of the version before; "-" where it had no turn."""
+    before = row["ways"].get(f"before_{name}")
+    if before is None:
+        return "-"
+    return f"{before['crowd_per_s']:,.0f} (now {ratio(row, name):.2f} times)"
 
 
 def told(results: Mapping[str, Any]) -> str:
