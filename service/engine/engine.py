@@ -296,15 +296,7 @@ class Engine:
         """One answer."""
         call: Call = job.token
         del self._jobs[call]
-        seconds = job.seconds
-        stages = (
-            seconds.queue,
-            seconds.plan,
-            seconds.copy_in,
-            seconds.kernel,
-            seconds.copy_out,
-            seconds.encode,
-        )
+        stages = job.seconds.stages
         error = job.error
         if error is None:
             request = job.request

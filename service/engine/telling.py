@@ -95,16 +95,9 @@ class Telling:
         self._store.press(numbers)
 
     def _count(self, answer: Answer) -> None:
-        metrics, seconds, counts = self._metrics, answer.seconds, answer.counts
+        metrics, counts = self._metrics, answer.counts
         if answer.operation is not SNAPSHOT:  # nobody who watches wants to see that
-            metrics.stages(
-                seconds.queue,
-                seconds.plan,
-                seconds.copy_in,
-                seconds.kernel,
-                seconds.copy_out,
-                seconds.encode,
-            )
+            metrics.stages(*answer.seconds.stages)
         if not answer.is_of_door:
             metrics.observe(answer.operation.name, answer.code, answer.whole_s)
         if answer.code == OUT_OF_PAGES:

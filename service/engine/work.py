@@ -27,6 +27,11 @@ class Seconds:
     copy_out: float = 0.0
     encode: float = 0.0
 
+    @property
+    def stages(self) -> tuple[float, float, float, float, float, float]:
+        """In the order in which answers tell them."""
+        return self.queue, self.plan, self.copy_in, self.kernel, self.copy_out, self.encode
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:
