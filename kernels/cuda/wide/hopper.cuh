@@ -89,6 +89,15 @@ __device__ __forceinline__ void copy_box(uint32 target, const TensorMap* map, ui
       : "memory");
 }
 
+// Neighbouring bytes: a multiple of 16 of them, both ends on 16.
+__device__ __forceinline__ void copy_bytes(uint32 target, const void* source, int size,
+                                           uint32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(target), "l"(source), "r"(size), "r"(barrier)
+      : "memory");
+}
+
 // --- ordinary asynchronous copies, for gathered rows -------------------------------------------------
 
 // 16 bytes; zeros when `present` is false (the address must be valid all the same).

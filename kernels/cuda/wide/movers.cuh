@@ -108,9 +108,58 @@ __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUn
   return next;
 }
 
-// Gathers kRowsPerWarp packed query rows of a unit, from `first_row` on, with one warp. The barrier of a unit's
-// queries hears of each thread twice: of the descriptions that it wrote, and of the copies that it started. All
-// that is read is asked for before any of it is used: short units take no longer than this.
+// Brings this warp's rows of q, one copy each, to where the consumers take them into registers. Rows that are not
+// there keep what is there: nobody reads their scores. The barrier of a unit's queries hears of each thread once.
+template <int kRowsPerLane>
+__device__ __forceinline__ void copy_rows(const Shared& shared, const WideParams& params,
+                                          const UnitRow (&rows)[kRowsPerLane], int first_row, int stage) {
+  const uint32 barrier = shared.query_full(stage);
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < kRowsPerLane; ++i) count += rows[i].source >= 0;
+  barrier_arrive_expect(barrier, count * kQueryRowBytes);
+#pragma unroll
+  for (int i = 0; i < kRowsPerLane; ++i) {
+    if (rows[i].source < 0) continue;
+    const int row = first_row + i * 32 + threadIdx.x % 32;
+    copy_bytes(shared.queries(stage) + query_offset(row, 0),
+               static_cast<const char*>(params.q) + static_cast<int64>(rows[i].source) * kQueryRowBytes,
+               kQueryRowBytes, barrier);
+  }
+}
+
+// Brings this warp's rows of q, swizzled as the products read them, 512 bytes of neighbouring rows at a time. The
+// barrier hears of each thread twice: of the descriptions that it wrote, and of the copies that it started.
+template <int kRowsPerLane>
+__device__ __forceinline__ void copy_swizzled(const Shared& shared, const WideParams& params,
+                                              const UnitRow (&rows)[kRowsPerLane], int first_row, int stage) {
+  constexpr int kChunks = kHeadDim / 8, kAtOnce = kIsFp8 ? 4 : 2;
+  constexpr int kAll = kRowsPerLane * 32 * kChunks;
+  static_assert(kAll % (32 * kAtOnce) == 0, "whole turns");
+  const uint4* q = static_cast<const uint4*>(params.q);
+  const uint32 target = shared.queries(stage);
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < kAll; i += 32 * kAtOnce) {
+    int source[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int row = (i + j * 32) / kChunks;  // those of a warp are in one of its registers
+      source[j] = __shfl_sync(
+          kAllLanes, row < 32 ? rows[0].source : rows[kRowsPerLane - 1].source, row % 32);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int row = (i + j * 32) / kChunks, chunk = (i + j * 32) % kChunks;
+      copy_chunk(target + query_offset(first_row + row, chunk),
+                 q + static_cast<int64>(max(source[j], 0)) * kChunks + chunk, source[j] >= 0);
+    }
+  }
+  barrier_arrive_copied(shared.query_full(stage));
+  barrier_arrive(shared.query_full(stage));
+}
+
+// Gathers kRowsPerWarp packed query rows of a unit, from `first_row` on, with one warp. All that is read is asked
+// for before any of it is used: short units take no longer than this.
 template <int kRowsPerWarp>
 __device__ __forceinline__ void gather_rows(const Shared& shared, const WideParams& params,
                                             const Unit& unit, int first_row, int stage, int slot) {
@@ -139,29 +188,11 @@ __device__ __forceinline__ void gather_rows(const Shared& shared, const WidePara
   for (int i = 0; i < kRowsPerLane; ++i)
     shared.row(slot, first_row + i * 32 + lane) = described[i];
 
-  // q, 512 bytes of neighbouring rows at a time
-  constexpr int kChunks = kHeadDim / 8, kAtOnce = 2;
-  static_assert(kRowsPerWarp * kChunks % (32 * kAtOnce) == 0, "whole turns");
-  const uint4* q = static_cast<const uint4*>(params.q);
-  const uint32 target = shared.queries(stage);
-#pragma unroll 1
-  for (int i = lane; i < kRowsPerWarp * kChunks; i += 32 * kAtOnce) {
-    int source[kAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int row = (i + j * 32) / kChunks;  // those of a warp are in one of its registers
-      source[j] = __shfl_sync(
-          kAllLanes, row < 32 ? described[0].source : described[kRowsPerLane - 1].source, row % 32);
-    }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int row = (i + j * 32) / kChunks, chunk = (i + j * 32) % kChunks;
-      copy_chunk(target + query_offset(first_row + row, chunk),
-                 q + static_cast<int64>(max(source[j], 0)) * kChunks + chunk, source[j] >= 0);
-    }
+  if constexpr (kQueriesInRegisters) {
+    copy_rows(shared, params, described, first_row, stage);
+  } else {
+    copy_swizzled(shared, params, described, first_row, stage);
   }
-  barrier_arrive_copied(shared.query_full(stage));
-  barrier_arrive(shared.query_full(stage));
 }
 
 // Two warps gather the packed query rows of every unit; the first of them also takes the units.

@@ -51,9 +51,13 @@ constexpr int kBlocks = kHeadDim / 64;
 constexpr int kTileBytes = kTileKeys * kHeadDim * 2;
 constexpr int kGroupStride = kPageSize > 0 ? kBlocks * 1024 : 1024;
 constexpr int kBlockStride = kPageSize > 0 ? 1024 : kTileKeys * 128;
-// Queries: per consumer [block of 64 dims][64 rows], swizzled.
+// Queries that the products read: per consumer [block of 64 dims][64 rows], swizzled. On their way to registers:
+// row after row, 16 bytes between them, so that the chunks of eight rows lie in different banks.
 constexpr int kQueryBlockStride = 64 * 128;
-constexpr int kConsumerQueryBytes = kBlocks * kQueryBlockStride;
+constexpr int kQueryRowBytes = kHeadDim * 2;
+constexpr int kQueryRowStride = kQueryRowBytes + 16;
+constexpr int kConsumerQueryBytes =
+    64 * (kQueriesInRegisters ? kQueryRowStride : kQueryRowBytes);
 constexpr int kQueryBytes = kConsumers * kConsumerQueryBytes;
 // fp8 pools: a tile of K and one of V as stored, until they are converted.
 constexpr int kStagedBytes = kIsFp8 ? kTileKeys * kRowBytes : 0;
@@ -65,6 +69,7 @@ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; 
 
 // Byte offset, in a tile of queries, of 16-byte chunk `chunk` of row `row`.
 __device__ __forceinline__ int query_offset(int row, int chunk) {
+  if constexpr (kQueriesInRegisters) return row * kQueryRowStride + chunk * 16;
   return row / 64 * kConsumerQueryBytes + chunk / 8 * kQueryBlockStride + row % 64 * 128 +
          ((chunk ^ row) % 8) * 16;
 }
@@ -156,7 +161,7 @@ struct Shared {
       barrier_init(values_empty(stage), 4 * kConsumers);
     }
     for (int stage = 0; stage < kQueryStages; ++stage) {
-      barrier_init(query_full(stage), 2 * 32 * kGatherers);
+      barrier_init(query_full(stage), (kQueriesInRegisters ? 1 : 2) * 32 * kGatherers);
       barrier_init(query_empty(stage), 128 * kConsumers);
     }
     for (int slot = 0; slot < kUnitSlots; ++slot) {

@@ -20,6 +20,9 @@
 
 constexpr int kMoverTokens = kTileKeys / kMovers;  // of a tile, per warp
 constexpr int kMoverGroups = kMoverTokens / 8;
+constexpr int kMoverChunks = kMoverGroups * kBlocks;  // of 16 bytes, per lane
+constexpr int kChunksAtOnce = kMoverChunks % 4 == 0 ? 4 : 2;
+static_assert(kMoverChunks % kChunksAtOnce == 0, "whole turns");
 constexpr uint32 kNoRow = 0xffffffffu;
 static_assert(kMoverTokens <= 32, "a lane looks up one token");
 static_assert(kMoverTokens % 8 == 0, "eight quads of lanes, a token each");
@@ -54,6 +57,15 @@ __device__ __forceinline__ void write_converted(uint32 at, uint32 low, uint32 hi
                : "memory");
 }
 
+__device__ __forceinline__ uint4 read_chunk(uint32 at) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(at)
+               : "memory");
+  return x;
+}
+
 // Leaves the tile that this warp copied before its last one, converted, at `tile`.
 __device__ __forceinline__ void convert_stored(uint32 tile, uint32 staging) {
   // a token's two chunks of 16 bytes, swizzled: quads beside each other reach different banks
@@ -63,17 +75,16 @@ __device__ __forceinline__ void convert_stored(uint32 tile, uint32 staging) {
   const uint32 low = mine + (chunk ^ key) * 16, high = mine + ((chunk + 1) ^ key) * 16;
   copy_async_wait<1>();
 #pragma unroll
-  for (int group = 0; group < kMoverGroups; ++group) {
+  for (int first = 0; first < kMoverChunks; first += kChunksAtOnce) {
+    uint4 x[kChunksAtOnce];  // all are asked for before the first is converted
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      uint4 x;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                   : "r"(from + (group * kBlocks + block) * 512)
-                   : "memory");
+    for (int i = 0; i < kChunksAtOnce; ++i) x[i] = read_chunk(from + (first + i) * 512);
+#pragma unroll
+    for (int i = 0; i < kChunksAtOnce; ++i) {
+      const int group = (first + i) / kBlocks, block = (first + i) % kBlocks;
       const uint32 at = group * kGroupStride + block * kBlockStride;
-      write_converted(low + at, x.x, x.y);
-      write_converted(high + at, x.z, x.w);
+      write_converted(low + at, x[i].x, x[i].y);
+      write_converted(high + at, x[i].z, x[i].w);
     }
   }
 }

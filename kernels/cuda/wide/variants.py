@@ -62,7 +62,7 @@ class WideVariant:
     def shared_bytes(self) -> int:
         """Dynamic shared memory, laid out as `Shared` of shared.cuh."""
         tiles = 2 * self.stages * self.tile_keys * self.head_dim * 2
-        queries = self.query_stages * TILE_ROWS * self.head_dim * 2
+        queries = self.query_stages * TILE_ROWS * (2 * self.head_dim + 16 * self.query_registers)
         staged = 2 * self.tile_keys * self.head_dim * self.converts
         slots = self.query_stages + 1 + self.query_registers
         rows = slots * TILE_ROWS * (24 if self.has_mask else 12)
@@ -95,7 +95,8 @@ _PLAIN: Final = {**_GENERAL, 64: (192, 2, 2)}
 _PLAIN_IN_REGISTERS: Final = 128
 _PAGE_SIZES: Final = (0, 8, 16, 32, 64)
 # of fp8 pools: more registers for who converts, shared memory for what is to be converted
-_CONVERTING: Final = {64: (128, 2, 2), 128: (96, 2, 2), 192: (64, 2, 1)}
+_CONVERTING: Final = {64: (128, 2, 2), 128: (128, 2, 1), 192: (64, 2, 1)}
+_CONVERTING_IN_REGISTERS: Final = 64
 
 
 def supports(
@@ -131,6 +132,7 @@ def variant(
     sizes = (_GENERAL if general else _PLAIN)[head_dim]
     if storage is not None and storage.startswith("fp8"):
         sizes, page_size = _CONVERTING[head_dim], 0
+        in_registers = head_dim <= _CONVERTING_IN_REGISTERS
     return WideVariant(
         head_dim,
         dtype,
