@@ -6,6 +6,7 @@ from kernels.backend import TENSOR_DTYPES, DType, Scoring
 from kernels.compile import Spec
 from kernels.cuda.attention.kernels import attend_kernels, wide_variant
 from kernels.cuda.merge.variants import merge_spec
+from kernels.cuda.narrow.variants import few_rows_kernels
 from kernels.cuda.rows.variants import rows_spec, stored_spec
 from kernels.cuda.visible import table as visible
 
@@ -20,6 +21,8 @@ def service_specs(arch: str, head_dim: int, dtype: DType, page_size: int) -> tup
             for general in (False, True):
                 kernels = attend_kernels(arch, head_dim, compute, storage, general)
                 specs += [kernel.spec for kernel in kernels]
+            few_rows = few_rows_kernels(arch, head_dim, compute, storage)
+            specs += [kernel.spec for kernel in few_rows.values()]
             specs += _wide_specs(arch, head_dim, compute, storage, page_size)
         specs += [merge_spec(head_dim, True, compute, batch) for batch in (2, 4)]
     for tensor in TENSOR_DTYPES:

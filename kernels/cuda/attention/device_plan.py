@@ -21,6 +21,7 @@ from kernels.cuda.attention.steps import (
     write_visible,
     write_wide,
 )
+from kernels.cuda.common.extremes import greatest
 from kernels.cuda.common.kernel import Kernel
 from kernels.cuda.common.structs import (
     ATTEND_PARAMS,
@@ -35,8 +36,9 @@ from kernels.cuda.common.structs import (
 from kernels.cuda.device.launch import Launcher, Library
 from kernels.cuda.device.transfer import Transfers
 from kernels.cuda.merge.variants import merge_launch
+from kernels.cuda.narrow.variants import few_rows_kernels, parts_of
 from kernels.cuda.plan.planner import BatchWork, KernelWork, MergeLists, make_work
-from kernels.cuda.plan.tiles import KEYS, PAGE, PlannerConfig
+from kernels.cuda.plan.tiles import KEYS, PAGE, ROWS, PlannerConfig
 from kernels.cuda.visible import table as visible
 from kernels.cuda.wide import variants as wide
 
@@ -78,6 +80,7 @@ class DevicePlanBuilder:
         options = (library.arch, kv.head_dim, config.compute, kv.dtype)
         variant = wide_variant(*options, page_size, config.scoring, config.masked)
         self._kernels = attend_kernels(*options, config.general, variant)
+        self._few_rows = {} if config.general else few_rows_kernels(*options)
         last, device = self._kernels[-1], (kv.head_dim, kv.dtype, multiprocessors)
         self.planner = PlannerConfig(
             group_size=config.group_size,
@@ -114,7 +117,7 @@ class DevicePlanBuilder:
         steps: list[Step] = []
         others: list[Step] = []
         for launch, items, worker_begin in zip(work.kernels, at, at[count + 6 :], strict=False):
-            kernel, persistent = self._kernels[launch.index], launch.shape.persistent
+            kernel, persistent = self._kernel(launch), launch.shape.persistent
             here = follows and kernel.entry == wide.ENTRY
             table = (0, 0)
             if self._config.masked and not persistent:
@@ -136,6 +139,14 @@ class DevicePlanBuilder:
             num_rows=work.num_rows,
             partial_rows=merges.num_partial_rows,
         )
+
+    def _kernel(self, launch: KernelWork) -> Kernel:
+        """The launch's kernel, specialised for its rows where these are few."""
+        if launch.index > 0 or not self._few_rows:
+            return self._kernels[launch.index]
+        rows = greatest(launch.items[:, ROWS])
+        kv = self._config.kv
+        return self._few_rows[parts_of(kv.head_dim, kv.dtype, rows), launch.heads_first]
 
     def _overlaps(self, work: BatchWork) -> bool:
         """Whether the narrow kernel, and the merge, each may begin while its predecessor ends.

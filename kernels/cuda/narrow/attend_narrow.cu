@@ -6,7 +6,8 @@
 // A team of `team` warps owns a contiguous list of work items for one kv head and shares each of them:
 // warp r takes the tiles r, r + team, ... Loads run ahead straight across the ends of items. At an
 // item's end the warps' states meet in shared memory and become the item's. Teams beside each other
-// work on the neighbouring heads of the same tokens.
+// work on the neighbouring heads of the same tokens; or, heads first, on one head of many sequences, whose
+// pages are in part the same: read at the same time, these come out of the caches.
 //
 // What comes before an item's first product is fetched ahead as well: the places of the next item's
 // rows while the present one is worked on, its queries while the present one's state is written.
@@ -60,8 +61,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int unit = (blockIdx.x * kWarps + warp) / p.team;
   const Team team{p.team, warp % p.team, 1 + warp / p.team};
-  const int worker = unit / p.num_kv_heads, head = unit - worker * p.num_kv_heads;
-  if (worker >= p.num_workers) {
+  const int major = unit / (kHeadsFirst ? p.num_workers : p.num_kv_heads);
+  const int minor = unit - major * (kHeadsFirst ? p.num_workers : p.num_kv_heads);
+  const int worker = kHeadsFirst ? minor : major, head = kHeadsFirst ? major : minor;
+  if (unit >= p.num_workers * p.num_kv_heads) {
     wait_for_predecessor();
     return;
   }
@@ -107,9 +110,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     RowRules rules;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      const int in_tile = n * 8 + (lane >> 2);
-      rules.position[n] = __shfl_sync(kAllLanes, place.position, in_tile);
-      rules.mask[n] = kGeneral ? __shfl_sync(kAllLanes, place.mask, in_tile) : 0;
+      rules.position[n] = __shfl_sync(kAllLanes, place.position, my_row(n));
+      rules.mask[n] = kGeneral ? __shfl_sync(kAllLanes, place.mask, my_row(n)) : 0;
     }
     __syncwarp();
     Accumulator<kN> acc;

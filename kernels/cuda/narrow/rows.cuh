@@ -1,5 +1,5 @@
 // The packed rows of a run in the narrow kernel: where they are, which keys they must not see, and their
-// queries on the way to shared memory. ROW_TILES says how many rows there may be.
+// queries on the way to shared memory. ROW_TILES and PARTS say how many rows there may be.
 #pragma once
 
 #include "common/mma.cuh"
@@ -10,8 +10,8 @@
 #include "common/work.cuh"
 #include "narrow/warp.cuh"
 
-constexpr int kN = ROW_TILES;  // of 8 packed rows
-constexpr int kRows = kN * 8;
+constexpr int kN = ROW_TILES;
+constexpr int kRows = kN * kTileRows;  // packed
 static_assert(kN == 1 || kN == 2, "one fragment of Q");
 
 // Item `index` of this worker's, or nothing to do past its last.
@@ -23,6 +23,11 @@ __device__ __forceinline__ WorkItem read_item(const AttendParams& p, int index, 
     item = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
   }
   return item;
+}
+
+// The packed row that a lane has scores of, in row tile n.
+__device__ __forceinline__ int my_row(int n) {
+  return n * 8 + (threadIdx.x & 31) / 4 % kTileRows;
 }
 
 // Where packed row `lane` of an item is, and by what rules it sees keys.
@@ -46,28 +51,25 @@ __device__ __forceinline__ RowPlace find_row(const AttendParams& p, const WorkIt
 
 // Hide what a row must not see: keys past the run's end, the future, the window, the custom mask.
 struct RowRules {
-  int position[kN];  // of rows g and g + 8
+  int position[kN];  // of rows my_row(0) and my_row(1)
   int64 mask[kN];    // bit of key position 0; used with a custom mask only
 
   __device__ __forceinline__ void hide(Scores& s, const WorkItem& item, int first,
                                        const AttendParams& p) const {
-    const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const KeyRange keys =
           visible_keys({0, item.num_keys - 1}, item, position[n], p.window_left);
 #pragma unroll
-      for (int tile = 0; tile < kTokenTiles * 2; ++tile)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int key = first + tile * 8 + j * 2 + i;
-          bool visible = keys.has(key);
-          if constexpr (kGeneral) {
-            if (p.mask_bits != nullptr && visible && n * 8 + g < item.num_rows)
-              visible = unmasked(p.mask_bits, mask[n] + item.kv_start + key);
-          }
-          if (!visible) s[tile][n * 2 + i] = minus_infinity();
+      for (int i = 0; i < kTokenTiles * 4; ++i) {
+        const int key = first + token_of(i);
+        bool visible = keys.has(key);
+        if constexpr (kGeneral) {
+          if (p.mask_bits != nullptr && visible && my_row(n) < item.num_rows)
+            visible = unmasked(p.mask_bits, mask[n] + item.kv_start + key);
         }
+        if (!visible) s[i / 2][n * 2 + i % 2] = minus_infinity();
+      }
     }
   }
 };
@@ -100,12 +102,15 @@ struct Queries {
       const int row = chunk / kChunks, dim = chunk % kChunks * 8;
       const uint32 words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int place = query_step(dim + half * 4) * 32 + query_lane(row, dim + half * 4);
-        uint32* fragment = reinterpret_cast<uint32*>(fragments + place * 16) + row / 8;
-        fragment[0] = words[half * 2];
-        fragment[2] = words[half * 2 + 1];
-      }
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          const int group = row % 8 + part * kTileRows;
+          uint32* fragment =
+              reinterpret_cast<uint32*>(fragments + query_place(row, group, dim + half * 4));
+          fragment[0] = words[half * 2];
+          fragment[2] = words[half * 2 + 1];
+        }
     }
   }
 };

@@ -14,16 +14,16 @@
 constexpr int kWarps = WARPS;
 constexpr int kThreads = kWarps * 32;
 constexpr int kStateStride = kHeadDim + 4;  // floats
-constexpr int kQueryBytes = kSteps * 32 * 16;
+constexpr int kQueryBytes = kKeySteps * 32 * 16;
 constexpr int kStateBytes = 8 * kStateStride * 4;
-constexpr int kWarpBytes = kQueryBytes + kStateBytes + 64 + kRows * 4;
+constexpr int kWarpBytes = kQueryBytes + kStateBytes + 64 + (kRows * 4 + 15) / 16 * 16;
 
 // A warp's part of shared memory.
 struct WarpShared {
   char* at;
   __device__ __forceinline__ char* queries() const { return at; }  // as fragments
-  __device__ __forceinline__ float* o(int row) const {  // of a row tile
-    return reinterpret_cast<float*>(at + kQueryBytes) + row * kStateStride;
+  __device__ __forceinline__ float* o(int column) const {  // of O^T, of a row tile
+    return reinterpret_cast<float*>(at + kQueryBytes) + column * kStateStride;
   }
   __device__ __forceinline__ float* max_sum(int row) const {
     return reinterpret_cast<float*>(at + kQueryBytes + kStateBytes) + row * 2;
@@ -61,15 +61,16 @@ __device__ __forceinline__ void write_state(const Accumulator<kN>& acc, const At
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (n * 8 + j * 2 + i < item.num_rows) {
+      const int column = j * 2 + i, part = column / kTileRows;
+      if (n * 8 + column % kTileRows < item.num_rows) {
 #pragma unroll
         for (int t = 0; t < kSteps; ++t)
-          *reinterpret_cast<float2*>(own.o(j * 2 + i) + output_dim(t, g)) =
+          *reinterpret_cast<float2*>(own.o(column) + output_dim(t, g, part)) =
               make_float2(acc.o[n][t][i], acc.o[n][t][2 + i]);
       }
     }
     team.meet();
-    const int units = min(8, item.num_rows - n * 8) * (kHeadDim / 4);
+    const int units = min(kTileRows, item.num_rows - n * 8) * (kHeadDim / 4);
     const WarpShared leader{own.at - team.rank * kWarpBytes};
     for (int unit = team.rank * 32 + lane; unit < units; unit += team.size * 32) {
       const int row = unit / (kHeadDim / 4), dim = unit % (kHeadDim / 4) * 4;
@@ -84,10 +85,14 @@ __device__ __forceinline__ void write_state(const Accumulator<kN>& acc, const At
         const WarpShared member{leader.at + w * kWarpBytes};
         const float2 state = *reinterpret_cast<const float2*>(member.max_sum(row));
         const float weight = state_rescale(state.x, max);
-        const float4 x = *reinterpret_cast<const float4*>(member.o(row) + dim);
         sum = fmaf(state.y, weight, sum);
-        o.x = fmaf(x.x, weight, o.x), o.y = fmaf(x.y, weight, o.y);
-        o.z = fmaf(x.z, weight, o.z), o.w = fmaf(x.w, weight, o.w);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          const float4 x =
+              *reinterpret_cast<const float4*>(member.o(row + part * kTileRows) + dim);
+          o.x = fmaf(x.x, weight, o.x), o.y = fmaf(x.y, weight, o.y);
+          o.z = fmaf(x.z, weight, o.z), o.w = fmaf(x.w, weight, o.w);
+        }
       }
       const float inverse = state_inverse(sum) * p.v_scale;
       o.x *= inverse, o.y *= inverse, o.z *= inverse, o.w *= inverse;

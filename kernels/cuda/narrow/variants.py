@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kernels.backend import DType
+from kernels.backend import NUMPY_DTYPES, DType
 from kernels.compile import spec
 from kernels.cuda.common.kernel import RESERVED, Kernel, definitions, shared_limit
 
@@ -15,16 +15,40 @@ LONG_ROWS: Final = 128
 NARROW_RUN: Final = 128
 """Keys under which another narrow worker is not worth its partial state."""
 NARROW_TILE: Final = 16
+LINE_BYTES: Final = 128
+"""What rows of K and V are read in, if they are whole lines."""
+
+
+def parts_of(head_dim: int, storage: DType, rows: int) -> int:
+    """Into how many parts the columns for 8 rows are cut where so few packed rows are most: `PARTS`."""
+    if rows > 4 or head_dim * NUMPY_DTYPES[storage].itemsize % LINE_BYTES:
+        return 1
+    return 4 if rows <= 2 else 2
 
 
 def narrow_kernel(
-    arch: str, head_dim: int, compute: DType, storage: DType, general: bool, row_tiles: int
+    arch: str,
+    head_dim: int,
+    compute: DType,
+    storage: DType,
+    general: bool,
+    row_tiles: int,
+    parts: int = 1,
+    heads_first: bool = False,
 ) -> Kernel:
-    """The kernel of teams of warps for 8 * `row_tiles` packed rows."""
+    """The kernel of teams of warps for 8 * `row_tiles` packed rows, or of 8 the `parts`-th part.
+
+    `heads_first`: all items of one kv head come before those of the next, and what is read may stay
+    in the L1 cache.
+    """
     limit = shared_limit(arch)
-    rows = 8 * row_tiles
+    rows = 8 * row_tiles // parts
+    row_bytes = head_dim * NUMPY_DTYPES[storage].itemsize
+    # kHalves of warp.cuh
+    halves = row_tiles == 1 and row_bytes % LINE_BYTES == 0
+    halves = halves and not (general and row_bytes == LINE_BYTES)
     # kWarpBytes of team.cuh: queries, a row tile's states, maxima and sums, row numbers
-    own = head_dim * 32 + 8 * (head_dim + 4) * 4 + 64 + rows * 4
+    own = head_dim * (16 if halves else 32) + 8 * (head_dim + 4) * 4 + 64 + -(rows * 4 // -16) * 16
     # 168 registers hold neither long rows, nor 128 dims of what is general or has to be converted;
     # for sm_100 and later the compiler takes a few more than there are
     hard = head_dim == LONG_ROWS and (general or storage != compute)
@@ -37,6 +61,8 @@ def narrow_kernel(
             **definitions(head_dim, compute, storage),
             GENERAL=int(general),
             ROW_TILES=row_tiles,
+            PARTS=parts,
+            HEADS_FIRST=int(heads_first),
             WARPS=warps,
             BLOCKS=blocks,
         ),
@@ -47,3 +73,16 @@ def narrow_kernel(
         blocks=blocks,
         tile_keys=NARROW_TILE,
     )
+
+
+def few_rows_kernels(
+    arch: str, head_dim: int, compute: DType, storage: DType
+) -> dict[tuple[int, bool], Kernel]:
+    """The kernel for 8 rows as it is for fewer, by `parts` and `heads_first`; no general scoring."""
+    options = (arch, head_dim, compute, storage, False, 1)
+    parts = {parts_of(head_dim, storage, rows) for rows in (2, 4, 8)}
+    return {
+        (count, heads_first): narrow_kernel(*options, count, heads_first)
+        for count in sorted(parts)
+        for heads_first in (False, True)
+    }

@@ -49,6 +49,7 @@ class KernelWork:
     items: Int32
     worker_begin: Int32
     team: int
+    heads_first: bool = False
 
     @property
     def num_items(self) -> int:

@@ -96,6 +96,7 @@ _PLAIN_IN_REGISTERS: Final = 128
 _PAGE_SIZES: Final = (0, 8, 16, 32, 64)
 # of fp8 pools: more registers for who converts, shared memory for what is to be converted
 _CONVERTING: Final = {64: (128, 2, 2), 128: (128, 2, 1), 192: (64, 2, 1)}
+_CONVERTING_GENERAL: Final = {**_CONVERTING, 128: (96, 2, 2)}
 _CONVERTING_IN_REGISTERS: Final = 64
 
 
@@ -131,7 +132,7 @@ def variant(
     in_registers = head_dim <= (_GENERAL_IN_REGISTERS if general else _PLAIN_IN_REGISTERS)
     sizes = (_GENERAL if general else _PLAIN)[head_dim]
     if storage is not None and storage.startswith("fp8"):
-        sizes, page_size = _CONVERTING[head_dim], 0
+        sizes, page_size = (_CONVERTING_GENERAL if general else _CONVERTING)[head_dim], 0
         in_registers = head_dim <= _CONVERTING_IN_REGISTERS
     return WideVariant(
         head_dim,
