@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from kernels.backend import Level, Plan
@@ -22,3 +24,12 @@ def flat_level(kv_lens: list[int], page_size: int, causal: bool = False) -> Leve
 
 def decode_plan(kv_lens: list[int], page_size: int = 16) -> Plan:
     return Plan((flat_level(kv_lens, page_size),), np.array(kv_lens, np.int32) - 1)
+
+
+def shared_pages(plan: Plan, count: int) -> Plan:
+    """The plan with the first `count` pages of every sequence those of the first one."""
+    (level,) = plan.levels
+    pages = level.kv_indices.copy()
+    for begin in level.kv_indptr[1:-1]:
+        pages[begin : begin + count] = pages[:count]
+    return replace(plan, levels=(replace(level, kv_indices=pages),))

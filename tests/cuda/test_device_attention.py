@@ -12,6 +12,8 @@ import pytest
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
+from flat_plans import shared_pages  # noqa: E402
+
 from kernels.backend import (  # noqa: E402
     NUMPY_DTYPES,
     Attend,
@@ -109,6 +111,24 @@ def test_decode_matches_the_oracle(case: Any) -> None:
     backend = backend_of(geometry(pages, page_size, kv_heads, dim, dtype, layout))
     q = random_q((batch, qo_heads, dim), q_dtype_of(dtype, batch), rng)
     check(backend, q, decode_plan(backend, kv_lens, 5), Scoring(dim**-0.5))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3"])
+@pytest.mark.parametrize(("heads", "dim"), [((32, 32), 128), ((128, 32), 64), ((256, 32), 128)])
+def test_sequences_with_the_same_pages_and_no_level_for_them(
+    heads: Any, dim: int, dtype: DType, layout: Any
+) -> None:
+    from device_cases import random_q
+
+    rng = np.random.default_rng(heads[0])
+    shared, batch, page_size = 2048, 40, 16
+    kv_lens = [shared + 1 + int(n) for n in rng.integers(0, 60, batch)]
+    pages = sum(-(-n // page_size) for n in kv_lens)
+    backend = backend_of(geometry(pages, page_size, heads[1], dim, dtype, layout))
+    plan = shared_pages(decode_plan(backend, kv_lens, 5), shared // page_size)
+    q = random_q((batch, heads[0], dim), q_dtype_of(dtype, batch), rng)
+    check(backend, q, plan, Scoring(dim**-0.5))
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])

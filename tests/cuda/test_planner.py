@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from flat_plans import decode_plan, flat_level
+from flat_plans import decode_plan, flat_level, shared_pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -238,6 +238,22 @@ def test_equal_sequences_are_cut_alike_or_not_at_all(
     assert (launch.team, launch.num_workers, launch.num_items) == (team, workers, items)
     assert len(work.merges.chunks) == (batch if items > batch else 0)
     assert len(set(launch.items[:, 4].tolist())) == 1, "runs differ"
+
+
+def test_sequences_that_share_most_pages_keep_in_step_head_after_head() -> None:
+    plan = decode_plan([4096 + i for i in range(64)])
+    (apart,) = make_work([(0, plan)], config()).kernels
+    (shared,) = make_work([(0, shared_pages(plan, 200))], config()).kernels
+    (few,) = make_work([(0, shared_pages(plan, 20))], config()).kernels
+    assert shared.heads_first and shared.one_each
+    assert shared.num_items == 64
+    assert not apart.heads_first and not few.heads_first
+
+
+def test_sequences_of_very_different_lengths_do_not_keep_in_step() -> None:
+    plan = decode_plan([4096, *([30000] * 20), *([4096] * 63)])
+    (launch,) = make_work([(0, shared_pages(plan, 256))], config()).kernels
+    assert not launch.heads_first
 
 
 def test_sequences_that_differ_by_a_few_tokens_count_as_equal() -> None:

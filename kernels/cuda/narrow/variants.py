@@ -19,9 +19,20 @@ LINE_BYTES: Final = 128
 """What rows of K and V are read in, if they are whole lines."""
 
 
+def halves(head_dim: int, storage: DType, general: bool) -> bool:
+    """Whether a token of K has two columns, for 8 rows and fewer: `kHalves` of warp.cuh."""
+    row = head_dim * NUMPY_DTYPES[storage].itemsize
+    if row % LINE_BYTES or (general and row == LINE_BYTES):
+        return False
+    return not (storage.startswith("fp8") and row > LINE_BYTES)
+
+
 def parts_of(head_dim: int, storage: DType, rows: int) -> int:
-    """Into how many parts the columns for 8 rows are cut where so few packed rows are most: `PARTS`."""
-    if rows > 4 or head_dim * NUMPY_DTYPES[storage].itemsize % LINE_BYTES:
+    """Into how many parts the columns for 8 rows are cut, where so many rows are the most: `PARTS`.
+
+    Scoring is not general.
+    """
+    if rows > 4 or not halves(head_dim, storage, False):
         return 1
     return 4 if rows <= 2 else 2
 
@@ -43,12 +54,10 @@ def narrow_kernel(
     """
     limit = shared_limit(arch)
     rows = 8 * row_tiles // parts
-    row_bytes = head_dim * NUMPY_DTYPES[storage].itemsize
-    # kHalves of warp.cuh
-    halves = row_tiles == 1 and row_bytes % LINE_BYTES == 0
-    halves = halves and not (general and row_bytes == LINE_BYTES)
+    # kQueryBytes of team.cuh
+    queries = head_dim * (16 if row_tiles == 1 and halves(head_dim, storage, general) else 32)
     # kWarpBytes of team.cuh: queries, a row tile's states, maxima and sums, row numbers
-    own = head_dim * (16 if halves else 32) + 8 * (head_dim + 4) * 4 + 64 + -(rows * 4 // -16) * 16
+    own = queries + 8 * (head_dim + 4) * 4 + 64 + -(rows * 4 // -16) * 16
     # 168 registers hold neither long rows, nor 128 dims of what is general or has to be converted;
     # for sm_100 and later the compiler takes a few more than there are
     hard = head_dim == LONG_ROWS and (general or storage != compute)
@@ -78,7 +87,7 @@ def narrow_kernel(
 def few_rows_kernels(
     arch: str, head_dim: int, compute: DType, storage: DType
 ) -> dict[tuple[int, bool], Kernel]:
-    """The kernel for 8 rows as it is for fewer, by `parts` and `heads_first`; no general scoring."""
+    """The kernel for 8 rows as it is for fewer, by `parts` and `heads_first`; scoring is plain."""
     options = (arch, head_dim, compute, storage, False, 1)
     parts = {parts_of(head_dim, storage, rows) for rows in (2, 4, 8)}
     return {

@@ -38,8 +38,9 @@ constexpr int unit_bytes(int share) {
 constexpr bool kHeadsFirst = HEADS_FIRST != 0;
 
 constexpr int kLine = 128;  // bytes
-constexpr bool kHalves =  // general scoring of 32 tokens at a time has no registers for it
-    ROW_TILES == 1 && kRowBytes % kLine == 0 && !(kGeneral && kRowBytes == kLine);
+// There are no registers for it in general scoring of 32 tokens at a time, nor in converting long rows.
+constexpr bool kHalves = ROW_TILES == 1 && kRowBytes % kLine == 0 &&
+                         !(kGeneral && kRowBytes == kLine) && !(kIsFp8 && kRowBytes > kLine);
 constexpr int kParts = PARTS;
 constexpr int kTileRows = 8 / kParts;  // query rows of a tile
 static_assert(kParts == 1 || kHalves, "parts read whole lines");

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.backend import Int32, Plan
+from kernels.backend import Int32, Level, Plan
 from kernels.cuda.common.extremes import greatest
 from kernels.cuda.plan.runs import Cut, cut
 from kernels.cuda.plan.tiles import (
@@ -31,6 +31,8 @@ from kernels.cuda.plan.tiles import (
     level_tiles,
 )
 
+LONG: Final = 2048
+"""Keys a sequence from which it is worth looking whether others have the same pages."""
 NOTHING: Final = np.zeros(0, np.int32)
 NO_LISTS: Final = np.zeros(1, np.int32)
 """The indptr of no lists."""
@@ -41,7 +43,7 @@ class KernelWork:
     """Items of one kernel, `PlannerConfig.shapes[index]`: int32 [num_items, 8] as in work.cuh.
 
     Persistent kernels: worker w, a team of `team` warps, owns items
-    `worker_begin[w]:worker_begin[w + 1]`.
+    `worker_begin[w]:worker_begin[w + 1]`; `heads_first` as in `Cut`.
     """
 
     index: int
@@ -105,7 +107,7 @@ def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> Ba
     levels = [level for plan in plans for level in plan.levels]
     num_rows = sum([len(plan.positions) for plan in plans])
     num_packed = num_rows * config.group_size
-    cuts = cut(_tiles(requests, config), config, num_packed)
+    cuts = cut(_tiles(requests, config), config, num_packed, _same_pages(levels, config.page_size))
     runs = beside([part.runs for part in cuts])
     merges = _merge_lists(runs, num_packed, config.chunk)
     if config.window_left >= 0 or any(level.causal for level in levels):
@@ -118,6 +120,21 @@ def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> Ba
         kv_indices=_joined([level.kv_indices for level in levels]),
         num_rows=num_rows,
     )
+
+
+def _same_pages(levels: Sequence[Level], page_size: int) -> bool:
+    """Whether a long batch without levels has, half-way through, fewer pages than sequences.
+
+    Sequences that share a page share all before it.
+    """
+    if len(levels) != 1:
+        return False
+    (level,) = levels
+    count, pages = len(level.kv_start), len(level.kv_indices)
+    if count < 2 or pages * page_size < LONG * count:
+        return False
+    middle = np.minimum(level.kv_indptr[:-1] + pages // (2 * count), level.kv_indptr[1:] - 1)
+    return 2 * len(np.unique(level.kv_indices.take(middle))) <= count
 
 
 def _tiles(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> list[tuple[int, Int]]:
@@ -140,7 +157,8 @@ def _kernels(cuts: Sequence[Cut], items: Int32, config: PlannerConfig) -> tuple[
     for part in cuts:
         stop = at + part.runs.shape[1]
         shape, mine = config.shapes[part.index], items[at:stop]
-        kernels.append(KernelWork(part.index, shape, mine, part.worker_begin, part.team))
+        how = (part.worker_begin, part.team, part.heads_first)
+        kernels.append(KernelWork(part.index, shape, mine, *how))
         at = stop
     return tuple(kernels)
 

@@ -40,6 +40,10 @@ FILLED: Final = 0.95
 """Share of the places for whole tiles, a few per worker, that must be taken."""
 SNAP: Final = 0.03
 """A share ends with a tile when that is no further off than this part of the share."""
+ALIKE: Final = 1.25
+"""Tiles that are to meet in the caches keep in step when the largest is so many times the mean."""
+MET_ROUNDS: Final = 3
+"""Rounds of the device under which they are not worth it."""
 ENOUGH: Final = 7
 """Rounds of the longest tile that need no cut: what is idle at the end is little."""
 LATE: Final = 1.05
@@ -58,22 +62,30 @@ Parts = Sequence[tuple[int, Int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Runs for `PlannerConfig.shapes[index]`; `worker_begin` and `team` are for persistent kernels.
+    """Runs for `PlannerConfig.shapes[index]`; the rest is for persistent kernels.
 
     Team w owns runs `worker_begin[w]:worker_begin[w + 1]`; `team` workers share each run.
+    `heads_first`: all runs of a kv head come before those of the next, more teams than there are at
+    once.
     """
 
     index: int
     runs: Int
     worker_begin: Int32
     team: int = 1
+    heads_first: bool = False
 
 
-def cut(parts: Parts, config: PlannerConfig, num_packed: int) -> list[Cut]:
+def cut(
+    parts: Parts, config: PlannerConfig, num_packed: int, same_pages: bool = False
+) -> list[Cut]:
     """Runs of each part, of a batch of `num_packed` packed rows.
 
-    Persistent kernels get their share of the device beside the others.
+    Persistent kernels get their share of the device beside the others. `same_pages`: tiles read the
+    pages of others, mostly.
     """
+    if same_pages and len(parts) == 1 and (together := _together(*parts[0], config)):
+        return [together]
     if not parts or config.shapes[parts[-1][0]].persistent:  # persistent ones come first
         whole = [config.shapes[index].workers // config.num_kv_heads for index, _ in parts]
         return [_assign(*part, max(1, n), config) for part, n in zip(parts, whole, strict=True)]
@@ -161,6 +173,25 @@ def _assign(index: int, tiles: Int, workers: int, config: PlannerConfig, busy: f
     granule = _granule(shape, config.page_size)
     runs, begin = _equal_shares(tiles, min(teams, worth), granule, config.page_size)
     return Cut(index, runs, begin, team)
+
+
+def _together(index: int, tiles: Int, config: PlannerConfig) -> Cut | None:
+    """Whole tiles for a team each, head after head, so that tiles meet where they read the same.
+
+    The smallest teams that leave few idle in the last of many rounds; None where none do.
+    """
+    shape, keys = config.shapes[index], tiles[KEYS]
+    units, longest = len(keys) * config.num_kv_heads, greatest(keys)
+    if not shape.persistent or longest * len(keys) > ALIKE * int(np.add.reduce(keys)):
+        return None
+    for team in shape.teams if config.team is None else (config.team,):
+        places = shape.workers // team
+        rounds = -(-units // places)
+        if rounds < MET_ROUNDS or longest < team * shape.least_run:
+            continue
+        if units >= FILLED * rounds * places:
+            return Cut(index, tiles, _bounds(len(keys), 1), team, heads_first=True)
+    return None
 
 
 def _team(shape: TileShape, useful: int, most: int) -> int:
