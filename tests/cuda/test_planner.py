@@ -37,8 +37,9 @@ def config(
     window: int = -1,
     shapes: tuple[TileShape, ...] = SHAPES,
     team: int | None = None,
+    page_bytes: int = 0,
 ) -> PlannerConfig:
-    return PlannerConfig(group, page_size, heads, window, shapes, team)
+    return PlannerConfig(group, page_size, heads, window, shapes, team, page_bytes)
 
 
 def int32(*values: int) -> Int32:
@@ -241,18 +242,19 @@ def test_equal_sequences_are_cut_alike_or_not_at_all(
 
 
 def test_sequences_that_share_most_pages_keep_in_step_head_after_head() -> None:
-    plan = decode_plan([4096 + i for i in range(64)])
-    (apart,) = make_work([(0, plan)], config()).kernels
-    (shared,) = make_work([(0, shared_pages(plan, 200))], config()).kernels
-    (few,) = make_work([(0, shared_pages(plan, 20))], config()).kernels
+    plan, large = decode_plan([4096 + i for i in range(64)]), config(page_bytes=2**18)
+    (apart,) = make_work([(0, plan)], large).kernels
+    (shared,) = make_work([(0, shared_pages(plan, 200))], large).kernels
+    (few,) = make_work([(0, shared_pages(plan, 20))], large).kernels
+    (cached,) = make_work([(0, shared_pages(plan, 200))], config(page_bytes=2**16)).kernels
     assert shared.heads_first and shared.one_each
     assert shared.num_items == 64
-    assert not apart.heads_first and not few.heads_first
+    assert not (apart.heads_first or few.heads_first or cached.heads_first)
 
 
 def test_sequences_of_very_different_lengths_do_not_keep_in_step() -> None:
     plan = decode_plan([4096, *([30000] * 20), *([4096] * 63)])
-    (launch,) = make_work([(0, shared_pages(plan, 256))], config()).kernels
+    (launch,) = make_work([(0, shared_pages(plan, 256))], config(page_bytes=2**18)).kernels
     assert not launch.heads_first
 
 

@@ -81,13 +81,18 @@ class DevicePlanBuilder:
         variant = wide_variant(*options, page_size, config.scoring, config.masked)
         self._kernels = attend_kernels(*options, config.general, variant)
         self._few_rows = {} if config.general else few_rows_kernels(*options)
-        last, device = self._kernels[-1], (kv.head_dim, kv.dtype, multiprocessors)
+        device = (kv.head_dim, kv.dtype, multiprocessors)
+        few_rows = not config.general and parts_of(kv.head_dim, kv.dtype, config.group_size) > 1
+        first, last = self._kernels[0], self._kernels[-1]
         self.planner = PlannerConfig(
             group_size=config.group_size,
             page_size=kv.page_size,
             num_kv_heads=kv.num_kv_heads,
             window_left=config.scoring.window_left,
-            shapes=tuple(planner_shape(k, *device, largest=k is last) for k in self._kernels),
+            shapes=tuple(
+                planner_shape(k, *device, k is last, few_rows and k is first) for k in self._kernels
+            ),
+            page_bytes=kv.page_bytes,
         )
         self._struct = _config_struct(config)
 

@@ -13,6 +13,8 @@ from kernels.cuda.wide import variants as wide
 
 WIDE_FLOPS: Final = 675e12
 TILE_FLOPS: Final = 320e12
+FEW_ROWS_ITEM: Final = 2.1e-6
+FEW_ROWS_BYTES: Final = 4.3e9
 SMS: Final = 132
 """Of the device on which costs were measured, and what its kernels reach."""
 
@@ -71,18 +73,24 @@ def attend_kernels(
 
 
 def planner_shape(
-    kernel: Kernel, head_dim: int, storage: DType, multiprocessors: int, largest: bool
+    kernel: Kernel,
+    head_dim: int,
+    storage: DType,
+    multiprocessors: int,
+    largest: bool,
+    few_rows: bool = False,
 ) -> TileShape:
     """What the planner must know of a kernel; the largest takes every segment left.
 
     Costs were fitted to measurements on a H200: a warp's bytes where memory is no limit, or what a
-    worker multiplies.
+    worker multiplies. `few_rows`: a decode's group is served by the kernel for few rows.
     """
     narrow, wide = kernel.entry == "attend_narrow", kernel.entry == "attend_wide"
     token_bytes = 2 * head_dim * NUMPY_DTYPES[storage].itemsize
     reached = (WIDE_FLOPS if wide else TILE_FLOPS) / SMS / kernel.blocks
     flops = 4 * head_dim * kernel.rows
     warps = kernel.threads // 32 if narrow else 1
+    warp_bytes = FEW_ROWS_BYTES if few_rows else 4.3e9
     return TileShape(
         name=kernel.entry,
         rows=kernel.rows,
@@ -91,8 +99,8 @@ def planner_shape(
         granule=kernel.tile_keys,
         persistent=narrow,
         least_run=NARROW_RUN if narrow else 256,
-        item_seconds=2.1e-6 if narrow else 1.8e-6,
-        key_seconds=token_bytes / 4.3e9 if narrow else flops / reached,
+        item_seconds=(FEW_ROWS_ITEM if few_rows else 2.1e-6) if narrow else 1.8e-6,
+        key_seconds=token_bytes / warp_bytes if narrow else flops / reached,
         heads_at_once=2 if wide else 0,  # wide.heads_together, but for hundreds of tiles on one run
         teams=tuple(t for t in range(1, warps + 1) if warps % t == 0),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kernels.backend import DType
+from kernels.backend import NUMPY_DTYPES, DType
 from kernels.cuda.kv.tensor_maps import TensorMaps
 
 
@@ -34,6 +34,12 @@ class KvView:
     num_pages: int
     contiguous: bool
     maps: Callable[[int | None, int], TensorMaps]
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page's K and V in one layer, all heads."""
+        row = self.head_dim * NUMPY_DTYPES[self.dtype].itemsize
+        return 2 * self.page_size * self.num_kv_heads * row
 
     @property
     def strides(self) -> dict[str, int]:

@@ -33,6 +33,8 @@ from kernels.cuda.plan.tiles import (
 
 LONG: Final = 2048
 """Keys a sequence from which it is worth looking whether others have the same pages."""
+CACHE_BYTES: Final = 48 * 2**20
+"""What the L2 cache keeps by itself of pages that are read over and over: measured on a H200."""
 NOTHING: Final = np.zeros(0, np.int32)
 NO_LISTS: Final = np.zeros(1, np.int32)
 """The indptr of no lists."""
@@ -107,7 +109,7 @@ def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> Ba
     levels = [level for plan in plans for level in plan.levels]
     num_rows = sum([len(plan.positions) for plan in plans])
     num_packed = num_rows * config.group_size
-    cuts = cut(_tiles(requests, config), config, num_packed, _same_pages(levels, config.page_size))
+    cuts = cut(_tiles(requests, config), config, num_packed, _same_pages(levels, config))
     runs = beside([part.runs for part in cuts])
     merges = _merge_lists(runs, num_packed, config.chunk)
     if config.window_left >= 0 or any(level.causal for level in levels):
@@ -122,19 +124,21 @@ def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> Ba
     )
 
 
-def _same_pages(levels: Sequence[Level], page_size: int) -> bool:
-    """Whether a long batch without levels has, half-way through, fewer pages than sequences.
+def _same_pages(levels: Sequence[Level], config: PlannerConfig) -> bool:
+    """Whether a long batch without levels reads pages over and over, and more than caches hold.
 
-    Sequences that share a page share all before it.
+    Sequences that share a page share all before it: so as many pages as there are half-way through
+    a sequence stand for all.
     """
     if len(levels) != 1:
         return False
     (level,) = levels
     count, pages = len(level.kv_start), len(level.kv_indices)
-    if count < 2 or pages * page_size < LONG * count:
+    if count < 2 or pages * config.page_size < LONG * count:
         return False
     middle = np.minimum(level.kv_indptr[:-1] + pages // (2 * count), level.kv_indptr[1:] - 1)
-    return 2 * len(np.unique(level.kv_indices.take(middle))) <= count
+    others = len(np.unique(level.kv_indices.take(middle)))
+    return 2 * others <= count and others * pages // count * config.page_bytes > CACHE_BYTES
 
 
 def _tiles(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> list[tuple[int, Int]]:

@@ -66,7 +66,10 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
-    """What the planner needs to know besides the plans; `team` forces the size of teams."""
+    """What the planner needs to know besides the plans.
+
+    `page_bytes` are those of a page's K and V, of all heads. `team` forces the size of teams.
+    """
 
     group_size: int
     page_size: int
@@ -74,6 +77,7 @@ class PlannerConfig:
     window_left: int
     shapes: tuple[TileShape, ...]
     team: int | None = None
+    page_bytes: int = 0
 
     @property
     def chunk(self) -> int:
