@@ -149,9 +149,7 @@ class DevicePlanBuilder:
         """The launch's kernel, specialised for its rows where these are few."""
         if launch.index > 0 or not self._few_rows:
             return self._kernels[launch.index]
-        rows = greatest(launch.items[:, ROWS])
-        kv = self._config.kv
-        return self._few_rows[parts_of(kv.head_dim, kv.dtype, rows), launch.heads_first]
+        return self._few_rows[greatest(launch.items[:, ROWS]), launch.heads_first]
 
     def _overlaps(self, work: BatchWork) -> bool:
         """Whether the narrow kernel, and the merge, each may begin while its predecessor ends.

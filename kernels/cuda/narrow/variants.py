@@ -87,11 +87,18 @@ def narrow_kernel(
 def few_rows_kernels(
     arch: str, head_dim: int, compute: DType, storage: DType
 ) -> dict[tuple[int, bool], Kernel]:
-    """The kernel for 8 rows as it is for fewer, by `parts` and `heads_first`; scoring is plain."""
+    """The kernel for 8 rows as it is for so many and fewer, by rows and `heads_first`.
+
+    Scoring is plain.
+    """
     options = (arch, head_dim, compute, storage, False, 1)
-    parts = {parts_of(head_dim, storage, rows) for rows in (2, 4, 8)}
+    made = {
+        (parts, heads_first): narrow_kernel(*options, parts, heads_first)
+        for parts in {parts_of(head_dim, storage, rows) for rows in (2, 4, 8)}
+        for heads_first in (False, True)
+    }
     return {
-        (count, heads_first): narrow_kernel(*options, count, heads_first)
-        for count in sorted(parts)
+        (rows, heads_first): made[parts_of(head_dim, storage, rows), heads_first]
+        for rows in range(1, 9)
         for heads_first in (False, True)
     }

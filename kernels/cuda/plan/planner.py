@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import Int32, Level, Plan
-from kernels.cuda.common.extremes import greatest
+from kernels.cuda.common.extremes import greatest, least
 from kernels.cuda.plan.runs import Cut, cut
 from kernels.cuda.plan.tiles import (
     ITEM_FIELDS,
@@ -209,6 +209,12 @@ def _merge_lists(runs: Int, num_packed: int, chunk: int) -> MergeLists:
         return MergeLists(chunk, NOTHING, NO_LISTS, NOTHING, 0)
     first = runs[ROW] // chunk
     width = runs[ROWS] // chunk if np.count_nonzero(runs[ROWS] != chunk) else None
+    if (
+        width is None
+        and num_runs > 1
+        and (lists := _lists_in_order(runs, first, num_chunks, chunk)) is not None
+    ):
+        return lists
     seen, partial = _seen(first, width, num_chunks)
     chunks = _members(runs, partial.nonzero()[0], first, width, chunk)
 
@@ -232,6 +238,28 @@ def _merge_lists(runs: Int, num_packed: int, chunk: int) -> MergeLists:
         members=(order * chunk).astype(np.int32),
         num_partial_rows=len(chunks) * chunk,
     )
+
+
+def _lists_in_order(runs: Int, first: Int, num_chunks: int, chunk: int) -> MergeLists | None:
+    """`_merge_lists` of runs of a chunk each that come in the order of their chunks, which all
+    have some; None for others."""
+    steps = first[1:] - first[:-1]
+    if least(steps) < 0:
+        return None
+    fresh = np.empty(len(first) + 1, np.bool_)  # whether a run is its chunk's first
+    fresh[0] = fresh[-1] = True
+    np.not_equal(steps, 0, out=fresh[1:-1])
+    if np.count_nonzero(fresh) <= num_chunks:
+        return None
+    partial = np.logical_not(fresh[:-1] & fresh[1:]).nonzero()[0]
+    members = np.arange(0, len(partial) * chunk, chunk, dtype=np.int32)
+    runs[PARTIAL][partial] = members
+    lists = fresh.take(partial).nonzero()[0]
+    indptr = np.empty(len(lists) + 1, np.int32)
+    indptr[:-1] = lists
+    indptr[-1] = len(partial)
+    chunks = first.take(partial.take(lists)).astype(np.int32, copy=False)
+    return MergeLists(chunk, chunks, indptr, members, len(partial) * chunk)
 
 
 def _members(runs: Int, partial: Int, first: Int, width: Int | None, chunk: int) -> Int:
