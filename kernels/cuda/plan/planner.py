@@ -19,8 +19,9 @@ from kernels.backend import Int32, Level, Plan
 from kernels.cuda.common.extremes import greatest, least
 from kernels.cuda.plan.runs import Cut, cut
 from kernels.cuda.plan.tiles import (
-    ITEM_FIELDS,
+    FIELDS,
     PARTIAL,
+    PLAIN_FIELDS,
     ROW,
     ROWS,
     Int,
@@ -109,13 +110,15 @@ def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> Ba
     levels = [level for plan in plans for level in plan.levels]
     num_rows = sum([len(plan.positions) for plan in plans])
     num_packed = num_rows * config.group_size
-    cuts = cut(_tiles(requests, config), config, num_packed, _same_pages(levels, config))
+    ruled = config.window_left >= 0 or any(level.causal for level in levels)
+    tiles = _tiles(requests, config, FIELDS if ruled else PLAIN_FIELDS)
+    cuts = cut(tiles, config, num_packed, _same_pages(levels, config))
     runs = beside([part.runs for part in cuts])
     merges = _merge_lists(runs, num_packed, config.chunk)
-    if config.window_left >= 0 or any(level.causal for level in levels):
+    if ruled:
         keep_rules(runs, config.window_left)
     return BatchWork(
-        kernels=_kernels(cuts, np.ascontiguousarray(runs[: len(ITEM_FIELDS)].T), config),
+        kernels=_kernels(cuts, np.ascontiguousarray(runs[:, :PLAIN_FIELDS]), config),
         merges=merges,
         order=_order(plans),
         positions=_joined([plan.positions for plan in plans]),
@@ -141,14 +144,17 @@ def _same_pages(levels: Sequence[Level], config: PlannerConfig) -> bool:
     return 2 * others <= count and others * pages // count * config.page_bytes > CACHE_BYTES
 
 
-def _tiles(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> list[tuple[int, Int]]:
+def _tiles(
+    requests: Sequence[tuple[int, Plan]], config: PlannerConfig, fields: int
+) -> list[tuple[int, Int]]:
     """Tiles of every kernel that has some, by its index in `config.shapes`."""
     tiles: list[list[Int]] = [[] for _ in config.shapes]
     chunk = config.chunk
     row = page = 0
     for layer, plan in requests:
         for level in plan.levels:
-            for index, made in level_tiles(layer, plan.positions, level, row, page, chunk, config):
+            places = (row, page, chunk, config, fields)
+            for index, made in level_tiles(layer, plan.positions, level, *places):
                 tiles[index].append(made)
             page += len(level.kv_indices)
         row += len(plan.positions)
@@ -159,7 +165,7 @@ def _kernels(cuts: Sequence[Cut], items: Int32, config: PlannerConfig) -> tuple[
     """The kernels' work; `items` are the runs of all `cuts`, one after another."""
     kernels, at = [], 0
     for part in cuts:
-        stop = at + part.runs.shape[1]
+        stop = at + len(part.runs)
         shape, mine = config.shapes[part.index], items[at:stop]
         how = (part.worker_begin, part.team, part.heads_first)
         kernels.append(KernelWork(part.index, shape, mine, *how))
@@ -186,7 +192,7 @@ def _joined(parts: Sequence[Int32]) -> Int32:
 
 def _once_each(runs: Int, num_packed: int) -> bool:
     """Whether every packed row is in one run: all are final."""
-    begins, ends = runs[ROW], runs[ROW] + runs[ROWS]
+    begins, ends = runs[:, ROW], runs[:, ROW] + runs[:, ROWS]
     if _follow(begins, ends, num_packed):
         return True
     # in another order? As many runs have a row as begin by then less those that end, whichever
@@ -204,11 +210,11 @@ def _follow(begins: Int, ends: Int, num_packed: int) -> bool:
 
 def _merge_lists(runs: Int, num_packed: int, chunk: int) -> MergeLists:
     """The lists of chunks that are merged; gives runs that are not final their partial rows."""
-    num_runs, num_chunks = runs.shape[1], num_packed // chunk
+    num_runs, num_chunks = len(runs), num_packed // chunk
     if num_runs <= num_chunks and _once_each(runs, num_packed):
         return MergeLists(chunk, NOTHING, NO_LISTS, NOTHING, 0)
-    first = runs[ROW] // chunk
-    width = runs[ROWS] // chunk if np.count_nonzero(runs[ROWS] != chunk) else None
+    first = runs[:, ROW] // chunk
+    width = runs[:, ROWS] // chunk if np.count_nonzero(runs[:, ROWS] != chunk) else None
     if (
         width is None
         and num_runs > 1
@@ -253,7 +259,7 @@ def _lists_in_order(runs: Int, first: Int, num_chunks: int, chunk: int) -> Merge
         return None
     partial = np.logical_not(fresh[:-1] & fresh[1:]).nonzero()[0]
     members = np.arange(0, len(partial) * chunk, chunk, dtype=np.int32)
-    runs[PARTIAL][partial] = members
+    runs[:, PARTIAL][partial] = members
     lists = fresh.take(partial).nonzero()[0]
     indptr = np.empty(len(lists) + 1, np.int32)
     indptr[:-1] = lists
@@ -269,11 +275,11 @@ def _members(runs: Int, partial: Int, first: Int, width: Int | None, chunk: int)
     """
     chunks = first.take(partial)
     if width is None:
-        runs[PARTIAL][partial] = np.arange(0, len(partial) * chunk, chunk, dtype=np.int32)
+        runs[:, PARTIAL][partial] = np.arange(0, len(partial) * chunk, chunk, dtype=np.int32)
         return chunks
     width = width.take(partial)
     begins = np.add.accumulate(width) - width
-    runs[PARTIAL][partial] = (begins * chunk).astype(np.int32)
+    runs[:, PARTIAL][partial] = (begins * chunk).astype(np.int32)
     chunks = (chunks - begins).repeat(width)
     chunks += np.arange(len(chunks))
     return chunks

@@ -89,7 +89,7 @@ def cut(
     if not parts or config.shapes[parts[-1][0]].persistent:  # persistent ones come first
         whole = [config.shapes[index].workers // config.num_kv_heads for index, _ in parts]
         return [_assign(*part, max(1, n), config) for part, n in zip(parts, whole, strict=True)]
-    merged = sum(int(np.add.reduce(tiles[ROWS])) for _, tiles in parts) > num_packed
+    merged = sum(int(np.add.reduce(tiles[:, ROWS])) for _, tiles in parts) > num_packed
     share = _persistent_share(parts, config)
     made = _beside(parts, share, merged, config)
     if made.persistent_end > LATE * made.end:
@@ -129,8 +129,8 @@ def _persistent_share(parts: Parts, config: PlannerConfig) -> float:
     kept = whole = 0.0
     for index, tiles in parts:
         shape = config.shapes[index]
-        keys = int(np.add.reduce(tiles[KEYS]))
-        cost = (tiles.shape[1] * shape.item_seconds + keys * shape.key_seconds) / shape.workers
+        keys = int(np.add.reduce(tiles[:, KEYS]))
+        cost = (len(tiles) * shape.item_seconds + keys * shape.key_seconds) / shape.workers
         whole += cost
         kept += cost if shape.persistent else 0.0
     return kept / whole
@@ -138,7 +138,7 @@ def _persistent_share(parts: Parts, config: PlannerConfig) -> float:
 
 def _assigned_seconds(made: Cut, shape: TileShape) -> float:
     """When the last team of a persistent kernel is done."""
-    shares = -(made.runs[KEYS] // -(shape.granule * made.team)) * shape.granule
+    shares = -(made.runs[:, KEYS] // -(shape.granule * made.team)) * shape.granule
     costs = shape.item_seconds + shares * shape.key_seconds
     return float(np.maximum.reduce(np.add.reduceat(costs, made.worker_begin[:-1])))
 
@@ -150,7 +150,7 @@ def _granule(shape: TileShape, page_size: int) -> int:
 
 def _assign(index: int, tiles: Int, workers: int, config: PlannerConfig, busy: float = BUSY) -> Cut:
     """Runs for teams of `workers`: whole tiles, or runs of one length, where that fills them."""
-    shape, keys = config.shapes[index], tiles[KEYS]
+    shape, keys = config.shapes[index], tiles[:, KEYS]
     num_tiles, largest, total = len(keys), greatest(keys), int(np.add.reduce(keys))
     alike = largest * num_tiles <= EQUAL * total
     team = config.team or _team(shape, -(-largest // shape.granule), workers // num_tiles)
@@ -169,7 +169,7 @@ def _assign(index: int, tiles: Int, workers: int, config: PlannerConfig, busy: f
         pieces = min(teams // num_tiles, max(1, worth // num_tiles))
         if pieces * num_tiles >= BUSY * min(teams, worth):
             runs = _cut_alike(tiles, pieces, _granule(shape, config.page_size), config.page_size)
-            return Cut(index, runs, _bounds(runs.shape[1], 1), team)
+            return Cut(index, runs, _bounds(len(runs), 1), team)
     granule = _granule(shape, config.page_size)
     runs, begin = _equal_shares(tiles, min(teams, worth), granule, config.page_size)
     return Cut(index, runs, begin, team)
@@ -180,7 +180,7 @@ def _together(index: int, tiles: Int, config: PlannerConfig) -> Cut | None:
 
     The smallest teams that leave few idle in the last of many rounds; None where none do.
     """
-    shape, keys = config.shapes[index], tiles[KEYS]
+    shape, keys = config.shapes[index], tiles[:, KEYS]
     units, longest = len(keys) * config.num_kv_heads, greatest(keys)
     if not shape.persistent or longest * len(keys) > ALIKE * int(np.add.reduce(keys)):
         return None
@@ -216,7 +216,7 @@ def _bounds(count: int, each: int) -> Int32:
 
 def _cut_alike(tiles: Int, pieces: int, granule: int, page_size: int) -> Int:
     """Every tile cut into as many runs, `pieces` or as many granules as the shortest tile has."""
-    sizes = -(tiles[KEYS] // -granule)
+    sizes = -(tiles[:, KEYS] // -granule)
     pieces = min(pieces, least(sizes))
     if pieces == 1:
         return tiles
@@ -230,7 +230,7 @@ def _equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple
 
     Returns the runs and where each team's begin.
     """
-    sizes = -(tiles[KEYS] // -granule)
+    sizes = -(tiles[:, KEYS] // -granule)
     ends = np.add.accumulate(sizes)
     total: int = ends.item(-1)
     teams = min(teams, total)
@@ -257,8 +257,8 @@ def _runs(tiles: Int, tile: Int, offset: Int, granule: int, page_size: int) -> I
 
     They come in order; a tile's first run has offset 0.
     """
-    runs = tiles.take(tile, axis=1)
-    page, keys, start = runs[PAGE], runs[KEYS], runs[START]
+    runs = tiles.take(tile, axis=0)
+    page, keys, start = runs[:, PAGE], runs[:, KEYS], runs[:, START]
     skipped = offset * granule
     page += skipped // page_size
     start += skipped
@@ -282,7 +282,7 @@ def _cut_evenly(
     last rows first: those see most where a custom mask is causal in shape.
     """
     granule, heads = _granule(shape, config.page_size), config.num_kv_heads
-    sizes = -(tiles[KEYS] // -granule)
+    sizes = -(tiles[:, KEYS] // -granule)
     longest, total = greatest(sizes), int(np.add.reduce(sizes))
     end = total * heads * granule * shape.key_seconds / shape.workers
     if longest * shape.workers * ENOUGH > total * heads:
@@ -304,4 +304,4 @@ def _cut_evenly(
         tile, inside = spread(-(sizes // -piece))
         offset = (inside * piece.take(tile)).astype(np.int32)
         tiles = _runs(tiles, tile, offset, granule, config.page_size)
-    return tiles.take(np.lexsort((-tiles[ROW], tiles[PAGE], -tiles[KEYS])), axis=1), end
+    return tiles.take(np.lexsort((-tiles[:, ROW], tiles[:, PAGE], -tiles[:, KEYS])), axis=0), end

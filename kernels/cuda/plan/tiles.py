@@ -1,7 +1,7 @@
 """Levels -> tiles: each level's segments cut into tiles of packed rows for the kernel that fits.
 
-A tile is one column of an int32 matrix whose first rows are the fields of a work item, in order, so
-that finished tiles become items by one transposed copy; see work.cuh for the words.
+A tile is one row of an int32 matrix: the fields of a work item, in order, so that finished tiles
+are items; and, where rules hide keys by position, two more. See work.cuh for the words.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ LAYER, ROW, ROWS, PAGE, KEYS, START, RULES, PARTIAL = map(
     ("layer", "row_begin", "num_rows", "kv_begin", "num_keys", "kv_start", "rules", "partial"),
 )
 LEAST, GREATEST = 8, 9  # least and greatest position among the tile's rows
+PLAIN_FIELDS: Final = 8
 FIELDS: Final = 10
 FINAL: Final = -1
 HIDE_FUTURE: Final = 1
@@ -95,7 +96,7 @@ def beside(parts: Sequence[Int]) -> Int:
     """Matrices of tiles one after another."""
     if len(parts) == 1:
         return parts[0]
-    return np.concatenate(parts, axis=1) if parts else np.zeros((FIELDS, 0), np.int32)
+    return np.concatenate(parts) if parts else np.zeros((0, FIELDS), np.int32)
 
 
 def spread(counts: Int) -> tuple[Int, Int]:
@@ -113,44 +114,45 @@ def level_tiles(
     page: int,
     chunk: int,
     config: PlannerConfig,
+    fields: int,
 ) -> list[tuple[int, Int]]:
     """Tiles of one level, before runs are cut, with the index of their kernel in `config.shapes`.
 
-    `row` and `page` are where the plan's begin.
+    `row` and `page` are where the plan's begin; a tile has so many `fields`.
     """
-    segments = _segments(layer, level, page, config)
+    segments = _segments(layer, level, page, config, fields)
     made = []
     for index, mine in _by_shape(segments, config.shapes):
         tiles = _cut_rows(mine, config.shapes[index].rows // chunk * chunk)
         if level.causal or config.window_left >= 0:
             tiles = _clip(tiles, positions, config)
         if row:
-            tiles[ROW] += row * config.group_size
-        if tiles.shape[1]:
+            tiles[:, ROW] += row * config.group_size
+        if len(tiles):
             made.append((index, tiles))
     return made
 
 
-def _segments(layer: int, level: Level, page: int, config: PlannerConfig) -> Int:
+def _segments(layer: int, level: Level, page: int, config: PlannerConfig, fields: int) -> Int:
     """One tile per segment of a level, whatever its rows and keys; below 1 key: no pages."""
     packed, kv = level.qo_indptr * config.group_size, level.kv_indptr
-    tiles = np.zeros((FIELDS, len(level.kv_start)), np.int32)
-    keys = tiles[KEYS]
-    tiles[ROW] = packed[:-1]
-    np.subtract(packed[1:], packed[:-1], out=tiles[ROWS])
-    tiles[PAGE] = kv[:-1]
+    tiles = np.zeros((len(level.kv_start), fields), np.int32)
+    keys = tiles[:, KEYS]
+    tiles[:, ROW] = packed[:-1]
+    np.subtract(packed[1:], packed[:-1], out=tiles[:, ROWS])
+    tiles[:, PAGE] = kv[:-1]
     if page:
-        tiles[PAGE] += page
+        tiles[:, PAGE] += page
     np.subtract(kv[1:], kv[:-1], out=keys)
     keys -= 1
     keys *= config.page_size
     keys += level.kv_last_page_len
-    tiles[START] = level.kv_start
+    tiles[:, START] = level.kv_start
     if layer:
-        tiles[LAYER] = layer
+        tiles[:, LAYER] = layer
     if level.causal:
-        tiles[RULES] = HIDE_FUTURE
-    tiles[PARTIAL] = FINAL
+        tiles[:, RULES] = HIDE_FUTURE
+    tiles[:, PARTIAL] = FINAL
     return tiles
 
 
@@ -159,61 +161,61 @@ def _by_shape(segments: Int, shapes: Sequence[TileShape]) -> list[tuple[int, Int
 
     Segments without rows or without keys are nobody's.
     """
-    if segments.shape[1] == 0:
+    if len(segments) == 0:
         return []
-    rows, takes = segments[ROWS], [shape.most_rows for shape in shapes[:-1]]
+    rows, takes = segments[:, ROWS], [shape.most_rows for shape in shapes[:-1]]
     fewest = least(rows)
-    if fewest < 1 or least(segments[KEYS]) < 1:
-        return _by_shape(segments.compress((rows > 0) & (segments[KEYS] > 0), axis=1), shapes)
+    if fewest < 1 or least(segments[:, KEYS]) < 1:
+        return _by_shape(segments.compress((rows > 0) & (segments[:, KEYS] > 0), axis=0), shapes)
     first, last = bisect_left(takes, fewest), bisect_left(takes, greatest(rows))
     if first == last:
         return [(first, segments)]
     fitting = np.searchsorted(takes, rows)
-    parts = [(i, segments.compress(fitting == i, axis=1)) for i in range(first, last + 1)]
-    return [(index, part) for index, part in parts if part.shape[1]]
+    parts = [(i, segments.compress(fitting == i, axis=0)) for i in range(first, last + 1)]
+    return [(index, part) for index, part in parts if len(part)]
 
 
 def _cut_rows(segments: Int, capacity: int) -> Int:
     """Tiles of at most `capacity` packed rows."""
-    if greatest(segments[ROWS]) <= capacity:
+    if greatest(segments[:, ROWS]) <= capacity:
         return segments
-    segment, inside = spread(-(segments[ROWS] // -capacity))
+    segment, inside = spread(-(segments[:, ROWS] // -capacity))
     inside *= capacity
-    tiles = segments.take(segment, axis=1)
-    tiles[ROW] += inside
-    tiles[ROWS] = np.minimum(capacity, tiles[ROWS] - inside)
+    tiles = segments.take(segment, axis=0)
+    tiles[:, ROW] += inside
+    tiles[:, ROWS] = np.minimum(capacity, tiles[:, ROWS] - inside)
     return tiles
 
 
 def _clip(tiles: Int, positions: Int32, config: PlannerConfig) -> Int:
     """Drop the keys that no row of a tile sees: those after its last row, those left of windows."""
     group, page_size, window = config.group_size, config.page_size, config.window_left
-    bounds = np.empty((tiles.shape[1], 2), np.intp)
-    np.floor_divide(tiles[ROW], group, out=bounds[:, 0])
-    np.floor_divide(tiles[ROW] + (tiles[ROWS] - 1), group, out=bounds[:, 1])
+    bounds = np.empty((len(tiles), 2), np.intp)
+    np.floor_divide(tiles[:, ROW], group, out=bounds[:, 0])
+    np.floor_divide(tiles[:, ROW] + (tiles[:, ROWS] - 1), group, out=bounds[:, 1])
     bounds[:, 1] += 1
     padded = np.concatenate([positions, positions[-1:]])  # so that the second may be the end
     where = bounds.reshape(-1)
-    tiles[LEAST] = np.minimum.reduceat(padded, where)[::2]
-    tiles[GREATEST] = np.maximum.reduceat(padded, where)[::2]
-    if tiles[RULES, 0]:
-        np.minimum(tiles[KEYS], tiles[GREATEST] - tiles[START] + 1, out=tiles[KEYS])
+    tiles[:, LEAST] = np.minimum.reduceat(padded, where)[::2]
+    tiles[:, GREATEST] = np.maximum.reduceat(padded, where)[::2]
+    if tiles[0, RULES]:
+        np.minimum(tiles[:, KEYS], tiles[:, GREATEST] - tiles[:, START] + 1, out=tiles[:, KEYS])
     if window >= 0:
-        start = tiles[START].astype(np.int64)
-        hidden = np.maximum(tiles[LEAST] - start - window, 0) // page_size
-        tiles[PAGE] += hidden
+        start = tiles[:, START].astype(np.int64)
+        hidden = np.maximum(tiles[:, LEAST] - start - window, 0) // page_size
+        tiles[:, PAGE] += hidden
         hidden *= page_size
-        tiles[START] += hidden
-        tiles[KEYS] -= hidden
-    if least(tiles[KEYS]) > 0:
+        tiles[:, START] += hidden
+        tiles[:, KEYS] -= hidden
+    if least(tiles[:, KEYS]) > 0:
         return tiles
-    return tiles.compress(tiles[KEYS] > 0, axis=1)
+    return tiles.compress(tiles[:, KEYS] > 0, axis=0)
 
 
 def keep_rules(runs: Int, window_left: int) -> None:
     """Leave in RULES the rules each run still needs, key by key."""
-    rules = runs[RULES]  # HIDE_FUTURE or 0
-    rules *= runs[START] + runs[KEYS] - 1 > runs[LEAST]
+    rules = runs[:, RULES]  # HIDE_FUTURE or 0
+    rules *= runs[:, START] + runs[:, KEYS] - 1 > runs[:, LEAST]
     if window_left >= 0:
-        start = runs[START].astype(np.int64)
-        rules[start + window_left < runs[GREATEST]] |= HIDE_WINDOW
+        start = runs[:, START].astype(np.int64)
+        rules[start + window_left < runs[:, GREATEST]] |= HIDE_WINDOW
