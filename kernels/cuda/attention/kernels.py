@@ -13,8 +13,14 @@ from kernels.cuda.wide import variants as wide
 
 WIDE_FLOPS: Final = 675e12
 TILE_FLOPS: Final = 320e12
+NARROW_ITEM: Final = 2.1e-6
+NARROW_BYTES: Final = 4.3e9
 FEW_ROWS_ITEM: Final = 2.1e-6
 FEW_ROWS_BYTES: Final = 4.3e9
+"""What an item costs a warp of the narrow kernel, and how many bytes it reads in a second; and the
+same where groups are small enough for loads that leave the L1 cache together."""
+WIDE_ITEM: Final = 1.8e-6
+TILE_ITEM: Final = 1.8e-6
 SMS: Final = 132
 """Of the device on which costs were measured, and what its kernels reach."""
 
@@ -90,7 +96,8 @@ def planner_shape(
     reached = (WIDE_FLOPS if wide else TILE_FLOPS) / SMS / kernel.blocks
     flops = 4 * head_dim * kernel.rows
     warps = kernel.threads // 32 if narrow else 1
-    warp_bytes = FEW_ROWS_BYTES if few_rows else 4.3e9
+    narrow_item = FEW_ROWS_ITEM if few_rows else NARROW_ITEM
+    narrow_bytes = FEW_ROWS_BYTES if few_rows else NARROW_BYTES
     return TileShape(
         name=kernel.entry,
         rows=kernel.rows,
@@ -99,8 +106,8 @@ def planner_shape(
         granule=kernel.tile_keys,
         persistent=narrow,
         least_run=NARROW_RUN if narrow else 256,
-        item_seconds=(FEW_ROWS_ITEM if few_rows else 2.1e-6) if narrow else 1.8e-6,
-        key_seconds=token_bytes / warp_bytes if narrow else flops / reached,
+        item_seconds=narrow_item if narrow else WIDE_ITEM if wide else TILE_ITEM,
+        key_seconds=token_bytes / narrow_bytes if narrow else flops / reached,
         heads_at_once=2 if wide else 0,  # wide.heads_together, but for hundreds of tiles on one run
         teams=tuple(t for t in range(1, warps + 1) if warps % t == 0),
     )
