@@ -15,8 +15,8 @@ WIDE_FLOPS: Final = 675e12
 TILE_FLOPS: Final = 320e12
 NARROW_ITEM: Final = 2.1e-6
 NARROW_BYTES: Final = 4.3e9
-FEW_ROWS_ITEM: Final = 2.1e-6
-FEW_ROWS_BYTES: Final = 4.3e9
+FEW_ROWS_ITEM: Final = 6.0e-6
+FEW_ROWS_BYTES: Final = 5.4e9
 """What an item costs a warp of the narrow kernel, and how many bytes it reads in a second; and the
 same where groups are small enough for loads that leave the L1 cache together."""
 WIDE_ITEM: Final = 1.8e-6
