@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.backend import Int32, Level, Plan
+from kernels.cuda.plan.cutting import SNAP
 from kernels.cuda.plan.planner import BatchWork, make_work
-from kernels.cuda.plan.runs import SNAP
 from kernels.cuda.plan.tiles import (
     FINAL,
     HIDE_FUTURE,

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
 
 from kernels.backend import DType, Scoring
+from kernels.cuda.common.structs import ATTEND_PARAMS, packed
 from kernels.cuda.kv.view import KvView
+
+_LOG2E: Final = 1 / np.log(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +33,19 @@ class AttentionConfig:
     @property
     def group_size(self) -> int:
         return self.num_qo_heads // self.kv.num_kv_heads
+
+
+def attend_struct(config: AttentionConfig) -> bytes:
+    """`AttendParams` as far as the config decides it."""
+    kv, scoring = config.kv, config.scoring
+    scale = scoring.sm_scale * kv.k_scale
+    return packed(
+        ATTEND_PARAMS,
+        **kv.strides,
+        group_size=config.group_size,
+        scale=scale,
+        scale2=scale * _LOG2E,
+        soft_cap=scoring.logits_soft_cap,
+        v_scale=kv.v_scale,
+        window_left=scoring.window_left,
+    )

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kernels.backend import Plan
-from kernels.cuda.attention.config import AttentionConfig
+from kernels.cuda.attention.config import AttentionConfig, attend_struct
 from kernels.cuda.attention.kernels import attend_kernels, planner_shape, wide_variant
 from kernels.cuda.attention.steps import (
     DevicePlan,
@@ -37,14 +37,14 @@ from kernels.cuda.device.launch import Launcher, Library
 from kernels.cuda.device.transfer import Transfers
 from kernels.cuda.merge.variants import merge_launch
 from kernels.cuda.narrow.variants import few_rows_kernels, parts_of
-from kernels.cuda.plan.planner import BatchWork, KernelWork, MergeLists, make_work
+from kernels.cuda.plan.merges import MergeLists
+from kernels.cuda.plan.planner import BatchWork, KernelWork, make_work
 from kernels.cuda.plan.tiles import KEYS, PAGE, ROWS, PlannerConfig
 from kernels.cuda.visible import table as visible
 from kernels.cuda.wide import variants as wide
 
 SHORT_LAUNCH: Final = 512
 """Keys a warp up to which a launch gains by beginning while its predecessor ends."""
-_LOG2E: Final = 1 / np.log(2)
 _write_arrays: Final = writer(
     ATTEND_PARAMS, "items", "worker_begin", "kv_indices", "order", "positions"
 )
@@ -94,7 +94,7 @@ class DevicePlanBuilder:
             ),
             page_bytes=kv.page_bytes,
         )
-        self._struct = _config_struct(config)
+        self._struct = attend_struct(config)
 
     def make(
         self,
@@ -290,19 +290,3 @@ class DevicePlanBuilder:
         function = self._library.function(how.spec, "merge_states")
         launcher = Launcher(function, how.grid, how.threads, 0, block, overlaps=overlaps)
         return Step(launcher, write_merge)
-
-
-def _config_struct(config: AttentionConfig) -> bytes:
-    """`AttendParams` as far as the config decides it."""
-    kv, scoring = config.kv, config.scoring
-    scale = scoring.sm_scale * kv.k_scale
-    return packed(
-        ATTEND_PARAMS,
-        **kv.strides,
-        group_size=config.group_size,
-        scale=scale,
-        scale2=scale * _LOG2E,
-        soft_cap=scoring.logits_soft_cap,
-        v_scale=kv.v_scale,
-        window_left=scoring.window_left,
-    )

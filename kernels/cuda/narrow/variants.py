@@ -20,7 +20,7 @@ LINE_BYTES: Final = 128
 
 
 def halves(head_dim: int, storage: DType, general: bool) -> bool:
-    """Whether a token of K has two columns, for 8 rows and fewer: `kHalves` of warp.cuh."""
+    """Whether a token of K has two columns, for 8 rows and fewer: `kHalves` of loads.cuh."""
     row = head_dim * NUMPY_DTYPES[storage].itemsize
     if row % LINE_BYTES or (general and row == LINE_BYTES):
         return False

@@ -16,14 +16,14 @@ from typing import Final
 import numpy as np
 
 from kernels.backend import Int32
-from kernels.cuda.common.extremes import greatest, least
+from kernels.cuda.common.extremes import greatest
 from kernels.cuda.plan import rounds
+from kernels.cuda.plan.cutting import cut_alike, equal_shares, granule_of, runs_at
 from kernels.cuda.plan.tiles import (
     KEYS,
     PAGE,
     ROW,
     ROWS,
-    START,
     Int,
     PlannerConfig,
     TileShape,
@@ -38,8 +38,6 @@ BUSY_BESIDE: Final = 0.85
 """The same beside another kernel, whose workers are taken from no sooner than they must be."""
 FILLED: Final = 0.95
 """Share of the places for whole tiles, a few per worker, that must be taken."""
-SNAP: Final = 0.03
-"""A share ends with a tile when that is no further off than this part of the share."""
 ALIKE: Final = 1.25
 """Tiles that are to meet in the caches keep in step when the largest is so many times the mean."""
 MET_ROUNDS: Final = 3
@@ -143,11 +141,6 @@ def _assigned_seconds(made: Cut, shape: TileShape) -> float:
     return float(np.maximum.reduce(np.add.reduceat(costs, made.worker_begin[:-1])))
 
 
-def _granule(shape: TileShape, page_size: int) -> int:
-    """Keys between places where a run may end: whole granules of the kernel, whole pages."""
-    return page_size * -(-shape.granule // page_size)
-
-
 def _assign(index: int, tiles: Int, workers: int, config: PlannerConfig, busy: float = BUSY) -> Cut:
     """Runs for teams of `workers`: whole tiles, or runs of one length, where that fills them."""
     shape, keys = config.shapes[index], tiles[:, KEYS]
@@ -168,10 +161,10 @@ def _assign(index: int, tiles: Int, workers: int, config: PlannerConfig, busy: f
     elif alike:
         pieces = min(teams // num_tiles, max(1, worth // num_tiles))
         if pieces * num_tiles >= BUSY * min(teams, worth):
-            runs = _cut_alike(tiles, pieces, _granule(shape, config.page_size), config.page_size)
+            runs = cut_alike(tiles, pieces, granule_of(shape, config.page_size), config.page_size)
             return Cut(index, runs, _bounds(len(runs), 1), team)
-    granule = _granule(shape, config.page_size)
-    runs, begin = _equal_shares(tiles, min(teams, worth), granule, config.page_size)
+    granule = granule_of(shape, config.page_size)
+    runs, begin = equal_shares(tiles, min(teams, worth), granule, config.page_size)
     return Cut(index, runs, begin, team)
 
 
@@ -214,59 +207,6 @@ def _bounds(count: int, each: int) -> Int32:
     return bounds
 
 
-def _cut_alike(tiles: Int, pieces: int, granule: int, page_size: int) -> Int:
-    """Every tile cut into as many runs, `pieces` or as many granules as the shortest tile has."""
-    sizes = -(tiles[:, KEYS] // -granule)
-    pieces = min(pieces, least(sizes))
-    if pieces == 1:
-        return tiles
-    tile = np.arange(len(sizes)).repeat(pieces)
-    offset = (sizes[:, None] * np.arange(pieces) // pieces).reshape(-1).astype(np.int32)
-    return _runs(tiles, tile, offset, granule, page_size)
-
-
-def _equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple[Int, Int32]:
-    """Lay the tiles end to end and cut where each team's equal share ends, or a tile close by.
-
-    Returns the runs and where each team's begin.
-    """
-    sizes = -(tiles[:, KEYS] // -granule)
-    ends = np.add.accumulate(sizes)
-    total: int = ends.item(-1)
-    teams = min(teams, total)
-    bounds = np.arange(0, teams * total + 1, total) // teams
-    tile = ends.searchsorted(bounds)
-    left = ends.take(tile) - bounds
-    past = sizes.take(tile) - left
-    # a bound that is closer to an edge of its tile moves there, the others cut it
-    cuts = np.minimum(past, left) > int(SNAP * total) // teams
-    # runs before a bound: those of the tiles before its own, its own tile's first unless the bound
-    # is where that begins, and one for each cut before it
-    begin = np.add.accumulate(cuts)
-    begin += tile
-    begin += (past > left) > cuts
-    which = cuts.nonzero()[0]
-    offset = np.zeros(len(sizes) + len(which), np.int32)
-    offset[begin.take(which)] = past.take(which)
-    tile = np.add.accumulate(offset == 0) - 1
-    return _runs(tiles, tile, offset, granule, page_size), begin.astype(np.int32)
-
-
-def _runs(tiles: Int, tile: Int, offset: Int, granule: int, page_size: int) -> Int:
-    """Runs, each from `offset` granules of its `tile` on to the tile's next run, or to its end.
-
-    They come in order; a tile's first run has offset 0.
-    """
-    runs = tiles.take(tile, axis=0)
-    page, keys, start = runs[:, PAGE], runs[:, KEYS], runs[:, START]
-    skipped = offset * granule
-    page += skipped // page_size
-    start += skipped
-    keys -= skipped  # to the tile's end
-    keys[:-1] -= keys[1:] * (offset[1:] > 0)  # less what its next run has
-    return runs
-
-
 def _cut_evenly(
     tiles: Int,
     shape: TileShape,
@@ -281,7 +221,7 @@ def _cut_evenly(
     Tiles of one segment are cut alike, so that their runs of the same keys follow each other, the
     last rows first: those see most where a custom mask is causal in shape.
     """
-    granule, heads = _granule(shape, config.page_size), config.num_kv_heads
+    granule, heads = granule_of(shape, config.page_size), config.num_kv_heads
     sizes = -(tiles[:, KEYS] // -granule)
     longest, total = greatest(sizes), int(np.add.reduce(sizes))
     end = total * heads * granule * shape.key_seconds / shape.workers
@@ -303,5 +243,5 @@ def _cut_evenly(
         piece = -(sizes // (sizes // -most))
         tile, inside = spread(-(sizes // -piece))
         offset = (inside * piece.take(tile)).astype(np.int32)
-        tiles = _runs(tiles, tile, offset, granule, config.page_size)
+        tiles = runs_at(tiles, tile, offset, granule, config.page_size)
     return tiles.take(np.lexsort((-tiles[:, ROW], tiles[:, PAGE], -tiles[:, KEYS])), axis=0), end
