@@ -1,6 +1,7 @@
 """What a router costs: calls a second through one ingress process, and what it adds to one call.
 
-python -m bench.routing [--seconds 5] [--callers 16] [--tcp] [--json FILE]
+    python -m bench.routing [--seconds 5] [--callers 16] [--tcp] [--json FILE]
+    python -m bench.routing --ranks [--seconds 20]    # real engines: bench/epochs.py
 
 The engines are stand-ins that answer `get_sequence` and `decode` with what lies ready, in one
 process beside the measured one, so that it is the ingress that is at its limit. Calls are made in
@@ -26,6 +27,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from bench.epochs import epochs
 from config.settings import load_settings
 from service.cluster.listed import Listed, write_members
 from service.cluster.names import made_id
@@ -161,7 +163,12 @@ def main() -> None:
     parser.add_argument("--callers", type=int, default=16)
     parser.add_argument("--tcp", action="store_true", help="engines as on other hosts")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--ranks", action="store_true", help="what ranks and epochs cost")
     given = parser.parse_args()
+    if given.ranks:
+        for row in epochs(given.seconds):
+            print(json.dumps(row))
+        return
     import uvloop
 
     with tempfile.TemporaryDirectory() as folder:
