@@ -52,12 +52,13 @@ def cut_one(given: dict[str, Any], arrays: Arrays, group: Sequence[int], sums: I
     for name in ("sequences", "offsets"):
         if given.get(name) is not None:
             fields[name] = [given[name][at] for at in group]
-    counts = np.diff(sums)[list(group)]
-    for name in INDPTRS:
-        if given.get(name) is not None:
-            fields[name] = [0, *np.cumsum(counts).tolist()]
-    spans = [np.arange(sums[at], sums[at + 1], dtype=np.int32) for at in group]
-    rows = np.concatenate(spans) if spans else np.empty(0, np.int32)
+    told = [name for name in INDPTRS if given.get(name) is not None]
+    if told:
+        counts = np.diff(sums)[list(group)]
+        fields[told[0]] = [0, *np.cumsum(counts).tolist()]
+        rows = np.concatenate([np.arange(sums[at], sums[at + 1], dtype=np.int32) for at in group])
+    else:
+        rows = np.array(group, np.int32)
     # those of whole batches: rows of a gather come only with the answer
     return Piece(tuple(group), rows, fields, {name: one[rows] for name, one in arrays.items()})
 

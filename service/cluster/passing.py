@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Straight = tuple[tuple[str, ...], Engine]
 """The sequences of a call, and the engine that all of them are on."""
+Several = tuple[()]
+"""They are on several engines."""
 REMEMBERED_BYTES: Final = 8 * 2**20
 """Of headers that are remembered, the longest at most an eighth of it."""
 ENTRY_BYTES: Final = 512
@@ -31,7 +33,7 @@ class Passing:
 
     def __init__(self, homes: Homes) -> None:
         self.homes = homes
-        self.known: dict[tuple[Operation, str, bytes], Straight | None] = {}
+        self.known: dict[tuple[Operation, str, bytes], Straight | Several] = {}
         self.num_bytes = 0
         self.changes = (0, 0)
 
@@ -53,20 +55,23 @@ class Passing:
                 if self.num_bytes > REMEMBERED_BYTES:
                     self.forget()
                 self.known[key] = found
-        return found
+        return found or None
 
     def forget(self) -> None:
         self.known.clear()
         self.num_bytes = 0
 
-    def look(self, call: Call, header: bytes) -> Straight | None:
+    def look(self, call: Call, header: bytes) -> Straight | Several | None:
+        """None where that may be another thing the next time."""
         ids = ids_in(call.operation, header)
         if not ids:
             return None
         space, tag, by_tag = call.tenant.namespace, self.homes.names.tag, self.homes.members.by_tag
         engines = {by_tag.get(tag((space, name)) or "") for name in ids}
+        if None in engines:
+            return None
         engine = engines.pop()
-        return None if engine is None or engines else (ids, engine)
+        return () if engine is None or engines else (ids, engine)
 
 
 def ids_in(operation: Operation, header: bytes) -> tuple[str, ...]:
