@@ -24,18 +24,21 @@ from service.image.writing import image
 from service.operations.table import BY_NAME
 from service.tenants import OPEN
 
-HEADS: Final = 8
-DIM: Final = 128
+HEADS: Final = 2
+DIM: Final = 64
 BEGUN: Final = 256
 """Tokens that each sequence has at first."""
-AT_ONCE: Final = 200
-"""Calls of each kind before the sequences are made anew, so that those are as long on average."""
+IN_A_ROW: Final = 25
+BLOCKS: Final = 8
+"""Calls of each kind one after another, and how often all kinds have their turn before the
+sequences are made anew, so that those are as long on average."""
 SETTINGS: Final = [
     *("--backend.kind", "cpu"),
     *("--pool.num-layers", "1"),
     *("--pool.num-kv-heads", str(HEADS)),
     *("--pool.head-dim", str(DIM)),
     *("--pool.num-pages", "512"),
+    *("--pool.dtype", "fp32"),
     *("--log.level", "warning"),
 ]
 WAYS: Final = {
@@ -62,7 +65,7 @@ async def ask(router: Router, name: str, fields: dict[str, Any], **arrays: Any) 
 async def round_of(routers: list[Router], spent: dict[tuple[str, str], list[float]]) -> None:
     """Calls of every kind, one after another, on sequences of their own."""
     first = routers[0]
-    rows = np.zeros((BEGUN, HEADS, DIM), np.float16)
+    rows = np.zeros((BEGUN, HEADS, DIM), np.float32)
     kv, q = {"k": rows[:1], "v": rows[:1]}, rows[:1]
     names: dict[tuple[str, str], str] = {}
     for number, (call, (ways, _)) in enumerate(WAYS.items()):
@@ -72,12 +75,13 @@ async def round_of(routers: list[Router], spent: dict[tuple[str, str], list[floa
             await ask(first, "create_sequences", {"sequences": [{"id": name} | ranks]})
             whole = {"layer": 0, "sequences": [name], "append_indptr": [0, BEGUN]}
             await ask(first, "append", whole, k=rows, v=rows)
-    for turn in range(AT_ONCE):
+    for _ in range(BLOCKS):
         for (call, way), name in names.items():
-            router = routers[turn % 2] if "in turn" in call else first
             given = kv if WAYS[call][1] else {}
             fields = {"layer": 0, "sequences": [name]}
-            spent[call, way].append(await ask(router, "decode", fields, q=q, **given))
+            for turn in range(IN_A_ROW):
+                router = routers[turn % 2] if "in turn" in call else first
+                spent[call, way].append(await ask(router, "decode", fields, q=q, **given))
     await ask(first, "delete_sequences", {"ids": list(names.values())})
 
 
