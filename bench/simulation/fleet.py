@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Final
 
+from bench.replay import PAGE
 from bench.simulation.blocks import BlockPool
 from bench.simulation.clock import Clock
 from bench.simulation.gpu import GpuCosts, Model
 from bench.simulation.placing import Placing
 from bench.simulation.trace import BLOCK_TOKENS, Request
+from service.cluster.placement import Pace
 
 FP8: Final = Model()
 
@@ -40,6 +42,16 @@ class Fleet:
         """Blocks of tokens that an engine's pool holds."""
         return int(self.pool_bytes / self.model.token_bytes / BLOCK_TOKENS)
 
+    def pace(self, costs: GpuCosts) -> Pace:
+        """What its engines tell of themselves, whose steps are full."""
+        layers, layer_bytes = self.model.num_layers, PAGE * self.model.layer_bytes
+        step_s = self.model_s + layers * (costs.hand_over_s + costs.append.fixed_s)
+        return Pace(
+            page_s=PAGE * step_s / self.chunk + layers * layer_bytes / costs.append.per_s,
+            pair_s=layers * PAGE**2 * self.model.pair_flops / costs.prefill.per_s,
+            read_s=layers * layer_bytes / costs.decode.per_s,
+        )
+
 
 @dataclass(slots=True, eq=False)
 class Running:
@@ -52,8 +64,6 @@ class Running:
     done: int = 0
     first: float = 0.0
     placed: float = 0.0
-    weight: float = 0.0
-    """Of its calls, for the router."""
 
 
 @dataclass(slots=True)
@@ -155,7 +165,6 @@ class Engine:
                 break
             self.prefilling.popleft()
             one.first = now
-            self.placing.answered(self.number, one.weight)
             self.context += one.request.tokens
             heappush(self.ending, (self.step + one.request.output, id(one), one))
 
@@ -166,7 +175,7 @@ class Simulation:
     def __init__(self, fleet: Fleet, costs: GpuCosts) -> None:
         self.clock = Clock()
         self.fleet = fleet
-        self.placing = Placing(fleet.engines, fleet.blocks)
+        self.placing = Placing(fleet.engines, fleet.blocks, fleet.pace(costs))
         self.engines = [
             Engine(number, fleet, costs, self.placing) for number in range(fleet.engines)
         ]
@@ -197,8 +206,7 @@ class Simulation:
         if len(request.blocks) + 1 > self.fleet.blocks:
             self.told.refused += 1
             return
-        placed = self.placing.place(request.blocks)
-        engine, one.weight = self.engines[placed.engine], placed.weight
+        engine = self.engines[self.placing.place(request.blocks, now)]
         self.clock.after(self.fleet.router_s, lambda: self.receive(engine, one))
 
     def receive(self, engine: Engine, one: Running) -> None:

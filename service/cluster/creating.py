@@ -157,19 +157,22 @@ def place_one(router: Router, call: Call, new: New, passed_over: Collection[str]
     needed = 1
     if new.prefix is not None:
         needed = max(new.prefix.num_pages(router.members.info.page_size), 1)
-    return place_pages(router, call, new.prefix, needed, passed_over)
+    chosen, there = place_pages(router, call, new.prefix, needed, passed_over)
+    chosen.give(there, needed)
+    return chosen
 
 
 def place_pages(
     router: Router, call: Call, prefix: Prefix | None, needed: int, passed_over: Collection[str]
-) -> Engine:
-    """The engine for so many pages, of which the first have the prefix's names. Raises NotReady."""
+) -> tuple[Engine, int]:
+    """The engine for so many pages, of which the first have the prefix's names; and how many of
+    those it has already. Raises NotReady."""
     members = router.members
     among = {
         one.tag: one for one in members.engines if one.takes_new and one.tag not in passed_over
     }
     if not among:
-        return members.idlest()
+        return members.idlest(), 0
     loads = {tag: one.load_now for tag, one in among.items()}
     if prefix is None:
         chosen, there = among[choose(loads, {}, needed)], 0
@@ -182,7 +185,7 @@ def place_pages(
         there = matched.get(chosen.tag, 0)
         known.expect(chosen.tag, islice(again, there, None), now)
     chosen.promised += max(needed - there, 1)
-    return chosen
+    return chosen, there
 
 
 def place_ranks(router: Router, new: New, passed_over: Collection[str]) -> Home:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from service.cluster.names import tag_of_instance
-from service.cluster.placement import Load
+from service.cluster.placement import Load, busy_until_s
 from service.doors.arena import DoorArena
 from service.doors.link import Link
 from service.doors.problems import ProblemText
@@ -25,8 +26,8 @@ from service.road.frames import NO_REQUEST_ID
 from service.road.slots import Slot
 from service.tenants import Tenant
 
-QUEUE_WEIGHT: Final = 0.1
-"""Share of the latest call in the running mean of the time that calls wait for their turn."""
+LATEST_WEIGHT: Final = 0.1
+"""Share of the latest call in the running means of what calls wait and take."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +70,10 @@ class Engine:
         self.arena = arena
         self.tag = ""
         self.load = Load()
-        self.queue_s = 0.0
+        self.queue_s = self.call_s = 0.0
+        """Of the latest calls, how long they waited for their turn, and took from then on."""
+        self.busy_until_s = 0.0
+        """On `time.monotonic`: when the prompts that were placed here should be computed."""
         self.promised = 0
         """Pages placed there since `load` was told."""
         self.is_leaving = False
@@ -78,14 +82,11 @@ class Engine:
         """It says so itself."""
         self.is_elsewhere = False
         """It is no process of this service, so its counts are not in memory that is shared."""
-        self.num_calls = self.num_waiting = self.bytes_waiting = 0
-        self.page_bytes = 1
+        self.num_calls = self.num_waiting = 0
 
     def learn(self, info: InfoAnswer) -> None:
         """What it says of itself."""
         self.info = info
-        value_bytes = 4 if info.dtype == "fp32" else 2  # as callers send them
-        self.page_bytes = 2 * info.page_size * info.num_kv_heads * info.head_dim * value_bytes
         self.tag = tag_of_instance(info.instance_id)
 
     @property
@@ -100,13 +101,23 @@ class Engine:
     @property
     def load_now(self) -> Load:
         """What it has told, with what is known since."""
-        return replace(
-            self.load,
-            queue_s=self.queue_s,
-            calls=self.num_waiting,
-            bodies=self.bytes_waiting / self.page_bytes,
-            promised=self.promised,
+        load = self.load
+        work_s = max(self.busy_until_s - time.monotonic(), self.num_waiting * self.call_s)
+        return Load(
+            load.free,
+            load.cached,
+            load.held,
+            self.queue_s,
+            work_s,
+            self.promised,
+            load.pace,
         )
+
+    def give(self, first: int, last: int) -> None:
+        """These pages of a prompt are to be computed, and stored here."""
+        now = time.monotonic()
+        work_s = self.load.pace.span_s(float(first), last)
+        self.busy_until_s = busy_until_s(self.busy_until_s, now, work_s)
 
     async def call(self, call: Call) -> tuple[Answered, Slot]:
         """The answer to the call as it is, and where it lies.
@@ -150,7 +161,6 @@ class Engine:
         """The answer to what lies in `request`, and where it lies."""
         is_work = call.operation.has_tensors  # to ask how it is, is none
         self.num_waiting += is_work
-        self.bytes_waiting += length
         try:
             answered, slot = await self.link.call(
                 call.operation,
@@ -163,9 +173,11 @@ class Engine:
             )
         finally:
             self.num_waiting -= is_work
-            self.bytes_waiting -= length
         self.num_calls += 1
-        self.queue_s += QUEUE_WEIGHT * (answered.stages[0] - self.queue_s)
+        queue_s, *stages = answered.stages
+        self.queue_s += LATEST_WEIGHT * (queue_s - self.queue_s)
+        if is_work:
+            self.call_s += LATEST_WEIGHT * (sum(stages) - self.call_s)
         return answered, slot
 
     def own(self, operation: Operation, tenant: Tenant, deadline_s: float) -> Call:

@@ -59,7 +59,8 @@ async def begin(router: Router, call: Call, prepared: Prepared) -> Answer:
     names = NamedPages(cache_salt=fields.header.cache_salt)
     prefix = prefix_of(names, arrays) if arrays and fields.share else None
     while True:
-        engine = place_pages(router, call, prefix, max(fields.header.num_pages, 1), passed_over)
+        needed = max(fields.header.num_pages, 1)
+        engine, _ = place_pages(router, call, prefix, needed, passed_over)
         passed_over.add(engine.tag)
         is_last = not {one.tag for one in router.members.engines if one.takes_new} - passed_over
         try:

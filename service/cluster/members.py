@@ -15,7 +15,7 @@ from config.server import ServerSettings
 from service.cluster.engine import Engine, Told
 from service.cluster.listed import Listed, read_members
 from service.cluster.names import BETWEEN, tags_of
-from service.cluster.placement import Load
+from service.cluster.placement import Load, Pace
 from service.cluster.prefixes import Prefixes
 from service.cluster.ranks import Home, Ranks
 from service.doors.arena import DoorArena
@@ -292,7 +292,8 @@ class Members:
         (told,) = (await self.ask(engine, "engines", **asked)).fields["engines"]
         engine.promised -= promised
         held = told["referenced"] + told["pinned"]
-        engine.load = Load(told["free"], told["cached"], held)
+        pace = Pace(told["page_s"], told["pair_s"], told["read_s"])
+        engine.load = Load(told["free"], told["cached"], held, pace=pace)
         engine.is_draining = told["draining"]
         if self.metrics is not None:
             pages = {state: told[state] for state in STATES}

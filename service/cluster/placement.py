@@ -1,34 +1,52 @@
 """Where a new sequence goes: to its longest cached prefix, unless that engine is too full or too
 busy. Pure: what is known of the engines goes in, the chosen one comes out.
 
-The cost of an engine is counted in pages: those of the prompt that are not cached there, which must
-be computed and stored, and more for those that another engine has, which would push others out
-twice; a share of those that its sequences hold already, which every decode reads; some for every
-call that it is at, and for their rows; and some for the time for which its queue has made callers
-wait, which the calls of other doors lengthen too.
+The cost of an engine is counted in seconds: until what it has been given is done; to compute the
+pages of the prompt that are not cached there, at the engine's own pace; and for what its sequences
+hold, which every decode reads. Pages that another engine has cost more than that, since everybody
+behind waits while they are computed again, and they push others out. The rule is arithmetic alone,
+so that one engine's numbers may be asked about or arrays of many engines'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
 
-HELD_WEIGHT: Final = 0.1
-"""A page that an engine's sequences hold weighs so much of one that must be computed: a prompt goes
-past an engine with 10 of its pages when that one holds 100 more than another."""
-ELSEWHERE_WEIGHT: Final = 2.0
-"""A page that another engine has weighs so much on top: a chat stays where it is."""
-CALL_PAGES: Final = 4.0
-"""Pages that a call under way is worth."""
-BODY_WEIGHT: Final = 0.15
-"""What a call under way sends weighs so much of as many bytes of keys and values. With four heads
-of q to one of k and v a page of a prompt is three of these: half of it is still to be done."""
-QUEUE_PAGES_PER_S: Final = 500.0
-"""Pages that a second of waiting is worth: what calls waited lately changes faster than chats may
-be moved."""
+from numpy.typing import NDArray
+
+ANSWER_TOKENS: Final = 75.0
+"""What an engine's sequences hold is read for each of so many tokens: an answer's, about."""
+AGAIN_WEIGHT: Final = 20.0
+"""A second of computing what another engine has weighs so much more than one of waiting."""
+PATIENCE_S: Final = 3.0
+"""So much longer a prompt waits for an engine that has all of it; in proportion for a part."""
+MOST_WORK_S: Final = 60.0
+"""No engine is thought to be busy for longer: a prompt may be announced that never comes."""
 FULL: Final = 0.95
 """An engine with more of its pages held than this takes no new sequence while others have less."""
+NO_PACE: Final = 1e-4
+"""Seconds for a page where the engine has not told its pace."""
+
+Number = TypeVar("Number", float, NDArray[Any])
+"""One engine's, or many engines'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds that an engine takes."""
+
+    page_s: float = NO_PACE
+    """For a page of a prompt by itself,"""
+    pair_s: float = 0.0
+    """for every page before it on top,"""
+    read_s: float = NO_PACE / ANSWER_TOKENS
+    """and to read a page for the next token."""
+
+    def span_s(self, first: Number, last: float) -> Number:
+        """For the pages `first:last` of a prompt."""
+        return (last - first) * (self.page_s + self.pair_s / 2 * (first + last))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +59,11 @@ class Load:
     """Referenced or pinned."""
     queue_s: float = 0.0
     """How long calls have waited for their turn lately."""
-    calls: int = 0
-    """That this door waits for."""
-    bodies: float = 0.0
-    """What they sent, as pages of keys and values."""
+    work_s: float = 0.0
+    """Until what this door has given it is done."""
     promised: int = 0
     """Placed there since these numbers were told."""
+    pace: Pace = Pace()
 
     @property
     def room(self) -> int:
@@ -55,6 +72,37 @@ class Load:
     @property
     def total(self) -> int:
         return self.free + self.cached + self.held
+
+    @property
+    def wait_s(self) -> float:
+        """The longer of what is known: other doors give it work too, which calls wait for."""
+        return max(self.work_s, self.queue_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt's pages, and how many of the first `most` engines have that have the most of it."""
+
+    needed: int
+    most: int = 0
+
+    def cost_s(self, there: Number, wait_s: Number, held: Number, pace: Pace) -> Number:
+        """What an engine costs that has the first pages, so many of them `there`."""
+        missing_s = pace.span_s(there, self.needed)
+        again_s = pace.span_s(there, self.most)
+        answer_s = ANSWER_TOKENS * pace.read_s * held
+        patience_s = PATIENCE_S / self.needed * (self.most - there)
+        return wait_s + answer_s + missing_s + AGAIN_WEIGHT * again_s + patience_s
+
+
+def busy_until_s(until_s: float, now_s: float, work_s: float) -> float:
+    """When an engine will be done that has been given more work."""
+    return min(max(until_s, now_s) + work_s, now_s + MOST_WORK_S)
+
+
+def fits(held: Number, missing: Number, total: Number) -> Any:
+    """Whether so many more pages leave an engine below what is full."""
+    return held + missing <= FULL * total
 
 
 def choose(loads: Mapping[str, Load], matched: Mapping[str, int], needed: int) -> str:
@@ -65,25 +113,20 @@ def choose(loads: Mapping[str, Load], matched: Mapping[str, int], needed: int) -
     if not loads:
         raise ValueError("no engine to choose from: this is a bug")
     there = {name: min(matched.get(name, 0), needed) for name in loads}
-    most = max(there.values())
-    among = {name: load for name, load in loads.items() if fits(load, needed - there[name])}
+    prompt = Prompt(needed, max(there.values()))
+    among = {
+        name: load
+        for name, load in loads.items()
+        if fits(float(load.held + load.promised), float(needed - there[name]), float(load.total))
+    }
 
     def rank(name: str) -> tuple[float, float, str]:
-        pages = needed - there[name] + ELSEWHERE_WEIGHT * (most - there[name])
-        return pages + cost(loads[name]), -loads[name].room, name
+        load = loads[name]
+        held = float(load.held + load.promised)
+        cost_s = prompt.cost_s(float(there[name]), load.wait_s, held, load.pace)
+        return cost_s, -load.room, name
 
     return min(among or loads, key=rank)
-
-
-def cost(load: Load) -> float:
-    """Of what an engine has to do already, in pages."""
-    calls = CALL_PAGES * load.calls + BODY_WEIGHT * load.bodies
-    return HELD_WEIGHT * (load.held + load.promised) + calls + QUEUE_PAGES_PER_S * load.queue_s
-
-
-def fits(load: Load, missing: int) -> bool:
-    """Whether the prompt leaves the engine below what is full."""
-    return load.held + load.promised + missing <= FULL * load.total
 
 
 def spread(loads: Sequence[Load], least_free: float, most_queue_s: float) -> int:

@@ -117,6 +117,7 @@ def repeated_of(store: Store, request: Request, planned: Planned, kind: Hashable
     if found is not None:
         return found
     fields, q = request.fields, request.tensors["q"]
+    store.num_qo_heads = q.shape[1]
     text = answer_text(fields.lse_base, planned)
     mode: Mode = "cascade" if planned.is_cascade else "flat"
     made = Repeated(

@@ -9,7 +9,7 @@ from service.core.errors import IntegrityError
 from service.engine.request import Request
 from service.engine.sequences import NO_COST
 from service.engine.store import Store
-from service.engine.work import Answered, Seconds, Sliced, Step, Steps, Work
+from service.engine.work import Answered, Cost, Seconds, Sliced, Step, Steps, Work
 from service.image.json_text import dump_json
 
 TEXT_BYTES: Final = 1024
@@ -36,12 +36,26 @@ def engines(store: Store, request: Request, _: Seconds) -> Work:
         "sequences": numbers.sequences,
         "draining": store.is_draining,
     }
+    told |= page_pace(store)
     if request.fields.counts:
         told["counts"] = store.counts()
     text = dump_json({"engines": [told]})
     request.place.require(TEXT_BYTES + 2 * len(text))
     request.place.lay_text(text)
     return Answered()
+
+
+def page_pace(store: Store) -> dict[str, float]:
+    """Seconds that pages of prompts take at all layers, by what work has taken so far."""
+    geometry, pace = store.geometry, store.pace
+    page_bytes, layers = float(geometry.page_bytes), geometry.num_layers
+    pair = Cost(flops=4.0 * store.num_qo_heads * geometry.head_dim * geometry.page_size**2)
+    written_s = pace.seconds("append", Cost(num_bytes=2 * page_bytes))
+    return {
+        "page_s": layers * written_s,
+        "pair_s": layers * pace.seconds("attend", pair),
+        "read_s": layers * pace.seconds("attend", Cost(num_bytes=page_bytes)),
+    }
 
 
 def pool(store: Store, request: Request, _: Seconds) -> Work:

@@ -67,6 +67,8 @@ class Store:
         self.backend = backend
         self.geometry = geometry
         self.pace = pace
+        self.num_qo_heads = geometry.num_kv_heads
+        """Of the queries that came last."""
         self.max_sequences = info.limits.max_sequences
         self.tree = PrefixTree(geometry.num_pages, geometry.page_size, geometry.num_layers)
         self.plans = PlanCache(self.tree)

@@ -45,6 +45,12 @@ class EngineAnswer(Fields):
     sequences: Count
     draining: bool
     """It takes no new sequences: it is being emptied."""
+    page_s: float
+    """Its pace, as it has measured it: seconds for a page of a prompt, all layers, by itself,"""
+    pair_s: float
+    """for every page before that one on top, which attention reads,"""
+    read_s: float
+    """and to read a page for the next token."""
     counts: dict[str, list[float]] | None = None
     """Since its start, by the names of `/metrics` without `attnd_`, labels behind a `/`. Of a
     histogram the counts by bucket, and the sum; what is 0 is left out."""

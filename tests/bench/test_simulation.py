@@ -20,7 +20,7 @@ from bench.simulation.long import Links, Setting, long_rows
 from bench.simulation.placing import PAGES, Placing
 from bench.simulation.trace import BLOCK_TOKENS, made_up, multiplied, num_distinct, split
 from bench.simulation.workers import Engine, Task, Worker
-from service.cluster.placement import Load, choose
+from service.cluster.placement import Load, Pace, choose
 
 TRACE = made_up(300, seed=1)
 COSTS = CallCosts(
@@ -215,36 +215,47 @@ def test_copies_of_a_trace_share_nothing_and_come_at_the_rate_asked_for() -> Non
 
 
 def test_a_prompt_goes_to_its_prefix_unless_that_engine_is_too_full_or_too_busy() -> None:
-    placing = Placing(3, 100)
+    placing = Placing(3, 100, Pace(page_s=1e-3))
     placing.took(1, (1, 2, 3, 4), (), 4, 0.0)
     assert placing.match((1, 2, 9)) == (2, 1)
-    assert placing.place((1, 2, 3, 4, 5)).engine == 1
-    placing.waits(1, 10.0)
-    assert placing.place((1, 2, 3, 4, 6)).engine != 1
+    assert placing.place((1, 2, 3, 4, 5), 0.0) == 1
+    placing.waits(1, 100.0)
+    assert placing.place((1, 2, 3, 4, 6), 0.0) != 1
     placing.waits(1, 0.0)
     placing.holds(1, 97)
-    assert placing.place((1, 2, 3, 4, 7)).engine != 1
+    assert placing.place((1, 2, 3, 4, 7), 0.0) != 1
     placing.lose(1, (1, 2, 3, 4))
     assert placing.match((1, 2)) == (0, None)
 
 
+def test_an_engine_has_its_work_until_its_time_is_over() -> None:
+    placing = Placing(2, 10_000, Pace(page_s=1e-2, read_s=0.0))
+    first = placing.place(range(30), 0.0)  # 9.6 s of work
+    other = placing.place(range(100, 110), 1.0)  # 3.2 s
+    assert first != other
+    assert placing.place(range(200, 201), 2.0) == other
+    assert placing.place(range(300, 310), 9.0) == other, "which has been idle for longer"
+    assert placing.place(range(400, 401), 9.7) == first
+
+
 def test_a_prompt_goes_where_the_routers_own_rule_sends_it() -> None:
     rng = np.random.default_rng(4)
+    pace = FLEET.pace(GPU)
     for _ in range(300):
         total, needed, matched = 1000, int(rng.integers(1, 90)), int(rng.integers(0, 90))
         matched = min(matched, needed)
         held, queue_s = rng.integers(0, 1000, 5), rng.random(5) * rng.integers(0, 3)
-        placing, loads = Placing(5, total), {}
+        placing, loads = Placing(5, total, pace), {}
         for engine in range(5):
             placing.took(engine, (), (), int(held[engine]), float(queue_s[engine]))
-            pages = PAGES * int(held[engine])
-            free = PAGES * total - pages
-            loads[str(engine)] = Load(free=free, held=pages, queue_s=float(queue_s[engine]))
+            pages, waited_s = PAGES * int(held[engine]), float(queue_s[engine])
+            load = Load(PAGES * total - pages, held=pages, queue_s=waited_s, pace=pace)
+            loads[str(engine)] = load
         blocks = tuple(range(needed))
         if matched:
             placing.took(2, blocks[:matched], (), int(held[2]), float(queue_s[2]))
         wanted = choose(loads, {"2": PAGES * matched}, PAGES * needed)
-        assert placing.place(blocks).engine == int(wanted), (held, queue_s, needed, matched)
+        assert placing.place(blocks, 0.0) == int(wanted), (held, queue_s, needed, matched)
 
 
 def test_every_request_is_answered_once_and_more_engines_are_no_slower() -> None:

@@ -266,10 +266,11 @@ def test_pool_and_metrics_are_read(kind: Kind) -> None:
     told = ask(kind, Script(answer(pool)), "pool")
     assert told == attnd.Pool(5, 1, 1, 1, 8, 4, 2, 3, 1.5, "ok", imports=2)
     numbers = {"free": 5, "referenced": 1, "cached": 1, "pinned": 1, "sequences": 2}
+    numbers |= {"page_s": 0.25, "pair_s": 0.5, "read_s": 0.125}
     one = {"name": "engine-0", "instance_id": "a", "draining": True} | numbers
     engines = {"engines": [one]}
     told = ask(kind, Script(answer(engines)), "engines")
-    assert told == (attnd.EngineInfo("engine-0", "a", 5, 1, 1, 1, 2, True),)
+    assert told == (attnd.EngineInfo("engine-0", "a", 5, 1, 1, 1, 2, True, 0.25, 0.5, 0.125),)
     counted = Script(answer({"engines": [one | {"counts": {"slices": [3]}}]}))
     (told,) = ask(kind, counted, "engines", counts=True)
     assert told.counts == {"slices": [3]}

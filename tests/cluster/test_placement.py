@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from service.cluster.placement import Load, choose, spread
+from service.cluster.placement import MOST_WORK_S, Load, Pace, busy_until_s, choose, spread
 
-IDLE = Load(free=1000)
+PACE = Pace(page_s=1e-3, read_s=1e-6)
+IDLE = Load(free=1000, pace=PACE)
 
 
 def test_a_prompt_goes_where_its_longest_prefix_is() -> None:
@@ -33,33 +36,58 @@ def test_when_all_are_too_full_the_cheapest_is_asked_all_the_same() -> None:
     assert choose(loads, {}, 120) == "a"
 
 
-def test_a_busy_engine_loses_a_short_prefix_and_keeps_a_long_one() -> None:
-    loads = {"a": Load(free=10_000, queue_s=1.0), "b": Load(free=10_000)}
-    assert choose(loads, {"a": 100}, 1000) == "b"
-    assert choose(loads, {"a": 900}, 1000) == "a"
+def test_a_prompt_waits_for_its_pages_no_longer_than_they_are_worth() -> None:
+    for queue_s, work_s in ((0.0, 30.0), (30.0, 0.0)):
+        busy = Load(free=10_000, queue_s=queue_s, work_s=work_s, pace=PACE)
+        loads = {"a": busy, "b": replace(IDLE, free=10_000)}
+        assert choose(loads, {"a": 100}, 1000) == "b", "100 ms of work are saved there"
+        assert choose(loads, {"a": 2000}, 2000) == "a", "2 s are"
+        loads["a"] = replace(busy, queue_s=0.0, work_s=2.0)
+        assert choose(loads, {"a": 100}, 1000) == "a"
 
 
-def test_calls_under_way_and_their_rows_weigh_against_a_prefix() -> None:
-    loads = {"a": Load(free=1000, calls=7), "b": Load(free=1000, calls=1)}
-    assert choose(loads, {"a": 7}, 40) == "b"
-    assert choose(loads, {"a": 9}, 40) == "a"
-    loads["a"] = Load(free=1000, calls=7, bodies=300.0)
-    assert choose(loads, {"a": 9}, 40) == "b"
+def test_an_engine_by_its_own_pace_is_charged_for_what_it_must_compute() -> None:
+    slow = replace(IDLE, pace=Pace(page_s=1e-2, read_s=0.0))
+    assert choose({"a": slow, "b": IDLE}, {}, 50) == "b"
+    behind = replace(IDLE, work_s=0.3)
+    assert choose({"a": slow, "b": behind}, {}, 50) == "b", "it is done sooner all the same"
+    assert choose({"a": slow, "b": behind}, {}, 20) == "a"
 
 
-def test_a_chat_stays_where_it_is_rather_than_being_held_twice() -> None:
-    loads = {"a": Load(free=1000, held=150), "b": Load(free=1000)}
+def test_late_pages_of_a_long_prompt_take_longer() -> None:
+    pace = Pace(page_s=1e-3, pair_s=1e-5)
+    assert pace.span_s(0.0, 100) == pytest.approx(0.1 + 1e-5 * 100 * 100 / 2)
+    whole = pace.span_s(0.0, 300)
+    assert pace.span_s(0.0, 200) + pace.span_s(200.0, 300) == pytest.approx(whole)
+    assert pace.span_s(200.0, 300) > pace.span_s(0.0, 100)
+
+
+def test_what_is_held_weighs_as_much_as_it_takes_to_read_for_an_answer() -> None:
+    busy = replace(IDLE, free=500, held=500)
+    assert choose({"a": busy, "b": IDLE}, {"a": 20}, 40) == "a", "40 ms of 20 pages, 40 of reading"
+    slow = replace(busy, pace=replace(PACE, read_s=1e-3))
+    assert choose({"a": slow, "b": IDLE}, {"a": 20}, 40) == "b"
+
+
+def test_of_two_engines_with_a_beginning_the_longer_one_wins_unless_most_is_there_as_well() -> None:
+    loads = {"a": replace(IDLE, held=0, work_s=0.5), "b": IDLE}
     assert choose(loads, {"a": 10}, 40) == "a"
-    assert choose(loads, {"a": 10, "b": 8}, 40) == "b", "most of it is there as well"
-    assert choose(loads, {}, 40) == "b"
+    assert choose(loads, {"a": 10, "b": 8}, 40) == "b"
+
+
+def test_an_engine_is_busy_for_what_it_was_given_and_never_thought_to_be_for_ever() -> None:
+    assert busy_until_s(5.0, 10.0, 2.0) == 12.0
+    assert busy_until_s(15.0, 10.0, 2.0) == 17.0
+    assert busy_until_s(15.0, 10.0, 1e9) == 10.0 + MOST_WORK_S
 
 
 def test_a_shared_beginning_does_not_draw_everything_to_one_engine() -> None:
-    held = {"a": 0, "b": 0}
-    for _ in range(100):
-        loads = {name: Load(free=10_000 - some, held=some) for name, some in held.items()}
-        held[choose(loads, {"a": 5}, 50)] += 50
-    assert held["b"] > 0.8 * held["a"], held
+    work_s = {"a": 0.0, "b": 0.0}
+    for _ in range(400):
+        loads = {name: Load(free=10_000, work_s=some, pace=PACE) for name, some in work_s.items()}
+        chosen = choose(loads, {"a": 5}, 50)
+        work_s[chosen] += PACE.span_s(5.0 if chosen == "a" else 0.0, 50)
+    assert work_s["b"] > 0.9 * work_s["a"], work_s
 
 
 def test_what_was_promised_since_the_last_numbers_counts() -> None:

@@ -245,7 +245,9 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """One engine of the service: its pages by state, those of all namespaces.
+    """One engine of the service: its pages by state, those of all namespaces; and its pace, the
+    seconds that it takes to compute a page of a prompt, for every page before that one on top, and
+    to read a page for the next token.
 
     `counts`, where they were asked for, are those since its start, by the names of `/metrics`
     without `attnd_`, labels behind a `/`; of a histogram by bucket, and the sum.
@@ -259,6 +261,9 @@ class EngineInfo:
     pinned: int
     sequences: int
     draining: bool
+    page_s: float
+    pair_s: float
+    read_s: float
     counts: Mapping[str, Sequence[float]] | None = None
 
 
