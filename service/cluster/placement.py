@@ -20,7 +20,7 @@ ANSWER_TOKENS: Final = 75.0
 """What an engine's sequences hold is read for each of so many tokens: an answer's, about."""
 AGAIN_WEIGHT: Final = 20.0
 """A second of computing what another engine has weighs so much more than one of waiting."""
-PATIENCE_S: Final = 3.0
+PATIENCE_S: Final = 1.0
 """So much longer a prompt waits for an engine that has all of it; in proportion for a part."""
 MOST_WORK_S: Final = 60.0
 """No engine is thought to be busy for longer: a prompt may be announced that never comes."""
