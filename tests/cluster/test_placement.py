@@ -70,7 +70,7 @@ def test_what_is_held_weighs_as_much_as_it_takes_to_read_for_an_answer() -> None
 
 
 def test_of_two_engines_with_a_beginning_the_longer_one_wins_unless_most_is_there_as_well() -> None:
-    loads = {"a": replace(IDLE, held=0, work_s=0.5), "b": IDLE}
+    loads = {"a": replace(IDLE, work_s=0.3), "b": IDLE}
     assert choose(loads, {"a": 10}, 40) == "a"
     assert choose(loads, {"a": 10, "b": 8}, 40) == "b"
 
