@@ -92,7 +92,8 @@ class Prompt:
         again_s = pace.span_s(there, self.most)
         answer_s = ANSWER_TOKENS * pace.read_s * held
         patience_s = PATIENCE_S / self.needed * (self.most - there)
-        return wait_s + answer_s + missing_s + AGAIN_WEIGHT * again_s + patience_s
+        cost_s: Number = wait_s + answer_s + missing_s + AGAIN_WEIGHT * again_s + patience_s
+        return cost_s
 
 
 def busy_until_s(until_s: float, now_s: float, work_s: float) -> float:
