@@ -119,6 +119,11 @@ class Engine:
         work_s = self.load.pace.span_s(float(first), last)
         self.busy_until_s = busy_until_s(self.busy_until_s, now, work_s)
 
+    def rest(self) -> None:
+        """None of its calls is under way: some of the work that it was thought to have is done."""
+        now = time.monotonic()
+        self.busy_until_s -= max(self.busy_until_s - now, 0.0) / 2
+
     async def call(self, call: Call) -> tuple[Answered, Slot]:
         """The answer to the call as it is, and where it lies.
 
@@ -178,6 +183,8 @@ class Engine:
         self.queue_s += LATEST_WEIGHT * (queue_s - self.queue_s)
         if is_work:
             self.call_s += LATEST_WEIGHT * (sum(stages) - self.call_s)
+            if not self.num_waiting:
+                self.rest()
         return answered, slot
 
     def own(self, operation: Operation, tenant: Tenant, deadline_s: float) -> Call:

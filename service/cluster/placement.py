@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 ANSWER_TOKENS: Final = 75.0
 """What an engine's sequences hold is read for each of so many tokens: an answer's, about."""
-AGAIN_WEIGHT: Final = 20.0
+AGAIN_WEIGHT: Final = 15.0
 """A second of computing what another engine has weighs so much more than one of waiting."""
 PATIENCE_S: Final = 1.0
 """So much longer a prompt waits for an engine that has all of it; in proportion for a part."""
