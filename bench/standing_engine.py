@@ -50,6 +50,9 @@ PAGES = {
     "pinned": 0,
     "sequences": 0,
     "draining": False,
+    "page_s": 1e-5,
+    "pair_s": 0.0,
+    "read_s": 0.0,
 }
 SEQUENCE = {"length": 0, "lengths": [0], "pages": 0, "last_page_len": 0}
 
