@@ -167,7 +167,11 @@ def assumed_table(_: dict[str, Any]) -> str:
         ["hand-over of a layer", f"{1e6 * costs.hand_over_s:.1f} µs", "measured: two GPUs"],
         ["prefill beside a step", f"at most {fleet.chunk} tokens", "assumed"],
         ["router and doors", f"{1e3 * fleet.router_s:g} ms a request", "required of the cluster"],
-        ["placing", "the router's own rule; every engine and its pace are known at once", "as built"],
+        [
+            "placing",
+            "the router's own rule; every engine and its pace are known at once",
+            "as built",
+        ],
         ["blocks", "512 tokens, found again once they are held", "the trace's"],
         ["answers", "as long as the trace says, one token a step", "the trace's"],
         ["many users", "copies of the trace at its pace, sharing nothing", "assumed"],
