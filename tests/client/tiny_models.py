@@ -66,7 +66,7 @@ MODELS: Final[dict[str, Callable[[], Any]]] = {
 
 def tiny(name: str = "llama") -> Any:
     """The model by name, always with the same weights, served by attnd."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = MODELS[name]().eval()
     model.set_attn_implementation("attnd")
