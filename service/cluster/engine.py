@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from service.cluster.names import tag_of_instance
-from service.cluster.placement import Load, busy_until_s
+from service.cluster.placement import Load, Pace, busy_until_s
 from service.doors.arena import DoorArena
 from service.doors.link import Link
 from service.doors.problems import ProblemText
@@ -70,6 +70,8 @@ class Engine:
         self.arena = arena
         self.tag = ""
         self.load = Load()
+        self.pace = Pace()
+        """As it tells it; `load` has the one that counts."""
         self.queue_s = self.call_s = 0.0
         """Of the latest calls, how long they waited for their turn, and took from then on."""
         self.busy_until_s = 0.0

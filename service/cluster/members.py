@@ -292,7 +292,8 @@ class Members:
         (told,) = (await self.ask(engine, "engines", **asked)).fields["engines"]
         engine.promised -= promised
         held = told["referenced"] + told["pinned"]
-        pace = Pace(told["page_s"], told["pair_s"], told["read_s"])
+        engine.pace = Pace(told["page_s"], told["pair_s"], told["read_s"])
+        pace = engine.pace.near([one.pace for one in {engine, *self.by_tag.values()}])
         engine.load = Load(told["free"], told["cached"], held, pace=pace)
         engine.is_draining = told["draining"]
         if self.metrics is not None:

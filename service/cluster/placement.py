@@ -28,6 +28,9 @@ FULL: Final = 0.95
 """An engine with more of its pages held than this takes no new sequence while others have less."""
 NO_PACE: Final = 1e-4
 """Seconds for a page where the engine has not told its pace."""
+FURTHEST: Final = 2.0
+"""No engine counts as more times slower or faster than the middle one: what a busy moment has told
+would last, since an engine that gets no prompts measures nothing better."""
 
 Number = TypeVar("Number", float, NDArray[Any])
 """One engine's, or many engines'."""
@@ -47,6 +50,17 @@ class Pace:
     def span_s(self, first: Number, last: float) -> Number:
         """For the pages `first:last` of a prompt."""
         return (last - first) * (self.page_s + self.pair_s / 2 * (first + last))
+
+    def near(self, others: Sequence[Pace]) -> Pace:
+        """This one, no further from the middle of these than may be."""
+        every = [sorted(times) for times in zip(*(one.times for one in others), strict=True)]
+        middles = [times[(len(times) - 1) // 2] for times in every]
+        pairs = zip(self.times, middles, strict=True)
+        return Pace(*(min(max(own, of / FURTHEST), of * FURTHEST) for own, of in pairs))
+
+    @property
+    def times(self) -> tuple[float, float, float]:
+        return self.page_s, self.pair_s, self.read_s
 
 
 @dataclass(frozen=True, slots=True)

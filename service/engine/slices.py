@@ -24,7 +24,7 @@ SHORT_S: Final = 5e-5
 take, whatever the work."""
 TELLING_SHARE: Final = 0.1
 """Work first thought to take so much of a slice tells the device's rates, and so does all that took
-a whole one. What lies between is some of both, and tells nothing."""
+a whole one. What lies between is some of both, and tells no more than what work takes at most."""
 MOST_CORRECTION: Final = 4.0
 FURTHEST: Final = 1e6
 """How many times a rate may be off: work that is told to take no time leaves it a number."""
@@ -61,13 +61,17 @@ class Pace:
     def correct(self, kind: str, cost: Cost, measured_s: float) -> None:
         """Work of a known cost took `measured_s`."""
         overhead, guess = self._overheads.get(kind), self._guess(cost)
-        if guess < self._short_s:
+        is_short, believed = guess < self._short_s, self.seconds(kind, cost)
+        if is_short:
             before = measured_s if overhead is None else overhead
             self._overheads[kind] = before + CORRECTION * (measured_s - before)
+        is_long = guess >= TELLING_SHARE * self.slice_s or measured_s >= self.slice_s
+        if is_long and not is_short:
+            ratio = (measured_s - (overhead or 0.0)) / believed
+        elif measured_s < believed:  # too much, whatever of it was the call's own
+            ratio = measured_s / believed
+        else:
             return
-        if guess < TELLING_SHARE * self.slice_s and measured_s < self.slice_s:
-            return
-        ratio = (measured_s - (overhead or 0.0)) / self.seconds(kind, cost)
         ratio = min(max(ratio, 1 / MOST_CORRECTION), MOST_CORRECTION)
         factor = self._factors.get(kind, 1.0) * ratio**CORRECTION
         self._factors[kind] = min(max(factor, 1 / FURTHEST), FURTHEST)

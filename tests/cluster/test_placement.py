@@ -54,6 +54,17 @@ def test_an_engine_by_its_own_pace_is_charged_for_what_it_must_compute() -> None
     assert choose({"a": slow, "b": behind}, {}, 20) == "a"
 
 
+def test_a_pace_that_a_busy_moment_has_told_keeps_no_engine_from_prompts() -> None:
+    usual, spoiled = Pace(1e-3, 1e-5, 1e-6), Pace(1e-3, 2e-4, 3e-5)
+    others = [usual, Pace(9e-4, 9e-6, 9e-7), spoiled, usual]
+    assert spoiled.near(others) == Pace(1e-3, 2e-5, 2e-6)
+    assert usual.near(others) == usual
+    assert spoiled.near([spoiled, usual]) == Pace(1e-3, 2e-5, 2e-6), "of two, the faster counts"
+    unasked = Pace(1e-7, 1e-9, 1e-10)
+    assert unasked.near([*others, unasked]) == Pace(5e-4, 5e-6, 5e-7)
+    assert usual.near([usual]) == usual
+
+
 def test_late_pages_of_a_long_prompt_take_longer() -> None:
     pace = Pace(page_s=1e-3, pair_s=1e-5)
     assert pace.span_s(0.0, 100) == pytest.approx(0.1 + 1e-5 * 100 * 100 / 2)

@@ -297,3 +297,16 @@ def test_a_launch_that_takes_a_whole_slice_is_learnt_from_however_short_it_was_t
     for _ in range(20):
         pace.correct("attend", cost, 0.05)
     assert pace.is_long("attend", cost)
+
+
+def test_a_rate_that_a_busy_host_has_spoiled_comes_back_whatever_the_pieces_are_then() -> None:
+    pace, whole = Pace(4e9, 2e10, slice_s=0.02), Cost(4e8, 2e9)
+    for _ in range(40):
+        pace.correct("attend", Cost(4e6, 1e6), 0.05)
+    assert pace.num_slices("attend", whole) > 100, "it is to be spoiled"
+    for _ in range(3):
+        count = pace.num_slices("attend", whole)
+        for _ in range(count):  # 0.2 s in all, and half a millisecond for each call
+            piece = Cost(whole.num_bytes / count, whole.flops / count)
+            pace.correct("attend", piece, 0.2 / count + 5e-4)
+    assert pace.num_slices("attend", whole) <= 15, "0.2 s of work at 20 ms a slice"
