@@ -19,21 +19,24 @@ def granule_of(shape: TileShape, page_size: int) -> int:
     return page_size * -(-shape.granule // page_size)
 
 
-def cut_alike(tiles: Int, pieces: int, granule: int, page_size: int) -> Int:
-    """Every tile cut into as many runs, `pieces` or as many granules as the shortest tile has."""
+def cut_alike(tiles: Int, most: int, granule: int, page_size: int) -> tuple[Int, Int | None]:
+    """Every tile cut into as many runs, `most` or as many granules as the shortest tile has.
+
+    Returns the runs and how many each tile has; None for one each.
+    """
     sizes = -(tiles[:, KEYS] // -granule)
-    pieces = min(pieces, least(sizes))
-    if pieces == 1:
-        return tiles
-    tile = np.arange(len(sizes)).repeat(pieces)
-    offset = (sizes[:, None] * np.arange(pieces) // pieces).reshape(-1).astype(np.int32)
-    return runs_at(tiles, tile, offset, granule, page_size)
+    count = min(most, least(sizes))
+    if count == 1:
+        return tiles, None
+    pieces = np.full(len(sizes), count)
+    offset = (sizes[:, None] * np.arange(count) // count).reshape(-1).astype(np.int32)
+    return runs_at(tiles, pieces, offset, granule, page_size), pieces
 
 
-def equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple[Int, Int32]:
+def equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple[Int, Int, Int32]:
     """Lay the tiles end to end and cut where each team's equal share ends, or a tile close by.
 
-    Returns the runs and where each team's begin.
+    Returns the runs, how many each tile has, and where each team's begin.
     """
     sizes = -(tiles[:, KEYS] // -granule)
     ends = np.add.accumulate(sizes)
@@ -51,22 +54,24 @@ def equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple[
     begin += tile
     begin += (past > left) > cuts
     which = cuts.nonzero()[0]
+    pieces = np.bincount(tile.take(which), minlength=len(sizes))
+    pieces += 1
     offset = np.zeros(len(sizes) + len(which), np.int32)
     offset[begin.take(which)] = past.take(which)
-    tile = np.add.accumulate(offset == 0) - 1
-    return runs_at(tiles, tile, offset, granule, page_size), begin.astype(np.int32)
+    return runs_at(tiles, pieces, offset, granule, page_size), pieces, begin.astype(np.int32)
 
 
-def runs_at(tiles: Int, tile: Int, offset: Int, granule: int, page_size: int) -> Int:
-    """Runs, each from `offset` granules of its `tile` on to the tile's next run, or to its end.
+def runs_at(tiles: Int, pieces: Int, offset: Int, granule: int, page_size: int) -> Int:
+    """Tile i as `pieces[i]` runs, each from its `offset` in granules on to where the next begins.
 
-    They come in order; a tile's first run has offset 0.
+    A tile's first run has offset 0.
     """
-    runs = tiles.take(tile, axis=0)
+    runs = tiles.repeat(pieces, axis=0)
     page, keys, start = runs[:, PAGE], runs[:, KEYS], runs[:, START]
     skipped = offset * granule
     page += skipped // page_size
     start += skipped
-    keys -= skipped  # to the tile's end
-    keys[:-1] -= keys[1:] * (offset[1:] > 0)  # less what its next run has
+    following = skipped[1:]
+    keys[:-1] = np.where(following, following, keys[:-1])  # where a run ends in its tile
+    keys -= skipped
     return runs

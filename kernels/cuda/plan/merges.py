@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import Int32
-from kernels.cuda.common.extremes import greatest, least
+from kernels.cuda.common.extremes import greatest
 from kernels.cuda.plan.tiles import PARTIAL, ROW, ROWS, Int
 
 NOTHING: Final = np.zeros(0, np.int32)
@@ -30,23 +30,33 @@ class MergeLists:
     indptr: Int32
     members: Int32
     num_partial_rows: int
+    longest: int
 
-    @property
-    def longest(self) -> int:
-        return greatest(self.indptr[1:] - self.indptr[:-1]) if len(self.chunks) else 0
+
+def lists_of_pieces(runs: Int, pieces: Int | None, chunk: int) -> MergeLists:
+    """The lists where chunk i is in `pieces[i]` runs, one after another; None: in one each.
+
+    Gives runs that are not final their partial rows.
+    """
+    if pieces is None:
+        return MergeLists(chunk, NOTHING, NO_LISTS, NOTHING, 0, 0)
+    cut = pieces > 1
+    chunks = cut.nonzero()[0].astype(np.int32)
+    indptr = np.zeros(len(chunks) + 1, np.int32)
+    np.add.accumulate(pieces.take(chunks), out=indptr[1:])
+    num_rows = indptr.item(-1) * chunk
+    members = np.arange(0, num_rows, chunk, dtype=np.int32)
+    runs[:, PARTIAL][cut.repeat(pieces)] = members
+    return MergeLists(chunk, chunks, indptr, members, num_rows, greatest(pieces))
 
 
 def merge_lists(runs: Int, num_packed: int, chunk: int) -> MergeLists:
     """The lists of chunks that are merged; gives runs that are not final their partial rows."""
     num_runs, num_chunks = len(runs), num_packed // chunk
     if num_runs <= num_chunks and _once_each(runs, num_packed):
-        return MergeLists(chunk, NOTHING, NO_LISTS, NOTHING, 0)
+        return lists_of_pieces(runs, None, chunk)
     first = runs[:, ROW] // chunk
     width = runs[:, ROWS] // chunk if np.count_nonzero(runs[:, ROWS] != chunk) else None
-    if width is None:
-        in_order = _lists_in_order(runs, first, num_chunks, chunk)
-        if in_order is not None:
-            return in_order
     return _lists_gathered(runs, first, width, num_chunks, chunk)
 
 
@@ -94,31 +104,8 @@ def _lists_gathered(
         indptr=indptr,
         members=(order * chunk).astype(np.int32),
         num_partial_rows=len(chunks) * chunk,
+        longest=greatest(indptr[1:] - indptr[:-1]) if len(merged) else 0,
     )
-
-
-def _lists_in_order(runs: Int, first: Int, num_chunks: int, chunk: int) -> MergeLists | None:
-    """`merge_lists` of runs of a chunk each where these come in order, and every chunk has some.
-
-    None where they do not.
-    """
-    steps = first[1:] - first[:-1]
-    if len(steps) == 0 or least(steps) < 0:
-        return None
-    fresh = np.empty(len(first) + 1, np.bool_)  # whether a run is its chunk's first
-    fresh[0] = fresh[-1] = True
-    np.not_equal(steps, 0, out=fresh[1:-1])
-    if np.count_nonzero(fresh) <= num_chunks:
-        return None
-    partial = np.logical_not(fresh[:-1] & fresh[1:]).nonzero()[0]
-    members = np.arange(0, len(partial) * chunk, chunk, dtype=np.int32)
-    runs[:, PARTIAL][partial] = members
-    lists = fresh.take(partial).nonzero()[0]
-    indptr = np.empty(len(lists) + 1, np.int32)
-    indptr[:-1] = lists
-    indptr[-1] = len(partial)
-    chunks = first.take(partial.take(lists)).astype(np.int32, copy=False)
-    return MergeLists(chunk, chunks, indptr, members, len(partial) * chunk)
 
 
 def _members(runs: Int, partial: Int, first: Int, width: Int | None, chunk: int) -> Int:

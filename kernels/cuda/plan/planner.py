@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from kernels.backend import Int32, Level, Plan
-from kernels.cuda.plan.merges import MergeLists, merge_lists
+from kernels.cuda.plan.merges import MergeLists, lists_of_pieces, merge_lists
 from kernels.cuda.plan.runs import Cut, cut
 from kernels.cuda.plan.tiles import (
     FIELDS,
@@ -85,10 +85,14 @@ def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> Ba
     num_rows = sum([len(plan.positions) for plan in plans])
     num_packed = num_rows * config.group_size
     ruled = config.window_left >= 0 or any(level.causal for level in levels)
-    tiles = _tiles(requests, config, FIELDS if ruled else PLAIN_FIELDS)
+    chunk = config.chunk
+    tiles = _tiles(requests, config, chunk, FIELDS if ruled else PLAIN_FIELDS)
     cuts = cut(tiles, config, num_packed, _same_pages(levels, config))
     runs = beside([part.runs for part in cuts])
-    merges = merge_lists(runs, num_packed, config.chunk)
+    if _tile_each(plans, tiles, num_packed // chunk, config):
+        merges = lists_of_pieces(runs, cuts[0].pieces, chunk)
+    else:
+        merges = merge_lists(runs, num_packed, chunk)
     if ruled:
         keep_rules(runs, config.window_left)
     return BatchWork(
@@ -118,12 +122,24 @@ def _same_pages(levels: Sequence[Level], config: PlannerConfig) -> bool:
     return 2 * others <= count and others * pages // count * config.page_bytes > CACHE_BYTES
 
 
+def _tile_each(
+    plans: Sequence[Plan], tiles: Sequence[tuple[int, Int]], num_chunks: int, config: PlannerConfig
+) -> bool:
+    """Whether tile i is chunk i, and its runs stay where they are.
+
+    Tiles of one level have no row twice: as many as there are chunks have each a chunk.
+    """
+    if len(tiles) != 1 or any([len(plan.levels) > 1 for plan in plans]):
+        return False
+    ((index, only),) = tiles
+    return len(only) == num_chunks and config.shapes[index].persistent
+
+
 def _tiles(
-    requests: Sequence[tuple[int, Plan]], config: PlannerConfig, fields: int
+    requests: Sequence[tuple[int, Plan]], config: PlannerConfig, chunk: int, fields: int
 ) -> list[tuple[int, Int]]:
     """Tiles of every kernel that has some, by its index in `config.shapes`."""
     tiles: list[list[Int]] = [[] for _ in config.shapes]
-    chunk = config.chunk
     row = page = 0
     for layer, plan in requests:
         for level in plan.levels:

@@ -58,11 +58,12 @@ Parts = Sequence[tuple[int, Int]]
 """Indices into `PlannerConfig.shapes`, going up, and each one's tiles: some."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a plan
 class Cut:
     """Runs for `PlannerConfig.shapes[index]`; the rest is for persistent kernels.
 
-    Team w owns runs `worker_begin[w]:worker_begin[w + 1]`; `team` workers share each run.
+    Team w owns runs `worker_begin[w]:worker_begin[w + 1]`; `team` workers share each run. Tile i is
+    the next `pieces[i]` runs; None: one run each.
     `heads_first`: all runs of a kv head come before those of the next, more teams than there are at
     once.
     """
@@ -71,6 +72,7 @@ class Cut:
     runs: Int
     worker_begin: Int32
     team: int = 1
+    pieces: Int | None = None
     heads_first: bool = False
 
 
@@ -148,6 +150,7 @@ def _assign(index: int, tiles: Int, workers: int, config: PlannerConfig, busy: f
     alike = largest * num_tiles <= EQUAL * total
     team = config.team or _team(shape, -(-largest // shape.granule), workers // num_tiles)
     teams = max(1, workers // team)
+    granule = granule_of(shape, config.page_size)
     worth = -(-total // shape.least_run)  # more would not be worth their partial states
     # keys of a tile that its team alone gets through before a merge of several teams' states would
     short = shape.least_run * (team if 2 * num_tiles > teams else max(1, team // 4))
@@ -161,11 +164,10 @@ def _assign(index: int, tiles: Int, workers: int, config: PlannerConfig, busy: f
     elif alike:
         pieces = min(teams // num_tiles, max(1, worth // num_tiles))
         if pieces * num_tiles >= BUSY * min(teams, worth):
-            runs = cut_alike(tiles, pieces, granule_of(shape, config.page_size), config.page_size)
-            return Cut(index, runs, _bounds(len(runs), 1), team)
-    granule = granule_of(shape, config.page_size)
-    runs, begin = equal_shares(tiles, min(teams, worth), granule, config.page_size)
-    return Cut(index, runs, begin, team)
+            runs, made = cut_alike(tiles, pieces, granule, config.page_size)
+            return Cut(index, runs, _bounds(len(runs), 1), team, made)
+    runs, made, begin = equal_shares(tiles, min(teams, worth), granule, config.page_size)
+    return Cut(index, runs, begin, team, made)
 
 
 def _together(index: int, tiles: Int, config: PlannerConfig) -> Cut | None:
@@ -241,7 +243,8 @@ def _cut_evenly(
         pieces, end = rounds.pieces(queue, longest * granule // shape.least_run)
         most = -(longest // -pieces)
         piece = -(sizes // (sizes // -most))
-        tile, inside = spread(-(sizes // -piece))
+        count = -(sizes // -piece)
+        tile, inside = spread(count)
         offset = (inside * piece.take(tile)).astype(np.int32)
-        tiles = runs_at(tiles, tile, offset, granule, config.page_size)
+        tiles = runs_at(tiles, count, offset, granule, config.page_size)
     return tiles.take(np.lexsort((-tiles[:, ROW], tiles[:, PAGE], -tiles[:, KEYS])), axis=0), end
