@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 SOURCES: Final = Path(__file__).parent / "cuda"
 DEFAULT_CACHE: Final = Path.home() / ".cache" / "attnd" / "kernels"
@@ -28,8 +28,7 @@ class CompileError(RuntimeError):
     """NVRTC refused a source; the message carries its log."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(NamedTuple):
     """One specialisation: `kernels/cuda/{source}.cu` compiled with `options`."""
 
     source: str

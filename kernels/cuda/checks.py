@@ -76,25 +76,25 @@ def check_kv(k: Tensor, v: Tensor, geometry: PoolGeometry, rows: int) -> None:
 def check_indptr(indptr: Int32, end: int, field: str) -> None:
     """Starts at 0, never decreases, ends at `end`."""
     good = len(indptr) > 0 and indptr.item(0) == 0 and indptr.item(-1) == end
-    falls = np.count_nonzero(indptr[1:] < indptr[:-1])
-    require(good and not falls, field, "indptr", f"0 .. {end}, rising")
+    if not good or np.count_nonzero(indptr[1:] < indptr[:-1]):
+        require(False, field, "indptr", f"0 .. {end}, rising")
 
 
 def check_level(level: Level, rows: int, geometry: PoolGeometry) -> None:
     """CSR arrays agree with each other and page ids lie in the pool."""
     check_indptr(level.qo_indptr, rows, "qo_indptr")
     check_indptr(level.kv_indptr, len(level.kv_indices), "kv_indptr")
-    segments = len(level.qo_indptr) - 1
-    for field in ("kv_last_page_len", "kv_start"):
-        require(len(getattr(level, field)) == segments, field, "length", f"{segments} segments")
-    require(len(level.kv_indptr) == segments + 1, "kv_indptr", "length", f"{segments} segments")
+    last, segments = level.kv_last_page_len, len(level.qo_indptr) - 1
+    lengths = (len(level.kv_indptr) - 1, len(last), len(level.kv_start))
+    if lengths != (segments, segments, segments):
+        fields = "kv_indptr, kv_last_page_len, kv_start"
+        require(False, fields, lengths, f"of {segments} segments each, as qo_indptr")
     check_pages(level.kv_indices, geometry, "kv_indices")
     if segments:
-        last, filled = level.kv_last_page_len, level.kv_indptr[1:] > level.kv_indptr[:-1]
-        good = _most(last) <= geometry.page_size and not np.count_nonzero((last != 0) != filled)
-        if not good:
-            bad = (last < 0) | (last > geometry.page_size) | ((last != 0) != filled)
-            require(False, "kv_last_page_len", last[bad][:4], "1..page_size, 0 if empty")
+        wrong = np.logical_xor(last, level.kv_indptr[1:] - level.kv_indptr[:-1])
+        if _most(last) > geometry.page_size or np.count_nonzero(wrong):
+            wrong |= (last < 0) | (last > geometry.page_size)
+            require(False, "kv_last_page_len", last[wrong][:4], "1..page_size, 0 if empty")
 
 
 def check_attend(request: Attend, geometry: PoolGeometry) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -14,9 +13,8 @@ from kernels.cuda.kv.view import KvView
 _LOG2E: Final = 1 / np.log(2)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionConfig:
-    """What, besides the plans, decides the work and the kernels of a batch."""
+class AttentionConfig(NamedTuple):
+    """What, besides the plans, decides the work and the kernels of a batch: a key of caches."""
 
     kv: KvView
     num_qo_heads: int

@@ -62,7 +62,7 @@ Write = Callable[[bytearray, CallAddresses], None]
 """Writes a call's addresses into a launch's memory."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a plan
 class Step:
     """A kernel's launch, and what writes a call's addresses into it.
 
@@ -123,7 +123,7 @@ def write_merge(memory: bytearray, call: CallAddresses) -> None:
     _write_states(memory, call.partial_o, call.partial_lse, call.o, call.lse)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a plan
 class DevicePlan:
     """A batch's plan on the device. `plans` are kept so that their identity stays theirs.
 

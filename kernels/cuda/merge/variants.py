@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from kernels.backend import DType, Unsupported
 from kernels.compile import Spec, spec
 from kernels.cuda.common.kernel import FORMATS
 
 
-@dataclass(frozen=True, slots=True)
-class MergeLaunch:
+class MergeLaunch(NamedTuple):
     """How to launch a merge of `units` lists: kernel, block, grid and shares per list."""
 
     spec: Spec

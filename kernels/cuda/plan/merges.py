@@ -17,7 +17,7 @@ NO_LISTS: Final = np.zeros(1, np.int32)
 """The indptr of no lists."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a plan
 class MergeLists:
     """Chunks of packed rows whose partial states are merged, and the lists of those states.
 

@@ -34,7 +34,7 @@ CACHE_BYTES: Final = 48 * 2**20
 """What the L2 cache keeps by itself of pages that are read over and over: measured on a H200."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a plan
 class KernelWork:
     """Items of one kernel, `PlannerConfig.shapes[index]`: int32 [num_items, 8] as in work.cuh.
 
@@ -63,7 +63,7 @@ class KernelWork:
         return self.num_workers == self.num_items  # no worker is without items
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a plan
 class BatchWork:
     """Everything a batch needs on the device; row arrays run over all plans, one after another.
 

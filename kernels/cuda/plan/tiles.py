@@ -123,7 +123,8 @@ def level_tiles(
     segments = _segments(layer, level, page, config, fields)
     made = []
     for index, mine in _by_shape(segments, config.shapes):
-        tiles = _cut_rows(mine, config.shapes[index].rows // chunk * chunk)
+        shape = config.shapes[index]
+        tiles = mine if shape.most_rows <= shape.rows else _cut_rows(mine, shape.rows, chunk)
         if level.causal or config.window_left >= 0:
             tiles = _clip(tiles, positions, config)
         if row:
@@ -175,8 +176,9 @@ def _by_shape(segments: Int, shapes: Sequence[TileShape]) -> list[tuple[int, Int
     return [(index, part) for index, part in parts if len(part)]
 
 
-def _cut_rows(segments: Int, capacity: int) -> Int:
-    """Tiles of at most `capacity` packed rows."""
+def _cut_rows(segments: Int, rows: int, chunk: int) -> Int:
+    """Tiles of at most so many packed rows, in whole chunks."""
+    capacity = rows // chunk * chunk
     if greatest(segments[:, ROWS]) <= capacity:
         return segments
     segment, inside = spread(-(segments[:, ROWS] // -capacity))
