@@ -21,7 +21,7 @@ from kernels.cuda.attention.steps import (
     write_visible,
     write_wide,
 )
-from kernels.cuda.common.extremes import greatest
+from kernels.cuda.common.extremes import greatest, total
 from kernels.cuda.common.kernel import Kernel
 from kernels.cuda.common.structs import (
     ATTEND_PARAMS,
@@ -50,6 +50,11 @@ _write_arrays: Final = writer(
 )
 _write_workers: Final = writer(ATTEND_PARAMS, "num_workers")
 _write_team: Final = writer(ATTEND_PARAMS, "team")
+_write_lists: Final = writer(
+    MERGE_PARAMS,
+    *("indptr", "members", "chunks", "order", "num_rows", "num_kv_heads", "group_size"),
+    *("chunk_rows", "head_dim", "split"),
+)
 
 
 class _Places(NamedTuple):
@@ -162,7 +167,7 @@ class DevicePlanBuilder:
         (launch,) = work.kernels
         if len(work.merges.chunks) == 0:
             most = SHORT_LAUNCH * launch.num_workers * launch.team
-            if int(np.add.reduce(launch.items[:, KEYS])) > most:
+            if total(launch.items[:, KEYS]) > most:
                 return False
         return launch.shape.persistent
 
@@ -274,19 +279,10 @@ class DevicePlanBuilder:
             merges.longest,
             self._multiprocessors,
         )
-        block = packed(
-            MERGE_PARAMS,
-            indptr=places.indptr,
-            members=places.members,
-            chunks=places.chunks,
-            order=places.order,
-            num_rows=len(merges.chunks),
-            num_kv_heads=kv.num_kv_heads,
-            group_size=self._config.group_size,
-            chunk_rows=merges.chunk_rows,
-            head_dim=kv.head_dim,
-            split=how.split,
-        )
         function = self._library.function(how.spec, "merge_states")
-        launcher = Launcher(function, how.grid, how.threads, 0, block, overlaps=overlaps)
+        struct = bytes(MERGE_PARAMS.itemsize)
+        launcher = Launcher(function, how.grid, how.threads, 0, struct, overlaps=overlaps)
+        lists = (places.indptr, places.members, places.chunks, places.order)
+        sizes = (len(merges.chunks), kv.num_kv_heads, self.planner.group_size, merges.chunk_rows)
+        _write_lists(launcher.memory, *lists, *sizes, kv.head_dim, how.split)
         return Step(launcher, write_merge)

@@ -15,11 +15,11 @@ from cupy_backends.cuda.api import driver
 from kernels.compile import DEFAULT_CACHE, Spec, cached_path, compile_all, compile_cached
 
 _POINTER: Final = Struct("=Q")
-_ATTRIBUTE: Final = Struct("=I4xI60x")
-"""`CUlaunchAttribute`: id, and a value of 64 bytes of which the first four count here."""
-_CONFIG: Final = Struct("=7I4xQQI4x")
-"""`CUlaunchConfig`: grid, block, shared bytes; stream; where its attributes are, and how many."""
-_STREAM_IN_CONFIG: Final = 32
+_OVERLAP: Final = Struct("=I4xI60x 7I4xQQI4x")
+"""`CUlaunchAttribute`: id, and a value of 64 bytes of which the first four count here. Then
+`CUlaunchConfig`: grid, block, shared bytes; stream; where its attributes are, and how many."""
+_ATTRIBUTE_BYTES: Final = 72
+_STREAM_IN_OVERLAP: Final = _ATTRIBUTE_BYTES + 32
 _PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
 
 
@@ -71,24 +71,23 @@ class Launcher:
     ) -> None:
         size, places = len(struct), 8 * len(parameters)
         # the struct and, for the driver, the addresses of its parts, and how to overlap
-        self.memory = bytearray(struct)
-        self.memory += bytes(places + (_ATTRIBUTE.size + _CONFIG.size if overlaps else 0))
-        address = addressof(c_char.from_buffer(self.memory))
-        for i, offset in enumerate(parameters):
-            _POINTER.pack_into(self.memory, size + 8 * i, address + offset)
+        self.memory = memory = bytearray(struct + bytes(places + _OVERLAP.size))
+        address = addressof(c_char.from_buffer(memory))
+        at = size
+        for offset in parameters:
+            _POINTER.pack_into(memory, at, address + offset)
+            at += 8
         self._where = address + size
         self._struct_bytes = size
         self._kernel = kernel  # kept alive: what follows is only its address
-        self._settled = (kernel.kernel.ptr, grid, 1, 1, threads, 1, 1, shared_bytes)
+        sizes = (grid, 1, 1, threads, 1, 1, shared_bytes)
+        self._settled = (kernel.kernel.ptr, *sizes)
         self._config = 0
         if overlaps:
-            attribute = size + places
-            config = attribute + _ATTRIBUTE.size
-            _ATTRIBUTE.pack_into(self.memory, attribute, _PROGRAMMATIC_STREAM_SERIALIZATION, 1)
-            sizes = self._settled[1:]
-            _CONFIG.pack_into(self.memory, config, *sizes, 0, address + attribute, 1)
-            self._stream_at = config + _STREAM_IN_CONFIG
-            self._config = address + config
+            how = (_PROGRAMMATIC_STREAM_SERIALIZATION, 1, *sizes, 0, address + at, 1)
+            _OVERLAP.pack_into(memory, at, *how)
+            self._stream_at = at + _STREAM_IN_OVERLAP
+            self._config = address + at + _ATTRIBUTE_BYTES
 
     @property
     def signature(self) -> tuple[object, ...]:

@@ -114,9 +114,11 @@ class Transfers:
         host = pinned_memory(4 * total)
         np.concatenate(arrays, out=np.ndarray((total,), np.int32, host))
         buffer = self.inbound(4 * total)
-        self.to_device(buffer.ptr, host.ptr, 4 * total)
+        address: int = buffer.ptr
+        self.to_device(address, host.ptr, 4 * total)
         self.arrived((host, buffer))
-        return buffer, [buffer.ptr + 4 * begin for begin in accumulate(counts[:-1], initial=0)]
+        begins = accumulate(counts[:-1], initial=0)
+        return buffer, [address + 4 * begin for begin in begins]
 
     def inbound(self, size: int) -> Any:
         """Device memory to copy to on the stream of copies in."""

@@ -41,13 +41,14 @@ def lists_of_pieces(runs: Int, pieces: Int | None, chunk: int) -> MergeLists:
     if pieces is None:
         return MergeLists(chunk, NOTHING, NO_LISTS, NOTHING, 0, 0)
     cut = pieces > 1
-    chunks = cut.nonzero()[0].astype(np.int32)
+    chunks = cut.nonzero()[0]
     indptr = np.zeros(len(chunks) + 1, np.int32)
-    np.add.accumulate(pieces.take(chunks), out=indptr[1:])
+    indptr[1:] = np.add.accumulate(pieces.take(chunks))
     num_rows = indptr.item(-1) * chunk
     members = np.arange(0, num_rows, chunk, dtype=np.int32)
     runs[:, PARTIAL][cut.repeat(pieces)] = members
-    return MergeLists(chunk, chunks, indptr, members, num_rows, greatest(pieces))
+    how = (chunk, chunks.astype(np.int32), indptr, members, num_rows)
+    return MergeLists(*how, greatest(pieces))
 
 
 def merge_lists(runs: Int, num_packed: int, chunk: int) -> MergeLists:

@@ -95,8 +95,9 @@ def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> Ba
         merges = merge_lists(runs, num_packed, chunk)
     if ruled:
         keep_rules(runs, config.window_left)
+        runs = np.ascontiguousarray(runs[:, :PLAIN_FIELDS])
     return BatchWork(
-        kernels=_kernels(cuts, np.ascontiguousarray(runs[:, :PLAIN_FIELDS]), config),
+        kernels=_kernels(cuts, runs, config),
         merges=merges,
         order=_order(plans),
         positions=_joined([plan.positions for plan in plans]),

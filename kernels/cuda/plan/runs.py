@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from kernels.backend import Int32
-from kernels.cuda.common.extremes import greatest
+from kernels.cuda.common.extremes import greatest, total
 from kernels.cuda.plan import rounds
 from kernels.cuda.plan.cutting import cut_alike, equal_shares, granule_of, runs_at
 from kernels.cuda.plan.tiles import (
@@ -89,7 +89,7 @@ def cut(
     if not parts or config.shapes[parts[-1][0]].persistent:  # persistent ones come first
         whole = [config.shapes[index].workers // config.num_kv_heads for index, _ in parts]
         return [_assign(*part, max(1, n), config) for part, n in zip(parts, whole, strict=True)]
-    merged = sum(int(np.add.reduce(tiles[:, ROWS])) for _, tiles in parts) > num_packed
+    merged = sum(total(tiles[:, ROWS]) for _, tiles in parts) > num_packed
     share = _persistent_share(parts, config)
     made = _beside(parts, share, merged, config)
     if made.persistent_end > LATE * made.end:
@@ -129,7 +129,7 @@ def _persistent_share(parts: Parts, config: PlannerConfig) -> float:
     kept = whole = 0.0
     for index, tiles in parts:
         shape = config.shapes[index]
-        keys = int(np.add.reduce(tiles[:, KEYS]))
+        keys = total(tiles[:, KEYS])
         cost = (len(tiles) * shape.item_seconds + keys * shape.key_seconds) / shape.workers
         whole += cost
         kept += cost if shape.persistent else 0.0
@@ -146,12 +146,12 @@ def _assigned_seconds(made: Cut, shape: TileShape) -> float:
 def _assign(index: int, tiles: Int, workers: int, config: PlannerConfig, busy: float = BUSY) -> Cut:
     """Runs for teams of `workers`: whole tiles, or runs of one length, where that fills them."""
     shape, keys = config.shapes[index], tiles[:, KEYS]
-    num_tiles, largest, total = len(keys), greatest(keys), int(np.add.reduce(keys))
-    alike = largest * num_tiles <= EQUAL * total
+    num_tiles, largest, num_keys = len(keys), greatest(keys), total(keys)
+    alike = largest * num_tiles <= EQUAL * num_keys
     team = config.team or _team(shape, -(-largest // shape.granule), workers // num_tiles)
     teams = max(1, workers // team)
     granule = granule_of(shape, config.page_size)
-    worth = -(-total // shape.least_run)  # more would not be worth their partial states
+    worth = -(-num_keys // shape.least_run)  # more would not be worth their partial states
     # keys of a tile that its team alone gets through before a merge of several teams' states would
     short = shape.least_run * (team if 2 * num_tiles > teams else max(1, team // 4))
 
@@ -177,7 +177,7 @@ def _together(index: int, tiles: Int, config: PlannerConfig) -> Cut | None:
     """
     shape, keys = config.shapes[index], tiles[:, KEYS]
     units, longest = len(keys) * config.num_kv_heads, greatest(keys)
-    if not shape.persistent or longest * len(keys) > ALIKE * int(np.add.reduce(keys)):
+    if not shape.persistent or longest * len(keys) > ALIKE * total(keys):
         return None
     for team in shape.teams if config.team is None else (config.team,):
         places = shape.workers // team
@@ -225,9 +225,9 @@ def _cut_evenly(
     """
     granule, heads = granule_of(shape, config.page_size), config.num_kv_heads
     sizes = -(tiles[:, KEYS] // -granule)
-    longest, total = greatest(sizes), int(np.add.reduce(sizes))
-    end = total * heads * granule * shape.key_seconds / shape.workers
-    if longest * shape.workers * ENOUGH > total * heads:
+    longest, granules = greatest(sizes), total(sizes)
+    end = granules * heads * granule * shape.key_seconds / shape.workers
+    if longest * shape.workers * ENOUGH > granules * heads:
         kinds = rounds.sizes_of(sizes, longest)
         # tiles of one size come in the same order however heads take turns
         together = shape.heads_together(heads) if len(kinds) > 1 else heads

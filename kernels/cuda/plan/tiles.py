@@ -83,7 +83,7 @@ class PlannerConfig:
     @property
     def chunk(self) -> int:
         """Packed rows that always travel together, whichever kernel has them."""
-        return chunk_rows(self.group_size, min(shape.rows for shape in self.shapes))
+        return chunk_rows(self.group_size, min([shape.rows for shape in self.shapes]))
 
 
 @cache
