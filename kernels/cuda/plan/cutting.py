@@ -29,8 +29,9 @@ def cut_alike(tiles: Int, most: int, granule: int, page_size: int) -> tuple[Int,
     if count == 1:
         return tiles, None
     pieces = np.full(len(sizes), count)
-    offset = (sizes[:, None] * np.arange(count) // count).reshape(-1).astype(np.int32)
-    return runs_at(tiles, pieces, offset, granule, page_size), pieces
+    past = sizes[:, None] * np.arange(count) // count
+    later = (past > 0).reshape(-1).nonzero()[0]
+    return runs_at(tiles, pieces, later, past.take(later), granule, page_size), pieces
 
 
 def equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple[Int, Int, Int32]:
@@ -56,22 +57,24 @@ def equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple[
     which = cuts.nonzero()[0]
     pieces = np.bincount(tile.take(which), minlength=len(sizes))
     pieces += 1
-    offset = np.zeros(len(sizes) + len(which), np.int32)
-    offset[begin.take(which)] = past.take(which)
-    return runs_at(tiles, pieces, offset, granule, page_size), pieces, begin.astype(np.int32)
+    later = (begin.take(which), past.take(which))
+    return runs_at(tiles, pieces, *later, granule, page_size), pieces, begin.astype(np.int32)
 
 
-def runs_at(tiles: Int, pieces: Int, offset: Int, granule: int, page_size: int) -> Int:
-    """Tile i as `pieces[i]` runs, each from its `offset` in granules on to where the next begins.
+def runs_at(
+    tiles: Int, pieces: Int, later: Int, past: Int, granule: int, page_size: int
+) -> Int:
+    """Tile i as `pieces[i]` runs, each up to where the next of its tile begins.
 
-    A tile's first run has offset 0.
+    `later` are the runs that are not their tile's first, each so many granules `past` its begin.
     """
     runs = tiles.repeat(pieces, axis=0)
     page, keys, start = runs[:, PAGE], runs[:, KEYS], runs[:, START]
-    skipped = offset * granule
+    begins = past * granule
+    skipped = np.zeros(len(runs), np.int32)
+    skipped[later] = begins
     page += skipped // page_size
     start += skipped
-    following = skipped[1:]
-    keys[:-1] = np.where(following, following, keys[:-1])  # where a run ends in its tile
+    keys[later - 1] = begins
     keys -= skipped
     return runs

@@ -245,6 +245,7 @@ def _cut_evenly(
         piece = -(sizes // (sizes // -most))
         count = -(sizes // -piece)
         tile, inside = spread(count)
-        offset = (inside * piece.take(tile)).astype(np.int32)
-        tiles = runs_at(tiles, count, offset, granule, config.page_size)
+        later = inside.nonzero()[0]
+        past = inside.take(later) * piece.take(tile.take(later))
+        tiles = runs_at(tiles, count, later, past, granule, config.page_size)
     return tiles.take(np.lexsort((-tiles[:, ROW], tiles[:, PAGE], -tiles[:, KEYS])), axis=0), end
