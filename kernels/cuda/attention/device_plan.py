@@ -115,8 +115,8 @@ class DevicePlanBuilder:
         work = make_work(requests, planner)
         merges = work.merges
         arrays = [launch.items.reshape(-1) for launch in work.kernels]
-        arrays += [work.order, work.positions, work.kv_indices, merges.indptr, merges.members]
-        arrays.append(merges.chunks)
+        arrays += (work.order, work.positions, work.kv_indices)
+        arrays += (merges.indptr, merges.members, merges.chunks)
         arrays += [launch.worker_begin for launch in work.kernels]
         buffer, at = transfers.upload_ints(arrays)
         count = len(work.kernels)
@@ -141,7 +141,7 @@ class DevicePlanBuilder:
                 step = self._mma_step(launch, kernel, places, items, lists, table, overlaps)
             (steps if persistent or here else others).append(step)
         return DevicePlan(
-            plans=tuple(plan for _, plan in requests),
+            plans=tuple([plan for _, plan in requests]),
             buffer=buffer,
             steps=(*before, *(steps or others)),
             beside=tuple(others if steps else ()),

@@ -132,8 +132,7 @@ class AttentionRunner:
 
 def _layered(requests: Sequence[tuple[int, Plan]]) -> Sequence[tuple[int, Plan]]:
     """Requests of a single layer as of layer 0: the layer comes with each launch."""
-    first = requests[0][0]
-    if any(layer != first for layer, _ in requests):
+    if len({layer for layer, _ in requests}) > 1:
         return requests
     return [(0, plan) for _, plan in requests]
 

@@ -109,16 +109,14 @@ class Transfers:
         One pinned buffer, one copy, which the compute stream waits for. Whoever launches work on
         the buffer hands it to `retire` after that.
         """
-        counts = [len(array) for array in arrays]
-        total = sum(counts)
-        host = pinned_memory(4 * total)
-        np.concatenate(arrays, out=np.ndarray((total,), np.int32, host))
-        buffer = self.inbound(4 * total)
-        address: int = buffer.ptr
-        self.to_device(address, host.ptr, 4 * total)
+        sizes = [array.nbytes for array in arrays]
+        total = sum(sizes)
+        host = pinned_memory(total)
+        np.concatenate(arrays, out=np.ndarray((total // 4,), np.int32, host))
+        buffer = self.inbound(total)
+        self.to_device(buffer.ptr, host.ptr, total)
         self.arrived((host, buffer))
-        begins = accumulate(counts[:-1], initial=0)
-        return buffer, [address + 4 * begin for begin in begins]
+        return buffer, list(accumulate(sizes[:-1], initial=buffer.ptr))
 
     def inbound(self, size: int) -> Any:
         """Device memory to copy to on the stream of copies in."""

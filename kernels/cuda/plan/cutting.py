@@ -19,12 +19,14 @@ def granule_of(shape: TileShape, page_size: int) -> int:
     return page_size * -(-shape.granule // page_size)
 
 
-def cut_alike(tiles: Int, most: int, granule: int, page_size: int) -> tuple[Int, Int | None]:
+def cut_alike(
+    tiles: Int, keys: Int, most: int, granule: int, page_size: int
+) -> tuple[Int, Int | None]:
     """Every tile cut into as many runs, `most` or as many granules as the shortest tile has.
 
-    Returns the runs and how many each tile has; None for one each.
+    `keys` are the tiles'. Returns the runs and how many each tile has; None for one each.
     """
-    sizes = -(tiles[:, KEYS] // -granule)
+    sizes = -(keys // -granule)
     count = min(most, least(sizes))
     if count == 1:
         return tiles, None
@@ -34,12 +36,14 @@ def cut_alike(tiles: Int, most: int, granule: int, page_size: int) -> tuple[Int,
     return runs_at(tiles, pieces, later, past.take(later), granule, page_size), pieces
 
 
-def equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple[Int, Int, Int32]:
+def equal_shares(
+    tiles: Int, keys: Int, teams: int, granule: int, page_size: int
+) -> tuple[Int, Int, Int32]:
     """Lay the tiles end to end and cut where each team's equal share ends, or a tile close by.
 
-    Returns the runs, how many each tile has, and where each team's begin.
+    `keys` are the tiles'. Returns the runs, how many each tile has, and where each team's begin.
     """
-    sizes = -(tiles[:, KEYS] // -granule)
+    sizes = -(keys // -granule)
     ends = np.add.accumulate(sizes)
     total: int = ends.item(-1)
     teams = min(teams, total)
@@ -61,16 +65,14 @@ def equal_shares(tiles: Int, teams: int, granule: int, page_size: int) -> tuple[
     return runs_at(tiles, pieces, *later, granule, page_size), pieces, begin.astype(np.int32)
 
 
-def runs_at(
-    tiles: Int, pieces: Int, later: Int, past: Int, granule: int, page_size: int
-) -> Int:
+def runs_at(tiles: Int, pieces: Int, later: Int, past: Int, granule: int, page_size: int) -> Int:
     """Tile i as `pieces[i]` runs, each up to where the next of its tile begins.
 
     `later` are the runs that are not their tile's first, each so many granules `past` its begin.
     """
     runs = tiles.repeat(pieces, axis=0)
     page, keys, start = runs[:, PAGE], runs[:, KEYS], runs[:, START]
-    begins = past * granule
+    begins = (past * granule).astype(np.int32)
     skipped = np.zeros(len(runs), np.int32)
     skipped[later] = begins
     page += skipped // page_size

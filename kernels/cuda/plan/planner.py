@@ -86,7 +86,7 @@ def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> Ba
     num_packed = num_rows * config.group_size
     ruled = config.window_left >= 0 or any(level.causal for level in levels)
     chunk = config.chunk
-    tiles = _tiles(requests, config, chunk, FIELDS if ruled else PLAIN_FIELDS)
+    tiles = _tiles(requests, config, FIELDS if ruled else PLAIN_FIELDS)
     cuts = cut(tiles, config, num_packed, _same_pages(levels, config))
     runs = beside([part.runs for part in cuts])
     if _tile_each(plans, tiles, num_packed // chunk, config):
@@ -130,21 +130,21 @@ def _tile_each(
 
     Tiles of one level have no row twice: as many as there are chunks have each a chunk.
     """
-    if len(tiles) != 1 or any([len(plan.levels) > 1 for plan in plans]):
+    if len(tiles) != 1 or max([len(plan.levels) for plan in plans]) > 1:
         return False
     ((index, only),) = tiles
     return len(only) == num_chunks and config.shapes[index].persistent
 
 
 def _tiles(
-    requests: Sequence[tuple[int, Plan]], config: PlannerConfig, chunk: int, fields: int
+    requests: Sequence[tuple[int, Plan]], config: PlannerConfig, fields: int
 ) -> list[tuple[int, Int]]:
     """Tiles of every kernel that has some, by its index in `config.shapes`."""
     tiles: list[list[Int]] = [[] for _ in config.shapes]
     row = page = 0
     for layer, plan in requests:
         for level in plan.levels:
-            places = (row, page, chunk, config, fields)
+            places = (row, page, config, fields)
             for index, made in level_tiles(layer, plan.positions, level, *places):
                 tiles[index].append(made)
             page += len(level.kv_indices)

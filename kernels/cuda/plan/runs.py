@@ -145,7 +145,7 @@ def _assigned_seconds(made: Cut, shape: TileShape) -> float:
 
 def _assign(index: int, tiles: Int, workers: int, config: PlannerConfig, busy: float = BUSY) -> Cut:
     """Runs for teams of `workers`: whole tiles, or runs of one length, where that fills them."""
-    shape, keys = config.shapes[index], tiles[:, KEYS]
+    shape, keys = config.shapes[index], tiles[:, KEYS].astype(np.intp)
     num_tiles, largest, num_keys = len(keys), greatest(keys), total(keys)
     alike = largest * num_tiles <= EQUAL * num_keys
     team = config.team or _team(shape, -(-largest // shape.granule), workers // num_tiles)
@@ -164,9 +164,10 @@ def _assign(index: int, tiles: Int, workers: int, config: PlannerConfig, busy: f
     elif alike:
         pieces = min(teams // num_tiles, max(1, worth // num_tiles))
         if pieces * num_tiles >= BUSY * min(teams, worth):
-            runs, made = cut_alike(tiles, pieces, granule, config.page_size)
+            runs, made = cut_alike(tiles, keys, pieces, granule, config.page_size)
             return Cut(index, runs, _bounds(len(runs), 1), team, made)
-    runs, made, begin = equal_shares(tiles, min(teams, worth), granule, config.page_size)
+    teams = min(teams, worth)
+    runs, made, begin = equal_shares(tiles, keys, teams, granule, config.page_size)
     return Cut(index, runs, begin, team, made)
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -70,6 +69,7 @@ class PlannerConfig:
     """What the planner needs to know besides the plans.
 
     `page_bytes` are those of a page's K and V, of all heads. `team` forces the size of teams.
+    `chunk`: packed rows that always travel together, whichever kernel has them.
     """
 
     group_size: int
@@ -79,14 +79,13 @@ class PlannerConfig:
     shapes: tuple[TileShape, ...]
     team: int | None = None
     page_bytes: int = 0
+    chunk: int = field(init=False)
 
-    @property
-    def chunk(self) -> int:
-        """Packed rows that always travel together, whichever kernel has them."""
-        return chunk_rows(self.group_size, min([shape.rows for shape in self.shapes]))
+    def __post_init__(self) -> None:
+        chunk = chunk_rows(self.group_size, min(shape.rows for shape in self.shapes))
+        object.__setattr__(self, "chunk", chunk)
 
 
-@cache
 def chunk_rows(group_size: int, rows: int) -> int:
     """Packed rows that always travel together: the largest divisor of the group within `rows`."""
     return max(d for d in range(1, min(group_size, rows) + 1) if group_size % d == 0)
@@ -112,7 +111,6 @@ def level_tiles(
     level: Level,
     row: int,
     page: int,
-    chunk: int,
     config: PlannerConfig,
     fields: int,
 ) -> list[tuple[int, Int]]:
@@ -124,7 +122,7 @@ def level_tiles(
     made = []
     for index, mine in _by_shape(segments, config.shapes):
         shape = config.shapes[index]
-        tiles = mine if shape.most_rows <= shape.rows else _cut_rows(mine, shape.rows, chunk)
+        tiles = mine if shape.most_rows <= shape.rows else _cut_rows(mine, shape.rows, config.chunk)
         if level.causal or config.window_left >= 0:
             tiles = _clip(tiles, positions, config)
         if row:
@@ -137,17 +135,17 @@ def level_tiles(
 def _segments(layer: int, level: Level, page: int, config: PlannerConfig, fields: int) -> Int:
     """One tile per segment of a level, whatever its rows and keys; below 1 key: no pages."""
     packed, kv = level.qo_indptr * config.group_size, level.kv_indptr
-    tiles = np.zeros((len(level.kv_start), fields), np.int32)
-    keys = tiles[:, KEYS]
+    keys = kv[1:] - kv[:-1]
+    keys -= 1
+    keys *= config.page_size
+    keys += level.kv_last_page_len
+    tiles = np.zeros((len(keys), fields), np.int32)
     tiles[:, ROW] = packed[:-1]
     np.subtract(packed[1:], packed[:-1], out=tiles[:, ROWS])
     tiles[:, PAGE] = kv[:-1]
     if page:
         tiles[:, PAGE] += page
-    np.subtract(kv[1:], kv[:-1], out=keys)
-    keys -= 1
-    keys *= config.page_size
-    keys += level.kv_last_page_len
+    tiles[:, KEYS] = keys
     tiles[:, START] = level.kv_start
     if layer:
         tiles[:, LAYER] = layer
