@@ -205,20 +205,19 @@ class DevicePlanBuilder:
         table: tuple[int, int],
         overlaps: bool,
     ) -> Step:
-        heads = self.planner.num_kv_heads
-        grid = launch.num_items * heads
+        heads, workers, struct = self.planner.num_kv_heads, launch.num_workers, self._struct
         if launch.shape.persistent:
-            grid = -(-launch.num_workers * heads * launch.team * 32 // kernel.threads)
-        struct = self._struct
-        if not launch.shape.persistent:  # TileParams of attend_tile.cu
-            struct += packed(VISIBLE_TABLE, tiles=table[0], words=table[1])
+            grid = -(-workers * heads * launch.team * 32 // kernel.threads)
+        else:
+            grid = launch.num_items * heads
+            struct += packed(VISIBLE_TABLE, tiles=table[0], words=table[1])  # TileParams
         function = self._library.function(kernel.spec, kernel.entry, kernel.shared_bytes)
         sizes = (grid, kernel.threads, kernel.shared_bytes)
         launcher = Launcher(function, *sizes, struct, overlaps=overlaps)
         pages = 0 if self._config.kv.contiguous else places.kv_indices
         arrays = (items, lists, pages, places.order, places.positions)
         _write_arrays(launcher.memory, *arrays)
-        _write_workers(launcher.memory, launch.num_workers)
+        _write_workers(launcher.memory, workers)
         _write_team(launcher.memory, launch.team)
         return Step(launcher, write_attend)
 

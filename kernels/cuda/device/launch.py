@@ -69,11 +69,11 @@ class Launcher:
         parameters: tuple[int, ...] = (0,),
         overlaps: bool = False,
     ) -> None:
-        size, places = len(struct), 8 * len(parameters)
         # the struct and, for the driver, the addresses of its parts, and how to overlap
-        self.memory = memory = bytearray(struct + bytes(places + _OVERLAP.size))
+        at = size = len(struct)
+        self.memory = memory = bytearray(size + 8 * len(parameters) + _OVERLAP.size)
+        memory[:size] = struct
         address = addressof(c_char.from_buffer(memory))
-        at = size
         for offset in parameters:
             _POINTER.pack_into(memory, at, address + offset)
             at += 8

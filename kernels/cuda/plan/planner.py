@@ -157,9 +157,8 @@ def _kernels(cuts: Sequence[Cut], items: Int32, config: PlannerConfig) -> tuple[
     kernels, at = [], 0
     for part in cuts:
         stop = at + len(part.runs)
-        shape, mine = config.shapes[part.index], items[at:stop]
-        how = (part.worker_begin, part.team, part.heads_first)
-        kernels.append(KernelWork(part.index, shape, mine, *how))
+        mine = (part.index, config.shapes[part.index], items[at:stop])
+        kernels.append(KernelWork(*mine, part.worker_begin, part.team, part.heads_first))
         at = stop
     return tuple(kernels)
 
