@@ -124,10 +124,13 @@ class Transfers:
             return cupy.cuda.alloc(max(size, 1))
 
     def arrived(self, owners: tuple[object, ...]) -> Any:
-        """The compute stream waits for the copies in so far, which `owners` are kept for."""
+        """The compute stream waits for the copies in so far, which `owners` are kept for.
+
+        Nothing older is let go: that can wait for `keep`, when the work on them is launched.
+        """
         done = mark(self.copy_in)
         self.compute.wait_event(done)
-        self.keep(done, owners)
+        self._inflight.append((done, owners))
         return done
 
     def scratch(self, size: int) -> Any:
@@ -183,10 +186,10 @@ class Transfers:
         self.keep(mark(self.compute), (buffer,))
 
     def keep(self, event: Any, owners: tuple[object, ...]) -> None:
-        """Hold `owners` until `event` has passed."""
+        """Hold `owners` until `event` has passed; let go of what others have passed for."""
         while self._inflight and passed(self._inflight[0][0]):
             self._inflight.popleft()
-        if len(self._inflight) >= MOST_INFLIGHT:
+        while len(self._inflight) >= MOST_INFLIGHT:
             self._inflight.popleft()[0].synchronize()
         self._inflight.append((event, owners))
 
