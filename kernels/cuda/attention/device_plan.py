@@ -50,6 +50,7 @@ _write_arrays: Final = writer(
 )
 _write_workers: Final = writer(ATTEND_PARAMS, "num_workers")
 _write_team: Final = writer(ATTEND_PARAMS, "team")
+_NO_MERGE: Final = bytes(MERGE_PARAMS.itemsize)
 _write_lists: Final = writer(
     MERGE_PARAMS,
     *("indptr", "members", "chunks", "order", "num_rows", "num_kv_heads", "group_size"),
@@ -279,8 +280,7 @@ class DevicePlanBuilder:
             self._multiprocessors,
         )
         function = self._library.function(how.spec, "merge_states")
-        struct = bytes(MERGE_PARAMS.itemsize)
-        launcher = Launcher(function, how.grid, how.threads, 0, struct, overlaps=overlaps)
+        launcher = Launcher(function, how.grid, how.threads, 0, _NO_MERGE, overlaps=overlaps)
         lists = (places.indptr, places.members, places.chunks, places.order)
         sizes = (len(merges.chunks), kv.num_kv_heads, self.planner.group_size, merges.chunk_rows)
         _write_lists(launcher.memory, *lists, *sizes, kv.head_dim, how.split)

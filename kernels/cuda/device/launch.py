@@ -71,8 +71,8 @@ class Launcher:
     ) -> None:
         # the struct and, for the driver, the addresses of its parts, and how to overlap
         at = size = len(struct)
-        self.memory = memory = bytearray(size + 8 * len(parameters) + _OVERLAP.size)
-        memory[:size] = struct
+        room = size + 8 * len(parameters) + _OVERLAP.size
+        self.memory = memory = bytearray(struct.ljust(room, b"\0"))
         address = addressof(c_char.from_buffer(memory))
         for offset in parameters:
             _POINTER.pack_into(memory, at, address + offset)

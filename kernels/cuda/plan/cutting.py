@@ -55,7 +55,7 @@ def equal_shares(
     cuts = np.minimum(past, left) > int(SNAP * total) // teams
     # runs before a bound: those of the tiles before its own, its own tile's first unless the bound
     # is where that begins, and one for each cut before it
-    begin = np.add.accumulate(cuts)
+    begin = np.add.accumulate(cuts.astype(np.intp))
     begin += tile
     begin += (past > left) > cuts
     which = cuts.nonzero()[0]

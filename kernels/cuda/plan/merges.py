@@ -46,7 +46,7 @@ def lists_of_pieces(runs: Int, pieces: Int | None, chunk: int) -> MergeLists:
     indptr[1:] = np.add.accumulate(pieces.take(chunks))
     num_rows = indptr.item(-1) * chunk
     members = np.arange(0, num_rows, chunk, dtype=np.int32)
-    runs[:, PARTIAL][cut.repeat(pieces)] = members
+    runs[:, PARTIAL][cut.repeat(pieces).nonzero()[0]] = members
     how = (chunk, chunks.astype(np.int32), indptr, members, num_rows)
     return MergeLists(*how, greatest(pieces))
 

@@ -132,7 +132,7 @@ def _tile_each(
     """
     if len(tiles) != 1 or max([len(plan.levels) for plan in plans]) > 1:
         return False
-    ((index, only),) = tiles
+    index, only = tiles[0]
     return len(only) == num_chunks and config.shapes[index].persistent
 
 
