@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from service.cluster.answering import each
 from service.cluster.copying import Begun, ask, begin_part, copy, end_copy
-from service.cluster.draining import hand
+from service.cluster.draining import hand, is_dead
 from service.cluster.engine import Engine
 from service.cluster.epochs import later
 from service.cluster.names import BETWEEN
@@ -51,7 +51,7 @@ async def deal_out(
         dealt = {"generation": generation, "shard": shards[0], "epoch": epoch}
         await hand(source, tenant, sequence, "dealt", **dealt)
     except BaseException:
-        if await asyncio.shield(stays(engines, tenant, sequence)):
+        if await asyncio.shield(stays(router, engines, tenant, sequence)):
             raise
     await asyncio.shield(end(parts))
     router.homes.names.learn(
@@ -76,7 +76,7 @@ async def bring(
     return begun
 
 
-async def stays(engines: Sequence[Engine], tenant: Tenant, sequence: str) -> bool:
+async def stays(router: Router, engines: Sequence[Engine], tenant: Tenant, sequence: str) -> bool:
     """Whether a sequence that could not be dealt out is whole, as it was. Where nobody can say, its
     parts are left for whoever finds out."""
     source, *others = engines
@@ -85,7 +85,7 @@ async def stays(engines: Sequence[Engine], tenant: Tenant, sequence: str) -> boo
         (view,) = await each([ask(source, GET_SEQUENCE, tenant, {"id": sequence})])
         if not isinstance(view, BaseException) and "shard" in view.fields:
             return False
-    elif isinstance(back, BaseException):
+    elif isinstance(back, BaseException) and not await is_dead(router, source):
         LOG.warning("nobody knows whether %s is dealt out: %s", sequence, back)
         return True
     await each([ask(one, CANCEL_IMPORT, tenant, {"id": sequence}) for one in others])

@@ -98,10 +98,9 @@ class Spills:
                         self.done[source.tag] += 1
                         return True
             except REFUSED as error:
-                if is_moving(error):
-                    return True
+                if is_moving(error) or source.tag not in self.router.members.by_tag:
+                    return True  # whoever is lost is told so by the next try
                 LOG.warning("no sequence of %s could be dealt out: %s", source.name, error)
-                return source.tag not in self.router.members.by_tag
             return False
 
     async def is_dealt_out(self, tenant: Tenant, source: Engine, one: Outgrown) -> bool:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 from cluster_book import Book
-from cluster_calls import LAYERS, PAGE, PAGES, SETTINGS, Cluster, rows, run
+from cluster_calls import LAYERS, PAGE, PAGES, SETTINGS, Answer, Cluster, rows, run
 from test_ranks_doors import another_door
 
 from service.cluster import copying, dealing_out, draining
 from service.cluster.dealing_out import deal_out
+from service.cluster.engine import Engine
 from service.cluster.local import LocalEngines, local_engines
 from service.doors.problems import ProblemText
+from service.operations.spec import Operation
 from service.operations.transfer import CANCEL_IMPORT
-from service.tenants import OPEN
+from service.tenants import OPEN, Tenant
 
 SOURCE = "engine-0"
 
@@ -215,7 +219,7 @@ def test_two_doors_that_are_refused_at_once_deal_it_out_once(two_engines: LocalE
     async def test(first: Cluster) -> None:
         async with another_door(first) as second:
             book = Book(first)
-            await begun(first, book, "a", 6 * PAGE)
+            await begun(first, book, "a", 12 * PAGE)
             await filled(first, book, 0)
             new = [rows(book.rng, 3 * PAGE) for _ in range(4)]
             fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, 3 * PAGE]}
@@ -226,7 +230,7 @@ def test_two_doors_that_are_refused_at_once_deal_it_out_once(two_engines: LocalE
             told = await asyncio.gather(*calls)
             assert {one.status for one in told} == {200}, told
             assert sorted(one.fields["lengths"][0] for one in told) == [
-                6 * PAGE + 3 * PAGE * number for number in range(1, 5)
+                12 * PAGE + 3 * PAGE * number for number in range(1, 5)
             ]
             got = await second.told("gather", fields_of("a"))
             for one, k in zip(told, new, strict=True):
@@ -290,30 +294,45 @@ class Died(Exception):
 POINTS = ["leaving", "header", "part", "before", "after"]
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_a_door_that_dies_leaves_it_whole_or_dealt_out(
-    two_engines: LocalEngines, point: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The door's part of the work ends at a point and nothing of it comes after, as when it is
-    killed; then another door goes on."""
-    real, seen = copying.ask, []
+@dataclass
+class Point:
+    """A moment of the work, where something is done."""
 
-    async def dying(engine, operation, tenant, fields, arrays=None):  # type: ignore[no-untyped-def]
-        name, state = operation.name, fields.get("state")
-        at = {
-            "leaving": name == "export_sequence",
-            "header": name == "import_sequence" and "header" in fields,
-            "part": name == "import_sequence" and "part" in fields and len(seen) > 3,
-            "before": state == "dealt",
-            "after": name == "import_sequence" and not {"header", "part"} & fields.keys(),
-        }
-        seen.append(name)
-        if seen[-1] == "dead" or "dead" in seen or at[point]:
-            seen.append("dead")
-            raise Died
-        if state == "leaving":
+    name: str
+    then: Callable[[], None]
+
+    def is_here(self, operation: str, fields: Any) -> bool:
+        imports = operation == "import_sequence"
+        match self.name:
+            case "leaving":
+                return operation == "export_sequence"
+            case "header":
+                return imports and "header" in fields
+            case "part":
+                return imports and "part" in fields
+            case "before":
+                return fields.get("state") == "dealt"
+        return imports and not {"header", "part"} & fields.keys()
+
+    async def ask(
+        self, engine: Engine, operation: Operation, tenant: Tenant, fields: Any, *more: Any
+    ) -> Any:
+        """In place of every question that the door asks."""
+        if self.is_here(operation.name, fields):
+            self.then()
+        if fields.get("state") == "leaving":
             fields = fields | {"for_s": 0.5}
-        return await real(engine, operation, tenant, fields, arrays)
+        return await REAL(engine, operation, tenant, fields, *more)
+
+
+REAL = copying.ask
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_a_door_that_dies_leaves_it_whole_or_dealt_out(
+    two_engines: LocalEngines, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a moment on nothing of its work comes, as when it is killed; another door goes on."""
 
     async def test(first: Cluster) -> None:
         async with another_door(first) as second:
@@ -321,94 +340,84 @@ def test_a_door_that_dies_leaves_it_whole_or_dealt_out(
             await begun(first, book, "a", 30 * PAGE + 3)
             await book.fork("a", "f", 2 * PAGE)
             there.held = book.held
+
+            def die() -> None:
+                point.is_here = lambda *_: True  # type: ignore[method-assign]
+                raise Died
+
+            point = Point(name, die)
             by_name = {one.name: one for one in first.router.members.engines}
             for module in (copying, dealing_out, draining):
-                monkeypatch.setattr(module, "ask", dying)
-            engines = [by_name["engine-0"], by_name["engine-1"]]
-            work = deal_out(first.router, OPEN, "a", engines, 0)
-            if point == "after":
-                await work  # what it could not do is only logged
-            else:
-                with pytest.raises(Died):
-                    await work
+                monkeypatch.setattr(module, "ask", point.ask)
+            work = deal_out(first.router, OPEN, "a", [by_name[SOURCE], by_name["engine-1"]], 0)
+            with nullcontext() if name == "after" else pytest.raises(Died):
+                await work  # after: what it could not do is only logged
             monkeypatch.undo()
             assert not is_dealt(second, "a")
             await asyncio.sleep(0.6)
             for layer in range(LAYERS):
                 await there.attend(["a", "f"], [1, 1], layer, appends=True)
-            assert is_dealt(second, "a") == (point == "after")
-            for name in book.held:
-                await there.check(name)
+            assert is_dealt(second, "a") == (name == "after")
+            for one in book.held:
+                await there.check(one)
             await given_up(second)
 
     run(two_engines, test, spill=2)
 
 
-def test_an_engine_that_dies_afterwards_takes_it_along(mortal_engines: LocalEngines) -> None:
-    engines = mortal_engines
+@pytest.mark.parametrize("name", ["part", "done"])
+@pytest.mark.parametrize("victim", [SOURCE, "engine-1"])
+def test_an_engine_that_dies_takes_it_along_where_it_had_a_part(
+    mortal_pair: LocalEngines, victim: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = mortal_pair
 
     async def test(first: Cluster) -> None:
         async with another_door(first) as second:
-            for victim in (1, 0):
-                book = Book(first)
-                await begun(first, book, "a", 9 * PAGE)
-                await Book(second, held=book.held).check("a")
-                await filled(first, book, 0)
-                await book.append("a", PAGE)
-                tags = (first.router.homes.names.tag(("default", "a")) or "").split("-")
-                assert len(tags) == 2
-                dead = first.router.members.by_tag[tags[victim]].name
-                engines.kill(dead)
-                for door in (first, second):
-                    await has_engines(door, 2)
-                for door in (second, first):
-                    lost = await door.call("get_sequence", {"id": "a"})
-                    assert (lost.status, lost.fields["code"]) == (410, "lost_sequence"), lost
-                await first.told("delete_sequences", {"prefix": "filler"})
-                async with asyncio.timeout(20):
-                    while await first.free_pages() != 2 * PAGES:
-                        await asyncio.sleep(0.05)
-                engines.start(dead)
-                for door in (first, second):
-                    await has_engines(door, 3)
+            book = Book(first)
+            await begun(first, book, "a", 9 * PAGE)
+            await Book(second, held=book.held).check("a")
+            await filled(first, book, 0)
+            if name == "part":
+                point = Point(name, lambda: engines.kill(victim))
+                for module in (copying, dealing_out, draining):
+                    monkeypatch.setattr(module, "ask", point.ask)
+            fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, PAGE]}
+            k = rows(book.rng, PAGE)
+            told = await first.call("append", fields, k=k, v=k)
+            monkeypatch.undo()
+            if name == "done":
+                assert told.status == 200 and is_dealt(first, "a")
+                engines.kill(victim)
+            for door in (first, second):
+                await has_engines(door, 1)
+            try:
+                await check(first, second, book, told)
+            finally:
+                engines.start(victim)
+            for door in (first, second):
+                await has_engines(door, 2)
+
+    async def check(first: Cluster, second: Cluster, book: Book, told: Answer) -> None:
+        there = [await door.call("get_sequence", {"id": "a"}) for door in (first, second)]
+        if victim == "engine-1" and name == "part":
+            assert told.status == 507
+            await book.check("a")
+            await Book(second, held=book.held).check("a")
+            return
+        assert told.status == (200 if name == "done" else 410), told
+        assert (there[0].status, there[0].fields["code"]) == (410, "lost_sequence")
+        assert there[1].status in (404, 410)  # by then it may not have been there for that door
+        await first.told("delete_sequences", {"prefix": ""})
+        async with asyncio.timeout(5):
+            while await first.free_pages() != PAGES:
+                await asyncio.sleep(0.05)
 
     run(engines, test, spill=2)
 
 
 async def has_engines(door: Cluster, count: int) -> None:
     await door.until(lambda: len(door.router.members.engines) == count, f"{count} engines")
-
-
-@pytest.mark.parametrize("victim", [SOURCE, "engine-1"])
-@pytest.mark.parametrize("after_s", [0.002, 0.006, 0.012])
-def test_an_engine_that_dies_meanwhile_leaves_nothing_half(
-    mortal_pair: LocalEngines, victim: str, after_s: float
-) -> None:
-    engines = mortal_pair
-
-    async def test(cluster: Cluster) -> None:
-        book = Book(cluster)
-        await begun(cluster, book, "a", 60 * PAGE)
-        await filled(cluster, book, 0)
-        fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, PAGE]}
-        k = rows(book.rng, PAGE)
-        asking = asyncio.ensure_future(cluster.call("append", fields, k=k, v=k))
-        await asyncio.sleep(after_s)
-        engines.kill(victim)
-        told = await asking
-        await has_engines(cluster, 1)
-        there = await cluster.call("get_sequence", {"id": "a"})
-        if victim == SOURCE or told.status == 200:
-            assert (there.status, there.fields["code"]) == (410, "lost_sequence"), there
-        else:
-            assert (told.status, there.status) in {(507, 200), (410, 410)}, (told, there)
-            for name in book.held if there.status == 200 else ():
-                await book.check(name)
-        engines.start(victim)
-        await has_engines(cluster, 2)
-        await given_up(cluster)
-
-    run(engines, test, spill=2)
 
 
 async def given_up(cluster: Cluster) -> None:
