@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from service.cluster.answering import each
 from service.cluster.copying import Begun, ask, begin_part, copy, end_copy
 from service.cluster.draining import hand, is_dead
-from service.cluster.engine import Engine
+from service.cluster.engine import Engine, Told
 from service.cluster.epochs import later
 from service.cluster.names import BETWEEN
 from service.doors.problems import ProblemText
@@ -39,24 +39,23 @@ async def deal_out(
     for so many pages then; how many bytes went. Raises what engines refuse: then it is whole."""
     source, *others = engines
     shards = [{"rank": rank, "ranks": len(engines)} for rank in range(len(engines))]
-    epoch = later(0)
-    await hand(source, tenant, sequence, "leaving", shard=shards[0], room=room)
+    stay: dict[str, Any] = {"shard": shards[0], "epoch": later(0)}
+    parts: list[Begun] = []
+    await hand(source, tenant, sequence, "leaving", room=room, **stay)
     try:
         bringing = [
-            bring(source, target, tenant, sequence, shard, epoch)
+            bring(source, target, tenant, sequence, shard, stay["epoch"])
             for target, shard in zip(others, shards[1:], strict=True)
         ]
         parts = [part if isinstance(part, Begun) else failed(part) for part in await each(bringing)]
         generation = parts[0].header["generation"]
-        dealt = {"generation": generation, "shard": shards[0], "epoch": epoch}
-        await hand(source, tenant, sequence, "dealt", **dealt)
+        await hand(source, tenant, sequence, "dealt", generation=generation, **stay)
     except BaseException:
-        if await asyncio.shield(stays(router, engines, tenant, sequence)):
+        if await asyncio.shield(stays(router, engines, tenant, sequence, stay["epoch"])):
             raise
-    await asyncio.shield(end(parts))
-    router.homes.names.learn(
-        (tenant.namespace, sequence), BETWEEN.join(engine.tag for engine in engines)
-    )
+    if await asyncio.shield(end(parts)):
+        tag = BETWEEN.join(engine.tag for engine in engines)
+        router.homes.names.learn((tenant.namespace, sequence), tag)
     return sum(part.num_bytes for part in parts)
 
 
@@ -76,15 +75,19 @@ async def bring(
     return begun
 
 
-async def stays(router: Router, engines: Sequence[Engine], tenant: Tenant, sequence: str) -> bool:
-    """Whether a sequence that could not be dealt out is whole, as it was. Where nobody can say, its
-    parts are left for whoever finds out."""
+async def stays(
+    router: Router, engines: Sequence[Engine], tenant: Tenant, sequence: str, epoch: int
+) -> bool:
+    """Whether a sequence that could not be dealt out by this door is left to others; then it is
+    whole, as it was, unless another door was faster. Where nobody can say, the parts are kept for
+    whoever finds out."""
     source, *others = engines
     (back,) = await each([hand(source, tenant, sequence, "back")])
     if isinstance(back, ProblemText):  # it is dealt out, or was not held up any more
         (view,) = await each([ask(source, GET_SEQUENCE, tenant, {"id": sequence})])
-        if not isinstance(view, BaseException) and "shard" in view.fields:
-            return False
+        shard = view.fields.get("shard") if isinstance(view, Told) else None
+        if shard is not None:
+            return bool(shard["epoch"] != epoch)
     elif isinstance(back, BaseException) and not await is_dead(router, source):
         LOG.warning("nobody knows whether %s is dealt out: %s", sequence, back)
         return True
@@ -92,10 +95,13 @@ async def stays(router: Router, engines: Sequence[Engine], tenant: Tenant, seque
     return True
 
 
-async def end(parts: Sequence[Begun]) -> None:
-    """The parts get their name."""
+async def end(parts: Sequence[Begun]) -> bool:
+    """The parts get their name; whether all have it."""
+    has_all = True
     for part, told in zip(parts, await each([end_copy(part) for part in parts]), strict=True):
         if isinstance(told, ProblemText) and told.problem["code"] in NAMED:
             continue
         if isinstance(told, BaseException):
             LOG.warning("%s has no part of %s: %s", part.target.name, part.sequence, told)
+            has_all = False
+    return has_all

@@ -101,7 +101,7 @@ class Homes:
         """The tag of a sequence that an engine has, or has a part of. Raises LostSequence, NotReady
         where an engine with a part may come back."""
         shards: dict[int, str] = {}
-        ranks, others = 1, []
+        ranks, epoch, others = 1, 0, []
         for one in [engine, *(other for other in self.members.engines if other is not engine)]:
             call = one.own(GET_SEQUENCE, tenant, ASK_DEADLINE_S)
             try:
@@ -113,10 +113,10 @@ class Homes:
                 continue
             if shard is None:
                 return one.tag
-            shards[shard["rank"]], ranks = one.tag, shard["ranks"]
+            shards[shard["rank"]], ranks, epoch = one.tag, shard["ranks"], shard["epoch"]
         if len(shards) < ranks:
             for one in others:
-                if (shard := await named_part(one, name, tenant)) is not None:
+                if (shard := await named_part(one, name, tenant, epoch)) is not None:
                     shards[shard["rank"]] = one.tag
         tag = BETWEEN.join(shards[rank] for rank in sorted(shards))
         if len(shards) < ranks:
@@ -169,13 +169,15 @@ async def known_there(engine: Engine, ids: Sequence[str], tenant: Tenant) -> lis
     return list(ids)
 
 
-async def named_part(engine: Engine, name: str, tenant: Tenant) -> dict[str, Any] | None:
+async def named_part(
+    engine: Engine, name: str, tenant: Tenant, epoch: int
+) -> dict[str, Any] | None:
     """The part of a sequence that an engine has without a name, since the door that dealt it out
-    died just then: it gets its name. None where there is none, or not all of it."""
+    has died just then: it gets its name. None where there is none of this epoch."""
     with suppress(ProblemText):
         call = engine.own(GET_IMPORT, tenant, ASK_DEADLINE_S)
         state = (await engine.ask(call, {"id": name})).fields
-        if state["next_part"] < state["num_parts"]:
+        if state["epoch"] != epoch:
             return None
         call = engine.own(IMPORT, tenant, ASK_DEADLINE_S)
         with suppress(ProblemText):  # another door does it at this moment
@@ -183,5 +185,5 @@ async def named_part(engine: Engine, name: str, tenant: Tenant) -> dict[str, Any
     with suppress(ProblemText):
         call = engine.own(GET_SEQUENCE, tenant, ASK_DEADLINE_S)
         shard: dict[str, Any] | None = (await engine.ask(call, {"id": name})).fields.get("shard")
-        return shard
+        return shard if shard is not None and shard["epoch"] == epoch else None
     return None

@@ -70,7 +70,7 @@ def begin(store: Store, request: Request, header: Header) -> Work:
     if digest.hex() != fields.digest:
         raise DigestMismatch("header", fields.digest, digest.hex())
     under_way = store.imports.find(fields.id)
-    if under_way is not None and under_way.begun != digest:
+    if under_way is not None and (under_way.begun, under_way.shard) != (digest, fields.shard):
         raise ImportExists(tenant.shown(fields.id))
     if under_way is None:
         refuse_new(store)
@@ -92,6 +92,7 @@ def take_pages(store: Store, request: Request, header: Header, digest: bytes) ->
         prefix = prefix_of(names, request.tensors, most_tokens(store))
     namespace = request.tenant.namespace
     new = Unfinished(fields.id, namespace, header, digest, digest, 0, 0, fields.idle_s, 0.0)
+    new.shard = fields.shard
     length = None if fields.base is None else fields.base_len
     part = fields.shard
     shard = None if part is None else shard_of(part, header)
@@ -211,5 +212,6 @@ def tell(request: Request, into: Unfinished, is_done: bool = False) -> None:
             "cached_len": into.first_page * into.header.page_size,
             "digest": None if into.latest is None else into.latest.hex(),
             "expires_at": None if is_done else into.expires_at,
+            "epoch": None if into.shard is None else into.shard.epoch,
         }
     )

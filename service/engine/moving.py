@@ -43,8 +43,8 @@ def hand_over(store: Store, request: Request, _: Seconds) -> Work:
             raise InvalidRequest("id", shown, "only a part of it is here: it cannot be moved")
         if fields.shard is not None:
             tree.make_room(name, Shard(fields.shard.rank, fields.shard.ranks), fields.room)
-        leaving.marks[name] = Mark(fields.for_s)
-    elif mark is None:
+        leaving.marks[name] = Mark(fields.for_s, epoch=fields.epoch or 0)
+    elif mark is None or (fields.epoch is not None and fields.epoch != mark.epoch):
         raise InvalidRequest("state", fields.state, "it is not leaving, or has not for too long")
     elif fields.generation is not None:
         present = generation(tree, tree.books.leaf(name), store.info.instance_id)

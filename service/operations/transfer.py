@@ -192,7 +192,7 @@ class HandOverFields(Fields):
     """With `dealt`: which of its pages stay here, where other engines have the others. With
     `leaving`: that this will be so; refused (507) where there would be no room for it."""
     epoch: Epoch | None = None
-    """With `dealt`: the epoch that the shard begins in."""
+    """With `shard`: the epoch that it begins in, the same both times."""
     room: Count = 0
     """With `leaving` and `shard`: pages that must be free then."""
     for_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_HAND_OVER_S
@@ -213,6 +213,8 @@ class ImportAnswer(Fields):
     its pages are cached."""
     expires_at: float | None
     """Seconds since the epoch; null when it is done."""
+    epoch: Epoch | None = None
+    """Of a part of a sequence: the one that it begins in."""
 
 
 def check_export(fields: ExportFields, entries: Entries, info: InfoAnswer) -> None:
@@ -288,8 +290,8 @@ def check_hand_over(fields: HandOverFields, entries: Entries, info: InfoAnswer) 
     if (fields.generation is not None) != (state in ("handed", "dealt")):
         rule = "goes with state = handed or dealt, and must be given then"
         refuse("generation", fields.generation, rule)
-    if (fields.epoch is not None) != (state == "dealt"):
-        refuse("epoch", fields.epoch, "goes with state = dealt, and must be given then")
+    if (fields.epoch is not None) != (fields.shard is not None):
+        refuse("epoch", fields.epoch, "goes with shard, and must be given then")
     if fields.shard is None:
         if state == "dealt" or fields.room:
             refuse("shard", None, "must be given with state = dealt, and with room")
