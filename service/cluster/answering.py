@@ -69,5 +69,7 @@ async def each(awaitables: Sequence[Awaitable[Result]]) -> list[Result | BaseExc
 
 
 def unknown_in(problem: dict[str, Any]) -> list[str]:
-    """The sequences that an engine does not know."""
+    """The sequences that an engine does not know, or has a part of and asks for their epoch."""
+    if problem["code"] == "sequence_taken":
+        return list(problem["epochs"])
     return list(problem["sequences"]) if problem["code"] == "unknown_sequence" else []

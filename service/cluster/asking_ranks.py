@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -14,7 +15,13 @@ from service.cluster.dealt import gathered, has_all, one_state, whole_view
 from service.cluster.engine import Call, Told
 from service.cluster.epochs import TRIES, Dealt, claim, is_stale, know, later, pause, shard_of
 from service.doors.problems import ProblemText
-from service.errors import AttndError, InvalidRequest, LengthMismatch, NotReady, SequenceTaken
+from service.errors import (
+    AttndError,
+    InvalidRequest,
+    LengthMismatch,
+    SequenceTaken,
+    UnknownSequence,
+)
 from service.image.dtypes import Array
 from service.operations.sequences import DELETE_SEQUENCES
 
@@ -267,11 +274,14 @@ async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
 async def delete(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
     """At every rank, also where one refuses, and those there are."""
     ids = fields.get("ids") or [fields["id"]]
-    told = await each([engine.ask(call, fields) for engine in ranks.engines])
+    asked = replace(call, operation=DELETE_SEQUENCES)  # which asks for no epoch
+    told = await each([engine.ask(asked, {"ids": ids}) for engine in ranks.engines])
     ranks.forget(call, ids)
     gone = [one for one in told if isinstance(one, Told)]
-    if not gone or any(isinstance(one, NotReady) for one in told):
+    if len(gone) < len(told):
         ranks.whole(told)
+    if "id" in fields and not any(one.fields["num_deleted"] for one in gone):
+        raise UnknownSequence(ids)
     return Told(gone[0].fields, {}, longest(one.stages for one in gone))
 
 

@@ -16,13 +16,15 @@ from service.cluster.answering import (
     waiting,
 )
 from service.cluster.batches import cut, join
-from service.cluster.engine import Call, Told, problem_in
+from service.cluster.engine import Call, Engine, Told, problem_in
 from service.cluster.names import tags_of
 from service.cluster.ranks import Home
 from service.doors.problems import ProblemText, document_of
 from service.errors import InvalidRequest, LostSequence, NotReady
 from service.image.dtypes import Array
 from service.image.json_text import dump_json
+from service.image.reading import read_layout, split
+from service.image.writing import RESPONSE
 from service.operations.spec import Prepared
 from service.road.caller import Answered
 from service.road.slots import Slot
@@ -51,14 +53,35 @@ async def ask_one(router: Router, call: Call, ids: Sequence[str], engine: Home) 
     else:
         if call.operation.name == "delete_sequence" and answered.status < 300:
             router.homes.forget(call, ids)
-        if answered.status != 404 or not (unknown := unknown_in(problem_in(answered))):
-            return answered, slot
+        problem = problem_of(call, engine, ids, answered)
+        if not (unknown := unknown_in(problem)):
+            if not await router.spills.has_made_room(call, engine, problem):
+                return answered, slot
+            router.give_back(slot)
+            return await ask_batch(router, call, router.prepared(call), ids)
         router.give_back(slot)
     await router.homes.find(unknown, call.tenant)  # raises for those that nobody has
     engines = await router.homes.of(ids, call.tenant)
     if all(one is engines[0] for one in engines):
         return await pass_on(router, call, ids, engines[0])
     return await ask_several(router, call, router.prepared(call), ids)
+
+
+def problem_of(call: Call, engine: Home, ids: Sequence[str], answered: Answered) -> dict[str, Any]:
+    """What is to be done about an answer: its problem; that of a view that tells of a part only."""
+    if answered.status in (404, 409, 507):
+        return problem_in(answered)
+    if (
+        call.operation.name == "get_sequence"
+        and answered.status < 300
+        and isinstance(engine, Engine)
+    ):
+        header, start = split(answered.image)
+        if b"shard" in header:
+            layout = read_layout(header, len(answered.image) - start, RESPONSE)
+            if "shard" in layout.fields:
+                return {"code": "unknown_sequence", "sequences": ids}
+    return {"code": ""}
 
 
 async def pass_on(router: Router, call: Call, ids: Sequence[str], engine: Home) -> Answer:
@@ -124,7 +147,9 @@ async def ask_parts(
         except NotReady as error:
             raise lost(router, next(iter(groups)), ids, error) from error
         except ProblemText as refused:
-            unknown = unknown_in(refused.problem)
+            home, unknown = next(iter(groups)), unknown_in(refused.problem)
+            if await router.spills.has_made_room(call, home, refused.problem, given):
+                return await ask_parts(router, call, ids, given, arrays, changes=changes)
             if not (again and unknown):
                 raise
         await router.homes.find(unknown, call.tenant)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ASK_S: Final = 10.0
 PART_BYTES: Final = 4 * 2**20
+PART_IDLE_S: Final = 60.0
+"""For so long the parts of a sequence wait for their name."""
 
 
 class NoRoom(Exception):
@@ -44,6 +46,8 @@ class Begun:
     next_part: int
     digest: str
     num_bytes: int = 0
+    shard: dict[str, Any] | None = None
+    """Which part of the sequence it is; None: all of it."""
 
     @property
     def num_wanted(self) -> int:
@@ -88,6 +92,19 @@ async def begin_copy(router: Router, source: Engine, family: Family, sequence: s
         state["next_part"],
         state["digest"] or digest,
     )
+
+
+async def begin_part(
+    source: Engine, target: Engine, tenant: Tenant, sequence: str, shard: dict[str, int], epoch: int
+) -> Begun:
+    """Export the header of a part of a whole sequence, and begin its import."""
+    asked = {"id": sequence, "part_bytes": PART_BYTES, "shard": shard}
+    told = (await ask(source, EXPORT, tenant, asked)).fields
+    header, digest = told["header"], told["digest"]
+    fields = {"id": sequence, "header": header, "digest": digest, "idle_s": PART_IDLE_S}
+    fields["shard"] = shard | {"epoch": epoch, "lengths": told["whole"]}
+    next_part = (await begin(target, tenant, fields, {}))["next_part"]
+    return Begun(target, tenant, sequence, header, {}, next_part, digest, shard=shard)
 
 
 async def placed(
@@ -142,6 +159,8 @@ async def copy(source: Engine, begun: Begun) -> None:
         "generation": header["generation"],
         "part_bytes": header["part_bytes"],
     }
+    if begun.shard is not None:
+        which["shard"] = begun.shard
     for number in range(begun.next_part, header["num_parts"]):
         asked = which | {"part": number, "before": begun.digest}
         part = await ask(source, EXPORT, begun.tenant, asked)

@@ -239,7 +239,7 @@ async def move(router: Router, source: Engine, family: Family, sequence: str) ->
     return num_bytes + begun.num_bytes
 
 
-async def hand(source: Engine, tenant: Tenant, sequence: str, state: str, **given: str) -> None:
+async def hand(source: Engine, tenant: Tenant, sequence: str, state: str, **given: Any) -> None:
     fields = {"id": sequence, "state": state, "for_s": ASK_S}
     await ask(source, HAND_OVER, tenant, fields | given)
 

@@ -56,9 +56,9 @@ def listed(asked: Fields, answers: Sequence[Fields]) -> Fields:
 
 
 def one_of(parts: list[Fields]) -> Fields:
-    """A sequence, of which engines may have told a part each."""
-    if "shard" not in parts[0]:
-        return parts[0]
+    """A sequence, of which engines may have told a part each; all of it, where one has that yet."""
+    if whole := [one for one in parts if "shard" not in one]:
+        return whole[0]
     return whole_view(sorted(parts, key=lambda one: int(one["shard"]["rank"])))
 
 

@@ -22,7 +22,7 @@ from service.doors.problems import ProblemText
 from service.errors import NotReady
 from service.image.dtypes import Array
 from service.image.reading import REQUEST, place, read_layout, split
-from service.operations.sequences import DELETE_SEQUENCE, GET_SEQUENCE
+from service.operations.sequences import DELETE_SEQUENCES, GET_SEQUENCE
 from service.operations.spec import Operation
 from service.road.caller import Answered
 from service.road.slots import Slot
@@ -146,7 +146,7 @@ async def let_go(engine: Engine, tenant: Tenant, ids: Sequence[str]) -> None:
         with suppress(ProblemText):
             told = await engine.ask(engine.own(GET_SEQUENCE, tenant, MEND_S), {"id": name})
             if "shard" in told.fields:
-                await engine.ask(engine.own(DELETE_SEQUENCE, tenant, MEND_S), {"id": name})
+                await engine.ask(engine.own(DELETE_SEQUENCES, tenant, MEND_S), {"ids": [name]})
 
 
 Home = Engine | Ranks

@@ -202,7 +202,7 @@ class Links:
             self.release(node)
         elif len(node.children) == 1:
             (child,) = node.children
-            self._merge(node, child)
+            self.merge(node, child)
 
     def release(self, node: Node | None) -> None:
         """One holder less for a named node; what nothing holds any more is cached from now on.
@@ -213,7 +213,7 @@ class Links:
             parent = node.parent
             while parent is not None and self.named.is_last_holder(parent, node):
                 self.named.absorb(parent, node)
-                self._merge(parent, node)
+                self.merge(parent, node)
                 parent = node.parent
             node = parent
 
@@ -222,7 +222,7 @@ class Links:
         parent = node.parent
         if parent is not None and self.named.are_alike(parent, node):
             self.named.absorb(parent, node)
-            self._merge(parent, node)
+            self.merge(parent, node)
 
     def remove(self, node: Node) -> None:
         """Forget a node without children."""
@@ -230,7 +230,7 @@ class Links:
         if node.parent is not None:
             node.parent.children.remove(node)
 
-    def _merge(self, node: Node, child: Node | Leaf) -> None:
+    def merge(self, node: Node, child: Node | Leaf) -> None:
         """Give the pages of `node` to its only child, which takes its place."""
         self.count -= 1
         child.parent = node.parent

@@ -47,10 +47,10 @@ def fill(tree: PrefixTree, name: str, lengths: Sequence[int]) -> None:
     tree.books.lengths[:, leaf.index] = wanted
 
 
-def slots_of(tree: PrefixTree, leaf: Leaf, start: int, stop: int) -> Int32:
-    """Where tokens `start:stop` of a sequence are."""
+def slots_of(tree: PrefixTree, table: Int32, start: int, stop: int) -> Int32:
+    """Where tokens `start:stop` of a page table are."""
     span = np.array([start], np.int32), np.array([stop - start], np.int32)
-    return token_slots((leaf.table,), *span, tree.page_size)
+    return token_slots((table,), *span, tree.page_size)
 
 
 def rename(tree: PrefixTree, name: str, new: str, ttl_s: float | None) -> None:

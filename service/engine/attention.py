@@ -212,6 +212,7 @@ def cascade(store: Store, request: Request, seconds: Seconds) -> Work:
     request.place.require(TEXT_BYTES, shapes)
     started = time.monotonic()
     levels = [(level.ids, level.qo_indptr_array) for level in fields.levels]
+    check_epochs(store.tree, list({name: 0 for ids, _ in levels for name in ids}), None)
     if fields.causal and has_shards(store.tree, levels[-1][0]):
         rule = "must be false over shards: where their rows stand is not known here"
         raise InvalidRequest("causal", True, rule)

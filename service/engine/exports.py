@@ -12,6 +12,7 @@ import numpy as np
 from kernels.backend import NUMPY_DTYPES, Array, Int32
 from service.core.keys import KEY_BYTES, Prefix
 from service.core.nodes import FOREVER, Leaf
+from service.core.shards import WHOLE, Shard, held
 from service.core.transfer import generation, names_of, slots_of
 from service.engine.request import Request
 from service.engine.rows import NUMBER_BYTES
@@ -38,7 +39,13 @@ def export_sequence(store: Store, request: Request, _: Seconds) -> Work:
     if not leaf.shard.is_whole:
         rule = "only a part of it is here: gather its rows instead"
         raise InvalidRequest("id", request.tenant.shown(fields.id), rule)
-    header = header_of(store, leaf, fields.part_bytes)
+    leaving = store.leaving.marks.get(fields.id)
+    if leaving is not None:
+        leaving.prolong()
+    part = WHOLE if fields.shard is None else Shard(fields.shard.rank, fields.shard.ranks)
+    header = header_of(store, leaf, fields.part_bytes, part)
+    if fields.part is None and not part.is_whole:
+        return tell_header_of_part(store, request, leaf, header)
     if fields.part is None:
         shared = [
             shared_len(store, leaf, store.tree.books.leaf(one)) for one in fields.beside or ()
@@ -48,7 +55,7 @@ def export_sequence(store: Store, request: Request, _: Seconds) -> Work:
         raise SequenceChanged(request.tenant.shown(fields.id), header.generation)
     if fields.part >= header.num_parts:
         raise InvalidRequest("part", fields.part, f"must be below num_parts = {header.num_parts}")
-    return read_part(store, request, leaf, header)
+    return read_part(store, request, leaf.table[part.rank :: part.ranks], header)
 
 
 def shared_len(store: Store, leaf: Leaf, other: Leaf) -> int:
@@ -60,8 +67,8 @@ def shared_len(store: Store, leaf: Leaf, other: Leaf) -> int:
     return same * store.geometry.page_size
 
 
-def header_of(store: Store, leaf: Leaf, part_bytes: int) -> Header:
-    """What an export of the sequence as it is now says first, without names of pages."""
+def header_of(store: Store, leaf: Leaf, part_bytes: int, part: Shard) -> Header:
+    """What an export of a part of the sequence as it is now says first, without names of pages."""
     info, books = store.info, store.tree.books
     limits = info.limits
     most = min(limits.max_answer_bytes, limits.max_body_bytes) - PART_ROOM
@@ -76,7 +83,7 @@ def header_of(store: Store, leaf: Leaf, part_bytes: int) -> Header:
         layout=info.layout,
         k_scale=info.k_scale,
         v_scale=info.v_scale,
-        lengths=books.lengths[:, leaf.index].tolist(),
+        lengths=held(books.lengths[:, leaf.index], part.rank, part.ranks, info.page_size).tolist(),
         ttl_s=None if ttl_s == FOREVER else ttl_s,
         num_named=0,
         cache_salt="",
@@ -142,6 +149,15 @@ def tell_header(
     return Answered()
 
 
+def tell_header_of_part(store: Store, request: Request, leaf: Leaf, header: Header) -> Work:
+    """As `tell_header`, of a shard, whose pages have no names."""
+    request.place.require(TEXT_BYTES + 2 * NUMBER_BYTES * len(header.lengths))
+    whole = store.tree.books.lengths[:, leaf.index].tolist()
+    digest = header_digest(header, {}).hex()
+    request.place.lay({"header": header.model_dump(), "digest": digest, "whole": whole})
+    return Answered()
+
+
 def spans_of(header: Header, part: Part) -> list[tuple[int, int, int]]:
     """Layer, first token and the one after the last, for every layer that has rows in a part."""
     start, stop = part.first_page * header.page_size, part.last_page * header.page_size
@@ -157,7 +173,7 @@ def count_rows(spans: Sequence[tuple[int, int, int]]) -> int:
 
 
 def pieces(
-    store: Store, leaf: Leaf, spans: Sequence[tuple[int, int, int]], after: int = 0
+    store: Store, table: Int32, spans: Sequence[tuple[int, int, int]], after: int = 0
 ) -> Iterator[tuple[int, slice, Int32]]:
     """Layer, rows of a part's tensors and their slots, a bounded number of rows at a time.
 
@@ -168,7 +184,7 @@ def pieces(
         for start in range(max(first, after), last, at_once):
             stop = min(start + at_once, last)
             rows = slice(begin + start - first, begin + stop - first)
-            yield layer, rows, slots_of(store.tree, leaf, start, stop)
+            yield layer, rows, slots_of(store.tree, table, start, stop)
         begin += last - first
 
 
@@ -176,7 +192,7 @@ def rows_at_once(store: Store) -> int:
     return max(1, MOVED_AT_ONCE // store.geometry.token_bytes)
 
 
-def read_part(store: Store, request: Request, leaf: Leaf, header: Header) -> Work:
+def read_part(store: Store, request: Request, table: Int32, header: Header) -> Work:
     """One part's rows into the answer's place, and their digest when all are there."""
     fields, geometry = request.fields, store.geometry
     spans = spans_of(header, header.part(fields.part))
@@ -190,7 +206,7 @@ def read_part(store: Store, request: Request, leaf: Leaf, header: Header) -> Wor
     digest = PartDigest(bytes.fromhex(fields.before), fields.part)
 
     def steps() -> Steps:
-        for layer, rows, slots in pieces(store, leaf, spans):
+        for layer, rows, slots in pieces(store, table, spans):
             out = k[rows], v[rows]
             cost = Cost(num_bytes=2.0 * (out[0].nbytes + out[1].nbytes))
             yield Step(partial(store.backend.read_stored, layer, slots, out), "export", cost)

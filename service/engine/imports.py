@@ -6,6 +6,7 @@ import time
 from functools import partial
 
 from kernels.backend import Done
+from service.core.shards import Shard
 from service.core.transfer import fill, rename
 from service.core.values import NewSpec
 from service.engine.exports import (
@@ -31,6 +32,7 @@ from service.errors import (
     SequenceExists,
 )
 from service.operations.names import NamedPages
+from service.operations.sequences import ShardAnswer
 from service.operations.transfer import Header
 
 
@@ -68,7 +70,7 @@ def begin(store: Store, request: Request, header: Header) -> Work:
     if digest.hex() != fields.digest:
         raise DigestMismatch("header", fields.digest, digest.hex())
     under_way = store.imports.find(fields.id)
-    if under_way is not None and under_way.begun != digest:
+    if under_way is not None and (under_way.begun, under_way.shard) != (digest, fields.shard):
         raise ImportExists(tenant.shown(fields.id))
     if under_way is None:
         refuse_new(store)
@@ -90,13 +92,20 @@ def take_pages(store: Store, request: Request, header: Header, digest: bytes) ->
         prefix = prefix_of(names, request.tensors, most_tokens(store))
     namespace = request.tenant.namespace
     new = Unfinished(fields.id, namespace, header, digest, digest, 0, 0, fields.idle_s, 0.0)
+    new.shard = fields.shard
     length = None if fields.base is None else fields.base_len
-    spec = NewSpec(new.hidden, fields.base, length, prefix, namespace, fields.idle_s)
+    part = fields.shard
+    shard = None if part is None else shard_of(part, header)
+    epoch = 0 if part is None else part.epoch
+    spec = NewSpec(new.hidden, fields.base, length, prefix, namespace, fields.idle_s, shard, epoch)
     tree.create((spec,))
-    tree.books.leaf(new.hidden).origin = None
+    leaf = tree.books.leaf(new.hidden)
+    leaf.origin = None
     try:
         new.first_page = tree.describe(new.hidden).length // size
         fill(tree, new.hidden, header.lengths)
+        if leaf.whole is not None and part is not None:
+            leaf.whole.lengths[:] = part.lengths
     except BaseException:
         tree.free((new.hidden,))
         raise
@@ -104,6 +113,16 @@ def take_pages(store: Store, request: Request, header: Header, digest: bytes) ->
     if new.next_part:
         new.latest = None
     return new
+
+
+def shard_of(part: ShardAnswer, header: Header) -> Shard:
+    """Raises `InvalidRequest` where the header's lengths are not those of this part."""
+    shard = Shard(part.rank, part.ranks)
+    here = [shard.held(length, header.page_size) for length in part.lengths]
+    if header.lengths != here:
+        rule = f"kv_len of the whole per layer: {here} of it would be here, not {header.lengths}"
+        raise InvalidRequest("shard.lengths", part.lengths, rule)
+    return shard
 
 
 def first_wanted(header: Header, first_page: int) -> int:
@@ -137,7 +156,7 @@ def receive(store: Store, request: Request) -> Work:
         if found.hex() != fields.digest:
             raise DigestMismatch(f"part {number}", fields.digest, found.hex())
         own = into.first_page * header.page_size
-        for layer, rows, slots in pieces(store, leaf, spans, own):
+        for layer, rows, slots in pieces(store, leaf.table, spans, own):
             write = partial(store.backend.write_stored, layer, k[rows], v[rows], slots)
             cost = Cost(num_bytes=2.0 * (k[rows].nbytes + v[rows].nbytes))
             yield Step(write, "import", cost)
@@ -193,5 +212,6 @@ def tell(request: Request, into: Unfinished, is_done: bool = False) -> None:
             "cached_len": into.first_page * into.header.page_size,
             "digest": None if into.latest is None else into.latest.hex(),
             "expires_at": None if is_done else into.expires_at,
+            "epoch": None if into.shard is None else into.shard.epoch,
         }
     )

@@ -14,11 +14,21 @@ from service.errors import SequenceMoving
 
 @dataclass(slots=True)
 class Mark:
-    """Until when somebody has to say what becomes of the sequence, by `time.monotonic()`; whether
-    it is another engine's by then (`is_handed`), or else this one's again."""
+    """For how long nobody has to say what becomes of the sequence, and until when that is, by
+    `time.monotonic()`; whether it is another engine's by then (`is_handed`), or else this one's
+    again; the epoch that a part of it stays in, where somebody wants to deal it out."""
 
-    ends: float
+    for_s: float
     is_handed: bool = False
+    epoch: int = 0
+    ends: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.prolong()
+
+    def prolong(self) -> None:
+        """Somebody is at work."""
+        self.ends = time.monotonic() + self.for_s
 
 
 class Leaving:

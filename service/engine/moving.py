@@ -1,14 +1,14 @@
-"""What an engine does when it is emptied: it takes nothing new, and hands its sequences over."""
+"""What an engine does when it is emptied, or too small for a sequence: it takes nothing new, and
+hands sequences over, or parts of them."""
 
 from __future__ import annotations
 
-import time
-
 from service.core.errors import InvalidRequest
+from service.core.shards import Shard
 from service.core.transfer import generation
 from service.engine.leaving import Mark
 from service.engine.request import Request
-from service.engine.store import Store
+from service.engine.store import Store, StoreLost
 from service.engine.work import Answered, Seconds, Work
 from service.errors import NotReady, SequenceChanged, SequenceMoving
 
@@ -36,22 +36,37 @@ def hand_over(store: Store, request: Request, _: Seconds) -> Work:
     leaving.expire()
     name, mark = fields.id, leaving.marks.get(fields.id)
     shown = request.tenant.shown(name)
-    ends = time.monotonic() + fields.for_s
     if fields.state == "leaving":
         if mark is not None:
             raise SequenceMoving([shown])
         if not tree.books.leaf(name).shard.is_whole:
             raise InvalidRequest("id", shown, "only a part of it is here: it cannot be moved")
-        leaving.marks[name] = Mark(ends)
-    elif mark is None:
+        if fields.shard is not None:
+            tree.make_room(name, Shard(fields.shard.rank, fields.shard.ranks), fields.room)
+        leaving.marks[name] = Mark(fields.for_s, epoch=fields.epoch or 0)
+    elif mark is None or (fields.epoch is not None and fields.epoch != mark.epoch):
         raise InvalidRequest("state", fields.state, "it is not leaving, or has not for too long")
-    elif fields.state == "handed":
+    elif fields.generation is not None:
         present = generation(tree, tree.books.leaf(name), store.info.instance_id)
         if fields.generation != present:
             raise SequenceChanged(shown, present)
-        leaving.marks[name] = Mark(ends, is_handed=True)
+        if fields.state == "handed":
+            leaving.marks[name] = Mark(fields.for_s, is_handed=True)
+        else:
+            deal_out(store, name, Shard(fields.shard.rank, fields.shard.ranks), fields.epoch)
+            del leaving.marks[name]
     else:
         mark.is_handed = fields.state == "gone"
         leaving.end(name)
     request.place.lay({})
     return Answered()
+
+
+def deal_out(store: Store, name: str, shard: Shard, epoch: int) -> None:
+    """Keep a part of a sequence."""
+    copies = store.tree.deal_out(name, shard, epoch)
+    try:
+        if copies.src_pages.size:
+            store.backend.copy_rows(copies.src_pages, copies.dst_pages, copies.num_rows)
+    except Exception as error:
+        raise StoreLost(f"rows of {name} were lost as it was dealt out") from error

@@ -88,7 +88,7 @@ def chosen_slots(store: Store, fields: Any) -> tuple[Int32, Int32]:
     counts.
     """
     start, stop = fields.start, fields.stop
-    if fields.epochs is not None:
+    if fields.epochs is not None or stop != 0:  # to read nothing is to ask which there are
         check_epochs(store.tree, fields.ids, fields.epochs)
     lengths = store.tree.lengths(fields.ids, fields.layer)
     if int(lengths.sum(dtype=np.int64)) > np.iinfo(np.int32).max:

@@ -13,6 +13,7 @@ import numpy as np
 from kernels.backend import Done
 from service.core.errors import InvalidRequest
 from service.core.keys import Prefix
+from service.core.sharding import check_epochs
 from service.core.shards import Shard
 from service.core.values import NewSpec, RowCopies, SequenceView
 from service.engine.moving import refuse_new
@@ -183,6 +184,7 @@ def free_some(store: Store, names: Sequence[str]) -> Done[None]:
 
 def delete_sequence(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(0)
+    check_epochs(store.tree, (request.fields.id,), None)
     store.tree.free((request.fields.id,))
     request.place.lay({})
     return Answered()
@@ -239,6 +241,7 @@ def get_sequence(store: Store, request: Request, _: Seconds) -> Work:
 def page_table(store: Store, request: Request, _: Seconds) -> Work:
     """The flat table, and every level the tree has, however little its sharing would save."""
     ids, layer = request.fields.ids, request.fields.layer
+    check_epochs(store.tree, ids, None)
     table = store.tree.page_table(ids, layer)
     one_row_each = np.arange(len(ids) + 1, dtype=np.int32)
     plan = store.plans.sequences(ids, layer, one_row_each, causal=False, mode="always").plan

@@ -10,6 +10,7 @@ from typing import Final
 from service.core.errors import SequenceExists
 from service.core.sequences import SequenceBooks
 from service.errors import UnknownImport
+from service.operations.sequences import ShardAnswer
 from service.operations.transfer import Header
 from service.tenants import Tenant
 
@@ -24,7 +25,8 @@ class Unfinished:
 
     `begun` is the digest that it was begun with, `latest` that of the last part that has come: None
     while that is a part that was passed over. `next_part` is wanted next, `first_page` the first
-    page whose rows are wanted. `expires_at` is seconds since the epoch.
+    page whose rows are wanted. `expires_at` is seconds since the epoch. `shard` says which part of
+    a sequence it is, if it is one.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Unfinished:
     first_page: int
     idle_s: float
     expires_at: float
+    shard: ShardAnswer | None = None
 
     @property
     def hidden(self) -> str:

@@ -12,6 +12,7 @@ from service.operations.common import (
     Count,
     Counts,
     Entries,
+    Epoch,
     Fields,
     SequenceId,
     pool_sizes,
@@ -19,7 +20,7 @@ from service.operations.common import (
 )
 from service.operations.info import InfoAnswer, PoolDType
 from service.operations.names import NAMES, CacheSalt, Seconds
-from service.operations.sequences import SequenceFields
+from service.operations.sequences import SequenceFields, ShardAnswer, ShardFields
 from service.operations.spec import Operation, TensorSpec
 from service.operations.tensors import row
 
@@ -132,6 +133,9 @@ class ExportFields(Fields):
     was asked for, as a part has to fit one request and one answer of this service."""
     beside: Annotated[list[SequenceId], Field(max_length=MAX_BESIDE, fail_fast=True)] | None = None
     """Without `part`: sequences that may share pages with this one."""
+    shard: ShardFields | None = None
+    """Export these pages alone of a whole sequence: the header's `lengths` are what they hold, and
+    they have no names. The same with every part."""
 
 
 class ExportAnswer(Fields):
@@ -142,6 +146,8 @@ class ExportAnswer(Fields):
     whole."""
     shared: Counts | None = None
     """Without `part`: for each of `beside`, the tokens of full pages that both sequences have."""
+    whole: Counts | None = None
+    """With `shard`: kv_len per layer of the whole sequence."""
 
 
 class ImportFields(Fields):
@@ -165,6 +171,9 @@ class ImportFields(Fields):
     be the same, instead of with what is cached."""
     base_len: Count = 0
     """Tokens, in full pages."""
+    shard: ShardAnswer | None = None
+    """With `header`: what comes is this part of a sequence, whose `lengths` these are, in an
+    `epoch`."""
     idle_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_IDLE_S
     """With `header`: give up when nothing has come for so many seconds."""
 
@@ -174,13 +183,21 @@ class ImportFields(Fields):
 
 class HandOverFields(Fields):
     id: SequenceId
-    state: Literal["leaving", "handed", "gone", "back"]
+    state: Literal["leaving", "handed", "gone", "back", "dealt"]
     """What becomes of it."""
     generation: Generation | None = None
-    """With `handed`: that of the export which the other engine has; another is refused (409)."""
+    """With `handed` and `dealt`: that of the export which the other engine has; another is refused
+    (409)."""
+    shard: ShardFields | None = None
+    """With `dealt`: which of its pages stay here, where other engines have the others. With
+    `leaving`: that this will be so; refused (507) where there would be no room for it."""
+    epoch: Epoch | None = None
+    """With `shard`: the epoch that it begins in, the same both times."""
+    room: Count = 0
+    """With `leaving` and `shard`: pages that must be free then."""
     for_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_HAND_OVER_S
     """Seconds after which a sequence that is leaving stays, and one that is handed is gone, where
-    nobody says what becomes of it."""
+    nobody says what becomes of it, nor exports a part of it."""
 
 
 class ImportAnswer(Fields):
@@ -196,9 +213,15 @@ class ImportAnswer(Fields):
     its pages are cached."""
     expires_at: float | None
     """Seconds since the epoch; null when it is done."""
+    epoch: Epoch | None = None
+    """Of a part of a sequence: the one that it begins in."""
 
 
 def check_export(fields: ExportFields, entries: Entries, info: InfoAnswer) -> None:
+    if fields.shard is not None:
+        check_rank(fields.shard)
+        if fields.beside is not None:
+            refuse("beside", fields.beside, "is for whole sequences: leave shard out")
     if fields.part is None:
         for name in ("generation", "before"):
             if getattr(fields, name) is not None:
@@ -222,9 +245,12 @@ def check_import(fields: ImportFields, entries: Entries, info: InfoAnswer) -> No
         refuse(f"tensors.{min(extra)}", "given", "goes with another form of an import")
     if fields.before is not None and fields.part is None:
         refuse("before", fields.before, "is that of a part: give part as well")
+    if fields.shard is not None and fields.header is None:
+        refuse("shard", "given", "goes with header")
     if fields.header is not None:
         check_header(fields.header, info)
         check_base(fields, fields.header)
+        check_part_of(fields, fields.header)
         check_names(fields.header, entries)
     dtype = STORED_DTYPES[info.dtype]
     for name in sorted({"k", "v"} & entries.keys()):
@@ -241,9 +267,38 @@ def check_base(fields: ImportFields, header: Header) -> None:
         refuse("base_len", fields.base_len, rule)
 
 
+def check_part_of(fields: ImportFields, header: Header) -> None:
+    """A shard begins with nothing, and its pages have no names."""
+    shard = fields.shard
+    if shard is None:
+        return
+    check_rank(shard)
+    if len(shard.lengths) != header.num_layers:
+        rule = f"must be {header.num_layers}, one per layer"
+        refuse("shard.lengths", f"{len(shard.lengths)} numbers", rule)
+    if fields.base is not None or header.num_named:
+        refuse("shard", "given", "begins empty, and its pages have no names: no base, num_named 0")
+
+
+def check_rank(shard: ShardFields) -> None:
+    if shard.rank >= shard.ranks:
+        refuse("shard.rank", shard.rank, f"must be below ranks = {shard.ranks}")
+
+
 def check_hand_over(fields: HandOverFields, entries: Entries, info: InfoAnswer) -> None:
-    if (fields.generation is not None) != (fields.state == "handed"):
-        refuse("generation", fields.generation, "goes with state = handed, and must be given then")
+    state = fields.state
+    if (fields.generation is not None) != (state in ("handed", "dealt")):
+        rule = "goes with state = handed or dealt, and must be given then"
+        refuse("generation", fields.generation, rule)
+    if (fields.epoch is not None) != (fields.shard is not None):
+        refuse("epoch", fields.epoch, "goes with shard, and must be given then")
+    if fields.shard is None:
+        if state == "dealt" or fields.room:
+            refuse("shard", None, "must be given with state = dealt, and with room")
+        return
+    check_rank(fields.shard)
+    if state not in ("leaving", "dealt") or fields.shard.ranks == 1:
+        refuse("shard", "given", "goes with state = leaving or dealt, and is not all of it")
 
 
 def check_header(header: Header, info: InfoAnswer) -> None:
@@ -337,7 +392,7 @@ HAND_OVER: Final = Operation(
     summary="Refuse calls for a sequence while it is moved to another engine",
     description="First `leaving`: then it may be exported, and is refused to all else. `handed` "
     "once the other engine has it all: it does not come back by itself any more. `gone` deletes it "
-    "here, `back` has it stay.",
+    "here, `back` has it stay, `dealt` has a part of it stay.",
     tag="transfer",
     fields=HandOverFields,
     answer=None,

@@ -116,11 +116,13 @@ class Cluster:
         return int((await self.told("pool", {})).fields["free"])
 
 
-def run(engines: LocalEngines, test: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
+def run(
+    engines: LocalEngines, test: Callable[[Cluster], Coroutine[Any, Any, None]], spill: int = 0
+) -> None:
     """Run a test against a router of its own; in the end no page may be left taken."""
 
     async def main() -> None:
-        router = Router(SETTINGS.server)
+        router = Router(SETTINGS.server, spill=spill)
         cluster = Cluster(router, engines)
         count = len(engines.listening)
         try:

@@ -20,6 +20,7 @@ class Exported:
     digest: str
     names: dict[str, Any]
     parts: list[tuple[str, dict[str, Any]]]
+    whole: list[int] | None = None
 
     @property
     def last(self) -> str:
@@ -43,16 +44,23 @@ async def export(caller: Caller, name: str, **fields: Any) -> Exported:
     header, digest, parts = told.fields["header"], told.fields["digest"], []
     before = digest
     for number in range(header["num_parts"]):
-        part = await ask_part(caller, name, header, number, before)
+        part = await ask_part(caller, name, header, number, before, fields.get("shard"))
         before = part.fields["digest"]
         parts.append((before, dict(part.tensors)))
     return Exported(header, digest, dict(told.tensors), parts)
 
 
 async def ask_part(
-    caller: Caller, name: str, header: dict[str, Any], number: int, before: str
+    caller: Caller,
+    name: str,
+    header: dict[str, Any],
+    number: int,
+    before: str,
+    shard: dict[str, int] | None = None,
 ) -> Reply:
-    fields = {"id": name, "part": number, "before": before}
+    fields: dict[str, Any] = {"id": name, "part": number, "before": before}
+    if shard is not None:
+        fields["shard"] = shard
     fields |= {key: header[key] for key in ("generation", "part_bytes")}
     return await caller.submit(Asked("export_sequence", fields, {}), room=2**20)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_caller import Asked, Caller, Refused, create, outcome, pool
 from engine_model import CPU_GEOMETRY, on_cpu
-from exported import export, grow, held
+from exported import Exported, bring, export, grow, held
 
 LAYERS = CPU_GEOMETRY.num_layers
 PAGE = CPU_GEOMETRY.page_size
@@ -115,5 +117,91 @@ def test_an_import_begins_with_what_its_base_has() -> None:
         fork = {"sequences": [{"id": "n", "parent": "a"}]}
         assert await code_of(caller, "create_sequences", fork) == "ok"
         await told(caller, "drain_engine", {"name": "engine", "stop": True})
+
+    on_cpu(scenario)
+
+
+async def shard_of(caller: Caller, name: str) -> Any:
+    return (await told(caller, "get_sequence", {"id": name})).get("shard")
+
+
+def test_a_sequence_is_dealt_out_where_it_lies() -> None:
+    first, second = ({"rank": rank, "ranks": 2} for rank in range(2))
+
+    async def scenario(caller: Caller) -> None:
+        await create(caller, "a")
+        await grow(caller, "a", (23, 21), CPU_GEOMETRY)
+        before = await held(caller, "a", LAYERS)
+        free = (await pool(caller))["free"]
+        wanted = {"shard": first, "epoch": 5}
+        for wrong in ({"shard": first}, {"epoch": 5}, {"room": 1}, wanted | {"room": 10**6}):
+            code = "out_of_pages" if len(wrong) == 3 else "invalid_request"
+            assert await hand(caller, "leaving", **wrong) == code, wrong
+        assert await hand(caller, "leaving", **wanted, room=free) == "ok"
+        part = await export_part(caller, second)
+        shard = second | {"epoch": 5, "lengths": part.whole}
+        begin = part.begin("b", shard=shard)
+        for wrong in ({"lengths": [1, 1]}, {"lengths": [23]}, {"rank": 0}, {"rank": 2}):
+            refused = await outcome(caller.submit(part.begin("b", shard=shard | wrong)))
+            assert isinstance(refused, Refused) and refused.problem["status"] == 422, wrong
+        assert (await caller.submit(begin)).fields["epoch"] == 5
+        other = await outcome(caller.submit(part.begin("b", shard=shard | {"epoch": 6})))
+        assert isinstance(other, Refused) and other.problem["code"] == "import_exists"
+        await bring(caller, part, "b", shard=shard)
+        generation = {"generation": part.header["generation"]}
+        late = generation | {"shard": first, "epoch": 4}
+        assert await hand(caller, "dealt", **late) == "invalid_request"
+        assert await hand(caller, "dealt", **generation, **wanted) == "ok"
+        lengths = {"epoch": 5, "lengths": [23, 21]}
+        assert await shard_of(caller, "a") == first | lengths
+        assert await shard_of(caller, "b") == second | lengths
+        await is_refused_without_an_epoch(caller)
+        for layer in range(LAYERS):
+            token = np.arange((23, 21)[layer])
+            for rank, name in enumerate("ab"):
+                fields = {"layer": layer, "sequences": [name], "dtype": "fp32", "epochs": [5]}
+                rows = await caller.submit(Asked("gather", fields, {}), room=2**20)
+                mine = token // PAGE % 2 == rank
+                for half, tensor in enumerate("kv"):
+                    got = np.array(rows.tensors[tensor])
+                    np.testing.assert_array_equal(got, before[2 * layer + half][mine])
+        deleted = await told(caller, "delete_sequences", {"ids": ["a", "b"]})
+        assert deleted == {"num_deleted": 1}
+        assert (await pool(caller))["referenced"] == 0
+
+    async def export_part(caller: Caller, shard: dict[str, int]) -> Exported:
+        whole = (await told(caller, "export_sequence", {"id": "a", "shard": shard}))["whole"]
+        size = CPU_GEOMETRY.page_bytes * LAYERS
+        part = await export(caller, "a", part_bytes=size, shard=shard)
+        assert part.header["num_parts"] > 1
+        return replace(part, whole=whole)
+
+    on_cpu(scenario)
+
+
+async def is_refused_without_an_epoch(caller: Caller) -> None:
+    for name, fields in (
+        ("gather", {"layer": 0, "sequences": ["a"]}),
+        ("page_table", {"sequences": ["a"]}),
+        ("delete_sequence", {"id": "a"}),
+        ("truncate", {"id": "a", "length": 1}),
+        ("create_sequences", {"sequences": [{"id": "f", "parent": "a", "length": 1}]}),
+    ):
+        assert await code_of(caller, name, fields) == "sequence_taken", name
+    look = {"layer": 0, "sequences": ["a"], "stop": 0}
+    assert await code_of(caller, "gather", look) == "ok"
+
+
+def test_who_exports_a_part_keeps_a_sequence_leaving() -> None:
+    async def scenario(caller: Caller) -> None:
+        await create(caller, "a")
+        await grow(caller, "a", (PAGE, PAGE), CPU_GEOMETRY)
+        assert await hand(caller, "leaving", for_s=0.3) == "ok"
+        for _ in range(3):
+            await asyncio.sleep(0.2)
+            await told(caller, "export_sequence", {"id": "a"})
+        assert await code_of(caller, "get_sequence", {"id": "a"}) == "sequence_moving"
+        await asyncio.sleep(0.4)
+        assert await code_of(caller, "get_sequence", {"id": "a"}) == "ok"
 
     on_cpu(scenario)

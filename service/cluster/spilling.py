@@ -1,0 +1,153 @@
+"""Sequences that outgrow their engine are dealt out over several, and their calls sent again.
+
+A door that an engine refuses for want of pages deals out one of the call's sequences there, the
+longest, and sends the call again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from service.cluster.answering import each, is_moving
+from service.cluster.batches import row_sums
+from service.cluster.copying import ask
+from service.cluster.dealing_out import deal_out
+from service.cluster.draining import REFUSED
+from service.cluster.engine import Call, Engine, Told
+from service.cluster.ranks import Home, Ranks
+from service.doors.problems import ProblemText
+from service.operations.sequences import GET_SEQUENCE
+from service.tenants import Tenant
+
+if TYPE_CHECKING:
+    from service.cluster.router import Router
+
+LOG: Final = logging.getLogger("attnd.cluster")
+GROWING: Final = frozenset({"append", "decode", "prefill"})
+FULL: Final = "out_of_pages"
+TRIES: Final = 4
+"""Sequences of a call, the longest first, that may be found to set too little free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outgrown:
+    """A sequence of `length` tokens that is to have `count` more."""
+
+    id: str
+    length: int
+    count: int
+
+    def pages(self, page_size: int) -> tuple[int, int]:
+        """How many it has, and is to have."""
+        return -(-self.length // page_size), -(-(self.length + self.count) // page_size)
+
+
+class Spills:
+    """Of one router; `most`: engines that a sequence may be dealt out over, 0 where none is."""
+
+    def __init__(self, router: Router, most: int) -> None:
+        self.router = router
+        self.most = most
+        self.locks: dict[str, asyncio.Lock] = {}
+        self.done: Counter[str] = Counter()
+        """How often there was room again, by the engine's tag."""
+        self.tasks: set[asyncio.Task[bool]] = set()
+
+    async def has_made_room(
+        self,
+        call: Call,
+        home: Home,
+        problem: Mapping[str, Any],
+        given: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Whether a call that an engine refused is worth being sent again: a sequence has left it,
+        or is about to. `given` are the fields, where they are not the call's own. It goes on where
+        the call is given up."""
+        if not self.most or problem.get("code") != FULL or call.operation.name not in GROWING:
+            return False
+        if isinstance(home, Ranks) or not home.takes_new:
+            return False
+        if given is None:
+            given = self.router.prepared(call).fields.model_dump(exclude_unset=True)
+        counts = np.diff(row_sums(dict(given), len(given["sequences"]))).tolist()
+        wanted = dict(zip(given["sequences"], counts, strict=True))
+        making = self.make_room(call.tenant, home, wanted, self.done[home.tag])
+        task = asyncio.get_running_loop().create_task(making)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return await asyncio.shield(task)
+
+    async def make_room(
+        self, tenant: Tenant, source: Engine, wanted: Mapping[str, int], before: int
+    ) -> bool:
+        """Deal out one of the sequences, unless another has been since the call was refused."""
+        async with self.locks.setdefault(source.tag, asyncio.Lock()):
+            if self.done[source.tag] != before:
+                return True
+            try:
+                for one in await outgrown(source, tenant, wanted):
+                    if await self.is_dealt_out(tenant, source, one):
+                        self.done[source.tag] += 1
+                        return True
+            except REFUSED as error:
+                if is_moving(error) or source.tag not in self.router.members.by_tag:
+                    return True  # whoever is lost is told so by the next try
+                LOG.warning("no sequence of %s could be dealt out: %s", source.name, error)
+            return False
+
+    async def is_dealt_out(self, tenant: Tenant, source: Engine, one: Outgrown) -> bool:
+        """False where there is no room for it. Raises what engines refuse."""
+        size, members = source.info.page_size, self.router.members
+        has, needs = one.pages(size)
+        others = chosen(members.engines, source, needs, self.most)
+        if not others:
+            return False
+        ranks, started = len(others) + 1, time.monotonic()
+        room = -(-needs // ranks) - -(-has // ranks)
+        try:
+            num_bytes = await deal_out(self.router, tenant, one.id, [source, *others], room)
+        except ProblemText as refused:
+            if refused.problem["code"] == FULL:
+                return False
+            raise
+        names = ", ".join(engine.name for engine in (source, *others))
+        took = f"{num_bytes >> 20} MiB in {time.monotonic() - started:.2f} s"
+        LOG.info("%s had no room on %s: dealt out over %s, %s", one.id, source.name, names, took)
+        if members.metrics is not None:
+            members.metrics.spilled(source.name)
+        return True
+
+    def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+
+
+async def outgrown(source: Engine, tenant: Tenant, wanted: Mapping[str, int]) -> list[Outgrown]:
+    """The longest of the sequences that are to grow."""
+    asking = [ask(source, GET_SEQUENCE, tenant, {"id": name}) for name in wanted]
+    views = [told.fields for told in await each(asking) if isinstance(told, Told)]
+    found = [
+        Outgrown(view["id"], max(view["lengths"]), wanted[view["id"]])
+        for view in views
+        if "shard" not in view
+    ]
+    return sorted(found, key=lambda one: -one.length - one.count)[:TRIES]
+
+
+def chosen(engines: Sequence[Engine], source: Engine, needs: int, most: int) -> list[Engine]:
+    """The engines with the most room, as many as may be and have room for their part of a sequence
+    that `needs` so many pages; none where there are no such."""
+    there = [one for one in engines if one.takes_new and one is not source]
+    there.sort(key=lambda one: (-one.load_now.room, one.name))
+    for ranks in range(min(most, len(there) + 1), 1, -1):
+        if there[ranks - 2].load_now.room >= -(-needs // ranks):
+            return there[: ranks - 1]
+    return []
