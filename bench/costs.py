@@ -38,7 +38,7 @@ def row_seconds(row: Row, run: dict[str, Any]) -> float:
         config, plan = attended(row)
         library, heads = cast(Any, recorder), config.kv.num_kv_heads
         builder = DevicePlanBuilder(config, library, machine.multiprocessors, MEMORY)
-        work = make_work([(0, plan)], builder.planner)
+        work = make_work([(0, plan)], builder.kernels_for([plan]).planner)
     floor = row["bytes"] / (REACHED * run["ceilings"]["read_tbps"] * 1e12)
     return LAUNCH_SECONDS + max(floor, kernels_seconds(work, heads)) + merge_seconds(work, heads)
 

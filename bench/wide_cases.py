@@ -44,7 +44,7 @@ class Case:
     mask: str = ""  # how a custom mask looks, see `mask_of`; "": there is none
     ragged: bool = False
     workers: int = SMS
-    tile_rows: int = 128
+    lengths: str = ""  # "short", "long": the kernel of such batches; "": the usual one
     granule: int = 128
     shuffled_rows: bool = False
     bucketed: bool = False  # items of about the same cost stay in row order, next to their keys
@@ -124,7 +124,7 @@ def _level(
 
 def make_items(case: Case, plan: Plan) -> BatchWork:
     shape = TileShape(
-        "wide", case.tile_rows, 2**30, case.workers, case.granule, False, case.granule
+        "wide", case_variant(case).tile_rows, 2**30, case.workers, case.granule, False, case.granule
     )
     size = 1 if case.ragged else case.page_size
     return make_work(
@@ -161,13 +161,18 @@ def mask_of(case: Case, keys: int, rng: np.random.Generator) -> Any:
 
 def case_variant(case: Case) -> wide.WideVariant:
     page = 0 if case.ragged else case.page_size
-    return wide.variant(
+    usual = wide.variant(
         case.head_dim,
         case.dtype,  # type: ignore[arg-type]
         page,
         bool(case.mask),
         case.soft_cap > 0,
     )
+    others = {"short": wide.short_variant(usual), "long": wide.long_variant(usual)}
+    made = others.get(case.lengths, usual)
+    if made is None:
+        raise ValueError(f"{case} has no kernel for {case.lengths} batches")
+    return made
 
 
 # --- checked ------------------------------------------------------------------------------------
@@ -209,6 +214,18 @@ def groups() -> dict[str, list[Case]]:
             *grid(head_dim=64, page_size=64),
             *grid(head_dim=64, soft_cap=5.0),
             *grid(num_qo_heads=7, num_kv_heads=1),
+        ],
+        "short": [
+            *grid(lengths="short"),
+            *grid(lengths="short", ragged=True, dtype="bf16", shuffled_rows=True),
+            *grid(lengths="short", page_size=64, layout="HND", window=33),
+            *grid(lengths="short", page_size=8, num_qo_heads=7, num_kv_heads=1),
+        ],
+        "long": [
+            *grid(lengths="long", head_dim=64),
+            *grid(lengths="long", head_dim=64, ragged=True, dtype="bf16", shuffled_rows=True),
+            *grid(lengths="long", head_dim=64, page_size=32, layout="HND", window=200),
+            *grid(lengths="long", head_dim=64, num_qo_heads=7, num_kv_heads=1),
         ],
         "general": [
             *grid(window=33),

@@ -135,7 +135,7 @@ class Bench:
             soft_cap=case.soft_cap,
             window_left=case.window,
             num_items=len(items),
-            own_units=min(len(items) * case.num_kv_heads, SMS),
+            own_units=min(len(items) * case.num_kv_heads, SMS * self.variant.blocks),
             num_kv_heads=case.num_kv_heads,
             group_size=case.group,
             head_block=case.head_block
@@ -160,7 +160,7 @@ class Bench:
                 grid = count * int(self.finder["words"][0])
                 Launcher(finder, grid, visible.THREADS, 0, self.finder.tobytes())()
             struct = self.maps.packed + self.block.tobytes()
-            sizes = (min(count * self.case.num_kv_heads, SMS), wide.THREADS)
+            sizes = (min(count * self.case.num_kv_heads, SMS * variant.blocks), variant.threads)
             Launcher(kernel, *sizes, variant.shared_bytes, struct, wide.PARAMETERS)()
 
     def merge(self) -> None:

@@ -6,9 +6,10 @@ from kernels.backend import TENSOR_DTYPES, DType, Scoring
 from kernels.compile import Spec
 from kernels.cuda.attention.kernels import attend_kernels, wide_variant
 from kernels.cuda.merge.variants import merge_spec
-from kernels.cuda.narrow.variants import few_rows_kernels
+from kernels.cuda.narrow.variants import few_rows_kernels, short_decode_kernels
 from kernels.cuda.rows.variants import rows_spec, stored_spec
 from kernels.cuda.visible import table as visible
+from kernels.cuda.wide import variants as wide
 
 
 def service_specs(arch: str, head_dim: int, dtype: DType, page_size: int) -> tuple[Spec, ...]:
@@ -23,6 +24,8 @@ def service_specs(arch: str, head_dim: int, dtype: DType, page_size: int) -> tup
                 specs += [kernel.spec for kernel in kernels]
             few_rows = few_rows_kernels(arch, head_dim, compute, storage)
             specs += [kernel.spec for kernel in few_rows.values()]
+            short = short_decode_kernels(arch, head_dim, compute, storage)
+            specs += [kernel.spec for kernel in short.values()]
             specs += _wide_specs(arch, head_dim, compute, storage, page_size)
         specs += [merge_spec(head_dim, True, compute, batch) for batch in (2, 4)]
     for tensor in TENSOR_DTYPES:
@@ -41,4 +44,6 @@ def _wide_specs(
         for cap in (0.0, 1.0)
         for masked in (False, True)
     ]
-    return [variant.spec for variant in variants if variant is not None]
+    usual = [variant for variant in variants if variant is not None]
+    others = [made for v in usual for made in (wide.short_variant(v), wide.long_variant(v)) if made]
+    return [variant.spec for variant in (*usual, *others)]

@@ -196,6 +196,7 @@ class Small:
             self.attend(runs, qo_len, Scoring(scale), True)
             self.ragged(qo_len, Scoring(scale), False)
             self.ragged(qo_len, Scoring(scale, 20.0), True)
+        self.attend([runs[0], runs[2]], 33, Scoring(scale), False)  # short prefills and no others
         self.attend([self.pooled.add(2500, 1)], 1, Scoring(scale), False)  # cut, and merged
         self.share(Scoring(scale))
         self.move()

@@ -10,7 +10,7 @@ import numpy as np
 
 from kernels.backend import Plan
 from kernels.cuda.attention.config import AttentionConfig, attend_struct
-from kernels.cuda.attention.kernels import attend_kernels, planner_shape, wide_variant
+from kernels.cuda.attention.kernel_sets import BatchKind, KernelSet, batch_kind, kernel_sets
 from kernels.cuda.attention.steps import (
     DevicePlan,
     Step,
@@ -21,7 +21,7 @@ from kernels.cuda.attention.steps import (
     write_visible,
     write_wide,
 )
-from kernels.cuda.common.extremes import greatest, total
+from kernels.cuda.common.extremes import total
 from kernels.cuda.common.kernel import Kernel
 from kernels.cuda.common.structs import (
     ATTEND_PARAMS,
@@ -36,10 +36,9 @@ from kernels.cuda.common.structs import (
 from kernels.cuda.device.launch import Launcher, Library
 from kernels.cuda.device.transfer import Transfers
 from kernels.cuda.merge.variants import merge_launch
-from kernels.cuda.narrow.variants import few_rows_kernels, parts_of
 from kernels.cuda.plan.merges import MergeLists
 from kernels.cuda.plan.planner import BatchWork, KernelWork, make_work
-from kernels.cuda.plan.tiles import KEYS, PAGE, ROWS, PlannerConfig
+from kernels.cuda.plan.tiles import KEYS, PAGE
 from kernels.cuda.visible import table as visible
 from kernels.cuda.wide import variants as wide
 
@@ -49,7 +48,7 @@ _write_arrays: Final = writer(
     ATTEND_PARAMS, "items", "worker_begin", "kv_indices", "order", "positions"
 )
 _write_workers: Final = writer(ATTEND_PARAMS, "num_workers")
-_write_team: Final = writer(ATTEND_PARAMS, "team")
+_write_team: Final = writer(ATTEND_PARAMS, "alone", "team")
 _NO_MERGE: Final = bytes(MERGE_PARAMS.itemsize)
 _write_lists: Final = writer(
     MERGE_PARAMS,
@@ -79,27 +78,10 @@ class DevicePlanBuilder:
     def __init__(
         self, config: AttentionConfig, library: Library, multiprocessors: int, schedule: int
     ) -> None:
-        kv = config.kv
         self._config, self._library = config, library
         self._multiprocessors, self._schedule = multiprocessors, schedule
-        page_size = 0 if kv.contiguous else kv.page_size
-        options = (library.arch, kv.head_dim, config.compute, kv.dtype)
-        variant = wide_variant(*options, page_size, config.scoring, config.masked)
-        self._kernels = attend_kernels(*options, config.general, variant)
-        self._few_rows = {} if config.general else few_rows_kernels(*options)
-        device = (kv.head_dim, kv.dtype, multiprocessors)
-        few_rows = not config.general and parts_of(kv.head_dim, kv.dtype, config.group_size) > 1
-        first, last = self._kernels[0], self._kernels[-1]
-        self.planner = PlannerConfig(
-            group_size=config.group_size,
-            page_size=kv.page_size,
-            num_kv_heads=kv.num_kv_heads,
-            window_left=config.scoring.window_left,
-            shapes=tuple(
-                planner_shape(k, *device, k is last, few_rows and k is first) for k in self._kernels
-            ),
-            page_bytes=kv.page_bytes,
-        )
+        self._sets = kernel_sets(config, library.arch, multiprocessors)
+        self._usual = self._sets[BatchKind.USUAL]
         self._struct = attend_struct(config)
 
     def make(
@@ -112,7 +94,8 @@ class DevicePlanBuilder:
 
         `team` forces the size of teams.
         """
-        planner = self.planner if team is None else replace(self.planner, team=team)
+        kernels = self.kernels_for([plan for _, plan in requests])
+        planner = kernels.planner if team is None else replace(kernels.planner, team=team)
         work = make_work(requests, planner)
         merges = work.merges
         arrays = [launch.items.reshape(-1) for launch in work.kernels]
@@ -123,12 +106,13 @@ class DevicePlanBuilder:
         count = len(work.kernels)
         places = _Places(*at[count : count + 6])
         overlaps = self._overlaps(work)
+        alone = len(work.kernels) == 1 and self._library.overlaps
         follows = len(merges.chunks) == 0
         before: list[Step] = []
         steps: list[Step] = []
         others: list[Step] = []
         for launch, items, worker_begin in zip(work.kernels, at, at[count + 6 :], strict=False):
-            kernel, persistent = self._kernel(launch), launch.shape.persistent
+            kernel, persistent = kernels.kernel(launch), launch.shape.persistent
             here = follows and kernel.entry == wide.ENTRY
             table = (0, 0)
             if self._config.masked and not persistent:
@@ -146,16 +130,16 @@ class DevicePlanBuilder:
             buffer=buffer,
             steps=(*before, *(steps or others)),
             beside=tuple(others if steps else ()),
-            merge=self._merge_step(merges, places, overlaps) if len(merges.chunks) else None,
+            merge=self._merge_step(merges, places, alone) if len(merges.chunks) else None,
             num_rows=work.num_rows,
             partial_rows=merges.num_partial_rows,
         )
 
-    def _kernel(self, launch: KernelWork) -> Kernel:
-        """The launch's kernel, specialised for its rows where these are few."""
-        if launch.index > 0 or not self._few_rows:
-            return self._kernels[launch.index]
-        return self._few_rows[greatest(launch.items[:, ROWS]), launch.heads_first]
+    def kernels_for(self, plans: Sequence[Plan]) -> KernelSet:
+        """The kernels that such a batch gets."""
+        if len(self._sets) == 1:
+            return self._usual
+        return self._sets.get(batch_kind(plans, self._usual.planner), self._usual)
 
     def _overlaps(self, work: BatchWork) -> bool:
         """Whether the narrow kernel, and the merge, each may begin while its predecessor ends.
@@ -206,7 +190,7 @@ class DevicePlanBuilder:
         table: tuple[int, int],
         overlaps: bool,
     ) -> Step:
-        heads, workers, struct = self.planner.num_kv_heads, launch.num_workers, self._struct
+        heads, workers, struct = self._config.kv.num_kv_heads, launch.num_workers, self._struct
         if launch.shape.persistent:
             grid = -(-workers * heads * launch.team * 32 // kernel.threads)
         else:
@@ -219,7 +203,7 @@ class DevicePlanBuilder:
         arrays = (items, lists, pages, places.order, places.positions)
         _write_arrays(launcher.memory, *arrays)
         _write_workers(launcher.memory, workers)
-        _write_team(launcher.memory, launch.team)
+        _write_team(launcher.memory, int(overlaps), launch.team)
         return Step(launcher, write_attend)
 
     def _wide_step(
@@ -234,7 +218,7 @@ class DevicePlanBuilder:
     ) -> Step:
         kv, scoring = self._config.kv, self._config.scoring
         runs = len(np.unique(launch.items[:, PAGE]))
-        grid = min(launch.num_items * kv.num_kv_heads, self._multiprocessors)
+        grid = min(launch.num_items * kv.num_kv_heads, self._multiprocessors * kernel.blocks)
         block = packed(
             WIDE_PARAMS,
             items=items,
@@ -264,7 +248,7 @@ class DevicePlanBuilder:
             write = write_wide(lambda layer: kv.maps(layer, kernel.tile_keys))
             before, parameters = bytes(wide.PARAMS_AT), wide.PARAMETERS
         sizes = (grid, kernel.threads, kernel.shared_bytes)
-        overlaps = follows and beside
+        overlaps = self._library.overlaps and (follows or not beside)
         launcher = Launcher(function, *sizes, before + block, parameters, overlaps)
         return Step(launcher, write)
 
@@ -282,6 +266,6 @@ class DevicePlanBuilder:
         function = self._library.function(how.spec, "merge_states")
         launcher = Launcher(function, how.grid, how.threads, 0, _NO_MERGE, overlaps=overlaps)
         lists = (places.indptr, places.members, places.chunks, places.order)
-        sizes = (len(merges.chunks), kv.num_kv_heads, self.planner.group_size, merges.chunk_rows)
+        sizes = (len(merges.chunks), kv.num_kv_heads, self._config.group_size, merges.chunk_rows)
         _write_lists(launcher.memory, *lists, *sizes, kv.head_dim, how.split)
         return Step(launcher, write_merge)

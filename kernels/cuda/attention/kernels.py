@@ -12,6 +12,8 @@ from kernels.cuda.tile.variants import tile_kernel
 from kernels.cuda.wide import variants as wide
 
 WIDE_FLOPS: Final = 675e12
+SHORT_ROW_FLOPS: Final = {128: 450e12, 192: 500e12}
+"""The wide kernel's; and at head_dim 64, where weights take longer than products, by tile rows."""
 TILE_FLOPS: Final = 320e12
 NARROW_ITEM: Final = 2.1e-6
 NARROW_BYTES: Final = 4.3e9
@@ -46,10 +48,10 @@ def wide_kernel(variant: wide.WideVariant) -> Kernel:
     return Kernel(
         spec=variant.spec,
         entry=wide.ENTRY,
-        rows=wide.TILE_ROWS,
-        threads=wide.THREADS,
+        rows=variant.tile_rows,
+        threads=variant.threads,
         shared_bytes=variant.shared_bytes,
-        blocks=1,
+        blocks=variant.blocks,
         tile_keys=variant.tile_keys,
     )
 
@@ -93,7 +95,8 @@ def planner_shape(
     """
     narrow, wide = kernel.entry == "attend_narrow", kernel.entry == "attend_wide"
     token_bytes = 2 * head_dim * NUMPY_DTYPES[storage].itemsize
-    reached = (WIDE_FLOPS if wide else TILE_FLOPS) / SMS / kernel.blocks
+    wide_flops = SHORT_ROW_FLOPS[kernel.rows] if wide and head_dim == 64 else WIDE_FLOPS
+    reached = (wide_flops if wide else TILE_FLOPS) / SMS / kernel.blocks
     flops = 4 * head_dim * kernel.rows
     warps = kernel.threads // 32 if narrow else 1
     narrow_item = FEW_ROWS_ITEM if few_rows else NARROW_ITEM

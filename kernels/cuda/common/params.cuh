@@ -36,5 +36,6 @@ struct AttendParams {
   float soft_cap;      // 0: none
   float v_scale;
   int window_left;     // meaningful where an item asks for kHideWindow
+  int alone;           // narrow kernel: nothing runs beside it, what comes next waits for its end
   int team;            // narrow kernel: warps that share an item; divides the block's
 };

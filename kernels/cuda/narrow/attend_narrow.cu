@@ -94,8 +94,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     next.first += stride;
     next.settle(p, head, start);
   };
+  if (p.alone) launch_dependents();  // who waits for this one, and so for what this one waits for
+  if (more) prefetch_tile(p, row);
   wait_for_predecessor();  // up to here, only the plan was read
-  launch_dependents();     // the wide kernel, which reads what was there before this one; or the merge, which waits
+  launch_dependents();     // the wide kernel, which reads what was there before this one
   load_keys(k, p, row, more);
   if constexpr (!kTakeTurns) load_values(v, p, row, more);
   Queries queries;

@@ -129,3 +129,13 @@ __device__ __forceinline__ void load_values(Values& v, const AttendParams& p, ui
                               wanted);
     }
 }
+
+// Asks the L2 cache for a tile's K and V, lane l for the row of token l: a kernel that begins while its predecessor
+// ends has them come out of memory meanwhile. What the predecessor still writes of them it writes there too.
+__device__ __forceinline__ void prefetch_tile(const AttendParams& p, uint32 row) {
+  const int64 at = static_cast<int64>(row) * kRowBytes;
+  for (int line = (threadIdx.x & 31) / kTile * kLine; line < kRowBytes; line += 32 / kTile * kLine) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(p.k) + at + line));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(p.v) + at + line));
+  }
+}

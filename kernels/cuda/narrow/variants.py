@@ -10,6 +10,8 @@ from kernels.cuda.common.kernel import RESERVED, Kernel, definitions, shared_lim
 
 NARROW_BLOCKS: Final = {1: ((12, 1), (8, 1), (4, 1)), 2: ((8, 1), (6, 1), (4, 1))}
 """Warps of a narrow block and blocks a multiprocessor, the first that fits, by tiles of 8 rows."""
+SHORT_WARPS: Final = 8
+"""Warps of a block in short decodes: measured on a H200."""
 LONG_ROWS: Final = 128
 """Above this head_dim the narrow kernel has registers for 8 rows and 8 warps only."""
 NARROW_RUN: Final = 128
@@ -46,11 +48,12 @@ def narrow_kernel(
     row_tiles: int,
     parts: int = 1,
     heads_first: bool = False,
+    warps: int = 0,
 ) -> Kernel:
     """The kernel of teams of warps for 8 * `row_tiles` packed rows, or of 8 the `parts`-th part.
 
     `heads_first`: all items of one kv head come before those of the next, and what is read may stay
-    in the L1 cache.
+    in the L1 cache. `warps`: of a block; 0: as many as fit.
     """
     limit = shared_limit(arch)
     rows = 8 * row_tiles // parts
@@ -62,7 +65,9 @@ def narrow_kernel(
     # for sm_100 and later the compiler takes a few more than there are
     hard = head_dim == LONG_ROWS and (general or storage != compute)
     hard = hard or arch.startswith("sm_1")
-    choices = NARROW_BLOCKS[2 if hard or head_dim > LONG_ROWS else row_tiles]
+    choices: tuple[tuple[int, int], ...] = ((warps, 1),)
+    if not warps:
+        choices = NARROW_BLOCKS[2 if hard or head_dim > LONG_ROWS else row_tiles]
     warps, blocks = next(c for c in choices if c[1] * (c[0] * own + RESERVED) <= limit)
     return Kernel(
         spec=spec(
@@ -84,8 +89,17 @@ def narrow_kernel(
     )
 
 
-def few_rows_kernels(
+def short_decode_kernels(
     arch: str, head_dim: int, compute: DType, storage: DType
+) -> dict[tuple[int, bool], Kernel]:
+    """`few_rows_kernels` for short decodes, where they are other ones: blocks that begin sooner."""
+    if arch != "sm_90a" or head_dim != LONG_ROWS or storage != compute:
+        return {}
+    return few_rows_kernels(arch, head_dim, compute, storage, SHORT_WARPS)
+
+
+def few_rows_kernels(
+    arch: str, head_dim: int, compute: DType, storage: DType, warps: int = 0
 ) -> dict[tuple[int, bool], Kernel]:
     """The kernel for 8 rows as it is for so many and fewer, by rows and `heads_first`.
 
@@ -93,7 +107,7 @@ def few_rows_kernels(
     """
     options = (arch, head_dim, compute, storage, False, 1)
     made = {
-        (parts, heads_first): narrow_kernel(*options, parts, heads_first)
+        (parts, heads_first): narrow_kernel(*options, parts, heads_first, warps)
         for parts in {parts_of(head_dim, storage, rows) for rows in (2, 4, 8)}
         for heads_first in (False, True)
     }

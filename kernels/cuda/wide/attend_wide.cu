@@ -1,6 +1,6 @@
 // Attention of many query rows over long runs of keys, for Hopper: wgmma products, TMA loads.
 //
-// One CTA per multiprocessor takes units (work item x kv head) from a counter until none is left. Its
+// A CTA, one or two on a multiprocessor, takes units (work item x kv head) from a counter until none is left. Its
 // first warpgroup only moves data: warp 0 streams K tiles and warp 1 V tiles through two rings of
 // kStages tiles, one whole page (or, for ragged keys, half a tile) per TMA instruction; warps 2 and 3
 // take the units and gather their packed query rows through `order`. Each further warpgroup owns 64
@@ -15,7 +15,7 @@
 //
 // Specialised by -D: HEAD_DIM (64, 128, 192, 256), BF16, TILE_KEYS, STAGES, QUERY_STAGES, PAGE_SIZE (a multiple
 // of 8 that divides TILE_KEYS; 0: ragged keys), HAS_MASK, HAS_SOFT_CAP, QUERIES_IN_REGISTERS (the scores'
-// products take Q from there; shared memory only passes it on).
+// products take Q from there; shared memory only passes it on), CONSUMERS (1, 2, 3 warpgroups that multiply).
 
 #include "common/overlap.cuh"
 #include "wide/params.cuh"
@@ -31,13 +31,15 @@
 #include "wide/stored.cuh"
 #endif
 
-// The tensor cores go round the warpgroups: each waits for its turn, issues, and passes the turn on.
+// The tensor cores go round two warpgroups: each waits for its turn, issues, and passes the turn on. One by itself has
+// nobody to pass it to, and three do as well without.
+constexpr bool kTurns = kConsumers == 2;
 __device__ __forceinline__ void take_turn(int consumer) {
-  named_barrier_sync(1 + consumer, 256);
+  if (kTurns) named_barrier_sync(1 + consumer, 256);
 }
 
 __device__ __forceinline__ void pass_turn(int consumer) {
-  named_barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
+  if (kTurns) named_barrier_arrive(1 + (consumer + 1) % kConsumers, 256);
 }
 
 // This warp no longer needs a K or V tile.
@@ -173,10 +175,10 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
 }
 
 #if FP8
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kCtas)
     attend_wide(const __grid_constant__ StoredKv kv, const __grid_constant__ WideParams params) {
 #else
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kCtas)
     attend_wide(const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
                 const __grid_constant__ WideParams params) {
 #endif
@@ -184,6 +186,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Shared shared(storage);
   if (shared.address % 1024 != 0) __trap();  // swizzled groups repeat with the address
   if (threadIdx.x == 0) shared.init_barriers();
+  if (params.own_units > 0) wait_for_predecessor();  // else the narrow kernel beside it has
   __syncthreads();
 
   if (threadIdx.x < 128) {

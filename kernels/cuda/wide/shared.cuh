@@ -7,7 +7,7 @@
 #include "wide/hopper.cuh"
 
 #ifndef TILE_KEYS
-#error "specialise with -DTILE_KEYS=... -DSTAGES=... -DQUERY_STAGES=... -DPAGE_SIZE=... -DQUERIES_IN_REGISTERS=0|1 -DHAS_MASK=0|1 -DHAS_SOFT_CAP=0|1"
+#error "specialise with -DTILE_KEYS=... -DSTAGES=... -DQUERY_STAGES=... -DPAGE_SIZE=... -DQUERIES_IN_REGISTERS=0|1 -DCONSUMERS=... -DHAS_MASK=0|1 -DHAS_SOFT_CAP=0|1"
 #endif
 
 using Element = uint16;  // 16 bits of fp16 or bf16, as kBf16 says: only moved, never computed on
@@ -19,7 +19,8 @@ constexpr int kPageSize = PAGE_SIZE;        // 0: ragged keys
 constexpr bool kQueriesInRegisters = QUERIES_IN_REGISTERS != 0;
 constexpr bool kHasMask = HAS_MASK != 0;
 constexpr bool kHasSoftCap = HAS_SOFT_CAP != 0;
-constexpr int kConsumers = 2;  // warpgroups that multiply, of 64 packed rows each
+constexpr int kConsumers = CONSUMERS;  // warpgroups that multiply, of 64 packed rows each
+constexpr int kCtas = kConsumers == 1 ? 2 : 1;  // at a time on a multiprocessor
 constexpr int kMovers = 4;     // warps that do not
 constexpr int kGatherers = kIsFp8 ? kMovers : 2;  // of these, the ones that bring queries
 
@@ -38,10 +39,10 @@ static_assert(kPagesPerTile % kPagesAtOnce == 0, "whole turns");
 
 constexpr int kTileRows = 64 * kConsumers;
 constexpr int kThreads = 128 * (kConsumers + 1);
-// What the data movers give up of the 168 registers a thread that a launch gets, the consumers take.
-constexpr int kProducerRegisters = kIsFp8 ? 72 : 40;
-constexpr int kConsumerRegisters = kIsFp8 ? 216 : 232;
-static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= kThreads * 168, "no more than there are");
+// What the data movers give up of the registers that a launch gets, the consumers take.
+constexpr int kProducerRegisters = kIsFp8 ? 72 : kConsumers == 3 ? 32 : 40;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kIsFp8 || kConsumers == 1 ? 216 : 232;
+static_assert(128 * kCtas * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "no more than there are");
 constexpr int kScores = kTileKeys / 2;   // per thread
 constexpr int kOutputs = kHeadDim / 2;  // per thread
 

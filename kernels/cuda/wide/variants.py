@@ -2,7 +2,7 @@
 
 Nothing here imports cupy or touches a device.
 
-Items are cut to at most `TILE_ROWS` packed rows, best sorted by cost, dearest first;
+Items are cut to at most a variant's `tile_rows` packed rows, best sorted by cost, dearest first;
 any number of keys, zero included (such rows get the empty state). Items whose rows share keys
 should stand next to each other: they then meet in the L2 cache. `schedule` is two uint32 that are
 zero at first; the kernel leaves them zero, and launches that may overlap must not share them. Mask
@@ -13,7 +13,7 @@ is the first key's row in k and v.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from kernels.backend import DType
@@ -25,8 +25,6 @@ from kernels.cuda.kv.tensor_maps import MAP_BYTES
 WideDType = Literal["fp16", "bf16"]
 
 ENTRY: Final = "attend_wide"
-TILE_ROWS: Final = 128
-THREADS: Final = 384
 
 PARAMS_AT: Final = 2 * MAP_BYTES
 PARAMETERS: Final = (0, MAP_BYTES, PARAMS_AT)
@@ -52,6 +50,22 @@ class WideVariant:
     stages: int = 2
     query_stages: int = 2
     query_registers: bool = False
+    consumers: int = 2
+
+    @property
+    def tile_rows(self) -> int:
+        """Packed rows of an item, at most."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: a warpgroup that moves data and those that multiply."""
+        return 128 * (1 + self.consumers)
+
+    @property
+    def blocks(self) -> int:
+        """CTAs at a time on a multiprocessor: `kCtas` of shared.cuh."""
+        return 2 if self.consumers == 1 else 1
 
     @property
     def converts(self) -> bool:
@@ -59,13 +73,20 @@ class WideVariant:
         return self.storage.startswith("fp8")
 
     @property
+    def is_plain(self) -> bool:
+        """Of a 16-bit pool, without a mask or a cap."""
+        return not (self.converts or self.has_mask or self.has_soft_cap)
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory, laid out as `Shared` of shared.cuh."""
         tiles = 2 * self.stages * self.tile_keys * self.head_dim * 2
-        queries = self.query_stages * TILE_ROWS * (2 * self.head_dim + 16 * self.query_registers)
+        queries = (
+            self.query_stages * self.tile_rows * (2 * self.head_dim + 16 * self.query_registers)
+        )
         staged = 2 * self.tile_keys * self.head_dim * self.converts
         slots = self.query_stages + 1 + self.query_registers
-        rows = slots * TILE_ROWS * (24 if self.has_mask else 12)
+        rows = slots * self.tile_rows * (24 if self.has_mask else 12)
         units = 4 if self.converts else 2
         barriers = 4 * self.stages + 2 * self.query_stages + 2 * units
         visits = 4 * self.stages if self.has_mask else 0
@@ -82,6 +103,7 @@ class WideVariant:
             QUERY_STAGES=self.query_stages,
             PAGE_SIZE=self.page_size,
             QUERIES_IN_REGISTERS=int(self.query_registers),
+            CONSUMERS=self.consumers,
             HAS_MASK=int(self.has_mask),
             HAS_SOFT_CAP=int(self.has_soft_cap),
         )
@@ -93,6 +115,9 @@ _GENERAL: Final = {64: (128, 3, 2), 128: (128, 2, 2), 192: (64, 3, 1), 256: (64,
 _GENERAL_IN_REGISTERS: Final = 64
 _PLAIN: Final = {**_GENERAL, 64: (192, 2, 2)}
 _PLAIN_IN_REGISTERS: Final = 128
+LONG_KEYS: Final = 96
+"""Key tile of `long_variant`; pages of 8 tokens leave its data movers no registers."""
+_LONG_PAGES: Final = (0, 16, 32)
 _PAGE_SIZES: Final = (0, 8, 16, 32, 64)
 # of fp8 pools: more registers for who converts, shared memory for what is to be converted
 _CONVERTING: Final = {64: (128, 2, 2), 128: (128, 2, 1), 192: (64, 2, 1)}
@@ -144,6 +169,20 @@ def variant(
         *sizes,
         query_registers=in_registers,
     )
+
+
+def short_variant(usual: WideVariant) -> WideVariant | None:
+    """Of batches of short sequences: two CTAs of 64 rows a multiprocessor. None: there is none."""
+    if usual.head_dim != 128 or not usual.is_plain:
+        return None
+    return replace(usual, tile_keys=64, consumers=1)
+
+
+def long_variant(usual: WideVariant) -> WideVariant | None:
+    """Of batches of long sequences: 192 rows a CTA, where weights cost more than products."""
+    if usual.head_dim != 64 or not usual.is_plain or usual.page_size not in _LONG_PAGES:
+        return None
+    return replace(usual, tile_keys=LONG_KEYS, stages=3, consumers=3)
 
 
 def heads_together(num_kv_heads: int, num_items: int, num_runs: int) -> int:

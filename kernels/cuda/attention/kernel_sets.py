@@ -1,0 +1,128 @@
+"""The kernels that a batch gets: the usual ones, or those of batches short or long throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+from kernels.backend import Plan
+from kernels.cuda.attention.config import AttentionConfig
+from kernels.cuda.attention.kernels import (
+    attend_kernels,
+    planner_shape,
+    wide_kernel,
+    wide_variant,
+)
+from kernels.cuda.common.extremes import greatest, least
+from kernels.cuda.common.kernel import Kernel
+from kernels.cuda.narrow.variants import few_rows_kernels, parts_of, short_decode_kernels
+from kernels.cuda.plan.planner import KernelWork
+from kernels.cuda.plan.tiles import ROWS, PlannerConfig
+from kernels.cuda.wide import variants as wide
+
+SHORT_DECODE: Final = 128
+"""Keys a narrow warp, of a device full of them, up to which a decode is short."""
+SHORT_PREFILL: Final = 512
+LONG_PREFILL: Final = 1024
+"""Keys of the longest sequence of a short prefill; and at least, on average, of a long one."""
+
+
+class BatchKind(Enum):
+    """What a batch is throughout. Prefills: each sequence has rows for the kernel of many."""
+
+    USUAL = auto()
+    SHORT_DECODE = auto()
+    SHORT_PREFILL = auto()
+    LONG_PREFILL = auto()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelSet:
+    """Kernels for growing numbers of packed rows, and what the planner must know of them.
+
+    `few_rows` has those that stand in for the first where rows are few, by rows and `heads_first`.
+    """
+
+    kernels: tuple[Kernel, ...]
+    few_rows: dict[tuple[int, bool], Kernel]
+    planner: PlannerConfig
+
+    def kernel(self, launch: KernelWork) -> Kernel:
+        """The launch's kernel, specialised for its rows where these are few."""
+        if launch.index > 0 or not self.few_rows:
+            return self.kernels[launch.index]
+        return self.few_rows[greatest(launch.items[:, ROWS]), launch.heads_first]
+
+
+def kernel_sets(
+    config: AttentionConfig, arch: str, multiprocessors: int
+) -> dict[BatchKind, KernelSet]:
+    """The sets that there are for a configuration; always the usual one."""
+    kv = config.kv
+    options = (arch, kv.head_dim, config.compute, kv.dtype)
+    page_size = 0 if kv.contiguous else kv.page_size
+    variant = wide_variant(*options, page_size, config.scoring, config.masked)
+    usual = attend_kernels(*options, config.general, variant)
+    few_rows = {} if config.general else few_rows_kernels(*options)
+    made = {BatchKind.USUAL: _kernel_set(usual, few_rows, config, multiprocessors)}
+    if not config.general and (short := short_decode_kernels(*options)):
+        kernels = (short[8, False], *usual[1:])
+        made[BatchKind.SHORT_DECODE] = _kernel_set(kernels, short, config, multiprocessors)
+    if variant is not None:
+        for kind, other in (
+            (BatchKind.SHORT_PREFILL, wide.short_variant(variant)),
+            (BatchKind.LONG_PREFILL, wide.long_variant(variant)),
+        ):
+            if other is not None:
+                kernels = (*usual[:-1], wide_kernel(other))
+                made[kind] = _kernel_set(kernels, few_rows, config, multiprocessors)
+    return made
+
+
+def _kernel_set(
+    kernels: tuple[Kernel, ...],
+    few_rows: dict[tuple[int, bool], Kernel],
+    config: AttentionConfig,
+    multiprocessors: int,
+) -> KernelSet:
+    kv = config.kv
+    device = (kv.head_dim, kv.dtype, multiprocessors)
+    parts = 1 if config.general else parts_of(kv.head_dim, kv.dtype, config.group_size)
+    shapes = [
+        planner_shape(k, *device, k is kernels[-1], parts > 1 and k is kernels[0]) for k in kernels
+    ]
+    planner = PlannerConfig(
+        group_size=config.group_size,
+        page_size=kv.page_size,
+        num_kv_heads=kv.num_kv_heads,
+        window_left=config.scoring.window_left,
+        shapes=tuple(shapes),
+        page_bytes=kv.page_bytes,
+    )
+    return KernelSet(kernels, few_rows, planner)
+
+
+def batch_kind(plans: Sequence[Plan], usual: PlannerConfig) -> BatchKind:
+    """What a batch is, as far as that can be told at a glance; `usual` is what plans it else."""
+    if any(len(plan.levels) != 1 for plan in plans):
+        return BatchKind.USUAL
+    levels = [plan.levels[0] for plan in plans]
+    rows = sum([len(plan.positions) for plan in plans])
+    sequences = sum([len(level.kv_start) for level in levels])
+    keys = sum([len(level.kv_indices) for level in levels]) * usual.page_size
+    narrow = usual.shapes[0]
+    if rows == sequences:
+        most = SHORT_DECODE * narrow.workers // usual.num_kv_heads
+        short = keys <= most and usual.group_size <= narrow.rows
+        return BatchKind.SHORT_DECODE if short else BatchKind.USUAL
+    many = max(shape.rows for shape in usual.shapes[:-1])
+    fewest = min([least(level.qo_indptr[1:] - level.qo_indptr[:-1]) for level in levels])
+    if fewest * usual.group_size <= many:
+        return BatchKind.USUAL
+    if keys >= LONG_PREFILL * sequences:
+        return BatchKind.LONG_PREFILL
+    longest = max([greatest(level.kv_indptr[1:] - level.kv_indptr[:-1]) for level in levels])
+    short = longest * usual.page_size <= SHORT_PREFILL
+    return BatchKind.SHORT_PREFILL if short else BatchKind.USUAL

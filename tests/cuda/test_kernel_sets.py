@@ -1,0 +1,77 @@
+"""Which kernels a batch gets by its lengths."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kernels.backend import DType, Level, Plan, PoolGeometry, Scoring
+from kernels.cuda.attention.config import AttentionConfig
+from kernels.cuda.attention.kernel_sets import BatchKind, batch_kind, kernel_sets
+from kernels.cuda.kv.pool import pool_view
+
+MULTIPROCESSORS = 132
+
+
+def config_of(
+    dtype: DType = "fp16", head_dim: int = 128, page_size: int = 16, cap: float = 0.0
+) -> AttentionConfig:
+    pool = pool_view(PoolGeometry(1, 64, page_size, 8, head_dim, "NHD", dtype), 0)
+    return AttentionConfig(pool, 32, "fp16", Scoring(1.0, cap), False)
+
+
+def plan_of(rows: list[int], keys: list[int]) -> Plan:
+    pages = [-(-n // 16) for n in keys]
+    bounds = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
+    level = Level(
+        bounds,
+        np.concatenate([[0], np.cumsum(pages)]).astype(np.int32),
+        np.arange(sum(pages), dtype=np.int32),
+        np.array([n - (p - 1) * 16 for n, p in zip(keys, pages, strict=True)], np.int32),
+        np.zeros(len(keys), np.int32),
+        True,
+    )
+    last = [np.arange(n - r, n) for r, n in zip(rows, keys, strict=True)]
+    return Plan((level,), np.concatenate(last).astype(np.int32))
+
+
+def kind_of(*plans: Plan) -> BatchKind:
+    usual = kernel_sets(config_of(), "sm_90a", MULTIPROCESSORS)[BatchKind.USUAL]
+    return batch_kind(plans, usual.planner)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "kind"),
+    [
+        ([1] * 16, [128] * 16, BatchKind.SHORT_DECODE),
+        ([1] * 64, [4096] * 64, BatchKind.USUAL),
+        ([1] * 8, [1024, 17, *[600] * 6], BatchKind.SHORT_DECODE),
+        ([1, 1, 2], [128] * 3, BatchKind.USUAL),
+        ([100, 30, 500], [100, 400, 500], BatchKind.SHORT_PREFILL),
+        ([100, 30, 500], [100, 30, 520], BatchKind.USUAL),
+        ([100, 3, 500], [100, 400, 500], BatchKind.USUAL),
+        ([512, 512], [1000, 1100], BatchKind.LONG_PREFILL),
+    ],
+)
+def test_a_batch_is_told_by_its_rows_and_keys(
+    rows: list[int], keys: list[int], kind: BatchKind
+) -> None:
+    assert kind_of(plan_of(rows, keys)) is kind
+
+
+def test_several_plans_are_one_batch() -> None:
+    short = plan_of([40], [300])
+    assert kind_of(short, short) is BatchKind.SHORT_PREFILL
+    assert kind_of(short, plan_of([1], [300])) is BatchKind.USUAL
+
+
+def test_only_measured_kernels_stand_in_for_the_usual_ones() -> None:
+    def kinds(config: AttentionConfig, arch: str = "sm_90a") -> set[BatchKind]:
+        return set(kernel_sets(config, arch, MULTIPROCESSORS)) - {BatchKind.USUAL}
+
+    assert kinds(config_of()) == {BatchKind.SHORT_DECODE, BatchKind.SHORT_PREFILL}
+    assert kinds(config_of("fp8_e4m3")) == set()
+    assert kinds(config_of(head_dim=64)) == {BatchKind.LONG_PREFILL}
+    assert kinds(config_of(head_dim=64, page_size=8)) == set()
+    assert kinds(config_of(cap=30.0)) == set()
+    assert kinds(config_of(), "sm_80") == set()
