@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from service.cluster.answering import each
 from service.cluster.creating import may_pass_over
 from service.cluster.engine import Engine, Told
 from service.cluster.placement import choose
@@ -152,23 +153,37 @@ async def begin(
 
 
 async def copy(source: Engine, begun: Begun) -> None:
-    """All parts that are wanted, one after another. Raises what engines refuse."""
-    header, name = begun.header, begun.sequence
-    which = {
-        "id": name,
-        "generation": header["generation"],
-        "part_bytes": header["part_bytes"],
-    }
-    if begun.shard is not None:
-        which["shard"] = begun.shard
-    for number in range(begun.next_part, header["num_parts"]):
-        asked = which | {"part": number, "before": begun.digest}
-        part = await ask(source, EXPORT, begun.tenant, asked)
-        brought = {"id": name, "part": number, "before": begun.digest}
-        brought["digest"] = part.fields["digest"]
-        await ask(begun.target, IMPORT, begun.tenant, brought, part.arrays)
+    """All parts that are wanted, each brought while the next one comes. Raises what engines
+    refuse."""
+    last = begun.header["num_parts"]
+    if begun.next_part == last:
+        return
+    part = await fetch(source, begun, begun.next_part)
+    for number in range(begun.next_part, last):
+        bringing = bring(begun, number, begun.digest, part)
         begun.digest = part.fields["digest"]
         begun.num_bytes += sum(rows.nbytes for rows in part.arrays.values())
+        coming = [fetch(source, begun, number + 1)] if number + 1 < last else []
+        for told in await each([bringing, *coming]):
+            if isinstance(told, BaseException):
+                raise told
+            part = told
+
+
+async def fetch(source: Engine, begun: Begun, number: int) -> Told:
+    """A part, with its digest upon that of the one before."""
+    header = begun.header
+    which = {name: header[name] for name in ("generation", "part_bytes")}
+    if begun.shard is not None:
+        which["shard"] = begun.shard
+    asked = {"id": begun.sequence, "part": number, "before": begun.digest}
+    return await ask(source, EXPORT, begun.tenant, which | asked)
+
+
+async def bring(begun: Begun, number: int, before: str, part: Told) -> Told:
+    brought = {"id": begun.sequence, "part": number, "before": before}
+    brought["digest"] = part.fields["digest"]
+    return await ask(begun.target, IMPORT, begun.tenant, brought, part.arrays)
 
 
 async def end_copy(begun: Begun) -> None:

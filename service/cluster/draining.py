@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 LOG: Final = logging.getLogger("attnd.cluster")
 AT_ONCE: Final = 4
-"""Families that are moved at once; each has one part of 4 MiB under way."""
+"""Families that are moved at once; each has two parts of 4 MiB under way."""
 TRIES: Final = 4
 MOST_ANCHORS: Final = 3
 SHORT_TAIL: Final = 4
