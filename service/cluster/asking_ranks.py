@@ -274,6 +274,9 @@ async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
 async def delete(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
     """At every rank, also where one refuses, and those there are."""
     ids = fields.get("ids") or [fields["id"]]
+    if "id" in fields:  # all that are there are asked, or none, as while it is moved
+        async with ranks.held(call, ids) as (one,):
+            await claim(ranks, one)
     asked = replace(call, operation=DELETE_SEQUENCES)  # which asks for no epoch
     told = await each([engine.ask(asked, {"ids": ids}) for engine in ranks.engines])
     ranks.forget(call, ids)

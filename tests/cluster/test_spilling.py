@@ -14,7 +14,7 @@ from cluster_book import Book
 from cluster_calls import LAYERS, PAGE, PAGES, SETTINGS, Answer, Cluster, rows, run
 from test_ranks_doors import another_door
 
-from service.cluster import copying, dealing_out, draining
+from service.cluster import copying, dealing_out, handing
 from service.cluster.dealing_out import deal_out
 from service.cluster.engine import Engine
 from service.cluster.local import LocalEngines, local_engines
@@ -347,7 +347,7 @@ def test_a_door_that_dies_leaves_it_whole_or_dealt_out(
 
             point = Point(name, die)
             by_name = {one.name: one for one in first.router.members.engines}
-            for module in (copying, dealing_out, draining):
+            for module in (copying, dealing_out, handing):
                 monkeypatch.setattr(module, "ask", point.ask)
             work = deal_out(first.router, OPEN, "a", [by_name[SOURCE], by_name["engine-1"]], 0)
             with nullcontext() if name == "after" else pytest.raises(Died):
@@ -381,7 +381,7 @@ def test_an_engine_that_dies_takes_it_along_where_it_had_a_part(
             await filled(first, book, 0)
             if name == "part":
                 point = Point(name, lambda: engines.kill(victim))
-                for module in (copying, dealing_out, draining):
+                for module in (copying, dealing_out, handing):
                     monkeypatch.setattr(module, "ask", point.ask)
             fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, PAGE]}
             k = rows(book.rng, PAGE)
