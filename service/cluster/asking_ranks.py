@@ -140,13 +140,21 @@ async def create(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
     new = fields["sequences"]
     own = {one["id"] for one in new}
     parents = sorted({one["parent"] for one in new if one.get("parent")} - own)
+    asked_anew = False
     async with ranks.held(call, parents) as every:
         for number in range(TRIES):
             await pause(number)
             ask_anew([one for one in every if not one.is_owned])
             await know(ranks, every, to_change=False)
             known = {one.id: one for one in every}
-            made = plan_new(ranks, call, new, known)
+            try:
+                made = plan_new(ranks, call, new, known)
+            except InvalidRequest:  # by what this door believes
+                if asked_anew or not every:
+                    raise
+                asked_anew = True
+                ask_anew(every)
+                continue
             asking = []
             for rank, engine in enumerate(ranks.engines):
                 shard = {"rank": rank, "ranks": len(ranks.engines)}

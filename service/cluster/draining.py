@@ -285,8 +285,8 @@ async def anchored(router: Router, source: Engine, family: Family, sequence: str
         if family.shard is not None:  # in tokens of all ranks
             new["length"] = length * family.shard["ranks"]
             new["epoch"] = view["shard"]["epoch"]
-        await ask(source, CREATE_SEQUENCES, tenant, {"sequences": [new]})
         family.all_anchors.append(anchor)
+        await ask(source, CREATE_SEQUENCES, tenant, {"sequences": [new]})
         begun = await begin_copy(router, source, family, anchor)
         await copy(source, begun)
         await end_copy(begun)
