@@ -26,8 +26,8 @@ from service.cluster.copying import (
     end_copy,
 )
 from service.cluster.engine import Engine
-from service.cluster.handing import give_up, hand
-from service.cluster.names import BETWEEN, tags_of
+from service.cluster.handing import give_up, hand, part_there, tags_there
+from service.cluster.names import BETWEEN
 from service.doors.problems import ProblemText
 from service.errors import AttndError, NotReady
 from service.operations.prefix import LIST_NAMESPACES
@@ -122,7 +122,9 @@ async def sweep(router: Router, name: str, progress: Progress) -> int | None:
     families: list[Family] = []
     for tenant in await tenants(router, source):
         views = await views_of(source, tenant)
-        families += families_of(tenant, views)
+        families += families_of(tenant, [view for view in views if not is_callers_own(view)])
+        if own := sum(map(is_callers_own, views)):
+            progress.stayed["a part that no door has dealt out"] += own
     free = asyncio.Semaphore(AT_ONCE)
 
     async def move_one(family: Family) -> None:
@@ -164,6 +166,11 @@ async def views_of(source: Engine, tenant: Tenant) -> list[dict[str, Any]]:
         if page["next"] is None:
             return views
         after = {"after": page["next"]}
+
+
+def is_callers_own(view: dict[str, Any]) -> bool:
+    """Whether it is a part of a sequence that no door knows of."""
+    return "shard" in view and view["shard"]["epoch"] == 0
 
 
 def families_of(tenant: Tenant, views: Sequence[dict[str, Any]]) -> list[Family]:
@@ -249,25 +256,6 @@ async def move(router: Router, source: Engine, family: Family, sequence: str) ->
     tags = [begun.target.tag if tag == source.tag else tag for tag in family.tags]
     router.homes.names.learn((tenant.namespace, sequence), BETWEEN.join(tags))
     return num_bytes + begun.num_bytes
-
-
-async def tags_there(router: Router, source: Engine, family: Family, sequence: str) -> list[str]:
-    """The engines that have a sequence, by rank. Raises LostSequence, NotReady while another of its
-    parts is on its way."""
-    if family.shard is None:
-        return [source.tag]
-    tags = tags_of(await router.homes.tag_at(sequence, source, family.tenant))
-    if len(tags) < family.shard["ranks"]:
-        raise NotReady("another part of it is on its way")
-    return tags
-
-
-async def part_there(source: Engine, family: Family, sequence: str) -> dict[str, Any]:
-    """Which part is there, in which epoch; nothing of a whole sequence."""
-    if family.shard is None:
-        return {}
-    view = (await ask(source, GET_SEQUENCE, family.tenant, {"id": sequence})).fields
-    return {"shard": family.shard, "epoch": view["shard"]["epoch"]}
 
 
 async def anchored(router: Router, source: Engine, family: Family, sequence: str) -> int:

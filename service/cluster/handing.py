@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 from service.cluster.answering import each
 from service.cluster.copying import ASK_S, ask
 from service.cluster.engine import Engine, Told
+from service.cluster.names import tags_of
 from service.doors.problems import ProblemText
+from service.errors import NotReady
 from service.operations.sequences import GET_SEQUENCE
 from service.operations.transfer import CANCEL_IMPORT, HAND_OVER
 from service.tenants import Tenant
@@ -53,3 +55,22 @@ async def is_dead(router: Router, engine: Engine) -> bool:
             return engine.tag not in router.members.away
         await asyncio.sleep(0.01)
     return False
+
+
+async def tags_there(router: Router, source: Engine, family: Family, sequence: str) -> list[str]:
+    """The engines that have a sequence, by rank. Raises LostSequence, NotReady while another of its
+    parts is on its way."""
+    if family.shard is None:
+        return [source.tag]
+    tags = tags_of(await router.homes.tag_at(sequence, source, family.tenant))
+    if len(tags) < family.shard["ranks"]:
+        raise NotReady("another part of it is on its way")
+    return tags
+
+
+async def part_there(source: Engine, family: Family, sequence: str) -> dict[str, Any]:
+    """Which part is there, in which epoch; nothing of a whole sequence."""
+    if family.shard is None:
+        return {}
+    view = (await ask(source, GET_SEQUENCE, family.tenant, {"id": sequence})).fields
+    return {"shard": family.shard, "epoch": view["shard"]["epoch"]}
