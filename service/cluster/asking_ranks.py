@@ -187,7 +187,7 @@ def plan_new(
     made: dict[str, Dealt] = {}
     for one in new:
         name, parent = one["id"], one.get("parent")
-        made[name] = Dealt(call.tenant, name)
+        made[name] = Dealt(ranks.acting_for(call.tenant), name)
         if parent is None:
             made[name].is_at([0] * layers, later(0))
             continue

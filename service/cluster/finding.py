@@ -109,7 +109,7 @@ class Homes:
     async def tag_at(self, name: str, engine: Engine, tenant: Tenant) -> str:
         """The tag of a sequence that an engine has, or has a part of. Raises LostSequence, NotReady
         where an engine with a part may come back."""
-        shards: dict[int, str] = {}
+        tenant, shards = self.members.acting_for(tenant), dict[int, str]()
         ranks, epoch, others = 1, 0, []
         for one in [engine, *(other for other in self.members.engines if other is not engine)]:
             call = one.own(GET_SEQUENCE, tenant, ASK_DEADLINE_S)
@@ -138,7 +138,7 @@ class Homes:
         self, ids: Sequence[str], tenant: Tenant, engines: Iterable[Engine]
     ) -> dict[str, Engine]:
         """Which of the engines have which of the sequences."""
-        asked = list(engines)
+        asked, tenant = list(engines), self.members.acting_for(tenant)
         found: dict[str, Engine] = {}
         for engine, known in zip(
             asked, await each([known_there(engine, ids, tenant) for engine in asked]), strict=True

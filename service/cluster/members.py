@@ -111,7 +111,7 @@ class Members:
             engines = [self.by_tag[one] for one in tags if one in self.by_tag]
             if len(engines) < len(tags):
                 return None
-            found = self.ranks[tag] = Ranks(engines)
+            found = self.ranks[tag] = Ranks(engines, self.acting_for)
         return found
 
     @property
@@ -120,6 +120,11 @@ class Members:
         if self.first_info is None:
             raise NotReady(self.state[1])
         return self.first_info
+
+    def acting_for(self, tenant: Tenant) -> Tenant:
+        """Whose the questions are that the router asks by itself for the sake of a caller: his
+        namespace's, whatever he may do there."""
+        return tenant_of(tenant.namespace, SCOPES) if self.has_keys else tenant
 
     @property
     def state(self) -> tuple[str, str]:

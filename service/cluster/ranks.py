@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Final
 
@@ -35,8 +35,12 @@ Arrays = Mapping[str, Array]
 class Ranks:
     """Has what the router needs of an `Engine`; `engines` are those of rank 0, 1, ..."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], acting_for: Callable[[Tenant], Tenant] = lambda one: one
+    ) -> None:
+        """`acting_for`: whose the questions are that are asked for the sake of a caller."""
         self.engines = tuple(engines)
+        self.acting_for = acting_for
         self.tag = BETWEEN.join(engine.tag for engine in engines)
         self.name = BETWEEN.join(engine.name for engine in engines)
         self.promised = 0
@@ -101,7 +105,7 @@ class Ranks:
         key = (tenant.namespace, name)
         found = self.books.get(key)
         if found is None:
-            found = self.books[key] = Dealt(tenant, name)
+            found = self.books[key] = Dealt(self.acting_for(tenant), name)
             if len(self.books) > MOST_REMEMBERED:
                 oldest = next(key for key, one in self.books.items() if not one.lock.locked())
                 del self.books[oldest]

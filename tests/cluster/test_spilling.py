@@ -21,7 +21,7 @@ from service.cluster.local import LocalEngines, local_engines
 from service.doors.problems import ProblemText
 from service.operations.spec import Operation
 from service.operations.transfer import CANCEL_IMPORT
-from service.tenants import OPEN, Tenant
+from service.tenants import OPEN, Tenant, tenant_of
 
 SOURCE = "engine-0"
 
@@ -211,6 +211,32 @@ def test_another_door_finds_out_by_a_refusal(pair: LocalEngines) -> None:
                 await first.told("delete_sequences", {"prefix": ""})
                 book.held.clear()
                 assert await first.free_pages() == 2 * PAGES
+
+    run(pair, test, spill=2)
+
+
+def test_whoever_may_only_append_outgrows_an_engine_too(pair: LocalEngines) -> None:
+    writer, reader = (tenant_of("team", (scope,)) for scope in ("append", "read"))
+
+    async def test(first: Cluster) -> None:
+        async with another_door(first, True) as keyed, another_door(first, True) as other:
+            await only_on(keyed, SOURCE)
+            new = {"sequences": [{"id": "a"}]}
+            assert (await keyed.call("create_sequences", new, writer)).status == 201
+            await filled(first, Book(first), 20)
+            k = rows(np.random.default_rng(0), 15 * PAGE)
+            for begin in range(0, 30 * PAGE, 15 * PAGE):
+                fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, 15 * PAGE]}
+                await anywhere(keyed)
+                told = await keyed.call("append", fields, writer, k=k, v=k)
+                assert told.fields["lengths"] == [begin + 15 * PAGE], told
+            for door in (other, keyed):
+                read = {"layer": 0, "sequences": ["a"], "dtype": "fp32"}
+                got = await door.call("gather", read, reader)
+                np.testing.assert_array_equal(got.arrays["k"], np.concatenate((k, k)))
+            told = await other.call("delete_sequence", {"id": "a"}, writer)
+            assert told.status == 204
+            await first.told("delete_sequences", {"prefix": ""})
 
     run(pair, test, spill=2)
 
