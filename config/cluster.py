@@ -88,7 +88,7 @@ class ScaleSettings(Section):
     """In a cluster: a sequence without `ranks` that an append or a prefill finds no pages for is
     dealt out over its engine and others, this many together or as many as there are, instead of
     being refused (507). 2 or more; 0: never. Off by default, since such a sequence is read by all
-    of its engines, cannot be committed, exported or moved from then on, and is lost with any of
+    of its engines, cannot be committed or exported from then on, and is lost with any of
     them."""
 
     @model_validator(mode="after")

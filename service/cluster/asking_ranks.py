@@ -140,13 +140,21 @@ async def create(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
     new = fields["sequences"]
     own = {one["id"] for one in new}
     parents = sorted({one["parent"] for one in new if one.get("parent")} - own)
+    asked_anew = False
     async with ranks.held(call, parents) as every:
         for number in range(TRIES):
             await pause(number)
             ask_anew([one for one in every if not one.is_owned])
             await know(ranks, every, to_change=False)
             known = {one.id: one for one in every}
-            made = plan_new(ranks, call, new, known)
+            try:
+                made = plan_new(ranks, call, new, known)
+            except InvalidRequest:  # by what this door believes
+                if asked_anew or not every:
+                    raise
+                asked_anew = True
+                ask_anew(every)
+                continue
             asking = []
             for rank, engine in enumerate(ranks.engines):
                 shard = {"rank": rank, "ranks": len(ranks.engines)}
@@ -179,7 +187,7 @@ def plan_new(
     made: dict[str, Dealt] = {}
     for one in new:
         name, parent = one["id"], one.get("parent")
-        made[name] = Dealt(call.tenant, name)
+        made[name] = Dealt(ranks.acting_for(call.tenant), name)
         if parent is None:
             made[name].is_at([0] * layers, later(0))
             continue
@@ -274,6 +282,9 @@ async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
 async def delete(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
     """At every rank, also where one refuses, and those there are."""
     ids = fields.get("ids") or [fields["id"]]
+    if "id" in fields:  # all that are there are asked, or none, as while it is moved
+        async with ranks.held(call, ids) as (one,):
+            await claim(ranks, one)
     asked = replace(call, operation=DELETE_SEQUENCES)  # which asks for no epoch
     told = await each([engine.ask(asked, {"ids": ids}) for engine in ranks.engines])
     ranks.forget(call, ids)

@@ -18,7 +18,7 @@ from service.cluster.answering import (
 from service.cluster.batches import cut, join
 from service.cluster.engine import Call, Engine, Told, problem_in
 from service.cluster.names import tags_of
-from service.cluster.ranks import Home
+from service.cluster.ranks import Home, Ranks
 from service.doors.problems import ProblemText, document_of
 from service.errors import InvalidRequest, LostSequence, NotReady
 from service.image.dtypes import Array
@@ -50,6 +50,8 @@ async def ask_one(router: Router, call: Call, ids: Sequence[str], engine: Home) 
     except ProblemText as refused:  # of engines that sequences are dealt out over
         if not (unknown := unknown_in(refused.problem)):
             raise
+        if isinstance(engine, Ranks):
+            engine.forget(call, unknown)
     else:
         if call.operation.name == "delete_sequence" and answered.status < 300:
             router.homes.forget(call, ids)

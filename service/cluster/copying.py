@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from service.cluster.answering import each
 from service.cluster.creating import may_pass_over
 from service.cluster.engine import Engine, Told
 from service.cluster.placement import choose
@@ -73,10 +74,15 @@ async def begin_copy(router: Router, source: Engine, family: Family, sequence: s
     with what it shares with one of the anchors, which both engines have. Raises NoRoom."""
     tenant, beside = family.tenant, family.anchors[-MAX_BESIDE:]
     asked: dict[str, Any] = {"id": sequence, "part_bytes": PART_BYTES}
-    told = await ask(source, EXPORT, tenant, asked | ({"beside": beside} if beside else {}))
+    asked |= {"beside": beside} if beside else {}
+    asked |= {"shard": family.shard} if family.shard else {}
+    told = await ask(source, EXPORT, tenant, asked)
     header, digest = told.fields["header"], told.fields["digest"]
     shared = told.fields["shared"]
     fields = {"id": sequence, "header": header, "digest": digest, "idle_s": 4 * ASK_S}
+    if family.shard:
+        known = {"epoch": told.fields["epoch"], "lengths": told.fields["whole"]}
+        fields["shard"] = family.shard | known
     if shared and max(shared):
         size = header["page_size"]
         most = min(max(shared), min(header["lengths"]) // size * size)
@@ -91,6 +97,7 @@ async def begin_copy(router: Router, source: Engine, family: Family, sequence: s
         told.arrays,
         state["next_part"],
         state["digest"] or digest,
+        shard=family.shard,
     )
 
 
@@ -112,7 +119,7 @@ async def placed(
 ) -> tuple[Engine, dict[str, Any]]:
     """An engine that has begun an import. A family stays together; what has no room there goes
     nowhere else, as long as others of it have gone there."""
-    passed_over: set[str] = {source.tag}
+    passed_over: set[str] = {source.tag, *family.tags}
     needed = Header.model_validate(fields["header"]).num_pages
     why = "no other engine takes new sequences"
     while True:
@@ -128,7 +135,9 @@ async def placed(
         loads = {tag: one.load_now for tag, one in open_.items()}
         target = open_[choose(loads, {}, max(needed, 1))]
         try:
-            return target, await begin(target, family.tenant, fields, names)
+            replaces = family.shard is None
+            state = await begin(target, family.tenant, fields, names, replaces=replaces)
+            return target, state
         except NotReady as error:
             why = str(error)
         except ProblemText as refused:
@@ -139,36 +148,56 @@ async def placed(
 
 
 async def begin(
-    target: Engine, tenant: Tenant, fields: dict[str, Any], names: dict[str, Array]
+    target: Engine,
+    tenant: Tenant,
+    fields: dict[str, Any],
+    names: dict[str, Array],
+    *,
+    replaces: bool = True,
 ) -> dict[str, Any]:
-    """How far an import is that begins; one of the sequence as it was before is given up."""
+    """How far an import is that begins; one of the sequence as it was before is given up, but for a
+    part that is moved, since another part may be on its way there as well."""
     try:
         return (await ask(target, IMPORT, tenant, fields, names)).fields
     except ProblemText as refused:
-        if refused.problem["code"] != "import_exists":
+        if refused.problem["code"] != "import_exists" or not replaces:
             raise
     await ask(target, CANCEL_IMPORT, tenant, {"id": fields["id"]})
     return (await ask(target, IMPORT, tenant, fields, names)).fields
 
 
 async def copy(source: Engine, begun: Begun) -> None:
-    """All parts that are wanted, one after another. Raises what engines refuse."""
-    header, name = begun.header, begun.sequence
-    which = {
-        "id": name,
-        "generation": header["generation"],
-        "part_bytes": header["part_bytes"],
-    }
-    if begun.shard is not None:
-        which["shard"] = begun.shard
-    for number in range(begun.next_part, header["num_parts"]):
-        asked = which | {"part": number, "before": begun.digest}
-        part = await ask(source, EXPORT, begun.tenant, asked)
-        brought = {"id": name, "part": number, "before": begun.digest}
-        brought["digest"] = part.fields["digest"]
-        await ask(begun.target, IMPORT, begun.tenant, brought, part.arrays)
+    """All parts that are wanted, each brought while the next one comes. Raises what engines
+    refuse."""
+    last = begun.header["num_parts"]
+    if begun.next_part == last:
+        return
+    part = await fetch(source, begun, begun.next_part)
+    for number in range(begun.next_part, last):
+        bringing = bring(begun, number, begun.digest, part)
         begun.digest = part.fields["digest"]
         begun.num_bytes += sum(rows.nbytes for rows in part.arrays.values())
+        coming = [fetch(source, begun, number + 1)] if number + 1 < last else []
+        for told in await each([bringing, *coming]):
+            if isinstance(told, BaseException):
+                raise told
+            part = told
+
+
+async def fetch(source: Engine, begun: Begun, number: int) -> Told:
+    """A part, with its digest upon that of the one before."""
+    header = begun.header
+    which = {name: header[name] for name in ("generation", "part_bytes")}
+    if begun.shard is not None:
+        which["shard"] = begun.shard
+    asked = {"id": begun.sequence, "part": number, "before": begun.digest}
+    return await ask(source, EXPORT, begun.tenant, which | asked)
+
+
+async def bring(begun: Begun, number: int, before: str, part: Told) -> Told:
+    brought = {"id": begun.sequence, "part": number, "before": before}
+    brought["digest"] = part.fields["digest"]
+    return await ask(begun.target, IMPORT, begun.tenant, brought, part.arrays)
 
 
 async def end_copy(begun: Begun) -> None:

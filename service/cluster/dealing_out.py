@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from service.cluster.answering import each
 from service.cluster.copying import Begun, ask, begin_part, copy, end_copy
-from service.cluster.draining import hand, is_dead
 from service.cluster.engine import Engine, Told
 from service.cluster.epochs import later
+from service.cluster.handing import hand, is_dead
 from service.cluster.names import BETWEEN
 from service.doors.problems import ProblemText
 from service.operations.sequences import GET_SEQUENCE

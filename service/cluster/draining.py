@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from service.cluster.answering import each
 from service.cluster.copying import (
-    ASK_S,
     NoRoom,
     ask,
     begin_copy,
@@ -26,7 +25,9 @@ from service.cluster.copying import (
     copy,
     end_copy,
 )
-from service.cluster.engine import Engine, Told
+from service.cluster.engine import Engine
+from service.cluster.handing import give_up, hand, part_there, tags_there
+from service.cluster.names import BETWEEN
 from service.doors.problems import ProblemText
 from service.errors import AttndError, NotReady
 from service.operations.prefix import LIST_NAMESPACES
@@ -38,7 +39,6 @@ from service.operations.sequences import (
     MAX_LISTED,
 )
 from service.operations.status import DRAIN_ENGINE
-from service.operations.transfer import CANCEL_IMPORT, HAND_OVER
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 LOG: Final = logging.getLogger("attnd.cluster")
 AT_ONCE: Final = 4
-"""Families that are moved at once; each has one part of 4 MiB under way."""
+"""Families that are moved at once; each has two parts of 4 MiB under way."""
 TRIES: Final = 4
 MOST_ANCHORS: Final = 3
 SHORT_TAIL: Final = 4
@@ -84,6 +84,10 @@ class Family:
     anchors: list[str] = field(default_factory=list)
     all_anchors: list[str] = field(default_factory=list)
     """Those too that have not come to the target."""
+    shard: dict[str, int] | None = None
+    """Which part of them is there; None: all."""
+    tags: list[str] = field(default_factory=list)
+    """The engines that have the parts, by rank, of the one that is moved."""
 
 
 async def drain(router: Router, name: str) -> None:
@@ -118,9 +122,9 @@ async def sweep(router: Router, name: str, progress: Progress) -> int | None:
     families: list[Family] = []
     for tenant in await tenants(router, source):
         views = await views_of(source, tenant)
-        families += families_of(tenant, views)
-        if dealt := sum("shard" in view for view in views):
-            progress.stayed["a part of one over several engines"] += dealt
+        families += families_of(tenant, [view for view in views if not is_callers_own(view)])
+        if own := sum(map(is_callers_own, views)):
+            progress.stayed["a part that no door has dealt out"] += own
     free = asyncio.Semaphore(AT_ONCE)
 
     async def move_one(family: Family) -> None:
@@ -164,19 +168,32 @@ async def views_of(source: Engine, tenant: Tenant) -> list[dict[str, Any]]:
         after = {"after": page["next"]}
 
 
+def is_callers_own(view: dict[str, Any]) -> bool:
+    """Whether it is a part of a sequence that no door knows of."""
+    return "shard" in view and view["shard"]["epoch"] == 0
+
+
 def families_of(tenant: Tenant, views: Sequence[dict[str, Any]]) -> list[Family]:
-    """Whole sequences by the one that they come from at last, which may be gone; parents first."""
+    """Sequences by the one that they come from at last, which may be gone, parents first; parts by
+    themselves."""
     parents = {view["id"]: view["parent"] for view in views}
-    families: dict[str, list[tuple[int, str]]] = {}
+    families: dict[tuple[str, int, int], list[tuple[int, str]]] = {}
     for view in views:
-        if "shard" in view:
-            continue
         root, depth, seen = view["id"], 0, {view["id"]}
         while (parent := parents.get(root)) is not None and parent not in seen:
             root, depth = parent, depth + 1
             seen.add(parent)
-        families.setdefault(root, []).append((depth, view["id"]))
-    return [Family(tenant, [name for _, name in sorted(ids)]) for ids in families.values()]
+        part = view.get("shard") or {"rank": 0, "ranks": 1}
+        key = (root, part["rank"], part["ranks"])
+        families.setdefault(key, []).append((depth, view["id"]))
+    return [
+        Family(
+            tenant,
+            [name for _, name in sorted(ids)],
+            shard=None if ranks == 1 else {"rank": rank, "ranks": ranks},
+        )
+        for (_, rank, ranks), ids in families.items()
+    ]
 
 
 async def move_family(router: Router, name: str, family: Family, progress: Progress) -> None:
@@ -222,8 +239,9 @@ async def move(router: Router, source: Engine, family: Family, sequence: str) ->
     """From one engine to another; how many bytes went. Raises NoRoom, and what engines refuse: then
     the sequence is where it was."""
     tenant = family.tenant
+    family.tags = await tags_there(router, source, family, sequence)
     num_bytes = await anchored(router, source, family, sequence)
-    await hand(source, tenant, sequence, "leaving")
+    await hand(source, tenant, sequence, "leaving", **await part_there(source, family, sequence))
     is_handed = False
     try:
         begun = await begin_copy(router, source, family, sequence)
@@ -235,13 +253,9 @@ async def move(router: Router, source: Engine, family: Family, sequence: str) ->
         await asyncio.shield(give_up(router, source, family, sequence, is_handed))
         raise
     await hand(source, tenant, sequence, "gone")
-    router.homes.names.learn((tenant.namespace, sequence), begun.target.tag)
+    tags = [begun.target.tag if tag == source.tag else tag for tag in family.tags]
+    router.homes.names.learn((tenant.namespace, sequence), BETWEEN.join(tags))
     return num_bytes + begun.num_bytes
-
-
-async def hand(source: Engine, tenant: Tenant, sequence: str, state: str, **given: Any) -> None:
-    fields = {"id": sequence, "state": state, "for_s": ASK_S}
-    await ask(source, HAND_OVER, tenant, fields | given)
 
 
 async def anchored(router: Router, source: Engine, family: Family, sequence: str) -> int:
@@ -256,8 +270,11 @@ async def anchored(router: Router, source: Engine, family: Family, sequence: str
             break
         anchor = f"moving.{secrets.token_hex(8)}"
         new = {"id": anchor, "parent": sequence, "length": length, "ttl_s": ANCHOR_TTL_S}
-        await ask(source, CREATE_SEQUENCES, tenant, {"sequences": [new]})
+        if family.shard is not None:  # in tokens of all ranks
+            new["length"] = length * family.shard["ranks"]
+            new["epoch"] = view["shard"]["epoch"]
         family.all_anchors.append(anchor)
+        await ask(source, CREATE_SEQUENCES, tenant, {"sequences": [new]})
         begun = await begin_copy(router, source, family, anchor)
         await copy(source, begun)
         await end_copy(begun)
@@ -267,31 +284,3 @@ async def anchored(router: Router, source: Engine, family: Family, sequence: str
         if begun.num_wanted <= SHORT_TAIL:
             break
     return num_bytes
-
-
-async def give_up(
-    router: Router, source: Engine, family: Family, sequence: str, is_handed: bool
-) -> None:
-    """The sequence stays where it is, unless the other engine has it. Where nobody knows, it is
-    gone here when its time is over: never are there two of it."""
-    tenant, target, state = family.tenant, family.target, "back"
-    if target is not None:
-        (cancelled,) = await each([ask(target, CANCEL_IMPORT, tenant, {"id": sequence})])
-        is_known = isinstance(cancelled, Told)
-        if isinstance(cancelled, ProblemText):
-            (there,) = await each([ask(target, GET_SEQUENCE, tenant, {"id": sequence})])
-            is_known = isinstance(there, Told | ProblemText)
-            state = "gone" if is_handed and isinstance(there, Told) else "back"
-        if is_handed and not is_known and not await is_dead(router, target):
-            LOG.warning("%s may be at %s, which does not answer", sequence, target.name)
-            return
-    await each([hand(source, tenant, sequence, state)])
-
-
-async def is_dead(router: Router, engine: Engine) -> bool:
-    """Whether an engine that did not answer is lost with all it had."""
-    for _ in range(100):
-        if engine.tag not in router.members.by_tag:
-            return engine.tag not in router.members.away
-        await asyncio.sleep(0.01)
-    return False

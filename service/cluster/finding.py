@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 from service.cluster.answering import MOVING, each, is_moving
 from service.cluster.engine import Call, Engine
 from service.cluster.names import BETWEEN, Names, tags_of
-from service.cluster.ranks import Home, drop
+from service.cluster.ranks import Home, drop, unwaited
 from service.doors.problems import ProblemText
-from service.errors import LostSequence, UnknownSequence
+from service.errors import AttndError, LostSequence, UnknownSequence
 from service.operations.rows import GATHER
 from service.operations.sequences import GET_SEQUENCE
 from service.operations.transfer import GET_IMPORT, IMPORT
@@ -31,6 +31,7 @@ class Homes:
 
     def __init__(self, members: Members) -> None:
         self.members = members
+        members.on_torn = self.look_after
         self.names = Names()
         self.batches: dict[tuple[str, tuple[str, ...]], list[Home]] = {}
         """What was found for whole batches, since a step's layers repeat them, while nothing that
@@ -65,9 +66,6 @@ class Homes:
 
     async def find(self, ids: Sequence[str], tenant: Tenant) -> None:
         """Ask the engines for sequences, and remember where they are. Raises as `of`."""
-        tags = {name: self.names.tag((tenant.namespace, name)) or "" for name in ids}
-        if torn := [name for name, tag in tags.items() if BETWEEN in tag and self.is_torn(tag)]:
-            self.refuse(torn, tenant)
         for begin in range(0, len(ids), ASKED_AT_ONCE):
             some = ids[begin : begin + ASKED_AT_ONCE]
             there = await self.there(some, tenant, self.members.engines)
@@ -78,6 +76,17 @@ class Homes:
                 self.names.learn((tenant.namespace, name), tag)
             if missing := [name for name in some if name not in there]:
                 self.refuse(missing, tenant)
+
+    def look_after(self, tenant: Tenant, ids: Sequence[str]) -> None:
+        """An engine that had a part of these is lost: where no other has got that part since, the
+        others let theirs go. Nobody waits for it."""
+
+        async def look() -> None:
+            for name in ids:
+                with suppress(ProblemText, AttndError):
+                    await self.find([name], tenant)
+
+        unwaited(look())
 
     def refuse(self, ids: Sequence[str], tenant: Tenant) -> None:
         """Say why sequences are nowhere: with their engine, or never anywhere."""
@@ -100,7 +109,7 @@ class Homes:
     async def tag_at(self, name: str, engine: Engine, tenant: Tenant) -> str:
         """The tag of a sequence that an engine has, or has a part of. Raises LostSequence, NotReady
         where an engine with a part may come back."""
-        shards: dict[int, str] = {}
+        tenant, shards = self.members.acting_for(tenant), dict[int, str]()
         ranks, epoch, others = 1, 0, []
         for one in [engine, *(other for other in self.members.engines if other is not engine)]:
             call = one.own(GET_SEQUENCE, tenant, ASK_DEADLINE_S)
@@ -129,7 +138,7 @@ class Homes:
         self, ids: Sequence[str], tenant: Tenant, engines: Iterable[Engine]
     ) -> dict[str, Engine]:
         """Which of the engines have which of the sequences."""
-        asked = list(engines)
+        asked, tenant = list(engines), self.members.acting_for(tenant)
         found: dict[str, Engine] = {}
         for engine, known in zip(
             asked, await each([known_there(engine, ids, tenant) for engine in asked]), strict=True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from service.metrics import STATES, Metrics
 from service.operations.info import InfoAnswer
 from service.operations.table import BY_NAME
 from service.road.frames import FrameError
-from service.tenants import OPEN, SCOPES, tenant_of
+from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 
 LOG: Final = logging.getLogger("attnd.cluster")
 LOOK_S: Final = 0.1
@@ -89,6 +89,8 @@ class Members:
         """By namespace, of those that have looked for a prefix."""
         self.tenant = tenant_of("cluster", SCOPES) if has_keys else OPEN
         """Whose the router's own questions are."""
+        self.on_torn: Callable[[Tenant, list[str]], None] = lambda tenant, ids: None
+        """Called for sequences that an engine may have taken a part of along."""
         self.door = self.secret = ""
         self.watching: asyncio.Task[None] | None = None
         self.met = asyncio.Event()
@@ -109,7 +111,7 @@ class Members:
             engines = [self.by_tag[one] for one in tags if one in self.by_tag]
             if len(engines) < len(tags):
                 return None
-            found = self.ranks[tag] = Ranks(engines)
+            found = self.ranks[tag] = Ranks(engines, self.acting_for)
         return found
 
     @property
@@ -118,6 +120,11 @@ class Members:
         if self.first_info is None:
             raise NotReady(self.state[1])
         return self.first_info
+
+    def acting_for(self, tenant: Tenant) -> Tenant:
+        """Whose the questions are that the router asks by itself for the sake of a caller: his
+        namespace's, whatever he may do there."""
+        return tenant_of(tenant.namespace, SCOPES) if self.has_keys else tenant
 
     @property
     def state(self) -> tuple[str, str]:
@@ -260,7 +267,8 @@ class Members:
             if engine in ranks.engines:
                 del self.ranks[tag]
                 if not may_return:
-                    ranks.abandon()
+                    for tenant, ids in ranks.abandon().items():
+                        self.on_torn(tenant, ids)
         for namespace, known in self.prefixes.items():
             known.forget(engine.tag, namespace)
         if self.metrics is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Final
 
@@ -35,8 +35,12 @@ Arrays = Mapping[str, Array]
 class Ranks:
     """Has what the router needs of an `Engine`; `engines` are those of rank 0, 1, ..."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], acting_for: Callable[[Tenant], Tenant] = lambda one: one
+    ) -> None:
+        """`acting_for`: whose the questions are that are asked for the sake of a caller."""
         self.engines = tuple(engines)
+        self.acting_for = acting_for
         self.tag = BETWEEN.join(engine.tag for engine in engines)
         self.name = BETWEEN.join(engine.name for engine in engines)
         self.promised = 0
@@ -101,7 +105,7 @@ class Ranks:
         key = (tenant.namespace, name)
         found = self.books.get(key)
         if found is None:
-            found = self.books[key] = Dealt(tenant, name)
+            found = self.books[key] = Dealt(self.acting_for(tenant), name)
             if len(self.books) > MOST_REMEMBERED:
                 oldest = next(key for key, one in self.books.items() if not one.lock.locked())
                 del self.books[oldest]
@@ -116,22 +120,25 @@ class Ranks:
         for name in ids:
             self.books.pop((call.tenant.namespace, name), None)
 
-    def abandon(self) -> None:
-        """One of the engines is lost, and with it every sequence: the others let their parts go."""
+    def abandon(self) -> dict[Tenant, list[str]]:
+        """One of the engines is lost: the sequences that were dealt out over them."""
         by_tenant: dict[Tenant, list[str]] = {}
         for one in self.books.values():
             by_tenant.setdefault(one.tenant, []).append(one.id)
         self.books.clear()
-        for tenant, ids in by_tenant.items():
-            drop(self.engines, tenant, ids)
+        return by_tenant
 
 
 def drop(engines: Sequence[Engine], tenant: Tenant, ids: Sequence[str]) -> None:
     """Have the engines that are still there delete their parts of sequences, and do not wait."""
     there = [engine for engine in engines if engine.is_ready]
-    if not there:
-        return
-    task = asyncio.ensure_future(each([let_go(engine, tenant, ids) for engine in there]))
+    if there:
+        unwaited(each([let_go(engine, tenant, ids) for engine in there]))
+
+
+def unwaited(work: Coroutine[Any, Any, Any]) -> None:
+    """Do it, and do not wait."""
+    task = asyncio.ensure_future(work)
     DROPPING.add(task)
     task.add_done_callback(DROPPING.discard)
 

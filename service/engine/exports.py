@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from hashlib import sha256
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -36,26 +36,22 @@ SOME_DIGEST: Final = "0" * 64
 def export_sequence(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
     leaf = store.tree.books.leaf(fields.id)
-    if not leaf.shard.is_whole:
+    part = WHOLE if fields.shard is None else Shard(fields.shard.rank, fields.shard.ranks)
+    if not leaf.shard.is_whole and leaf.shard != part:
         rule = "only a part of it is here: gather its rows instead"
         raise InvalidRequest("id", request.tenant.shown(fields.id), rule)
     leaving = store.leaving.marks.get(fields.id)
     if leaving is not None:
         leaving.prolong()
-    part = WHOLE if fields.shard is None else Shard(fields.shard.rank, fields.shard.ranks)
-    header = header_of(store, leaf, fields.part_bytes, part)
-    if fields.part is None and not part.is_whole:
-        return tell_header_of_part(store, request, leaf, header)
+    here = part if leaf.shard.is_whole else WHOLE  # of what is here
+    header = header_of(store, leaf, fields.part_bytes, here)
     if fields.part is None:
-        shared = [
-            shared_len(store, leaf, store.tree.books.leaf(one)) for one in fields.beside or ()
-        ]
-        return tell_header(store, request, leaf, header, shared)
+        return tell_header(store, request, leaf, header)
     if fields.generation != header.generation:
         raise SequenceChanged(request.tenant.shown(fields.id), header.generation)
     if fields.part >= header.num_parts:
         raise InvalidRequest("part", fields.part, f"must be below num_parts = {header.num_parts}")
-    return read_part(store, request, leaf.table[part.rank :: part.ranks], header)
+    return read_part(store, request, leaf.table[here.rank :: here.ranks], header)
 
 
 def shared_len(store: Store, leaf: Leaf, other: Leaf) -> int:
@@ -130,32 +126,33 @@ class PartDigest:
         return self._whole.digest()
 
 
-def tell_header(
-    store: Store, request: Request, leaf: Leaf, header: Header, shared: Sequence[int]
-) -> Work:
-    prefix = names_of(store.tree, leaf)
+def tell_header(store: Store, request: Request, leaf: Leaf, header: Header) -> Work:
+    fields, books = request.fields, store.tree.books
+    shared = [shared_len(store, leaf, books.leaf(one)) for one in fields.beside or ()]
+    prefix = names_of(store.tree, leaf) if fields.shard is None else None
     names = named_pages(prefix)
     if prefix is not None:
         num_named = prefix.num_pages(header.page_size)
         update = {"num_named": num_named, "cache_salt": prefix.cache_salt}
         header = header.model_copy(update=update)
     shapes: tuple[Shaped, ...] = tuple((n, one.dtype, one.shape) for n, one in names.items())
-    request.place.require(TEXT_BYTES + NUMBER_BYTES * (len(header.lengths) + len(shared)), shapes)
+    numbers = 2 * len(header.lengths) + len(shared)
+    request.place.require(TEXT_BYTES + NUMBER_BYTES * numbers, shapes)
     digest = header_digest(header, names).hex()
     told = {"header": header.model_dump(), "digest": digest, "shared": shared}
+    if fields.shard is not None:
+        told |= whole_of(store, leaf)
     laid = request.place.lay(told, shapes)
     for name, place in laid.items():
         place[...] = names[name]
     return Answered()
 
 
-def tell_header_of_part(store: Store, request: Request, leaf: Leaf, header: Header) -> Work:
-    """As `tell_header`, of a shard, whose pages have no names."""
-    request.place.require(TEXT_BYTES + 2 * NUMBER_BYTES * len(header.lengths))
-    whole = store.tree.books.lengths[:, leaf.index].tolist()
-    digest = header_digest(header, {}).hex()
-    request.place.lay({"header": header.model_dump(), "digest": digest, "whole": whole})
-    return Answered()
+def whole_of(store: Store, leaf: Leaf) -> dict[str, Any]:
+    """What is known of the sequence that a part is exported of."""
+    if leaf.whole is not None:
+        return {"whole": leaf.whole.lengths.tolist(), "epoch": leaf.whole.epoch}
+    return {"whole": store.tree.books.lengths[:, leaf.index].tolist()}
 
 
 def spans_of(header: Header, part: Part) -> list[tuple[int, int, int]]:

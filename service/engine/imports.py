@@ -6,7 +6,9 @@ import time
 from functools import partial
 
 from kernels.backend import Done
-from service.core.shards import Shard
+from service.core.nodes import Leaf
+from service.core.sharding import epoch_of
+from service.core.shards import WHOLE, Shard
 from service.core.transfer import fill, rename
 from service.core.values import NewSpec
 from service.engine.exports import (
@@ -93,10 +95,13 @@ def take_pages(store: Store, request: Request, header: Header, digest: bytes) ->
     namespace = request.tenant.namespace
     new = Unfinished(fields.id, namespace, header, digest, digest, 0, 0, fields.idle_s, 0.0)
     new.shard = fields.shard
-    length = None if fields.base is None else fields.base_len
-    part = fields.shard
+    length, part = None, fields.shard
     shard = None if part is None else shard_of(part, header)
     epoch = 0 if part is None else part.epoch
+    if fields.base is not None:
+        base = base_like(store, request, shard or WHOLE)
+        length, epoch = fields.base_len * base.shard.ranks, epoch_of(base)
+        shard = None  # that of its base
     spec = NewSpec(new.hidden, fields.base, length, prefix, namespace, fields.idle_s, shard, epoch)
     tree.create((spec,))
     leaf = tree.books.leaf(new.hidden)
@@ -105,7 +110,7 @@ def take_pages(store: Store, request: Request, header: Header, digest: bytes) ->
         new.first_page = tree.describe(new.hidden).length // size
         fill(tree, new.hidden, header.lengths)
         if leaf.whole is not None and part is not None:
-            leaf.whole.lengths[:] = part.lengths
+            leaf.whole.lengths[:], leaf.whole.epoch = part.lengths, part.epoch
     except BaseException:
         tree.free((new.hidden,))
         raise
@@ -123,6 +128,15 @@ def shard_of(part: ShardAnswer, header: Header) -> Shard:
         rule = f"kv_len of the whole per layer: {here} of it would be here, not {header.lengths}"
         raise InvalidRequest("shard.lengths", part.lengths, rule)
     return shard
+
+
+def base_like(store: Store, request: Request, shard: Shard) -> Leaf:
+    """The base of an import. Raises `InvalidRequest` where it is not the same part of another."""
+    base = request.fields.base
+    leaf = store.tree.books.leaf(base)
+    if leaf.shard != shard:
+        raise InvalidRequest("base", request.tenant.shown(base), "is not the same part of another")
+    return leaf
 
 
 def first_wanted(header: Header, first_page: int) -> int:

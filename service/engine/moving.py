@@ -4,7 +4,8 @@ hands sequences over, or parts of them."""
 from __future__ import annotations
 
 from service.core.errors import InvalidRequest
-from service.core.shards import Shard
+from service.core.sharding import check_epochs
+from service.core.shards import WHOLE, Shard
 from service.core.transfer import generation
 from service.engine.leaving import Mark
 from service.engine.request import Request
@@ -39,10 +40,7 @@ def hand_over(store: Store, request: Request, _: Seconds) -> Work:
     if fields.state == "leaving":
         if mark is not None:
             raise SequenceMoving([shown])
-        if not tree.books.leaf(name).shard.is_whole:
-            raise InvalidRequest("id", shown, "only a part of it is here: it cannot be moved")
-        if fields.shard is not None:
-            tree.make_room(name, Shard(fields.shard.rank, fields.shard.ranks), fields.room)
+        may_leave(store, request)
         leaving.marks[name] = Mark(fields.for_s, epoch=fields.epoch or 0)
     elif mark is None or (fields.epoch is not None and fields.epoch != mark.epoch):
         raise InvalidRequest("state", fields.state, "it is not leaving, or has not for too long")
@@ -52,6 +50,8 @@ def hand_over(store: Store, request: Request, _: Seconds) -> Work:
             raise SequenceChanged(shown, present)
         if fields.state == "handed":
             leaving.marks[name] = Mark(fields.for_s, is_handed=True)
+        elif not tree.books.leaf(name).shard.is_whole:
+            raise InvalidRequest("state", "dealt", "only a part of it is here already")
         else:
             deal_out(store, name, Shard(fields.shard.rank, fields.shard.ranks), fields.epoch)
             del leaving.marks[name]
@@ -60,6 +60,22 @@ def hand_over(store: Store, request: Request, _: Seconds) -> Work:
         leaving.end(name)
     request.place.lay({})
     return Answered()
+
+
+def may_leave(store: Store, request: Request) -> None:
+    """Raises `InvalidRequest`, `SequenceTaken` for what is not here as it is believed to be, and
+    `OutOfPages` where a part of it was to stay."""
+    fields, tree = request.fields, store.tree
+    leaf = tree.books.leaf(fields.id)
+    part = WHOLE if fields.shard is None else Shard(fields.shard.rank, fields.shard.ranks)
+    if leaf.shard.is_whole:
+        if not part.is_whole:
+            tree.make_room(fields.id, part, fields.room)
+    elif leaf.shard != part:
+        rule = "only a part of it is here, which leaves as that"
+        raise InvalidRequest("id", request.tenant.shown(fields.id), rule)
+    else:
+        check_epochs(tree, (fields.id,), [fields.epoch])
 
 
 def deal_out(store: Store, name: str, shard: Shard, epoch: int) -> None:

@@ -134,8 +134,8 @@ class ExportFields(Fields):
     beside: Annotated[list[SequenceId], Field(max_length=MAX_BESIDE, fail_fast=True)] | None = None
     """Without `part`: sequences that may share pages with this one."""
     shard: ShardFields | None = None
-    """Export these pages alone of a whole sequence: the header's `lengths` are what they hold, and
-    they have no names. The same with every part."""
+    """Export these pages alone of a whole sequence, or those of one of which they are here: the
+    header's `lengths` are what they hold, and they have no names. The same with every part."""
 
 
 class ExportAnswer(Fields):
@@ -148,6 +148,8 @@ class ExportAnswer(Fields):
     """Without `part`: for each of `beside`, the tokens of full pages that both sequences have."""
     whole: Counts | None = None
     """With `shard`: kv_len per layer of the whole sequence."""
+    epoch: Epoch | None = None
+    """With `shard`, where only that is here: its epoch."""
 
 
 class ImportFields(Fields):
@@ -190,9 +192,10 @@ class HandOverFields(Fields):
     (409)."""
     shard: ShardFields | None = None
     """With `dealt`: which of its pages stay here, where other engines have the others. With
-    `leaving`: that this will be so; refused (507) where there would be no room for it."""
+    `leaving`: that this will be so, refused (507) where there would be no room for it; or that
+    these are all that is here, and leave."""
     epoch: Epoch | None = None
-    """With `shard`: the epoch that it begins in, the same both times."""
+    """With `shard`: the epoch that it begins in, the same both times; or is in, where it leaves."""
     room: Count = 0
     """With `leaving` and `shard`: pages that must be free then."""
     for_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_HAND_OVER_S
@@ -220,8 +223,6 @@ class ImportAnswer(Fields):
 def check_export(fields: ExportFields, entries: Entries, info: InfoAnswer) -> None:
     if fields.shard is not None:
         check_rank(fields.shard)
-        if fields.beside is not None:
-            refuse("beside", fields.beside, "is for whole sequences: leave shard out")
     if fields.part is None:
         for name in ("generation", "before"):
             if getattr(fields, name) is not None:
@@ -268,7 +269,7 @@ def check_base(fields: ImportFields, header: Header) -> None:
 
 
 def check_part_of(fields: ImportFields, header: Header) -> None:
-    """A shard begins with nothing, and its pages have no names."""
+    """A shard knows kv_len of the whole, and its pages have no names."""
     shard = fields.shard
     if shard is None:
         return
@@ -276,8 +277,8 @@ def check_part_of(fields: ImportFields, header: Header) -> None:
     if len(shard.lengths) != header.num_layers:
         rule = f"must be {header.num_layers}, one per layer"
         refuse("shard.lengths", f"{len(shard.lengths)} numbers", rule)
-    if fields.base is not None or header.num_named:
-        refuse("shard", "given", "begins empty, and its pages have no names: no base, num_named 0")
+    if header.num_named:
+        refuse("header.num_named", header.num_named, "must be 0: a shard's pages have no names")
 
 
 def check_rank(shard: ShardFields) -> None:

@@ -17,7 +17,7 @@ from service.cluster.local import LocalEngines, local_engines
 
 Array = Any
 SOURCE = "engine-0"
-AGAIN = {"sequence_moving", "not_ready", "overloaded"}
+AGAIN = {"sequence_moving", "not_ready", "overloaded", "sequence_taken"}
 GONE = {"lost_sequence", "unknown_sequence"}
 
 
@@ -29,6 +29,7 @@ class Caller:
     door: Cluster
     number: int
     may_lose: bool = False
+    ranks: int = 1
     held: dict[str, list[tuple[Array, Array]]] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     calls: int = 0
@@ -56,7 +57,7 @@ class Caller:
         none = rows(self.rng, 0)
         for index in range(count):
             name = f"c{self.number}-{index}"
-            new = {"sequences": [{"id": name}]}
+            new = {"sequences": [{"id": name, "ranks": self.ranks}]}
             if await self.ask("create_sequences", new, name) is not None:
                 self.held[name] = [(none, none)] * LAYERS
                 await self.append(name, 3 * PAGE + self.number)
@@ -238,6 +239,78 @@ def test_what_forks_share_and_names_of_pages_are_kept(three_engines: LocalEngine
         matched = (await cluster.told("match_prefix", {"token_ids": ids, "lease_s": 0.0})).fields
         assert matched["matched_len"] == 10 * PAGE
         await cluster.told("drain_engine", {"name": SOURCE, "stop": True})
+
+    run(three_engines, test)
+
+
+def test_parts_of_sequences_are_moved_while_callers_at_two_doors_go_on(
+    three_engines: LocalEngines,
+) -> None:
+    async def test(first: Cluster) -> None:
+        async with another_door(first) as second:
+            doors = first, second
+            callers = [Caller((first, second)[one % 2], one, ranks=2) for one in range(3)]
+            for cluster in doors:  # over the source and another
+                for engine in cluster.router.members.engines:
+                    engine.is_leaving = engine.name == "engine-2"
+            for caller in callers:
+                await caller.begin(2)
+                await caller.fork(f"c{caller.number}-0", f"c{caller.number}-f")
+            for cluster in doors:
+                await only_on(cluster, SOURCE, False)
+            over = asyncio.Event()
+            working = [asyncio.ensure_future(caller.work(over)) for caller in callers]
+            await asyncio.sleep(0.2)
+            await first.told("drain_engine", {"name": SOURCE})
+            await emptied(first)
+            await asyncio.sleep(0.3)
+            over.set()
+            await asyncio.gather(*working)
+            three_engines.kill(SOURCE)
+            for cluster in doors:
+                await cluster.until(lambda: len(first.router.members.engines) == 2, "it is gone")
+            await asyncio.sleep(0.3)
+            for caller in callers:
+                for caller.door in doors:
+                    await caller.check()
+                assert not caller.lost
+            listed = (await first.told("list_sequences", {"limit": 100})).fields["sequences"]
+            names = {name for caller in callers for name in caller.held}
+            assert {one["id"] for one in listed} == names, "no copy is left over"
+            three_engines.start(SOURCE)
+            for cluster in doors:
+                await all_there(cluster)
+
+    run(three_engines, test)
+
+
+def test_parts_that_share_pages_share_them_there_too(three_engines: LocalEngines) -> None:
+    async def test(cluster: Cluster) -> None:
+        book = Book(cluster)
+        for engine in cluster.router.members.engines:
+            engine.is_leaving = engine.name == "engine-2"
+        await book.create("root", ranks=2)
+        await book.append("root", 20 * PAGE + 1)
+        for number in range(4):
+            await book.fork("root", f"f{number}", (10 + 3 * number) * PAGE)
+            await book.append(f"f{number}", number)
+        await only_on(cluster, SOURCE, False)
+        before = PAGES * 3 - await cluster.free_pages()
+        await cluster.told("drain_engine", {"name": SOURCE})
+        await emptied(cluster)
+        await cluster.until(lambda: cluster.router.drains[SOURCE].done(), "it is over")
+        assert PAGES * 3 - await cluster.free_pages() == before
+        for name in book.held:
+            await book.check(name)
+            await book.attend([name], [1], 0, appends=True)
+        # the other one's parts have nowhere to go: on every other engine is one already
+        await cluster.told("drain_engine", {"name": "engine-1"})
+        await asyncio.sleep(1.0)
+        assert await left_at(cluster, "engine-1") >= 5
+        await cluster.told("drain_engine", {"name": "engine-1", "stop": True})
+        await cluster.told("drain_engine", {"name": SOURCE, "stop": True})
+        for name in book.held:
+            await book.check(name)
 
     run(three_engines, test)
 

@@ -19,9 +19,9 @@ NAME = "book"
 
 
 @asynccontextmanager
-async def another_door(first: Cluster) -> AsyncIterator[Cluster]:
+async def another_door(first: Cluster, has_keys: bool = False) -> AsyncIterator[Cluster]:
     """A second router over the same engines."""
-    router = Router(SETTINGS.server, spill=first.router.spills.most)
+    router = Router(SETTINGS.server, has_keys, spill=first.router.spills.most)
     try:
         async with asyncio.timeout(60):
             await router.connect(str(first.engines.members), "test-2", first.engines.secret)

@@ -14,14 +14,14 @@ from cluster_book import Book
 from cluster_calls import LAYERS, PAGE, PAGES, SETTINGS, Answer, Cluster, rows, run
 from test_ranks_doors import another_door
 
-from service.cluster import copying, dealing_out, draining
+from service.cluster import copying, dealing_out, handing
 from service.cluster.dealing_out import deal_out
 from service.cluster.engine import Engine
 from service.cluster.local import LocalEngines, local_engines
 from service.doors.problems import ProblemText
 from service.operations.spec import Operation
 from service.operations.transfer import CANCEL_IMPORT
-from service.tenants import OPEN, Tenant
+from service.tenants import OPEN, Tenant, tenant_of
 
 SOURCE = "engine-0"
 
@@ -215,6 +215,32 @@ def test_another_door_finds_out_by_a_refusal(pair: LocalEngines) -> None:
     run(pair, test, spill=2)
 
 
+def test_whoever_may_only_append_outgrows_an_engine_too(pair: LocalEngines) -> None:
+    writer, reader = (tenant_of("team", (scope,)) for scope in ("append", "read"))
+
+    async def test(first: Cluster) -> None:
+        async with another_door(first, True) as keyed, another_door(first, True) as other:
+            await only_on(keyed, SOURCE)
+            new = {"sequences": [{"id": "a"}]}
+            assert (await keyed.call("create_sequences", new, writer)).status == 201
+            await filled(first, Book(first), 20)
+            k = rows(np.random.default_rng(0), 15 * PAGE)
+            for begin in range(0, 30 * PAGE, 15 * PAGE):
+                fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, 15 * PAGE]}
+                await anywhere(keyed)
+                told = await keyed.call("append", fields, writer, k=k, v=k)
+                assert told.fields["lengths"] == [begin + 15 * PAGE], told
+            for door in (other, keyed):
+                read = {"layer": 0, "sequences": ["a"], "dtype": "fp32"}
+                got = await door.call("gather", read, reader)
+                np.testing.assert_array_equal(got.arrays["k"], np.concatenate((k, k)))
+            told = await other.call("delete_sequence", {"id": "a"}, writer)
+            assert told.status == 204
+            await first.told("delete_sequences", {"prefix": ""})
+
+    run(pair, test, spill=2)
+
+
 def test_two_doors_that_are_refused_at_once_deal_it_out_once(pair: LocalEngines) -> None:
     async def test(first: Cluster) -> None:
         async with another_door(first) as second:
@@ -347,7 +373,7 @@ def test_a_door_that_dies_leaves_it_whole_or_dealt_out(
 
             point = Point(name, die)
             by_name = {one.name: one for one in first.router.members.engines}
-            for module in (copying, dealing_out, draining):
+            for module in (copying, dealing_out, handing):
                 monkeypatch.setattr(module, "ask", point.ask)
             work = deal_out(first.router, OPEN, "a", [by_name[SOURCE], by_name["engine-1"]], 0)
             with nullcontext() if name == "after" else pytest.raises(Died):
@@ -381,7 +407,7 @@ def test_an_engine_that_dies_takes_it_along_where_it_had_a_part(
             await filled(first, book, 0)
             if name == "part":
                 point = Point(name, lambda: engines.kill(victim))
-                for module in (copying, dealing_out, draining):
+                for module in (copying, dealing_out, handing):
                     monkeypatch.setattr(module, "ask", point.ask)
             fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, PAGE]}
             k = rows(book.rng, PAGE)
