@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from cluster_calls import LAYERS, PAGE, Answer, Cluster, rows, run
+from cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, Answer, Cluster, rows, run
 
 from service.cluster.local import LocalEngines
+from service.cluster.placement import FULL
 
 LENGTH = 5 * PAGE + 1
 
@@ -22,6 +23,16 @@ async def exported(cluster: Cluster, name: str) -> tuple[Answer, list[Answer]]:
         parts.append(await cluster.told("export_sequence", fields))
         before = parts[-1].fields["digest"]
     return head, parts
+
+
+async def fill(cluster: Cluster, name: str) -> None:
+    """Leave an engine no room, beside a sequence that it has."""
+    await cluster.told("create_sequences", {"sequences": [{"id": "filling", "parent": name}]})
+    count = (PAGES - 2) * PAGE - LENGTH
+    for layer in range(LAYERS):
+        numbers = np.zeros((count, HEADS, DIM), np.float32)
+        fields = {"layer": layer, "sequences": ["filling"], "append_indptr": [0, count]}
+        await cluster.told("append", fields, k=numbers, v=numbers)
 
 
 async def brought(cluster: Cluster, name: str, parts: list[Answer], first: int = 0) -> None:
@@ -46,9 +57,10 @@ def test_an_import_is_placed_gone_on_with_and_found_by_a_router_that_forgot_it(
         assert (taken.status, taken.fields["code"]) == (409, "sequence_exists")
         full_one = cluster.router.members.by_name[cluster.home(name)].engine
         assert full_one is not None
-        await cluster.until(lambda: full_one.load.held > 0, "the router to hear of it")
+        await fill(cluster, name)
+        await cluster.until(lambda: full_one.load.held > FULL * PAGES, "the router to hear of it")
         await cluster.told("import_sequence", {"id": "moved"} | begin)
-        assert cluster.home("moved") != cluster.home(name), "there is more room"
+        assert cluster.home("moved") != cluster.home(name), "there is no room beside it"
         await brought(cluster, "moved", parts[:1])
         cluster.router.homes.names.known.clear()
         told = await cluster.told("get_import", {"id": "moved"})

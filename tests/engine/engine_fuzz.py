@@ -88,7 +88,7 @@ class Fuzz:
         """A right call by the judge; its answer's image."""
         body = b"".join(image("request", json.dumps(fields), tensors))
         judge = self.judge
-        judge.sock.sendall(judge.call(BY_NAME[name].number, body, 0, SLOT_BYTES))
+        judge.sock.sendall(judge.call(BY_NAME[name].number, body, 0, ARENA_BYTES - SLOT_BYTES))
         ((_, status, length, _, inline),) = judge.answers(1)
         assert status < 300, (name, fields, inline)
         return bytes(judge.arena[SLOT_BYTES : SLOT_BYTES + length])
