@@ -76,8 +76,10 @@ class Engine:
         """Of the latest calls, how long they waited for their turn, and took from then on."""
         self.busy_until_s = 0.0
         """On `time.monotonic`: when the prompts that were placed here should be computed."""
+        self.held = 0
+        """Pages that its sequences and pins hold, as its latest answer told."""
         self.promised = 0
-        """Pages placed there since `load` was told."""
+        """Pages placed there since `load` was told that are not among those held yet."""
         self.is_leaving = False
         """It takes no new sequences, because it is to be removed."""
         self.is_draining = False
@@ -106,9 +108,9 @@ class Engine:
         load = self.load
         work_s = max(self.busy_until_s - time.monotonic(), self.num_waiting * self.call_s)
         return Load(
-            load.free,
+            load.free + load.held - self.held,
             load.cached,
-            load.held,
+            self.held,
             self.queue_s,
             work_s,
             self.promised,
@@ -125,6 +127,15 @@ class Engine:
         """None of its calls is under way: some of the work that it was thought to have is done."""
         now = time.monotonic()
         self.busy_until_s -= max(self.busy_until_s - now, 0.0) / 2
+
+    def hold(self, held: int | None, operation: Operation) -> None:
+        """So many pages are held now. More of them were promised before, but for cached ones that a
+        new sequence begins with."""
+        if held is None:
+            return
+        if operation.routed != "placed":
+            self.promised -= min(self.promised, max(held - self.held, 0))
+        self.held = held
 
     async def call(self, call: Call) -> tuple[Answered, Slot]:
         """The answer to the call as it is, and where it lies.
@@ -183,6 +194,7 @@ class Engine:
         self.num_calls += 1
         queue_s, *stages = answered.stages
         self.queue_s += LATEST_WEIGHT * (queue_s - self.queue_s)
+        self.hold(answered.held, call.operation)
         if is_work:
             self.call_s += LATEST_WEIGHT * (sum(stages) - self.call_s)
             if not self.num_waiting:

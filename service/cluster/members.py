@@ -298,7 +298,7 @@ class Members:
         promised = engine.promised
         asked = {"counts": True} if engine.is_elsewhere else {}
         (told,) = (await self.ask(engine, "engines", **asked)).fields["engines"]
-        engine.promised -= promised
+        engine.promised -= min(promised, engine.promised)
         held = told["referenced"] + told["pinned"]
         engine.pace = Pace(told["page_s"], told["pair_s"], told["read_s"])
         pace = engine.pace.near([one.pace for one in {engine, *self.by_tag.values()}])

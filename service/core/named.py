@@ -29,6 +29,7 @@ class NamedPages:
         "listener",
         "node_of",
         "nodes",
+        "num_cached",
         "num_pages",
         "page_size",
         "states",
@@ -44,7 +45,7 @@ class NamedPages:
         self.states = bytearray()
         self.listener: Listener | None = None
         self.keeping = Keeping()
-        self.num_pages = 0
+        self.num_pages = self.num_cached = 0
         self.page_size = page_size
         self._free_numbers: list[int] = []
 
@@ -215,6 +216,7 @@ class NamedPages:
         namespace = name.root.namespace
         if name.state == CACHED:
             namespace.cached += pages
+            self.num_cached += pages
         elif name.state == PINNED:
             namespace.pinned += pages
 

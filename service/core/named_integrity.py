@@ -89,6 +89,8 @@ def check_counts(books: SequenceBooks, budget: Budget, pages: NamedPages) -> Non
                 f"namespace {one.name} has {found} pages used, cached and pinned, its books say "
                 f"{(one.used, one.cached, one.pinned)}"
             )
+    if cached.total() != pages.num_cached:
+        raise IntegrityError(f"{pages.num_cached} pages are cached, by their books")
     if any(used.values()):
         raise IntegrityError(f"pages of unknown namespaces: {dict(used)}")
     if int(np.count_nonzero(pages.node_of >= 0)) != pages.num_pages:

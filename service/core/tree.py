@@ -49,6 +49,7 @@ class PrefixTree:
 
     __slots__ = (
         "_links",
+        "_named",
         "allocator",
         "books",
         "budget",
@@ -70,6 +71,7 @@ class PrefixTree:
         self.num_layers = num_layers
         self.page_size = page_size
         named = NamedPages(num_pages, page_size)
+        self._named = named
         self._links = Links(named)
         self.budget = Budget(self.allocator, named, self._links)
         self.cache = PrefixCache(self.books, self._links, self.budget)
@@ -290,6 +292,11 @@ class PrefixTree:
     @property
     def num_sequences(self) -> int:
         return len(self.books)
+
+    @property
+    def num_held(self) -> int:
+        """Pages that sequences and leases refer to, or that are pinned."""
+        return self.allocator.num_referenced - self._named.num_cached
 
     @property
     def num_nodes(self) -> int:

@@ -135,9 +135,9 @@ class Callers:
             session.close()
         return calls
 
-    def answer(self, call: Call, status: int, length: int, stages: Stages) -> None:
+    def answer(self, call: Call, status: int, length: int, stages: Stages, held: int) -> None:
         session = call.session
-        session.answer(call, status, length, stages)
+        session.answer(call, status, length, stages, held)
         self._look_after(session)
 
     def fail(

@@ -300,7 +300,8 @@ class Engine:
         error = job.error
         if error is None:
             request = job.request
-            self.callers.answer(call, request.operation.status, request.place.length, stages)
+            status, length = request.operation.status, request.place.length
+            self.callers.answer(call, status, length, stages, self.store.tree.num_held)
         else:
             needed = error.needed if isinstance(error, DoesNotFit) else 0
             self.callers.fail(call, error, stages, needed)

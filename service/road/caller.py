@@ -39,13 +39,14 @@ class Answered:
     """An answer. `image` lies in the answer's slot and keeps it taken, or came inside the frame.
 
     `needed` is the capacity that would have held the answer, else 0; `stages` are seconds in the
-    order of `frames.STAGES`.
+    order of `frames.STAGES`; `held` is how many pages sequences and pins hold, where that is told.
     """
 
     status: int
     image: memoryview
     needed: int
     stages: tuple[float, ...]
+    held: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -241,7 +242,7 @@ class RoadCaller:
     def on_answer(self, start: int, size: int) -> None:
         """Hand an answer to its call and let go of the call's slots."""
         reader = self.reader
-        number, status, flags, _, length, needed, *stages = f.ANSWER_PAYLOAD.unpack_from(
+        number, status, flags, held, length, needed, *stages = f.ANSWER_PAYLOAD.unpack_from(
             reader.buffer, start
         )
         pending = self.pending.get(number)
@@ -254,7 +255,8 @@ class RoadCaller:
             image = memoryview(bytes(reader.window[begin : start + size]))
         else:
             image = pending.answer.view(length)
-        answered = Answered(status, image, needed, tuple(stages))
+        told = held if flags & f.HELD else None
+        answered = Answered(status, image, needed, tuple(stages), told)
         if self.is_remote and not flags & f.INLINE:
             filling = Filling(image, length)
             filling.feed(reader)

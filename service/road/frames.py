@@ -57,7 +57,7 @@ CALL_PAYLOAD: Final = Struct("<QHHIQQQQ16s")
 capacity, request id."""
 CALL_FRAME: Final = Struct("<HHIQHHIQQQQ16s")
 ANSWER_PAYLOAD: Final = Struct("<QHHIQQ6f")
-"""id, status, flags, reserved (zero), image length, capacity needed, six stages in seconds."""
+"""id, status, flags, pages held, image length, capacity needed, six stages in seconds."""
 ANSWER_FRAME: Final = Struct("<HHIQHHIQQ6f")
 CANCEL_FRAME: Final = Struct("<HHIQ")
 CALL_ID: Final = Struct("<Q")
@@ -69,6 +69,8 @@ LAYER_FRAME: Final = Struct("<HHIQI4x")
 
 INLINE: Final = 1
 """Flag of an ANSWER whose image follows in the frame itself."""
+HELD: Final = 2
+"""Flag of an ANSWER that tells how many pages are held."""
 NO_REQUEST_ID: Final = bytes(16)
 STAGES: Final = ("queue", "plan", "copy_in", "kernel", "copy_out", "encode")
 NO_STAGES: Final = (0.0,) * 6

@@ -270,13 +270,15 @@ class Session:
 
     # what goes out
 
-    def answer(self, call: Call, status: int, length: int, stages: Stages) -> None:
-        """The one answer of a call whose image of `length` bytes lies at its answer place."""
+    def answer(self, call: Call, status: int, length: int, stages: Stages, held: int = 0) -> None:
+        """The one answer of a call whose image of `length` bytes lies at its answer place. A door
+        is told how many pages are `held` now, of all tenants."""
         image = NOTHING if self.incoming is None else call.answer[:length]
         self.done(call)
+        flags, held = (f.HELD, held) if self.standing.is_door else (0, 0)
         self.send(
             f.ANSWER_FRAME.pack(
-                f.ANSWER, 0, f.ANSWER_PAYLOAD.size, call.id, status, 0, 0, length, 0, *stages
+                f.ANSWER, 0, f.ANSWER_PAYLOAD.size, call.id, status, flags, held, length, 0, *stages
             )
         )
         if image:

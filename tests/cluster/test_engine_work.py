@@ -8,6 +8,9 @@ import pytest
 
 from service.cluster.engine import Engine
 from service.cluster.placement import MOST_WORK_S, Load, Pace
+from service.operations.attention import PREFILL
+from service.operations.rows import APPEND
+from service.operations.sequences import CREATE_SEQUENCES, DELETE_SEQUENCES
 
 NOBODY: Any = None
 """Neither link nor arena is asked for anything."""
@@ -36,6 +39,20 @@ def test_a_prompt_that_is_announced_and_never_comes_keeps_nobody_away_for_ever()
     for _ in range(12):
         one.rest()
     assert one.load_now.work_s < 0.1
+
+
+def test_pages_that_were_promised_are_held_once_their_rows_are_written() -> None:
+    one = engine()
+    one.promised = 10
+    one.hold(30, CREATE_SEQUENCES)  # a prefix that was cached
+    assert (one.load_now.held, one.load_now.promised) == (30, 10)
+    one.hold(36, PREFILL)
+    assert (one.load_now.held, one.load_now.promised) == (36, 4)
+    one.hold(50, APPEND)
+    assert (one.load_now.held, one.load_now.promised) == (50, 0), "more than was promised"
+    one.hold(20, DELETE_SEQUENCES)
+    one.hold(None, APPEND)  # not told
+    assert (one.load_now.held, one.load_now.room, one.load_now.total) == (20, 80, 100)
 
 
 def test_calls_under_way_count_by_what_calls_take_lately() -> None:

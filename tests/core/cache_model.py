@@ -623,12 +623,13 @@ class Driver:
             found = (0, 0, 0) if books is None else (books.used, books.cached, books.pinned)
             wanted = [sum(p.namespace == namespace for p in some) for some in (cached, pinned)]
             assert found == (self.used(namespace), *wanted), namespace
-        held = self.used("a") + self.used("b")
-        assert self.tree.allocator.num_free == NUM_PAGES - held
-        used = self.tree.books.used.copy()
+        used = self.used("a") + self.used("b")
+        assert self.tree.allocator.num_free == NUM_PAGES - used
+        assert self.tree.num_held == used - len(cached)
+        times = self.tree.books.used.copy()
         for name in model.sequences:
             self.read(name)
-        self.tree.books.used[:] = used
+        self.tree.books.used[:] = times
 
     def end(self) -> None:
         """With everybody gone and everything evicted, every page is free."""

@@ -24,6 +24,7 @@ class Answer:
     id: int
     status: int
     flags: int
+    held: int
     length: int
     needed: int
     stages: tuple[float, ...]
@@ -77,9 +78,9 @@ class PlainCaller:
 
 
 def read_answer(payload: bytes) -> Answer:
-    number, status, flags, _, length, needed, *stages = f.ANSWER_PAYLOAD.unpack_from(payload)
+    number, status, flags, held, length, needed, *stages = f.ANSWER_PAYLOAD.unpack_from(payload)
     image = payload[f.ANSWER_PAYLOAD.size :]
-    return Answer(number, status, flags, length, needed, tuple(stages), image)
+    return Answer(number, status, flags, held, length, needed, tuple(stages), image)
 
 
 def problem_of(answer: Answer) -> dict[str, Any]:

@@ -67,6 +67,16 @@ def test_a_call_carries_its_places_and_its_answer_comes_back() -> None:
         assert session.live == {}
 
 
+def test_doors_alone_are_told_how_many_pages_are_held() -> None:
+    with session_and_caller(config()) as (session, caller):
+        for is_door, told in ((False, (0, 0)), (True, (f.HELD, 70_000))):
+            session.standing.is_door = is_door
+            caller.send(call_frame(1))
+            session.answer(calls(session)[0], 200, 0, f.NO_STAGES, 70_000)
+            (answer,) = caller.answers()
+            assert (answer.flags, answer.held) == told
+
+
 def test_a_call_without_a_deadline_gets_the_engines() -> None:
     with session_and_caller(config()) as (session, caller):
         caller.send(call_frame(1, deadline_us=0))
