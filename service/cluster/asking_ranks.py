@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -12,15 +11,25 @@ import numpy as np
 from service.cluster.answering import each, longest
 from service.cluster.batches import row_sums
 from service.cluster.dealt import gathered, has_all, one_state, whole_view
+from service.cluster.deleting_ranks import delete, delete_made
 from service.cluster.engine import Call, Told
-from service.cluster.epochs import TRIES, Dealt, claim, is_stale, know, later, pause, shard_of
+from service.cluster.epochs import (
+    TRIES,
+    Dealt,
+    ask_anew,
+    claim,
+    is_stale,
+    know,
+    later,
+    pause,
+    shard_of,
+)
 from service.doors.problems import ProblemText
 from service.errors import (
     AttndError,
     InvalidRequest,
     LengthMismatch,
     SequenceTaken,
-    UnknownSequence,
 )
 from service.image.dtypes import Array
 from service.operations.sequences import DELETE_SEQUENCES
@@ -88,12 +97,6 @@ def lengths_of(one: Dealt) -> list[int]:
     if one.lengths is None:
         raise RuntimeError(f"the lengths of {one.id} are not known: this is a bug")
     return one.lengths
-
-
-def ask_anew(every: Sequence[Dealt]) -> None:
-    """Other doors may have changed the sequences: what is known of them holds no more."""
-    for one in every:
-        one.lengths = None
 
 
 def grow(one: Dealt, layer: int, count: int) -> None:
@@ -279,23 +282,6 @@ async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
     raise SequenceTaken({one.id: one.epoch})
 
 
-async def delete(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
-    """At every rank, also where one refuses, and those there are."""
-    ids = fields.get("ids") or [fields["id"]]
-    if "id" in fields:  # all that are there are asked, or none, as while it is moved
-        async with ranks.held(call, ids) as (one,):
-            await claim(ranks, one)
-    asked = replace(call, operation=DELETE_SEQUENCES)  # which asks for no epoch
-    told = await each([engine.ask(asked, {"ids": ids}) for engine in ranks.engines])
-    ranks.forget(call, ids)
-    gone = [one for one in told if isinstance(one, Told)]
-    if len(gone) < len(told):
-        ranks.whole(told)
-    if "id" in fields and not any(one.fields["num_deleted"] for one in gone):
-        raise UnknownSequence(ids)
-    return Told(gone[0].fields, {}, longest(one.stages for one in gone))
-
-
 Ask = Callable[["Ranks", Call, Fields, Arrays], Awaitable[Told]]
 ASKED: Final[dict[str, Ask]] = {
     "append": rows,
@@ -306,5 +292,5 @@ ASKED: Final[dict[str, Ask]] = {
     "get_sequence": get,
     "truncate": truncate,
     "delete_sequence": delete,
-    "delete_sequences": delete,
+    "delete_sequences": delete_made,
 }

@@ -78,6 +78,12 @@ async def know(ranks: Ranks, every: Sequence[Dealt], *, to_change: bool) -> None
             raise told
 
 
+def ask_anew(every: Sequence[Dealt]) -> None:
+    """Other doors may have changed the sequences: what is known of them holds no more."""
+    for one in every:
+        one.lengths = None
+
+
 def is_wanting(one: Dealt, to_change: bool) -> bool:
     """Whether ranks must be asked before the sequence is read, or changed."""
     return one.lengths is None or not one.is_even or (to_change and not one.is_owned)

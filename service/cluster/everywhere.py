@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
+from service.cluster.answering import each
 from service.cluster.dealt import Fields, whole_view
+from service.cluster.engine import Call, Engine, Told
+from service.image.dtypes import Array
+
+if TYPE_CHECKING:
+    from service.cluster.router import Router
 
 Join = Callable[[Fields, Sequence[Fields]], Fields]
 """From the request's fields and the engines' answers."""
@@ -82,7 +88,6 @@ def union(_: Fields, answers: Sequence[Fields]) -> Fields:
 
 JOINS: Final[Mapping[str, Join]] = {
     "list_sequences": listed,
-    "delete_sequences": added,
     "info": info,
     "pool": pool,
     "pin": most,
@@ -110,3 +115,31 @@ def shares(name: str, asked: Fields, count: int) -> list[Fields]:
 def share_out(total: int, count: int) -> list[int]:
     """`total` in `count` parts that differ by one at most."""
     return [total // count + (index < total % count) for index in range(count)]
+
+
+async def ask_all(
+    router: Router,
+    call: Call,
+    parts: Sequence[dict[str, Any]],
+    arrays: dict[str, Array] | None = None,
+    *,
+    if_there: bool = False,
+) -> list[tuple[Engine, Told]]:
+    """What the engines answer, each to its part. One that is lost meanwhile counts as not there.
+
+    Raises the first refusal; `if_there`: only where all refuse. Raises NotReady without engines.
+    """
+    asked = router.members.engines
+    calls = [engine.ask(call, part, arrays) for engine, part in zip(asked, parts, strict=True)]
+    told: list[tuple[Engine, Told]] = []
+    errors: list[BaseException] = []
+    for engine, one in zip(asked, await each(calls), strict=True):
+        if isinstance(one, Told):
+            told.append((engine, one))
+        elif engine.tag in router.members.by_tag or not if_there:
+            errors.append(one)
+    if errors and not (if_there and told):
+        raise errors[0]
+    if not told:
+        router.members.idlest()  # raises for want of engines
+    return told

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from service.cluster.answering import each, longest, reply
-from service.cluster.engine import Call, Engine, Told
-from service.cluster.everywhere import IF_THERE, JOINS, shares
+from service.cluster.answering import longest, reply
+from service.cluster.deleting import delete_many
+from service.cluster.engine import Call
+from service.cluster.everywhere import IF_THERE, JOINS, ask_all, shares
 from service.cluster.names import tag_in
 from service.cluster.snapshots import joined
 from service.doors.problems import ProblemText
 from service.errors import UnknownLease
-from service.image.dtypes import Array
 from service.operations.spec import Prepared
 from service.road.caller import Answered
 from service.road.slots import Slot
@@ -27,6 +26,8 @@ async def ask_everywhere(router: Router, call: Call, prepared: Prepared) -> Answ
     """Ask all engines, and join what they say."""
     asked = prepared.fields.model_dump(exclude_unset=True)
     match call.operation.name:
+        case "delete_sequences":
+            return await delete_many(router, call, prepared)
         case "match_prefix":
             return await match(router, call, prepared, asked)
         case "evict":
@@ -42,34 +43,6 @@ async def ask_everywhere(router: Router, call: Call, prepared: Prepared) -> Answ
             told = await ask_all(router, call, parts, if_there=name in IF_THERE)
             whole = JOINS[name](prepared.fields.model_dump(), [one.fields for _, one in told])
             return reply(router.arena, call, whole, stages=longest(o.stages for _, o in told))
-
-
-async def ask_all(
-    router: Router,
-    call: Call,
-    parts: Sequence[dict[str, Any]],
-    arrays: dict[str, Array] | None = None,
-    *,
-    if_there: bool = False,
-) -> list[tuple[Engine, Told]]:
-    """What the engines answer, each to its part. One that is lost meanwhile counts as not there.
-
-    Raises the first refusal; `if_there`: only where all refuse. Raises NotReady without engines.
-    """
-    asked = router.members.engines
-    calls = [engine.ask(call, part, arrays) for engine, part in zip(asked, parts, strict=True)]
-    told: list[tuple[Engine, Told]] = []
-    errors: list[BaseException] = []
-    for engine, one in zip(asked, await each(calls), strict=True):
-        if isinstance(one, Told):
-            told.append((engine, one))
-        elif engine.tag in router.members.by_tag or not if_there:
-            errors.append(one)
-    if errors and not (if_there and told):
-        raise errors[0]
-    if not told:
-        router.members.idlest()  # raises for want of engines
-    return told
 
 
 async def match(router: Router, call: Call, prepared: Prepared, asked: dict[str, Any]) -> Answer:

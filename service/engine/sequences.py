@@ -1,4 +1,4 @@
-"""Operations on sequences themselves: made, cut, dropped, and looked at."""
+"""Operations on sequences themselves: made, cut, and looked at."""
 
 from __future__ import annotations
 
@@ -143,51 +143,6 @@ def prefixes_of(request: Request, most: int) -> list[Prefix | None]:
         part = {name: rows[spans[index] : spans[index + 1]] for name, rows in tensors.items()}
         parts.append(None if one.prefix is None else prefix_of(one.prefix, part, most))
     return parts
-
-
-def delete_sequences(store: Store, request: Request, _: Seconds) -> Work:
-    """Those there are of many, some at a time."""
-    fields, books = request.fields, store.tree.books
-    request.place.require(VIEW_BYTES)
-    if fields.prefix is None:
-        names = [name for name in fields.names if name in books]
-    else:
-        found = books.beginning_with(request.tenant.prefix + fields.prefix, len(books))
-        names = [name for name in found if not name.startswith(HIDDEN)]
-    if len(names) <= MADE_AT_ONCE:
-        deleted = num_whole(store, names)
-        store.tree.free(names)
-        request.place.lay({"num_deleted": deleted})
-        return Answered()
-
-    def steps() -> Steps:
-        deleted = 0
-        for begin in range(0, len(names), MADE_AT_ONCE):
-            some = [name for name in names[begin : begin + MADE_AT_ONCE] if name in books]
-            deleted += num_whole(store, some)
-            yield Step(partial(free_some, store, some), "create", NO_COST)
-        request.place.lay({"num_deleted": deleted})
-
-    return Sliced(steps(), lambda: None)
-
-
-def num_whole(store: Store, names: Sequence[str]) -> int:
-    """How many sequences these are, where one that is dealt out counts for its first page."""
-    books = store.tree.books
-    return sum(books.leaf(name).shard.rank == 0 for name in names)
-
-
-def free_some(store: Store, names: Sequence[str]) -> Done[None]:
-    store.tree.free(names)
-    return Done(None)
-
-
-def delete_sequence(store: Store, request: Request, _: Seconds) -> Work:
-    request.place.require(0)
-    check_epochs(store.tree, (request.fields.id,), None)
-    store.tree.free((request.fields.id,))
-    request.place.lay({})
-    return Answered()
 
 
 def truncate(store: Store, request: Request, _: Seconds) -> Work:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from service.engine.attention import cascade, decode, prefill
+from service.engine.deleting import delete_sequence, delete_sequences
 from service.engine.events import events
 from service.engine.exports import export_sequence
 from service.engine.imports import cancel_import, get_import, import_sequence
@@ -28,8 +29,6 @@ from service.engine.request import Request
 from service.engine.rows import append, gather
 from service.engine.sequences import (
     create_sequences,
-    delete_sequence,
-    delete_sequences,
     get_sequence,
     list_sequences,
     page_table,
@@ -100,7 +99,7 @@ class Turn:
     `reads` and `writes` name the sequences that must stand still meanwhile. `is_barrier`: it gives
     pages away or renames them, so everything before it must be settled for good. `is_attention`: it
     may share a launch with its like. `sweeps`: it writes every sequence whose id begins like this.
-    `moves`: it is for sequences that leave, too.
+    `moves`: it is for sequences that leave, too, or looks for itself.
     """
 
     begin: Callable[[Store, Request, Seconds], Work]
@@ -132,7 +131,9 @@ TURNS: Final[dict[str, Turn]] = {
     "pool": Turn(pool),
     "engines": Turn(engines),
     "step": Turn(step, ids_of, ids_of),
-    "delete_sequences": Turn(delete_sequences, writes=named_ids, is_barrier=True, sweeps=id_prefix),
+    "delete_sequences": Turn(
+        delete_sequences, writes=named_ids, is_barrier=True, sweeps=id_prefix, moves=True
+    ),
     "match_prefix": Turn(match_prefix, is_barrier=True),
     "commit": Turn(commit, writes=one_id, is_barrier=True),
     "renew_lease": Turn(renew_lease),

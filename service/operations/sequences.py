@@ -107,6 +107,9 @@ class DeleteFields(Fields):
     """Those that are unknown are passed over."""
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{0,128}$")] | None = None
     """All sequences whose id begins like this."""
+    skip: bool = False
+    """Leave those that other engines have to do with as well, and name them in `skipped`: parts of
+    sequences, in an epoch, and what is on its way to another engine."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -115,6 +118,8 @@ class DeleteFields(Fields):
 
 class DeletedAnswer(Fields):
     num_deleted: Count
+    skipped: list[SequenceId] | None = None
+    """With `skip`: what was left, the first thousand by id."""
 
 
 class TruncateFields(Fields):

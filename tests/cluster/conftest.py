@@ -1,4 +1,4 @@
-"""Two real engines as processes, for all tests of a file that only read or clean up."""
+"""Real engines as processes, for tests that only read or clean up, and one's own to kill."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from service.cluster.local import LocalEngines, local_engines
 @pytest.fixture(scope="module")
 def two_engines() -> Iterator[LocalEngines]:
     with local_engines(2, SETTINGS) as engines:
+        yield engines
+
+
+@pytest.fixture(scope="session")
+def three_engines() -> Iterator[LocalEngines]:
+    """For tests that leave them as they were."""
+    with local_engines(3, SETTINGS) as engines:
         yield engines
 
 

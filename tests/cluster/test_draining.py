@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 from cluster_book import Book
-from cluster_calls import HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster, rows, run
+from cluster_calls import HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
 from test_ranks_doors import another_door, prefix_states
 
-from service.cluster.local import LocalEngines, local_engines
+from service.cluster.local import LocalEngines
 
 Array = Any
 SOURCE = "engine-0"
@@ -164,12 +164,6 @@ async def begin_at_source(doors: Sequence[Cluster], callers: Sequence[Caller], c
         await caller.begin(count)
     for cluster in doors:
         await only_on(cluster, SOURCE, False)
-
-
-@pytest.fixture(scope="module")
-def three_engines() -> Iterator[LocalEngines]:
-    with local_engines(3, SETTINGS) as engines:
-        yield engines
 
 
 def test_an_engine_is_emptied_while_callers_at_another_door_go_on(

@@ -67,6 +67,26 @@ def test_a_sequence_that_leaves_is_only_exported() -> None:
     on_cpu(scenario)
 
 
+def test_a_bulk_delete_may_skip_what_other_engines_have_to_do_with() -> None:
+    async def scenario(caller: Caller) -> None:
+        await create(caller, "a", "a-2", "b")
+        shard = {"rank": 0, "ranks": 2}
+        new = [{"id": "a-3", "shard": shard, "epoch": 7}, {"id": "a-4", "shard": shard}]
+        await told(caller, "create_sequences", {"sequences": new})
+        assert await hand(caller, "leaving", for_s=60.0) == "ok"
+        skipped = {"ids": ["a", "a-2", "a-3", "nobody"], "skip": True}
+        deleted = await told(caller, "delete_sequences", skipped)
+        assert deleted == {"num_deleted": 1, "skipped": ["a", "a-3"]}
+        assert await code_of(caller, "delete_sequences", {"ids": ["b", "a"]}) == "sequence_moving"
+        assert await code_of(caller, "delete_sequences", {"prefix": "a"}) == "sequence_moving"
+        deleted = await told(caller, "delete_sequences", {"prefix": "", "skip": True})
+        assert deleted == {"num_deleted": 2, "skipped": ["a", "a-3"]}
+        assert await hand(caller, "back") == "ok"
+        assert await told(caller, "delete_sequences", {"prefix": ""}) == {"num_deleted": 2}
+
+    on_cpu(scenario)
+
+
 @pytest.mark.parametrize("handed", [False, True])
 def test_what_nobody_comes_back_for_stays_or_is_gone_where_it_was_handed_over(
     handed: bool,
