@@ -16,13 +16,19 @@ from kernels.cuda.specs import service_specs
 # (compute, storage): every code path of the formats, the rest differ in a constant
 FORMATS: tuple[tuple[DType, DType], ...] = (("fp16", "fp16"), ("fp16", "fp8_e4m3"))
 WORST: tuple[tuple[DType, DType], ...] = (("bf16", "fp8_e5m2"),)
+WHOLLY = ("sm_80", "sm_90a")
+"""Of the others, whose code is that of sm_80 but for what a constant chooses, these will do:"""
+FEW_HEAD_DIMS = (64, 128, 256)
 
 
 def specs_for(arch: str) -> list[Spec]:
-    """The default pool's kernels, and the attention kernels of every head_dim the tests use."""
-    specs = [*service_specs(arch, 128, "fp16", 16), *service_specs(arch, 64, "bf16", 16)]
-    for head_dim in HEAD_DIMS:
-        for formats in FORMATS if head_dim not in (64, 128) else (*FORMATS, *WORST):
+    """The default pool's kernels, and the attention kernels of the head_dims that the tests use."""
+    specs = [*service_specs(arch, 128, "fp16", 16)]
+    if arch in WHOLLY:
+        specs += service_specs(arch, 64, "bf16", 16)
+    for head_dim in HEAD_DIMS if arch in WHOLLY else FEW_HEAD_DIMS:
+        worst = WORST if arch in WHOLLY and head_dim in (64, 128) else ()
+        for formats in (*FORMATS, *worst):
             for general in (False, True):
                 specs += [k.spec for k in attend_kernels(arch, head_dim, *formats, general)]
     return list(dict.fromkeys(specs))

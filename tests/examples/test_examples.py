@@ -113,9 +113,8 @@ def test_a_transformers_model_served_generates_what_its_own_attention_does() -> 
         assert re.search(verdict, told, re.MULTILINE), told
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_a_half_precision_pool_says_where_tokens_differ_and_why(dtype: str) -> None:
-    told = python("transformers_generate.py", "--dtype", dtype, "--tokens-only")
+def test_a_half_precision_pool_says_where_tokens_differ_and_why() -> None:
+    told = python("transformers_generate.py", "--dtype", "bf16", "--tokens-only")
     equal = re.search(r"(\d+) of 256 tokens equal", told)
     assert equal, told
     assert (int(equal[1]) == 256) == ("diverges at token" not in told), told
