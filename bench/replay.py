@@ -1,5 +1,5 @@
-"""A trace replayed on running services: every request begins from the prefix cache, is prefilled,
-decodes some tokens, and is committed and deleted. What each call took is kept."""
+"""A trace replayed on running services: every request begins from the prefix cache, is prefilled and
+committed, decodes some tokens, and is deleted. What each call took is kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bench.processes import Processes
 from bench.simulation.trace import Request
 
-KINDS: Final = ("create", "prefill", "decode", "commit", "delete")
+KINDS: Final = ("create", "prefill", "commit", "decode", "delete")
 KV_HEADS: Final = 2
 QO_HEADS: Final = 8
 HEAD_DIM: Final = 64
@@ -107,9 +107,9 @@ class Player:
         self._played.tokens += ids.size
         self._played.cached += cached
         await self.prefill(name, cached, ids.size)
+        await self.call("commit", ids.size - cached, 0, lambda: self._client.commit(name, prefix))
         for step in range(DECODES):
             await self.decode(name, ids.size + step)
-        await self.call("commit", ids.size - cached, 0, lambda: self._client.commit(name, prefix))
         await self.call("delete", ids.size, 0, lambda: self._client.delete_sequence(name))
         self._played.request_s.append(time.perf_counter() - begun)
 

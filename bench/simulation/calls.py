@@ -151,18 +151,20 @@ class Replay:
         self.cached += cached * PAGE
         new = length - cached * PAGE
         rows = max(1, new)
-        calls = [("create", length, 0), ("prefill", new, rows * length - rows * (rows - 1) // 2)]
-        calls += [("decode", 1, length + step + 1) for step in range(DECODES)]
-        calls += [("commit", new, 0), ("delete", length, 0)]
+        first = [("create", length, 0), ("prefill", new, rows * length - rows * (rows - 1) // 2)]
+        rest = [("decode", 1, length + step + 1) for step in range(DECODES)]
+
+        def committed() -> None:
+            pool.release(blocks[:cached], own)
+            pool.hold(blocks, NEW_DECODED)  # they are found from now on
+            self._calls(service, deque([*rest, ("delete", length, 0)]), after)
 
         def after() -> None:
-            pool.release(blocks[:cached], own)
-            pool.hold(blocks)  # they are found from their commit on
-            pool.release(blocks)
+            pool.release(blocks, NEW_DECODED)
             self.request_s.append(self.clock.now - begun)
             self._work(service, left)
 
-        self._calls(service, deque(calls), after)
+        self._calls(service, deque([*first, ("commit", new, 0)]), committed)
 
     def _calls(self, service: Service, calls: deque[tuple[str, int, int]], after: Act) -> None:
         """One call after another: caller, door, engine, door, caller."""

@@ -53,8 +53,8 @@ async def ask_one(router: Router, call: Call, ids: Sequence[str], engine: Home) 
         if isinstance(engine, Ranks):
             engine.forget(call, unknown)
     else:
-        if call.operation.name == "delete_sequence" and answered.status < 300:
-            router.homes.forget(call, ids)
+        if answered.status < 300:
+            done(router, call, ids)
         problem = problem_of(call, engine, ids, answered)
         if not (unknown := unknown_in(problem)):
             if not await router.spills.has_made_room(call, engine, problem):
@@ -67,6 +67,16 @@ async def ask_one(router: Router, call: Call, ids: Sequence[str], engine: Home) 
     if all(one is engines[0] for one in engines):
         return await pass_on(router, call, ids, engines[0])
     return await ask_several(router, call, router.prepared(call), ids)
+
+
+def done(router: Router, call: Call, ids: Sequence[str]) -> None:
+    """What a call that succeeded means to others."""
+    match call.operation.name:
+        case "delete_sequence":
+            router.homes.forget(call, ids)
+            router.prompts.end(call.tenant.namespace, ids)
+        case "commit":
+            router.prompts.end(call.tenant.namespace, ids)
 
 
 def problem_of(call: Call, engine: Home, ids: Sequence[str], answered: Answered) -> dict[str, Any]:
@@ -88,10 +98,14 @@ def problem_of(call: Call, engine: Home, ids: Sequence[str], answered: Answered)
 
 async def pass_on(router: Router, call: Call, ids: Sequence[str], engine: Home) -> Answer:
     """The call as it is. Raises LostSequence when the engine is lost over it."""
+    prompts = router.prompts.computed_by(call.operation, call.tenant.namespace, ids)
     try:
         return await engine.call(call)
     except NotReady as error:
         raise lost(router, engine, ids, error) from error
+    finally:
+        for one in prompts:
+            one.num_calls -= 1
 
 
 def lost(router: Router, engine: Home, ids: Sequence[str], error: NotReady) -> Exception:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from itertools import islice, tee
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from service.cluster.answering import each, longest, reply, unknown_in
 from service.cluster.engine import Call, Engine, Told, refusal_in
-from service.cluster.names import BETWEEN, made_id, tags_of
-from service.cluster.placement import choose
-from service.cluster.prefixes import chained_keys
+from service.cluster.names import made_id, tags_of
+from service.cluster.placing import New, news_of, place_one, place_ranks
 from service.cluster.ranks import Home, Ranks
-from service.core.keys import Prefix, as_keys
+from service.cluster.underway import Wait
 from service.doors.problems import ProblemText
 from service.errors import (
     AttndError,
-    InvalidRequest,
     LostSequence,
     NotReady,
     Overloaded,
@@ -39,30 +34,6 @@ if TYPE_CHECKING:
 ELSEWHERE: Final = frozenset({429, 503, 507})
 """An engine that refuses like this may be passed over for another."""
 UNDO_S: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class New:
-    """One sequence to make: its fields as they were given, and its names of pages."""
-
-    fields: dict[str, Any]
-    prefix: Prefix | None
-    arrays: dict[str, Array]
-
-    @property
-    def id(self) -> str | None:
-        name: str | None = self.fields.get("id")
-        return name
-
-    @property
-    def ranks(self) -> int:
-        """Over how many engines its pages are dealt out."""
-        return self.fields.get("ranks") or 1
-
-    @property
-    def parent(self) -> str | None:
-        name: str | None = self.fields.get("parent")
-        return name
 
 
 class Failed(Exception):
@@ -86,16 +57,20 @@ async def create(router: Router, call: Call, prepared: Prepared) -> tuple[Answer
     found: set[str] = set()
     while True:
         homes: list[Home] = []
+        waits: list[Wait] = []
         for one in new:
             if one.ranks > 1:
                 homes.append(place_ranks(router, one, passed_over))
             elif one.parent is None:
-                homes.append(place_one(router, call, one, passed_over))
+                engine, wait = place_one(router, call, one, passed_over)
+                homes.append(engine)
+                waits += [wait] if wait is not None else []
             elif one.parent in parents:
                 homes.append(parents[one.parent])
             else:  # made by this request; one that comes later is refused there
                 at = own[one.parent]
                 homes.append(homes[at] if at < len(homes) else router.members.idlest())
+        await router.prompts.wait(call.tenant.namespace, waits)
         try:
             return await make(router, call, new, homes)
         except Failed as failed:
@@ -117,93 +92,6 @@ def unknown_parents(failed: Failed) -> list[str]:
     """The parents that engines did not know: they may have been moved."""
     problems = [e.problem for e in failed.errors.values() if isinstance(e, ProblemText)]
     return [name for one in problems for name in unknown_in(one)]
-
-
-def news_of(call: Call, prepared: Prepared) -> list[New]:
-    """The sequences to make; each has its own part of a tensor of page names."""
-    fields = prepared.fields
-    arrays = call.arrays(prepared.layout)
-    sums, found = fields.prefix_indptr, []
-    for index, one in enumerate(fields.sequences):
-        given = one.model_dump(exclude_unset=True)
-        if one.shard is not None:
-            rule = "a cluster deals pages out by itself: give ranks instead"
-            raise InvalidRequest(f"sequences.{index}.shard", given["shard"], rule)
-        rows: dict[str, Array] = {}
-        if one.prefix is not None:
-            span = slice(None) if sums is None else slice(sums[index], sums[index + 1])
-            rows = {name: array[span] for name, array in arrays.items()}
-        found.append(New(given, prefix_of(one.prefix, rows), rows))
-    return found
-
-
-def prefix_of(named: Any, rows: Mapping[str, Array]) -> Prefix | None:
-    if named is None:
-        return None
-    ids = rows.get("token_ids", named.ids_array)
-    keys = rows.get("page_keys", named.keys_array)
-    raw = None if keys is None else as_keys(np.ascontiguousarray(keys).tobytes())
-    return Prefix(ids, raw, named.cache_salt)
-
-
-def place_one(router: Router, call: Call, new: New, passed_over: Collection[str]) -> Engine:
-    """The engine for a sequence without a parent; one that is known to exist goes where it is, to
-    be refused there. Raises NotReady."""
-    if new.id is not None:
-        tag = router.homes.names.tag((call.tenant.namespace, new.id))
-        known = router.members.by_tag.get(tag or "")
-        if known is not None and known.tag not in passed_over:
-            return known
-    needed = 1
-    if new.prefix is not None:
-        needed = max(new.prefix.num_pages(router.members.info.page_size), 1)
-    chosen, there = place_pages(router, call, new.prefix, needed, passed_over)
-    chosen.give(there, needed)
-    return chosen
-
-
-def place_pages(
-    router: Router, call: Call, prefix: Prefix | None, needed: int, passed_over: Collection[str]
-) -> tuple[Engine, int]:
-    """The engine for so many pages, of which the first have the prefix's names; and how many of
-    those it has already. Raises NotReady."""
-    members = router.members
-    among = {
-        one.tag: one for one in members.engines if one.takes_new and one.tag not in passed_over
-    }
-    if not among:
-        return members.idlest(), 0
-    loads = {tag: one.load_now for tag, one in among.items()}
-    if prefix is None:
-        chosen, there = among[choose(loads, {}, needed)], 0
-    else:
-        space, now = call.tenant.namespace, time.monotonic()
-        known = members.prefixes_of(space)
-        keys, again = tee(chained_keys(prefix, space, members.info.page_size))
-        matched = known.matched(keys, now)
-        chosen = among[choose(loads, matched, needed)]
-        there = matched.get(chosen.tag, 0)
-        known.expect(chosen.tag, islice(again, there, None), now)
-    chosen.promised += max(needed - there, 1)
-    return chosen, there
-
-
-def place_ranks(router: Router, new: New, passed_over: Collection[str]) -> Home:
-    """The engines with the most room, as many as wanted. Raises InvalidRequest where there are not
-    so many, NotReady."""
-    members = router.members
-    there = [one for one in members.engines if one.takes_new]
-    if new.ranks > len(there):
-        rule = f"must be at most {len(there)}, the engines that there are"
-        raise InvalidRequest("ranks", new.ranks, rule)
-    there.sort(key=lambda one: (one.tag in passed_over, -one.load_now.room, one.name))
-    chosen = there[: new.ranks]
-    for engine in chosen:
-        engine.promised += 1
-    home = members.home(BETWEEN.join(engine.tag for engine in chosen))
-    if home is None:
-        raise RuntimeError("an engine went while nobody waited: this is a bug")
-    return home
 
 
 async def make(
@@ -232,8 +120,7 @@ async def make(
         raise Failed(errors)
     at_home = {view["id"]: engine for view, engine in zip(made, homes, strict=True)}
     await check_nowhere_else(router, call, new, at_home)
-    for name, engine in at_home.items():
-        router.homes.made(call, [name], engine)
+    remember(router, call, new, at_home)
     stages = longest(one.stages for one in told if isinstance(one, Told))
     return reply(router.arena, call, {"sequences": made}, stages=stages)
 
@@ -256,8 +143,16 @@ async def make_at_one(
     except BaseException:
         router.give_back(slot)
         raise
-    router.homes.made(call, made, engine)
+    remember(router, call, new, made)
     return answered, slot
+
+
+def remember(router: Router, call: Call, new: list[New], made: Mapping[str, Home]) -> None:
+    """Where sequences are now, and that their prompts are under way."""
+    for one, (name, home) in zip(new, made.items(), strict=True):
+        router.homes.made(call, [name], home)
+        if one.prefix is not None:
+            router.prompts.begin(call.tenant.namespace, name, one.underway)
 
 
 def fields_for(engine: Home, new: list[New]) -> tuple[dict[str, Any], dict[str, Array]]:

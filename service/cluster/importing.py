@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from service.cluster.answering import each
-from service.cluster.creating import ELSEWHERE, place_pages, prefix_of
+from service.cluster.creating import ELSEWHERE
 from service.cluster.engine import Call, Engine, Told
 from service.cluster.finding import ASK_DEADLINE_S
+from service.cluster.placing import place_pages, prefix_of
 from service.errors import NotReady, SequenceExists
 from service.operations.names import NamedPages
 from service.operations.spec import Prepared
@@ -60,7 +61,7 @@ async def begin(router: Router, call: Call, prepared: Prepared) -> Answer:
     prefix = prefix_of(names, arrays) if arrays and fields.share else None
     while True:
         needed = max(fields.header.num_pages, 1)
-        engine, _ = place_pages(router, call, prefix, needed, passed_over)
+        engine = place_pages(router, call, prefix, needed, passed_over).engine
         passed_over.add(engine.tag)
         is_last = not {one.tag for one in router.members.engines if one.takes_new} - passed_over
         try:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any, Final
 
+from service.cluster.underway import Underway
 from service.core.keys import Prefix, root_key
 
 MOST_EVENTS: Final = 16_384
@@ -21,7 +22,10 @@ EXPECTED_PAGES: Final = 512
 """Of one prompt, from the first that is not known on: naming them takes time."""
 MOST_EXPECTED: Final = 2**16
 Event = dict[str, Any]
+Expected = tuple[str, float, Underway | None]
+"""The engine that a page is to come to, until when that is believed, and what it comes with."""
 NOBODY: Final[frozenset[str]] = frozenset()
+NOT_EXPECTED: Final[Expected] = ("", 0.0, None)
 
 
 class Prefixes:
@@ -31,8 +35,8 @@ class Prefixes:
 
     def __init__(self) -> None:
         self.engines_with: dict[str, frozenset[str]] = {}
-        self.expected: dict[str, tuple[str, float]] = {}
-        """Where pages are to come, and until when that is believed; the oldest first."""
+        self.expected: dict[str, Expected] = {}
+        """The oldest first."""
         self.log = EventLog()
 
     def take(self, tag: str, event: Event) -> None:
@@ -70,13 +74,15 @@ class Prefixes:
             some = gone[first : first + PAGES_AN_EVENT]
             self.log.add({"type": "removed", "namespace": namespace, "page_keys": some})
 
-    def expect(self, tag: str, keys: Iterable[bytes], now: float) -> None:
-        """A prompt with these pages was placed on an engine."""
+    def expect(
+        self, tag: str, keys: Iterable[bytes], now: float, underway: Underway | None = None
+    ) -> None:
+        """A prompt with these pages was placed on an engine; they come with what is `underway`."""
         expected = self.expected
         for key in islice(keys, EXPECTED_PAGES):
             name = key.hex()
             expected.pop(name, None)
-            expected[name] = tag, now + EXPECTED_S
+            expected[name] = tag, now + EXPECTED_S, underway
         while expected:
             oldest = next(iter(expected))
             if len(expected) <= MOST_EXPECTED and expected[oldest][1] > now:
@@ -102,12 +108,24 @@ class Prefixes:
                 found[tag] = count
         return found
 
+    def awaited(self, tag: str, keys: Sequence[bytes]) -> tuple[int, Underway | None]:
+        """How many of a chain's first pages an engine has already, of those that it has or is to
+        have, and what the next one comes with."""
+        if not self.expected:
+            return len(keys), None
+        count = len(keys)
+        while count and tag not in self.engines_with.get(keys[count - 1].hex(), NOBODY):
+            count -= 1
+        if count == len(keys):
+            return count, None
+        return count, self.expected.get(keys[count].hex(), NOT_EXPECTED)[2]
+
     def tags(self, key: str, now: float) -> frozenset[str]:
         """The engines of one page."""
         there = self.engines_with.get(key, NOBODY)
         if not self.expected:
             return there
-        tag, until = self.expected.get(key, ("", 0.0))
+        tag, until, _ = self.expected.get(key, NOT_EXPECTED)
         return there | {tag} if until > now and tag not in there else there
 
 

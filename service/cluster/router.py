@@ -24,6 +24,7 @@ from service.cluster.passing import Passing
 from service.cluster.patience import Patience
 from service.cluster.spilling import Spills
 from service.cluster.spreading import ask_everywhere, ask_for_lease
+from service.cluster.underway import Prompts
 from service.doors.arena import DoorArena
 from service.doors.problems import ProblemText
 from service.errors import DeadlineExceeded, InvalidRequest, NotReady
@@ -67,6 +68,7 @@ class Router:
         self.passing = Passing(self.homes)
         self.patience = Patience()
         self.spills = Spills(self, spill)
+        self.prompts = Prompts()
         self.drains: dict[str, asyncio.Task[None]] = {}
         self.remembered = lru_cache(maxsize=512)(self.read)
 

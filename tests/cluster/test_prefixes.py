@@ -14,6 +14,7 @@ from service.cluster.prefixes import (
     Prefixes,
     chained_keys,
 )
+from service.cluster.underway import Underway
 from service.core.keys import Prefix, root_key
 
 KEYS = [bytes([n]) * 16 for n in range(8)]
@@ -26,6 +27,19 @@ def stored(*pages: int) -> dict[str, Any]:
 
 def removed(*pages: int) -> dict[str, Any]:
     return stored(*pages) | {"type": "removed"}
+
+
+def test_what_an_engine_is_to_have_is_awaited_from_the_prompt_that_brings_it() -> None:
+    known, first, second = Prefixes(), Underway(), Underway()
+    known.take("a", stored(0, 1))
+    assert known.awaited("a", KEYS[:2]) == (2, None)
+    known.expect("a", KEYS[2:4], 10.0, first)
+    known.expect("a", KEYS[4:6], 10.0, second)
+    assert known.awaited("a", KEYS[:2]) == (2, None)
+    assert known.awaited("a", KEYS[:6]) == (2, first)
+    known.take("a", stored(2, 3))
+    assert known.awaited("a", KEYS[:6]) == (4, second)
+    assert known.awaited("a", []) == (0, None)
 
 
 def told(known: Prefixes) -> list[tuple[str, list[int]]]:

@@ -1,0 +1,89 @@
+"""Prompts that are being computed: one that begins alike waits until their pages are cached, rather
+than have an engine compute them again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from service.operations.rows import APPEND
+from service.operations.spec import Operation
+
+LONGEST_S: Final = 5.0
+"""No prompt counts as under way for longer."""
+VAIN_S: Final = 60.0
+"""Where a prompt was waited for in vain, as its caller commits late or never, nobody of that
+namespace waits again for so long."""
+
+
+@dataclass(slots=True, eq=False)
+class Underway:
+    """A prompt from its placing until its pages are cached, or never will be."""
+
+    is_begun: bool = False
+    """Rows of it have come: before that, its caller may be about to make other sequences first."""
+    num_calls: int = 0
+    """Those that bring rows of it now."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a prompt that begins like another should wait for, and for how long."""
+
+    underway: Underway
+    most_s: float
+
+
+class Prompts:
+    """Those of one door that are under way, by namespace and id of their sequences."""
+
+    __slots__ = ("by_name", "vain_until_s")
+
+    def __init__(self) -> None:
+        self.by_name: dict[tuple[str, str], Underway] = {}
+        self.vain_until_s: dict[str, float] = {}
+
+    def begin(self, space: str, name: str, underway: Underway) -> None:
+        """The sequence is made that the prompt is for."""
+        self.by_name[space, name] = underway
+        asyncio.get_running_loop().call_later(LONGEST_S, self.give_up, space, name, underway)
+
+    def give_up(self, space: str, name: str, underway: Underway) -> None:
+        """That was long ago."""
+        if self.by_name.get((space, name)) is underway:
+            self.end(space, (name,))
+
+    def end(self, space: str, names: Iterable[str]) -> None:
+        """These sequences have been committed, or are gone."""
+        for name in names:
+            if (underway := self.by_name.pop((space, name), None)) is not None:
+                underway.ended.set()
+
+    def computed_by(self, operation: Operation, space: str, names: Iterable[str]) -> list[Underway]:
+        """The prompts of which a call brings rows; `num_calls` of each is to be taken back when it
+        is over."""
+        if not (self.by_name and (operation is APPEND or operation.appended_with)):
+            return []
+        found = [one for name in names if (one := self.by_name.get((space, name))) is not None]
+        for one in found:
+            one.is_begun = True
+            one.num_calls += 1
+        return found
+
+    async def wait(self, space: str, waits: Sequence[Wait]) -> None:
+        """Until all have ended that have begun, or for as long as that is worth it."""
+        for wait in waits:
+            underway = wait.underway
+            is_vain = time.monotonic() < self.vain_until_s.get(space, 0.0)
+            if is_vain or not underway.is_begun or underway.ended.is_set():
+                continue
+            try:
+                async with asyncio.timeout(min(wait.most_s, LONGEST_S)):
+                    await underway.ended.wait()
+            except TimeoutError:
+                if not underway.num_calls:
+                    self.vain_until_s[space] = time.monotonic() + VAIN_S
