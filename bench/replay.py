@@ -1,5 +1,5 @@
-"""A trace replayed on running services: every request begins from the prefix cache, is prefilled and
-committed, decodes some tokens, and is deleted. What each call took is kept."""
+"""A trace replayed on running services: every request begins from the prefix cache, is prefilled
+and committed, decodes some tokens, and is deleted. What each call took is kept."""
 
 from __future__ import annotations
 
