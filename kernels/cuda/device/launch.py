@@ -15,11 +15,14 @@ from cupy_backends.cuda.api import driver
 from kernels.compile import DEFAULT_CACHE, Spec, cached_path, compile_all, compile_cached
 
 _POINTER: Final = Struct("=Q")
-_OVERLAP: Final = Struct("=I4xI60x 7I4xQQI4x")
-"""`CUlaunchAttribute`: id, and a value of 64 bytes of which the first four count here. Then
+_DRIVER: Final = Struct("=3Q I4xI60x 7I4xQQI4x")
+"""What the driver is given of a launch: the addresses of up to three parameters; then, of one that
+overlaps, `CUlaunchAttribute`: id, and a value of 64 bytes of which the first four count here; and
 `CUlaunchConfig`: grid, block, shared bytes; stream; where its attributes are, and how many."""
-_ATTRIBUTE_BYTES: Final = 72
-_STREAM_IN_OVERLAP: Final = _ATTRIBUTE_BYTES + 32
+_ATTRIBUTE_AT: Final = 3 * _POINTER.size
+_CONFIG_AT: Final = _ATTRIBUTE_AT + 72
+_STREAM_AT: Final = _CONFIG_AT + 32
+_DRIVER_ROOM: Final = bytes(_DRIVER.size)
 _PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
 
 
@@ -42,7 +45,7 @@ class Launcher:
 
     Goes to the driver at a fraction of what CuPy's call costs. `memory` is the launch's own copy of
     `struct`, which may be written to between launches; the kernel's parameters, structs by value,
-    begin at the offsets `parameters` of it.
+    begin at the offsets `parameters` of it, of which a kernel with fewer reads the first.
 
     With `overlaps` it may begin while its predecessor on the stream still runs: when every block of
     that has called `launch_dependents` (overlap.cuh). Each of its threads then calls
@@ -53,7 +56,6 @@ class Launcher:
         "_config",
         "_kernel",
         "_settled",
-        "_stream_at",
         "_struct_bytes",
         "_where",
         "memory",
@@ -66,28 +68,21 @@ class Launcher:
         threads: int,
         shared_bytes: int,
         struct: bytes,
-        parameters: tuple[int, ...] = (0,),
+        parameters: tuple[int, int, int] = (0, 0, 0),
         overlaps: bool = False,
     ) -> None:
-        # the struct and, for the driver, the addresses of its parts, and how to overlap
-        at = size = len(struct)
-        room = size + 8 * len(parameters) + _OVERLAP.size
-        self.memory = memory = bytearray(struct.ljust(room, b"\0"))
+        self._struct_bytes = size = len(struct)
+        self.memory = memory = bytearray(struct + _DRIVER_ROOM)
         address = addressof(c_char.from_buffer(memory))
-        for offset in parameters:
-            _POINTER.pack_into(memory, at, address + offset)
-            at += 8
-        self._where = address + size
-        self._struct_bytes = size
+        self._where = where = address + size
+        self._config = where + _CONFIG_AT if overlaps else 0
         self._kernel = kernel  # kept alive: what follows is only its address
         sizes = (grid, 1, 1, threads, 1, 1, shared_bytes)
         self._settled = (kernel.kernel.ptr, *sizes)
-        self._config = 0
-        if overlaps:
-            how = (_PROGRAMMATIC_STREAM_SERIALIZATION, 1, *sizes, 0, address + at, 1)
-            _OVERLAP.pack_into(memory, at, *how)
-            self._stream_at = at + _STREAM_IN_OVERLAP
-            self._config = address + at + _ATTRIBUTE_BYTES
+        first, second, third = parameters
+        pointers = (address + first, address + second, address + third)
+        attribute = (_PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+        _DRIVER.pack_into(memory, size, *pointers, *attribute, *sizes, 0, where + _ATTRIBUTE_AT, 1)
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -101,7 +96,7 @@ class Launcher:
         if self._config == 0:
             driver.launchKernel(*self._settled, stream, self._where, 0)
         else:
-            _POINTER.pack_into(self.memory, self._stream_at, stream)
+            _POINTER.pack_into(self.memory, self._struct_bytes + _STREAM_AT, stream)
             function = self._settled[0]
             driver.check_status(_launch_kernel_ex()(self._config, function, self._where, None))
 

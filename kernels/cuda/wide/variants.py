@@ -29,7 +29,7 @@ ENTRY: Final = "attend_wide"
 PARAMS_AT: Final = 2 * MAP_BYTES
 PARAMETERS: Final = (0, MAP_BYTES, PARAMS_AT)
 """Where the kernel's parameters begin in its launch's memory: both maps, then `WideParams`."""
-STORED_PARAMETERS: Final = (0, STORED_KV.itemsize)
+STORED_PARAMETERS: Final = (0, STORED_KV.itemsize, 0)
 """The same for fp8 pools: `StoredKv`, then `WideParams`."""
 
 
