@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any, Final
 
 import cupy
@@ -109,14 +108,17 @@ class Transfers:
         One pinned buffer, one copy, which the compute stream waits for. Whoever launches work on
         the buffer hands it to `retire` after that.
         """
-        sizes = [array.nbytes for array in arrays]
-        total = sum(sizes)
+        offsets, total = [], 0
+        for array in arrays:
+            offsets.append(total)
+            total += array.nbytes
         host = pinned_memory(total)
-        np.concatenate(arrays, out=np.ndarray((total // 4,), np.int32, host))
+        np.concatenate(arrays, out=np.frombuffer(host, np.int32, total // 4))
         buffer = self.inbound(total)
         self.to_device(buffer.ptr, host.ptr, total)
         self.arrived((host, buffer))
-        return buffer, list(accumulate(sizes[:-1], initial=buffer.ptr))
+        begin = buffer.ptr
+        return buffer, [begin + offset for offset in offsets]
 
     def inbound(self, size: int) -> Any:
         """Device memory to copy to on the stream of copies in."""
