@@ -21,8 +21,9 @@ from bench.machine import workloads
 from bench.recorder import MEMORY, recording
 from bench.row_plans import Row
 from kernels.cuda.attention.device_plan import DevicePlanBuilder
-from kernels.cuda.plan.planner import BatchWork, KernelWork, make_work
+from kernels.cuda.plan.planner import BatchWork, make_work
 from kernels.cuda.plan.rounds import MERGE_SECONDS, PARTIAL_SECONDS
+from kernels.cuda.plan.runs import KernelWork
 from kernels.cuda.plan.tiles import KEYS
 
 LAUNCH_SECONDS: Final = 4e-6

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,8 +88,7 @@ class Mask:
     row_offsets: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class Scoring:
+class Scoring(NamedTuple):
     """How scores are made: `s = sm_scale * q.k`, then `cap * tanh(s / cap)` when cap > 0.
 
     `window_left` is as in `Plan`; -1 is off.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import Final
@@ -270,6 +271,7 @@ class CudaBackend:
         self._lost = "the backend is closed"
 
 
+@cache
 def compute_dtype(q: DType, keys: DType) -> DType:
     """The 16-bit format that q and keys meet in: the keys' own, else q's, else fp16."""
     return next((dtype for dtype in (keys, q) if dtype in ("fp16", "bf16")), "fp16")

@@ -10,7 +10,7 @@ import numpy as np
 
 from kernels.backend import Plan
 from kernels.cuda.attention.config import AttentionConfig, attend_struct
-from kernels.cuda.attention.kernel_sets import BatchKind, KernelSet, batch_kind, kernel_sets
+from kernels.cuda.attention.kernel_sets import KernelSet, batch_kind, kernel_sets
 from kernels.cuda.attention.steps import (
     DevicePlan,
     Step,
@@ -21,7 +21,6 @@ from kernels.cuda.attention.steps import (
     write_visible,
     write_wide,
 )
-from kernels.cuda.common.extremes import total
 from kernels.cuda.common.kernel import Kernel
 from kernels.cuda.common.structs import (
     ATTEND_PARAMS,
@@ -37,8 +36,9 @@ from kernels.cuda.device.launch import Launcher, Library
 from kernels.cuda.device.transfer import Transfers
 from kernels.cuda.merge.variants import merge_launch
 from kernels.cuda.plan.merges import MergeLists
-from kernels.cuda.plan.planner import BatchWork, KernelWork, make_work
-from kernels.cuda.plan.tiles import KEYS, PAGE
+from kernels.cuda.plan.planner import make_work
+from kernels.cuda.plan.runs import KernelWork
+from kernels.cuda.plan.tiles import PAGE
 from kernels.cuda.visible import table as visible
 from kernels.cuda.wide import variants as wide
 
@@ -81,7 +81,7 @@ class DevicePlanBuilder:
         self._config, self._library = config, library
         self._multiprocessors, self._schedule = multiprocessors, schedule
         self._sets = kernel_sets(config, library.arch, multiprocessors)
-        self._usual = self._sets[BatchKind.USUAL]
+        self._usual = self._sets["usual"]
         self._struct = attend_struct(config)
 
     def make(
@@ -94,7 +94,8 @@ class DevicePlanBuilder:
 
         `team` forces the size of teams.
         """
-        kernels = self.kernels_for([plan for _, plan in requests])
+        plans = [plan for _, plan in requests]
+        kernels = self.kernels_for(plans)
         planner = kernels.planner if team is None else replace(kernels.planner, team=team)
         work = make_work(requests, planner)
         merges = work.merges
@@ -105,13 +106,14 @@ class DevicePlanBuilder:
         buffer, at = transfers.upload_ints(arrays)
         count = len(work.kernels)
         places = _Places(*at[count : count + 6])
-        overlaps = self._overlaps(work)
         alone = len(work.kernels) == 1 and self._library.overlaps
         follows = len(merges.chunks) == 0
+        overlaps = alone and _begins_early(work.kernels[0], follows)
         before: list[Step] = []
         steps: list[Step] = []
         others: list[Step] = []
-        for launch, items, worker_begin in zip(work.kernels, at, at[count + 6 :], strict=False):
+        for index, launch in enumerate(work.kernels):
+            items, worker_begin = at[index], at[count + 6 + index]
             kernel, persistent = kernels.kernel(launch), launch.shape.persistent
             here = follows and kernel.entry == wide.ENTRY
             table = (0, 0)
@@ -126,7 +128,7 @@ class DevicePlanBuilder:
                 step = self._mma_step(launch, kernel, places, items, lists, table, overlaps)
             (steps if persistent or here else others).append(step)
         return DevicePlan(
-            plans=tuple([plan for _, plan in requests]),
+            plans=tuple(plans),
             buffer=buffer,
             steps=(*before, *(steps or others)),
             beside=tuple(others if steps else ()),
@@ -140,21 +142,6 @@ class DevicePlanBuilder:
         if len(self._sets) == 1:
             return self._usual
         return self._sets.get(batch_kind(plans, self._usual.planner), self._usual)
-
-    def _overlaps(self, work: BatchWork) -> bool:
-        """Whether the narrow kernel, and the merge, each may begin while its predecessor ends.
-
-        They may where these two are the whole batch: the plan is read meanwhile. A long launch of
-        the narrow kernel alone is faster when it begins after it (measured).
-        """
-        if len(work.kernels) != 1 or not self._library.overlaps:
-            return False
-        (launch,) = work.kernels
-        if len(work.merges.chunks) == 0:
-            most = SHORT_LAUNCH * launch.num_workers * launch.team
-            if total(launch.items[:, KEYS]) > most:
-                return False
-        return launch.shape.persistent
 
     def _visible_step(
         self, launch: KernelWork, kernel: Kernel, places: _Places, items: int, transfers: Transfers
@@ -243,7 +230,7 @@ class DevicePlanBuilder:
         if kv.dtype.startswith("fp8"):
             strides = {name: at for name, at in kv.strides.items() if name != "num_kv_heads"}
             before = packed(STORED_KV, **strides, v_scale=kv.v_scale)
-            parameters: tuple[int, ...] = wide.STORED_PARAMETERS
+            parameters = wide.STORED_PARAMETERS
         else:
             write = write_wide(lambda layer: kv.maps(layer, kernel.tile_keys))
             before, parameters = bytes(wide.PARAMS_AT), wide.PARAMETERS
@@ -269,3 +256,13 @@ class DevicePlanBuilder:
         sizes = (len(merges.chunks), kv.num_kv_heads, self._config.group_size, merges.chunk_rows)
         _write_lists(launcher.memory, *lists, *sizes, kv.head_dim, how.split)
         return Step(launcher, write_merge)
+
+
+def _begins_early(launch: KernelWork, last: bool) -> bool:
+    """Whether the only kernel of a batch may begin while its predecessor ends; `last`: no merge.
+
+    The narrow one may, and reads the plan meanwhile; but a long launch of it that no merge follows
+    is faster when it begins after that (measured).
+    """
+    short = launch.num_keys <= SHORT_LAUNCH * launch.num_workers * launch.team
+    return launch.shape.persistent and (short or not last)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Final
+from typing import Final, Literal
 
 from kernels.backend import Plan
 from kernels.cuda.attention.config import AttentionConfig
@@ -18,7 +17,7 @@ from kernels.cuda.attention.kernels import (
 from kernels.cuda.common.extremes import greatest, least
 from kernels.cuda.common.kernel import Kernel
 from kernels.cuda.narrow.variants import few_rows_kernels, parts_of, short_decode_kernels
-from kernels.cuda.plan.planner import KernelWork
+from kernels.cuda.plan.runs import KernelWork
 from kernels.cuda.plan.tiles import ROWS, PlannerConfig
 from kernels.cuda.wide import variants as wide
 
@@ -29,13 +28,8 @@ LONG_PREFILL: Final = 1024
 """Keys of the longest sequence of a short prefill; and at least, on average, of a long one."""
 
 
-class BatchKind(Enum):
-    """What a batch is throughout. Prefills: each sequence has rows for the kernel of many."""
-
-    USUAL = auto()
-    SHORT_DECODE = auto()
-    SHORT_PREFILL = auto()
-    LONG_PREFILL = auto()
+BatchKind = Literal["usual", "short decode", "short prefill", "long prefill"]
+"""What a batch is throughout. Prefills: each sequence has rows for the kernel of many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,15 +60,17 @@ def kernel_sets(
     variant = wide_variant(*options, page_size, config.scoring, config.masked)
     usual = attend_kernels(*options, config.general, variant)
     few_rows = {} if config.general else few_rows_kernels(*options)
-    made = {BatchKind.USUAL: _kernel_set(usual, few_rows, config, multiprocessors)}
+    made: dict[BatchKind, KernelSet]
+    made = {"usual": _kernel_set(usual, few_rows, config, multiprocessors)}
     if not config.general and (short := short_decode_kernels(*options)):
         kernels = (short[8, False], *usual[1:])
-        made[BatchKind.SHORT_DECODE] = _kernel_set(kernels, short, config, multiprocessors)
+        made["short decode"] = _kernel_set(kernels, short, config, multiprocessors)
     if variant is not None:
-        for kind, other in (
-            (BatchKind.SHORT_PREFILL, wide.short_variant(variant)),
-            (BatchKind.LONG_PREFILL, wide.long_variant(variant)),
-        ):
+        others: dict[BatchKind, wide.WideVariant | None] = {
+            "short prefill": wide.short_variant(variant),
+            "long prefill": wide.long_variant(variant),
+        }
+        for kind, other in others.items():
             if other is not None:
                 kernels = (*usual[:-1], wide_kernel(other))
                 made[kind] = _kernel_set(kernels, few_rows, config, multiprocessors)
@@ -106,23 +102,25 @@ def _kernel_set(
 
 def batch_kind(plans: Sequence[Plan], usual: PlannerConfig) -> BatchKind:
     """What a batch is, as far as that can be told at a glance; `usual` is what plans it else."""
-    if any(len(plan.levels) != 1 for plan in plans):
-        return BatchKind.USUAL
-    levels = [plan.levels[0] for plan in plans]
-    rows = sum([len(plan.positions) for plan in plans])
-    sequences = sum([len(level.kv_start) for level in levels])
-    keys = sum([len(level.kv_indices) for level in levels]) * usual.page_size
-    narrow = usual.shapes[0]
+    rows = sequences = pages = 0
+    for plan in plans:
+        if len(plan.levels) != 1:
+            return "usual"
+        rows += len(plan.positions)
+        sequences += len(plan.levels[0].kv_start)
+        pages += len(plan.levels[0].kv_indices)
+    keys = pages * usual.page_size
     if rows == sequences:
+        narrow = usual.shapes[0]
         most = SHORT_DECODE * narrow.workers // usual.num_kv_heads
         short = keys <= most and usual.group_size <= narrow.rows
-        return BatchKind.SHORT_DECODE if short else BatchKind.USUAL
+        return "short decode" if short else "usual"
+    levels = [plan.levels[0] for plan in plans]
     many = max(shape.rows for shape in usual.shapes[:-1])
     fewest = min([least(level.qo_indptr[1:] - level.qo_indptr[:-1]) for level in levels])
     if fewest * usual.group_size <= many:
-        return BatchKind.USUAL
+        return "usual"
     if keys >= LONG_PREFILL * sequences:
-        return BatchKind.LONG_PREFILL
+        return "long prefill"
     longest = max([greatest(level.kv_indptr[1:] - level.kv_indptr[:-1]) for level in levels])
-    short = longest * usual.page_size <= SHORT_PREFILL
-    return BatchKind.SHORT_PREFILL if short else BatchKind.USUAL
+    return "short prefill" if longest * usual.page_size <= SHORT_PREFILL else "usual"

@@ -132,6 +132,8 @@ class AttentionRunner:
 
 def _layered(requests: Sequence[tuple[int, Plan]]) -> Sequence[tuple[int, Plan]]:
     """Requests of a single layer as of layer 0: the layer comes with each launch."""
+    if len(requests) == 1:
+        return [(0, requests[0][1])]
     if len({layer for layer, _ in requests}) > 1:
         return requests
     return [(0, plan) for _, plan in requests]

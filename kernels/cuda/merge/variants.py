@@ -29,10 +29,7 @@ def merge_launch(
     if units >= 2**31:
         raise Unsupported("lists", units, "at most 2^31 rows times heads in one merge")
     batch = 2 if longest <= 2 else 4
-    vector = 1 if head_dim == 0 else 4 if partials or dtype == "fp32" else 8
-    if batch == 2 and head_dim:
-        vector *= 2  # kUnits of merge.cu
-    lanes = min(32, 1 << (max(1, -(-head_dim // vector)) - 1).bit_length()) if head_dim else 32
+    kernel, lanes = _kernel(head_dim, partials, dtype, batch)
     few = units * lanes < 2**14 and longest >= 32
     threads = 1024 if few and batch > 2 else 256
     groups, split = threads // lanes, 1
@@ -40,10 +37,19 @@ def merge_launch(
     while split < groups and longest >= 8 * split and units * split < most:
         split *= 2
     grid = -(-units * split // groups)
-    return MergeLaunch(merge_spec(head_dim, partials, dtype, batch), threads, grid, split)
+    return MergeLaunch(kernel, threads, grid, split)
 
 
 @cache
+def _kernel(head_dim: int, partials: bool, dtype: DType, batch: int) -> tuple[Spec, int]:
+    """The specialisation, and how many lanes share a list."""
+    vector = 1 if head_dim == 0 else 4 if partials or dtype == "fp32" else 8
+    if batch == 2 and head_dim:
+        vector *= 2  # kUnits of merge.cu
+    lanes = min(32, 1 << (max(1, -(-head_dim // vector)) - 1).bit_length()) if head_dim else 32
+    return merge_spec(head_dim, partials, dtype, batch), lanes
+
+
 def merge_spec(head_dim: int, partials: bool, dtype: DType, batch: int) -> Spec:
     """merge_states of float partials into `dtype`, or of `dtype` into itself; head_dim 0: any."""
     return spec(

@@ -8,6 +8,7 @@ import numpy as np
 
 from kernels.backend import Int32
 from kernels.cuda.common.extremes import least
+from kernels.cuda.common.scalars import int32, int64
 from kernels.cuda.plan.tiles import KEYS, PAGE, START, Int, TileShape
 
 SNAP: Final = 0.03
@@ -26,7 +27,7 @@ def cut_alike(
 
     `keys` are the tiles'. Returns the runs and how many each tile has; None for one each.
     """
-    sizes = -(keys // -granule)
+    sizes = _in_granules(keys, granule)
     count = min(most, least(sizes))
     if count == 1:
         return tiles, None
@@ -43,14 +44,15 @@ def equal_shares(
 
     `keys` are the tiles'. Returns the runs, how many each tile has, and where each team's begin.
     """
-    sizes = -(keys // -granule)
+    sizes = _in_granules(keys, granule)
     ends = np.add.accumulate(sizes)
     total: int = ends.item(-1)
     teams = min(teams, total)
-    bounds = np.arange(0, teams * total + 1, total) // teams
+    bounds = np.arange(0, teams * total + 1, total)
+    bounds //= teams
     tile = ends.searchsorted(bounds)
-    left = ends.take(tile) - bounds
-    past = sizes.take(tile) - left
+    left = ends[tile] - bounds
+    past = sizes[tile] - left
     # a bound that is closer to an edge of its tile moves there, the others cut it
     cuts = np.minimum(past, left) > int(SNAP * total) // teams
     # runs before a bound: those of the tiles before its own, its own tile's first unless the bound
@@ -59,10 +61,17 @@ def equal_shares(
     begin += tile
     begin += (past > left) > cuts
     which = cuts.nonzero()[0]
-    pieces = np.bincount(tile.take(which), minlength=len(sizes))
-    pieces += 1
-    later = (begin.take(which), past.take(which))
+    pieces = np.bincount(tile[which], minlength=len(sizes))
+    pieces += int64(1)
+    later = (begin[which], past[which])
     return runs_at(tiles, pieces, *later, granule, page_size), pieces, begin.astype(np.int32)
+
+
+def _in_granules(keys: Int, granule: int) -> Int:
+    """How many granules hold so many keys."""
+    sizes = keys + int64(granule - 1)
+    sizes //= int64(granule)
+    return sizes
 
 
 def runs_at(tiles: Int, pieces: Int, later: Int, past: Int, granule: int, page_size: int) -> Int:
@@ -72,11 +81,11 @@ def runs_at(tiles: Int, pieces: Int, later: Int, past: Int, granule: int, page_s
     """
     runs = tiles.repeat(pieces, axis=0)
     page, keys, start = runs[:, PAGE], runs[:, KEYS], runs[:, START]
-    begins = (past * granule).astype(np.int32)
+    begins = (past * int64(granule)).astype(np.int32)
     skipped = np.zeros(len(runs), np.int32)
     skipped[later] = begins
-    page += skipped // page_size
+    page += skipped // int32(page_size)
     start += skipped
-    keys[later - 1] = begins
+    keys[later - int64(1)] = begins
     keys -= skipped
     return runs

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kernels.backend import Int32
 from kernels.cuda.common.extremes import greatest
+from kernels.cuda.common.scalars import int64
 from kernels.cuda.plan.tiles import PARTIAL, ROW, ROWS, Int
 
 NOTHING: Final = np.zeros(0, np.int32)
@@ -40,10 +41,10 @@ def lists_of_pieces(runs: Int, pieces: Int | None, chunk: int) -> MergeLists:
     """
     if pieces is None:
         return MergeLists(chunk, NOTHING, NO_LISTS, NOTHING, 0, 0)
-    cut = pieces > 1
+    cut = pieces > int64(1)
     chunks = cut.nonzero()[0]
     indptr = np.zeros(len(chunks) + 1, np.int32)
-    indptr[1:] = np.add.accumulate(pieces.take(chunks))
+    indptr[1:] = np.add.accumulate(pieces[chunks])
     num_rows = indptr.item(-1) * chunk
     members = np.arange(0, num_rows, chunk, dtype=np.int32)
     runs[:, PARTIAL][cut.repeat(pieces).nonzero()[0]] = members

@@ -16,13 +16,12 @@ import numpy as np
 
 from kernels.backend import Int32, Level, Plan
 from kernels.cuda.plan.merges import MergeLists, lists_of_pieces, merge_lists
-from kernels.cuda.plan.runs import Cut, cut
+from kernels.cuda.plan.runs import KernelWork, cut
 from kernels.cuda.plan.tiles import (
     FIELDS,
     PLAIN_FIELDS,
     Int,
     PlannerConfig,
-    TileShape,
     beside,
     keep_rules,
     level_tiles,
@@ -35,42 +34,13 @@ CACHE_BYTES: Final = 48 * 2**20
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a plan
-class KernelWork:
-    """Items of one kernel, `PlannerConfig.shapes[index]`: int32 [num_items, 8] as in work.cuh.
-
-    Persistent kernels: worker w, a team of `team` warps, owns items
-    `worker_begin[w]:worker_begin[w + 1]`; `heads_first` as in `Cut`.
-    """
-
-    index: int
-    shape: TileShape
-    items: Int32
-    worker_begin: Int32
-    team: int
-    heads_first: bool = False
-
-    @property
-    def num_items(self) -> int:
-        return len(self.items)
-
-    @property
-    def num_workers(self) -> int:
-        return len(self.worker_begin) - 1
-
-    @property
-    def one_each(self) -> bool:
-        """Whether every worker has one item, worker w item w."""
-        return self.num_workers == self.num_items  # no worker is without items
-
-
-@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a plan
 class BatchWork:
     """Everything a batch needs on the device; row arrays run over all plans, one after another.
 
     `kernels` has those of `PlannerConfig.shapes` that have items.
     """
 
-    kernels: tuple[KernelWork, ...]
+    kernels: Sequence[KernelWork]
     merges: MergeLists
     order: Int32
     positions: Int32
@@ -82,25 +52,27 @@ def make_work(requests: Sequence[tuple[int, Plan]], config: PlannerConfig) -> Ba
     """Work for (layer, plan) requests of one scoring, rows packed one plan after another."""
     plans = [plan for _, plan in requests]
     levels = [level for plan in plans for level in plan.levels]
-    num_rows = sum([len(plan.positions) for plan in plans])
+    positions = [plan.positions for plan in plans]
+    num_rows = sum(map(len, positions))
     num_packed = num_rows * config.group_size
     ruled = config.window_left >= 0 or any(level.causal for level in levels)
-    chunk = config.chunk
     tiles = _tiles(requests, config, FIELDS if ruled else PLAIN_FIELDS)
-    cuts = cut(tiles, config, num_packed, _same_pages(levels, config))
-    runs = beside([part.runs for part in cuts])
-    if _tile_each(plans, tiles, num_packed // chunk, config):
-        merges = lists_of_pieces(runs, cuts[0].pieces, chunk)
+    kernels = cut(tiles, config, num_packed, _same_pages(levels, config))
+    runs = beside([launch.items for launch in kernels])
+    if _tile_each(plans, tiles, num_packed // config.chunk, config):
+        merges = lists_of_pieces(runs, kernels[0].pieces, config.chunk)
     else:
-        merges = merge_lists(runs, num_packed, chunk)
+        merges = merge_lists(runs, num_packed, config.chunk)
     if ruled:
         keep_rules(runs, config.window_left)
         runs = np.ascontiguousarray(runs[:, :PLAIN_FIELDS])
+    for launch in kernels:  # their runs with partial rows, and with an item's fields alone
+        launch.items, runs = runs[: len(launch.items)], runs[len(launch.items) :]
     return BatchWork(
-        kernels=_kernels(cuts, runs, config),
+        kernels=kernels,
         merges=merges,
         order=_order(plans),
-        positions=_joined([plan.positions for plan in plans]),
+        positions=_joined(positions),
         kv_indices=_joined([level.kv_indices for level in levels]),
         num_rows=num_rows,
     )
@@ -140,27 +112,17 @@ def _tiles(
     requests: Sequence[tuple[int, Plan]], config: PlannerConfig, fields: int
 ) -> list[tuple[int, Int]]:
     """Tiles of every kernel that has some, by its index in `config.shapes`."""
-    tiles: list[list[Int]] = [[] for _ in config.shapes]
+    made: list[tuple[int, Int]] = []
     row = page = 0
     for layer, plan in requests:
         for level in plan.levels:
-            places = (row, page, config, fields)
-            for index, made in level_tiles(layer, plan.positions, level, *places):
-                tiles[index].append(made)
+            made += level_tiles(layer, plan.positions, level, row, page, config, fields)
             page += len(level.kv_indices)
         row += len(plan.positions)
-    return [(index, beside(made)) for index, made in enumerate(tiles) if made]
-
-
-def _kernels(cuts: Sequence[Cut], items: Int32, config: PlannerConfig) -> tuple[KernelWork, ...]:
-    """The kernels' work; `items` are the runs of all `cuts`, one after another."""
-    kernels, at = [], 0
-    for part in cuts:
-        stop = at + len(part.runs)
-        mine = (part.index, config.shapes[part.index], items[at:stop])
-        kernels.append(KernelWork(*mine, part.worker_begin, part.team, part.heads_first))
-        at = stop
-    return tuple(kernels)
+    if len(made) == 1:
+        return made
+    kernels = sorted({index for index, _ in made})
+    return [(index, beside([mine for i, mine in made if i == index])) for index in kernels]
 
 
 def _order(plans: Sequence[Plan]) -> Int32:

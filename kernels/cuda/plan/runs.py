@@ -59,26 +59,41 @@ Parts = Sequence[tuple[int, Int]]
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a plan
-class Cut:
-    """Runs for `PlannerConfig.shapes[index]`; the rest is for persistent kernels.
+class KernelWork:
+    """Items of one kernel, `PlannerConfig.shapes[index]`: the runs that its tiles were cut into.
 
-    Team w owns runs `worker_begin[w]:worker_begin[w + 1]`; `team` workers share each run. Tile i is
-    the next `pieces[i]` runs; None: one run each.
-    `heads_first`: all runs of a kv head come before those of the next, more teams than there are at
-    once.
+    Items are int32 [num_items, 8] as in work.cuh, with `num_keys` keys in all; tile i is the next
+    `pieces[i]` of them, or None: one each. The rest is for persistent kernels: worker w, a team of
+    `team` warps, owns items `worker_begin[w]:worker_begin[w + 1]`; `heads_first`: all items of a kv
+    head come before those of the next, more teams than there are at once.
     """
 
     index: int
-    runs: Int
+    shape: TileShape
+    num_keys: int
+    items: Int
     worker_begin: Int32
     team: int = 1
     pieces: Int | None = None
     heads_first: bool = False
 
+    @property
+    def num_items(self) -> int:
+        return len(self.items)
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.worker_begin) - 1
+
+    @property
+    def one_each(self) -> bool:
+        """Whether every worker has one item, worker w item w."""
+        return len(self.worker_begin) - 1 == len(self.items)  # no worker is without items
+
 
 def cut(
     parts: Parts, config: PlannerConfig, num_packed: int, same_pages: bool = False
-) -> list[Cut]:
+) -> list[KernelWork]:
     """Runs of each part, of a batch of `num_packed` packed rows.
 
     Persistent kernels get their share of the device beside the others. `same_pages`: tiles read the
@@ -87,8 +102,8 @@ def cut(
     if same_pages and len(parts) == 1 and (together := _together(*parts[0], config)):
         return [together]
     if not parts or config.shapes[parts[-1][0]].persistent:  # persistent ones come first
-        whole = [config.shapes[index].workers // config.num_kv_heads for index, _ in parts]
-        return [_assign(*part, max(1, n), config) for part, n in zip(parts, whole, strict=True)]
+        heads = config.num_kv_heads
+        return [_assign(i, mine, config.shapes[i].workers // heads, config) for i, mine in parts]
     merged = sum(total(tiles[:, ROWS]) for _, tiles in parts) > num_packed
     share = _persistent_share(parts, config)
     made = _beside(parts, share, merged, config)
@@ -102,7 +117,7 @@ def cut(
 class _Beside:
     """Runs of kernels beside each other, and when the persistent ones and the others are done."""
 
-    cuts: list[Cut]
+    cuts: list[KernelWork]
     persistent_end: float
     end: float
 
@@ -113,14 +128,15 @@ def _beside(parts: Parts, share: float, merged: bool, config: PlannerConfig) -> 
     for index, part in parts:
         shape = config.shapes[index]
         if shape.persistent:
-            workers = max(1, round(shape.workers // config.num_kv_heads * share))
+            workers = round(shape.workers // config.num_kv_heads * share)
             cuts.append(_assign(index, part, workers, config, BUSY_BESIDE))
-            persistent_end = max(persistent_end, _assigned_seconds(cuts[-1], shape))
+            persistent_end = max(persistent_end, _assigned_seconds(cuts[-1]))
         else:
             busy = round(shape.workers * share)
             free = [(0.0, max(1, shape.workers - busy - SPARE)), (persistent_end, busy)]
             runs, end = _cut_evenly(part, shape, free[: 2 if busy else 1], merged, config)
-            cuts.append(Cut(index, runs, np.zeros(1, np.int32)))
+            num_keys = total(part[:, KEYS])
+            cuts.append(KernelWork(index, shape, num_keys, runs, np.zeros(1, np.int32)))
     return _Beside(cuts, persistent_end, end)
 
 
@@ -136,14 +152,17 @@ def _persistent_share(parts: Parts, config: PlannerConfig) -> float:
     return kept / whole
 
 
-def _assigned_seconds(made: Cut, shape: TileShape) -> float:
+def _assigned_seconds(made: KernelWork) -> float:
     """When the last team of a persistent kernel is done."""
-    shares = -(made.runs[:, KEYS] // -(shape.granule * made.team)) * shape.granule
+    shape = made.shape
+    shares = -(made.items[:, KEYS] // -(shape.granule * made.team)) * shape.granule
     costs = shape.item_seconds + shares * shape.key_seconds
     return float(np.maximum.reduce(np.add.reduceat(costs, made.worker_begin[:-1])))
 
 
-def _assign(index: int, tiles: Int, workers: int, config: PlannerConfig, busy: float = BUSY) -> Cut:
+def _assign(
+    index: int, tiles: Int, workers: int, config: PlannerConfig, busy: float = BUSY
+) -> KernelWork:
     """Runs for teams of `workers`: whole tiles, or runs of one length, where that fills them."""
     shape, keys = config.shapes[index], tiles[:, KEYS].astype(np.intp)
     num_tiles, largest, num_keys = len(keys), greatest(keys), total(keys)
@@ -152,33 +171,32 @@ def _assign(index: int, tiles: Int, workers: int, config: PlannerConfig, busy: f
     teams = max(1, workers // team)
     granule = granule_of(shape, config.page_size)
     worth = -(-num_keys // shape.least_run)  # more would not be worth their partial states
-    # keys of a tile that its team alone gets through before a merge of several teams' states would
-    short = shape.least_run * (team if 2 * num_tiles > teams else max(1, team // 4))
 
     if num_tiles > teams:
         for size in (shape.teams if config.team is None else (team,)) if alike else ():
             if each := _whole_each(num_tiles, max(1, workers // size), busy):
-                return Cut(index, tiles, _bounds(num_tiles, each), size)
-    elif largest <= short:
-        return Cut(index, tiles, _bounds(num_tiles, 1), team)
+                return KernelWork(index, shape, num_keys, tiles, _bounds(num_tiles, each), size)
+    elif largest <= shape.least_run * (team if 2 * num_tiles > teams else max(1, team // 4)):
+        # its team alone gets through a tile before a merge of several teams' states would
+        return KernelWork(index, shape, num_keys, tiles, _bounds(num_tiles, 1), team)
     elif alike:
         pieces = min(teams // num_tiles, max(1, worth // num_tiles))
         if pieces * num_tiles >= BUSY * min(teams, worth):
             runs, made = cut_alike(tiles, keys, pieces, granule, config.page_size)
-            return Cut(index, runs, _bounds(len(runs), 1), team, made)
+            return KernelWork(index, shape, num_keys, runs, _bounds(len(runs), 1), team, made)
     teams = min(teams, worth)
     runs, made, begin = equal_shares(tiles, keys, teams, granule, config.page_size)
-    return Cut(index, runs, begin, team, made)
+    return KernelWork(index, shape, num_keys, runs, begin, team, made)
 
 
-def _together(index: int, tiles: Int, config: PlannerConfig) -> Cut | None:
+def _together(index: int, tiles: Int, config: PlannerConfig) -> KernelWork | None:
     """Whole tiles for a team each, head after head, so that tiles meet where they read the same.
 
     The smallest teams that leave few idle in the last of many rounds; None where none do.
     """
     shape, keys = config.shapes[index], tiles[:, KEYS]
-    units, longest = len(keys) * config.num_kv_heads, greatest(keys)
-    if not shape.persistent or longest * len(keys) > ALIKE * total(keys):
+    units, longest, num_keys = len(keys) * config.num_kv_heads, greatest(keys), total(keys)
+    if not shape.persistent or longest * len(keys) > ALIKE * num_keys:
         return None
     for team in shape.teams if config.team is None else (config.team,):
         places = shape.workers // team
@@ -186,7 +204,8 @@ def _together(index: int, tiles: Int, config: PlannerConfig) -> Cut | None:
         if rounds < MET_ROUNDS or longest < team * shape.least_run:
             continue
         if units >= FILLED * rounds * places:
-            return Cut(index, tiles, _bounds(len(keys), 1), team, heads_first=True)
+            whole = (tiles, _bounds(len(keys), 1), team)
+            return KernelWork(index, shape, num_keys, *whole, heads_first=True)
     return None
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kernels.backend import Int32, Level
 from kernels.cuda.common.extremes import greatest, least
+from kernels.cuda.common.scalars import int32
 from kernels.cuda.common.structs import WORK_ITEM
 
 Int = NDArray[np.signedinteger[Any]]
@@ -69,7 +70,8 @@ class PlannerConfig:
     """What the planner needs to know besides the plans.
 
     `page_bytes` are those of a page's K and V, of all heads. `team` forces the size of teams.
-    `chunk`: packed rows that always travel together, whichever kernel has them.
+    `chunk`: packed rows that always travel together, whichever kernel has them. `takes`: how many
+    rows each shape takes at most; the last one any.
     """
 
     group_size: int
@@ -80,10 +82,12 @@ class PlannerConfig:
     team: int | None = None
     page_bytes: int = 0
     chunk: int = field(init=False)
+    takes: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         chunk = chunk_rows(self.group_size, min(shape.rows for shape in self.shapes))
         object.__setattr__(self, "chunk", chunk)
+        object.__setattr__(self, "takes", tuple(shape.most_rows for shape in self.shapes[:-1]))
 
 
 def chunk_rows(group_size: int, rows: int) -> int:
@@ -118,9 +122,8 @@ def level_tiles(
 
     `row` and `page` are where the plan's begin; a tile has so many `fields`.
     """
-    segments = _segments(layer, level, page, config, fields)
     made = []
-    for index, mine in _by_shape(segments, config.shapes):
+    for index, mine in _by_shape(*_segments(layer, level, page, config, fields), config):
         shape = config.shapes[index]
         tiles = mine if shape.most_rows <= shape.rows else _cut_rows(mine, shape.rows, config.chunk)
         if level.causal or config.window_left >= 0:
@@ -132,16 +135,21 @@ def level_tiles(
     return made
 
 
-def _segments(layer: int, level: Level, page: int, config: PlannerConfig, fields: int) -> Int:
-    """One tile per segment of a level, whatever its rows and keys; below 1 key: no pages."""
-    packed, kv = level.qo_indptr * config.group_size, level.kv_indptr
-    keys = kv[1:] - kv[:-1]
-    keys -= 1
-    keys *= config.page_size
+def _segments(
+    layer: int, level: Level, page: int, config: PlannerConfig, fields: int
+) -> tuple[Int, Int32, Int32]:
+    """One tile per segment of a level, whatever its rows and keys; below 1 key: no pages.
+
+    With these two columns by themselves: what lies side by side is looked through sooner.
+    """
+    packed, kv = level.qo_indptr * int32(config.group_size), level.kv_indptr
+    rows, keys = packed[1:] - packed[:-1], kv[1:] - kv[:-1]
+    keys -= int32(1)
+    keys *= int32(config.page_size)
     keys += level.kv_last_page_len
     tiles = np.zeros((len(keys), fields), np.int32)
     tiles[:, ROW] = packed[:-1]
-    np.subtract(packed[1:], packed[:-1], out=tiles[:, ROWS])
+    tiles[:, ROWS] = rows
     tiles[:, PAGE] = kv[:-1]
     if page:
         tiles[:, PAGE] += page
@@ -151,21 +159,24 @@ def _segments(layer: int, level: Level, page: int, config: PlannerConfig, fields
         tiles[:, LAYER] = layer
     if level.causal:
         tiles[:, RULES] = HIDE_FUTURE
-    tiles[:, PARTIAL] = FINAL
-    return tiles
+    tiles[:, PARTIAL] = int32(FINAL)
+    return tiles, rows, keys
 
 
-def _by_shape(segments: Int, shapes: Sequence[TileShape]) -> list[tuple[int, Int]]:
-    """Each segment's kernel by its packed rows: indices into `shapes`, and their segments.
+def _by_shape(
+    segments: Int, rows: Int32, keys: Int32, config: PlannerConfig
+) -> list[tuple[int, Int]]:
+    """Each segment's kernel by its packed rows: indices into `config.shapes`, and their segments.
 
     Segments without rows or without keys are nobody's.
     """
     if len(segments) == 0:
         return []
-    rows, takes = segments[:, ROWS], [shape.most_rows for shape in shapes[:-1]]
-    fewest = least(rows)
-    if fewest < 1 or least(segments[:, KEYS]) < 1:
-        return _by_shape(segments.compress((rows > 0) & (segments[:, KEYS] > 0), axis=0), shapes)
+    fewest, takes = least(rows), config.takes
+    if fewest < 1 or least(keys) < 1:
+        some = (rows > 0) & (keys > 0)
+        left = (segments.compress(some, axis=0), rows.compress(some), keys.compress(some))
+        return _by_shape(*left, config)
     first, last = bisect_left(takes, fewest), bisect_left(takes, greatest(rows))
     if first == last:
         return [(first, segments)]
