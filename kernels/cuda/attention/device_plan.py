@@ -230,7 +230,7 @@ class DevicePlanBuilder:
         if kv.dtype.startswith("fp8"):
             strides = {name: at for name, at in kv.strides.items() if name != "num_kv_heads"}
             before = packed(STORED_KV, **strides, v_scale=kv.v_scale)
-            parameters = wide.STORED_PARAMETERS
+            parameters: tuple[int, ...] = wide.STORED_PARAMETERS
         else:
             write = write_wide(lambda layer: kv.maps(layer, kernel.tile_keys))
             before, parameters = bytes(wide.PARAMS_AT), wide.PARAMETERS
