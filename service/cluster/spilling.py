@@ -18,9 +18,8 @@ import numpy as np
 
 from service.cluster.answering import each, is_moving
 from service.cluster.batches import row_sums
-from service.cluster.copying import ask
+from service.cluster.copying import REFUSED, ask
 from service.cluster.dealing_out import deal_out
-from service.cluster.draining import REFUSED
 from service.cluster.engine import Call, Engine, Told
 from service.cluster.ranks import Home, Ranks
 from service.doors.problems import ProblemText
