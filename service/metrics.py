@@ -109,7 +109,7 @@ SPECS: Final[dict[str, Spec]] = {
         "counter", "Sequences moved away from an engine that is emptied.", ("door", "engine")
     ),
     "engine_not_moved": Spec(
-        "gauge", "Sequences that could not be moved away, at the last look.", ("door", "engine")
+        "gauge", "What could not be moved away, at the last look.", ("door", "engine")
     ),
     "engine_spilled": Spec(
         "counter", "Sequences that had no room on an engine and were dealt out.", ("door", "engine")

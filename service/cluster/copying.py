@@ -13,19 +13,21 @@ from service.cluster.creating import may_pass_over
 from service.cluster.engine import Engine, Told
 from service.cluster.placement import choose
 from service.doors.problems import ProblemText
-from service.errors import NotReady
+from service.errors import AttndError, NotReady
 from service.image.dtypes import Array
-from service.operations.prefix import COMMIT
+from service.operations.prefix import COMMIT, MATCH
 from service.operations.spec import Operation
 from service.operations.transfer import CANCEL_IMPORT, EXPORT, IMPORT, MAX_BESIDE, Header
 from service.tenants import Tenant
 
 if TYPE_CHECKING:
-    from service.cluster.draining import Family
+    from service.cluster.families import Family
     from service.cluster.router import Router
 
 ASK_S: Final = 10.0
 PART_BYTES: Final = 4 * 2**20
+REFUSED: Final = (ProblemText, AttndError, OSError, TimeoutError)
+"""What asking an engine may raise."""
 PART_IDLE_S: Final = 60.0
 """For so long the parts of a sequence wait for their name."""
 
@@ -120,7 +122,10 @@ async def placed(
     """An engine that has begun an import. A family stays together; what has no room there goes
     nowhere else, as long as others of it have gone there."""
     passed_over: set[str] = {source.tag, *family.tags}
-    needed = Header.model_validate(fields["header"]).num_pages
+    header = Header.model_validate(fields["header"])
+    needed, matched = header.num_pages, dict[str, int]()
+    if names and family.target is None:
+        matched = await matched_there(router, family.tenant, header.cache_salt, names)
     why = "no other engine takes new sequences"
     while True:
         open_ = {
@@ -133,7 +138,7 @@ async def placed(
         if not open_:
             raise NoRoom(why)
         loads = {tag: one.load_now for tag, one in open_.items()}
-        target = open_[choose(loads, {}, max(needed, 1))]
+        target = open_[choose(loads, matched, max(needed, 1))]
         try:
             replaces = family.shard is None
             state = await begin(target, family.tenant, fields, names, replaces=replaces)
@@ -145,6 +150,17 @@ async def placed(
                 raise
             why = f"{target.name} says {refused.problem['code']}"
         passed_over.add(target.tag)
+
+
+async def matched_there(
+    router: Router, tenant: Tenant, cache_salt: str, names: dict[str, Array]
+) -> dict[str, int]:
+    """How many of these pages the engines have already, by their tags."""
+    engines = router.members.engines
+    looked = {"cache_salt": cache_salt, "lease_s": 0.0}
+    told = await each([ask(one, MATCH, tenant, looked, names) for one in engines])
+    both = zip(engines, told, strict=True)
+    return {engine.tag: one.fields["num_pages"] for engine, one in both if isinstance(one, Told)}
 
 
 async def begin(

@@ -1,4 +1,5 @@
-"""An engine is emptied: its sequences are exported, and imported by engines that have room.
+"""An engine is emptied: its sequences are exported, and imported by engines that have room; what
+pins and leases hold, likewise.
 
 Calls go on meanwhile. A sequence is copied first as a fork that nobody changes, an anchor; then
 calls for it are held up while the few tokens that came since follow, and it changes its engine. It
@@ -12,12 +13,12 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from service.cluster.answering import each
 from service.cluster.copying import (
+    REFUSED,
     NoRoom,
     ask,
     begin_copy,
@@ -26,14 +27,22 @@ from service.cluster.copying import (
     end_copy,
 )
 from service.cluster.engine import Engine
+from service.cluster.families import (
+    ANCHOR_TTL_S,
+    Family,
+    Progress,
+    drop_anchors,
+    families_of,
+    is_callers_own,
+)
 from service.cluster.handing import give_up, hand, part_there, tags_there
+from service.cluster.holding import move_holds
 from service.cluster.names import BETWEEN
 from service.doors.problems import ProblemText
-from service.errors import AttndError, NotReady
+from service.errors import NotReady
 from service.operations.prefix import LIST_NAMESPACES
 from service.operations.sequences import (
     CREATE_SEQUENCES,
-    DELETE_SEQUENCES,
     GET_SEQUENCE,
     LIST_SEQUENCES,
     MAX_LISTED,
@@ -55,44 +64,11 @@ AGAIN_S: Final = 0.5
 """Between two looks at what an engine still has."""
 TOLD_S: Final = 10.0
 """How often the log says how far it is."""
-ANCHOR_TTL_S: Final = 600.0
-REFUSED: Final = (ProblemText, AttndError, OSError, TimeoutError)
-
-
-@dataclass(slots=True)
-class Progress:
-    """Of one engine: sequences moved, bytes of theirs, and why others were not at the last look."""
-
-    moved: int = 0
-    num_bytes: int = 0
-    stayed: Counter[str] = field(default_factory=Counter)
-
-    def __str__(self) -> str:
-        stayed = [f"{count} stayed: {why}" for why, count in self.stayed.items()]
-        moved = f"{self.moved} sequences moved, {self.num_bytes >> 20} MiB"
-        return "; ".join([moved, *stayed])
-
-
-@dataclass(slots=True)
-class Family:
-    """Sequences that come from one. `anchors` are forks of theirs that nobody changes, there and at
-    the `target`: later ones begin with what they share with them."""
-
-    tenant: Tenant
-    ids: list[str]
-    target: Engine | None = None
-    anchors: list[str] = field(default_factory=list)
-    all_anchors: list[str] = field(default_factory=list)
-    """Those too that have not come to the target."""
-    shard: dict[str, int] | None = None
-    """Which part of them is there; None: all."""
-    tags: list[str] = field(default_factory=list)
-    """The engines that have the parts, by rank, of the one that is moved."""
 
 
 async def drain(router: Router, name: str) -> None:
-    """Have an engine take nothing new, and move its sequences away until it has none left, or is to
-    take new ones again."""
+    """Have an engine take nothing new, and move its sequences, pins and leases away until it has
+    none left, or is to take new ones again. Imports are waited for: they become sequences."""
     progress, told_at, is_told = Progress(), time.monotonic(), False
     while name in router.members.by_name:
         left: int | None = -1
@@ -115,12 +91,13 @@ async def drain(router: Router, name: str) -> None:
 
 
 async def sweep(router: Router, name: str, progress: Progress) -> int | None:
-    """Try to move everything that is there; how many sequences are left. None: it is not to be
-    emptied any more."""
+    """Try to move everything that is there; how much is left. None: it is not to be emptied any
+    more."""
     source = engine_of(router, name)
     before, progress.stayed = progress.moved, Counter()
     families: list[Family] = []
-    for tenant in await tenants(router, source):
+    every = await tenants(router, source)
+    for tenant in every:
         views = await views_of(source, tenant)
         families += families_of(tenant, [view for view in views if not is_callers_own(view)])
         if own := sum(map(is_callers_own, views)):
@@ -134,10 +111,19 @@ async def sweep(router: Router, name: str, progress: Progress) -> int | None:
     for told in await each([move_one(one) for one in families]):
         if isinstance(told, BaseException):
             raise told
+    for tenant in every:  # after the sequences, with which many of the pages have gone
+        await move_holds(router, source, tenant, progress)
+    (engine,) = (await router.members.ask(source, "engines")).fields["engines"]
+    if engine["imports"]:
+        progress.stayed["an import that is not finished"] = engine["imports"]
     if router.members.metrics is not None:
         router.members.metrics.moved(name, progress.moved - before, progress.stayed.total())
-    (engine,) = (await router.members.ask(source, "engines")).fields["engines"]
-    return int(engine["sequences"]) if engine["draining"] else None
+    return num_left(engine) if engine["draining"] else None
+
+
+def num_left(engine: Mapping[str, Any]) -> int:
+    """What is still to leave an engine, by what it tells of itself: 0 where it may be stopped."""
+    return sum(int(engine[name]) for name in ("sequences", "imports", "leases", "pinned"))
 
 
 def engine_of(router: Router, name: str) -> Engine:
@@ -168,34 +154,6 @@ async def views_of(source: Engine, tenant: Tenant) -> list[dict[str, Any]]:
         after = {"after": page["next"]}
 
 
-def is_callers_own(view: dict[str, Any]) -> bool:
-    """Whether it is a part of a sequence that no door knows of."""
-    return "shard" in view and view["shard"]["epoch"] == 0
-
-
-def families_of(tenant: Tenant, views: Sequence[dict[str, Any]]) -> list[Family]:
-    """Sequences by the one that they come from at last, which may be gone, parents first; parts by
-    themselves."""
-    parents = {view["id"]: view["parent"] for view in views}
-    families: dict[tuple[str, int, int], list[tuple[int, str]]] = {}
-    for view in views:
-        root, depth, seen = view["id"], 0, {view["id"]}
-        while (parent := parents.get(root)) is not None and parent not in seen:
-            root, depth = parent, depth + 1
-            seen.add(parent)
-        part = view.get("shard") or {"rank": 0, "ranks": 1}
-        key = (root, part["rank"], part["ranks"])
-        families.setdefault(key, []).append((depth, view["id"]))
-    return [
-        Family(
-            tenant,
-            [name for _, name in sorted(ids)],
-            shard=None if ranks == 1 else {"rank": rank, "ranks": ranks},
-        )
-        for (_, rank, ranks), ids in families.items()
-    ]
-
-
 async def move_family(router: Router, name: str, family: Family, progress: Progress) -> None:
     """One after another, so that each begins with what it shares with those before."""
     try:
@@ -204,9 +162,7 @@ async def move_family(router: Router, name: str, family: Family, progress: Progr
                 progress.stayed[why] += 1
     finally:
         if family.all_anchors:
-            anchors, every = {"ids": family.all_anchors}, router.members.engines
-            deleting = [ask(one, DELETE_SEQUENCES, family.tenant, anchors) for one in every]
-            await asyncio.shield(each(deleting))
+            await asyncio.shield(drop_anchors(family, router.members.engines))
 
 
 async def moved(

@@ -18,7 +18,7 @@ from service.operations.transfer import CANCEL_IMPORT, HAND_OVER
 from service.tenants import Tenant
 
 if TYPE_CHECKING:
-    from service.cluster.draining import Family
+    from service.cluster.families import Family
     from service.cluster.router import Router
 
 LOG: Final = logging.getLogger("attnd.cluster")

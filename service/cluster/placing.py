@@ -66,6 +66,9 @@ def news_of(call: Call, prepared: Prepared) -> list[New]:
         if one.shard is not None:
             rule = "a cluster deals pages out by itself: give ranks instead"
             raise InvalidRequest(f"sequences.{index}.shard", given["shard"], rule)
+        if one.held is not None:
+            rule = "is for one engine: give a prefix instead"
+            raise InvalidRequest(f"sequences.{index}.held", given["held"], rule)
         rows: dict[str, Array] = {}
         if one.prefix is not None:
             span = slice(None) if sums is None else slice(sums[index], sums[index + 1])

@@ -16,7 +16,7 @@ import ray
 from ray import serve
 
 from config.settings import Settings
-from service.cluster.draining import drain
+from service.cluster.draining import drain, num_left
 from service.cluster.engine import Engine, Told
 from service.cluster.listed import write_members
 from service.cluster.local import LocalEngines
@@ -113,7 +113,7 @@ class EngineReplica:
         emptying = asyncio.create_task(self.move_away())
         ends = time.monotonic() + self.settings.cluster.drain_s
         while time.monotonic() < ends and not await self.directory.has_ended.remote():
-            if not await self.num_sequences():
+            if not await self.num_left():
                 break
             await asyncio.sleep(REPORT_S)
         emptying.cancel()
@@ -144,9 +144,10 @@ class EngineReplica:
         finally:
             router.close()
 
-    async def num_sequences(self) -> int:
+    async def num_left(self) -> int:
+        """Sequences, imports, leases and pinned pages that have not been moved."""
         try:
             told = await self.ask()
         except (NotReady, OSError, TimeoutError):
             return 0
-        return sum(int(one["sequences"]) for one in told.fields["engines"])
+        return sum(map(num_left, told.fields["engines"]))

@@ -1,7 +1,8 @@
 """Sequences that outgrow their engine are dealt out over several, and their calls sent again.
 
 A door that an engine refuses for want of pages deals out one of the call's sequences there, the
-longest, and sends the call again.
+longest, and sends the call again: where that is still too large, it deals out the next. Before the
+first one goes it is known that there are enough of them.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from service.cluster.answering import each, is_moving
+from service.cluster.answering import each, is_moving, unknown_in
 from service.cluster.batches import row_sums
-from service.cluster.copying import ask
+from service.cluster.copying import REFUSED, ask
 from service.cluster.dealing_out import deal_out
-from service.cluster.draining import REFUSED
-from service.cluster.engine import Call, Engine, Told
+from service.cluster.engine import Call, Engine
 from service.cluster.ranks import Home, Ranks
 from service.doors.problems import ProblemText
+from service.errors import SequenceTaken
 from service.operations.sequences import GET_SEQUENCE
 from service.tenants import Tenant
 
@@ -34,20 +35,29 @@ LOG: Final = logging.getLogger("attnd.cluster")
 GROWING: Final = frozenset({"append", "decode", "prefill"})
 FULL: Final = "out_of_pages"
 TRIES: Final = 4
-"""Sequences of a call, the longest first, that may be found to set too little free."""
+"""Sequences of a call, the longest first, that may be found to set too little free by
+themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outgrown:
-    """A sequence of `length` tokens that is to have `count` more."""
+    """A sequence that `has` so many pages, and `needs` so many for the call."""
 
     id: str
-    length: int
-    count: int
+    has: int
+    needs: int
 
-    def pages(self, page_size: int) -> tuple[int, int]:
-        """How many it has, and is to have."""
-        return -(-self.length // page_size), -(-(self.length + self.count) // page_size)
+    @property
+    def growth(self) -> int:
+        return self.needs - self.has
+
+    def growth_of_part(self, ranks: int) -> int:
+        """Of the first of so many parts."""
+        return -(-self.needs // ranks) - -(-self.has // ranks)
+
+    def saves(self, ranks: int) -> int:
+        """Pages that its engine need not have where it is dealt out, unless some are shared."""
+        return self.needs - -(-self.needs // ranks)
 
 
 class Spills:
@@ -80,39 +90,43 @@ class Spills:
         counts = np.diff(row_sums(dict(given), len(given["sequences"]))).tolist()
         wanted = dict(zip(given["sequences"], counts, strict=True))
         tenant = self.router.members.acting_for(call.tenant)
-        making = self.make_room(tenant, home, wanted, self.done[home.tag])
+        making = self.make_room(tenant, home, wanted, given["layer"], self.done[home.tag])
         task = asyncio.get_running_loop().create_task(making)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return await asyncio.shield(task)
 
     async def make_room(
-        self, tenant: Tenant, source: Engine, wanted: Mapping[str, int], before: int
+        self, tenant: Tenant, source: Engine, wanted: Mapping[str, int], layer: int, before: int
     ) -> bool:
         """Deal out one of the sequences, unless another has been since the call was refused."""
         async with self.locks.setdefault(source.tag, asyncio.Lock()):
             if self.done[source.tag] != before:
                 return True
             try:
-                for one in await outgrown(source, tenant, wanted):
-                    if await self.is_dealt_out(tenant, source, one):
+                found = await outgrown(source, tenant, wanted, layer)
+                for plan in plans(found):
+                    if await self.is_dealt_out(tenant, source, plan, found):
                         self.done[source.tag] += 1
                         return True
             except REFUSED as error:
-                if is_moving(error) or source.tag not in self.router.members.by_tag:
+                if has_left(error) or source.tag not in self.router.members.by_tag:
                     return True  # whoever is lost is told so by the next try
                 LOG.warning("no sequence of %s could be dealt out: %s", source.name, error)
             return False
 
-    async def is_dealt_out(self, tenant: Tenant, source: Engine, one: Outgrown) -> bool:
-        """False where there is no room for it. Raises what engines refuse."""
-        size, members = source.info.page_size, self.router.members
-        has, needs = one.pages(size)
-        others = chosen(members.engines, source, needs, self.most)
+    async def is_dealt_out(
+        self, tenant: Tenant, source: Engine, plan: Sequence[Outgrown], batch: Sequence[Outgrown]
+    ) -> bool:
+        """Deal out the first of the plan; False where not all of the batch would have room once all
+        of the plan are dealt out. Raises what engines refuse."""
+        members, one = self.router.members, plan[0]
+        others = chosen(members.engines, source, sum(part.needs for part in plan), self.most)
         if not others:
             return False
         ranks, started = len(others) + 1, time.monotonic()
-        room = -(-needs // ranks) - -(-has // ranks)
+        growth = sum(part.growth for part in batch) - one.growth + one.growth_of_part(ranks)
+        room = max(0, growth - sum(later.saves(ranks) for later in plan[1:]))
         try:
             num_bytes = await deal_out(self.router, tenant, one.id, [source, *others], room)
         except ProblemText as refused:
@@ -131,16 +145,39 @@ class Spills:
             task.cancel()
 
 
-async def outgrown(source: Engine, tenant: Tenant, wanted: Mapping[str, int]) -> list[Outgrown]:
-    """The longest of the sequences that are to grow."""
+async def outgrown(
+    source: Engine, tenant: Tenant, wanted: Mapping[str, int], layer: int
+) -> list[Outgrown]:
+    """The sequences that are to grow at a layer, the longest first. Raises what the engine refuses,
+    SequenceTaken where one has been dealt out since."""
+    size, found = source.info.page_size, []
     asking = [ask(source, GET_SEQUENCE, tenant, {"id": name}) for name in wanted]
-    views = [told.fields for told in await each(asking) if isinstance(told, Told)]
-    found = [
-        Outgrown(view["id"], max(view["lengths"]), wanted[view["id"]])
-        for view in views
-        if "shard" not in view
-    ]
-    return sorted(found, key=lambda one: -one.length - one.count)[:TRIES]
+    for told in await each(asking):
+        if isinstance(told, BaseException):
+            raise told
+        view = told.fields
+        if "shard" not in view:
+            needs = -(-(view["lengths"][layer] + wanted[view["id"]]) // size)
+            found.append(Outgrown(view["id"], view["pages"], max(view["pages"], needs)))
+        elif view["shard"]["epoch"]:
+            raise SequenceTaken({view["id"]: view["shard"]["epoch"]})
+    return sorted(found, key=lambda one: -one.needs)
+
+
+def has_left(error: BaseException) -> bool:
+    """Whether a sequence is not there as it was, or is about to go."""
+    is_elsewhere = isinstance(error, ProblemText) and bool(unknown_in(error.problem))
+    return is_moving(error) or is_elsewhere or isinstance(error, SequenceTaken)
+
+
+def plans(found: Sequence[Outgrown]) -> Iterator[Sequence[Outgrown]]:
+    """Which sequences to deal out, the fewest first: one of the longest, or several of them."""
+    for one in found[:TRIES]:
+        yield [one]
+    count = 1
+    while count < len(found):
+        count *= 2
+        yield found[:count]
 
 
 def chosen(engines: Sequence[Engine], source: Engine, needs: int, most: int) -> list[Engine]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from service.cluster.answering import longest, reply
+from service.cluster.answering import each, longest, reply
 from service.cluster.deleting import delete_many
-from service.cluster.engine import Call
+from service.cluster.engine import Call, Told
 from service.cluster.everywhere import IF_THERE, JOINS, ask_all, shares
 from service.cluster.names import tag_in
 from service.cluster.snapshots import joined
 from service.doors.problems import ProblemText
-from service.errors import UnknownLease
+from service.errors import InvalidRequest, UnknownLease
+from service.operations.prefix import MAX_HOLDS
 from service.operations.spec import Prepared
 from service.road.caller import Answered
 from service.road.slots import Slot
@@ -34,6 +35,8 @@ async def ask_everywhere(router: Router, call: Call, prepared: Prepared) -> Answ
             return await evict(router, call, asked)
         case "events":
             return await events(router, call, prepared)
+        case "holds":
+            return await holds(router, call)
         case "engines":
             return await engines(router, call, asked)
         case "snapshot":
@@ -46,17 +49,34 @@ async def ask_everywhere(router: Router, call: Call, prepared: Prepared) -> Answ
 
 
 async def match(router: Router, call: Call, prepared: Prepared, asked: dict[str, Any]) -> Answer:
-    """The longest match of all engines; only the engine that has it gives a lease."""
+    """The longest match of the engines that take new sequences, or of all where none does; only the
+    engine that has it gives a lease."""
     arrays = call.arrays(prepared.layout)
     looked = asked | {"lease_s": 0.0}
     told = await ask_all(router, call, [looked] * len(router.members.engines), arrays)
-    engine, best = max(told, key=lambda one: one[1].fields["num_pages"])
+    among = [one for one in told if one[0].takes_new] or told
+    engine, best = max(among, key=lambda one: one[1].fields["num_pages"])
     fields = best.fields
     if prepared.fields.lease_s and fields["num_pages"]:
         fields = (await engine.ask(call, asked, arrays)).fields
         if fields["lease"] is not None:
             fields["lease"]["id"] += f".{engine.tag}"
     return reply(router.arena, call, fields, stages=best.stages)
+
+
+async def holds(router: Router, call: Call) -> Answer:
+    """Of all engines, a pin that several have once."""
+    told = await ask_all(router, call, [{}] * len(router.members.engines))
+    pins: dict[tuple[str, str], dict[str, Any]] = {}
+    leases: list[dict[str, Any]] = []
+    for engine, one in told:
+        for hold in one.fields["holds"]:
+            if hold["lease"] is None:
+                pins.setdefault((hold["page_key"], hold["cache_salt"]), hold)
+            else:
+                leases.append(hold | {"lease": f"{hold['lease']}.{engine.tag}"})
+    every = [*pins.values(), *leases][:MAX_HOLDS]
+    return reply(router.arena, call, {"holds": every}, stages=longest(o.stages for _, o in told))
 
 
 async def evict(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
@@ -96,21 +116,22 @@ async def snapshot(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
 
 
 async def ask_for_lease(router: Router, call: Call, prepared: Prepared) -> Answer:
-    """The engine that gave the lease. Raises UnknownLease."""
+    """The engine that gave the lease, or has got it since. Raises UnknownLease."""
     name = prepared.fields.id
     tag = tag_in(name)
-    engine = router.members.by_tag.get(tag or "")
-    if engine is None:
+    if tag is None:
         raise UnknownLease(name)
-    own = name.removesuffix(f".{tag}")
-    asked = prepared.fields.model_dump(exclude_unset=True) | {"id": own}
-    try:
-        told = await engine.ask(call, asked)
-    except ProblemText as refused:
-        if refused.problem["code"] == "unknown_lease":
-            raise UnknownLease(name) from None
-        raise
-    fields = told.fields
-    if "id" in fields:
-        fields["id"] = name
-    return reply(router.arena, call, fields, stages=told.stages)
+    asked = prepared.fields.model_dump(exclude_unset=True)
+    if "page_key" in asked:
+        rule = "is for one engine: match the prefix instead"
+        raise InvalidRequest("page_key", asked["page_key"], rule)
+    asked["id"] = name.removesuffix(f".{tag}")
+    first = [one for one in router.members.engines if one.tag == tag]
+    for engines in (first, [one for one in router.members.engines if one.tag != tag]):
+        for told in await each([engine.ask(call, asked) for engine in engines]):
+            if isinstance(told, Told):
+                fields = told.fields | ({"id": name} if "id" in told.fields else {})
+                return reply(router.arena, call, fields, stages=told.stages)
+            if not (isinstance(told, ProblemText) and told.problem["code"] == "unknown_lease"):
+                raise told
+    raise UnknownLease(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from service.core.budget import Budget
 from service.core.changes import Cleared
 from service.core.commits import DEFAULT, Commits, keep_path
@@ -44,6 +46,20 @@ class PrefixCache:
             owner = named(node).root.namespace
             self.leases.open(lease_id, owner, node, self.named.keeping.now + lease_s)
         return found.num_pages
+
+    def reopen(
+        self, namespace: str, lease_id: str, key: bytes, cache_salt: str, lease_s: float
+    ) -> None:
+        """A lease that another pool gave, on a page and all before it. Raises `UnknownPage`."""
+        node = self._page(namespace, key, cache_salt)
+        ends = self.named.keeping.now + lease_s
+        self.leases.open(lease_id, named(node).root.namespace, node, ends)
+
+    def chain(self, namespace: str, key: bytes, cache_salt: str) -> Prefix:
+        """The keys of a page and of all before it. Raises `UnknownPage`."""
+        path = named_path(self._page(namespace, key, cache_salt))
+        pages = np.concatenate([node.pages for node in path])
+        return Prefix(None, self.named.keys[pages], cache_salt)
 
     def use(self, namespace: str, prefix: Prefix) -> int:
         """Use the longest cached beginning of `prefix` now, holding nothing; its pages."""

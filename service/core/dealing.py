@@ -17,28 +17,30 @@ def make_room(
     """See that the shard of a sequence with `count` pages could be made, with `room` pages free
     afterwards. Pages that it alone holds lose their names where that is needed.
 
-    Raises `OutOfPages`.
+    Raises `OutOfPages`, having changed nothing.
     """
-    owner = leaf.owner
-    wanted = missing(leaf, count, shard) + room
-    while wanted > max(0, budget.available(owner)) and is_alone(leaf.parent):
-        lose_names(links, leaf)
-        wanted = missing(leaf, count, shard) + room
+    owner, start, above, num_lost = leaf.owner, leaf.start, leaf.parent, 0
+    wanted = missing(start, count, shard) + room
+    while above is not None and wanted > max(0, budget.available(owner)) and is_alone(above):
+        start, above, num_lost = above.start, above.parent, num_lost + 1
+        wanted = missing(start, count, shard) + room
     if wanted > 0:
         budget.give_back(owner, budget.take(owner, wanted))
+    for _ in range(num_lost):
+        lose_names(links, leaf)
 
 
-def missing(leaf: Leaf, count: int, shard: Shard) -> int:
-    """How many pages more it takes to copy the shard's part of what is shared than are set free;
-    negative where some are left."""
-    to_copy = len(range(shard.rank, leaf.start, shard.ranks))
+def missing(start: int, count: int, shard: Shard) -> int:
+    """How many pages more it takes to copy the shard's part of what is shared, the first `start`,
+    than are set free; negative where some are left."""
+    to_copy = len(range(shard.rank, start, shard.ranks))
     kept = len(range(shard.rank, count, shard.ranks)) - to_copy
-    return to_copy - (count - leaf.start - kept)
+    return to_copy - (count - start - kept)
 
 
-def is_alone(node: Node | None) -> bool:
+def is_alone(node: Node) -> bool:
     """Whether a node is there for the one sequence below it, and for nothing else."""
-    if node is None or node.name is None:
+    if node.name is None:
         return False
     name = node.name
     return len(node.children) == name.refs == 1 and not name.pins and not name.own

@@ -28,6 +28,18 @@ class Lease:
     ends: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """What holds a page and all before it: a lease until `ends`, by the tree's clock, or a hard
+    pin."""
+
+    lease_id: str | None
+    root: Root
+    key: bytes
+    num_pages: int
+    ends: float = FOREVER
+
+
 class Leases:
     """Every lease by its id, and hard pins by root and page key."""
 
@@ -43,6 +55,9 @@ class Leases:
 
     def __len__(self) -> int:
         return len(self._leases)
+
+    def __contains__(self, lease_id: str) -> bool:
+        return lease_id in self._leases
 
     def open(self, lease_id: str, namespace: Namespace, node: Node, ends: float) -> None:
         """A lease on `node`, which stays until then or until it is closed."""
@@ -90,6 +105,22 @@ class Leases:
         named(node).own -= 1
         self._named.pin(node, -1)
         return True
+
+    def of(self, namespace: str) -> list[Held]:
+        """A namespace's hard pins, and its leases."""
+        pins = [
+            Held(None, root, key, node.end)
+            for (root, key), node in self._pins.items()
+            if root.namespace.name == namespace
+        ]
+        leases = [
+            Held(
+                one.id, named(one.node).root, self._named.last_key(one.node), one.node.end, one.ends
+            )
+            for one in self._leases.values()
+            if one.namespace.name == namespace
+        ]
+        return pins + leases
 
     def held(self) -> list[Node]:
         """The node of each lease and pin."""

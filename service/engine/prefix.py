@@ -13,10 +13,13 @@ from kernels.backend import Done
 from service.core.errors import InvalidRequest
 from service.core.keys import Prefix, as_keys
 from service.core.nodes import FOREVER, Retention
+from service.engine.moving import refuse_new
 from service.engine.request import Request
 from service.engine.store import Store
 from service.engine.work import Answered, Cost, Counts, Seconds, Sliced, Step, Steps, Work
+from service.image.json_text import dump_json
 from service.operations.names import NamedPages
+from service.operations.prefix import MAX_HOLDS
 
 Array = np.ndarray[Any, Any]
 
@@ -33,7 +36,7 @@ def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
     prefix = prefix_of(fields, request.tensors, most_tokens(store))
     cache = store.tree.cache
     lease = None
-    if fields.lease_s:
+    if fields.lease_s and not store.is_draining:
         lease_id = f"lease-{secrets.token_hex(10)}"
         num_pages = cache.lease(namespace, prefix, lease_id, fields.lease_s)
         if num_pages:
@@ -73,7 +76,13 @@ def commit(store: Store, request: Request, _: Seconds) -> Work:
 def renew_lease(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
     request.place.require(ANSWER_BYTES)
-    store.tree.cache.leases.renew(fields.id, request.tenant.namespace, store.now + fields.lease_s)
+    cache, namespace = store.tree.cache, request.tenant.namespace
+    if fields.page_key is not None and fields.id not in cache.leases:
+        key = bytes.fromhex(fields.page_key)
+        refuse_holding(store, namespace, key, fields.cache_salt)
+        cache.reopen(namespace, fields.id, key, fields.cache_salt, fields.lease_s)
+    else:
+        cache.leases.renew(fields.id, namespace, store.now + fields.lease_s)
     request.place.lay({"id": fields.id, "expires_at": time.time() + fields.lease_s})
     return Answered()
 
@@ -88,12 +97,19 @@ def release_lease(store: Store, request: Request, _: Seconds) -> Work:
 def pin(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
     request.place.require(ANSWER_BYTES)
-    key = bytes.fromhex(fields.page_key)
-    pages = store.tree.cache.pin(
-        request.tenant.namespace, key, fields.cache_salt, fields.soft_ttl_s
-    )
+    key, namespace = bytes.fromhex(fields.page_key), request.tenant.namespace
+    if fields.hard:
+        refuse_holding(store, namespace, key, fields.cache_salt)
+    pages = store.tree.cache.pin(namespace, key, fields.cache_salt, fields.soft_ttl_s)
     request.place.lay({"num_pages": pages})
     return Answered()
+
+
+def refuse_holding(store: Store, namespace: str, key: bytes, cache_salt: str) -> None:
+    """Raises UnknownPage; NotReady for a page of an engine that is being emptied."""
+    if store.is_draining:
+        store.tree.cache.chain(namespace, key, cache_salt)
+        refuse_new(store)
 
 
 def unpin(store: Store, request: Request, _: Seconds) -> Work:
@@ -102,6 +118,24 @@ def unpin(store: Store, request: Request, _: Seconds) -> Work:
     key = bytes.fromhex(fields.page_key)
     store.tree.cache.unpin(request.tenant.namespace, key, fields.cache_salt)
     request.place.lay({})
+    return Answered()
+
+
+def holds(store: Store, request: Request, _: Seconds) -> Work:
+    found = store.tree.cache.leases.of(request.tenant.namespace)[:MAX_HOLDS]
+    told = [
+        {
+            "lease": one.lease_id,
+            "left_s": None if one.lease_id is None else max(0.0, one.ends - store.now),
+            "page_key": one.key.hex(),
+            "cache_salt": one.root.cache_salt,
+            "num_pages": one.num_pages,
+        }
+        for one in found
+    ]
+    text = dump_json({"holds": told})
+    request.place.require(2 * len(text))  # quotes are escaped in the header
+    request.place.lay_text(text)
     return Answered()
 
 

@@ -38,7 +38,7 @@ NO_COST: Final = Cost()
 def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
     new = request.fields.sequences
     tree = store.tree
-    if any(one.parent is None for one in new):
+    if any(one.parent is None and one.held is None for one in new):
         refuse_new(store)
     if dealt := [one.ranks for one in new if (one.ranks or 1) > 1]:
         raise InvalidRequest("ranks", max(dealt), "must be at most 1, the engines that there are")
@@ -47,6 +47,10 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
         raise OutOfSequences(len(new), max(free, 0), store.max_sequences)
     tenant = request.tenant
     prefixes = prefixes_of(request, most_tokens(store))
+    for at, one in enumerate(new):
+        if one.held is not None:
+            key = bytes.fromhex(one.held.page_key)
+            prefixes[at] = tree.cache.chain(tenant.namespace, key, one.held.cache_salt)
     specs = [
         NewSpec(
             one.id or tenant.prefix + fresh_id(),

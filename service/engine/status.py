@@ -34,6 +34,8 @@ def engines(store: Store, request: Request, _: Seconds) -> Work:
         "cached": numbers.cached,
         "pinned": numbers.pinned,
         "sequences": numbers.sequences,
+        "leases": numbers.leases,
+        "imports": numbers.imports,
         "draining": store.is_draining,
     }
     told |= page_pace(store)

@@ -17,6 +17,7 @@ from service.engine.prefix import (
     commit,
     evict,
     get_namespace,
+    holds,
     list_namespaces,
     match_prefix,
     pin,
@@ -153,6 +154,7 @@ TURNS: Final[dict[str, Turn]] = {
     "hand_over": Turn(hand_over, writes=one_id, is_barrier=True, moves=True),
     "drain_engine": Turn(drain_engine),
     "list_namespaces": Turn(list_namespaces),
+    "holds": Turn(holds),
 }
 
 

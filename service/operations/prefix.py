@@ -27,6 +27,7 @@ from service.operations.spec import Operation
 
 DEFAULT_LEASE_S: Final = 10.0
 MAX_LEASE_S: Final = 3600.0
+MAX_HOLDS: Final = 1000
 LEASE_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,64}$"
 NAMESPACE_PATTERN: Final = r"^[A-Za-z0-9._-]{1,64}$"
 
@@ -52,7 +53,7 @@ class MatchAnswer(Fields):
     """Tokens that are cached, in whole pages."""
     num_pages: Count
     lease: LeaseAnswer | None
-    """Null when none was asked for, or nothing was found."""
+    """Null when none was asked for, nothing was found, or the engine is being emptied."""
 
 
 class CommitFields(NamedPages):
@@ -76,6 +77,11 @@ class RenewFields(Fields):
     id: LeaseId
     lease_s: Annotated[float, Field(gt=0.0, le=MAX_LEASE_S)] = DEFAULT_LEASE_S
     """Seconds from now."""
+    page_key: PageKey | None = None
+    """Where the lease is not known, open it on this page and all before it: another engine gave
+    it."""
+    cache_salt: CacheSalt = ""
+    """With `page_key`: the salt it was committed with."""
 
 
 class LeaseFields(Fields):
@@ -109,6 +115,24 @@ class PagesAnswer(Fields):
 class EvictFields(Fields):
     num_pages: Count
     """At most so many."""
+
+
+class HeldAnswer(Fields):
+    """What holds a page and all before it without a sequence."""
+
+    lease: LeaseId | None
+    """Null: a hard pin."""
+    left_s: float | None
+    """Seconds until the lease ends; null for a pin, which does not."""
+    page_key: PageKey
+    cache_salt: CacheSalt
+    num_pages: Count
+    """The page and all before it."""
+
+
+class HoldsAnswer(Fields):
+    holds: list[HeldAnswer]
+    """Pins before leases, a thousand at most."""
 
 
 class NamespaceFields(Fields):
@@ -250,6 +274,19 @@ UNPIN: Final = Operation(
     status=204,
     frees=True,
     answer_text="They are gone.",
+    routing="everywhere",
+)
+
+HOLDS: Final = Operation(
+    name="holds",
+    number=38,
+    method="GET",
+    path="/v1/prefix/holds",
+    summary="The hard pins and leases that there are",
+    tag="prefix cache",
+    fields=NoFields,
+    answer=HoldsAnswer,
+    scope="read",
     routing="everywhere",
 )
 

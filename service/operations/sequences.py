@@ -26,7 +26,9 @@ from service.operations.common import (
 from service.operations.info import InfoAnswer
 from service.operations.names import (
     NAMES,
+    CacheSalt,
     NamedPages,
+    PageKey,
     Seconds,
     check_names_given,
     given_names,
@@ -54,6 +56,13 @@ class ShardAnswer(ShardFields):
     """kv_len per layer of the whole sequence."""
 
 
+class HeldFields(Fields):
+    """A page of the prefix cache."""
+
+    page_key: PageKey
+    cache_salt: CacheSalt = ""
+
+
 class NewSequenceFields(Fields):
     """One sequence to make: empty, or a fork of `parent`."""
 
@@ -66,6 +75,9 @@ class NewSequenceFields(Fields):
     prefix: NamedPages | None = None
     """Begin with the longest part of this prompt that is cached. It may be empty when the tensor
     `token_ids` or `page_keys` names the pages."""
+    held: HeldFields | None = None
+    """Begin with a page that a pin or a lease holds, and all before it; also where the engine takes
+    no new sequences. So that another engine can import them."""
     ttl_s: Seconds | None = None
     """Delete it when it has not been used for so many seconds; absent: never."""
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
@@ -216,6 +228,8 @@ def check_new(fields: CreateFields, entries: Entries, info: InfoAnswer) -> None:
             refuse(f"sequences.{index}", new.model_dump(exclude_unset=True), rule)
         if new.prefix is not None and new.parent is not None:
             refuse(f"sequences.{index}", new.id, "give parent or prefix, not both")
+        if new.held is not None and (new.parent is not None or new.prefix is not None):
+            refuse(f"sequences.{index}.held", "given", "goes without parent and prefix")
         check_shard(f"sequences.{index}", new)
     check_ids([new.id for new in fields.sequences if new.id is not None])
     check_prefixes(fields, entries)
@@ -228,7 +242,7 @@ def check_shard(field: str, new: NewSequenceFields) -> None:
             continue
         if new.parent is not None:
             refuse(f"{field}.{name}", "given", "a fork has its parent's: leave it out")
-        if new.prefix is not None:
+        if new.prefix is not None or new.held is not None:
             refuse(f"{field}.{name}", "given", "the prefix cache is of whole sequences: no prefix")
     if new.shard is not None and (new.ranks is not None or new.shard.rank >= new.shard.ranks):
         rule = "must be below ranks, which is given there alone"

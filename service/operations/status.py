@@ -43,6 +43,8 @@ class EngineAnswer(Fields):
     cached: Count
     pinned: Count
     sequences: Count
+    leases: Count
+    imports: Count
     draining: bool
     """It takes no new sequences: it is being emptied."""
     page_s: float

@@ -12,6 +12,7 @@ from service.operations.prefix import (
     COMMIT,
     EVICT,
     GET_NAMESPACE,
+    HOLDS,
     LIST_NAMESPACES,
     MATCH,
     PIN,
@@ -74,6 +75,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     HAND_OVER,
     DRAIN_ENGINE,
     LIST_NAMESPACES,
+    HOLDS,
 )
 BY_NAME: Final = {operation.name: operation for operation in OPERATIONS}
 BY_NUMBER: Final = {operation.number: operation for operation in OPERATIONS}

@@ -11,6 +11,7 @@ import pytest
 from attnd import (
     AsyncClient,
     Client,
+    Hold,
     InvalidRequest,
     KeyMismatch,
     NewSequence,
@@ -91,6 +92,8 @@ def test_leases_and_pins_hold_what_is_cached(caller: Caller) -> None:
     lease = caller.match_prefix(Prefix(token_ids=IDS[:PAGE])).lease
     assert lease is not None
     assert caller.evict(100) == 3
+    (held,) = caller.holds()
+    assert (held.lease, held.num_pages) == (lease.id, 1) and 5.0 < (held.left_s or 0.0) <= 10.0
     assert caller.renew_lease(lease.id, 60.0).expires_at > lease.expires_at
     caller.release_lease(lease.id)
     with pytest.raises(UnknownLease, match=lease.id):
@@ -102,6 +105,7 @@ def test_leases_and_pins_hold_what_is_cached(caller: Caller) -> None:
     assert caller.pin(bytes.fromhex(key), hard=True) == 4
     assert caller.clear() == 0
     assert caller.pool().pinned == 4
+    assert caller.holds() == (Hold(None, None, key, "", 4),)
     caller.unpin(key)
     with pytest.raises(UnknownPage, match=key):
         caller.unpin(key)

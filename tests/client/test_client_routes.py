@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import attnd
@@ -270,7 +271,11 @@ def test_pool_and_metrics_are_read(kind: Kind) -> None:
     one = {"name": "engine-0", "instance_id": "a", "draining": True} | numbers
     engines = {"engines": [one]}
     told = ask(kind, Script(answer(engines)), "engines")
-    assert told == (attnd.EngineInfo("engine-0", "a", 5, 1, 1, 1, 2, True, 0.25, 0.5, 0.125),)
+    known = attnd.EngineInfo("engine-0", "a", 5, 1, 1, 1, 2, True, 0.25, 0.5, 0.125)
+    assert told == (known,)
+    engines = {"engines": [one | {"leases": 4, "imports": 3}]}
+    told = ask(kind, Script(answer(engines)), "engines")
+    assert told == (replace(known, leases=4, imports=3),)
     counted = Script(answer({"engines": [one | {"counts": {"slices": [3]}}]}))
     (told,) = ask(kind, counted, "engines", counts=True)
     assert told.counts == {"slices": [3]}

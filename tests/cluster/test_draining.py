@@ -335,6 +335,102 @@ def test_what_has_no_room_elsewhere_stays_until_there_is(three_engines: LocalEng
     run(three_engines, test)
 
 
+def test_pins_and_leases_are_kept_and_imports_are_waited_for(three_engines: LocalEngines) -> None:
+    async def test(cluster: Cluster) -> None:
+        book, ids = Book(cluster), list(range(9 * PAGE))
+        await only_on(cluster, SOURCE)
+        await book.create("root")
+        await book.append("root", 9 * PAGE)
+        named = {"token_ids": ids, "cache_salt": "x"}
+        key = (await cluster.told("commit", {"id": "root"} | named)).fields["last_key"]
+        page = {"page_key": key, "cache_salt": "x"}
+        await cluster.told("pin", page | {"hard": True})
+        held = [(k[: 5 * PAGE], v[: 5 * PAGE]) for k, v in book.held.pop("root")]
+        short = {"token_ids": ids[: 5 * PAGE], "cache_salt": "x", "lease_s": 60.0}
+        lease = (await cluster.told("match_prefix", short)).fields["lease"]["id"]
+        whole = (await cluster.told("match_prefix", named | {"lease_s": 60.0})).fields
+        other = whole["lease"]["id"]
+        told = await cluster.told("export_sequence", {"id": "root"})
+        header, digest = told.fields["header"], told.fields["digest"]
+        begun = {"id": "came", "header": header, "digest": digest, "share": False}
+        names = dict(told.arrays)
+        await cluster.told("import_sequence", begun, **names)
+        which = {"id": "root", "part": 0, "generation": header["generation"], "before": digest}
+        part = await cluster.told("export_sequence", which | {"part_bytes": header["part_bytes"]})
+        await cluster.told("delete_sequence", {"id": "root"})
+        await only_on(cluster, SOURCE, False)
+        await cluster.told("drain_engine", {"name": SOURCE})
+
+        async def source() -> Any:
+            every = (await cluster.told("engines", {})).fields["engines"]
+            return next(one for one in every if one["name"] == SOURCE)
+
+        async with asyncio.timeout(60):
+            while (await source())["leases"] or (await source())["pinned"]:
+                await asyncio.sleep(0.02)
+        assert ((await source())["sequences"], (await source())["imports"]) == (0, 1)
+        assert not cluster.router.drains[SOURCE].done(), "the import is waited for"
+        part_of = {"id": "came", "part": 0, "digest": part.fields["digest"]}
+        await cluster.told("import_sequence", part_of, **part.arrays)
+        await cluster.told("import_sequence", {"id": "came", "digest": part.fields["digest"]})
+        await cluster.until(lambda: cluster.router.drains[SOURCE].done(), "it is over")
+        assert cluster.home("came") != SOURCE
+        holds = (await cluster.told("holds", {})).fields["holds"]
+        assert sorted(one["num_pages"] for one in holds) == [5, 9, 9]
+        assert all(one["left_s"] is None or 30.0 < one["left_s"] <= 60.0 for one in holds)
+        await cluster.told("renew_lease", {"id": lease, "lease_s": 50.0})
+        await cluster.told("release_lease", {"id": other})
+        refused = await cluster.call("renew_lease", {"id": other})
+        assert (refused.status, refused.fields["code"]) == (404, "unknown_lease")
+        await cluster.told("delete_sequences", {"prefix": ""})
+        await cluster.told("clear", {})
+        matched = (await cluster.told("match_prefix", named | {"lease_s": 0.0})).fields
+        assert matched["num_pages"] == 9, "the pin is kept"
+        every = (await cluster.told("engines", {})).fields["engines"]
+        await only_on(cluster, next(one["name"] for one in every if one["pinned"]))
+        prefix = {"token_ids": ids[: 5 * PAGE], "cache_salt": "x"}
+        await cluster.told("create_sequences", {"sequences": [{"id": "new", "prefix": prefix}]})
+        book.held["new"] = held
+        await book.check("new")
+        await only_on(cluster, SOURCE, False)
+        await cluster.told("unpin", page)
+        await cluster.told("release_lease", {"id": lease})
+        assert (await cluster.told("holds", {})).fields == {"holds": []}
+        await cluster.told("drain_engine", {"name": SOURCE, "stop": True})
+
+    run(three_engines, test)
+
+
+def test_a_pin_that_has_no_room_elsewhere_stays_until_there_is(
+    three_engines: LocalEngines, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        book, ids = Book(cluster), list(range(60 * PAGE))
+        for name in (SOURCE, "engine-1", "engine-2"):
+            await only_on(cluster, name)
+            await book.create(name)
+            await book.append(name, 90 * PAGE if name != SOURCE else 60 * PAGE)
+        told = await cluster.told("commit", {"id": SOURCE, "token_ids": ids})
+        page = {"page_key": told.fields["last_key"]}
+        await cluster.told("pin", page | {"hard": True})
+        await cluster.told("delete_sequence", {"id": SOURCE})
+        await only_on(cluster, SOURCE, False)
+        await asyncio.sleep(0.3)
+        await cluster.told("drain_engine", {"name": SOURCE})
+        await asyncio.sleep(1.0)
+        (hold,) = (await cluster.told("holds", {})).fields["holds"]
+        assert hold["num_pages"] == 60 and not cluster.router.drains[SOURCE].done()
+        await cluster.told("delete_sequence", {"id": "engine-2"})
+        await cluster.until(lambda: cluster.router.drains[SOURCE].done(), "it is over")
+        told = await cluster.told("engines", {})
+        pinned = {one["name"]: one["pinned"] for one in told.fields["engines"]}
+        assert pinned == {SOURCE: 0, "engine-1": 0, "engine-2": 60}
+        await cluster.told("unpin", page)
+        await cluster.told("drain_engine", {"name": SOURCE, "stop": True})
+
+    run(three_engines, test)
+
+
 @pytest.mark.parametrize("victim", [SOURCE, "engine-1"])
 def test_an_engine_that_dies_meanwhile_takes_only_its_own_along(
     mortal_engines: LocalEngines, victim: str

@@ -8,7 +8,7 @@ from service.cluster.everywhere import JOINS, shares
 from service.operations.status import PoolAnswer
 from service.operations.table import OPERATIONS
 
-BY_HAND = {"delete_sequences", "match_prefix", "evict", "events", "engines", "snapshot"}
+BY_HAND = {"delete_sequences", "match_prefix", "evict", "events", "engines", "snapshot", "holds"}
 """Asked of one engine after another, or answered from what is known."""
 
 

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from service.cluster.placement import Load
@@ -28,6 +30,8 @@ POOL = (
     *("--pool.num-kv-heads", "1"),
     *("--pool.head-dim", "4"),
     *("--pool.num-pages", "64"),
+    *("--pool.dtype", "fp32"),
+    *("--scale.spill", "2"),
     *("--log.level", "warning"),
 )
 
@@ -125,6 +129,75 @@ def test_two_engines_are_one_service_and_one_that_dies_comes_back(client: httpx.
     assert len(re.findall(r"^attnd_engine_up\{.*\} 1\.0$", told, re.M)) == 2
     appended = re.search(r"^attnd_tokens_appended_total (\S+)$", told, re.M)
     assert appended is not None and float(appended[1]) > 0, "as the engines have counted"
+
+
+@dataclass
+class Written:
+    """One sequence, and what it must hold."""
+
+    client: httpx.Client
+    name: str
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+    k: Any = field(default_factory=lambda: np.zeros((0, 1, 4), np.float32))
+
+    def post(self, route: str, body: dict[str, Any], **arrays: Any) -> Any:
+        tensors = {
+            name: {"dtype": "F32", "shape": rows.shape, "data": rows.ravel().tolist()}
+            for name, rows in arrays.items()
+        }
+        body = {"layer": 0, "sequences": [self.name]} | body
+        answer = self.client.post(route, json=body | ({"tensors": tensors} if tensors else {}))
+        assert answer.status_code == 200, answer.text
+        return answer.json().get("tensors")
+
+    def grow(self, count: int) -> Any:
+        new = self.rng.standard_normal((count, 1, 4)).astype(np.float32)
+        self.k = np.concatenate((self.k, new))
+        return new
+
+    def append(self, count: int) -> None:
+        new = self.grow(count)
+        self.post("/v1/append", {"append_indptr": [0, count]}, k=new, v=-new)
+
+    def check(self) -> None:
+        """A decode that appends, and all rows."""
+        new, q = self.grow(1), self.rng.standard_normal((1, 1, 4)).astype(np.float32)
+        told = self.post("/v1/decode", {}, q=q, k=new, v=-new)["o"]["data"]
+        weights = np.exp(self.k[:, 0] @ q[0, 0] / 2)
+        expected = weights @ -self.k[:, 0] / weights.sum()
+        np.testing.assert_allclose(told, expected, atol=2e-5)
+        rows = self.post("/v1/gather", {"dtype": "fp32"})
+        np.testing.assert_array_equal(rows["k"]["data"], self.k.ravel())
+
+
+def test_a_sequence_goes_on_over_both_engines_and_stays_right_while_one_is_emptied(
+    client: httpx.Client,
+) -> None:
+    client.post("/v1/sequences/delete", json={"prefix": ""})
+    long, chat = Written(client, "long"), Written(client, "chat")
+    client.post("/v1/sequences", json={"sequences": [{"id": "long"}]})
+    long.append(700)
+    long.append(500)
+    assert [one["sequences"] for one in engines(client)] == [1, 1], "it has spilled"
+    long.check()
+    client.post("/v1/sequences", json={"sequences": [{"id": "chat"}]})
+    chat.append(40)
+    (leaving,) = [one["name"] for one in engines(client) if one["sequences"] == 2]
+    begun = client.post(f"/v1/engines/{leaving}/drain", json={})
+    assert begun.json() == {"name": leaving, "draining": True, "sequences": 2}
+    for _ in range(5):
+        long.check()
+        chat.check()
+    wait_for(
+        lambda: all(one["sequences"] == (1 + (one["name"] != leaving)) for one in engines(client))
+    )
+    long.check()
+    chat.check()
+    client.post(f"/v1/engines/{leaving}/drain", json={"stop": True})
+    long.check()
+    deleted = client.post("/v1/sequences/delete", json={"ids": ["long", "chat"]})
+    assert deleted.json() == {"num_deleted": 2}
+    assert [one["free"] for one in engines(client)] == [64, 64]
 
 
 @pytest.mark.filterwarnings("ignore")  # what Ray does as it is imported is its own

@@ -173,6 +173,36 @@ def test_a_batch_is_cut_where_one_of_its_sequences_is_dealt_out(
     run(pair, test, spill=2)
 
 
+def test_all_that_a_batch_needs_is_counted_before_one_of_it_is_dealt_out(
+    pair: LocalEngines,
+) -> None:
+    """As many are dealt out as it takes, or none where all of them would not do."""
+
+    async def test(cluster: Cluster) -> None:
+        book, names = Book(cluster), ["a", "b", "c"]
+        for name, pages in zip(names, (30, 4, 4), strict=True):
+            await begun(cluster, book, name, pages * PAGE)
+        await filled(cluster, book, 0)
+
+        async def append(counts: list[int]) -> Answer:
+            indptr = [0, *np.cumsum(counts).tolist()]
+            fields = {"layer": 1, "sequences": names, "append_indptr": indptr}
+            new = rows(np.random.default_rng(0), sum(counts))
+            return await cluster.call("append", fields, k=new, v=new)
+
+        for layer in range(LAYERS):  # layer 1 is shorter from here on
+            await cluster.told("truncate", {"id": "c", "length": 4 * PAGE - layer, "layer": layer})
+        refused = await append([PAGE, 20 * PAGE, 20 * PAGE])
+        assert (refused.status, refused.fields["needed"]) == (507, 41), refused
+        assert not any(is_dealt(cluster, name) for name in names)
+        assert await cluster.free_pages() == PAGES
+        told = await append([PAGE, 10 * PAGE, 10 * PAGE])
+        assert told.status == 200, told
+        assert [is_dealt(cluster, name) for name in names] == [True, True, False]
+
+    run(pair, test, spill=2)
+
+
 def test_another_door_finds_out_by_a_refusal(pair: LocalEngines) -> None:
     async def test(first: Cluster) -> None:
         async with another_door(first) as second:

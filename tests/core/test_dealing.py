@@ -90,6 +90,19 @@ def test_names_go_only_where_there_is_no_room_without_them() -> None:
         assert tree.cache.match("default", Prefix(ids, None, "")).num_pages == kept
 
 
+def test_names_stay_where_it_would_not_help_to_lose_them() -> None:
+    tree = tree_of()
+    grown(tree, "a", 8 * SIZE)
+    named(tree, "a", 8)
+    grown(tree, "filler", (PAGES - 8) * SIZE)
+    with pytest.raises(OutOfPages):
+        tree.make_room("a", Shard(0, 2), 5)
+    prefix = Prefix(np.arange(8 * SIZE, dtype=np.uint32), None, "")
+    assert tree.cache.match("default", prefix).num_pages == 8
+    tree.make_room("a", Shard(0, 2), 4)
+    assert tree.cache.match("default", prefix).num_pages == 0
+
+
 def test_what_is_shared_is_refused_where_its_part_cannot_be_copied() -> None:
     tree = tree_of()
     grown(tree, "a", 8 * SIZE)

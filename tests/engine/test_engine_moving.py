@@ -87,6 +87,58 @@ def test_a_bulk_delete_may_skip_what_other_engines_have_to_do_with() -> None:
     on_cpu(scenario)
 
 
+def test_what_pins_and_leases_hold_is_told_and_may_be_held_at_another_engine() -> None:
+    async def scenario(caller: Caller) -> None:
+        await create(caller, "a")
+        await grow(caller, "a", (4 * PAGE,) * LAYERS, CPU_GEOMETRY)
+        before = await held(caller, "a", LAYERS)
+        ids = list(range(4 * PAGE))
+        named = {"token_ids": ids, "cache_salt": "x"}
+        key = (await told(caller, "commit", {"id": "a"} | named))["last_key"]
+        await told(caller, "delete_sequence", {"id": "a"})
+        page = {"page_key": key, "cache_salt": "x"}
+        assert (await told(caller, "holds", {})) == {"holds": []}
+        await told(caller, "pin", page | {"hard": True})
+        short = {"token_ids": ids[: 2 * PAGE], "cache_salt": "x", "lease_s": 60.0}
+        lease = (await told(caller, "match_prefix", short))["lease"]["id"]
+        pin, leased = (await told(caller, "holds", {}))["holds"]
+        assert pin == {"lease": None, "left_s": None, "num_pages": 4} | page
+        assert (leased["lease"], leased["num_pages"]) == (lease, 2)
+        assert 50.0 < leased["left_s"] <= 60.0
+        await told(caller, "drain_engine", {"name": "engine"})
+        for name, fields in (
+            ("pin", page | {"hard": True}),
+            ("renew_lease", {"id": "lease-y"} | page),
+            ("create_sequences", {"sequences": [{"id": "new"}]}),
+        ):
+            assert await code_of(caller, name, fields) == "not_ready", name
+        matched = await told(caller, "match_prefix", short)
+        assert matched == {"matched_len": 2 * PAGE, "num_pages": 2, "lease": None}
+        assert await code_of(caller, "renew_lease", {"id": lease}) == "ok"
+        new = {"sequences": [{"id": "a", "held": page}]}
+        assert (await told(caller, "create_sequences", new))["sequences"][0][
+            "cached_len"
+        ] == 4 * PAGE
+        again = await held(caller, "a", LAYERS)
+        assert [one.tobytes() for one in again] == [one.tobytes() for one in before]
+        await told(caller, "drain_engine", {"name": "engine", "stop": True})
+        await told(caller, "renew_lease", {"id": "lease-y", "lease_s": 9.0} | page)
+        assert [one["lease"] for one in (await told(caller, "holds", {}))["holds"]] == [
+            *(None, lease, "lease-y")
+        ]
+        for one in (lease, "lease-y"):
+            await told(caller, "release_lease", {"id": one})
+        gone = {"page_key": "0" * 32}
+        assert await code_of(caller, "renew_lease", {"id": "z"} | gone) == "unknown_page"
+        both = {"sequences": [{"held": page, "prefix": named}]}
+        assert await code_of(caller, "create_sequences", both) == "invalid_request"
+        await told(caller, "unpin", page)
+        await told(caller, "delete_sequence", {"id": "a"})
+        assert (await pool(caller))["cached"] == 4
+
+    on_cpu(scenario)
+
+
 @pytest.mark.parametrize("handed", [False, True])
 def test_what_nobody_comes_back_for_stays_or_is_gone_where_it_was_handed_over(
     handed: bool,

@@ -96,6 +96,7 @@ PLAIN: Final[dict[str, dict[str, Any]]] = {
     "pool": {},
     "engines": {},
     "list_namespaces": {},
+    "holds": {},
     "drain_engine": {"name": "engine", "stop": True},
     "delete_sequences": {"ids": ["a", "c"]},
     "match_prefix": {"token_ids": [1, 2, 3, 4, 5, 6], "lease_s": 0.0, "cache_salt": "a"},

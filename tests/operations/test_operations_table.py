@@ -50,6 +50,7 @@ NUMBERS = {
     "hand_over": 35,
     "drain_engine": 36,
     "list_namespaces": 37,
+    "holds": 38,
 }
 
 

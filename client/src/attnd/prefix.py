@@ -16,6 +16,7 @@ from attnd.results import (
     CacheEvent,
     CommitResult,
     EventPage,
+    Hold,
     Lease,
     Namespace,
     PrefixMatch,
@@ -152,6 +153,11 @@ def unpin(page_key: str | bytes, *, cache_salt: str = "") -> Call[None]:
     return Call("unpin", nothing, repeatable=True, fields=fields, recover=pin_is_gone)
 
 
+def holds() -> Call[tuple[Hold, ...]]:
+    """The hard pins and leases that there are, a thousand at most."""
+    return Call("holds", reads(holds_of), repeatable=True)
+
+
 def evict(num_pages_at_most: int) -> Call[int]:
     """Evict cached pages, those first that would go first; how many were."""
     fields = {"num_pages": num_pages_at_most}
@@ -202,6 +208,11 @@ def pin_is_gone(error: ServiceError) -> Settled[None] | None:
 
 def num_pages(reply: Reply) -> int:
     return int(reply.fields["num_pages"])
+
+
+def holds_of(reply: Reply) -> tuple[Hold, ...]:
+    known = Hold.__slots__
+    return tuple(Hold(**{name: one[name] for name in known}) for one in reply.fields["holds"])
 
 
 def lease_of(document: dict[str, Any]) -> Lease:

@@ -146,6 +146,18 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """What holds `num_pages` pages up to `page_key` without a sequence: a lease, for `left_s`
+    seconds more, or a hard pin, where `lease` and `left_s` are None."""
+
+    lease: str | None
+    left_s: float | None
+    page_key: str
+    cache_salt: str
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixMatch:
     """Tokens that are cached, in whole pages; `lease` None: none was asked for, or none are."""
 
@@ -265,6 +277,8 @@ class EngineInfo:
     pair_s: float
     read_s: float
     counts: Mapping[str, Sequence[float]] | None = None
+    leases: int = 0
+    imports: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,7 @@ class Session:
     release_lease = blocking(prefix.release_lease)
     pin = blocking(prefix.pin)
     unpin = blocking(prefix.unpin)
+    holds = blocking(prefix.holds)
     evict = blocking(prefix.evict)
     clear = blocking(prefix.clear)
     get_namespace = blocking(prefix.get_namespace)

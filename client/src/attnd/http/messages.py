@@ -43,6 +43,7 @@ ROUTES: Final[Mapping[str, tuple[str, str]]] = {
     "release_lease": ("DELETE", "/v1/leases/{id}"),
     "pin": ("PUT", "/v1/prefix/pin"),
     "unpin": ("DELETE", "/v1/prefix/pin"),
+    "holds": ("GET", "/v1/prefix/holds"),
     "evict": ("POST", "/v1/prefix/evict"),
     "clear": ("POST", "/v1/prefix/clear"),
     "get_namespace": ("GET", "/v1/namespaces/{name}"),
