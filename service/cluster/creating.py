@@ -70,7 +70,7 @@ async def create(router: Router, call: Call, prepared: Prepared) -> tuple[Answer
             else:  # made by this request; one that comes later is refused there
                 at = own[one.parent]
                 homes.append(homes[at] if at < len(homes) else router.members.idlest())
-        await router.prompts.wait(call.tenant.namespace, waits)
+        await router.prompts.wait(call, waits)
         try:
             return await make(router, call, new, homes)
         except Failed as failed:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from service.cluster.engine import Call
 from service.operations.rows import APPEND
 from service.operations.spec import Operation
 
@@ -74,16 +75,23 @@ class Prompts:
             one.num_calls += 1
         return found
 
-    async def wait(self, space: str, waits: Sequence[Wait]) -> None:
-        """Until all have ended that have begun, or for as long as that is worth it."""
+    async def wait(self, call: Call, waits: Sequence[Wait]) -> None:
+        """Until all have ended that have begun, or for as long as that is worth it; half of the
+        call's deadline at most, which has so much less left then."""
+        space, begun = call.tenant.namespace, time.monotonic()
+        longest_s = min(LONGEST_S, 0.5e-6 * call.deadline_us or LONGEST_S)
         for wait in waits:
-            underway = wait.underway
-            is_vain = time.monotonic() < self.vain_until_s.get(space, 0.0)
+            underway, now = wait.underway, time.monotonic()
+            left_s = begun + min(wait.most_s, longest_s) - now
+            is_vain = left_s <= 0.0 or now < self.vain_until_s.get(space, 0.0)
             if is_vain or not underway.is_begun or underway.ended.is_set():
                 continue
             try:
-                async with asyncio.timeout(min(wait.most_s, LONGEST_S)):
+                async with asyncio.timeout(left_s):
                     await underway.ended.wait()
             except TimeoutError:
                 if not underway.num_calls:
                     self.vain_until_s[space] = time.monotonic() + VAIN_S
+        if call.deadline_us and waits:
+            call.deadline_us -= int(1e6 * (time.monotonic() - begun))
+            call.deadline_us = max(1, call.deadline_us)

@@ -10,9 +10,12 @@ import pytest
 from cluster_calls import LAYERS, PAGE, Answer, Cluster, rows, run
 
 from service.cluster import placing, underway
+from service.cluster.engine import Call
 from service.cluster.local import LocalEngines
 from service.cluster.underway import LONGEST_S, Prompts, Underway, Wait
 from service.operations.rows import APPEND, GATHER
+from service.operations.sequences import CREATE_SEQUENCES
+from service.tenants import tenant_of
 
 LENGTH = 4 * PAGE
 LONG_S = 60.0
@@ -26,9 +29,14 @@ def begun(prompts: Prompts) -> Underway:
     return one
 
 
+def call_of(space: str = "default", deadline_us: int = 0) -> Call:
+    tenant = tenant_of(space, ("append",))
+    return Call(CREATE_SEQUENCES, memoryview(b""), 0, deadline_us, bytes(16), tenant)
+
+
 async def waited(prompts: Prompts, *waits: Wait, space: str = "default") -> bool:
     """Whether it took more than a turn of the loop."""
-    waiting = asyncio.ensure_future(prompts.wait(space, waits))
+    waiting = asyncio.ensure_future(prompts.wait(call_of(space), waits))
     for _ in range(5):
         await asyncio.sleep(0)
     had_to = not waiting.done()
@@ -63,12 +71,22 @@ def test_nobody_waits_again_soon_for_a_caller_that_commits_late() -> None:
     async def check() -> None:
         prompts = Prompts()
         one = begun(prompts)
-        await prompts.wait("default", [Wait(one, 0.01)])
+        await prompts.wait(call_of(), [Wait(one, 0.01)])
         assert not prompts.vain_until_s, "its rows are on their way still"
         one.num_calls -= 1
-        await prompts.wait("default", [Wait(one, 0.01)])
+        await prompts.wait(call_of(), [Wait(one, 0.01)])
         assert not await waited(prompts, Wait(begun(prompts), LONG_S))
         assert await waited(prompts, Wait(begun(prompts), LONG_S), space="other")
+
+    asyncio.run(check())
+
+
+def test_nobody_waits_for_more_than_half_of_what_the_caller_has_time_for() -> None:
+    async def check() -> None:
+        prompts, call = Prompts(), call_of(deadline_us=200_000)
+        async with asyncio.timeout(LONG_S):
+            await prompts.wait(call, [Wait(begun(prompts), LONG_S)])
+        assert 1 <= call.deadline_us <= 100_000, "the engine is told what is left"
 
     asyncio.run(check())
 
