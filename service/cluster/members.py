@@ -7,15 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from config.server import ServerSettings
-from service.cluster.engine import Engine, Told
+from service.cluster.engine import Engine
 from service.cluster.listed import Listed, read_members
 from service.cluster.names import BETWEEN, tags_of
-from service.cluster.placement import Load, Pace
+from service.cluster.polling import Member, ask, poll, read_events
 from service.cluster.prefixes import Prefixes
 from service.cluster.ranks import Home, Ranks
 from service.doors.arena import DoorArena
@@ -24,7 +23,6 @@ from service.doors.problems import ProblemText
 from service.errors import AttndError, NotReady
 from service.metrics import STATES, Metrics
 from service.operations.info import InfoAnswer
-from service.operations.table import BY_NAME
 from service.road.frames import FrameError
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 
@@ -33,10 +31,6 @@ LOOK_S: Final = 0.1
 """How often the file of members is looked at."""
 POLL_S: Final = 0.25
 """How often an engine is asked what it has."""
-POLL_DEADLINE_S: Final = 10.0
-"""An engine that has not answered by then is given up: a process that hangs counts as dead."""
-FEW_EVENTS: Final = 16
-"""A page with fewer has hardly left any behind; those come next time."""
 FIRST_WAIT_S: Final = 0.05
 LONGEST_WAIT_S: Final = 1.0
 """Before an engine is called again."""
@@ -45,23 +39,6 @@ ALIKE: Final = ("num_layers", "page_size", "num_kv_heads", "head_dim", "dtype")
 LEFT: Final = "it was taken out of the cluster"
 BROKEN: Final = (OSError, AttndError, FrameError, ProblemText, TimeoutError)
 """What ends a session, or keeps it from beginning."""
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """An engine by its name, whether a session with it lasts or not."""
-
-    name: str
-    address: str
-    lost_after_s: float = 0.0
-    is_leaving: bool = False
-    engine: Engine | None = None
-    why: str = "it has not answered yet"
-    tag: str = ""
-    """Of its last session."""
-    keeping: asyncio.Task[None] | None = None
-    positions: dict[str, int] = field(default_factory=dict)
-    """By namespace: the number of the last event that was read."""
 
 
 class Members:
@@ -203,7 +180,7 @@ class Members:
                 engine = await self.meet(member)
                 wait = FIRST_WAIT_S
                 while member.engine is engine:
-                    await self.poll(member, engine)
+                    await poll(self, member, engine)
                     await asyncio.sleep(POLL_S)
             except BROKEN as error:
                 self.lose(member, str(error) or type(error).__name__)
@@ -219,10 +196,10 @@ class Members:
         try:
             await link.connect(member.address, self.door, self.secret)
             engine = Engine(member.name, link, self.arena)
-            told = await self.ask(engine, "info")
+            told = await ask(self, engine, "info")
             engine.learn(InfoAnswer.model_validate(told.fields))
             self.check_alike(engine.info)
-            await self.poll(member, engine)
+            await poll(self, member, engine)
         except BaseException:
             link.close()
             raise
@@ -287,55 +264,12 @@ class Members:
 
     # what they have
 
-    async def ask(self, engine: Engine, name: str, **fields: Any) -> Told:
-        """A question of the router's own."""
-        async with asyncio.timeout(POLL_DEADLINE_S):
-            call = engine.own(BY_NAME[name], self.tenant, POLL_DEADLINE_S)
-            return await engine.ask(call, fields)
-
-    async def poll(self, member: Member, engine: Engine) -> None:
-        """Ask an engine for its pages, and what became of cached ones."""
-        promised = engine.promised
-        asked = {"counts": True} if engine.is_elsewhere else {}
-        (told,) = (await self.ask(engine, "engines", **asked)).fields["engines"]
-        engine.promised -= min(promised, engine.promised)
-        held = told["referenced"] + told["pinned"]
-        engine.pace = Pace(told["page_s"], told["pair_s"], told["read_s"])
-        pace = engine.pace.near([one.pace for one in {engine, *self.by_tag.values()}])
-        engine.load = Load(told["free"], told["cached"], held, pace=pace)
-        engine.is_draining = told["draining"]
-        if self.metrics is not None:
-            pages = {state: told[state] for state in STATES}
-            calls, engine.num_calls = engine.num_calls, 0
-            self.metrics.engine(member.name, pages, told["sequences"], engine.queue_s, calls)
-            if engine.is_elsewhere and told["counts"] is not None:
-                self.metrics.told(engine.tag, told["counts"])
-        for namespace in list(self.prefixes):
-            await self.read_events(member, engine, namespace)
-
-    async def read_events(self, member: Member, engine: Engine, namespace: str) -> None:
-        """The events of a namespace since the last time."""
-        known = self.prefixes[namespace]
-        tenant = tenant_of(namespace, ("read",)) if self.has_keys else OPEN
-        while True:
-            after = member.positions.get(namespace, 0)
-            async with asyncio.timeout(POLL_DEADLINE_S):
-                call = engine.own(BY_NAME["events"], tenant, POLL_DEADLINE_S)
-                page = (await engine.ask(call, {"after": after})).fields
-            if page["too_old"] and after:
-                known.forget(engine.tag, namespace)
-            for event in page["events"]:
-                known.take(engine.tag, event)
-            member.positions[namespace] = page["next"]
-            if len(page["events"]) < FEW_EVENTS:
-                return
-
     async def follow(self, namespace: str) -> None:
         """Read a namespace's events, now and from now on."""
         self.prefixes_of(namespace)
         for member in list(self.by_name.values()):
             if member.engine is not None:
-                await self.read_events(member, member.engine, namespace)
+                await read_events(self, member, member.engine, namespace)
 
     def prefixes_of(self, namespace: str) -> Prefixes:
         """What is known of a namespace's cached pages; it is followed from the first time on."""
