@@ -53,6 +53,7 @@ async def delete_many(router: Router, call: Call, prepared: Prepared) -> tuple[A
         if looks and not (deleted or skipped):
             break
         looks += all(len(one["skipped"]) < MAX_LISTED for one in answers)
+    router.prompts.end(call.tenant.namespace, fields.names)
     return reply(router.arena, call, {"num_deleted": total})
 
 

@@ -376,8 +376,8 @@ class Point:
         """In place of every question that the door asks."""
         if self.is_here(operation.name, fields):
             self.then()
-        if fields.get("state") == "leaving":
-            fields = fields | {"for_s": 0.5}
+        if fields.get("state") == "leaving" and self.name != "after":
+            fields = fields | {"for_s": 0.5}  # the door does not live to see that
         return await REAL(engine, operation, tenant, fields, *more)
 
 
