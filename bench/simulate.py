@@ -1,6 +1,7 @@
 """Engines and clusters simulated, event by event, from measured tables and a trace.
 
     python -m bench.simulate --trace FILE --compare            # beside what bench.cluster measured
+    python -m bench.simulate --trace FILE --cluster 16         # the router's rule, so many times
     python -m bench.simulate --trace FILE --fleet [--engines 1200 1600 2000] [--per-s 10000]
     python -m bench.simulate --trace FILE --rack 1600          # a rack is lost on the way
     python -m bench.simulate --long                            # sequences over many engines
@@ -23,15 +24,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from bench.cluster import CALIBRATION, CLUSTER_RESULTS, LONGEST
+from bench.cluster import CALIBRATION, CLUSTER_RESULTS, LONGEST, WORKERS
 from bench.machine import RESULTS, provenance, write_results
-from bench.simulation.calls import CallCosts
+from bench.simulation.calls import CallCosts, Replay
+from bench.simulation.clustered import Clustered
 from bench.simulation.compare import MOST_OFF, compare
 from bench.simulation.fleet import Fleet, Outcome, Simulation, Told
 from bench.simulation.gpu import GpuCosts
 from bench.simulation.long import Links, Setting, long_rows
 from bench.simulation.tables import write_tables
-from bench.simulation.trace import Request, made_up, multiplied, read_trace, shortened
+from bench.simulation.trace import Request, made_up, multiplied, read_trace, shortened, split
 
 SIMULATION: Final = RESULTS / "simulation.json"
 SECONDS: Final = 45.0
@@ -57,6 +59,46 @@ def compared(requests: Sequence[Request]) -> dict[str, Any]:
         "holds": holds,
         "most_off": MOST_OFF,
         "measured": measured["date"],
+    }
+
+
+def clustered(requests: Sequence[Request], times: int) -> dict[str, Any]:
+    """What the cluster is held to, simulated so many times: what calls take differs by chance."""
+    measured = json.loads(CLUSTER_RESULTS.read_text(encoding="utf-8"))
+    costs = CallCosts.told(json.loads(CALIBRATION.read_text(encoding="utf-8")))
+    played = shortened(requests[-measured["requests"] :], LONGEST)
+    sizes = (measured["cores"], measured["pages_each"], measured["engines"])
+    every: dict[str, list[float]] = {}
+    for seed in range(times):
+        for name, value in once(costs, played, *sizes, seed).items():
+            every.setdefault(name, []).append(value)
+    rows = [
+        {
+            "figure": name,
+            "mean": round(sum(values) / times, 3),
+            "least": min(values),
+            "most": max(values),
+        }
+        for name, values in every.items()
+    ]
+    for row in rows:
+        print(row)
+    return {"rows": rows, "times": times, "measured": measured["date"]}
+
+
+def once(
+    costs: CallCosts, requests: Sequence[Request], cores: int, each: int, engines: int, seed: int
+) -> dict[str, float]:
+    """One service, separate ones and a cluster, all with the same chance."""
+    workers, pools = WORKERS * engines, [each] * engines
+    one = Replay(costs, cores, [each * engines], seed).run([requests], workers)
+    separate = Replay(costs, cores, pools, seed).run(split(requests, engines), WORKERS)
+    whole = Clustered(costs, cores, pools, seed).replay(requests, workers)
+    return {
+        "throughput_of_separate": round(whole["requests_per_s"] / separate["requests_per_s"], 3),
+        "hit_rate_of_one": round(whole["hit_rate"] / max(1e-9, one["hit_rate"]), 3),
+        "p50_of_separate": round(whole["p50_ms"] / separate["p50_ms"], 3),
+        "p99_of_separate": round(whole["p99_ms"] / separate["p99_ms"], 3),
     }
 
 
@@ -136,6 +178,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--made-up", type=int, default=2000, metavar="COUNT")
     parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--cluster", type=int, metavar="TIMES")
     parser.add_argument("--fleet", action="store_true")
     parser.add_argument("--engines", type=int, nargs="+", default=(1200, 1600, 2000))
     parser.add_argument("--per-s", type=float, default=10_000.0)
@@ -152,6 +195,8 @@ def main() -> None:
     given = {"per_s": args.per_s, "seconds": args.seconds}
     if args.compare:
         found["compare"] = about | compared(trace)
+    if args.cluster:
+        found["clustered"] = about | clustered(trace, args.cluster)
     if args.fleet:
         every = multiplied(trace, args.per_s, args.seconds)
         rows = [fleet_row(every, Fleet(engines=count), args.seconds) for count in args.engines]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
@@ -23,6 +24,8 @@ WAKES: Final = (1, 2, 1)
 ATTENTION: Final = frozenset({"prefill", "decode"})
 NEW_DECODED: Final = -(-DECODES // PAGE)
 """Pages that a request's decoded tokens take."""
+SPREAD: Final = 0.2
+"""Of the logarithm of what an engine's calls take, where chance has a part in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,10 @@ def fit(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
     return whole
 
 
+def nothing() -> None:
+    """Nobody wants to know."""
+
+
 @dataclass(slots=True, eq=False)
 class Service:
     """A door and an engine with its pool."""
@@ -112,7 +119,11 @@ class Service:
 class Replay:
     """Requests in a closed loop on services, as `bench.replay.replay` plays them."""
 
-    def __init__(self, costs: CallCosts, cores: float, pools: Sequence[int]) -> None:
+    def __init__(
+        self, costs: CallCosts, cores: float, pools: Sequence[int], seed: int | None = None
+    ) -> None:
+        """With a `seed` an engine's calls take more or less than they cost, by chance."""
+        self.chance = None if seed is None else random.Random(seed)
         self.clock = Clock()
         shared = Cores(self.clock, cores, costs.together)
         self.costs = costs
@@ -139,9 +150,20 @@ class Replay:
 
     def _work(self, service: Service, left: deque[Request]) -> None:
         """The next request of a worker, and then the one after it."""
-        if not left:
-            return
-        request, begun = left.popleft(), self.clock.now
+        if left:
+            self._play(service, left.popleft(), lambda: self._work(service, left))
+
+    def _play(
+        self,
+        service: Service,
+        request: Request,
+        then: Act,
+        written: Act = nothing,
+        committed: Act = nothing,
+    ) -> None:
+        """One request. `written` is done when its rows come to the engine, `committed` when its
+        prompt is cached."""
+        begun = self.clock.now
         blocks, length = request.blocks, len(request.blocks) * PAGE
         pool, cached = service.pool, service.pool.match(blocks)
         own = len(blocks) - cached + NEW_DECODED
@@ -154,39 +176,57 @@ class Replay:
         first = [("create", length, 0), ("prefill", new, rows * length - rows * (rows - 1) // 2)]
         rest = [("decode", 1, length + step + 1) for step in range(DECODES)]
 
-        def committed() -> None:
+        def commit() -> None:
             pool.release(blocks[:cached], own)
             pool.hold(blocks, NEW_DECODED)  # they are found from now on
-            self._calls(service, deque([*rest, ("delete", length, 0)]), after)
+            committed()
+            self._calls(service, deque([*rest, ("delete", length, 0)]), after, {"delete": delete})
+
+        def delete() -> None:
+            pool.release(blocks, NEW_DECODED)
 
         def after() -> None:
-            pool.release(blocks, NEW_DECODED)
             self.request_s.append(self.clock.now - begun)
-            self._work(service, left)
+            then()
 
-        self._calls(service, deque([*first, ("commit", new, 0)]), committed)
+        self._calls(service, deque([*first, ("commit", new, 0)]), commit, {"prefill": written})
 
-    def _calls(self, service: Service, calls: deque[tuple[str, int, int]], after: Act) -> None:
-        """One call after another: caller, door, engine, door, caller."""
+    def _calls(
+        self,
+        service: Service,
+        calls: deque[tuple[str, int, int]],
+        after: Act,
+        acts: Mapping[str, Act],
+    ) -> None:
+        """One call after another: caller, door, engine, door, caller. `acts` are done as calls of a
+        kind come to the engine."""
         if not calls:
             after()
             return
         kind, new, pairs = calls.popleft()
         self.num_calls += 1
         caller_s, door_s, engine_s = self.costs.awake(kind, new, pairs)
+        if self.chance is not None:
+            engine_s *= self.chance.lognormvariate(0.0, SPREAD)
         door, engine = service.door, service.engine
 
         def to_door() -> None:
             door.give(door_s / 2, to_engine)
 
         def to_engine() -> None:
+            begun = self.clock.now
+            self.sent(service, kind)
+            if kind in acts:
+                acts[kind]()
+
+            def back() -> None:
+                self.answered(service, kind, engine_s, self.clock.now - begun - engine_s)
+                door.give(door_s / 2, lambda: self.caller.give(caller_s / 2, told))
+
             engine.take(Task(engine_s, self.costs.shared_s(kind), back))
 
-        def back() -> None:
-            door.give(door_s / 2, lambda: self.caller.give(caller_s / 2, told))
-
         def told() -> None:
-            self._calls(service, calls, after)
+            self._calls(service, calls, after, acts)
 
         def begin() -> None:
             self.caller.give(caller_s / 2, to_door)
@@ -195,3 +235,11 @@ class Replay:
             self.clock.after(self.costs.waiting_s[kind], begin)
         else:
             begin()
+
+    # for those who watch
+
+    def sent(self, service: Service, kind: str) -> None:
+        """A call has come to an engine."""
+
+    def answered(self, service: Service, kind: str, engine_s: float, waited_s: float) -> None:
+        """It is done there, having taken so long and waited so long."""

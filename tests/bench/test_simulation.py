@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 
 from bench.cache import exact_lru
-from bench.replay import Called
+from bench.replay import PAGE, Called
 from bench.simulation.blocks import BlockPool
 from bench.simulation.calls import CallCosts, Replay, fit
 from bench.simulation.clock import Clock, Cores
+from bench.simulation.clustered import Clustered
 from bench.simulation.compare import compare
 from bench.simulation.fleet import Fleet, Simulation
 from bench.simulation.gpu import GpuCosts, Line, Model
 from bench.simulation.long import Links, Setting, long_rows
 from bench.simulation.placing import PAGES, Placing
-from bench.simulation.trace import BLOCK_TOKENS, made_up, multiplied, num_distinct, split
+from bench.simulation.trace import BLOCK_TOKENS, Request, made_up, multiplied, num_distinct, split
 from bench.simulation.workers import Engine, Task, Worker
 from service.cluster.placement import Load, Pace, choose
 
@@ -163,6 +164,33 @@ def test_one_worker_takes_the_sum_of_its_calls_and_two_services_share_nothing_bu
     two = Replay(COSTS, 6, [10_000, 10_000]).run(split(some, 2), workers=4)
     assert two["requests_per_s"] > 1.2 * one["requests_per_s"]
     assert two["hit_rate"] == pytest.approx(one["hit_rate"], abs=0.01)
+
+
+def test_a_cluster_keeps_what_begins_alike_together_and_computes_it_once() -> None:
+    some = TRACE[:150]
+    separate = Replay(COSTS, 6, [10_000] * 2, seed=1).run(split(some, 2), workers=4)
+    cluster = Clustered(COSTS, 6, [10_000] * 2, seed=1)
+    told = cluster.replay(some, workers=8)
+    assert cluster.num_calls == 150 * 8
+    assert told["hit_rate"] >= separate["hit_rate"]
+    assert told["requests_per_s"] > 0.8 * separate["requests_per_s"]
+    assert not cluster.waiting, "whoever waited has gone on"
+    for one in cluster.knows.values():
+        assert (one.held, one.unwritten, one.num_waiting) == (0, 0, 0)
+    again = Clustered(COSTS, 6, [10_000] * 2, seed=1).replay(some, workers=8)
+    assert again == told
+    other = Clustered(COSTS, 6, [10_000] * 2, seed=2).replay(some, workers=8)
+    assert other["p50_ms"] != told["p50_ms"]
+
+
+def test_a_prompt_waits_in_a_cluster_for_one_that_it_begins_with() -> None:
+    long = Request(0.0, tuple(range(400)), 400 * 512, 1)
+    alone = Clustered(COSTS, 6, [10_000] * 2).replay([long], workers=1)
+    both = Clustered(COSTS, 6, [10_000] * 2)
+    between = [Request(0.0, (1000 + n,), 512, 1) for n in range(3)]
+    both.replay([long, *between, long], workers=2)
+    assert both.cached == 400 * PAGE
+    assert max(both.request_s) < 1.5e-3 * alone["p50_ms"], "beside one that computes nothing"
 
 
 def test_costs_are_fitted_from_calls_and_compared_with_what_was_measured() -> None:
