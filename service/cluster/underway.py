@@ -16,8 +16,9 @@ from service.operations.spec import Operation
 LONGEST_S: Final = 5.0
 """No prompt counts as under way for longer."""
 VAIN_S: Final = 60.0
-"""Where a prompt was waited for in vain, as its caller commits late or never, nobody of that
-namespace waits again for so long."""
+MOST_VAIN: Final = 4
+"""Where so many prompts in a row were waited for in vain, as their callers commit late or never,
+nobody of that namespace waits again for `VAIN_S`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,10 +43,11 @@ class Wait:
 class Prompts:
     """Those of one door that are under way, by namespace and id of their sequences."""
 
-    __slots__ = ("by_name", "vain_until_s")
+    __slots__ = ("by_name", "num_vain", "vain_until_s")
 
     def __init__(self) -> None:
         self.by_name: dict[tuple[str, str], Underway] = {}
+        self.num_vain: dict[str, int] = {}
         self.vain_until_s: dict[str, float] = {}
 
     def begin(self, space: str, name: str, underway: Underway) -> None:
@@ -75,6 +77,13 @@ class Prompts:
             one.num_calls += 1
         return found
 
+    def was_vain(self, space: str) -> None:
+        """A prompt is not being computed any more, and was not committed in time."""
+        self.num_vain[space] = self.num_vain.get(space, 0) + 1
+        if self.num_vain[space] >= MOST_VAIN:
+            del self.num_vain[space]
+            self.vain_until_s[space] = time.monotonic() + VAIN_S
+
     async def wait(self, call: Call, waits: Sequence[Wait]) -> None:
         """Until all have ended that have begun, or for as long as that is worth it; half of the
         call's deadline at most, which has so much less left then."""
@@ -91,7 +100,9 @@ class Prompts:
                     await underway.ended.wait()
             except TimeoutError:
                 if not underway.num_calls:
-                    self.vain_until_s[space] = time.monotonic() + VAIN_S
+                    self.was_vain(space)
+            else:
+                self.num_vain.pop(space, None)
         if call.deadline_us and waits:
             call.deadline_us -= int(1e6 * (time.monotonic() - begun))
             call.deadline_us = max(1, call.deadline_us)
