@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import oracle
-from cluster_calls import DIM, HEADS, LAYERS, PAGE, Cluster, rows
+from cluster_calls import ATOL, DIM, HEADS, LAYERS, PAGE, Cluster, rows
 
 Array = Any
 SCALE = DIM**-0.5
@@ -72,9 +72,9 @@ class Book:
             o, lse = oracle.attend(q[mine], k, v, seen, sm_scale=SCALE)
             unit = np.log(2) if how.get("lse_base") == "2" else 1.0
             case = f"{one}, {counts} rows on {len(k)} tokens, {how}"
-            np.testing.assert_allclose(told.arrays["o"][mine], o, atol=2e-5, err_msg=case)
+            np.testing.assert_allclose(told.arrays["o"][mine], o, atol=ATOL, err_msg=case)
             got = told.arrays["lse"][mine] * unit
-            np.testing.assert_allclose(got, lse, atol=2e-5, err_msg=case)
+            np.testing.assert_allclose(got, lse, atol=ATOL, err_msg=case)
             begin += count
 
     async def truncate(self, name: str, length: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,20 +21,26 @@ from service.image.writing import PROBLEM, RESPONSE, image
 from service.operations.table import BY_NAME
 from service.tenants import OPEN, Tenant
 
+BACKEND: Final = os.environ.get("ATTND_TEST_BACKEND", "cpu")
+"""`ATTND_TEST_BACKEND=cuda pytest tests/cluster` runs all of this on engines that share a GPU."""
+ON_GPU: Final = BACKEND == "cuda"
 LAYERS: Final = 2
 HEADS: Final = 2
-DIM: Final = 16
+DIM: Final = 64 if ON_GPU else 16
+FLOAT: Final = np.dtype(np.float16 if ON_GPU else np.float32)
+ATOL: Final = 2e-3 if ON_GPU else 2e-5
+"""By which `o` and `lse` of values of about 1 may be off."""
 PAGE: Final = 4
 PAGES: Final = 128
 SETTINGS: Final = load_settings(
     [
-        *("--backend.kind", "cpu"),
+        *("--backend.kind", BACKEND),
         *("--pool.num-layers", str(LAYERS)),
         *("--pool.num-kv-heads", str(HEADS)),
         *("--pool.head-dim", str(DIM)),
         *("--pool.page-size", str(PAGE)),
         *("--pool.num-pages", str(PAGES)),
-        *("--pool.dtype", "fp32"),
+        *("--pool.dtype", "fp16" if ON_GPU else "fp32"),
         *("--log.level", "warning"),
         *("--server.deadline-s", "20"),
     ]
@@ -142,4 +149,4 @@ def run(
 
 
 def rows(rng: np.random.Generator, count: int, heads: int = HEADS) -> Any:
-    return rng.standard_normal((count, heads, DIM)).astype(np.float32)
+    return rng.standard_normal((count, heads, DIM)).astype(FLOAT)

@@ -23,7 +23,18 @@ import numpy as np
 
 from service.cluster.local import LocalEngines, local_engines
 from service.cluster.router import GRACE_S, Router
-from tests.cluster.cluster_calls import DIM, HEADS, LAYERS, PAGES, SETTINGS, Answer, Cluster, rows
+from tests.cluster.cluster_calls import (
+    ATOL,
+    DIM,
+    FLOAT,
+    HEADS,
+    LAYERS,
+    PAGES,
+    SETTINGS,
+    Answer,
+    Cluster,
+    rows,
+)
 from tests.oracle import attend, visible
 
 ALLOWED: Final = frozenset({"lost_sequence", "not_ready", "out_of_pages", "deadline_exceeded"})
@@ -46,7 +57,7 @@ class Stored:
 
     @classmethod
     def empty(cls) -> Stored:
-        nothing = np.empty((0, HEADS, DIM), np.float32)
+        nothing = np.empty((0, HEADS, DIM), FLOAT)
         return cls([nothing] * LAYERS, [nothing] * LAYERS)
 
     def fork(self) -> Stored:
@@ -173,8 +184,8 @@ class Client:
         for at, name in enumerate(ids):
             k, v = kept[name].k[layer], kept[name].v[layer]
             o, lse = attend(q[at : at + 1], k, v, visible(1, len(k)), sm_scale=DIM**-0.5)
-            np.testing.assert_allclose(told.arrays["o"][at], o[0], atol=1e-4)
-            np.testing.assert_allclose(told.arrays["lse"][at], lse[0], atol=1e-3)
+            np.testing.assert_allclose(told.arrays["o"][at], o[0], atol=ATOL)
+            np.testing.assert_allclose(told.arrays["lse"][at], lse[0], atol=ATOL)
 
     async def gather(self) -> None:
         ids, layer = self.some(), self.random.randrange(LAYERS)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster_book import Book
-from cluster_calls import HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
+from cluster_calls import ATOL, HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
 from test_ranks_doors import another_door, prefix_states
 
 from service.cluster.local import LocalEngines
@@ -92,8 +92,8 @@ class Caller:
                 k, v = np.concatenate((k, new[0])), np.concatenate((v, new[1]))
                 self.held[name][layer] = k, v
                 o, lse = prefix_states(q[0], k, v)
-                np.testing.assert_allclose(told.arrays["o"][0], o[-1], atol=2e-5, err_msg=name)
-                np.testing.assert_allclose(told.arrays["lse"][0], lse[-1], atol=2e-5)
+                np.testing.assert_allclose(told.arrays["o"][0], o[-1], atol=ATOL, err_msg=name)
+                np.testing.assert_allclose(told.arrays["lse"][0], lse[-1], atol=ATOL)
 
     async def fork(self, name: str, fork: str) -> None:
         new = {"sequences": [{"id": fork, "parent": name}]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, Answer, Cluster, rows, run
+from cluster_calls import DIM, FLOAT, HEADS, LAYERS, PAGE, PAGES, Answer, Cluster, rows, run
 
 from service.cluster.local import LocalEngines
 from service.cluster.placement import FULL
@@ -30,7 +30,7 @@ async def fill(cluster: Cluster, name: str) -> None:
     await cluster.told("create_sequences", {"sequences": [{"id": "filling", "parent": name}]})
     count = (PAGES - 2) * PAGE - LENGTH
     for layer in range(LAYERS):
-        numbers = np.zeros((count, HEADS, DIM), np.float32)
+        numbers = np.zeros((count, HEADS, DIM), FLOAT)
         fields = {"layer": layer, "sequences": ["filling"], "append_indptr": [0, count]}
         await cluster.told("append", fields, k=numbers, v=numbers)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster, rows, run
+from cluster_calls import ATOL, DIM, HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster, rows, run
 
 from service.cluster.local import LocalEngines
 from service.cluster.router import Router
@@ -126,8 +126,8 @@ class Hammer:
             np.testing.assert_array_equal(v[at : at + len(one.v)], one.v)
             if one.q is not None:
                 o, lse = prefix_states(one.q[0], k[: at + 1], v[: at + 1])
-                np.testing.assert_allclose(one.o[0], o[-1], atol=2e-5)
-                np.testing.assert_allclose(one.lse[0], lse[-1], atol=2e-5)
+                np.testing.assert_allclose(one.o[0], o[-1], atol=ATOL)
+                np.testing.assert_allclose(one.lse[0], lse[-1], atol=ATOL)
         for one in self.read:
             k, v = whole[one.layer]
             if one.q is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster, rows, run
+from cluster_calls import ATOL, DIM, FLOAT, HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster, rows, run
 from oracle import attend, visible
 
 from service.cluster.local import LocalEngines
@@ -54,8 +54,8 @@ def test_a_batch_over_both_engines_gives_the_numbers_of_each_sequence_alone(
             )
             seen = visible(1, len(keys))
             o, lse = attend(q[at : at + 1], keys, values, seen, sm_scale=SCALE)
-            np.testing.assert_allclose(decoded.arrays["o"][at], o[0], atol=1e-5)
-            np.testing.assert_allclose(decoded.arrays["lse"][at], lse[0], atol=1e-4)
+            np.testing.assert_allclose(decoded.arrays["o"][at], o[0], atol=ATOL)
+            np.testing.assert_allclose(decoded.arrays["lse"][at], lse[0], atol=ATOL)
         qo = [0, 1, 3, 4, 6, 7, 9]
         q = rows(rng, 9, 2 * HEADS)
         prefilled = await cluster.told("prefill", fields | {"qo_indptr": qo}, q=q)
@@ -63,7 +63,7 @@ def test_a_batch_over_both_engines_gives_the_numbers_of_each_sequence_alone(
             one = {"layer": 0, "sequences": [ids[at]], "qo_indptr": [0, qo[at + 1] - qo[at]]}
             alone = await cluster.told("prefill", one, q=q[qo[at] : qo[at + 1]])
             part = slice(qo[at], qo[at + 1])
-            np.testing.assert_allclose(prefilled.arrays["o"][part], alone.arrays["o"], atol=1e-5)
+            np.testing.assert_allclose(prefilled.arrays["o"][part], alone.arrays["o"], atol=ATOL)
         again = await cluster.call("append", fields | offsets, k=new_k, v=new_v)
         assert (again.status, again.fields["code"]) == (409, "length_mismatch")
 
@@ -136,7 +136,7 @@ def test_an_id_exists_once_whichever_router_makes_it(two_engines: LocalEngines) 
 def test_prompts_that_begin_alike_go_to_the_same_engine(two_engines: LocalEngines) -> None:
     async def check(cluster: Cluster) -> None:
         prompts = [[seed] * (5 * PAGE) for seed in range(4)]
-        k = np.zeros((5 * PAGE, HEADS, DIM), np.float32)
+        k = np.zeros((5 * PAGE, HEADS, DIM), FLOAT)
         homes = []
         for ids in prompts:
             (name,) = await cluster.create(1, prefix={"token_ids": ids})
@@ -183,7 +183,7 @@ def test_a_batch_that_one_engine_refuses_tells_what_the_other_has_done(
 ) -> None:
     async def check(cluster: Cluster) -> None:
         ids = await cluster.create_apart()
-        large = np.zeros((PAGES * PAGE - PAGE, HEADS, DIM), np.float32)
+        large = np.zeros((PAGES * PAGE - PAGE, HEADS, DIM), FLOAT)
         full = {"layer": 0, "sequences": [ids[0]], "append_indptr": [0, len(large)]}
         await cluster.told("append", full, k=large, v=large)
         k = large[: 2 * PAGE]
@@ -242,7 +242,7 @@ def test_an_import_stays_on_the_engine_that_it_was_begun_on(
         for layer in range(LAYERS):
             fields = {"layer": layer, "sequences": [name], "append_indptr": [0, len(k)]}
             await cluster.told("append", fields, k=k, v=v)
-        small = {"part_bytes": PAGE * HEADS * DIM * 2 * 4 * LAYERS}
+        small = {"part_bytes": PAGE * HEADS * DIM * 2 * FLOAT.itemsize * LAYERS}
         begun = (await cluster.told("export_sequence", {"id": name} | small)).fields
         header, digest = begun["header"], begun["digest"]
         told = await cluster.told(
@@ -282,8 +282,8 @@ def test_a_door_tells_what_engines_have_counted_that_are_no_processes_of_its_ser
             await cluster.until(lambda: counted("sessions") == 2, "one with each engine")
             before = counted("tokens_appended"), counted("kv_bytes_read")
             (name,) = await cluster.create(1)
-            k = np.ones((1, HEADS, DIM), np.float32)
-            q = np.ones((1, 2 * HEADS, DIM), np.float32)
+            k = np.ones((1, HEADS, DIM), FLOAT)
+            q = np.ones((1, 2 * HEADS, DIM), FLOAT)
             fields = {"layer": 0, "sequences": [name]}
             await cluster.told("decode", fields, q=q, k=k, v=k)
             await cluster.until(lambda: counted("tokens_appended") == before[0] + 1, "its token")
