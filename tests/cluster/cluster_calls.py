@@ -21,8 +21,8 @@ from service.image.writing import PROBLEM, RESPONSE, image
 from service.operations.table import BY_NAME
 from service.tenants import OPEN, Tenant
 
-BACKEND: Final = os.environ.get("ATTND_TEST_BACKEND", "cpu")
-"""`ATTND_TEST_BACKEND=cuda pytest tests/cluster` runs all of this on engines that share a GPU."""
+BACKEND: Final = os.environ.get("TEST_BACKEND", "cpu")
+"""`TEST_BACKEND=cuda pytest tests/cluster` runs all of this on engines that share a GPU."""
 ON_GPU: Final = BACKEND == "cuda"
 LAYERS: Final = 2
 HEADS: Final = 2
