@@ -84,12 +84,15 @@ class Pooled:
         size = self.backend.geometry.page_size
         return int32((run.pages[:, None] * size + np.arange(size)).reshape(-1)[: run.num_keys])
 
-    def add(self, num_keys: int, layer: int = 0) -> Run:
-        """Append `num_keys` random rows to fresh pages."""
+    def add(self, num_keys: int, layer: int = 0, bias: Array | None = None) -> Run:
+        """Append `num_keys` random rows to fresh pages; `bias[t]` becomes dim 0 of key t."""
         g = self.backend.geometry
         pages = int32([self.free.pop() for _ in range(-(-num_keys // g.page_size))])
         shape = (num_keys, g.num_kv_heads, g.head_dim)
         k, v = (normal(self.rng, shape, self.dtype) for _ in range(2))
+        if bias is not None:
+            k = k.copy()
+            k[:, :, 0] = bias[:, None]
         run = Run(pages, stored(k, g.dtype, g.k_scale), stored(v, g.dtype, g.v_scale))
         self.backend.append(layer, k, v, self.slots(run))
         return run

@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from pooled import ULP, Pooled, normal, refusals
+from pooled import ULP, Pooled, bars, check, expected, normal, refusals
 
 from kernels.backend import Attend, PoolGeometry, Scoring
 
@@ -80,3 +80,36 @@ def test_large_scores_neither_overflow_nor_lose_the_sum(backend, rng) -> None:
     o, lse = oracle.attend(q, run.k, run.v, np.ones((1, 40), bool), sm_scale=50.0)
     assert np.abs(got.o.astype(np.float64) - o).max() < 5e-3
     assert np.abs(got.lse / lse - 1).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "num_keys", "causal"),
+    [
+        (1, 128, 1500, True),
+        (300, 64, 1500, False),
+        (300, 64, 4096, True),
+        (300, 128, 400, True),
+        (300, 128, 1500, False),
+    ],
+)
+@pytest.mark.parametrize("step", [0.3, 2.0, 7.9, 8.1, 40.0, -0.3, -7.9, -40.0, "saw", "spikes"])
+def test_maxima_that_rise_and_fall_along_the_keys(
+    backend, rng, step: float | str, rows: int, head_dim: int, num_keys: int, causal: bool
+) -> None:
+    """By `step` in base 2 every 64 keys: below and above what a running maximum may lag behind."""
+    place, scale = np.arange(num_keys) // 64, head_dim**-0.5
+    if step == "saw":
+        height = 5.0 * (place % 4) - 2.0 * place
+    elif step == "spikes":
+        height = rng.choice([0.0, 0.0, 0.0, 7.0, 12.0, 60.0], num_keys)
+    else:
+        height = np.clip(float(step) * place, -400.0, 400.0)
+    pooled = Pooled(backend(PoolGeometry(1, 300, 16, 1, head_dim, "NHD", "fp16")), rng, "fp16")
+    run = pooled.add(num_keys, bias=height * np.log(2) / scale)
+    q = normal(rng, (rows, 4, head_dim), "fp16").copy()
+    q[:, :, 0] = 1.0
+    plan = pooled.flat([run], [rows], causal)
+    scoring = Scoring(scale)
+    got = pooled.backend.attend([Attend(0, q, plan, scoring)]).result()[0]
+    want = expected(q, [run], [rows], causal, scoring)
+    check(got, want, bars(backend.kind, "fp16", "fp16"))

@@ -58,8 +58,8 @@ __device__ __forceinline__ void clear_values(const Shared& shared, const Ring<kS
   named_barrier_sync(4 + consumer, 128);
 }
 
-// Scores of a tile to weights.
-__device__ __forceinline__ void softmax_tile(float (&s)[kScores], Rows& rows, const KeyTile& tile,
+// Scores of a tile to weights; true where what was summed before must be rescaled.
+__device__ __forceinline__ bool softmax_tile(float (&s)[kScores], Rows& rows, const KeyTile& tile,
                                             float (&factor)[2], const Shared& shared, int stage,
                                             const WideParams& params) {
   rows.cap(s);
@@ -69,7 +69,7 @@ __device__ __forceinline__ void softmax_tile(float (&s)[kScores], Rows& rows, co
     hide_masked(s, tile.index * kTileKeys, shared, stage, my_row(), params.mask_bits);
   }
 #endif
-  rows.online_softmax(s, factor);
+  return rows.online_softmax(s, factor);
 }
 
 // A consumer warpgroup's way through all units, as one sequence of key tiles: the scores of the next
@@ -142,7 +142,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
     if (tile.is_last() && !switching && !kQueriesInRegisters) {
       barrier_arrive(shared.query_empty(queries.stage()));
     }
-    softmax_tile(s, rows, tile, factor, shared, slots.stage(), params);
+    const bool raised = softmax_tile(s, rows, tile, factor, shared, slots.stage(), params);
     // A sum is never negative. The branch ends a basic block: without it ptxas moves the wait for P V
     // up over the softmax, and nothing overlaps.
     pin(s);
@@ -157,7 +157,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
       clear(o);
       // only now, because rows of the unit just written are still read above
       if (tile.is_last() && !kQueriesInRegisters) barrier_arrive(shared.query_empty(queries.stage()));
-    } else {
+    } else if (raised) {
       rows.rescale(o, factor);
     }
     pack(s, p);

@@ -26,6 +26,9 @@ struct Finished {
                                         const Shared& shared, int row) const;
 };
 
+// By how much, in base 2, a maximum may lag behind the scores.
+constexpr float kSlack = 8.0f;
+
 // Running softmax of rows `row` and `row + 8`, of which this thread holds every fourth pair of columns.
 // `max` is kept in units of the products; times `scale` it is in base 2.
 struct Rows {
@@ -71,19 +74,25 @@ struct Rows {
 #endif
   }
 
-  // Visible scores to weights 2^(s - max), in place. `factor` brings what was summed before to the new
-  // maximum.
-  __device__ __forceinline__ void online_softmax(float (&s)[kScores], float (&factor)[2]) {
+  // Visible scores to weights 2^(s - max), in place. A row's maximum is raised only where a row of the warp
+  // rises by more than 2^kSlack: weights of up to 2^kSlack are as exact. Then it returns true, and `factor`
+  // brings what was summed before to the new maximum.
+  __device__ __forceinline__ bool online_softmax(float (&s)[kScores], float (&factor)[2]) {
+    bool raised = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const auto score = [&](int i) -> float& { return s[i / 2 * 4 + 2 * r + i % 2]; };
       const float top = quad_max(highest_score<kScores / 2>(max[r], score));
-      const float reference = state_reference(top) * scale;
-      factor[r] = exp2_fast(max[r] * scale - reference);
-      max[r] = top;
+      const bool rises = __any_sync(kAllLanes, (top - max[r]) * scale > kSlack);
+      const float before = max[r];
+      if (rises) max[r] = top;
+      raised |= rises;
+      const float reference = state_reference(max[r]) * scale;
+      factor[r] = exp2_fast(before * scale - reference);
       const float total = weigh_scores<kScores / 2>(0.0f, reference, scale, score);
       sum[r] = fmaf(sum[r], factor[r], total);
     }
+    return raised;
   }
 
   __device__ __forceinline__ void rescale(float (&o)[kOutputs], const float (&factor)[2]) const {
