@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,12 +45,13 @@ def free_port() -> int:
         return port
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[httpx.Client]:
+@contextmanager
+def served(*given: str, **environment: str) -> Iterator[httpx.Client]:
+    """A cluster of two engines, as soon as both are there."""
     port = free_port()
     command = [sys.executable, "-m", "service", "--cluster", "--cluster.engines", "2"]
-    command += ["--server.port", str(port), *POOL]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command += ["--server.port", str(port), *POOL, *given]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as made:
@@ -60,6 +62,39 @@ def client() -> Iterator[httpx.Client]:
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    with served() as made:
+        yield made
+
+
+@dataclass
+class Nodes:
+    """A Ray of several nodes on this host (ray_nodes.py)."""
+
+    process: subprocess.Popen[str]
+
+    def tell(self, what: str) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == f"{what}\n"
+
+
+@contextmanager
+def several_nodes() -> Iterator[tuple[str, Nodes]]:
+    """Its address, and the first node, which alone may have doors."""
+    command = [sys.executable, str(Path(__file__).with_name("ray_nodes.py"))]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            yield process.stdout.readline().strip(), Nodes(process)
+        finally:
+            process.stdin.close()
+            process.wait(WAIT_S)
 
 
 def wait_for(ready: Callable[[], bool]) -> None:
@@ -198,6 +233,34 @@ def test_a_sequence_goes_on_over_both_engines_and_stays_right_while_one_is_empti
     deleted = client.post("/v1/sequences/delete", json={"ids": ["long", "chat"]})
     assert deleted.json() == {"num_deleted": 2}
     assert [one["free"] for one in engines(client)] == [64, 64]
+
+
+def test_engines_of_two_nodes_are_one_service_and_a_node_that_is_lost_is_replaced() -> None:
+    with several_nodes() as (address, nodes):
+        nodes.tell("add")
+        with served("--cluster.ingress-resource", "door", RAY_ADDRESS=address) as client:
+            over_both = Written(client, "over-both")
+            made = {"sequences": [{"id": over_both.name, "ranks": 2}]}
+            assert client.post("/v1/sequences", json=made).status_code == 201
+            over_both.append(100)
+            over_both.check()
+            names: list[str] = []
+            fill_both(client, names)
+            there = {one["instance_id"] for one in engines(client)}
+            nodes.tell("kill")
+            wait_for(lambda: len(engines(client)) == 1)
+            answers = [client.get(f"/v1/sequences/{name}") for name in names]
+            assert {answer.status_code for answer in answers} == {200, 410}
+            lost = client.get(f"/v1/sequences/{over_both.name}")
+            assert (lost.status_code, lost.json()["code"]) == (410, "lost_sequence")
+            nodes.tell("add")
+            wait_for(lambda: len(engines(client)) == 2)
+            assert len(there & {one["instance_id"] for one in engines(client)}) == 1
+            again = Written(client, "again")
+            made = {"sequences": [{"id": again.name, "ranks": 2}]}
+            assert client.post("/v1/sequences", json=made).status_code == 201
+            again.append(100)
+            again.check()
 
 
 @pytest.mark.filterwarnings("ignore")  # what Ray does as it is imported is its own
