@@ -1,7 +1,8 @@
 """Where the engines of a Ray cluster are: told by them again and again, read by the ingresses.
 
-It keeps nothing that its engines do not tell it within a second, so it may be started anew at any
-time; an ingress forgets an engine only when that has left, or has not been heard of for long.
+It keeps nothing that its engines do not tell it within a second, so it may be lost with its node
+and started anew on another at any time: nobody may end because a call to it fails (`RayError`).
+An ingress forgets an engine only when that has left, or has not been heard of for long.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ NAME: Final = "attnd-directory"
 NAMESPACE: Final = "attnd"
 REPORT_S: Final = 0.5
 """How often engines report, and ingresses ask."""
-SILENT_S: Final = 10.0
-"""An engine that has not reported for so long has died with its node."""
+SILENT_S: Final = 5.0
+"""The directory forgets an engine that has not reported for so long; an ingress one that the
+directory has not told of for so long again: it has died with its node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,10 @@ class Directory:
         """It has gone on purpose, and nothing is left there."""
         self.places.pop(name, None)
 
-    def read(self) -> tuple[list[Place], list[str]]:
-        """The engines there are, and the names of those that have fallen silent."""
+    def read(self) -> list[Place]:
+        """The engines that have reported lately."""
         now = time.monotonic()
-        heard = [place for place, at in self.places.values() if now - at < SILENT_S]
-        silent = [place.name for place, at in self.places.values() if now - at >= SILENT_S]
-        return heard, silent
+        return [place for place, at in self.places.values() if now - at < SILENT_S]
 
 
 def directory() -> Any:

@@ -14,6 +14,7 @@ from typing import Final
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 
 from config.settings import Settings
 from service.cluster.draining import drain, num_left
@@ -67,7 +68,8 @@ class EngineReplica:
                 self.deaths = self.deaths + 1 if time.monotonic() - started < YOUNG_S else 1
                 self.engines.start(self.process)
                 started = time.monotonic()
-            await self.directory.report.remote(self.place)
+            with suppress(RayError):
+                await self.directory.report.remote(self.place)
             await asyncio.sleep(REPORT_S)
 
     @property
@@ -112,7 +114,7 @@ class EngineReplica:
         self.is_leaving = True
         emptying = asyncio.create_task(self.move_away())
         ends = time.monotonic() + self.settings.cluster.drain_s
-        while time.monotonic() < ends and not await self.directory.has_ended.remote():
+        while time.monotonic() < ends and not await self.all_ends():
             if not await self.num_left():
                 break
             await asyncio.sleep(REPORT_S)
@@ -120,18 +122,27 @@ class EngineReplica:
         with suppress(asyncio.CancelledError):
             await emptying
         self.watching.cancel()
-        await self.directory.leave.remote(self.name)
+        with suppress(RayError):
+            await self.directory.leave.remote(self.name)
         await asyncio.sleep(2 * REPORT_S)  # all ingresses know by then
         self.engines.close()
         self.arena.close()
         self.folder.cleanup()
+
+    async def all_ends(self) -> bool:
+        """Whether the whole cluster is stopped, so that sequences have nowhere to go."""
+        try:
+            ended: bool = await self.directory.has_ended.remote()
+        except RayError:
+            return False
+        return ended
 
     async def move_away(self) -> None:
         """A router of its own calls this engine and the others, and empties this one."""
         members = Path(self.folder.name) / "cluster.json"
         router = Router(self.settings.server, self.tenant is not OPEN)
         try:
-            heard, _ = await self.directory.read.remote()
+            heard = await self.directory.read.remote()
             node, patience = (
                 ray.get_runtime_context().get_node_id(),
                 self.settings.cluster.lost_after_s,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import suppress
+import time
 from typing import Any, Final
 
 import ray
@@ -18,7 +18,7 @@ from config.settings import Settings
 from service.addresses import bind_addresses
 from service.cluster.doors import start_doors
 from service.cluster.listed import write_members
-from service.cluster.ray_directory import REPORT_S, Place, directory
+from service.cluster.ray_directory import REPORT_S, SILENT_S, Place, directory
 
 ENDING_S: Final = 5.0
 """Beyond server.drain_timeout_s, for doors to end by themselves."""
@@ -35,6 +35,7 @@ class IngressReplica:
         )
         self.node = ray.get_runtime_context().get_node_id()
         self.known: dict[str, Place] = {}
+        self.heard_s: dict[str, float] = {}
         write_members(self.addresses.members, [])
         self.lifeline, self.held = os.pipe()
         self.doors = start_doors(settings, self.addresses, secret, self.lifeline)
@@ -48,26 +49,26 @@ class IngressReplica:
     async def watch(self) -> None:
         """Write down the engines there are whenever that changes."""
         while True:
-            with suppress(RayError):  # then those known stay
-                self.take(*await self.directory.read.remote())
+            try:
+                self.take(await self.directory.read.remote(), time.monotonic())
+            except RayError:  # no directory, so no engine is silent; those known stay
+                self.heard_s = dict.fromkeys(self.known, time.monotonic())
             await asyncio.sleep(REPORT_S)
 
-    def take(self, heard: list[Place], silent: list[str]) -> None:
+    def take(self, heard: list[Place], now_s: float) -> None:
         """A directory that was started anew has not heard of all: who is not there stays, until it
-        is known to be silent, or has left."""
+        has been silent for too long, or has left."""
         before = dict(self.known)
         self.known |= {place.name: place for place in heard}
+        self.heard_s |= {place.name: now_s for place in heard}
         names = {place.name for place in heard}
-        for name in [name for name in self.known if name in silent or self.has_left(name, names)]:
-            del self.known[name]
+        for name in self.known.keys() - names:
+            if self.known[name].is_leaving or now_s - self.heard_s[name] > SILENT_S:
+                del self.known[name], self.heard_s[name]
         if self.known != before:
             patience = self.settings.cluster.lost_after_s
             listed = [place.listed(self.node, patience) for place in self.known.values()]
             write_members(self.addresses.members, listed)
-
-    def has_left(self, name: str, heard: set[str]) -> bool:
-        """An engine that was leaving, and is not told of any more, has gone."""
-        return self.known[name].is_leaving and name not in heard
 
     def check_health(self) -> None:
         """Serve asks; raises RuntimeError where it should start the replica anew."""

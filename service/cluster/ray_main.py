@@ -6,10 +6,12 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from contextlib import suppress
 from typing import Final
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 
 from config.settings import Settings
 from service.cluster.ray_app import application
@@ -37,7 +39,8 @@ def serve_cluster(settings: Settings) -> int:
         LOG.info("attnd serves %s", handle.url.remote().result())
         asked.wait()
         LOG.info("finishing admitted work")
-        ray.get(directory().end.remote())
+        with suppress(RayError):  # then engines try to empty themselves first
+            ray.get(directory().end.remote())
         serve.delete("attnd")
         ray.kill(directory())
         serve.shutdown()  # type: ignore[no-untyped-call]

@@ -25,6 +25,7 @@ from service.cluster.placement import Load
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 240.0
+HEALTH_CHECK_S = 2.0  # as Serve asks replicas
 POOL = (
     *("--backend.kind", "cpu"),
     *("--pool.num-layers", "1"),
@@ -88,7 +89,8 @@ def several_nodes() -> Iterator[tuple[str, Nodes]]:
     """Its address, and the first node, which alone may have doors."""
     command = [sys.executable, str(Path(__file__).with_name("ray_nodes.py"))]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
             yield process.stdout.readline().strip(), Nodes(process)
@@ -110,6 +112,10 @@ def engines(client: httpx.Client) -> list[dict[str, Any]]:
     except httpx.TransportError:
         return []
     return list(answer.json()["engines"]) if answer.status_code == 200 else []
+
+
+def statuses(client: httpx.Client, names: list[str]) -> set[int]:
+    return {client.get(f"/v1/sequences/{name}").status_code for name in names}
 
 
 def engine_processes() -> list[int]:
@@ -239,20 +245,23 @@ def test_engines_of_two_nodes_are_one_service_and_a_node_that_is_lost_is_replace
     with several_nodes() as (address, nodes):
         nodes.tell("add")
         with served("--cluster.ingress-resource", "door", RAY_ADDRESS=address) as client:
+            names: list[str] = []
+            fill_both(client, names)
             over_both = Written(client, "over-both")
             made = {"sequences": [{"id": over_both.name, "ranks": 2}]}
             assert client.post("/v1/sequences", json=made).status_code == 201
             over_both.append(100)
             over_both.check()
-            names: list[str] = []
-            fill_both(client, names)
             there = {one["instance_id"] for one in engines(client)}
+            nodes.tell("directory")
+            time.sleep(3 * HEALTH_CHECK_S)
+            over_both.check()
+            assert {one["instance_id"] for one in engines(client)} == there
             nodes.tell("kill")
-            wait_for(lambda: len(engines(client)) == 1)
-            answers = [client.get(f"/v1/sequences/{name}") for name in names]
-            assert {answer.status_code for answer in answers} == {200, 410}
+            wait_for(lambda: statuses(client, names) == {200, 410})  # 503 until it counts as lost
             lost = client.get(f"/v1/sequences/{over_both.name}")
             assert (lost.status_code, lost.json()["code"]) == (410, "lost_sequence")
+            assert len(engines(client)) == 1
             nodes.tell("add")
             wait_for(lambda: len(engines(client)) == 2)
             assert len(there & {one["instance_id"] for one in engines(client)}) == 1
