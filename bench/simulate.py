@@ -26,14 +26,14 @@ import numpy as np
 
 from bench.cluster import CALIBRATION, CLUSTER_RESULTS, LONGEST, WORKERS
 from bench.machine import RESULTS, provenance, write_results
-from bench.simulation.calls import CallCosts, Replay
+from bench.simulation.calls import CallCosts
 from bench.simulation.clustered import Clustered
-from bench.simulation.compare import MOST_OFF, compare
+from bench.simulation.compare import MOST_OFF, compare, replays
 from bench.simulation.fleet import Fleet, Outcome, Simulation, Told
 from bench.simulation.gpu import GpuCosts
 from bench.simulation.long import Links, Setting, long_rows
 from bench.simulation.tables import write_tables
-from bench.simulation.trace import Request, made_up, multiplied, read_trace, shortened, split
+from bench.simulation.trace import Request, made_up, multiplied, read_trace, shortened
 
 SIMULATION: Final = RESULTS / "simulation.json"
 SECONDS: Final = 45.0
@@ -41,11 +41,16 @@ WARM: Final = 2 / 3
 """Of the seconds, before anything counts: pools begin empty."""
 
 
-def compared(requests: Sequence[Request]) -> dict[str, Any]:
-    """Every figure of bench.cluster's replays, measured and simulated."""
+def as_measured(requests: Sequence[Request]) -> tuple[dict[str, Any], CallCosts, list[Request]]:
+    """What bench.cluster measured, what calls cost then, and the requests that it played."""
     measured = json.loads(CLUSTER_RESULTS.read_text(encoding="utf-8"))
     costs = CallCosts.told(json.loads(CALIBRATION.read_text(encoding="utf-8")))
-    played = shortened(requests[-measured["requests"] :], LONGEST)
+    return measured, costs, shortened(requests[-measured["requests"] :], LONGEST)
+
+
+def compared(requests: Sequence[Request]) -> dict[str, Any]:
+    """Every figure of bench.cluster's replays, measured and simulated."""
+    measured, costs, played = as_measured(requests)
     rows = compare(measured, costs, played)
     for row in rows:
         print(
@@ -64,13 +69,10 @@ def compared(requests: Sequence[Request]) -> dict[str, Any]:
 
 def clustered(requests: Sequence[Request], times: int) -> dict[str, Any]:
     """What the cluster is held to, simulated so many times: what calls take differs by chance."""
-    measured = json.loads(CLUSTER_RESULTS.read_text(encoding="utf-8"))
-    costs = CallCosts.told(json.loads(CALIBRATION.read_text(encoding="utf-8")))
-    played = shortened(requests[-measured["requests"] :], LONGEST)
-    sizes = (measured["cores"], measured["pages_each"], measured["engines"])
+    measured, costs, played = as_measured(requests)
     every: dict[str, list[float]] = {}
     for seed in range(times):
-        for name, value in once(costs, played, *sizes, seed).items():
+        for name, value in once(measured, costs, played, seed).items():
             every.setdefault(name, []).append(value)
     rows = [
         {
@@ -87,13 +89,13 @@ def clustered(requests: Sequence[Request], times: int) -> dict[str, Any]:
 
 
 def once(
-    costs: CallCosts, requests: Sequence[Request], cores: int, each: int, engines: int, seed: int
+    measured: dict[str, Any], costs: CallCosts, requests: Sequence[Request], seed: int
 ) -> dict[str, float]:
     """One service, separate ones and a cluster, all with the same chance."""
-    workers, pools = WORKERS * engines, [each] * engines
-    one = Replay(costs, cores, [each * engines], seed).run([requests], workers)
-    separate = Replay(costs, cores, pools, seed).run(split(requests, engines), WORKERS)
-    whole = Clustered(costs, cores, pools, seed).replay(requests, workers)
+    engines = measured["engines"]
+    one, separate = replays(measured, costs, requests, seed).values()
+    pools = [measured["pages_each"]] * engines
+    whole = Clustered(costs, measured["cores"], pools, seed).replay(requests, WORKERS * engines)
     return {
         "throughput_of_separate": round(whole["requests_per_s"] / separate["requests_per_s"], 3),
         "hit_rate_of_one": round(whole["hit_rate"] / max(1e-9, one["hit_rate"]), 3),

@@ -16,7 +16,7 @@ from bench.simulation.trace import Request
 from service.cluster.engine import LATEST_WEIGHT
 from service.cluster.members import POLL_S
 from service.cluster.placement import Load, Pace, busy_until_s, choose
-from service.cluster.placing import WORTH_WAITING
+from service.cluster.placing import worth_waiting_s
 from service.cluster.prefixes import Prefixes
 from service.cluster.underway import Underway
 
@@ -118,8 +118,7 @@ class Clustered(Replay):
         if other is None or not other.is_begun or other.ended.is_set():
             self._begin(service, request, own, left)
             return
-        load = loads[chosen]
-        most_s = WORTH_WAITING * (load.wait_s + self.pace.span_s(float(cached), there))
+        most_s = worth_waiting_s(loads[chosen], cached, there)
         self._after(other, most_s, lambda: self._begin(service, request, own, left))
 
     def _after(self, other: Underway, most_s: float, act: Act) -> None:

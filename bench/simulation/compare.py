@@ -39,15 +39,23 @@ def compare(
     measured: dict[str, Any], costs: CallCosts, requests: Sequence[Request]
 ) -> list[Compared]:
     """Every figure of the replays on one service, and on separate ones."""
-    each, engines, rows = measured["pages_each"], measured["engines"], measured["rows"]
-    told = {row["name"]: row for row in rows}
-    found = []
-    for name, pools in (("one", [each * engines]), ("separate", [each] * engines)):
-        run = Replay(costs, measured["cores"], pools)
-        workers = WORKERS * engines // len(pools)
-        simulated = run.run(split(requests, len(pools)), workers)
-        row = told[name]
-        found += [
-            Compared(name, key, row[key], row["spread"][key], simulated[key]) for key in HELD_TO
-        ]
-    return found
+    told = {row["name"]: row for row in measured["rows"]}
+    return [
+        Compared(name, key, told[name][key], told[name]["spread"][key], simulated[key])
+        for name, simulated in replays(measured, costs, requests).items()
+        for key in HELD_TO
+    ]
+
+
+def replays(
+    measured: dict[str, Any], costs: CallCosts, requests: Sequence[Request], seed: int | None = None
+) -> dict[str, dict[str, float]]:
+    """Simulated on one service with all the memory, and on separate ones with a perfect split, as
+    large as those that were measured."""
+    each, engines = measured["pages_each"], measured["engines"]
+    return {
+        name: Replay(costs, measured["cores"], pools, seed).run(
+            split(requests, len(pools)), WORKERS * engines // len(pools)
+        )
+        for name, pools in (("one", [each * engines]), ("separate", [each] * engines))
+    }

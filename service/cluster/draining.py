@@ -114,7 +114,7 @@ async def sweep(router: Router, name: str, progress: Progress) -> int | None:
             raise told
     for tenant in every:  # after the sequences, with which many of the pages have gone
         await move_holds(router, source, tenant, progress)
-    (engine,) = (await polling.ask(router.members, source, "engines")).fields["engines"]
+    (engine,) = (await polling.ask(source, "engines", router.members.tenant)).fields["engines"]
     if engine["imports"]:
         progress.stayed["an import that is not finished"] = engine["imports"]
     if router.members.metrics is not None:

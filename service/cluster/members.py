@@ -196,7 +196,7 @@ class Members:
         try:
             await link.connect(member.address, self.door, self.secret)
             engine = Engine(member.name, link, self.arena)
-            told = await ask(self, engine, "info")
+            told = await ask(engine, "info", self.tenant)
             engine.learn(InfoAnswer.model_validate(told.fields))
             self.check_alike(engine.info)
             await poll(self, member, engine)

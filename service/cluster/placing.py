@@ -156,11 +156,14 @@ def place_named(
     first = list(islice(again, there))
     wait, (cached, other) = None, known.awaited(chosen, first)
     if other is not None:
-        load = loads[chosen]
-        most_s = WORTH_WAITING * (load.wait_s + load.pace.span_s(float(cached), there))
-        wait = Wait(other, most_s)
+        wait = Wait(other, worth_waiting_s(loads[chosen], cached, there))
     known.expect(chosen, again, now, underway)
     return Placed(among[chosen], there, wait)
+
+
+def worth_waiting_s(load: Load, cached: int, there: int) -> float:
+    """How long a prompt waits at an engine for its pages `cached:there`, which another brings."""
+    return WORTH_WAITING * (load.wait_s + load.pace.span_s(float(cached), there))
 
 
 def place_ranks(router: Router, new: New, passed_over: Collection[str]) -> Home:

@@ -11,7 +11,7 @@ from service.cluster.engine import Engine, Told
 from service.cluster.placement import Load, Pace
 from service.metrics import STATES
 from service.operations.table import BY_NAME
-from service.tenants import OPEN, tenant_of
+from service.tenants import OPEN, Tenant, tenant_of
 
 if TYPE_CHECKING:
     from service.cluster.members import Members
@@ -39,10 +39,10 @@ class Member:
     """By namespace: the number of the last event that was read."""
 
 
-async def ask(members: Members, engine: Engine, name: str, **fields: Any) -> Told:
+async def ask(engine: Engine, name: str, tenant: Tenant, **fields: Any) -> Told:
     """A question of the router's own."""
     async with asyncio.timeout(ASK_DEADLINE_S):
-        call = engine.own(BY_NAME[name], members.tenant, ASK_DEADLINE_S)
+        call = engine.own(BY_NAME[name], tenant, ASK_DEADLINE_S)
         return await engine.ask(call, fields)
 
 
@@ -50,7 +50,7 @@ async def poll(members: Members, member: Member, engine: Engine) -> None:
     """Ask an engine for its pages, and what became of cached ones."""
     promised = engine.promised
     asked = {"counts": True} if engine.is_elsewhere else {}
-    (told,) = (await ask(members, engine, "engines", **asked)).fields["engines"]
+    (told,) = (await ask(engine, "engines", members.tenant, **asked)).fields["engines"]
     engine.promised -= min(promised, engine.promised)
     held = told["referenced"] + told["pinned"]
     engine.pace = Pace(told["page_s"], told["pair_s"], told["read_s"])
@@ -73,9 +73,7 @@ async def read_events(members: Members, member: Member, engine: Engine, namespac
     tenant = tenant_of(namespace, ("read",)) if members.has_keys else OPEN
     while True:
         after = member.positions.get(namespace, 0)
-        async with asyncio.timeout(ASK_DEADLINE_S):
-            call = engine.own(BY_NAME["events"], tenant, ASK_DEADLINE_S)
-            page = (await engine.ask(call, {"after": after})).fields
+        page = (await ask(engine, "events", tenant, after=after)).fields
         if page["too_old"] and after:
             known.forget(engine.tag, namespace)
         for event in page["events"]:

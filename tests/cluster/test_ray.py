@@ -25,7 +25,6 @@ from service.cluster.placement import Load
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 240.0
-HEALTH_CHECK_S = 2.0  # as Serve asks replicas
 POOL = (
     *("--backend.kind", "cpu"),
     *("--pool.num-layers", "1"),
@@ -86,7 +85,7 @@ class Nodes:
 
 @contextmanager
 def several_nodes() -> Iterator[tuple[str, Nodes]]:
-    """Its address, and the first node, which alone may have doors."""
+    """Its address, and what adds nodes to its first one, which alone may have doors."""
     command = [sys.executable, str(Path(__file__).with_name("ray_nodes.py"))]
     pipe = subprocess.PIPE
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -241,17 +240,26 @@ def test_a_sequence_goes_on_over_both_engines_and_stays_right_while_one_is_empti
     assert [one["free"] for one in engines(client)] == [64, 64]
 
 
+def over_two_engines(client: httpx.Client, name: str) -> Written:
+    """A sequence that is right on both."""
+    made = client.post("/v1/sequences", json={"sequences": [{"id": name, "ranks": 2}]})
+    assert made.status_code == 201, made.text
+    written = Written(client, name)
+    written.append(100)
+    written.check()
+    return written
+
+
+@pytest.mark.filterwarnings("ignore")  # what Ray does as it is imported is its own
 def test_engines_of_two_nodes_are_one_service_and_a_node_that_is_lost_is_replaced() -> None:
+    from service.cluster.ray_app import HEALTH_CHECK_S
+
     with several_nodes() as (address, nodes):
         nodes.tell("add")
         with served("--cluster.ingress-resource", "door", RAY_ADDRESS=address) as client:
             names: list[str] = []
             fill_both(client, names)
-            over_both = Written(client, "over-both")
-            made = {"sequences": [{"id": over_both.name, "ranks": 2}]}
-            assert client.post("/v1/sequences", json=made).status_code == 201
-            over_both.append(100)
-            over_both.check()
+            over_both = over_two_engines(client, "over-both")
             there = {one["instance_id"] for one in engines(client)}
             nodes.tell("directory")
             time.sleep(3 * HEALTH_CHECK_S)
@@ -265,11 +273,7 @@ def test_engines_of_two_nodes_are_one_service_and_a_node_that_is_lost_is_replace
             nodes.tell("add")
             wait_for(lambda: len(engines(client)) == 2)
             assert len(there & {one["instance_id"] for one in engines(client)}) == 1
-            again = Written(client, "again")
-            made = {"sequences": [{"id": again.name, "ranks": 2}]}
-            assert client.post("/v1/sequences", json=made).status_code == 201
-            again.append(100)
-            again.check()
+            over_two_engines(client, "again")
 
 
 @pytest.mark.filterwarnings("ignore")  # what Ray does as it is imported is its own

@@ -54,7 +54,7 @@ def test_a_batch_over_both_engines_gives_the_numbers_of_each_sequence_alone(
             )
             seen = visible(1, len(keys))
             o, lse = attend(q[at : at + 1], keys, values, seen, sm_scale=SCALE)
-            np.testing.assert_allclose(decoded.arrays["o"][at], o[0], atol=ATOL)
+            np.testing.assert_allclose(decoded.arrays["o"][at], o[0], atol=ATOL / 2)
             np.testing.assert_allclose(decoded.arrays["lse"][at], lse[0], atol=ATOL)
         qo = [0, 1, 3, 4, 6, 7, 9]
         q = rows(rng, 9, 2 * HEADS)
@@ -63,7 +63,9 @@ def test_a_batch_over_both_engines_gives_the_numbers_of_each_sequence_alone(
             one = {"layer": 0, "sequences": [ids[at]], "qo_indptr": [0, qo[at + 1] - qo[at]]}
             alone = await cluster.told("prefill", one, q=q[qo[at] : qo[at + 1]])
             part = slice(qo[at], qo[at + 1])
-            np.testing.assert_allclose(prefilled.arrays["o"][part], alone.arrays["o"], atol=ATOL)
+            np.testing.assert_allclose(
+                prefilled.arrays["o"][part], alone.arrays["o"], atol=ATOL / 2
+            )
         again = await cluster.call("append", fields | offsets, k=new_k, v=new_v)
         assert (again.status, again.fields["code"]) == (409, "length_mismatch")
 
