@@ -11,6 +11,7 @@ import numpy as np
 from bench.wide_cases import SMS, Case, case_variant, make_items, make_plan, mask_of
 from kernels.backend import Level, PoolGeometry
 from kernels.compile import Spec, compile_spec
+from kernels.cuda.attention.config import LOG2E
 from kernels.cuda.common.structs import VISIBLE_PARAMS, WIDE_PARAMS, params
 from kernels.cuda.kv.tensor_maps import paged_maps, ragged_maps, ragged_shape
 from kernels.cuda.visible import table as visible
@@ -131,8 +132,8 @@ class Bench:
             partial_o=self.partial_o.data_ptr(),
             partial_lse=self.partial_lse.data_ptr(),
             schedule=self.schedule.data_ptr(),
-            sm_scale=case.head_dim**-0.5,
-            soft_cap=case.soft_cap,
+            scale=LOG2E * (case.soft_cap or case.head_dim**-0.5),
+            cap_scale=case.head_dim**-0.5 / case.soft_cap if case.soft_cap else 0.0,
             window_left=case.window,
             num_items=len(items),
             own_units=min(len(items) * case.num_kv_heads, SMS * self.variant.blocks),

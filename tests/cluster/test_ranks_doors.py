@@ -135,8 +135,8 @@ class Hammer:
                 np.testing.assert_array_equal(one.v, v[: len(one.v)])
                 continue
             o, lse = prefix_states(one.q[0], k, v)
-            near = np.abs(o - one.o[0]).max(axis=(1, 2)) < 2e-5
-            near &= np.abs(lse - one.lse[0]).max(axis=1) < 2e-5
+            near = np.abs(o - one.o[0]).max(axis=(1, 2)) < ATOL
+            near &= np.abs(lse - one.lse[0]).max(axis=1) < ATOL
             assert near.any(), "a read saw what was never there"
 
 

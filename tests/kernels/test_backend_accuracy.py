@@ -8,7 +8,7 @@ import pytest
 import torch
 from pooled import ULP, Pooled, bars, check, expected, normal, refusals
 
-from kernels.backend import Attend, PoolGeometry, Scoring
+from kernels.backend import Attend, DType, PoolGeometry, Scoring
 
 TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -92,24 +92,40 @@ def test_large_scores_neither_overflow_nor_lose_the_sum(backend, rng) -> None:
         (300, 128, 1500, False),
     ],
 )
-@pytest.mark.parametrize("step", [0.3, 2.0, 7.9, 8.1, 40.0, -0.3, -7.9, -40.0, "saw", "spikes"])
+@pytest.mark.parametrize(
+    "step",
+    [0.3, 2.0, 7.9, 8.1, 40.0, -0.3, -7.9, -40.0, "saw", "spikes", "-9", "-14", "-60", "-120"],
+)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_maxima_that_rise_and_fall_along_the_keys(
-    backend, rng, step: float | str, rows: int, head_dim: int, num_keys: int, causal: bool
+    backend,
+    rng,
+    dtype: DType,
+    step: float | str,
+    rows: int,
+    head_dim: int,
+    num_keys: int,
+    causal: bool,
 ) -> None:
-    """By `step` in base 2 every 64 keys: below and above what a running maximum may lag behind."""
+    """By `step` in base 2 every 64 keys: below and above what a running maximum may lag behind.
+
+    Or all scores lie about so far below 0: a maximum may also be far above them.
+    """
     place, scale = np.arange(num_keys) // 64, head_dim**-0.5
     if step == "saw":
         height = 5.0 * (place % 4) - 2.0 * place
     elif step == "spikes":
         height = rng.choice([0.0, 0.0, 0.0, 7.0, 12.0, 60.0], num_keys)
+    elif isinstance(step, str):
+        height = np.full(num_keys, float(step))
     else:
-        height = np.clip(float(step) * place, -400.0, 400.0)
-    pooled = Pooled(backend(PoolGeometry(1, 300, 16, 1, head_dim, "NHD", "fp16")), rng, "fp16")
+        height = np.clip(step * place, -400.0, 400.0)
+    pooled = Pooled(backend(PoolGeometry(1, 300, 16, 1, head_dim, "NHD", dtype)), rng, dtype)
     run = pooled.add(num_keys, bias=height * np.log(2) / scale)
-    q = normal(rng, (rows, 4, head_dim), "fp16").copy()
+    q = normal(rng, (rows, 4, head_dim), dtype).copy()
     q[:, :, 0] = 1.0
     plan = pooled.flat([run], [rows], causal)
     scoring = Scoring(scale)
     got = pooled.backend.attend([Attend(0, q, plan, scoring)]).result()[0]
     want = expected(q, [run], [rows], causal, scoring)
-    check(got, want, bars(backend.kind, "fp16", "fp16"))
+    check(got, want, bars(backend.kind, dtype, dtype))

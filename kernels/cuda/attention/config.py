@@ -10,7 +10,7 @@ from kernels.backend import DType, Scoring
 from kernels.cuda.common.structs import ATTEND_PARAMS, packed
 from kernels.cuda.kv.view import KvView
 
-_LOG2E: Final = 1 / np.log(2)
+LOG2E: Final = 1 / np.log(2)
 
 
 class AttentionConfig(NamedTuple):
@@ -42,7 +42,7 @@ def attend_struct(config: AttentionConfig) -> bytes:
         **kv.strides,
         group_size=config.group_size,
         scale=scale,
-        scale2=scale * _LOG2E,
+        scale2=scale * LOG2E,
         soft_cap=scoring.logits_soft_cap,
         v_scale=kv.v_scale,
         window_left=scoring.window_left,

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kernels.backend import Plan
-from kernels.cuda.attention.config import AttentionConfig, attend_struct
+from kernels.cuda.attention.config import LOG2E, AttentionConfig, attend_struct
 from kernels.cuda.attention.kernel_sets import KernelSet, batch_kind, kernel_sets
 from kernels.cuda.attention.steps import (
     DevicePlan,
@@ -206,6 +206,7 @@ class DevicePlanBuilder:
         kv, scoring = self._config.kv, self._config.scoring
         runs = len(np.unique(launch.items[:, PAGE]))
         grid = min(launch.num_items * kv.num_kv_heads, self._multiprocessors * kernel.blocks)
+        sm_scale, soft_cap = scoring.sm_scale * kv.k_scale, scoring.logits_soft_cap
         block = packed(
             WIDE_PARAMS,
             items=items,
@@ -213,8 +214,8 @@ class DevicePlanBuilder:
             order=places.order,
             positions=places.positions,
             schedule=self._schedule,
-            sm_scale=scoring.sm_scale * kv.k_scale,
-            soft_cap=scoring.logits_soft_cap,
+            scale=LOG2E * (soft_cap or sm_scale),
+            cap_scale=sm_scale / soft_cap if soft_cap else 0.0,
             window_left=scoring.window_left,
             num_items=launch.num_items,
             own_units=0 if beside else grid,

@@ -62,14 +62,17 @@ __device__ __forceinline__ void clear_values(const Shared& shared, const Ring<kS
 __device__ __forceinline__ bool softmax_tile(float (&s)[kScores], Rows& rows, const KeyTile& tile,
                                             float (&factor)[2], const Shared& shared, int stage,
                                             const WideParams& params) {
-  rows.cap(s);
+  rows.cap(s, params.cap_scale);
   rows.hide(s, tile.index * kTileKeys);
 #if HAS_MASK
   if (tile.cut) {
     hide_masked(s, tile.index * kTileKeys, shared, stage, my_row(), params.mask_bits);
   }
 #endif
-  return rows.online_softmax(s, factor);
+  pin(s);  // else each score takes two registers, as a float and as its bits
+  const bool raised = rows.raise(s, factor, params.scale);
+  rows.weigh(s, params.scale);
+  return raised;
 }
 
 // A consumer warpgroup's way through all units, as one sequence of key tiles: the scores of the next
@@ -116,7 +119,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
     const bool switching = tile.is_last();
     Finished finished;
     if (switching) {
-      finished = rows.finish(slots.stage(), final, v_scale);
+      finished = rows.finish(slots.stage(), final, params.scale, v_scale);
       if (!next_unit(shared, units, unit)) break;
       queries.advance();
       slots.advance();
@@ -171,7 +174,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
   pass_turn(consumer);
   products_wait<0>();
   pin(o);
-  rows.finish(slots.stage(), final, v_scale).write(o, params, shared, my_row());
+  rows.finish(slots.stage(), final, params.scale, v_scale).write(o, params, shared, my_row());
 }
 
 #if FP8

@@ -19,8 +19,8 @@ struct WideParams {
   float* partial_o;
   float* partial_lse;
   uint32* schedule;                 // two counters, zero between launches
-  float sm_scale;
-  float soft_cap;
+  float scale;                        // of a product (of its tanh, if capped) to base 2
+  float cap_scale;                    // of a product to what tanh is taken of; 0: no cap
   int window_left;
   int num_items;
   int own_units;                      // CTAs whose first unit has their own number: all, or 0

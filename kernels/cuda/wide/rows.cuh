@@ -26,25 +26,26 @@ struct Finished {
                                         const Shared& shared, int row) const;
 };
 
-// By how much, in base 2, a maximum may lag behind the scores.
+// How far above its row's reference a score may lie, in base 2: weights of up to 2^kSlack are as exact as any.
 constexpr float kSlack = 8.0f;
+// Limits from here on may be raised to 0, in base 2: a row's weights are then at most 2^(kLowest - kSlack), which
+// fp16 still has the bits for.
+constexpr float kLowest = kBf16 ? -96.0f : -4.0f;
+constexpr float kHighest = 3e38f;  // limit: finite, as its reference must be
 
 // Running softmax of rows `row` and `row + 8`, of which this thread holds every fourth pair of columns.
-// `max` is kept in units of the products; times `scale` it is in base 2.
+// Weights are 2^(s - reference), where the reference is at least a row's maximum less kSlack, and `limit`, in
+// units of the products, is kSlack above it. Nothing seen: -inf, both.
 struct Rows {
-  float max[2], sum[2];
-  float scale;              // of a product (after the cap, if any) to base 2
-  float cap_scale;          // sm_scale / soft_cap
+  float limit[2], sum[2];
   KeyRange keys[2];         // of the run, that the row sees
   int warp_low, warp_high;  // keys in this range are seen by all 16 rows of the warp
 
   __device__ __forceinline__ Rows(const WorkItem& item, const WideParams& params,
                                   const Shared& shared, int stage, int row) {
-    scale = kHasSoftCap ? params.soft_cap * kLog2E : params.sm_scale * kLog2E;
-    cap_scale = kHasSoftCap ? params.sm_scale / params.soft_cap : 0.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      max[r] = minus_infinity();
+      limit[r] = minus_infinity();
       sum[r] = 0.0f;
       keys[r] = {0, item.num_keys - 1};
       const UnitRow& packed = shared.row(stage, row + 8 * r);
@@ -67,32 +68,48 @@ struct Rows {
     }
   }
 
-  __device__ __forceinline__ void cap(float (&s)[kScores]) const {
+  __device__ __forceinline__ void cap(float (&s)[kScores], float cap_scale) const {
 #if HAS_SOFT_CAP
 #pragma unroll
     for (int i = 0; i < kScores; ++i) s[i] = tanh_accurate(s[i] * cap_scale);
 #endif
   }
 
-  // Visible scores to weights 2^(s - max), in place. A row's maximum is raised only where a row of the warp
-  // rises by more than 2^kSlack: weights of up to 2^kSlack are as exact. Then it returns true, and `factor`
-  // brings what was summed before to the new maximum.
-  __device__ __forceinline__ bool online_softmax(float (&s)[kScores], float (&factor)[2]) {
-    bool raised = false;
+  // Raises the limits if a score of the warp's 16 rows has reached its row's. True where a reference has moved:
+  // `factor` brings what was summed before to the new ones. Floats that are not negative are ordered as their
+  // bits are, above all that are negative, and the highest of three integers is one instruction; a row whose limit
+  // is negative is looked at each time.
+  __device__ __forceinline__ bool raise(const float (&s)[kScores], float (&factor)[2], float scale) {
+    bool reached = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      int top = __float_as_int(s[2 * r]);
+#pragma unroll
+      for (int i = 2 * r; i < kScores; i += 4)
+        top = __vimax3_s32(top, __float_as_int(s[i]), __float_as_int(s[i + 1]));
+      reached |= !(limit[r] >= 0.0f) || top >= __float_as_int(limit[r]);
+    }
+    if (!__any_sync(kAllLanes, reached)) return false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const auto score = [&](int i) { return s[i / 2 * 4 + 2 * r + i % 2]; };
+      const float top = quad_max(highest_score<kScores / 2>(minus_infinity(), score));
+      const float before = reference(r, scale);
+      const float above = fmaxf(limit[r], top + __fdividef(kSlack, scale));
+      limit[r] = above * scale >= kLowest ? fminf(fmaxf(above, 0.0f), kHighest) : above;
+      factor[r] = state_rescale(before, reference(r, scale));
+      sum[r] *= factor[r];
+    }
+    return __any_sync(kAllLanes, factor[0] != 1.0f || factor[1] != 1.0f);
+  }
+
+  // Visible scores to weights, in place, and their sum to what was summed before.
+  __device__ __forceinline__ void weigh(float (&s)[kScores], float scale) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const auto score = [&](int i) -> float& { return s[i / 2 * 4 + 2 * r + i % 2]; };
-      const float top = quad_max(highest_score<kScores / 2>(max[r], score));
-      const bool rises = __any_sync(kAllLanes, (top - max[r]) * scale > kSlack);
-      const float before = max[r];
-      if (rises) max[r] = top;
-      raised |= rises;
-      const float reference = state_reference(max[r]) * scale;
-      factor[r] = exp2_fast(before * scale - reference);
-      const float total = weigh_scores<kScores / 2>(0.0f, reference, scale, score);
-      sum[r] = fmaf(sum[r], factor[r], total);
+      sum[r] += weigh_scores<kScores / 2>(0.0f, state_reference(reference(r, scale)), scale, score);
     }
-    return raised;
   }
 
   __device__ __forceinline__ void rescale(float (&o)[kOutputs], const float (&factor)[2]) const {
@@ -101,18 +118,22 @@ struct Rows {
   }
 
   // Completes the sums over the four threads of a row; a stored value is worth `v_scale`.
-  __device__ __forceinline__ Finished finish(int slot, bool final, float v_scale) const {
+  __device__ __forceinline__ Finished finish(int slot, bool final, float scale, float v_scale) const {
     Finished finished;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float total = quad_sum(sum[r]);
       finished.inverse[r] = state_inverse(total) * v_scale;
-      finished.lse[r] = state_lse(max[r] * scale, total);
+      finished.lse[r] = state_lse(reference(r, scale), total);
     }
     finished.slot = slot;
     finished.final = final;
     return finished;
   }
+
+ private:
+  // What a row's scores are weighed by, in base 2; -inf where it has seen nothing.
+  __device__ __forceinline__ float reference(int r, float scale) const { return fmaf(limit[r], scale, -kSlack); }
 };
 
 #if HAS_MASK
