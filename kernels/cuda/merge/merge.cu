@@ -7,8 +7,8 @@
 //
 // PARTIALS 1: the attention kernels' float partial rows, lists of chunks of packed rows (work.cuh).
 // PARTIALS 0: the public merge, row t's members are rows indptr[t] : indptr[t + 1].
-// BATCH 2: no list has more than two members, so one batch and no shares, blocks of 256 threads;
-// else up to 1024.
+// BATCH 2, 10: no list has more members than that, so one batch and no shares, blocks of 256 threads;
+// 4: lists of any length, blocks of up to 1024.
 // HEAD_DIM 0: any head_dim, given at run time, one value per lane and step.
 #include "common/formats.cuh"
 #include "common/overlap.cuh"
@@ -23,9 +23,10 @@ constexpr bool kAnyDim = kHeadDim == 0;
 constexpr int kVector = kAnyDim ? 1 : kIn == kFp32 ? 4 : 8;
 constexpr int kBatch = BATCH;
 constexpr bool kShort = BATCH == 2;
+constexpr bool kOnce = BATCH != 4;  // a batch is a list
 constexpr int kUnits = kShort && !kAnyDim ? 2 : 1;  // vectors of a member per lane and pass
 constexpr int kValues = kUnits * kVector;
-constexpr int kMostThreads = kShort ? 256 : 1024;
+constexpr int kMostThreads = kOnce ? 256 : 1024;
 
 constexpr int lanes_for(int values) {
   int lanes = 1;
@@ -173,10 +174,10 @@ __device__ __forceinline__ void add_members(State& state, const float (&lse)[kCo
 extern "C" __global__ void __launch_bounds__(kMostThreads)
     merge_states(const __grid_constant__ MergeParams p) {
   launch_dependents();
-  __shared__ float shared_state[kShort ? 1 : kMostGroups][2];
-  __shared__ float shared_o[kShort ? 1 : kMostGroups][kSpan];
+  __shared__ float shared_state[kOnce ? 1 : kMostGroups][2];
+  __shared__ float shared_o[kOnce ? 1 : kMostGroups][kSpan];
   const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const uint32 split = kShort ? 1 : p.split;
+  const uint32 split = kOnce ? 1 : p.split;
   const int shift = 31 - __clz(split);  // split is a power of two
   const uint32 groups = blockDim.x / kLanes;
   const uint32 unit = blockIdx.x * (groups >> shift) + (group >> shift);  // the host bounds it
@@ -192,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
     in_chunk = rest - row * p.chunk_rows;
   }
   const bool active = row < p.num_rows;
-  int begin = 0, end = 0;
+  int begin = 0, end = 0;  // of its elements
   int64 out_row = 0;
   if (active) {
     begin = p.indptr[row];
@@ -204,6 +205,16 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
       out_row = static_cast<int64>(row) * p.num_kv_heads + head;
     }
   }
+
+  // where the state of list element `e` lies, in rows of all heads
+  const auto row_of = [&](int e) {
+    int at = e;
+    if constexpr (kPartials) at = e < end ? p.members[e] + in_chunk : 0;
+    return at;
+  };
+  int rows[kBatch];  // of the next batch
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) rows[b] = row_of(begin + share + b * split);
 
   // passes over the head dimension, a span at a time (one, up to 128 or 256 values)
   const int passes = kAnyDim ? (head_dim + kSpan - 1) / kSpan : kPasses;
@@ -220,12 +231,9 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
       Raw<kIn> raw[kBatch][kUnits];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        const int member = e + b * split;
         lse[b] = minus_infinity();
-        if (member < end) {
-          int first = member;
-          if constexpr (kPartials) first = p.members[member] + in_chunk;
-          const int64 at = static_cast<int64>(first) * p.num_kv_heads + head;
+        if (e + b * split < end) {
+          const int64 at = static_cast<int64>(rows[b]) * p.num_kv_heads + head;
           lse[b] = p.lse_in[at];
 #pragma unroll
           for (int u = 0; u < kUnits; ++u)
@@ -233,9 +241,14 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
               raw[b][u] = read_raw<kIn>(p.o_in, at * head_dim + d + u * kStep);
         }
       }
-      add_members<kIn>(state, lse, raw);
       e += split * kBatch;
-    } while (!kShort && e < end);
+      const int next = passes > 1 && e >= end ? begin + share : e;  // the next pass begins anew
+      if (!kOnce) {
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) rows[b] = row_of(next + b * split);
+      }
+      add_members<kIn>(state, lse, raw);
+    } while (!kOnce && e < end);
     if constexpr (!kPartials) {
       if (p.into && share == 0 && active) {
         Raw<kOut> raw[1][kUnits];

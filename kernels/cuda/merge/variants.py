@@ -28,13 +28,13 @@ def merge_launch(
     """
     if units >= 2**31:
         raise Unsupported("lists", units, "at most 2^31 rows times heads in one merge")
-    batch = 2 if longest <= 2 else 4
+    batch = 2 if longest <= 2 else 10 if 4 < longest <= 10 and partials else 4
     kernel, lanes = _kernel(head_dim, partials, dtype, batch)
     few = units * lanes < 2**14 and longest >= 32
-    threads = 1024 if few and batch > 2 else 256
+    threads = 1024 if few and batch == 4 else 256
     groups, split = threads // lanes, 1
     most = 512 * multiprocessors // lanes
-    while split < groups and longest >= 8 * split and units * split < most:
+    while batch == 4 and split < groups and longest >= 8 * split and units * split < most:
         split *= 2
     grid = -(-units * split // groups)
     return MergeLaunch(kernel, threads, grid, split)

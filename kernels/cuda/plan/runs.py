@@ -181,7 +181,7 @@ def _assign(
         return KernelWork(index, shape, num_keys, tiles, _bounds(num_tiles, 1), team)
     elif alike:
         pieces = min(teams // num_tiles, max(1, worth // num_tiles))
-        if pieces * num_tiles >= BUSY * min(teams, worth):
+        if pieces * num_tiles >= busy * min(teams, worth):
             runs, made = cut_alike(tiles, keys, pieces, granule, config.page_size)
             return KernelWork(index, shape, num_keys, runs, _bounds(len(runs), 1), team, made)
     teams = min(teams, worth)
