@@ -14,6 +14,7 @@ from typing import Any, Final
 from bench.machine import RESULTS
 
 KERNEL_RESULTS: Final = RESULTS / "h200.json"
+H100_RESULTS: Final = RESULTS / "h100.json"
 RUN: Final = (
     "date",
     "machine",

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from bench import fairness, model, road, service, steps
-from bench.kernel_results import KERNEL_RESULTS, run_of
+from bench.kernel_results import H100_RESULTS, KERNEL_RESULTS, read_results, run_of
 from bench.machine import RESULTS, workloads
 from bench.simulation.tables import fleet_table
 
@@ -25,34 +26,59 @@ STALE: Final = (
 )
 
 
-def kernels_table(results: dict[str, Any], stale: Mapping[str, str]) -> str:
-    """Every row of workloads.json beside the figure to beat, those in `stale` with a dagger."""
-    beat = {row["name"]: row.get("flashinfer_ms") for row in workloads()}
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What another device gave, and which of its rows are stale."""
+
+    results: dict[str, Any]
+    stale: Mapping[str, str]
+
+
+NOTHING: Final = Beside({"rows": []}, {})
+
+
+def kernels_table(
+    results: dict[str, Any], stale: Mapping[str, str], other: Beside = NOTHING
+) -> str:
+    """Every row of workloads.json beside the figures to beat, those in `stale` with a dagger, and
+    what an H100 gave."""
+    asked = {row["name"]: row for row in workloads()}
     measured = {row["name"]: row for row in results["rows"]}
+    measured_other = {row["name"]: row for row in other.results["rows"]}
     lines = [
-        "| workload | ms | TB/s | TFLOP/s | roofline | flat ms | FlashInfer 0.7.2 ms |",
-        "|---|---|---|---|---|---|---|",
+        "| workload | ms | TB/s | TFLOP/s | roofline | asked | flat ms | FlashInfer 0.7.2 ms |"
+        " H100: ms | roofline |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name in beat | measured:
-        row = measured.get(name, {})
+    for name in asked | measured:
+        row, wanted = measured.get(name, {}), asked.get(name, {})
         cells = [
-            number(row.get(key), how)
-            for key, how in (
-                ("ms", ".4f"),
-                ("tbps", ".2f"),
-                ("tflops", ".0f"),
-                ("roofline", ".2f"),
-                ("flat_ms", ".4f"),
+            number(of.get(key), how)
+            for of, key, how in (
+                (row, "ms", ".4f"),
+                (row, "tbps", ".2f"),
+                (row, "tflops", ".0f"),
+                (row, "roofline", ".3f"),
+                (wanted, "at_least", ""),
+                (row, "flat_ms", ".4f"),
+                (wanted, "flashinfer_ms", ".4f"),
+                (measured_other.get(name, {}), "ms", ".4f"),
+                (measured_other.get(name, {}), "roofline", ".3f"),
             )
         ]
+        if name in other.stale:
+            cells[-2] = f"{DAGGER} {cells[-2]}"
         marked = f"{DAGGER} {name}" if name in stale else name
-        lines.append(f"| {' | '.join([marked, *cells, number(beat.get(name), '.4f')])} |")
-    if stale:
+        lines.append(f"| {' | '.join([marked, *cells])} |")
+    if stale or other.stale:
         lines += ["", STALE]
     cpu = ["| CPU of a decode call, µs | plan, cold | launch, plan cached |", "|---|---|---|"]
     for batch, times in results["cpu_us"].items():
         cpu.append(f"| {batch} | {times['cold_plan_us']:.0f} | {times['cached_launch_us']:.0f} |")
-    return "\n".join([*lines, "", *cpu, "", *kernel_runs(results)])
+    runs = kernel_runs(results)
+    if other.results["rows"]:
+        runs += ["", told_of_run(other.results)]
+    return "\n".join([*lines, "", *cpu, "", *runs])
 
 
 def kernel_runs(results: dict[str, Any]) -> list[str]:
@@ -82,7 +108,15 @@ def kernels_now(results: dict[str, Any]) -> str:
     """The kernels' table, its stale rows those that are stale now. Needs CuPy, but no device."""
     from bench.stale import stale_rows
 
-    return kernels_table(results, stale_rows(results))
+    return kernels_table(results, stale_rows(results), h100_now())
+
+
+def h100_now() -> Beside:
+    """The same workloads on an H100, and what is stale of it."""
+    from bench.stale import stale_rows
+
+    results = read_results(H100_RESULTS)
+    return Beside(results, stale_rows(results))
 
 
 def number(value: float | None, how: str) -> str:

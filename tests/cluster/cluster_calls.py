@@ -132,10 +132,16 @@ def run(
         router = Router(SETTINGS.server, spill=spill)
         cluster = Cluster(router, engines)
         count = len(engines.listening)
+
+        def all_there() -> bool:
+            ended = [name for name, one in engines.processes.items() if one.poll() is not None]
+            assert not ended, f"could not start, or has died: {ended}"
+            return len(router.members.engines) == count
+
         try:
-            async with asyncio.timeout(WAIT_S):
-                await router.connect(str(engines.members), "test", engines.secret)
-            await cluster.until(lambda: len(router.members.engines) == count, "all engines")
+            async with asyncio.TaskGroup() as group:
+                group.create_task(router.connect(str(engines.members), "test", engines.secret))
+                await cluster.until(all_there, "all engines")
             await test(cluster)
             await cluster.told("delete_sequences", {"prefix": ""})
             await cluster.told("clear", {})

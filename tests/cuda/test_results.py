@@ -12,7 +12,7 @@ pytest.importorskip("cupy")  # which needs no device for what follows
 
 from bench.kernel_results import KERNEL_RESULTS, read_results
 from bench.plot import draw
-from bench.readme import DAGGER, README, kernels_table, put
+from bench.readme import DAGGER, README, h100_now, kernels_table, put
 from bench.stale import stale_rows
 
 
@@ -30,10 +30,10 @@ def test_the_readme_shows_no_stale_measurement_as_fresh(
     results: dict[str, Any], stale: dict[str, str]
 ) -> None:
     written = README.read_text(encoding="utf-8")
-    now = put(written, "kernels", kernels_table(results, stale))
+    now = put(written, "kernels", kernels_table(results, stale, h100_now()))
     assert written == now, (
         "the README's table of the kernels is not that of "
-        f"{KERNEL_RESULTS.name} and of the kernels here: run python -m bench.readme and "
+        f"{KERNEL_RESULTS.name}, h100.json and of the kernels here: run python -m bench.readme and "
         "python -m bench.plot (before that, where a row is stale only for want of this NVRTC's "
         "machine code, python -m bench.stale --record where it is not stale); "
         f"stale now: {stale or 'nothing'}"
