@@ -83,9 +83,9 @@ def test_a_constant_makes_the_rows_stale_whose_code_has_it(
     stale_after: StaleAfter, results: Results
 ) -> None:
     stale = stale_after("common/state.cuh", "kLog2E = 1.4426950408889634f", "kLog2E = 1.5f")
-    using = rows_that_run(results, "attend_wide", "merge_states")
+    using = rows_that_run(results, "merge_states")
     assert stale.keys() == using
-    assert using < {row["name"] for row in results["rows"]}, "narrow kernels take it by argument"
+    assert using < {row["name"] for row in results["rows"]}, "attention kernels take it by argument"
     for name, why in stale.items():
         assert why.startswith("machine code of "), f"{name}: {why}"
         assert why.endswith(" changed"), f"{name}: {why}"

@@ -22,7 +22,8 @@ from service.operations.table import BY_NAME
 from service.tenants import OPEN, Tenant
 
 BACKEND: Final = os.environ.get("TEST_BACKEND", "cpu")
-"""`TEST_BACKEND=cuda pytest tests/cluster` runs all of this on engines that share a GPU."""
+"""`TEST_BACKEND=cuda pytest -n 2 --dist loadfile tests/cluster` runs all of this on engines that
+share a GPU: half a GiB of it each, three a process."""
 ON_GPU: Final = BACKEND == "cuda"
 LAYERS: Final = 2
 HEADS: Final = 2

@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
     in_chunk = rest - row * p.chunk_rows;
   }
   const bool active = row < p.num_rows;
-  int begin = 0, end = 0;  // of its elements
+  int begin = 0, end = 0;
   int64 out_row = 0;
   if (active) {
     begin = p.indptr[row];
@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads)
     }
   }
 
-  // where the state of list element `e` lies, in rows of all heads
+  // where list element `e` lies, in rows of all heads; the lists were there before the states, too
   const auto row_of = [&](int e) {
     int at = e;
     if constexpr (kPartials) at = e < end ? p.members[e] + in_chunk : 0;

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kernels.backend import DType, Unsupported
 from kernels.compile import Spec, spec
 from kernels.cuda.common.kernel import FORMATS
+
+ONCE: Final = 10
+"""Partial states that are loaded at once where no list is longer: more would leave few warps."""
+PARTIAL_BATCHES: Final = (2, 4, ONCE)
+BATCHES: Final = (2, 4)
+"""`BATCH` of merge.cu, of the kernels' partial states and of others."""
 
 
 class MergeLaunch(NamedTuple):
@@ -22,13 +28,13 @@ class MergeLaunch(NamedTuple):
 def merge_launch(
     head_dim: int, partials: bool, dtype: DType, units: int, longest: int, multiprocessors: int
 ) -> MergeLaunch:
-    """Long lists are shared by groups of lanes while that leaves no more groups than fit at once.
+    """Lists of any length are shared by groups of lanes while these are no more than fit at once.
 
     Raises Unsupported when there are more lists than a launch can number.
     """
     if units >= 2**31:
         raise Unsupported("lists", units, "at most 2^31 rows times heads in one merge")
-    batch = 2 if longest <= 2 else 10 if 4 < longest <= 10 and partials else 4
+    batch = 2 if longest <= 2 else ONCE if partials and 4 < longest <= ONCE else 4
     kernel, lanes = _kernel(head_dim, partials, dtype, batch)
     few = units * lanes < 2**14 and longest >= 32
     threads = 1024 if few and batch == 4 else 256

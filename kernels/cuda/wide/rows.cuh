@@ -28,14 +28,14 @@ struct Finished {
 
 // How far above its row's reference a score may lie, in base 2: weights of up to 2^kSlack are as exact as any.
 constexpr float kSlack = 8.0f;
-// Limits from here on may be raised to 0, in base 2: a row's weights are then at most 2^(kLowest - kSlack), which
-// fp16 still has the bits for.
+// Negative limits from here on, in base 2, are raised to 0: a row's highest weight is then 2^kLowest at least, and
+// fp16, whose least number is 2^-24, still has what is 2^-20 of it.
 constexpr float kLowest = kBf16 ? -96.0f : -4.0f;
 constexpr float kHighest = 3e38f;  // limit: finite, as its reference must be
 
 // Running softmax of rows `row` and `row + 8`, of which this thread holds every fourth pair of columns.
-// Weights are 2^(s - reference), where the reference is at least a row's maximum less kSlack, and `limit`, in
-// units of the products, is kSlack above it. Nothing seen: -inf, both.
+// Weights are 2^(s - reference), with a reference that no score is kSlack above or more; `limit`, in units of the
+// products, is where that would be. Nothing seen: -inf, both.
 struct Rows {
   float limit[2], sum[2];
   KeyRange keys[2];         // of the run, that the row sees
