@@ -79,20 +79,3 @@ class ClusterSettings(Section):
     def is_one(self) -> bool:
         """Whether there is only one engine, and so no cluster."""
         return self.engines == 1 and not self.members
-
-
-class ScaleSettings(Section):
-    """What becomes of sequences that their engine has no room for."""
-
-    spill: Annotated[int, Field(ge=0, le=64)] = 0
-    """In a cluster: a sequence without `ranks` that an append or a prefill finds no pages for is
-    dealt out over its engine and others, this many together or as many as there are, instead of
-    being refused (507). 2 or more; 0: never. Off by default, since such a sequence is read by all
-    of its engines, cannot be committed or exported from then on, and is lost with any of
-    them."""
-
-    @model_validator(mode="after")
-    def check_several(self) -> ScaleSettings:
-        if self.spill == 1:
-            raise ValueError("scale.spill = 1: it is on one engine already: 0 for never, or 2")
-        return self

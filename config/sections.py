@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
-from config.cluster import ClusterSettings, ScaleSettings
+from config.cluster import ClusterSettings
 from config.section import Section
 from config.server import ServerSettings
 
@@ -205,7 +205,6 @@ class Settings(Section):
     engine: EngineSettings = EngineSettings()
     cache: CacheSettings = CacheSettings()
     cluster: ClusterSettings = ClusterSettings()
-    scale: ScaleSettings = ScaleSettings()
     log: LogSettings = LogSettings()
     config: Path | None = None
     """A YAML file laid over the defaults."""

@@ -111,9 +111,6 @@ SPECS: Final[dict[str, Spec]] = {
     "engine_not_moved": Spec(
         "gauge", "What could not be moved away, at the last look.", ("door", "engine")
     ),
-    "engine_spilled": Spec(
-        "counter", "Sequences that had no room on an engine and were dealt out.", ("door", "engine")
-    ),
     "engine_up": Spec("gauge", "1 while the engine can be called.", ("door", "engine")),
     "build_info": Spec(
         "gauge", "Constant 1; the version and backend are its labels.", ("version", "backend")
@@ -303,11 +300,6 @@ class Metrics:
         if engine in self._engines and len(self._engines) <= MOST_ENGINES:
             self._block("engine_moved", *labels)[0] += moved
             self._block("engine_not_moved", *labels)[0] = stayed
-
-    def spilled(self, engine: str) -> None:
-        """A sequence that had no room on an engine was dealt out over several."""
-        if engine in self._engines and len(self._engines) <= MOST_ENGINES:
-            self._block("engine_spilled", self._process, engine)[0] += 1.0
 
     def build(self, version: str, backend: str) -> None:
         """Which build this is; set once the backend is known."""

@@ -4,10 +4,6 @@ started by `python -m service`."""
 from __future__ import annotations
 
 import sys
-from functools import partial
-
-from config.sections import Settings
-from service.doors.upstream import MakeUpstream
 
 
 def main() -> int:
@@ -15,16 +11,13 @@ def main() -> int:
     kind = sys.argv.pop(1)
     from service.cluster.router import Router
 
-    def router_of(settings: Settings) -> MakeUpstream:
-        return partial(Router, spill=settings.scale.spill)
-
     if kind == "grpc":
         from service.doors.grpc.__main__ import main as serve
     elif kind == "zmq":
         from service.doors.zmq.__main__ import main as serve
     else:
         from service.doors.http.__main__ import main as serve
-    return serve(router_of)
+    return serve(Router)
 
 
 if __name__ == "__main__":

@@ -57,10 +57,7 @@ async def ask_one(router: Router, call: Call, ids: Sequence[str], engine: Home) 
             done(router, call, ids)
         problem = problem_of(call, engine, ids, answered)
         if not (unknown := unknown_in(problem)):
-            if not await router.spills.has_made_room(call, engine, problem):
-                return answered, slot
-            router.give_back(slot)
-            return await ask_batch(router, call, router.prepared(call), ids)
+            return answered, slot
         router.give_back(slot)
     await router.homes.find(unknown, call.tenant)  # raises for those that nobody has
     engines = await router.homes.of(ids, call.tenant)
@@ -81,7 +78,7 @@ def done(router: Router, call: Call, ids: Sequence[str]) -> None:
 
 def problem_of(call: Call, engine: Home, ids: Sequence[str], answered: Answered) -> dict[str, Any]:
     """What is to be done about an answer: its problem; that of a view that tells of a part only."""
-    if answered.status in (404, 409, 507):
+    if answered.status in (404, 409):
         return problem_in(answered)
     if (
         call.operation.name == "get_sequence"
@@ -163,9 +160,7 @@ async def ask_parts(
         except NotReady as error:
             raise lost(router, next(iter(groups)), ids, error) from error
         except ProblemText as refused:
-            home, unknown = next(iter(groups)), unknown_in(refused.problem)
-            if await router.spills.has_made_room(call, home, refused.problem, given):
-                return await ask_parts(router, call, ids, given, arrays, changes=changes)
+            unknown = unknown_in(refused.problem)
             if not (again and unknown):
                 raise
         await router.homes.find(unknown, call.tenant)

@@ -28,8 +28,6 @@ ASK_S: Final = 10.0
 PART_BYTES: Final = 4 * 2**20
 REFUSED: Final = (ProblemText, AttndError, OSError, TimeoutError)
 """What asking an engine may raise."""
-PART_IDLE_S: Final = 60.0
-"""For so long the parts of a sequence wait for their name."""
 
 
 class NoRoom(Exception):
@@ -101,19 +99,6 @@ async def begin_copy(router: Router, source: Engine, family: Family, sequence: s
         state["digest"] or digest,
         shard=family.shard,
     )
-
-
-async def begin_part(
-    source: Engine, target: Engine, tenant: Tenant, sequence: str, shard: dict[str, int], epoch: int
-) -> Begun:
-    """Export the header of a part of a whole sequence, and begin its import."""
-    asked = {"id": sequence, "part_bytes": PART_BYTES, "shard": shard}
-    told = (await ask(source, EXPORT, tenant, asked)).fields
-    header, digest = told["header"], told["digest"]
-    fields = {"id": sequence, "header": header, "digest": digest, "idle_s": PART_IDLE_S}
-    fields["shard"] = shard | {"epoch": epoch, "lengths": told["whole"]}
-    next_part = (await begin(target, tenant, fields, {}))["next_part"]
-    return Begun(target, tenant, sequence, header, {}, next_part, digest, shard=shard)
 
 
 async def placed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from service.cluster.answering import MOVING, each, is_moving
 from service.cluster.engine import Call, Engine
@@ -14,7 +14,6 @@ from service.doors.problems import ProblemText
 from service.errors import AttndError, LostSequence, UnknownSequence
 from service.operations.rows import GATHER
 from service.operations.sequences import GET_SEQUENCE
-from service.operations.transfer import GET_IMPORT, IMPORT
 from service.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ class Homes:
         """The tag of a sequence that an engine has, or has a part of. Raises LostSequence, NotReady
         where an engine with a part may come back."""
         tenant, shards = self.members.acting_for(tenant), dict[int, str]()
-        ranks, epoch, others = 1, 0, []
+        ranks = 1
         for one in [engine, *(other for other in self.members.engines if other is not engine)]:
             call = one.own(GET_SEQUENCE, tenant, ASK_DEADLINE_S)
             try:
@@ -118,15 +117,10 @@ class Homes:
             except ProblemText as refused:
                 if is_moving(refused):
                     return one.tag
-                others.append(one)
                 continue
             if shard is None:
                 return one.tag
-            shards[shard["rank"]], ranks, epoch = one.tag, shard["ranks"], shard["epoch"]
-        if len(shards) < ranks:
-            for one in others:
-                if (shard := await named_part(one, name, tenant, epoch)) is not None:
-                    shards[shard["rank"]] = one.tag
+            shards[shard["rank"]], ranks = one.tag, shard["ranks"]
         tag = BETWEEN.join(shards[rank] for rank in sorted(shards))
         if len(shards) < ranks:
             self.members.check_reachable(self.members.away)
@@ -176,23 +170,3 @@ async def known_there(engine: Engine, ids: Sequence[str], tenant: Tenant) -> lis
             raise
         return others
     return list(ids)
-
-
-async def named_part(
-    engine: Engine, name: str, tenant: Tenant, epoch: int
-) -> dict[str, Any] | None:
-    """The part of a sequence that an engine has without a name, since the door that dealt it out
-    has died just then: it gets its name. None where there is none of this epoch."""
-    with suppress(ProblemText):
-        call = engine.own(GET_IMPORT, tenant, ASK_DEADLINE_S)
-        state = (await engine.ask(call, {"id": name})).fields
-        if state["epoch"] != epoch:
-            return None
-        call = engine.own(IMPORT, tenant, ASK_DEADLINE_S)
-        with suppress(ProblemText):  # another door does it at this moment
-            await engine.ask(call, {"id": name, "digest": state["digest"]})
-    with suppress(ProblemText):
-        call = engine.own(GET_SEQUENCE, tenant, ASK_DEADLINE_S)
-        shard: dict[str, Any] | None = (await engine.ask(call, {"id": name})).fields.get("shard")
-        return shard if shard is not None and shard["epoch"] == epoch else None
-    return None

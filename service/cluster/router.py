@@ -22,7 +22,6 @@ from service.cluster.importing import ask_import
 from service.cluster.members import Members
 from service.cluster.passing import Passing
 from service.cluster.patience import Patience
-from service.cluster.spilling import Spills
 from service.cluster.spreading import ask_everywhere, ask_for_lease
 from service.cluster.underway import Prompts
 from service.doors.arena import DoorArena
@@ -54,11 +53,9 @@ class Router:
         limits: ServerSettings,
         has_keys: bool = False,
         metrics: Metrics | None = None,
-        spill: int = 0,
     ) -> None:
         """`has_keys`: calls are made for the tenants who showed them. `metrics` learns of every
-        engine what is known of it. `spill`: engines that a sequence which outgrows its own is dealt
-        out over."""
+        engine what is known of it."""
         self.limits = limits
         self.has_keys = has_keys
         self.draining = ""
@@ -67,7 +64,6 @@ class Router:
         self.homes = Homes(self.members)
         self.passing = Passing(self.homes)
         self.patience = Patience()
-        self.spills = Spills(self, spill)
         self.prompts = Prompts()
         self.drains: dict[str, asyncio.Task[None]] = {}
         self.remembered = lru_cache(maxsize=512)(self.read)
@@ -113,7 +109,6 @@ class Router:
     def close(self) -> None:
         for name in list(self.drains):
             self.stop_draining(name)
-        self.spills.close()
         self.patience.close()
         self.members.close()
         self.arena.close()

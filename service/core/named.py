@@ -128,18 +128,6 @@ class NamedPages:
             node.pages = node.pages[:keep]
         return gone
 
-    def lose_name(self, node: Node) -> None:
-        """A node that one sequence alone holds is not found any more."""
-        name = named(node)
-        self.node_of[node.pages] = -1
-        self.num_pages -= node.pages.size
-        if self.listener is not None:
-            keys = self.keys[node.pages].tobytes()
-            self.listener(Removed(name.root.namespace.name, keys))
-        del self._kids_above(node, name.root)[self.first_key(node)]
-        self._forget(name)
-        node.name = None
-
     # Who holds them.
 
     def hold(self, node: Node | None) -> None:

@@ -129,12 +129,6 @@ class SequenceBooks:
         self.set_ttl(leaf, FOREVER if spec.ttl_s is None else spec.ttl_s)
         return leaf
 
-    def make_shard(self, leaf: Leaf, shard: Shard, whole: Whole) -> None:
-        """Of a sequence that was whole only a part is here from now on."""
-        leaf.shard, leaf.whole = shard, whole
-        self.num_shards += 1
-        self.renew(leaf)
-
     def set_ttl(self, leaf: Leaf, ttl_s: float) -> None:
         """How long a sequence lives unused, from now on."""
         self.ttl_s[leaf.index] = ttl_s

@@ -13,7 +13,6 @@ from service.core.allocator import PageAllocator
 from service.core.budget import Budget
 from service.core.cache import PrefixCache
 from service.core.creation import Start, first_lengths
-from service.core.dealing import deal_out, make_room
 from service.core.errors import IntegrityError, InvalidRequest, LengthMismatch
 from service.core.integrity import integrity_steps, num_unnamed, sharing_ratio
 from service.core.keys import Prefix
@@ -22,7 +21,7 @@ from service.core.namespaces import Namespace
 from service.core.nodes import Leaf, Links
 from service.core.ragged import CsrTable, csr_table, indptr, token_slots
 from service.core.sequences import SequenceBooks
-from service.core.shards import WHOLE, Shard
+from service.core.shards import WHOLE
 from service.core.values import (
     Extension,
     Indices,
@@ -157,19 +156,6 @@ class PrefixTree:
         longest = int(self.books.lengths[:, leaf.index].max())
         self._drop_pages(leaf, -(-longest // self.page_size))
         self.books.renew(leaf)
-
-    def make_room(self, name: str, shard: Shard, room: int) -> None:
-        """See that `deal_out` could be done, with `room` pages free afterwards; pages that the
-        sequence alone holds may lose their names. Raises `UnknownSequence`, `OutOfPages`."""
-        leaf = self.books.leaf(name)
-        count = int(self.books.num_pages[leaf.index])
-        make_room(self.budget, self._links, leaf, count, shard, room)
-
-    def deal_out(self, name: str, shard: Shard, epoch: int) -> RowCopies:
-        """Keep only these pages of a whole sequence, in an epoch. The returned copies bring the
-        rows of those that it shared. Raises `UnknownSequence`, `OutOfPages`."""
-        leaf = self.books.leaf(name)
-        return deal_out(self.books, self.budget, self._links, leaf, shard, epoch)
 
     def extend(
         self, layer: int, ids: Sequence[str], counts: Int32, offsets: Int32 | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from config.sections import Settings
 from config.server import ServerSettings
 from service.image.dtypes import Part
 from service.metrics import Metrics
@@ -79,4 +78,3 @@ class Upstream(Protocol):
 MakeUpstream = Callable[[ServerSettings, bool, Metrics | None], Upstream]
 """From a door's limits, whether it has keys, so that calls are made for the tenants who showed
 them, and where it counts; called on the door's event loop."""
-ChooseUpstream = Callable[[Settings], MakeUpstream]

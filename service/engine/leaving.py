@@ -16,11 +16,10 @@ from service.errors import SequenceMoving
 class Mark:
     """For how long nobody has to say what becomes of the sequence, and until when that is, by
     `time.monotonic()`; whether it is another engine's by then (`is_handed`), or else this one's
-    again; the epoch that a part of it stays in, where somebody wants to deal it out."""
+    again."""
 
     for_s: float
     is_handed: bool = False
-    epoch: int = 0
     ends: float = 0.0
 
     def __post_init__(self) -> None:

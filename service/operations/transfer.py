@@ -185,19 +185,14 @@ class ImportFields(Fields):
 
 class HandOverFields(Fields):
     id: SequenceId
-    state: Literal["leaving", "handed", "gone", "back", "dealt"]
+    state: Literal["leaving", "handed", "gone", "back"]
     """What becomes of it."""
     generation: Generation | None = None
-    """With `handed` and `dealt`: that of the export which the other engine has; another is refused
-    (409)."""
+    """With `handed`: that of the export which the other engine has; another is refused (409)."""
     shard: ShardFields | None = None
-    """With `dealt`: which of its pages stay here, where other engines have the others. With
-    `leaving`: that this will be so, refused (507) where there would be no room for it; or that
-    these are all that is here, and leave."""
+    """With `leaving`, of a part of a sequence: the pages that are here, and leave."""
     epoch: Epoch | None = None
-    """With `shard`: the epoch that it begins in, the same both times; or is in, where it leaves."""
-    room: Count = 0
-    """With `leaving` and `shard`: pages that must be free then."""
+    """With `shard`: the epoch that the part is in."""
     for_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_HAND_OVER_S
     """Seconds after which a sequence that is leaving stays, and one that is handed is gone, where
     nobody says what becomes of it, nor exports a part of it."""
@@ -288,18 +283,16 @@ def check_rank(shard: ShardFields) -> None:
 
 def check_hand_over(fields: HandOverFields, entries: Entries, info: InfoAnswer) -> None:
     state = fields.state
-    if (fields.generation is not None) != (state in ("handed", "dealt")):
-        rule = "goes with state = handed or dealt, and must be given then"
+    if (fields.generation is not None) != (state == "handed"):
+        rule = "goes with state = handed, and must be given then"
         refuse("generation", fields.generation, rule)
     if (fields.epoch is not None) != (fields.shard is not None):
         refuse("epoch", fields.epoch, "goes with shard, and must be given then")
     if fields.shard is None:
-        if state == "dealt" or fields.room:
-            refuse("shard", None, "must be given with state = dealt, and with room")
         return
     check_rank(fields.shard)
-    if state not in ("leaving", "dealt") or fields.shard.ranks == 1:
-        refuse("shard", "given", "goes with state = leaving or dealt, and is not all of it")
+    if state != "leaving" or fields.shard.ranks == 1:
+        refuse("shard", "given", "goes with state = leaving, and is not all of it")
 
 
 def check_header(header: Header, info: InfoAnswer) -> None:
@@ -393,7 +386,7 @@ HAND_OVER: Final = Operation(
     summary="Refuse calls for a sequence while it is moved to another engine",
     description="First `leaving`: then it may be exported, and is refused to all else. `handed` "
     "once the other engine has it all: it does not come back by itself any more. `gone` deletes it "
-    "here, `back` has it stay, `dealt` has a part of it stay.",
+    "here, `back` has it stay.",
     tag="transfer",
     fields=HandOverFields,
     answer=None,

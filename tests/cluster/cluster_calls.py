@@ -124,13 +124,11 @@ class Cluster:
         return int((await self.told("pool", {})).fields["free"])
 
 
-def run(
-    engines: LocalEngines, test: Callable[[Cluster], Coroutine[Any, Any, None]], spill: int = 0
-) -> None:
+def run(engines: LocalEngines, test: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
     """Run a test against a router of its own; in the end no page may be left taken."""
 
     async def main() -> None:
-        router = Router(SETTINGS.server, spill=spill)
+        router = Router(SETTINGS.server)
         cluster = Cluster(router, engines)
         count = len(engines.listening)
 

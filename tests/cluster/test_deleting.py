@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster_book import Book
-from cluster_calls import PAGE, Cluster, rows, run
+from cluster_calls import PAGE, Cluster, run
 from test_draining import SOURCE, emptied, only_on
 from test_ranks_doors import another_door
-from test_spilling import begun, filled
 
-from service.cluster import answering, dealing_out, draining, handing
+from service.cluster import answering, draining, handing
 from service.cluster.engine import Call, Told
 from service.cluster.local import LocalEngines
 
@@ -28,6 +27,14 @@ async def dealt(cluster: Cluster, book: Book, name: str) -> None:
         engine.is_leaving = engine.name == TARGET
     await book.create(name, ranks=2)
     await book.append(name, 5 * PAGE + 1)
+    await only_on(cluster, SOURCE, False)
+
+
+async def begun(cluster: Cluster, book: Book, name: str, length: int) -> None:
+    """A sequence on the engine that is to be emptied."""
+    await only_on(cluster, SOURCE)
+    await book.create(name)
+    await book.append(name, length)
     await only_on(cluster, SOURCE, False)
 
 
@@ -129,30 +136,6 @@ def test_what_comes_to_an_engine_that_was_asked_already_is_deleted_there(
             assert (await first.told("list_sequences", {"limit": 9})).fields == NONE_LEFT
 
     run(three_engines, test)
-
-
-def test_what_outgrows_its_engine_is_deleted_with_the_parts_that_have_no_name_yet(
-    three_engines: LocalEngines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def test(first: Cluster) -> None:
-        async with another_door(first) as second:
-            book = Book(first)
-            await begun(first, book, "a", 9 * PAGE)
-            await filled(first, book, 0)
-
-            async def delete() -> None:
-                asked = {"ids": ["a", "nobody"]}
-                assert (await second.told("delete_sequences", asked)).fields == {"num_deleted": 1}
-
-            meanwhile(monkeypatch, dealing_out, "dealt", delete)
-            k = rows(book.rng, PAGE)
-            fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, PAGE]}
-            told = await first.call("append", fields, k=k, v=k)
-            assert (told.status, told.fields["code"]) == (404, "unknown_sequence"), told
-            listed = (await first.told("list_sequences", {"limit": 9})).fields["sequences"]
-            assert [one["id"] for one in listed] == [f"filler-{SOURCE}"]
-
-    run(three_engines, test, spill=2)
 
 
 def test_an_engine_is_emptied_while_doors_delete_what_it_has(three_engines: LocalEngines) -> None:

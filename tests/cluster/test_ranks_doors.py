@@ -21,7 +21,7 @@ NAME = "book"
 @asynccontextmanager
 async def another_door(first: Cluster, has_keys: bool = False) -> AsyncIterator[Cluster]:
     """A second router over the same engines."""
-    router = Router(SETTINGS.server, has_keys, spill=first.router.spills.most)
+    router = Router(SETTINGS.server, has_keys)
     try:
         async with asyncio.timeout(60):
             await router.connect(str(first.engines.members), "test-2", first.engines.secret)

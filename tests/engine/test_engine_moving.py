@@ -197,36 +197,26 @@ async def shard_of(caller: Caller, name: str) -> Any:
     return (await told(caller, "get_sequence", {"id": name})).get("shard")
 
 
-def test_a_sequence_is_dealt_out_where_it_lies() -> None:
-    first, second = ({"rank": rank, "ranks": 2} for rank in range(2))
+def test_the_parts_of_a_sequence_are_exported_and_imported_one_by_one() -> None:
+    shards = [{"rank": rank, "ranks": 2} for rank in range(2)]
 
     async def scenario(caller: Caller) -> None:
-        await create(caller, "a")
-        await grow(caller, "a", (23, 21), CPU_GEOMETRY)
-        before = await held(caller, "a", LAYERS)
-        free = (await pool(caller))["free"]
-        wanted = {"shard": first, "epoch": 5}
-        for wrong in ({"shard": first}, {"epoch": 5}, {"room": 1}, wanted | {"room": 10**6}):
-            code = "out_of_pages" if len(wrong) == 3 else "invalid_request"
-            assert await hand(caller, "leaving", **wrong) == code, wrong
-        assert await hand(caller, "leaving", **wanted, room=free) == "ok"
-        part = await export_part(caller, second)
-        shard = second | {"epoch": 5, "lengths": part.whole}
-        begin = part.begin("b", shard=shard)
-        for wrong in ({"lengths": [1, 1]}, {"lengths": [23]}, {"rank": 0}, {"rank": 2}):
-            refused = await outcome(caller.submit(part.begin("b", shard=shard | wrong)))
-            assert isinstance(refused, Refused) and refused.problem["status"] == 422, wrong
-        assert (await caller.submit(begin)).fields["epoch"] == 5
-        other = await outcome(caller.submit(part.begin("b", shard=shard | {"epoch": 6})))
-        assert isinstance(other, Refused) and other.problem["code"] == "import_exists"
-        await bring(caller, part, "b", shard=shard)
-        generation = {"generation": part.header["generation"]}
-        late = generation | {"shard": first, "epoch": 4}
-        assert await hand(caller, "dealt", **late) == "invalid_request"
-        assert await hand(caller, "dealt", **generation, **wanted) == "ok"
-        lengths = {"epoch": 5, "lengths": [23, 21]}
-        assert await shard_of(caller, "a") == first | lengths
-        assert await shard_of(caller, "b") == second | lengths
+        await create(caller, "whole")
+        await grow(caller, "whole", (23, 21), CPU_GEOMETRY)
+        before = await held(caller, "whole", LAYERS)
+        for wrong in ({"shard": shards[0]}, {"epoch": 5}, {"shard": shards[0], "epoch": 5}):
+            assert await hand(caller, "leaving", id="whole", **wrong) == "invalid_request", wrong
+        for name, shard in zip("ab", shards, strict=True):
+            part = await export_part(caller, shard)
+            known = shard | {"epoch": 5, "lengths": part.whole}
+            for wrong in ({"lengths": [1, 1]}, {"lengths": [23]}, {"rank": 2}):
+                refused = await outcome(caller.submit(part.begin(name, shard=known | wrong)))
+                assert isinstance(refused, Refused) and refused.problem["status"] == 422, wrong
+            assert (await caller.submit(part.begin(name, shard=known))).fields["epoch"] == 5
+            other = await outcome(caller.submit(part.begin(name, shard=known | {"epoch": 6})))
+            assert isinstance(other, Refused) and other.problem["code"] == "import_exists"
+            await bring(caller, part, name, shard=known)
+            assert await shard_of(caller, name) == shard | {"epoch": 5, "lengths": [23, 21]}
         await is_refused_without_an_epoch(caller)
         for layer in range(LAYERS):
             token = np.arange((23, 21)[layer])
@@ -237,14 +227,12 @@ def test_a_sequence_is_dealt_out_where_it_lies() -> None:
                 for half, tensor in enumerate("kv"):
                     got = np.array(rows.tensors[tensor])
                     np.testing.assert_array_equal(got, before[2 * layer + half][mine])
-        deleted = await told(caller, "delete_sequences", {"ids": ["a", "b"]})
-        assert deleted == {"num_deleted": 1}
-        assert (await pool(caller))["referenced"] == 0
 
     async def export_part(caller: Caller, shard: dict[str, int]) -> Exported:
-        whole = (await told(caller, "export_sequence", {"id": "a", "shard": shard}))["whole"]
+        asked = {"id": "whole", "shard": shard}
+        whole = (await told(caller, "export_sequence", asked))["whole"]
         size = CPU_GEOMETRY.page_bytes * LAYERS
-        part = await export(caller, "a", part_bytes=size, shard=shard)
+        part = await export(caller, "whole", part_bytes=size, shard=shard)
         assert part.header["num_parts"] > 1
         return replace(part, whole=whole)
 

@@ -45,7 +45,6 @@ LABELS = {
     "attnd_engine_calls": {"door", "engine"},
     "attnd_engine_moved": {"door", "engine"},
     "attnd_engine_not_moved": {"door", "engine"},
-    "attnd_engine_spilled": {"door", "engine"},
     "attnd_engine_up": {"door", "engine"},
     "attnd_build_info": {"version", "backend"},
     "process_cpu_seconds": {"process"},
@@ -103,8 +102,6 @@ def filled() -> Metrics:
     metrics.build("1.2.3", "cpu")
     metrics.engine("engine-0", {"free": 7}, 2, 0.5, 10)
     metrics.moved("engine-0", 3, 1)
-    metrics.spilled("engine-0")
-    metrics.spilled("engine-0")
     metrics.observe("decode", "ok", 0.002)
     metrics.stages(0.001, 0.0002, 0.0, 0.0005, 0.0, 0.0001)
     metrics.observe("decode", "overloaded", 0.0001)
@@ -177,7 +174,6 @@ def test_events_are_counted_in_base_units() -> None:
         "attnd_waiting": 1,
         "attnd_engine_moved_total,main,engine-0": 3,
         "attnd_engine_not_moved,main,engine-0": 1,
-        "attnd_engine_spilled_total,main,engine-0": 2,
         "attnd_build_info,cpu,1.2.3": 1,
     }
     for key, value in wanted.items():

@@ -11,14 +11,14 @@ from importlib.util import find_spec
 from typing import Final
 
 from service.doors.link import Link
-from service.doors.upstream import ChooseUpstream, MakeUpstream
+from service.doors.upstream import MakeUpstream
 from service.processes import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.grpc")
 NEEDS: Final = ("grpc", "google.protobuf")
 
 
-def main(choose: ChooseUpstream = lambda _: Link) -> int:
+def main(make_upstream: MakeUpstream = Link) -> int:
     """Serve until drained; the process's exit status."""
     inherited = receive()
     from service.logs import set_up_logs
@@ -27,7 +27,7 @@ def main(choose: ChooseUpstream = lambda _: Link) -> int:
     if not all(is_installed(name) for name in NEEDS):
         LOG.error("cannot start: server.grpc_port needs grpcio: pip install 'attnd[grpc]'")
         return CANNOT_START
-    return serve(inherited, choose(inherited.settings))
+    return serve(inherited, make_upstream)
 
 
 def serve(inherited: Inherited, make_upstream: MakeUpstream) -> int:

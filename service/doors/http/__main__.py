@@ -10,20 +10,20 @@ import sys
 from typing import Final
 
 from service.doors.link import Link
-from service.doors.upstream import ChooseUpstream, MakeUpstream
+from service.doors.upstream import MakeUpstream
 from service.processes import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.http")
 
 
-def main(choose: ChooseUpstream = lambda _: Link) -> int:
+def main(make_upstream: MakeUpstream = Link) -> int:
     """Serve until drained; the process's exit status."""
     inherited = receive()
     from service.logs import set_up_logs
 
     set_up_logs(inherited.settings.log, inherited.process)
     raise_limit_of_files()
-    return serve(inherited, choose(inherited.settings))
+    return serve(inherited, make_upstream)
 
 
 def serve(inherited: Inherited, make_upstream: MakeUpstream) -> int:

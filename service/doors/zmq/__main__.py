@@ -11,14 +11,14 @@ from importlib.util import find_spec
 from typing import Final
 
 from service.doors.link import Link
-from service.doors.upstream import ChooseUpstream, MakeUpstream
+from service.doors.upstream import MakeUpstream
 from service.processes import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.zmq")
 NEEDS: Final = ("zmq", "msgspec")
 
 
-def main(choose: ChooseUpstream = lambda _: Link) -> int:
+def main(make_upstream: MakeUpstream = Link) -> int:
     """Publish until drained; the process's exit status."""
     inherited = receive()
     from service.logs import set_up_logs
@@ -27,7 +27,7 @@ def main(choose: ChooseUpstream = lambda _: Link) -> int:
     if not all(find_spec(name) for name in NEEDS):
         LOG.error("cannot start: cache.zmq_endpoint needs pyzmq: pip install 'attnd[zmq]'")
         return CANNOT_START
-    return publish(inherited, choose(inherited.settings))
+    return publish(inherited, make_upstream)
 
 
 def publish(inherited: Inherited, make_upstream: MakeUpstream) -> int:
