@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from starlette.routing import Match
+
 from service.doors.http.exchange import PROBLEM, Exchange
 from service.doors.http.gone import ClientGone
 from service.doors.http.heads import Headers
 from service.doors.http.problems import Told, tell
 from service.doors.request import CLIENT_GONE
-from service.errors import Internal
+from service.errors import AttndError, Internal
 from service.image.dtypes import Part
 from service.road.slots import Slot
 
@@ -53,8 +55,6 @@ async def hand_over(door: Door, exchange: Exchange) -> None:
     head, connection = exchange.head, exchange.connection
     if head is None or connection is None:
         raise Internal("a request without its head or connection: this is a bug")
-    if exchange.refusal is not None:
-        raise exchange.refusal
     scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -73,9 +73,30 @@ async def hand_over(door: Door, exchange: Exchange) -> None:
         EXCHANGE: exchange,
     }
     adapter = Adapter(door, exchange)
-    await door.app.router(scope, adapter.receive, adapter.send)
+    if exchange.refusal is None:
+        await door.app.router(scope, adapter.receive, adapter.send)
+    else:
+        await answer_without_key(door, exchange.refusal, scope, adapter)
     if not exchange.is_answered:
         raise Internal(f"{exchange.method} {exchange.path} was not answered: this is a bug")
+
+
+async def answer_without_key(
+    door: Door, refusal: AttndError, scope: Scope, adapter: Adapter
+) -> None:
+    """Run the endpoint that declares that it needs no key, or raise the refusal.
+
+    The matched route runs itself, without a second look at the path.
+    """
+    for route in door.app.router.routes:
+        match, child = route.matches(scope)
+        if match is Match.FULL:
+            if not getattr(child["endpoint"], "needs_no_key", False):
+                break
+            scope.update(child)
+            await route.handle(scope, adapter.receive, adapter.send)
+            return
+    raise refusal
 
 
 class Adapter:

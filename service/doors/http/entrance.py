@@ -1,26 +1,20 @@
-"""Which requests of a connection are let in, and as whose."""
+"""Authentication of a connection's requests. Which endpoints need no key they declare themselves,
+see `routes.py`."""
 
 from __future__ import annotations
 
 from hmac import compare_digest
-from typing import Final
 
 from service.doors.gate import Gate
 from service.doors.http.exchange import Exchange
 from service.errors import Unauthorized
 from service.keys import Keys
-from service.tenants import OPEN, Tenant
-
-HEALTH: Final = ("/health/", "/v2/health/")
-METRICS: Final = "/metrics"
-DOCS: Final = ("/docs", "/openapi.json")
-LIVE: Final = "/live"
-LIVE_STREAM: Final = "/live/stream"
+from service.tenants import NOBODY
 
 
 class Entrance:
-    """One connection's, behind the door's gate. The key shown last is remembered, since a
-    connection's requests show the same one, and comparing it with all keys takes a while."""
+    """One connection's, behind the door's gate. It remembers the key shown last: most requests of a
+    connection show the same one."""
 
     __slots__ = ("gate", "keys", "shown", "tenant")
 
@@ -28,41 +22,24 @@ class Entrance:
         self.gate = gate
         self.keys: Keys | None = None
         self.shown = b""
-        self.tenant = OPEN
+        self.tenant = NOBODY
 
-    def let_in(self, exchange: Exchange) -> None:
-        """Say whose request it is, or why it is refused."""
-        if is_open(self.gate, exchange.path):
-            return
+    def authenticate(self, exchange: Exchange) -> None:
+        """Set the request's tenant, or the reason why it has none."""
+        shown = exchange.said.authorization
         try:
-            exchange.tenant = self.tenant_of(exchange.said.authorization)
+            keys = self.gate.keys
+            if self.keys is not keys or not compare_digest(self.shown, shown):
+                self.tenant = self.gate.tenant_of(shown)
+                self.keys, self.shown = keys, shown
+            exchange.tenant = self.tenant
         except Unauthorized as error:
-            exchange.refusal = error
-
-    def tenant_of(self, shown: bytes) -> Tenant:
-        """Raises Unauthorized."""
-        keys = self.gate.keys
-        if self.keys is not keys or not compare_digest(self.shown, shown):
-            self.tenant = self.gate.tenant_of(shown)
-            self.keys, self.shown = keys, shown
-        return self.tenant
+            exchange.tenant, exchange.refusal = NOBODY, error
 
 
-def is_open(gate: Gate, path: str) -> bool:
-    """Whether a path is answered to everybody."""
-    if path.startswith(HEALTH):
-        return True
-    if path == METRICS:
-        return gate.auth.open_metrics
-    if path == LIVE_STREAM:
-        return gate.auth.open_live
-    if path == LIVE or path.startswith(f"{LIVE}/"):  # the page itself, into which a key is typed
-        return True
-    return gate.auth.open_docs and (path in DOCS or path.startswith("/docs/"))
+def still_holds(gate: Gate | None, exchange: Exchange) -> bool:
+    """Whether the key of a request that was accepted some time ago is valid and the same tenant's.
 
-
-def is_welcome(gate: Gate | None, exchange: Exchange) -> bool:
-    """Whether a key that was shown some time ago still says who it is. Raises Unauthorized."""
-    if gate is None or is_open(gate, exchange.path):
-        return True
-    return gate.tenant_of(exchange.said.authorization) is exchange.tenant
+    Raises Unauthorized.
+    """
+    return gate is None or gate.tenant_of(exchange.said.authorization) is exchange.tenant

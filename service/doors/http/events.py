@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from service.doors.event_page import events_after
 from service.doors.http.answering import EXCHANGE, Receive, Scope, Send, begin_stream, finish
-from service.doors.http.entrance import is_welcome
+from service.doors.http.entrance import still_holds
 from service.doors.http.exchange import Exchange
 from service.doors.http.problems import wrong_method
 from service.doors.problems import ProblemText
@@ -132,7 +132,7 @@ class EventStream:
             feed = self.feeds[tenant] = Feed(self.door, tenant, page.next)
         feed.listeners += 1
         try:
-            while not feed.is_over and is_welcome(self.door.gate, exchange):
+            while not feed.is_over and still_holds(self.door.gate, exchange):
                 if page.events or page.too_old:
                     connection.send(b"", written(page))
                     await taken(connection)

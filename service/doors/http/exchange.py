@@ -78,7 +78,7 @@ class Exchange:
         self.is_answered = self.is_gone = False
         self.tenant = OPEN
         self.refusal: AttndError | None = None
-        """Why it is not let in."""
+        """Why it has no tenant: only endpoints that need no key answer it."""
         self.deadline_us = 0
         self.filler = b""
         """What an answer that goes on may have between its parts, and means nothing."""

@@ -268,4 +268,7 @@ def split_target(url: bytes) -> Target:
         raise MalformedRequest(f"the request's target {url[:100]!r} is no path") from None
     raw_path = parsed.path or b"/"
     path = raw_path.decode("latin-1")
-    return Target(unquote(path) if "%" in path else path, raw_path, parsed.query or b"")
+    path = unquote(path) if "%" in path else path
+    if not path.isprintable():
+        raise MalformedRequest(f"the path {path[:100]!r} has a control character: leave it out")
+    return Target(path, raw_path, parsed.query or b"")

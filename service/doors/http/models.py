@@ -37,8 +37,8 @@ class ModelPages:
             Route(f"{MODEL}/infer", infer),
             Route(f"{MODEL}/versions/{{version}}/infer", infer),
             page("/v2", self.server),
-            page("/v2/health/live", self.live, "live"),
-            page("/v2/health/ready", self.ready, "ready"),
+            page("/v2/health/live", self.live, "live", needs_no_key=True),
+            page("/v2/health/ready", self.ready, "ready", needs_no_key=True),
             page("/v2/models/stats", self.all_statistics),
             page("/v2/repository/index", self.index, method="POST"),
         ]
@@ -95,9 +95,14 @@ def model_in(request: Request) -> Model:
 
 
 def page(
-    path: str, answer: Callable[[Request], Any], name: str = "model", method: str = "GET"
+    path: str,
+    answer: Callable[[Request], Any],
+    name: str = "model",
+    method: str = "GET",
+    *,
+    needs_no_key: bool = False,
 ) -> Route:
-    return Route(path, named(name, answer), methods=[method])
+    return Route(path, named(name, answer, needs_no_key=needs_no_key), methods=[method])
 
 
 def told(document: Any) -> Response:

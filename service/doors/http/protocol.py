@@ -155,7 +155,7 @@ class Connection(asyncio.BufferedProtocol):
         exchange.body = body
         self.exchange = exchange
         if self.entrance is not None:
-            self.entrance.let_in(exchange)
+            self.entrance.authenticate(exchange)
         if exchange.method in WITH_BODY and exchange.refusal is None:
             body.begin(self.door, exchange.lead)
         self.task = self.loop.create_task(run(self.door, exchange))

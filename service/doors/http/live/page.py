@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from service.doors.http.answering import EXCHANGE, Receive, Scope, Send, begin_stream, finish
-from service.doors.http.entrance import LIVE_STREAM, is_welcome
+from service.doors.http.entrance import still_holds
 from service.doors.http.events import HEADERS, KEEP_ALIVE, KEEP_ALIVE_S, happens, taken
 from service.doors.http.exchange import Exchange
 from service.doors.http.live.feed import Feed
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from service.doors.http.protocol import Connection
 
 FILES: Final = Path(__file__).with_name("files")
+LIVE_STREAM: Final = "/live/stream"
 TYPES: Final = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -64,9 +65,11 @@ class LivePage:
 
     def routes(self) -> list[BaseRoute]:
         return [
-            Route("/live", named("live_page", self.page), methods=["GET"]),
+            Route("/live", named("live_page", self.page, needs_no_key=True), methods=["GET"]),
             Route(LIVE_STREAM, LiveStream(self.door), name="stream_live"),
-            Route("/live/{name}", named("live_page", self.file), methods=["GET"]),
+            Route(
+                "/live/{name}", named("live_page", self.file, needs_no_key=True), methods=["GET"]
+            ),
         ]
 
     async def page(self, request: Request) -> Response:
@@ -83,6 +86,7 @@ class LiveStream:
         self.door = door
         self.samples = Samples(door.metrics, door.loop)
         self.feed: Feed | None = None
+        self.needs_no_key = door.gate is not None and door.gate.auth.open_live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[EXCHANGE]
@@ -92,7 +96,8 @@ class LiveStream:
         if exchange.query:
             query = exchange.query.decode("latin-1")
             raise InvalidRequest("query", query, "this route takes no parameters")
-        exchange.tenant.require("admin", LIVE_STREAM)
+        if not self.needs_no_key:
+            exchange.tenant.require("admin", LIVE_STREAM)
         self.door.ready()
         connection = begin_stream(self.door, exchange, HEADERS, KEEP_ALIVE)
         if exchange.method == "GET":
@@ -109,7 +114,7 @@ class LiveStream:
         feed.viewers += 1
         had: dict[str, int] = {}
         try:
-            while not feed.is_over and is_welcome(self.door.gate, exchange):
+            while not feed.is_over and (self.needs_no_key or still_holds(self.door.gate, exchange)):
                 connection.send(b"", feed.after(had) or [KEEP_ALIVE])
                 await taken(connection)
                 await happens(feed.changed, KEEP_ALIVE_S)

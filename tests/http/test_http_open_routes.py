@@ -1,0 +1,168 @@
+"""Which routes answer without a key: those that declare themselves open, in no other spelling."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from http_messages import create
+from http_service import WAIT_S, Service, serving
+from starlette.routing import Route
+
+from service.keys import line_of
+
+KEY = "a-key-of-red"
+SECRET_ID = "the-id-that-only-red-knows"
+PARAMETERS = {
+    "sequence": SECRET_ID,
+    "model": "list_sequences",
+    "version": "1",
+    "name": "live.js",
+    "lease": "1",
+}
+ALWAYS_OPEN = {"/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
+PAGE_FILES = {"/live", "/live/live.js"}
+"""The live page's own files hold nothing of the service's."""
+BEHIND = (
+    "%0a",
+    "%0A%0a",
+    "%00",
+    "%0d%0a",
+    "/",
+    "//",
+    "/.",
+    "/..",
+    ";x",
+    "%3bx",
+    "%20",
+    "%2f",
+    "%7f",
+)
+WITHIN = ("%0a", "%00", "/", "/.", "/%2e%2e/live")
+
+
+def filled(path: str) -> str:
+    """A route's path with a value for each parameter."""
+    for name in PARAMETERS:
+        path = path.replace(f"{{{name}}}", PARAMETERS[name])
+    return path.replace("{", "").replace("}", "")
+
+
+def spellings(path: str) -> Iterator[str]:
+    """Other ways to write a path, or nearly so."""
+    yield from (path + end for end in BEHIND)
+    yield from (path + f"?{end}" for end in ("", "x=1", "%0a"))
+    yield f"/{path}"
+    yield f"/.{path}"
+    yield f"/health/live/..{path}"
+    yield f"http://x{path}"
+    yield path.upper()
+    yield path[:-1] + f"%{ord(path[-1]):02x}"
+    yield path[:-1] + f"%25{ord(path[-1]):02x}"
+    yield "/" + "".join(f"%{ord(one):02X}" for one in path[1:])
+    head, slash, tail = path.rpartition("/")
+    yield from (f"{head}{middle}{slash}{tail}" for middle in WITHIN if head)
+
+
+class Asking:
+    """Requests without a key on one connection, which is opened again where it was closed."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.connection = self.opened()
+
+    def opened(self) -> http.client.HTTPConnection:
+        host, _, port = self.service.url.partition("://")[2].partition(":")
+        return http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
+
+    def ask(self, method: str, path: str) -> tuple[int, bytes]:
+        """The status, and what follows it; of an answer without an end only its first bytes."""
+        connection = self.connection
+        connection.putrequest(method, path, skip_accept_encoding=True)
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", "0")
+        connection.endheaders()
+        reply = connection.getresponse()
+        has_end = reply.getheader("content-length") is not None or method == "HEAD"
+        body = reply.read() if has_end or reply.status == 204 else reply.read1(65536)
+        if reply.will_close or not has_end:
+            reply.close()
+            self.close()
+            self.connection = self.opened()
+        return reply.status, body
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+@pytest.fixture(scope="module", params=[(), ("open_metrics", "open_docs", "open_live")])
+def guarded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Service, set[str]]]:
+    """A service with keys, in which red has a sequence, and its open paths."""
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(line_of(KEY, "red", ["read", "append"]))
+    settings = [f"--auth.{name.replace('_', '-')}=true" for name in request.param]
+    with serving("--auth.keys-file", str(path), *settings) as service:
+        with service.client() as client:
+            client.headers["authorization"] = f"Bearer {KEY}"
+            create(client, SECRET_ID)
+        known = ALWAYS_OPEN | PAGE_FILES
+        if request.param:
+            known |= {"/metrics", "/docs", "/openapi.json", "/live/stream"}
+        yield service, known
+
+
+def routes_of(service: Service) -> list[tuple[str, str]]:
+    """A method and path of every route of the application."""
+    found = []
+    for route in service.door.app.router.routes:
+        assert isinstance(route, Route), f"{route} is of another kind: enumerate it, too"
+        for method in route.methods or ("GET", "POST", "DELETE", "PUT"):
+            found.append((method, filled(route.path)))
+    return found
+
+
+def test_every_route_asks_for_a_key_unless_it_is_declared_open(
+    guarded: tuple[Service, set[str]],
+) -> None:
+    service, known = guarded
+    asking = Asking(service)
+    with closing(asking):
+        for method, path in routes_of(service):
+            status, body = asking.ask(method, path)
+            is_open = path in known and method in ("GET", "HEAD")
+            assert (status == 200) == is_open, (method, path, status)
+            if not is_open and path not in known | {"/docs/live.js"}:
+                assert status == 401, (method, path, status)
+            assert SECRET_ID.encode() not in body.replace(path.encode(), b"")
+
+
+def test_no_other_spelling_of_a_path_needs_less_of_a_key(
+    guarded: tuple[Service, set[str]],
+) -> None:
+    service, known = guarded
+    asking = Asking(service)
+    with closing(asking):
+        for method, path in routes_of(service):
+            for spelling in spellings(path):
+                status, body = asking.ask(method, spelling)
+                assert status != 200 or path in known, (method, spelling)
+                if SECRET_ID not in path:
+                    assert SECRET_ID.encode() not in body, (method, spelling)
+
+
+@pytest.mark.parametrize("code", ["%00", "%09", "%0a", "%0d", "%1f", "%7f", "%c2%85", "%e2%80%a8"])
+def test_a_control_character_in_a_path_is_refused(
+    guarded: tuple[Service, set[str]], code: str
+) -> None:
+    service, _ = guarded
+    asking = Asking(service)
+    with closing(asking):
+        for path in (f"/live/stream{code}", f"/v1/sequences/a{code}b", f"{code}/health/live"):
+            path = path if path.startswith("/") else f"/{path}"
+            status, body = asking.ask("GET", path)
+            assert status == 400, (path, status)
+            assert b"malformed_request" in body
