@@ -6,9 +6,12 @@ once, so that the calls after it need not be; and so is what their answers will 
 
 from __future__ import annotations
 
+import inspect
 import marshal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain
 from typing import Any, Final, Generic, Self, TypeVar
 
 import numpy as np
@@ -27,6 +30,11 @@ Places = Mapping[str, int | str]
 MOST: Final = 512
 """Calls remembered at a time: some operations of all of a model's layers."""
 PLAIN: Final = frozenset({int, float, bool, str, list, tuple, type(None)})
+"""Kinds that a key holds by value."""
+LISTED: Final = frozenset({int, float, bool, str})
+"""What the lists among a call's arguments may hold: `marshal` takes other kinds for bytes."""
+ROWS: Final = frozenset({"q", "k", "v", "mask"})
+"""The arguments that a repeated call sends anew. Every other array is part of its header."""
 
 
 class Repeats(Generic[R]):
@@ -44,32 +52,39 @@ class Repeats(Generic[R]):
         self.known: dict[Key, R] = {}
 
     def key_of(self, build: Callable[..., Any], args: Args, kwargs: Kwargs) -> Key | None:
-        """What tells a call from those that are not like it; None for one without an array, or with
-        arguments of rare kinds. What is no array counts by what `marshal` makes of it, which tells
-        1 from True."""
+        """A key that is equal for calls with equal requests, but for `offsets` and what the arrays
+        in `ROWS` hold; None for a call without such an array, or with arguments of rare kinds.
+
+        Arrays in `ROWS` count by dtype, shape and which of them are one object; everything else
+        counts by content. `marshal` tells 1 from True.
+        """
         add_array = self._add_array
-        key: list[object] = [build]
+        key: list[object] = [build, len(args)]
         plain: list[object] = []
-        for arg in args:
-            if type(arg) in PLAIN:
-                plain.append(arg)
-            elif not add_array(key, arg):
-                return None
-        for name, arg in kwargs.items():
-            if name == "offsets":
+        rows: list[int] = []
+        for name, arg in chain(zip(parameters(build), args, strict=False), kwargs.items()):
+            kind = type(arg)
+            if name in ROWS:
+                if arg is not None:
+                    rows.append(id(arg))
+                    key.append(name)
+                    if not add_array(key, arg):
+                        return None
+            elif name == "offsets":
                 continue
-            if type(arg) in PLAIN:
-                plain += (name, arg)
-            else:
-                key.append(name)
-                if not add_array(key, arg):
+            elif kind in PLAIN:
+                if (kind is list or kind is tuple) and not LISTED.issuperset(map(type, arg)):
                     return None
-        if len(key) == 1:
+                plain += (name, arg)
+            elif kind is np.ndarray and arg.dtype.kind in "iuU":
+                key += (name, arg.dtype, arg.shape, arg.tobytes())
+            else:
+                return None
+        if not rows:
             return None
-        try:
-            key.append(marshal.dumps(plain, 2))
-        except ValueError:
-            return None
+        if len(set(rows)) < len(rows):
+            key += map(rows.index, rows)
+        key.append(marshal.dumps(plain, 2))
         return tuple(key)
 
     def remember(self, key: Key, call: Call[Any], args: Args, kwargs: Kwargs) -> None:
@@ -83,12 +98,17 @@ class Repeats(Generic[R]):
 
 
 def places_of(call: Call[Any], args: Args, kwargs: Kwargs) -> Places | None:
-    """Which arguments a call's arrays are; None where that cannot be told, as when one is given
-    twice: the next time they may be two."""
+    """Which arguments a call's arrays are; None where an array was made from its argument."""
     places: dict[int, int | str] = {id(arg): index for index, arg in enumerate(args)}
     places |= {id(arg): name for name, arg in kwargs.items()}
     found = {name: places[id(one)] for name, one in call.arrays.items() if id(one) in places}
-    return found if len(set(found.values())) == len(call.arrays) else None
+    return found if len(found) == len(call.arrays) else None
+
+
+@cache
+def parameters(build: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the parameters, in the order of positional arguments."""
+    return tuple(inspect.signature(build).parameters)
 
 
 def given(places: list[int | str], args: Args, kwargs: Kwargs) -> list[images.Array]:

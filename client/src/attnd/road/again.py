@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 
 def add_array(key: list[object], arg: object) -> bool:
-    """Whether it is an array of the usual kinds, which then is part of the key: arrays made by
-    `Session.empty` by identity, as they are sent from where they lie, others by dtype and shape."""
+    """Whether it is an array of the usual kinds, which then is part of the key by dtype and shape;
+    arrays made by `Session.empty` by identity too, as they are sent from where they lie."""
     if type(arg) is not np.ndarray:
         return False
     if arg.base is None:
         key += (arg.dtype, arg.shape)
     elif type(arg.base) is Held:
-        key.append(id(arg))
+        key += (arg.dtype, arg.shape, id(arg))
     else:
         return False
     return True
