@@ -1,22 +1,18 @@
-"""Ways into the doors of the Open Inference Protocol: bytes laid out once, or left in a region."""
+"""Ways into the doors of the Open Inference Protocol: bytes laid out once, or as messages."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from multiprocessing.shared_memory import SharedMemory
+from contextlib import ExitStack
 from typing import Any, Final
-from weakref import finalize
 
 from bench.load import Run, Sample, backend_seconds, loop
 from bench.loads import Half, Load, Request
 
 METHOD: Final = "/inference.GRPCInferenceService/ModelInfer"
-REGION: Final = "/v2/systemsharedmemory/region"
 PATIENCE_S: Final = 120
 
 
@@ -50,58 +46,6 @@ def posted(request: Request, document: dict[str, Any], data: Sequence[bytes] = (
     head = f"POST /v2/models/{request.operation}/infer HTTP/1.1\r\nhost: 127.0.0.1\r\n"
     head += f"content-length: {len(body)}\r\ninference-header-content-length: {len(text)}\r\n\r\n"
     return head.encode() + body
-
-
-class InMemory:
-    """Requests whose tensors lie in a region of shared memory, and whose outputs go there."""
-
-    def __init__(self, port: int, requests: Sequence[Request]) -> None:
-        self.at = 0
-        size = sum(one.answer_bytes + sum(map(nbytes, one.tensors.values())) for one in requests)
-        self.memory = SharedMemory(create=True, size=size)
-        self.end = finalize(self, forget, port, self.memory)
-        given = {"key": f"/{self.memory.name}", "byte_size": size}
-        post(port, f"{REGION}/{self.memory.name}/register", given)
-        self.framed = [self.place(request) for request in requests]
-
-    def place(self, request: Request) -> bytes:
-        """A request, with room for its tensors and outputs taken from the region."""
-        inputs = []
-        for name, tensor in request.tensors.items():
-            placed = self.take(tensor.nbytes)
-            begin = placed["shared_memory_offset"]
-            self.memory.buf[begin : begin + tensor.nbytes] = tensor.tobytes()
-            inputs.append(described(name, tensor) | {"parameters": placed})
-        o = request.tensors["q"].nbytes
-        sizes = {"o": o, "lse": request.answer_bytes - o}
-        outputs = [{"name": name, "parameters": self.take(size)} for name, size in sizes.items()]
-        document = {"inputs": inputs, "outputs": outputs, "parameters": parameters(request)}
-        return posted(request, document)
-
-    def take(self, size: int) -> dict[str, Any]:
-        begin, self.at = self.at, self.at + size
-        region = {"shared_memory_region": self.memory.name, "shared_memory_byte_size": size}
-        return region | {"shared_memory_offset": begin}
-
-
-def nbytes(tensor: Half) -> int:
-    return int(tensor.nbytes)
-
-
-def forget(port: int, memory: SharedMemory) -> None:
-    with suppress(OSError):  # the service may have ended
-        post(port, f"{REGION}/{memory.name}/unregister", {})
-    memory.close()
-    memory.unlink()
-
-
-def post(port: int, path: str, document: dict[str, Any]) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    connection.request("POST", path, json.dumps(document))
-    answer = connection.getresponse()
-    if answer.status != 200:
-        raise RuntimeError(f"{path} answered {answer.status}: {answer.read()!r}")
-    connection.close()
 
 
 def message(request: Request) -> bytes:

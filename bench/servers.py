@@ -52,7 +52,7 @@ def attnd(
         grpc_port = 0
         if grpc:
             grpc_port = free_port()
-            arguments += ["--server.grpc-port", str(grpc_port), "--server.client-shm", "true"]
+            arguments += ["--server.grpc-port", str(grpc_port)]
         with running(arguments, port, root) as server:
             yield replace(server, socket=socket_path, grpc_port=grpc_port)
 

@@ -157,7 +157,6 @@ def ways(worker: Worker, now: Server, echoes: tuple[Server, Server]) -> dict[str
         "session": Target("session", socket=now.socket),
         "session_in_place": Target("session_in_place", socket=now.socket),
         "oip_http": Target("oip_http", now.port),
-        "oip_regions": Target("oip_regions", now.port),
         "oip_grpc": Target("oip_grpc", now.grpc_port),
     }
     return {name: Place(worker, target) for name, target in targets.items()}
@@ -253,7 +252,6 @@ BESIDE: Final = {
     "session": "road",
     "session_in_place": "road",
     "oip_http": "http",
-    "oip_regions": "oip_http",
     "oip_grpc": "http",
     "before_http": "http_echo",
     "before_client": "before_http",

@@ -37,7 +37,7 @@ from bench.servers import ROOT
 
 Kind = Literal[
     *("http", "client", "road", "session", "session_in_place"),
-    *("oip_http", "oip_regions", "oip_grpc"),
+    *("oip_http", "oip_grpc"),
     *("kernels", "process"),
 ]
 WARM_S: Final = 0.3
@@ -48,8 +48,8 @@ WARM_S: Final = 0.3
 class Target:
     """Where calls go and how: HTTP's port and the engine's socket, whichever the way needs.
 
-    `path` overrides the operation's, for an echo. `oip_http` and `oip_regions` go to HTTP's
-    port, `oip_grpc` to the port that it names.
+    `path` overrides the operation's, for an echo. `oip_http` goes to HTTP's port,
+    `oip_grpc` to the port that it names.
     """
 
     kind: Kind
@@ -78,15 +78,12 @@ class Raw:
         path = target.path or requests[0].path
         if target.kind == "oip_http":
             self._framed = [inference.framed(request) for request in requests]
-        elif target.kind == "oip_regions":
-            self._memory = inference.InMemory(target.port, requests)
-            self._framed = self._memory.framed
         else:
             self._framed = [framed(path, image) for image in self._images]
 
     def connect(self) -> tuple[Caller, Sequence[bytes]]:
         target = self._target
-        if target.kind in ("http", "oip_http", "oip_regions"):
+        if target.kind in ("http", "oip_http"):
             return Connection(target.port, self._answer_bytes), self._framed
         made = FrameConnection(target.socket, self._operation, self._images, self._answer_bytes)
         return made, made.frames
@@ -184,7 +181,7 @@ def backend_of(timings: Any) -> float:
 
 
 def make_way(target: Target, load: Load) -> Way:
-    if target.kind in ("http", "road", "oip_http", "oip_regions"):
+    if target.kind in ("http", "road", "oip_http"):
         return Raw(target, load)
     if target.kind == "oip_grpc":
         return inference.Rpc(target.port, load)

@@ -218,16 +218,6 @@ class Settings(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def check_client_shm(self) -> Settings:
-        if self.server.client_shm and self.auth.open and self.auth.keys_file is None:
-            raise ValueError(
-                "server.client_shm = True: with auth.open and without keys, whoever is on the "
-                "network could have this machine's shared memory read: set auth.keys_file, or "
-                "leave out auth.open"
-            )
-        return self
-
     @property
     def reads_again(self) -> bool:
         """Whether there are files that SIGHUP has read again."""

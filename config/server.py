@@ -48,15 +48,6 @@ class ServerSettings(Section):
     """Calls and streams of the gRPC door at once; one more is answered RESOURCE_EXHAUSTED. Each may
     hold a message of server.max_body_bytes in the door's memory, beside its arena."""
 
-    client_shm: bool = False
-    """The Open Inference Protocol's system shared memory: clients on this machine name objects in
-    /dev/shm, and tensors are read and written there. Whoever reaches the service without a key can
-    then have any such object of its user read and written; with keys, only those whose names begin
-    with the key's namespace and a colon."""
-
-    client_shm_regions: Annotated[int, Field(ge=1, le=65536)] = 256
-    """Regions of such memory that one namespace may have registered at once."""
-
     socket: Annotated[str | None, Field(min_length=1)] = None
     """Path of the engine's own socket, for sessions on this machine; by default
     `attnd-UID/PORT.sock` in the directory for temporary files, or the path of `server.uds` with

@@ -1,6 +1,6 @@
 """tritonclient, as it comes from the package index, appends, forks, decodes and merges in attnd.
 
-    python examples/triton_client.py [--protocol http|grpc] [--shared-memory]
+    python examples/triton_client.py [--protocol http|grpc]
 
 Needs `pip install 'tritonclient[http,grpc]'`. It starts a service of its own on free TCP ports.
 """
@@ -30,24 +30,15 @@ FORKS = 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--protocol", choices=("http", "grpc"), default="http")
-    parser.add_argument(
-        "--shared-memory", action="store_true", help="and decode from and to a shared memory region"
-    )
-    chosen = parser.parse_args()
-    protocol = chosen.protocol
+    protocol = parser.parse_args().protocol
     http_port, grpc_port = free_port(), free_port()
     settings = {**SETTINGS, "server.port": http_port, "server.grpc-port": grpc_port}
-    if chosen.shared_memory:
-        settings["server.client-shm"] = "true"
     with serve_tcp(settings):
         port = http_port if protocol == "http" else grpc_port
         module = importlib.import_module(f"tritonclient.{protocol}")
         with module.InferenceServerClient(f"127.0.0.1:{port}") as client:
             wait_ready(client)
-            call = Caller(module, client)
-            show(call)
-            if chosen.shared_memory:
-                show_shared_memory(call)
+            show(Caller(module, client))
 
 
 class Caller:
@@ -112,29 +103,6 @@ def show(call: Caller) -> None:
         call("append", kv, layer=0, sequences=["prompt"], append_indptr=[0, TOKENS], offsets=[7])
     except InferenceServerException as error:
         print(f"refused with {error.status()}: {error.message()}")
-
-
-def show_shared_memory(call: Caller) -> None:
-    """A decode whose q and o stay in memory that client and service share."""
-    import tritonclient.utils.shared_memory as shm
-
-    module, client = call.module, call.client
-    q = np.random.default_rng(1).standard_normal((1, 8, 64)).astype(np.float16)
-    state = call("decode", {"q": q}, layer=0, sequences=["prompt"])
-    region = shm.create_shared_memory_region("rows", "/attnd-example", 2 * q.nbytes)
-    try:
-        client.register_system_shared_memory("rows", "/attnd-example", 2 * q.nbytes)
-        shm.set_shared_memory_region(region, [q])
-        given = module.InferInput("q", q.shape, "FP16").set_shared_memory("rows", q.nbytes)
-        wanted = module.InferRequestedOutput("o")
-        wanted.set_shared_memory("rows", q.nbytes, offset=q.nbytes)
-        fields = {"layer": 0, "sequences": json.dumps(["prompt"])}
-        client.infer("decode", [given], outputs=[wanted], parameters=fields)
-        o = shm.get_contents_as_numpy(region, q.dtype, q.shape, offset=q.nbytes)
-        print(f"shared memory: the same o, {np.array_equal(o, state.as_numpy('o'))}")
-        client.unregister_system_shared_memory("rows")
-    finally:
-        shm.destroy_shared_memory_region(region)
 
 
 def wait_ready(client: Any) -> None:

@@ -30,7 +30,6 @@ from service.addresses import Addresses, bind_addresses
 from service.cells import make_shared
 from service.cluster.listed import engine_name, list_members
 from service.cluster.secret import SecretError, secret_of
-from service.doors.oip.region_table import make_table
 from service.key_command import key_command
 from service.keys import KeysError, keys_of
 from service.logs import set_up_logs
@@ -151,7 +150,6 @@ def supervise(
         url=addresses.url,
         secret=secret,
         metrics={child.process: make_shared() for child in children},
-        regions=make_table() if settings.server.client_shm else None,
     )
     docs = " (API at /docs)" if addresses.uds is None else ""
     LOG.info("attnd %s serves %s%s", __version__, addresses.url, docs)

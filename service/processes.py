@@ -71,15 +71,11 @@ class Shared:
     """By which the engine knows the service's own doors; nobody else is told."""
     metrics: Mapping[str, int] = field(default_factory=dict)
     """For each process by name, the shared memory it counts in (`service/metrics.py`)."""
-    regions: int | None = None
-    """The doors' table of client memory (`service/doors/oip/region_table.py`), where there is any.
-    """
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """All that every process inherits."""
-        regions = () if self.regions is None else (self.regions,)
-        return (self.lifeline, *self.metrics.values(), *regions)
+        return (self.lifeline, *self.metrics.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +93,6 @@ class Inherited:
     url: str
     secret: str
     metrics: Mapping[str, int]
-    regions: int | None = None
 
 
 def start(child: Child, shared: Shared) -> subprocess.Popen[bytes]:
@@ -129,7 +124,6 @@ def hand_over(child: Child, shared: Shared, sockets: Sequence[int]) -> bytes:
         "url": shared.url,
         "secret": shared.secret,
         "metrics": dict(shared.metrics),
-        "regions": shared.regions,
         "supervisor": os.getpid(),
     }
     return json.dumps(handed).encode()
@@ -171,7 +165,6 @@ def receive(argv: Sequence[str] | None = None) -> Inherited:
         url=handed["url"],
         secret=handed["secret"],
         metrics={name: own(fd) for name, fd in handed["metrics"].items()},
-        regions=None if handed["regions"] is None else own(handed["regions"]),
     )
 
 

@@ -42,7 +42,7 @@ def test_frames_are_answered_by_their_echo_without_any_backend(worker: Worker) -
     "kind",
     [
         *("http", "client", "road", "session", "session_in_place"),
-        *("oip_http", "oip_regions", "oip_grpc"),
+        *("oip_http", "oip_grpc"),
     ],
 )
 def test_every_way_decodes_and_tells_what_the_backend_took(

@@ -106,8 +106,6 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
         (["--server.max-body-bytes", "2147483648"], "server.max_inflight_bytes = 1073741824"),
         (["--server.max-arena-bytes", "1"], "server.max_arena_bytes = 1"),
         (["--server.max-arena-bytes", "65536"], "server.max_inflight_bytes = 1073741824"),
-        (["--server.client-shm-regions", "0"], "server.client_shm_regions = 0"),
-        (["--server.client-shm", "true", "--auth.open", "true"], "server.client_shm = True"),
         (["--engine.slice-ms", "0"], "engine.slice_ms = 0"),
         (["--engine.max-sequences", "0"], "engine.max_sequences = 0"),
         (["--log.level", "loud"], "log.level = loud"),

@@ -26,7 +26,6 @@ from kernels import make_backend
 from kernels.backend import Backend
 from service.cells import make_shared
 from service.doors.http.server import Server, make_server
-from service.doors.oip.region_table import make_table
 from service.engine.engine import Engine
 from service.engine.pool import geometry
 from service.metrics import Metrics
@@ -126,8 +125,6 @@ class Service:
     backend: GatedBackend
     doors: list[tuple[Server, threading.Thread]] = field(default_factory=list)
     url: str = ""
-    regions: int | None = None
-    """The doors' table of client memory, where there is any."""
 
     @property
     def door(self) -> Any:
@@ -206,12 +203,8 @@ def serving(*arguments: str) -> Iterator[Service]:
     """The whole service, ready, with these settings on top of the tests' own."""
     with engine_running(*arguments) as (service, shared), ExitStack() as ending:
         listener = ending.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
-        if service.settings.server.client_shm:
-            service.regions = make_table()
-            ending.callback(os.close, service.regions)
         path, metrics = service.engine_socket, Metrics("http-0", shared)
-        how: Any = {"secret": SECRET, "regions": service.regions}
-        server = make_server(service.settings, path, [listener], metrics, **how)
+        server = make_server(service.settings, path, [listener], metrics, secret=SECRET)
         thread = threading.Thread(target=server.run, name="door")
         service.doors.append((server, thread))
         scheme = "http" if server.tls is None else "https"

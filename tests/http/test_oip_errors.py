@@ -352,3 +352,32 @@ def test_models_are_told_and_counted(triton: Triton, client: httpx.Client) -> No
     triton.client.get_inference_statistics("pool")
     assert triton.client.is_server_live() and triton.client.is_server_ready()
     assert 'attnd_requests_total{code="ok",op="pool"}' in client.get("/metrics").text
+
+
+@pytest.mark.parametrize("kind", ["system", "cuda"])
+def test_shared_memory_regions_are_not_supported(
+    client: httpx.Client, triton: Triton, kind: str
+) -> None:
+    for method, path in (
+        ("GET", "/status"),
+        ("POST", "/unregister"),
+        *(("GET", "/region/x/status"), ("POST", "/region/x/unregister")),
+        ("POST", "/region/x/register"),
+    ):
+        response = client.request(method, f"/v2/{kind}sharedmemory{path}")
+        assert check_problem(response, 501, "not_supported")["error"]
+    with pytest.raises(InferenceServerException) as told:
+        getattr(triton.client, f"get_{kind}_shared_memory_status")()
+    assert status(told.value) in ("501", "UNIMPLEMENTED")
+
+
+def test_a_tensor_in_a_region_is_not_supported(triton: Triton) -> None:
+    given = triton.module.InferInput("q", Q1.shape, "FP32").set_shared_memory("rows", Q1.nbytes)
+    wanted = triton.module.InferRequestedOutput("o")
+    wanted.set_shared_memory("rows", Q1.nbytes)
+    sent = triton.input("q", Q1)
+    for inputs, outputs in (([given], None), ([sent], [wanted])):
+        with pytest.raises(InferenceServerException) as told:
+            triton.client.infer("decode", inputs, outputs=outputs, parameters={"layer": 0})
+        assert status(told.value) in ("501", "UNIMPLEMENTED")
+        assert "shared memory regions are not supported" in told.value.message()

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from http_messages import LAYERS, QO_HEADS, append, create, rows
 from http_service import Service, serving
-from regions import Region, registered
-from triton_callers import Triton
 
 CASES = 500
 PATH = "/v2/models/{}/infer"
@@ -27,11 +25,11 @@ ODD: tuple[Any, ...] = (
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    with serving("--server.client-shm", "true") as running:
+    with serving() as running:
         yield running
 
 
-def seeds(q: Any, region: Region) -> list[tuple[str, dict[str, Any], bytes]]:
+def seeds(q: Any) -> list[tuple[str, dict[str, Any], bytes]]:
     """Requests that are right: their model, JSON and binary data."""
     size = {"parameters": {"binary_data_size": q.nbytes}}
     given = {"name": "q", "shape": list(q.shape), "datatype": "FP32"}
@@ -39,25 +37,8 @@ def seeds(q: Any, region: Region) -> list[tuple[str, dict[str, Any], bytes]]:
     binary = {"inputs": [given | size], "parameters": fields | {"binary_data_output": True}}
     outputs = [{"name": "o", "parameters": {"binary_data": False}}, {"name": "lse"}]
     spelled = {"inputs": [given | {"data": q.reshape(-1).tolist()}], "parameters": fields}
-    placed = {
-        name: {
-            "name": name,
-            "parameters": {
-                "shared_memory_region": region.name,
-                "shared_memory_byte_size": size,
-                "shared_memory_offset": offset,
-            },
-        }
-        for name, size, offset in (("q", q.nbytes, 0), ("o", 1024, 1024), ("lse", 512, 2048))
-    }
-    shared = {
-        "inputs": [given | placed["q"]],
-        "outputs": [placed["o"], placed["lse"]],
-        "parameters": fields,
-    }
     return [
         ("decode", binary, q.tobytes()),
-        ("decode", shared, b""),
         ("decode", spelled | {"outputs": outputs, "id": "mine"}, b""),
         ("page_table", {"parameters": {"sequences": '["a"]', "layer": 1}}, b""),
         ("list_sequences", {"parameters": {"limit": 5, "after": "a"}}, b""),
@@ -91,17 +72,12 @@ def spoil(document: Any, chance: random.Random) -> Any:
     return spoiled
 
 
-def test_spoiled_requests_do_no_harm(
-    client: httpx.Client, over_http: Triton, rng: np.random.Generator
-) -> None:
+def test_spoiled_requests_do_no_harm(client: httpx.Client, rng: np.random.Generator) -> None:
     create(client, "a")
     k = rows(rng, 3)
     append(client, 0, "a", k, k)
     q = rows(rng, 1, QO_HEADS).astype(np.float32)
-    with registered(over_http, 4096) as region:
-        region.put(q)
-        spoil_all(client, seeds(q, region))
-        assert len(region.all_bytes()) == 4096
+    spoil_all(client, seeds(q))
     assert client.get("/v1/sequences/a").json()["lengths"] == [3, *[0] * (LAYERS - 1)]
 
 
@@ -112,7 +88,7 @@ def spoil_all(client: httpx.Client, good: list[tuple[str, dict[str, Any], bytes]
     for _ in range(CASES):
         response = ask(client, chance.choice(good), chance)
         seen.add(response.status_code)
-        assert response.status_code < 500 or response.status_code == 504, response.text
+        assert response.status_code < 500 or response.status_code in (501, 504), response.text
         if response.status_code != 200:
             problem = response.json()
             assert problem["error"] == f"{problem['code']}: {problem['detail']}"
@@ -120,31 +96,6 @@ def spoil_all(client: httpx.Client, good: list[tuple[str, dict[str, Any], bytes]
     for one in good:
         assert ask(client, one, None).status_code == 200
     assert ask(client, good[0], None).content == before
-
-
-def test_spoiled_registrations_do_no_harm(client: httpx.Client, over_http: Triton) -> None:
-    chance = random.Random(14)
-    path = "/v2/systemsharedmemory/region/{}/{}"
-    keys = (None, "", "/", ".", "..", "/../x", "/a/b", "\0", "\ud800", "/dev/shm", "x" * 300)
-    with registered(over_http, 4096) as region:
-        sizes = (0, 1, 4096, 4097, -1, 2**63, 2**64, 1e9, True, None, "1")
-        for _ in range(CASES // 2):
-            name = chance.choice(("mine", region.name, "%00", "%2e%2e", "a%2Fb", "x" * 300))
-            given: dict[str, Any] = {
-                "key": chance.choice((region.key, *keys)),
-                "byte_size": chance.choice(sizes),
-                "offset": chance.choice((0, *sizes)),
-            }
-            given.pop(chance.choice((*given, "none")), None)
-            what = chance.choice(("register", "register", "status", "unregister"))
-            if what == "status":
-                response = client.get(path.format(name, what))
-            elif what == "register" or name != region.name:
-                response = client.post(path.format(name, what), content=json.dumps(given))
-            assert response.status_code in (200, 400, 404, 422), response.text
-        client.post(path.format("mine", "unregister"))
-        (left,) = client.get("/v2/systemsharedmemory/status").json()
-        assert left["name"] == region.name and set(region.all_bytes()) == {7}
 
 
 def ask(

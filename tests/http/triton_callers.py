@@ -78,7 +78,7 @@ def grpc_client(server: Server) -> Triton:
 def grpc_door(service: Service) -> Iterator[Server]:
     """A gRPC door of a running service, in a thread; drained at the end."""
     path, metrics = service.engine_socket, Metrics("grpc-0")
-    server = Server(service.settings, path, metrics, "grpc-0", SECRET, service.regions)
+    server = Server(service.settings, path, metrics, "grpc-0", SECRET)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(0)), name="grpc")
     thread.start()
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import closing
 from typing import Any, Final
 
 import grpc
@@ -19,23 +18,20 @@ from service.doors.grpc.messages import (
     message,
     read_infer_request,
 )
-from service.doors.grpc.regions import RegionPages
 from service.doors.grpc.rpc import Rpc, problem_metadata, status_of
 from service.doors.grpc.tensors import read_request, write_answer
 from service.doors.ledger import Ledger
 from service.doors.link import QUIET_S, Link
 from service.doors.oip import models
-from service.doors.oip.copying import Targets, lay
-from service.doors.oip.memory import Memories
 from service.doors.oip.models import MODELS, Model, model_of
 from service.doors.oip.problems import error_text
-from service.doors.oip.request import Call
+from service.doors.oip.request import NO_REGIONS, Call
 from service.doors.oip.statistics import statistics
 from service.doors.problems import ProblemText, document_of
 from service.doors.request import CLIENT_GONE
 from service.doors.tracing import Tracing
 from service.doors.upstream import MakeUpstream
-from service.errors import NotReady
+from service.errors import NotReady, NotSupported
 from service.image.json_body import fields_text_of_image
 from service.image.writing import PROBLEM
 from service.metrics import Metrics
@@ -45,6 +41,12 @@ from service.tenants import Tenant
 
 UNGUARDED: Final = frozenset({"ServerLive", "ServerReady"})
 """What is answered without a key, as HTTP's health is."""
+REGION_METHODS: Final = tuple(
+    f"{kind}SharedMemory{action}"
+    for kind in ("System", "Cuda")
+    for action in ("Status", "Register", "Unregister")
+)
+"""Of Triton's shared memory extensions, which are not supported."""
 Answer = Callable[[Any, Tenant], Any]
 
 
@@ -57,15 +59,13 @@ class GrpcDoor:
         metrics: Metrics,
         gate: Gate | None = None,
         tracing: Tracing | None = None,
-        regions: int | None = None,
         make_upstream: MakeUpstream = Link,
     ) -> None:
-        """`gate` None: everybody is let in. `regions` is the table that the doors share."""
+        """`gate` None: everybody is let in."""
         self.limits = limits
         self.gate = gate
         self.metrics = metrics
         self.link = make_upstream(limits, gate is not None, metrics)
-        self.memories = Memories(limits, regions)
         self.ledger = Ledger(metrics, tracing)
         self.draining = asyncio.Event()
         """Set when no more is taken."""
@@ -86,7 +86,7 @@ class GrpcDoor:
             "ModelConfig": ("model", self.model_config),
             "ModelStatistics": ("model", self.model_statistics),
             "RepositoryIndex": ("model", self.index),
-            **RegionPages(self.memories).pages(),
+            **dict.fromkeys(REGION_METHODS, ("regions", self.refuse_regions)),
         }
         found = {}
         for method in SERVICE.methods:
@@ -162,18 +162,15 @@ class GrpcDoor:
         rpc.op = model.name
         link = self.link
         link.ready()
-        memory = self.memories.of(rpc.tenant)
-        call = read_request(model, request, memory)
-        with closing(Targets(memory, call)) as targets:
-            slot, length = await lay(link, call.pieces, memory)
-            answered, place = await self.ask(rpc, model, call, slot, length)
-            try:
-                if answered.status >= 400:
-                    raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
-                await targets.write(place, answered.image)
-                return write_answer(model, answered.image, call.wanted)
-            finally:
-                link.give_back(place)
+        call = read_request(model, request)
+        slot, length = await link.lay(call.pieces)
+        answered, place = await self.ask(rpc, model, call, slot, length)
+        try:
+            if answered.status >= 400:
+                raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
+            return write_answer(model, answered.image, call.wanted)
+        finally:
+            link.give_back(place)
 
     async def ask(
         self, rpc: Rpc, model: Model, call: Call, slot: Slot, length: int
@@ -240,6 +237,9 @@ class GrpcDoor:
 
         return handle
 
+    def refuse_regions(self, request: Any, tenant: Tenant) -> Any:
+        raise NotSupported(NO_REGIONS)
+
     def live(self, request: Any, tenant: Tenant) -> Any:
         return {"live": True}
 
@@ -251,7 +251,7 @@ class GrpcDoor:
         return self.ready(request, tenant)
 
     def server_metadata(self, request: Any, tenant: Tenant) -> Any:
-        return models.server_metadata(client_shm=self.limits.client_shm)
+        return models.server_metadata()
 
     def model_metadata(self, request: Any, tenant: Tenant) -> Any:
         return models.metadata(model_of(request.name, request.version))
@@ -285,4 +285,3 @@ class GrpcDoor:
         self.trimming.cancel()
         self.ledger.settle()
         self.link.close()
-        self.memories.close()

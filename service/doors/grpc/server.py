@@ -41,11 +41,9 @@ class Server:
         metrics: Metrics,
         name: str,
         secret: str,
-        regions: int | None = None,
         make_upstream: MakeUpstream = Link,
     ) -> None:
-        """`secret` is what tells the engine that this is a door, `regions` the table of client
-        memory that all doors share.
+        """`secret` is what tells the engine that this is a door.
 
         Raises KeysError, TlsError, TracingError.
         """
@@ -54,7 +52,6 @@ class Server:
         self.metrics = metrics
         self.name = name
         self.secret = secret
-        self.regions = regions
         self.make_upstream = make_upstream
         self.gate = make_gate(settings.auth)
         self.credentials = make_credentials(settings.server)
@@ -78,7 +75,6 @@ class Server:
             self.metrics,
             self.gate,
             self.tracing,
-            self.regions,
             self.make_upstream,
         )
         server = grpc.aio.server(

@@ -8,22 +8,20 @@ from typing import Any, Final
 import numpy as np
 
 from service.doors.grpc.messages import ModelInferResponse
-from service.doors.oip.answer import read_answer, region_parameters
-from service.doors.oip.memory import ClientMemory
+from service.doors.oip.answer import read_answer
 from service.doors.oip.models import VERSION, Model
 from service.doors.oip.request import (
     REGION_PARAMETERS,
     TIMEOUT,
     Call,
     Input,
-    InRegion,
     Wanted,
     check_input,
     check_size,
     make_call,
-    read_place,
     read_timeout,
     refuse_keys,
+    refuse_regions,
 )
 from service.errors import InvalidRequest
 from service.image.dtypes import DType, Part
@@ -45,25 +43,22 @@ CONTENTS: Final = {
 """Where an input's elements are when they are spelled out; other datatypes come as raw bytes."""
 
 
-def read_request(model: Model, request: Any, memory: ClientMemory) -> Call:
-    """A request as a call; `memory` is the caller's.
-
-    Raises InvalidRequest, MalformedBody, and what `ClientMemory` does.
-    """
+def read_request(model: Model, request: Any) -> Call:
+    """A request as a call. Raises InvalidRequest, MalformedBody, NotSupported."""
     parameters = read_parameters(request.parameters)
     deadline_us = read_timeout(parameters.pop(TIMEOUT, 0))
     outputs = tuple((output.name, True) for output in request.outputs)
-    places = [read_tensor_place(output) for output in request.outputs]
-    found = tuple(place for place in places if place is not None)
-    wanted = Wanted(request.id, outputs, deadline_us=deadline_us, places=found)
-    return make_call(model, parameters, read_inputs(model, request, memory), wanted)
+    for output in request.outputs:
+        check_parameters(output)
+    wanted = Wanted(request.id, outputs, deadline_us=deadline_us)
+    return make_call(model, parameters, read_inputs(model, request), wanted)
 
 
-def read_tensor_place(tensor: Any) -> InRegion | None:
-    """The region that an input or a requested output names, if any."""
+def check_parameters(tensor: Any) -> None:
+    """An input or a requested output has no parameters. Raises InvalidRequest, NotSupported."""
     parameters = read_parameters(tensor.parameters)
     refuse_keys(f"{tensor.name}.parameters.", parameters, REGION_PARAMETERS)
-    return read_place(tensor.name, parameters)
+    refuse_regions(parameters)
 
 
 def read_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,12 +72,11 @@ def read_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def read_inputs(model: Model, request: Any, memory: ClientMemory) -> list[Input]:
-    """The inputs; the bytes of those that are in no region are all raw or all spelled out."""
+def read_inputs(model: Model, request: Any) -> list[Input]:
+    """The inputs; their bytes are all raw or all spelled out."""
     if len(request.inputs) > MAX_TENSORS:
         raise InvalidRequest("inputs", len(request.inputs), f"at most {MAX_TENSORS} tensors")
-    places = [read_tensor_place(given) for given in request.inputs]
-    sent = places.count(None)
+    sent = len(request.inputs)
     is_raw = len(request.raw_input_contents) > 0
     if is_raw and len(request.raw_input_contents) != sent:
         rule = f"must be one for each of {sent} inputs, or none"
@@ -90,16 +84,13 @@ def read_inputs(model: Model, request: Any, memory: ClientMemory) -> list[Input]
         raise InvalidRequest("raw_input_contents", told, rule)
     raw = iter(request.raw_input_contents)
     inputs = []
-    for given, place in zip(request.inputs, places, strict=True):
+    for given in request.inputs:
+        check_parameters(given)
         shape = tuple(given.shape)
         dtype, needed = check_input(model, given.name, given.datatype, list(shape))
-        if (is_raw or place is not None) and given.HasField("contents"):
-            rule = "must be given once: in contents, in raw_input_contents or in a region"
+        if is_raw and given.HasField("contents"):
+            rule = "must be given once: in contents or in raw_input_contents"
             raise InvalidRequest(f"{given.name}.contents", "given", rule)
-        if place is not None:
-            check_size(given.name, place.size, needed)
-            inputs.append(memory.input(model, dtype, shape, place))
-            continue
         data = next(raw) if is_raw else read_contents(given, dtype)
         check_size(given.name, len(data), needed)
         inputs.append(Input(given.name, dtype, shape, data))
@@ -129,11 +120,8 @@ def write_answer(model: Model, image: memoryview, wanted: Wanted) -> Any:
         put_parameter(response.parameters[name], value)
     for output in answer.outputs:
         entry = output.entry
-        told = response.outputs.add(name=entry.name, datatype=output.datatype, shape=entry.shape)
-        for name, value in region_parameters(output).items():
-            put_parameter(told.parameters[name], value)
-        data = b"" if output.place is not None else bytes(answer.data(image, output))
-        response.raw_output_contents.append(data)
+        response.outputs.add(name=entry.name, datatype=output.datatype, shape=entry.shape)
+        response.raw_output_contents.append(bytes(answer.data(image, output)))
     return response
 
 

@@ -46,7 +46,6 @@ def serve(inherited: Inherited, make_upstream: MakeUpstream) -> int:
             metrics,
             inherited.process,
             inherited.secret,
-            inherited.regions,
             make_upstream,
         )
     except (KeysError, TlsError, TracingError) as error:

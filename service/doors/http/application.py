@@ -15,7 +15,7 @@ from service.doors.http.models import ModelPages
 from service.doors.http.openapi import DESCRIPTION, document
 from service.doors.http.operation import PathEndpoint
 from service.doors.http.pages import Pages
-from service.doors.http.regions import RegionPages
+from service.doors.http.regions import region_routes
 from service.operations.spec import Operation
 from service.operations.table import OPERATIONS
 
@@ -43,7 +43,7 @@ def make_application(door: Door) -> FastAPI:
     if door.limits.live:
         routes.extend(LivePage(door).routes())
     routes.extend(ModelPages(door).routes())
-    routes.extend(RegionPages(door).routes())
+    routes.extend(region_routes())
     routes.extend(Pages(door, app.openapi).routes())
     return app
 

@@ -17,7 +17,6 @@ from service.doors.http.helper import Helper
 from service.doors.http.protocol import Connection
 from service.doors.ledger import Ledger
 from service.doors.link import QUIET_S, Link
-from service.doors.oip.memory import Memories
 from service.doors.tracing import Tracing
 from service.doors.upstream import MakeUpstream
 from service.errors import AttndError, NotReady, Overloaded
@@ -42,10 +41,9 @@ class Door:
         metrics: Metrics,
         gate: Gate | None = None,
         tracing: Tracing | None = None,
-        regions: int | None = None,
         make_upstream: MakeUpstream = Link,
     ) -> None:
-        """`gate` None: everybody is let in. `regions` is the table that the doors share."""
+        """`gate` None: everybody is let in."""
         self.limits = limits
         self.gate = gate
         self.metrics = metrics
@@ -56,7 +54,6 @@ class Door:
         self.take, self.slot, self.give_back = link.take, link.slot, link.give_back
         self.drained = asyncio.Event()
         self.helper = Helper(self)
-        self.memories = Memories(limits, regions)
         self.buffer = bytearray(READ_BYTES)
         self.connections: set[Connection] = set()
         soft, spare = descriptors()
@@ -161,7 +158,6 @@ class Door:
             connection.transport.abort()
         self.ledger.settle()
         self.helper.close()
-        self.memories.close()
         self.link.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import asdict
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
@@ -13,11 +12,9 @@ from service.doors.http.exchange import JSON, MAX_DIGITS, Exchange
 from service.doors.http.heads import Headers
 from service.doors.http.operation import INLINE_BYTES, JOIN_BYTES, LESS_JSON, ask
 from service.doors.http.problems import wrong_method
-from service.doors.oip.copying import Targets, lay
 from service.doors.oip.json_answer import answer_parts
 from service.doors.oip.json_request import Requests
-from service.doors.oip.long_json import call_of, request_told
-from service.doors.oip.memory import ClientMemory
+from service.doors.oip.long_json import wanted_of
 from service.doors.oip.models import Model, model_of
 from service.doors.oip.request import Call, Wanted
 from service.errors import (
@@ -66,38 +63,14 @@ class InferenceEndpoint:
         body, length = await read_body(self.door, exchange, self.limits.max_body_bytes)
         if body is None or exchange.body is None:
             raise MalformedBody("0 bytes: an inference request is a JSON object")
-        memory = self.door.memories.of(exchange.tenant)
-        request, length, call = await self.take_in(
-            model, exchange, exchange.body, (body, length), memory
-        )
-        if call.wanted.places:
-            with closing(Targets(memory, call)) as targets:
-                await self.ask(model, exchange, (request, length), call.wanted, targets)
-        else:
-            await self.ask(model, exchange, (request, length), call.wanted)
-
-    async def ask(
-        self,
-        model: Model,
-        exchange: Exchange,
-        request: tuple[Slot, int],
-        wanted: Wanted,
-        targets: Targets | None = None,
-    ) -> None:
-        """The engine's answer to the request's image, sent as it is wanted."""
+        slot, length, wanted = await self.take_in(model, exchange, exchange.body, (body, length))
         if wanted.deadline_us:
             exchange.deadline_us = min(
                 exchange.deadline_us or wanted.deadline_us, wanted.deadline_us
             )
         is_binary = model.operation.gives and not wanted.has_text
         too_long = None if is_binary else self.too_long
-        answered, slot = await ask(self.door, exchange, model.operation, request, too_long)
-        if targets is not None:
-            try:
-                await targets.write(slot, answered.image)
-            except BaseException:
-                self.door.give_back(slot)
-                raise
+        answered, slot = await ask(self.door, exchange, model.operation, (slot, length), too_long)
         await self.answer(model, exchange, answered, slot, wanted)
 
     async def take_in(
@@ -106,30 +79,27 @@ class InferenceEndpoint:
         exchange: Exchange,
         body: Body,
         received: tuple[Slot, int],
-        memory: ClientMemory,
-    ) -> tuple[Slot, int, Call]:
-        """The request's image, its length, and the call; the slot is the body's."""
+    ) -> tuple[Slot, int, Wanted]:
+        """The request's image, its length, and what the answer is to be; the slot is the
+        body's."""
         slot, length = received
         json_bytes = self.json_bytes(exchange, length)
         begin, end = body.lead, body.lead + json_bytes
         if json_bytes > INLINE_BYTES:
-            given = request_told(model.name, begin, end, memory)
+            given = {"model": model.name, "begin": begin, "end": end}
             whole = body.lead + length
             slot, length, told = await self.door.helper.image_of_inference(
                 slot, whole, json_bytes, given
             )
             body.take_over(slot, self.door)
-            call = call_of(told, slot.view(length))
-            if all(one.place is None for one in call.tensors):
-                return slot, length, call
-        else:
-            view = slot.view(body.lead + length)
-            call = self.requests.read(model, bytes(view[begin:end]), view[end:], memory)
-            if in_place := lay_head(call, view, end):
-                return slot, in_place, call
-        slot, length = await lay(self.door.link, call.pieces, memory)
+            return slot, length, wanted_of(told)
+        view = slot.view(body.lead + length)
+        call = self.requests.read(model, bytes(view[begin:end]), view[end:])
+        if in_place := lay_head(call, view, end):
+            return slot, in_place, call.wanted
+        slot, length = await self.door.link.lay(call.pieces)
         body.take_over(slot, self.door)
-        return slot, length, call
+        return slot, length, call.wanted
 
     def json_bytes(self, exchange: Exchange, length: int) -> int:
         """How much of the body is JSON: all of it, or as much as the header says."""

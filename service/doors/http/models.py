@@ -64,7 +64,7 @@ class ModelPages:
         return told({"name": model.name, "ready": True})
 
     async def server(self, request: Request) -> Response:
-        return told(models.server_metadata(client_shm=self.door.limits.client_shm))
+        return told(models.server_metadata())
 
     async def metadata(self, request: Request) -> Response:
         return told(models.metadata(model_in(request)))

@@ -48,11 +48,9 @@ class Server(uvicorn.Server):
         metrics: Metrics,
         name: str,
         secret: str,
-        regions: int | None = None,
         make_upstream: MakeUpstream = Link,
     ) -> None:
-        """`secret` is what tells the engine that this is a door, `regions` the table of client
-        memory that all doors share.
+        """`secret` is what tells the engine that this is a door.
 
         Raises KeysError, TlsError, TracingError.
         """
@@ -63,7 +61,6 @@ class Server(uvicorn.Server):
         self.metrics = metrics
         self.name = name
         self.secret = secret
-        self.regions = regions
         self.make_upstream = make_upstream
         self.gate = make_gate(settings.auth)
         self.tls = make_tls(settings.server)
@@ -84,7 +81,6 @@ class Server(uvicorn.Server):
             self.metrics,
             self.gate,
             self.tracing,
-            self.regions,
             self.make_upstream,
         )
         self.ended = asyncio.Event()
@@ -222,8 +218,7 @@ def make_server(
     metrics: Metrics,
     name: str = "http-0",
     secret: str = "",
-    regions: int | None = None,
     make_upstream: MakeUpstream = Link,
 ) -> Server:
     """A door for sockets that listen; `run` it in any thread, signals are only for the main one."""
-    return Server(settings, engine_socket, sockets, metrics, name, secret, regions, make_upstream)
+    return Server(settings, engine_socket, sockets, metrics, name, secret, make_upstream)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from service.doors.oip.datatypes import DATATYPES
-from service.doors.oip.request import REGION, REGION_OFFSET, REGION_SIZE, InRegion, Wanted
+from service.doors.oip.request import Wanted
 from service.errors import InvalidRequest
 from service.image.dtypes import DTYPE_NAMES
 from service.image.json_body import fields_text
@@ -22,13 +22,11 @@ REMEMBERED_BYTES: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One tensor of an answer, from `entry.begin` to `end` in the image's data; `place` is where it
-    is written to, when that is a region."""
+    """One tensor of an answer, from `entry.begin` to `end` in the image's data."""
 
     entry: Entry
     end: int
     is_binary: bool
-    place: InRegion | None = None
 
     @property
     def datatype(self) -> str:
@@ -72,14 +70,13 @@ def read_header(header: bytes, room: int, wanted: Wanted) -> Answer:
     fields: dict[str, Any] = load_json(fields_text(document, RESPONSE).encode(), "the answer")
     document.pop("__metadata__", None)
     found = {name: read_entry(name, entry, room) for name, entry in document.items()}
-    places = {place.name: place for place in wanted.places}
     outputs = []
     for name, is_binary in wanted.outputs or [(name, wanted.binary) for name in found]:
         if name not in found:
             rule = "this request has no such output: see the model's parameters"
             raise InvalidRequest("outputs", name, rule)
         entry, end = found[name]
-        outputs.append(Output(entry, end, is_binary, places.get(name)))
+        outputs.append(Output(entry, end, is_binary))
     told = {name: parameter(value) for name, value in fields.items() if value is not None}
     return Answer(told, tuple(outputs), 8 + len(header))
 
@@ -87,12 +84,3 @@ def read_header(header: bytes, room: int, wanted: Wanted) -> Answer:
 def parameter(value: Any) -> str | int | float | bool:
     """A field as the protocol's parameters can have it: lists and objects as JSON."""
     return value if isinstance(value, (str, int, float)) else dump_json(value)
-
-
-def region_parameters(output: Output) -> dict[str, str | int]:
-    """Where an output was written to, none when that is no region."""
-    place = output.place
-    if place is None:
-        return {}
-    told: dict[str, str | int] = {REGION: place.region, REGION_SIZE: output.size}
-    return told | {REGION_OFFSET: place.offset} if place.offset else told

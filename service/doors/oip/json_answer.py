@@ -8,13 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from service.doors.oip.answer import (
-    REMEMBERED_BYTES,
-    Answer,
-    Output,
-    read_answer,
-    region_parameters,
-)
+from service.doors.oip.answer import REMEMBERED_BYTES, Answer, Output, read_answer
 from service.doors.oip.json_request import BINARY_SIZE
 from service.doors.oip.models import VERSION
 from service.doors.oip.request import Wanted
@@ -27,9 +21,7 @@ def answer_parts(name: str, image: memoryview, wanted: Wanted) -> tuple[list[Par
     """The body for an answer of model `name`, as buffers to send in order; and how many bytes of
     it are JSON, 0 when all are. Binary data is sent as it lies in the image."""
     answer = read_answer(image, wanted)
-    data: list[Part] = [
-        answer.data(image, one) for one in answer.outputs if one.is_binary and one.place is None
-    ]
+    data: list[Part] = [answer.data(image, one) for one in answer.outputs if one.is_binary]
     if wanted.has_text:
         text = body_head(name, answer, wanted, image)
     elif answer.start <= REMEMBERED_BYTES:
@@ -61,9 +53,6 @@ def spell(answer: Answer, output: Output, image: memoryview) -> Iterator[bytes]:
     """One output as JSON."""
     entry = output.entry
     told = {"name": entry.name, "datatype": output.datatype, "shape": entry.shape}
-    if output.place is not None:
-        yield dump_json({**told, "parameters": region_parameters(output)}).encode()
-        return
     if output.is_binary:
         yield dump_json({**told, "parameters": {BINARY_SIZE: output.size}}).encode()
         return

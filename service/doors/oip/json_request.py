@@ -8,22 +8,19 @@ from typing import Any, Final
 
 import numpy as np
 
-from service.doors.oip.memory import ClientMemory
 from service.doors.oip.models import Model
 from service.doors.oip.request import (
-    REGION,
     REGION_PARAMETERS,
     TIMEOUT,
     Call,
     Input,
-    InRegion,
     Wanted,
     check_input,
     check_size,
     make_call,
-    read_place,
     read_timeout,
     refuse_keys,
+    refuse_regions,
 )
 from service.errors import InvalidRequest, MalformedBody
 from service.image.dtypes import DTYPE_NAMES, Array, DType
@@ -45,11 +42,10 @@ OUTPUT_KEYS: Final = frozenset({"name", "parameters"})
 OUTPUT_PARAMETERS: Final = REGION_PARAMETERS | {BINARY}
 
 
-def read_request(model: Model, text: bytes, data: memoryview, memory: ClientMemory) -> Call:
-    """A request by its JSON text, and the binary data behind it, which the call's inputs point to;
-    `memory` is the caller's.
+def read_request(model: Model, text: bytes, data: memoryview) -> Call:
+    """A request by its JSON text, and the binary data behind it, which the call's inputs point to.
 
-    Raises MalformedBody, InvalidRequest, and what `ClientMemory` does.
+    Raises MalformedBody, InvalidRequest, NotSupported.
     """
     check_counts(text, "the body")
     text, lists = cut_data(text, MARK)
@@ -64,7 +60,7 @@ def read_request(model: Model, text: bytes, data: memoryview, memory: ClientMemo
     parameters = dict(read_object("parameters", document.get("parameters", {})))
     wanted = read_wanted(document, parameters)
     given = read_list("inputs", document.get("inputs", []))
-    inputs = read_inputs(model, given, lists, data, memory)
+    inputs = read_inputs(model, given, lists, data)
     return make_call(model, parameters, inputs, wanted)
 
 
@@ -77,12 +73,12 @@ class Requests:
     def __init__(self) -> None:
         self.kept: dict[tuple[str, bytes, int], Call] = {}
 
-    def read(self, model: Model, text: bytes, data: memoryview, memory: ClientMemory) -> Call:
+    def read(self, model: Model, text: bytes, data: memoryview) -> Call:
         """As `read_request`."""
         key = (model.name, text, len(data))
         kept = self.kept.get(key)
         if kept is None:
-            call = read_request(model, text, data, memory)
+            call = read_request(model, text, data)
             if call.repeats and len(text) <= REMEMBERED_BYTES:
                 if len(self.kept) >= MOST_REMEMBERED:
                     self.kept.clear()
@@ -97,8 +93,6 @@ def without_data(one: Input) -> Input:
 
 def with_data(one: Input, data: memoryview) -> Input:
     """An input that was read before, with the binary data that came now."""
-    if one.place is not None:
-        return one
     begin = one.offset or 0
     return replace(one, data=data[begin : begin + one.size])
 
@@ -110,26 +104,20 @@ def read_wanted(document: Mapping[str, Any], parameters: dict[str, Any]) -> Want
     name = document.get("id", "")
     if not isinstance(name, str):
         raise InvalidRequest("id", name, "must be a string")
-    outputs, places = [], []
+    outputs = []
     for index, output in enumerate(read_list("outputs", document.get("outputs", []))):
         entry = read_object(f"outputs.{index}", output)
         refuse_keys(f"outputs.{index}.", entry, OUTPUT_KEYS)
         given = read_object(f"outputs.{index}.parameters", entry.get("parameters", {}))
         refuse_keys(f"outputs.{index}.parameters.", given, OUTPUT_PARAMETERS)
+        refuse_regions(given)
         is_binary = read_flag(BINARY, given.get(BINARY, binary))
-        output_name = read_name(f"outputs.{index}", entry)
-        if (place := read_place(output_name, given)) is not None:
-            places.append(place)
-        outputs.append((output_name, is_binary or place is not None))
-    return Wanted(name, tuple(outputs), binary, deadline_us, tuple(places))
+        outputs.append((read_name(f"outputs.{index}", entry), is_binary))
+    return Wanted(name, tuple(outputs), binary, deadline_us)
 
 
 def read_inputs(
-    model: Model,
-    given: list[Any],
-    lists: dict[str, bytes],
-    data: memoryview,
-    memory: ClientMemory,
+    model: Model, given: list[Any], lists: dict[str, bytes], data: memoryview
 ) -> list[Input]:
     """The inputs; binary data lies in their order, and to its last byte is theirs."""
     inputs = []
@@ -142,12 +130,8 @@ def read_inputs(
         dtype, needed = check_input(model, name, entry.get("datatype", ""), shape)
         parameters = read_object(f"{name}.parameters", entry.get("parameters", {}))
         refuse_keys(f"{name}.parameters.", parameters, INPUT_PARAMETERS)
-        place = read_place(name, parameters)
-        if place is not None:
-            check_alone(place, entry, parameters)
-            check_size(name, place.size, needed)
-            inputs.append(memory.input(model, dtype, tuple(shape), place))
-        elif BINARY_SIZE in parameters:
+        refuse_regions(parameters)
+        if BINARY_SIZE in parameters:
             size = read_binary_size(name, entry, parameters)
             check_size(name, size, needed)
             if at + size > len(data):
@@ -162,13 +146,6 @@ def read_inputs(
     if at != len(data):
         raise MalformedBody(f"{len(data) - at} bytes after the last input's binary data")
     return inputs
-
-
-def check_alone(place: InRegion, entry: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
-    """What lies in a region does not come with the request as well."""
-    if BINARY_SIZE in parameters or "data" in entry:
-        rule = "names where the data lies: leave the data itself out"
-        raise InvalidRequest(f"{place.name}.{REGION}", place.region, rule)
 
 
 def read_binary_size(name: str, entry: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:

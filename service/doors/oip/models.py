@@ -17,8 +17,6 @@ VERSION: Final = "1"
 """The only version of every model."""
 PLATFORM: Final = "attnd"
 EXTENSIONS: Final = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
-CLIENT_SHM: Final = "system_shared_memory"
-"""The extension that is served where `server.client_shm` is on."""
 INDEX_DATATYPE: Final = "INT32"
 NUMBERED: Final = "{i}"
 """In the name of an output that stands for as many as the request makes."""
@@ -87,9 +85,8 @@ def model_of(name: str, version: str = "") -> Model:
     return model
 
 
-def server_metadata(*, client_shm: bool) -> dict[str, Any]:
-    extensions = [*EXTENSIONS, CLIENT_SHM] if client_shm else list(EXTENSIONS)
-    return {"name": "attnd", "version": __version__, "extensions": extensions}
+def server_metadata() -> dict[str, Any]:
+    return {"name": "attnd", "version": __version__, "extensions": list(EXTENSIONS)}
 
 
 def metadata(model: Model) -> dict[str, Any]:

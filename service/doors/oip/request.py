@@ -11,7 +11,7 @@ import numpy as np
 
 from service.doors.oip.datatypes import DTYPES_BY_DATATYPE
 from service.doors.oip.models import NUMBERED, Model
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, NotSupported
 from service.image.dtypes import DType, Part
 from service.image.json_body import dump_fields
 from service.image.json_text import load_json
@@ -20,37 +20,26 @@ from service.image.writing import Shaped, header
 
 TIMEOUT: Final = "timeout"
 """The request parameter that the protocol's clients give a deadline by, in microseconds."""
-MAX_BYTES: Final = 2**63
 MAX_TIMEOUT_US: Final = 3_600_000_000
-REGION: Final = "shared_memory_region"
-REGION_SIZE: Final = "shared_memory_byte_size"
-REGION_OFFSET: Final = "shared_memory_offset"
-REGION_PARAMETERS: Final = frozenset({REGION, REGION_SIZE, REGION_OFFSET})
-"""Of an input or a requested output that lies in a region."""
-
-
-@dataclass(frozen=True, slots=True)
-class InRegion:
-    """Where the tensor `name` lies, or may be written: `size` bytes from `offset` of a registered
-    region."""
-
-    name: str
-    region: str
-    size: int
-    offset: int = 0
+REGION_PARAMETERS: Final = frozenset(
+    {"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"}
+)
+"""Of an input or a requested output that lies in shared memory, which is not supported."""
+NO_REGIONS: Final = (
+    "shared memory regions are not supported: send tensors as binary data, or use a Session"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
     """One input: its bytes, row-major and little-endian; `offset` is where they begin in the binary
-    data, None when the numbers were spelled out. Or `place`, where they lie in a region."""
+    data, None when the numbers were spelled out."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     data: Part
     offset: int | None = None
-    place: InRegion | None = None
 
     @property
     def size(self) -> int:
@@ -60,14 +49,12 @@ class Input:
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What the answer is to be: `outputs` are the names asked for, each with whether its data is
-    to be binary, none for all; `binary` says so of those. Of the binary ones `places` has those
-    that are to be written to regions."""
+    to be binary, none for all; `binary` says so of those."""
 
     id: str = ""
     outputs: tuple[tuple[str, bool], ...] = ()
     binary: bool = True
     deadline_us: int = 0
-    places: tuple[InRegion, ...] = ()
 
     @property
     def has_text(self) -> bool:
@@ -88,9 +75,9 @@ class Call:
     repeats: bool = False
 
     @property
-    def pieces(self) -> list[Part | InRegion]:
+    def pieces(self) -> list[Part]:
         """The whole image, to be laid piece after piece."""
-        return [self.head, *(one.place or one.data for one in self.tensors)]
+        return [self.head, *(one.data for one in self.tensors)]
 
 
 def make_call(
@@ -113,7 +100,7 @@ def make_call(
         else:
             tensors.append(one)
     shapes: tuple[Shaped, ...] = tuple((one.name, one.dtype, one.shape) for one in tensors)
-    told_by_json = all(one.offset is not None or one.place is not None for one in tensors)
+    told_by_json = all(one.offset is not None for one in tensors)
     repeats = len(tensors) == len(inputs) and told_by_json
     head = header(REQUEST, dump_fields(fields), shapes)
     return Call(head, tuple(tensors), wanted, repeats)
@@ -147,18 +134,10 @@ def check_input(model: Model, name: str, datatype: str, shape: list[int]) -> tup
     return dtype, math.prod(shape) * dtype.itemsize
 
 
-def read_place(name: str, parameters: Mapping[str, Any]) -> InRegion | None:
-    """The region that an input's or output's parameters name, None where they name none."""
-    if not parameters.keys() & REGION_PARAMETERS:
-        return None
-    region, size = parameters.get(REGION), parameters.get(REGION_SIZE)
-    offset = parameters.get(REGION_OFFSET, 0)
-    if not isinstance(region, str):
-        raise InvalidRequest(f"{name}.{REGION}", region, "must be the name of a region")
-    for field, value in ((REGION_SIZE, size), (REGION_OFFSET, offset)):
-        if type(value) is not int or not 0 <= value < MAX_BYTES:
-            raise InvalidRequest(f"{name}.{field}", value, "must be a count of bytes")
-    return InRegion(name, region, int(size or 0), offset)
+def refuse_regions(parameters: Mapping[str, Any]) -> None:
+    """Raises NotSupported for a tensor that lies in shared memory."""
+    if parameters.keys() & REGION_PARAMETERS:
+        raise NotSupported(NO_REGIONS)
 
 
 def check_size(name: str, size: int, needed: int) -> None:
