@@ -22,6 +22,12 @@ MAX_SLOTS: Final = 2**31 - 1
 
 
 Endpoint = Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$", max_length=256)]
+PATHS: Final = {
+    "server": ("uds", "socket", "tls_cert", "tls_key", "tls_client_ca"),
+    "auth": ("keys_file",),
+    "cluster": ("secret_file",),
+}
+"""Settings that name files, by section."""
 LOCAL = ("ipc://", "tcp://127.0.0.1:", "tcp://localhost:", "tcp://[::1]:")
 
 
@@ -96,7 +102,7 @@ class AuthSettings(Section):
     """Who may call, and what is open to everybody."""
 
     keys_file: Annotated[str | None, Field(min_length=1)] = None
-    """File with a line for each key: SHA-256, namespace, scopes. `python -m service key new` prints
+    """File with a line for each key: SHA-256, namespace, scopes. `attnd key new` prints
     a key and its line; SIGHUP has the file read again. Without one everybody who reaches the
     service may do everything."""
 
@@ -148,7 +154,7 @@ class CacheSettings(Section):
     zmq_endpoint: Endpoint | None = None
     """ZeroMQ endpoint, such as `tcp://127.0.0.1:5557` or `ipc:///run/attnd/events`, where events
     are published in vLLM's format; none when absent. It asks nobody for a key, so beyond this
-    machine it needs `auth.open`. It needs the extra `attnd[zmq]`."""
+    machine it needs `auth.open`. It needs the extra `zmq`."""
 
     zmq_replay_endpoint: Endpoint | None = None
     """Another, where a subscriber asks for what it has missed."""
@@ -191,7 +197,7 @@ class LogSettings(Section):
 
     otlp_endpoint: Annotated[str | None, Field(pattern=r"^https?://")] = None
     """Collector of OpenTelemetry spans, such as http://collector:4318/v1/traces: it gets one for
-    each HTTP request whose `traceparent` says that its caller samples. Needs attnd[otel]."""
+    each HTTP request whose `traceparent` says that its caller samples. Needs the extra `otel`."""
 
 
 class Settings(Section):
@@ -208,6 +214,20 @@ class Settings(Section):
     log: LogSettings = LogSettings()
     config: Path | None = None
     """A YAML file laid over the defaults."""
+
+    def with_absolute_paths(self) -> Settings:
+        """The same settings for processes with another working directory."""
+        sections = {
+            section: getattr(self, section).model_copy(
+                update={
+                    name: str(Path(path).absolute())
+                    for name in names
+                    if (path := getattr(getattr(self, section), name)) is not None
+                }
+            )
+            for section, names in PATHS.items()
+        }
+        return self.model_copy(update=sections)
 
     @model_validator(mode="after")
     def check_endpoints(self) -> Settings:

@@ -42,7 +42,7 @@ class ServerSettings(Section):
 
     grpc_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """TCP port, at the same host, of the gRPC door (Open Inference Protocol v2); none when absent.
-    It needs the extra `attnd[grpc]`."""
+    It needs the extra `grpc`."""
 
     grpc_max_calls: Annotated[int, Field(ge=1, le=65536)] = 64
     """Calls and streams of the gRPC door at once; one more is answered RESOURCE_EXHAUSTED. Each may

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from typing import Literal
 
 from kernels.backend import Backend, DeviceLost, PoolGeometry
@@ -25,7 +26,7 @@ def make_backend(
             return _make("kernels.cpu", "CpuBackend", geometry, device, poison)
         case "cuda":
             if not cuda_devices():
-                raise DeviceLost("backend.kind = cuda: no CUDA device answers on this machine")
+                raise DeviceLost(f"backend.kind = cuda: {why_no_device()}, or set backend.kind: cpu")
             return _make("kernels.cuda.backend", "CudaBackend", geometry, device, poison)
         case "auto":
             chosen: BackendKind = "cuda" if cuda_devices() else "cpu"
@@ -37,6 +38,19 @@ def cuda_devices() -> int:
     """How many CUDA devices answer; 0 without cupy, a driver or a device."""
     count: int = importlib.import_module("kernels.cuda.device.devices").count()
     return count
+
+
+def why_no_device() -> str:
+    """What keeps this machine from CUDA, and its remedy."""
+    if find_spec("cupy") is None:
+        return (
+            "CuPy is not installed: pip install 'cupy-cuda13x[ctk]' cuda-bindings (CUDA 12: "
+            "'cupy-cuda12x[ctk]' 'cuda-bindings<13')"
+        )
+    return (
+        "no CUDA device answers on this machine: see that nvidia-smi lists one and that "
+        "CUDA_VISIBLE_DEVICES does not hide it"
+    )
 
 
 def _make(module: str, cls: str, geometry: PoolGeometry, device: int, poison: bool) -> Backend:

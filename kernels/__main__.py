@@ -1,4 +1,4 @@
-"""`python -m kernels compile`: fill the kernel cache ahead of time, with or without a GPU."""
+"""`attnd compile`, `python -m kernels compile`: fill the kernel cache ahead of time, with or without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels.cuda.specs import service_specs
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kernels")
+    parser = argparse.ArgumentParser(prog="attnd")
     commands = parser.add_subparsers(dest="command", required=True)
     build = commands.add_parser("compile", help="compile what services of some pools launch")
     build.add_argument("--arch", default=",".join(ARCHITECTURES), help="comma-separated targets")

@@ -32,6 +32,8 @@ from service.cluster.listed import engine_name, list_members
 from service.cluster.secret import SecretError, secret_of
 from service.key_command import key_command
 from service.keys import KeysError, keys_of
+from service.extras import how_to_install
+from service.launch import HOME, command_of
 from service.logs import set_up_logs
 from service.processes import Child, Shared
 from service.road.listening import CannotListen
@@ -46,13 +48,13 @@ OTHER_FILES: Final = 256
 class Commands:
     """How the processes are started; `service/processes.py` says what they are handed."""
 
-    engine: tuple[str, ...] = (sys.executable, "-m", "service.engine")
-    door: tuple[str, ...] = (sys.executable, "-m", "service.doors.http")
-    grpc: tuple[str, ...] = (sys.executable, "-m", "service.doors.grpc")
-    zmq: tuple[str, ...] = (sys.executable, "-m", "service.doors.zmq")
+    engine: tuple[str, ...] = command_of("service.engine")
+    door: tuple[str, ...] = command_of("service.doors.http")
+    grpc: tuple[str, ...] = command_of("service.doors.grpc")
+    zmq: tuple[str, ...] = command_of("service.doors.zmq")
 
 
-CLUSTER_DOOR: Final = (sys.executable, "-m", "service.cluster")
+CLUSTER_DOOR: Final = command_of("service.cluster")
 IN_CLUSTER: Final = Commands(
     door=(*CLUSTER_DOOR, "http"), grpc=(*CLUSTER_DOOR, "grpc"), zmq=(*CLUSTER_DOOR, "zmq")
 )
@@ -109,11 +111,13 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
 def cluster_on_ray(settings: Settings) -> int:
     """Hand over to Ray, which is an extra."""
     if find_spec("ray") is None:
-        LOG.error("cannot start: --cluster needs Ray: pip install 'attnd[ray]'")
+        LOG.error("cannot start: --cluster needs Ray: %s", how_to_install("ray"))
         return 1
     let_ray_be_quiet()
     from service.cluster.ray_main import serve_cluster
 
+    settings = settings.with_absolute_paths()
+    os.chdir(HOME)  # Ray's workers import from the working directory of their driver first
     return serve_cluster(settings)
 
 

@@ -1,4 +1,4 @@
-"""`python -m service key new`: makes a key, and prints it with its line for `auth.keys_file`."""
+"""`attnd key new`: makes a key, and prints it with its line for `auth.keys_file`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCOPE_HELP = "what the key may do; may be given several times. Without it: read 
 
 def key_command(argv: Sequence[str]) -> int:
     """Carry out the command; its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m service key", description=__doc__)
+    parser = argparse.ArgumentParser(prog="attnd key", description=__doc__)
     commands = parser.add_subparsers(required=True)
     new = commands.add_parser("new", description="Prints a key, and below it its line.")
     new.add_argument("--namespace", required=True, help="whose sequences the key is for")

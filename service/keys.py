@@ -88,7 +88,7 @@ def read_keys(path: str) -> Keys:
             found[key.digest] = key
     if not found:
         raise KeysError(
-            f"auth.keys_file {path}: no key is in it: `python -m service key new` makes one"
+            f"auth.keys_file {path}: no key is in it: `attnd key new` makes one"
         )
     if len(found) > MAX_KEYS:
         raise KeysError(f"auth.keys_file {path}: {len(found)} keys, at most {MAX_KEYS} may be")

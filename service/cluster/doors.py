@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -11,9 +10,10 @@ from typing import Final
 from config.sections import Settings
 from service.addresses import Addresses
 from service.cells import make_shared
+from service.launch import command_of
 from service.processes import Child, Shared, start
 
-COMMAND: Final = (sys.executable, "-m", "service.cluster")
+COMMAND: Final = command_of("service.cluster")
 
 
 @dataclass(slots=True)

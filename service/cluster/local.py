@@ -6,7 +6,6 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,11 +17,12 @@ from config.sections import Settings
 from service.addresses import listen_tcp
 from service.cells import make_shared
 from service.cluster.listed import Listed, write_members
+from service.launch import command_of
 from service.processes import Child, Shared, start
 from service.road.listening import Listening, listen
 
 LOST_AFTER_S: Final = 1.0
-ENGINE: Final = (sys.executable, "-m", "service.engine")
+ENGINE: Final = command_of("service.engine")
 
 
 @dataclass(slots=True)

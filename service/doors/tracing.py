@@ -1,6 +1,6 @@
 """OpenTelemetry: a span for every request whose caller samples its own, sent to a collector.
 
-The extra `attnd[otel]` brings the library, which is imported here alone.
+The extra `otel` brings the library, which is imported here alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from service import __version__
 from service.doors.request import Request
+from service.extras import how_to_install
 from service.road.frames import STAGES
 
 SAMPLED: Final = 1
@@ -111,5 +112,5 @@ def make_tracing(endpoint: str | None, process: str) -> Tracing | None:
 
         return Tracing(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S), process)
     except ImportError as error:
-        told = f"log.otlp_endpoint {endpoint}: {error}"
-        raise TracingError(f"{told}: install attnd[otel], or leave it out") from error
+        text = f"log.otlp_endpoint {endpoint}: {error}: {how_to_install('otel')}"
+        raise TracingError(f"{text}, or leave it out") from error

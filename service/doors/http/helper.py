@@ -10,7 +10,6 @@ import asyncio
 import json
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +26,7 @@ from service.doors.http.worker import (
 from service.doors.problems import ProblemText
 from service.errors import Internal, Overloaded
 from service.image.json_text import dump_json
+from service.launch import command_of
 from service.road.slots import Slot
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Helper:
         with theirs:
             descriptors = (theirs.fileno(), arena)
             self.process = subprocess.Popen(
-                (sys.executable, "-m", "service.doors.http.worker", *map(str, descriptors)),
+                (*command_of("service.doors.http.worker"), *map(str, descriptors)),
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
                 start_new_session=True,  # Ctrl-C is not for it

@@ -12,6 +12,7 @@ from typing import Final
 
 from service.doors.link import Link
 from service.doors.upstream import MakeUpstream
+from service.extras import how_to_install
 from service.processes import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.zmq")
@@ -25,7 +26,7 @@ def main(make_upstream: MakeUpstream = Link) -> int:
 
     set_up_logs(inherited.settings.log, inherited.process)
     if not all(find_spec(name) for name in NEEDS):
-        LOG.error("cannot start: cache.zmq_endpoint needs pyzmq: pip install 'attnd[zmq]'")
+        LOG.error("cannot start: cache.zmq_endpoint needs pyzmq: %s", how_to_install("zmq"))
         return CANNOT_START
     return publish(inherited, make_upstream)
 
