@@ -26,7 +26,9 @@ def make_backend(
             return _make("kernels.cpu", "CpuBackend", geometry, device, poison)
         case "cuda":
             if not cuda_devices():
-                raise DeviceLost(f"backend.kind = cuda: {why_no_device()}, or set backend.kind: cpu")
+                raise DeviceLost(
+                    f"backend.kind = cuda: {why_no_device()}, or set backend.kind: cpu"
+                )
             return _make("kernels.cuda.backend", "CudaBackend", geometry, device, poison)
         case "auto":
             chosen: BackendKind = "cuda" if cuda_devices() else "cpu"

@@ -1,4 +1,7 @@
-"""`attnd compile`, `python -m kernels compile`: fill the kernel cache ahead of time, with or without a GPU."""
+"""`attnd compile`, or `python -m kernels compile`: fill the kernel cache ahead of time.
+
+No GPU is needed.
+"""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ from service.addresses import Addresses, bind_addresses
 from service.cells import make_shared
 from service.cluster.listed import engine_name, list_members
 from service.cluster.secret import SecretError, secret_of
+from service.extras import how_to_install
 from service.key_command import key_command
 from service.keys import KeysError, keys_of
-from service.extras import how_to_install
 from service.launch import HOME, command_of
 from service.logs import set_up_logs
 from service.processes import Child, Shared

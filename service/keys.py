@@ -87,9 +87,7 @@ def read_keys(path: str) -> Keys:
                 raise KeysError(f"auth.keys_file {path}, line {number}: this key is there twice")
             found[key.digest] = key
     if not found:
-        raise KeysError(
-            f"auth.keys_file {path}: no key is in it: `attnd key new` makes one"
-        )
+        raise KeysError(f"auth.keys_file {path}: no key is in it: `attnd key new` makes one")
     if len(found) > MAX_KEYS:
         raise KeysError(f"auth.keys_file {path}: {len(found)} keys, at most {MAX_KEYS} may be")
     return Keys(tuple(found.values()))

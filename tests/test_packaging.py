@@ -265,20 +265,6 @@ def test_what_the_image_is_built_from_is_let_through_to_the_build() -> None:
         assert (ROOT / name).exists(), f"{name} is not there"
 
 
-def test_files_that_are_no_modules_are_packaged_with_them() -> None:
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
-    for package, globs in tools["setuptools"]["package-data"].items():
-        packaged = {path for glob in globs for path in (ROOT / package).glob(glob)}
-        there = {path for path in (ROOT / package).rglob("*") if path.is_file()}
-        told = {"prometheus.yml", "grafana", "__pycache__"}  # beside the settings, for others
-        left_out = {
-            str(path)
-            for path in there - packaged
-            if path.suffix not in (".py", ".pyc", ".md") and not told & set(path.parts)
-        }
-        assert not left_out, left_out
-
-
 def test_the_cpu_set_up_pins_torch() -> None:
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert "torch==2.13.0" in pins
