@@ -232,7 +232,7 @@ class CudaBackend:
         with self.transfers.compute:
             self.attention.enqueue(device_plan, config, layer, q, o, lse, (bits, offsets))
         launched = mark(self.transfers.compute)
-        uploaded.release(launched)
+        uploaded.release(launched, device_plan)
         done = answers.send(launched)
 
         def states() -> list[AttentionState]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from kernels import cuda_devices
+from kernels.backend import DeviceLost
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,8 +22,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> Any:
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A backend on a fake device; for tests that need cupy but no device."""
     from tensor_rig import Rig
 
-    return Rig(monkeypatch)
+    made = Rig(monkeypatch)
+    yield made
+    with suppress(DeviceLost):  # a test may have lost it
+        made.settle()

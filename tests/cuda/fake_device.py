@@ -1,7 +1,9 @@
 """A device that is host memory: streams run late, and as far out of step as events allow.
 
 Every copy is checked when it runs: it lies within one live allocation on each side, of the kind
-that it says, and no copy touches pageable memory. Memory that is freed too early therefore shows.
+that it says, and no copy touches pageable memory. Memory that is freed is overwritten at once, and
+every later use of it fails: pinned memory when its last reference goes, device memory when the
+stream whose pool it came from gets there, as CuPy's pools reuse it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from cupy.cuda import runtime as real_runtime
 from kernels.tensor import DeviceTensor
 
 TO_DEVICE, TO_HOST, ON_DEVICE = 1, 2, 3
+FREED = 0xDB
 
 
 class Memory(np.ndarray[Any, Any]):
@@ -103,7 +106,7 @@ class FakeDevice:
             cuda=SimpleNamespace(
                 Stream=lambda **_: self.stream(),
                 Event=lambda **_: Event(self),
-                alloc=lambda size: self.allocate("device", size),
+                alloc=lambda size: self.allocate("device", size, self.entered[-1]),
                 alloc_pinned_memory=lambda size: self.allocate("pinned", size),
                 get_current_stream=lambda: self.entered[-1],
             )
@@ -127,8 +130,11 @@ class FakeDevice:
     def of(self, ptr: int) -> Stream:
         return next(stream for stream in self.streams if stream.ptr == ptr)
 
-    def allocate(self, kind: str, size: int) -> Memory:
-        """Aligned bytes of 0xEE, known to be live until the last reference goes."""
+    def allocate(self, kind: str, size: int, pool: Stream | None = None) -> Memory:
+        """Aligned bytes of 0xEE, known to be live until the last reference goes.
+
+        `pool`: the stream whose pool takes them back, in its order; None: they are gone at once.
+        """
         whole = np.empty(size + 256, np.uint8)
         if size < 1 << 20:  # what is larger is only held in reserve
             whole.fill(0xEE)
@@ -136,8 +142,20 @@ class FakeDevice:
         memory = whole[begin : begin + size].view(Memory)
         address = memory.ptr
         self.live[kind][address] = address + size
-        # whoever uses it later is found out by `check`, before it is touched
-        weakref.finalize(memory, lambda keep: self.live[kind].pop(address), whole)
+
+        def overwrite(freed: Any) -> None:
+            """`check` finds out who uses it later, before it is touched."""
+            if size < 1 << 20:
+                freed.fill(FREED)
+            self.live[kind].pop(address)
+
+        def free(freed: Any) -> None:
+            if pool is None:
+                overwrite(freed)
+            else:
+                pool.queue.append((None, lambda: overwrite(freed)))
+
+        weakref.finalize(memory, free, whole)
         return memory
 
     def tensor(self, values: Any, stream: Stream, offset: int = 0) -> DeviceTensor:

@@ -15,6 +15,7 @@ from kernels.backend import NUMPY_DTYPES, AttentionState, DType, Mask, Plan, Poo
 from kernels.cuda import backend as backend_module
 from kernels.cuda.backend import CudaBackend
 from kernels.cuda.device import host_memory, transfer
+from kernels.cuda.device.transfer import Transfers
 from kernels.cuda.merge import merger
 from kernels.cuda.rows import mover
 from kernels.masks import packbits
@@ -23,6 +24,39 @@ from kernels.states import merge_ragged_states
 GEOMETRY = PoolGeometry(2, 8, 4, 2, 64, "NHD", "fp16")
 SCORING = Scoring(1.0)
 FLOAT32 = np.dtype(np.float32)
+
+
+@dataclass(eq=False)
+class FakePlan:
+    """A plan on the device: `content` lies `at` an address of `buffer`, which kernels read."""
+
+    num_rows: int
+    buffer: Any
+    at: int
+    content: Any
+
+
+@dataclass
+class Planner:
+    """`AttentionRunner` of plans whose arrays are uploaded as real ones are, and never cached."""
+
+    kernels: Kernels
+    transfers: Transfers
+    made: int = 0
+
+    def find(self, plans: Any, config: Any) -> None:
+        return None
+
+    def make(self, plans: Any, config: Any) -> FakePlan:
+        self.made += 1
+        rows = sum(len(plan.positions) for _, plan in plans)
+        content = np.arange(self.made, self.made + 8 + rows, dtype=np.int32)
+        buffer, (at,) = self.transfers.upload_ints([content])
+        self.kernels.plans.append(at)
+        return FakePlan(rows, buffer, at, content)
+
+    def enqueue(self, *call: Any) -> None:
+        self.kernels.attend(*call)
 
 
 @dataclass
@@ -34,6 +68,7 @@ class Kernels:
     attended: list[tuple[int, int, int]] = field(default_factory=list)
     appended: list[tuple[Sequence[int], bool]] = field(default_factory=list)
     merged: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
+    plans: list[int] = field(default_factory=list)
 
     def attend(
         self,
@@ -48,8 +83,10 @@ class Kernels:
         self.attended.append((q, o, lse))
         compute, kv = NUMPY_DTYPES[config.compute], config.kv
         shape = (device_plan.num_rows, config.num_qo_heads, kv.head_dim)
+        at, content = device_plan.at, device_plan.content
 
         def kernel() -> None:
+            assert np.array_equal(self.device.view(at, content.shape, np.int32), content)
             values = self.device.view(q, shape, compute)
             bit = self.device.view(mask[0], (1,), np.uint8)[0] if config.masked else 0
             keys = (
@@ -149,15 +186,9 @@ def fake_backend(
         monkeypatch.setattr(module, "cupy", device.cupy)
         monkeypatch.setattr(module, "runtime", device.runtime)
     monkeypatch.setattr(transfer, "convert", device.convert)
-    device_plan = lambda plans: SimpleNamespace(  # noqa: E731
-        num_rows=sum(len(plan.positions) for _, plan in plans)
+    monkeypatch.setattr(
+        backend_module, "AttentionRunner", lambda _, transfers, __: Planner(kernels, transfers)
     )
-    planner = SimpleNamespace(
-        find=lambda plans, config: None,
-        make=lambda plans, config: device_plan(plans),
-        enqueue=kernels.attend,
-    )
-    monkeypatch.setattr(backend_module, "AttentionRunner", lambda *_: planner)
     monkeypatch.setattr(
         backend_module,
         "Library",

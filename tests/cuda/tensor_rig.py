@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_device import FakeDevice
-from faked_backend import SCORING, fake_backend, plan_of
+from faked_backend import SCORING, attention, fake_backend, plan_of
 
-from kernels.backend import NUMPY_DTYPES, Attend, AttentionState
+from kernels.backend import NUMPY_DTYPES, Attend, AttentionState, Pending, RaggedAttend
 from kernels.tensor import DeviceTensor, PinnedArray, Tensor
 
 HALF = NUMPY_DTYPES["fp16"]
@@ -19,17 +19,62 @@ ROOM = 1 << 20
 KINDS = ("host", "pinned", "device", "odd")
 
 
-class Rig:
-    """A fake device, a backend on it, and tensors of all kinds for them."""
+CALLS = ("append", "attend", "attend_ragged", "copy_rows", "gather", "merge")
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
+
+class Rig:
+    """A fake device, a backend on it, and tensors of all kinds for them.
+
+    Calls are never alone: each has one of another shape in flight before it and one behind it,
+    which are checked too, and the device has come some way, unless `alone`.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, seed: int = 0, *, alone: bool = False
+    ) -> None:
         self.device = FakeDevice(seed)
         self.backend, self.kernels = fake_backend(monkeypatch, self.device)
         self.rng = np.random.default_rng(seed)
+        self._neighbours: list[tuple[Pending[AttentionState], Any]] = []
+        if not alone:
+            for name in CALLS:
+                monkeypatch.setattr(self.backend, name, self._among_others(name))
         self.arena = np.frombuffer(mmap.mmap(-1, ROOM), np.uint8)
         self.begin, self.used = self.arena.ctypes.data, 0
         assert self.backend.register(self.begin, ROOM)
         self.device.copies.clear()
+
+    def _among_others(self, name: str) -> Any:
+        """The backend's method, between two calls of others."""
+        call = getattr(self.backend, name)
+        ragged = self.backend.attend_ragged
+
+        def neighbour() -> None:
+            rows, keys = (int(n) for n in self.rng.integers(1, 9, 2))
+            q, k, v = self.values(rows, 4, 64), self.values(keys, 2, 64), self.values(keys, 2, 64)
+            ends = np.array([0, rows], np.int32), np.array([0, keys], np.int32)
+            attended = len(self.kernels.attended)
+            request = RaggedAttend(q.copy(), k.copy(), v.copy(), *ends, False, SCORING)
+            self._neighbours.append((ragged(request), attention(q, (k, v))))
+            del self.kernels.attended[attended:]
+
+        def among(*given: Any, **named: Any) -> Any:
+            neighbour()
+            self.device.run(until=lambda: self.device.order.random() < 0.1)
+            made = call(*given, **named)
+            neighbour()
+            self.settle(4)
+            return made
+
+        return among
+
+    def settle(self, left: int = 0) -> None:
+        """Check what neighbours were answered, but for the latest."""
+        while len(self._neighbours) > left:
+            pending, (o, lse) = self._neighbours.pop(0)
+            state = pending.result()
+            assert np.array_equal(state.o, o)
+            assert np.array_equal(state.lse, lse)
 
     def values(self, *shape: int, dtype: Any = HALF) -> Any:
         return self.rng.standard_normal(shape, np.float32).astype(dtype)
@@ -74,7 +119,9 @@ class Rig:
             tensor[...] = np.nan
 
     def of_kind(self, kind: int) -> list[Any]:
-        return [copy for copy in self.device.copies if copy.kind == kind]
+        """Copies of tensors: those of plans are not among them."""
+        plans = self.kernels.plans
+        return [copy for copy in self.device.copies if copy.kind == kind and copy.to not in plans]
 
 
 def attend(q: Tensor, out: AttentionState | None = None, mask: Any = None) -> Attend:

@@ -87,9 +87,6 @@ class Memory:
     def scratch(self, size: int) -> Any:
         return SimpleNamespace(ptr=1 << 40)
 
-    def retire(self, buffer: object) -> None:
-        """Nothing is ever freed here."""
-
 
 def ints_at(address: int, count: int) -> list[int]:
     return list((ctypes.c_int32 * count).from_address(int(address)))

@@ -14,6 +14,12 @@ from tensor_rig import HALF, ROOM, Rig, address, attend
 from kernels.backend import AttentionState
 
 
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """Copies are counted: those of nobody else."""
+    return Rig(monkeypatch, alone=True)
+
+
 def test_a_pinned_q_goes_to_the_device_from_where_it_lies(rig: Rig) -> None:
     q = rig.pinned(rig.values(3, 4, 64))
     rig.backend.attend([attend(q)])

@@ -14,6 +14,7 @@ from faked_backend import FLOAT32, SCORING, attention, mask_of, merging
 from tensor_rig import HALF, KINDS, Rig, address, attend
 
 from kernels.backend import NUMPY_DTYPES, AttentionState, DeviceLost, Done, RaggedAttend
+from kernels.cuda.device.transfer import MOST_INFLIGHT
 from kernels.tensor import PinnedArray
 
 
@@ -74,6 +75,38 @@ def test_ragged_keys_of_any_kind_are_attended(
     o, lse = attention(q, (k, v))
     assert np.array_equal(state.o, o)
     assert np.array_equal(state.lse, lse)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_ragged_calls_in_flight_keep_their_plans(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rig = Rig(monkeypatch, seed, alone=True)
+    waiting = []
+    for rows in (1, 8, 2, 5, 1, 8):
+        q, k, v = rig.values(rows, 4, 64), rig.values(9, 2, 64), rig.values(9, 2, 64)
+        ends = np.array([0, rows], np.int32), np.array([0, 9], np.int32)
+        given = [rig.give("device", values) for values in (q, k, v)]
+        pending = rig.backend.attend_ragged(RaggedAttend(*given, *ends, False, SCORING))
+        waiting.append((pending, attention(q, (k, v))[0]))
+        rig.device.run(until=lambda: rig.device.order.random() < 0.1)
+    for pending, o in waiting:
+        assert np.array_equal(pending.result().o, o)
+
+
+def test_owners_are_let_go_only_when_their_work_is_done(rig: Rig) -> None:
+    class Owner:
+        """What a piece of work reads."""
+
+    stream, freed = rig.device.stream(), []
+    for _ in range(3 * MOST_INFLIGHT):
+        event = stream.record(rig.device.cupy.cuda.Event())
+        owner = Owner()
+        weakref.finalize(owner, lambda event=event: freed.append(event.done))
+        rig.backend.transfers.keep(event, (owner,))
+        del owner
+    assert len(freed) >= 2 * MOST_INFLIGHT
+    assert all(freed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -184,11 +217,13 @@ def test_pinned_memory_lives_until_it_has_been_read_and_written(rig: Rig) -> Non
 
 
 def test_what_calls_held_is_let_go_once_they_are_done(rig: Rig) -> None:
+    rig.device.run()
     before = len(rig.device.live["device"])
     for kind in KINDS:
         rig.backend.attend(
             [attend(rig.give(kind, rig.values(3, 4, 64)), rig.state(kind, (3, 4, 64)))]
         )
+    rig.settle()
     rig.backend.transfers.finish()
     rig.device.run()
     assert len(rig.device.live["device"]) == before

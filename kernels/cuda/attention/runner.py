@@ -68,7 +68,7 @@ class AttentionRunner:
         if not config.kv.contiguous:
             self._device_plans[_key(requests, config)] = made
             if len(self._device_plans) > DEVICE_PLANS:
-                self._transfers.retire(self._device_plans.popitem(last=False)[1])
+                self._device_plans.popitem(last=False)
         return made
 
     def _builder(self, config: AttentionConfig) -> DevicePlanBuilder:
@@ -96,7 +96,8 @@ class AttentionRunner:
     ) -> None:
         """Launch on the current stream. q, o, lse: device addresses; mask: bits and offsets.
 
-        `layer` is that of the requests when they share one, else None.
+        `layer` is that of the requests when they share one, else None. The caller keeps the plan
+        until the launch is done: the cache may drop it earlier, and does not hold ragged ones.
         """
         kv = config.kv
         shift = (layer or 0) * kv.layer_bytes

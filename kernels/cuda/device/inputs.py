@@ -47,12 +47,14 @@ class Uploaded:
     _buffer: Any
     _in_place: tuple[DeviceTensor, ...]
 
-    def release(self, event: Any) -> None:
-        """To be called once the work is launched; `event` passes when it is done."""
+    def release(self, event: Any, *others: object) -> None:
+        """Hand the tensors, and `others` that the work reads, to the work that is launched.
+
+        They live until `event` has passed, which is recorded behind that work.
+        """
         if self._in_place:
             self._transfers.precede(event, self._in_place)
-        if self._buffer is not None or self._in_place:
-            self._transfers.keep(event, (self._buffer, *self._in_place))
+        self._transfers.keep(event, (self._buffer, *self._in_place, *others))
 
 
 def as_is(*tensors: Tensor) -> list[Wanted]:

@@ -106,8 +106,9 @@ class Transfers:
     def upload_ints(self, arrays: Sequence[Int32]) -> tuple[Any, list[int]]:
         """Flat int32 arrays in one device buffer, back to back: only the first is aligned to more.
 
-        One pinned buffer, one copy, which the compute stream waits for. Whoever launches work on
-        the buffer hands it to `retire` after that.
+        One pinned buffer, one copy, which the compute stream waits for. The caller keeps the
+        buffer until the work that reads it is done: it comes from the pool of copies in, whose next
+        copy may otherwise overwrite it under a running kernel.
         """
         sizes = [array.nbytes for array in arrays]
         total = sum(sizes)
@@ -181,16 +182,13 @@ class Transfers:
         for other in sorted({tensor.stream for tensor in tensors}):
             runtime.streamWaitEvent(other, event.ptr)
 
-    def retire(self, buffer: object) -> None:
-        """Let a buffer go once what the compute stream has been given so far is done."""
-        self.keep(mark(self.compute), (buffer,))
-
     def keep(self, event: Any, owners: tuple[object, ...]) -> None:
         """Hold `owners` until `event` has passed; let go of what others have passed for."""
         while self._inflight and passed(self._inflight[0][0]):
             self._inflight.popleft()
         while len(self._inflight) >= MOST_INFLIGHT:
-            self._inflight.popleft()[0].synchronize()
+            self._inflight[0][0].synchronize()  # its owners are let go only after that
+            self._inflight.popleft()
         self._inflight.append((event, owners))
 
     def finish(self) -> None:

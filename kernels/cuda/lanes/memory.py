@@ -97,6 +97,3 @@ class LaneMemory:
         """Device memory, free to be used again in the order of the stream."""
         with self.compute:
             return cupy.cuda.alloc(size)
-
-    def retire(self, resident: object) -> None:
-        """Plans of steps hold no memory of their own."""
