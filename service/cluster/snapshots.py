@@ -12,17 +12,27 @@ from service.image.dtypes import Array
 Fields = dict[str, Any]
 Arrays = Mapping[str, Array]
 TREE: Final = "tree_"
+PER_ENGINE: Final = ("total", "referenced", "pinned", "cached")
 
 
-def joined(snapshots: Sequence[tuple[Fields, Arrays]]) -> tuple[Fields, dict[str, Array]]:
-    """Counts are added, pages come one engine after another, trees hang below their namespaces."""
+def joined(
+    names_of: Sequence[str], snapshots: Sequence[tuple[Fields, Arrays]]
+) -> tuple[Fields, dict[str, Array]]:
+    """Joins one snapshot per engine, in the order of the engines' names `names_of`.
+
+    Counts are added, pages come one engine after another, trees hang below their namespaces.
+    """
     step = max(fields["page_step"] for fields, _ in snapshots)
     names = list(dict.fromkeys(name for fields, _ in snapshots for name in fields["namespaces"]))
-    counts = snapshots[0][0].keys() - {"page_step", "namespaces"}
+    counts = snapshots[0][0].keys() - {"page_step", "namespaces", "engines"}
     told: Fields = {name: sum(fields[name] for fields, _ in snapshots) for name in counts}
     states = [every(fields, arrays["page_states"], step) for fields, arrays in snapshots]
+    engines = [
+        {"name": name} | {count: fields[count] for count in PER_ENGINE}
+        for name, (fields, _) in zip(names_of, snapshots, strict=True)
+    ]
     return (
-        told | {"page_step": step, "namespaces": names},
+        told | {"page_step": step, "namespaces": names, "engines": engines},
         {"page_states": np.concatenate(states)} | tree(snapshots, names),
     )
 

@@ -111,7 +111,8 @@ async def snapshot(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
     """The pools of all engines as one: their pages one after another, in the engines' order."""
     told = await ask_all(router, call, [asked] * len(router.members.engines))
     told.sort(key=lambda one: one[0].name)
-    fields, arrays = joined([(one.fields, one.arrays) for _, one in told])
+    names = [engine.name for engine, _ in told]
+    fields, arrays = joined(names, [(one.fields, one.arrays) for _, one in told])
     return reply(router.arena, call, fields, arrays, longest(one.stages for _, one in told))
 
 

@@ -78,6 +78,7 @@ class Snapshots:
             "evicted": store.tree.budget.num_evicted,
             "page_step": step,
             "namespaces": tree.namespaces,
+            "engines": [],
         }
         arrays: dict[str, NDArray[Any]] = {
             "page_states": states,

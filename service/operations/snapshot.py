@@ -12,6 +12,17 @@ from service.operations.spec import Operation, TensorSpec
 STATES: Final = "0 free, 1 referenced, 2 pinned, 3 cached"
 
 
+class EnginePages(Fields):
+    """One engine's share of a cluster's snapshot."""
+
+    name: str
+    """The engine's name, as in `GET /v1/engines`."""
+    total: Count
+    referenced: Count
+    pinned: Count
+    cached: Count
+
+
 class SnapshotAnswer(Fields):
     free: Count
     """Free pages of the pool, whoever may have them; this and the counts below are of all
@@ -29,6 +40,9 @@ class SnapshotAnswer(Fields):
     """`page_states` tells of each so manyth page: 1, or more for a pool that is very large."""
     namespaces: list[str]
     """Those that the tree begins with."""
+    engines: list[EnginePages]
+    """Pages by engine, in the order of `page_states`: ceil(total / page_step) states each. Empty
+    without a cluster."""
 
 
 def of_the_tree(name: str, dtype: str, words: str) -> TensorSpec:

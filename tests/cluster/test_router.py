@@ -240,6 +240,11 @@ def test_the_pool_is_that_of_all_engines_and_each_tells_its_own(two_engines: Loc
         each = (await cluster.told("engines", {})).fields["engines"]
         assert [one["name"] for one in each] == ["engine-0", "engine-1"]
         assert sum(one["sequences"] for one in each) == 4
+        shown = (await cluster.told("snapshot", {})).fields["engines"]
+        assert [(one["name"], one["total"]) for one in shown] == [
+            ("engine-0", PAGES),
+            ("engine-1", PAGES),
+        ]
         info = (await cluster.told("info", {})).fields
         assert info["num_pages"] == 2 * PAGES
         assert (await cluster.told("evict", {"num_pages": 3})).fields["num_pages"] == 0

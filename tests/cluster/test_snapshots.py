@@ -11,13 +11,15 @@ from service.cluster.snapshots import joined
 
 def snapshot(states: list[int], step: int, total: int, namespaces: list[str], *rows: Any) -> Any:
     """With rows of (parent, pages, total, sequences, idle_s, state)."""
-    counts = {"free": states.count(0), "total": total, "evicted": 3}
+    names = ("free", "referenced", "pinned", "cached")
+    counts = {name: states.count(state) for state, name in enumerate(names)}
+    counts |= {"total": total, "evicted": 3}
     names = ("parents", "pages", "totals", "sequences", "idle_s", "states")
     dtypes = (np.int32, np.int32, np.int32, np.int32, np.float32, np.uint8)
     columns = zip(names, zip(*rows, strict=True), dtypes, strict=True) if rows else ()
     arrays = {f"tree_{name}": np.array(column, dtype) for name, column, dtype in columns}
     empty = {f"tree_{name}": np.zeros(0, dtype) for name, dtype in zip(names, dtypes, strict=True)}
-    fields = counts | {"page_step": step, "namespaces": namespaces}
+    fields = counts | {"page_step": step, "namespaces": namespaces, "engines": []}
     return fields, {"page_states": np.array(states, np.uint8)} | (arrays or empty)
 
 
@@ -30,9 +32,14 @@ def test_pages_follow_each_other_and_trees_hang_below_their_namespaces() -> None
         [1, 1], 1, 2, ["blue"],
         *((-1, 0, 2, 2, 1.0, 0), (0, 1, 2, 2, 1.0, 1), (1, 1, 1, 1, 1.0, 1)),
     )  # fmt: skip
-    fields, arrays = joined([red, snapshot([0], 1, 1, []), blue])
-    counts = {"free": 2, "total": 6, "evicted": 9, "page_step": 1}
-    assert fields == counts | {"namespaces": ["red", "blue"]}
+    fields, arrays = joined(["a", "b", "c"], [red, snapshot([0], 1, 1, []), blue])
+    assert {"free": 2, "total": 6, "evicted": 9, "page_step": 1}.items() <= fields.items()
+    assert fields["namespaces"] == ["red", "blue"]
+    assert fields["engines"] == [
+        {"name": "a", "total": 3, "referenced": 1, "pinned": 0, "cached": 1},
+        {"name": "b", "total": 1, "referenced": 0, "pinned": 0, "cached": 0},
+        {"name": "c", "total": 2, "referenced": 2, "pinned": 0, "cached": 0},
+    ]
     assert arrays["page_states"].tolist() == [1, 0, 3, 0, 1, 1]
     assert arrays["tree_parents"].tolist() == [-1, -1, 0, 1, 1, 4]
     assert arrays["tree_totals"].tolist() == [2, 3, 2, 1, 2, 1]
@@ -42,6 +49,8 @@ def test_pages_follow_each_other_and_trees_hang_below_their_namespaces() -> None
 
 
 def test_pools_that_tell_of_every_so_manyth_page_tell_so_together() -> None:
-    _, arrays = joined([snapshot([1, 2, 3], 4, 12, []), snapshot([0, 1, 2, 3, 1, 2], 1, 6, [])])
+    _, arrays = joined(
+        ["a", "b"], [snapshot([1, 2, 3], 4, 12, []), snapshot([0, 1, 2, 3, 1, 2], 1, 6, [])]
+    )
     assert arrays["page_states"].tolist() == [1, 2, 3, 0, 1]
     assert all(array.size == 0 for name, array in arrays.items() if name.startswith("tree"))

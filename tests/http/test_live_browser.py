@@ -138,10 +138,12 @@ def test_the_page_shows_what_the_service_says_of_itself(
     told, shown = client.get("/v1/pool").json(), pool_shown(driver)
     for name in ("free", "referenced", "cached", "pinned", "total", "sequences", "leases", "nodes"):
         assert shown[name] == told[name], name
-    assert text(driver, "used-of") == f"5 of {PAGES} pages"
+    assert text(driver, "used-of") == f"5 of {PAGES} pages referenced, 0 cached"
     assert text(driver, "sequences") == "2"
     assert "2 layers" in text(driver, "service")
     metrics = client.get("/metrics").text
+    ratio = float(re.findall(r"^attnd_kv_cache_usage_ratio (\S+)$", metrics, re.MULTILINE)[0])
+    assert float(text(driver, "used").rstrip("%")) == pytest.approx(100 * ratio, abs=0.05)
     columns = {"tokens_appended_total": "tokens", "kv_bytes_saved_total": "saved"}
     counted = {
         column: float(re.findall(rf"^attnd_{name} (\S+)$", metrics, re.MULTILINE)[0])
@@ -218,6 +220,70 @@ def test_it_is_dark_where_the_user_prefers_dark(
     wait_for(lambda: brightness() < 100 < bright, "the dark")
     wait_for(lambda: driver.execute_script(PIXELS)[0] == colours(driver)["free"], "a dark map")
     assert colours(driver) != of
+
+
+@pytest.mark.parametrize("width", [1920, 1440, 820, 390, 320])
+def test_the_page_fits_every_width_and_no_panel_moves_under_load(
+    driver: Chrome, service: Service, client: httpx.Client, width: int
+) -> None:
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    tops = """return [...document.querySelectorAll("main > *, .tile, canvas, table")]
+      .map((one) => one.getBoundingClientRect())
+      .map(({x, y, width, height}) => [x, y, width, height])"""
+    try:
+        open_live(driver, service)
+        wait_for(lambda: pool_shown(driver).get("total") == PAGES, "the pool")
+        wait_for(lambda: "squares a row" in text(driver, "map-read"), "the map")
+        before = driver.execute_script(tops)
+        fill(client, "a", 5)
+        for depth in range(9):
+            parent = {"id": f"f{depth}", "parent": f"f{depth - 1}" if depth else "a"}
+            assert client.post("/v1/sequences", json={"sequences": [parent]}).is_success
+            fill_rows = rows(np.random.default_rng(depth), PAGE_SIZE)
+            for layer in range(2):
+                append(client, layer, f"f{depth}", fill_rows, fill_rows)
+        wait_for(lambda: pool_shown(driver).get("sequences") == 10, "a deep tree")
+        driver.execute_script("return new Promise(requestAnimationFrame)")
+        assert driver.execute_script(tops) == before
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+    finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_pointer_has_its_readout_beside_it(
+    driver: Chrome, service: Service, client: httpx.Client
+) -> None:
+    fill(client, "a", 3)
+    open_live(driver, service)
+    wait_for(lambda: pool_shown(driver).get("referenced") == 3, "the pages")
+    wait_for(lambda: "squares a row" in text(driver, "map-read"), "the map")
+    place = driver.execute_script(
+        "const box = document.getElementById('map').getBoundingClientRect();"
+        "return [box.x + 58 + attnd.map.grid.side / 2, box.y + attnd.map.grid.side / 2]"
+    )
+    x, y = (round(at) for at in place)
+    chain = ActionChains(driver)
+    chain.w3c_actions.pointer_action.move_to_location(x, y)
+    chain.perform()
+    assert text(driver, "tooltip") == text(driver, "map-read") == "page 0: referenced"
+    box = driver.find_element(By.ID, "tooltip").rect
+    assert 0 < box["x"] - x < 40 and 0 < box["y"] - y < 40
+    chain = ActionChains(driver)
+    chain.w3c_actions.pointer_action.move_to_location(2, 2)
+    chain.perform()
+    assert not driver.find_element(By.ID, "tooltip").is_displayed()
+
+
+def test_a_page_that_changes_gets_a_ring_and_keeps_its_colour(
+    driver: Chrome, service: Service, client: httpx.Client
+) -> None:
+    open_live(driver, service)
+    of = colours(driver)
+    fill(client, "a", 7)
+    wait_for(lambda: pool_shown(driver).get("referenced") == 7, "its pages")
+    shown = {tuple(one) for one in driver.execute_script(PIXELS)}
+    assert shown <= {tuple(of["referenced"]), tuple(of["free"])}
 
 
 def test_a_hundred_thousand_pages_are_drawn_without_a_stutter(driver: Chrome) -> None:

@@ -14,6 +14,7 @@ from attnd.prefix import Prefix
 from attnd.reading import reads
 from attnd.results import (
     EngineInfo,
+    EnginePages,
     Health,
     Info,
     Int32,
@@ -298,7 +299,8 @@ def engines_of(reply: Reply) -> tuple[EngineInfo, ...]:
 
 
 def snapshot_of(reply: Reply) -> Snapshot:
-    known = {field.name for field in fields(Snapshot)} - {"page_states", "tree", "meta"}
+    apart = {"page_states", "tree", "engines", "meta"}
+    known = {field.name for field in fields(Snapshot)} - apart
     columns = [field.name for field in fields(SnapshotTree) if field.name != "namespaces"]
     told, arrays = reply.fields, reply.tensors
     tree = {name: arrays[f"tree_{name}"] for name in columns}
@@ -306,6 +308,7 @@ def snapshot_of(reply: Reply) -> Snapshot:
         **{name: told[name] for name in known},
         page_states=arrays["page_states"],
         tree=SnapshotTree(tuple(told["namespaces"]), **tree),
+        engines=tuple(EnginePages(**one) for one in told.get("engines", ())),
         meta=reply.meta,
     )
 

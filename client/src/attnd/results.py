@@ -232,12 +232,24 @@ class SnapshotTree:
     states: UInt8
 
 
+@dataclass(frozen=True, slots=True)
+class EnginePages:
+    """Pages of one engine in a cluster's snapshot."""
+
+    name: str
+    total: int
+    referenced: int
+    pinned: int
+    cached: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
     """The whole pool at one moment, all namespaces together.
 
     `page_states` has every `page_step`-th page: 0 free, 1 referenced, 2 pinned, 3 cached. `evicted`
-    counts pages since the start.
+    counts pages since the start. `engines` is empty without a cluster; else each engine has
+    ceil(total / page_step) of the `page_states`, in this order.
     """
 
     free: int
@@ -252,6 +264,7 @@ class Snapshot:
     page_step: int
     page_states: UInt8
     tree: SnapshotTree
+    engines: tuple[EnginePages, ...] = ()
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 

@@ -1,6 +1,6 @@
-// What was counted in the last five minutes, second by second: areas on top of each other.
+// Stacked areas of the last five minutes' counts, one row a second.
 
-import { begin, colour, due, emptyNote, swatch, ticks } from "./canvas.js";
+import { Drawing, begin, colour, emptyNote, swatch, ticks } from "./canvas.js";
 import { digits } from "./format.js";
 
 const SPAN_S = 300;
@@ -8,7 +8,7 @@ const LEFT = 62;
 const BOTTOM = 18;
 const TOP = 6;
 
-/** Rows of numbers by column, kept for as long as they are shown. */
+/** Rows of numbers by column, kept for five minutes. */
 export class Rows {
   constructor() {
     this.columns = [];
@@ -17,7 +17,7 @@ export class Rows {
   }
 
   add({ first, rows }) {
-    if (first !== this.next) this.rows = []; // some are missing, or the service has begun anew
+    if (first !== this.next) this.rows = []; // rows are missing, or the service has restarted
     this.rows.push(...rows);
     this.rows.splice(0, this.rows.length - SPAN_S - 1);
     this.next = first + rows.length;
@@ -31,29 +31,21 @@ export class Rows {
     return this.rows[this.rows.length - 1];
   }
 
-  /** A column's sum over all rows: of rates a second, what was counted. */
+  /** A column's sum over all rows: the count, for a column of rates a second. */
   sum(name) {
     const at = this.index(name);
     return this.rows.reduce((sum, row) => sum + (row[at] ?? 0), 0);
   }
 }
 
-/** One chart. `series` are [column, words]; `value(row, column)` is what is drawn, `unit(number)` its
- * words; `steps` makes the ticks of the axis. */
-export class Chart {
-  constructor(canvas, legend, read, rows, { series, value, unit, empty, steps = ticks, least = 1 }) {
-    Object.assign(this, { canvas, read, rows, series, unit, empty, steps, least });
+/** One chart. `series` are [column, label]; `value(row, column)` is drawn, `unit(number)` formats it; `steps`
+ * makes the ticks of the axis. The cursor counts seconds before the last row. */
+export class Chart extends Drawing {
+  constructor(canvas, legend, output, rows, { series, value, unit, empty, steps = ticks, least = 1 }) {
+    super(canvas, output);
+    Object.assign(this, { rows, series, unit, empty, steps, least });
     this.value = value ?? ((row, name) => row[rows.index(name)]);
-    this.cursor = -1; // seconds before the last row
     if (legend) legend.append(...series.map(([name, words]) => swatch(name, words)));
-    canvas.addEventListener("pointermove", (event) => this.point(this.secondAt(event)));
-    canvas.addEventListener("pointerleave", () => this.point(-1));
-    canvas.addEventListener("blur", () => this.point(-1));
-    canvas.addEventListener("keydown", (event) => this.press(event));
-  }
-
-  themeChanged() {
-    due(this);
   }
 
   draw() {
@@ -74,7 +66,7 @@ export class Chart {
     }
   }
 
-  /** The row's numbers, each on top of those before it; begins with 0. */
+  /** Running sums of the row's series, from 0. */
   stack(row) {
     const found = [0];
     for (const [name] of this.series) found.push(found[found.length - 1] + this.value(row, name));
@@ -106,7 +98,7 @@ export class Chart {
       context.textAlign = "right";
       context.fillText(mark ? this.unit(mark) : "0", box.left - 7, y);
     }
-    for (let minutes = 0; minutes <= 5; minutes++) {
+    for (let minutes = 0; minutes <= 5; minutes += box.width < 260 ? 2 : 1) {
       const x = box.left + box.width * (1 - minutes / 5);
       line(context, x, box.top + box.height, x, box.top + box.height + 4, colour("line"));
       context.textAlign = minutes ? "center" : "right";
@@ -115,7 +107,7 @@ export class Chart {
     context.textAlign = "left";
   }
 
-  secondAt(event) {
+  indexAt(event) {
     if (!this.box) return -1;
     const share = (event.offsetX - this.box.left) / this.box.width;
     const second = Math.round((1 - share) * SPAN_S);
@@ -135,23 +127,21 @@ export class Chart {
     this.point(Math.min(Math.max(second, 0), last));
   }
 
-  point(second) {
-    this.cursor = second;
-    this.tell();
-    due(this);
+  anchor() {
+    const { left, top, width } = this.box;
+    return [left + width * (1 - this.cursor / SPAN_S), top];
   }
 
-  /** In words: the second under the cursor, or the last one. */
-  tell() {
+  describe() {
     const rows = this.rows.rows;
     const row = rows[rows.length - 1 - Math.max(this.cursor, 0)];
-    if (!row) return;
+    if (!row) return "";
     const when = this.cursor > 0 ? `${this.cursor} s ago: ` : "";
     const values = this.series.map(([name, words]) => [this.value(row, name), words]);
     const shown = this.cursor < 0 ? [] : values.filter(([value]) => value > 0);
     const sum = values.reduce((found, [value]) => found + value, 0);
     const parts = shown.length > 1 ? `: ${shown.map(([value, words]) => `${words} ${this.unit(value)}`).join(", ")}` : "";
-    this.read.textContent = `${when}${this.unit(sum)}${parts}`;
+    return `${when}${this.unit(sum)}${parts}`;
   }
 }
 

@@ -1,4 +1,4 @@
-// The live page: what the stream tells goes to tiles and drawings.
+// The live page: shows the events of the stream in tiles and drawings.
 
 import { byteTicks, due, frames, themeChanged } from "./canvas.js";
 import { Chart, Rows, plain } from "./chart.js";
@@ -9,7 +9,7 @@ import { Icicle } from "./tree.js";
 
 const KEY = "attnd-key";
 const THEME = "attnd-theme";
-const BUSY_S = 2; // a snapshot that is older than this was not to be had
+const BUSY_S = 2; // the engine is busy if the last snapshot is older than this
 const REASONS = {
   out_of_pages: "out of pages",
   overloaded: "queue full",
@@ -69,34 +69,32 @@ const charts = [
 ];
 const drawings = [map, tree, ...charts];
 
-// What the stream tells.
+// Handlers of the stream's events, by name.
 
-const parts = {
-  service(told) {
-    rows.columns = told.columns;
+const handlers = {
+  service(info) {
+    rows.columns = info.columns;
     const sizes = { fp32: 4, fp16: 2, bf16: 2 };
-    const page = 2 * told.num_kv_heads * told.head_dim * (sizes[told.dtype] ?? 1) * told.page_size * told.num_layers;
-    const shape = `${plural(told.num_layers, "layer")} × ${plural(told.num_kv_heads, "KV head")} × ${told.head_dim}, ${told.dtype}`;
-    const facts = [`${told.backend} on ${told.device}`, shape, `pages of ${plural(told.page_size, "token")}, ${bytes(page)}`];
-    write("service", `${facts.join(" · ")} · ${told.version}`);
+    const page = 2 * info.num_kv_heads * info.head_dim * (sizes[info.dtype] ?? 1) * info.page_size * info.num_layers;
+    const shape = `${plural(info.num_layers, "layer")} × ${plural(info.num_kv_heads, "KV head")} × ${info.head_dim}, ${info.dtype}`;
+    const facts = [`${info.backend} on ${info.device}`, shape, `pages of ${plural(info.page_size, "token")}, ${bytes(page)}`];
+    write("service", `${facts.join(" · ")} · ${info.version}`);
   },
   pool(pool) {
-    const used = pool.total - pool.free;
-    write("used", share(used, pool.total));
-    write("used-of", `${exact(used)} of ${exact(pool.total)} pages`);
+    write("used", share(pool.referenced, pool.total));
+    write("used-of", `${exact(pool.referenced)} of ${exact(pool.total)} pages referenced, ${exact(pool.cached)} cached`);
     for (const one of byId("split").children) one.style.flexGrow = pool[one.className];
     write("sequences", exact(pool.sequences));
     write("sequences-more", `${plural(pool.nodes, "node")}, ${plural(pool.leases, "lease")}`);
-    map.setCounts(pool);
+    map.setPool(pool);
     tree.setPool(pool);
     document.body.dataset.pool = JSON.stringify(pool);
   },
   pages(pages) {
     map.set(pages);
-    map.tell();
   },
-  tree(told) {
-    tree.set(told);
+  tree(parts) {
+    tree.set(parts);
   },
   load(load) {
     write("waiting", exact(load.waiting ?? 0));
@@ -114,15 +112,15 @@ const parts = {
     byId("latency-title").title = `over ${digits(seconds)} s`;
     document.body.dataset.totals = JSON.stringify(totals);
   },
-  rows(told) {
-    rows.add(told);
+  rows(added) {
+    rows.add(added);
     const row = rows.last;
     const of = (name) => row[rows.index(name)] ?? 0;
     write("operations", `${plain(of("attention") + of("other") + of("failed"))}/s`);
     write("operations-more", `${plain(of("attention"))}/s attention`);
     write("tokens", `${count(of("tokens"))}/s`);
     for (const one of charts) {
-      one.tell();
+      one.refresh();
       due(one);
     }
   },
@@ -158,10 +156,10 @@ function fillStages(latency) {
 // The connection.
 
 let isPaused = false;
-const stream = new Stream("live/stream", (name, value) => parts[name]?.(value), showConnection);
+const stream = new Stream("live/stream", (name, value) => handlers[name]?.(value), showConnection);
 
 function showState(state, age = 0) {
-  const words = { live: "live", busy: `busy: seen ${digits(age)} s ago`, paused: "paused", lost: "connection lost", key: "needs a key" };
+  const words = { live: "live", busy: `busy: last seen ${digits(age)} s ago`, paused: "paused", lost: "connection lost", key: "needs a key" };
   byId("state").dataset.state = state;
   write("state", words[state]);
 }
@@ -180,7 +178,7 @@ function showConnection(state, text) {
 
 // Buttons and keys.
 
-/** Nothing is sent to a page that is paused or not seen; what it misses comes when it goes on. */
+/** Stops the stream while the page is paused or hidden; the service sends what is missing on resume. */
 function follow() {
   if (isPaused || document.hidden) stream.stop();
   else stream.start();
@@ -189,7 +187,7 @@ function follow() {
 function pause() {
   isPaused = !isPaused;
   byId("pause").setAttribute("aria-pressed", isPaused);
-  write("pause", isPaused ? "Go on" : "Pause");
+  write("pause", isPaused ? "Resume" : "Pause");
   follow();
   if (isPaused) {
     byId("trouble").hidden = true;
@@ -224,7 +222,7 @@ function toggle(button, part) {
 
 function askForKey(why = "") {
   if (byId("key-form").hidden) toggle(byId("key"), byId("key-form"));
-  write("key-why", why || "It stays in this tab only.");
+  write("key-why", why || "Kept in this tab only.");
   byId("key-input").focus();
 }
 

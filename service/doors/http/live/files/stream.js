@@ -1,18 +1,18 @@
-// The stream of events, held open: read with fetch, so that a key can be shown, and begun again when it ends.
+// The stream of events: read with fetch, because an EventSource sends no key, and reconnected when it ends.
 
-const SILENCE_MS = 5000; // something comes every quarter second
+const SILENCE_MS = 5000; // an event or a keep-alive comes every quarter second
 const LEAST_WAIT_MS = 500;
 const MOST_WAIT_MS = 5000;
 
 /** Calls `part(name, value)` for every event and `state(name, text)` as the connection changes:
- * "live"; "lost" (it is tried again); "key" (it waits for one, see `use`). */
+ * "live"; "lost" (it retries); "key" (it waits for `use`). */
 export class Stream {
   constructor(url, part, state) {
     this.url = url;
     this.part = part;
     this.state = state;
     this.key = "";
-    this.number = 0; // of the attempts, so that an old one knows that it is over
+    this.number = 0; // of the current attempt; an older attempt ends
     this.control = new AbortController();
   }
 
@@ -34,19 +34,19 @@ export class Stream {
   async run(number) {
     let wait = LEAST_WAIT_MS;
     while (number === this.number) {
-      const told = await this.once(number, () => (wait = LEAST_WAIT_MS));
+      const ended = await this.once(number, () => (wait = LEAST_WAIT_MS));
       if (number !== this.number) return;
-      if (told.needsKey) {
-        this.state("key", told.text);
+      if (ended.needsKey) {
+        this.state("key", ended.text);
         return;
       }
-      this.state("lost", `${told.text} Trying again in ${wait / 1000} s.`);
+      this.state("lost", `${ended.text} Trying again in ${wait / 1000} s.`);
       await new Promise((done) => setTimeout(done, wait));
       wait = Math.min(2 * wait, MOST_WAIT_MS);
     }
   }
 
-  /** One connection, to its end; why it ended. */
+  /** Reads one connection to its end; returns why it ended. */
   async once(number, begun) {
     const control = (this.control = new AbortController());
     let timer = 0;
@@ -70,13 +70,13 @@ export class Stream {
         text = this.take(text + value, number);
       }
     } catch {
-      return { text: "The service does not answer." };
+      return { text: "The service does not respond." };
     } finally {
       clearTimeout(timer);
     }
   }
 
-  /** Hand on the events that are whole; what is left of the text. */
+  /** Hands on complete events; returns the rest of the text. */
   take(text, number) {
     const events = text.split("\n\n");
     const rest = events.pop();
@@ -93,6 +93,6 @@ export class Stream {
 
 async function refusal(response) {
   const problem = await response.json().catch(() => ({}));
-  const text = problem.detail ?? `The service answered ${response.status}.`;
+  const text = problem.detail ?? `The service replied with status ${response.status}.`;
   return { text, needsKey: response.status === 401 || response.status === 403 };
 }

@@ -1,36 +1,29 @@
-// The prefix tree as an icicle: a part is as wide as the pages at and below it; what its children leave
-// uncovered are its own. Its colour is its last use, its label the sequences that share it.
+// The prefix tree as an icicle: a part is as wide as the pages at and below it, so pages not covered by
+// children are its own. Its colour says how many sequences share it.
 
-import { begin, colour, due, emptyNote, mix, rgb, setHeight } from "./canvas.js";
+import { Drawing, begin, colour, due, emptyNote, mix, rgb, setHeight, swatch } from "./canvas.js";
 import { age, count, exact, plural } from "./format.js";
 import { STATES } from "./map.js";
 
 const AXIS = 18;
-const ROW = 25;
-const MOST_LEVELS = 9;
-const AGES = [1, 10, 60, 600, 3600]; // seconds, one for each colour
-const AGE_WORDS = ["now", "10 s", "1 min", "10 min", "1 h"];
+const ROW = 22;
+const LEVELS = 7; // drawn; the panel keeps this height whatever the tree is
+const TOOLTIP_RISE = 6; // so that the tooltip touches its box
+const CACHED = 3;
+const PINNED = 2;
+const SHARED = [1, 2, 4, 16, 64]; // sequences, one for each colour
 
-export class Icicle {
-  constructor(canvas, legend, read) {
-    this.canvas = canvas;
-    this.read = read;
+export class Icicle extends Drawing {
+  constructor(canvas, legend, output) {
+    super(canvas, output);
     this.parts = [];
     this.boxes = [];
-    this.cursor = -1;
     this.total = 0;
-    this.levels = 4; // rows that there is room for: it grows and does not shrink, so that nothing jumps
     this.scale = document.createElement("canvas");
-    this.note = document.createElement("span");
     const words = document.createElement("span");
-    words.append("last use: now ", this.scale, " 1 h ago and more");
-    const label = document.createElement("span");
-    label.textContent = "×n: sequences that share it";
-    legend.append(words, label, this.note);
-    canvas.addEventListener("pointermove", (event) => this.point(this.partAt(event)));
-    canvas.addEventListener("pointerleave", () => this.point(-1));
-    canvas.addEventListener("blur", () => this.point(-1));
-    canvas.addEventListener("keydown", (event) => this.press(event));
+    words.append("shared by 1 ", this.scale, ` ${SHARED[SHARED.length - 1]} or more sequences`);
+    legend.append(words, swatch("cached", "cached, no sequence"), swatch("pinned", "pinned"));
+    setHeight(canvas, LEVELS * ROW + AXIS);
   }
 
   set(tree) {
@@ -48,18 +41,18 @@ export class Icicle {
       if (part.parent >= 0) this.parts[part.parent].children.push(at);
     }
     if (this.cursor >= this.parts.length) this.cursor = -1;
-    this.tell();
+    this.layout();
+    this.refresh();
     due(this);
   }
 
-  /** What the whole is measured by: pages in use. */
   setPool(pool) {
     this.used = pool.total - pool.free;
     this.nodes = pool.nodes;
   }
 
   themeChanged() {
-    this.ages = null;
+    this.ramp = null;
     due(this);
   }
 
@@ -69,13 +62,13 @@ export class Icicle {
     this.total = roots.reduce((sum, at) => sum + this.parts[at].total, 0);
     this.boxes = [];
     let row = roots;
-    let begins = new Map();
+    const begins = new Map();
     let x = 0;
     for (const at of roots) {
       begins.set(at, x);
       x += this.parts[at].total;
     }
-    for (let depth = 0; row.length; depth++) {
+    for (let depth = 0; row.length && depth < LEVELS; depth++) {
       const next = [];
       for (const at of row) {
         const part = this.parts[at];
@@ -87,37 +80,28 @@ export class Icicle {
           next.push(child);
         }
         const folded = begins.get(at) + part.total - part.pages - from;
-        if (folded > 0) this.boxes.push({ at: -1, depth: depth + 1, x: from, width: folded });
+        if (folded > 0 && depth + 1 < LEVELS) this.boxes.push({ at: -1, depth: depth + 1, x: from, width: folded });
       }
       row = next;
     }
+    this.hasDeeper = row.length > 0;
   }
 
   draw() {
     this.drawScale();
-    this.layout();
-    const deepest = this.boxes.reduce((most, box) => Math.max(most, box.depth), 0);
-    this.levels = Math.min(Math.max(this.levels, deepest + 1), MOST_LEVELS);
-    setHeight(this.canvas, this.levels * ROW + AXIS);
     const { context, width, height } = begin(this.canvas);
-    const used = this.used ?? 0;
-    const beyond = used - this.total;
-    this.note.textContent =
-      this.total && beyond > 0.005 * used ? `${exact(this.total)} of ${exact(used)} pages in use are in the parts shown` : "";
     if (!this.total) {
       emptyNote(context, "no pages in use", 0, 0, width, height);
       return;
     }
-    this.wide = width / this.total;
-    for (const box of this.boxes) {
-      if (box.depth < this.levels) this.drawBox(context, box);
-    }
+    this.pixelsPerPage = width / this.total;
+    for (const box of this.boxes) this.drawBox(context, box);
     this.drawAxis(context, width, height);
   }
 
   drawBox(context, { at, depth, x, width }) {
-    const [left, top] = [x * this.wide, depth * ROW];
-    const [w, h] = [Math.max(width * this.wide - 1, 0.6), ROW - 1];
+    const [left, top] = [x * this.pixelsPerPage, depth * ROW];
+    const [w, h] = [Math.max(width * this.pixelsPerPage - 1, 0.6), ROW - 1];
     if (at < 0) {
       context.fillStyle = colour("free");
       context.fillRect(left, top, w, h);
@@ -125,20 +109,23 @@ export class Icicle {
       return;
     }
     const part = this.parts[at];
-    const fill = part.parent < 0 ? rgb(colour("free")) : this.ageColour(part.idle);
+    const fill = this.fillOf(part);
     context.fillStyle = `rgb(${fill.join(" ")})`;
     context.fillRect(left, top, w, h);
-    if (part.state > 1) {
-      context.fillStyle = colour(STATES[part.state]); // cached or pinned: a line beneath
-      context.fillRect(left, top + h - 3, w, 3);
-    }
     if (at === this.cursor) {
       context.strokeStyle = colour("text");
       context.lineWidth = 2;
       context.strokeRect(left + 1, top + 1, Math.max(w - 2, 1), h - 2);
     }
-    const bright = fill[0] * 0.299 + fill[1] * 0.587 + fill[2] * 0.114;
-    this.label(context, this.labelOf(part, w), left, top, w, h, bright > 140 ? "#10161d" : "#ffffff");
+    const brightness = fill[0] * 0.299 + fill[1] * 0.587 + fill[2] * 0.114;
+    this.label(context, this.labelOf(part, w), left, top, w, h, brightness > 140 ? "#10161d" : "#ffffff");
+  }
+
+  fillOf(part) {
+    if (part.parent < 0) return rgb(colour("free"));
+    if (part.state === PINNED) return rgb(colour("pinned"));
+    if (part.state === CACHED) return rgb(colour("cached"));
+    return this.shareColour(part.sequences);
   }
 
   labelOf(part, width) {
@@ -157,13 +144,14 @@ export class Icicle {
   /** Pages from 0 on, below the boxes. */
   drawAxis(context, width, height) {
     const most = this.total;
-    const step = 10 ** Math.floor(Math.log10(most / 4 || 1));
-    const each = [1, 2, 5, 10].map((one) => one * step).find((one) => most / one <= 8) ?? most;
+    const labels = Math.max(2, Math.floor(width / 130));
+    const step = 10 ** Math.floor(Math.log10(most / labels || 1));
+    const each = [1, 2, 5, 10].map((one) => one * step).find((one) => most / one <= labels) ?? most;
     context.fillStyle = colour("muted");
     context.strokeStyle = colour("line");
     context.lineWidth = 1;
     for (let pages = 0; pages <= most; pages += Math.max(1, each)) {
-      const x = pages * this.wide;
+      const x = pages * this.pixelsPerPage;
       context.beginPath();
       context.moveTo(x + 0.5, height - AXIS + 1);
       context.lineTo(x + 0.5, height - AXIS + 5);
@@ -174,75 +162,71 @@ export class Icicle {
     }
   }
 
-  ageColour(seconds) {
-    const stops = (this.ages ??= AGES.map((_, at) => rgb(colour(`age-${at}`))));
-    if (seconds <= AGES[0]) return stops[0];
-    const upper = AGES.findIndex((one) => seconds < one);
-    if (upper < 0) return stops[AGES.length - 1];
-    const [low, high] = [Math.log(AGES[upper - 1]), Math.log(AGES[upper])];
-    return mix(stops[upper - 1], stops[upper], (Math.log(seconds) - low) / (high - low));
+  shareColour(sequences) {
+    const stops = (this.ramp ??= SHARED.map((_, at) => rgb(colour(`shared-${at}`))));
+    const upper = SHARED.findIndex((one) => sequences < one);
+    if (upper < 0) return stops[SHARED.length - 1];
+    if (upper === 0) return stops[0];
+    const [low, high] = [Math.log(SHARED[upper - 1]), Math.log(SHARED[upper])];
+    return mix(stops[upper - 1], stops[upper], (Math.log(sequences) - low) / (high - low));
   }
 
   drawScale() {
     const { context, width, height } = begin(this.scale);
     for (let x = 0; x < width; x++) {
-      const seconds = AGES[0] * (AGES[AGES.length - 1] / AGES[0]) ** (x / width);
-      context.fillStyle = `rgb(${this.ageColour(seconds).join(" ")})`;
+      const sequences = SHARED[SHARED.length - 1] ** (x / width);
+      context.fillStyle = `rgb(${this.shareColour(sequences).join(" ")})`;
       context.fillRect(x, 0, 1, height);
     }
-    this.scale.title = AGE_WORDS.join(", ");
   }
 
-  partAt(event) {
+  indexAt(event) {
     const depth = Math.floor(event.offsetY / ROW);
-    const x = event.offsetX / this.wide;
+    const x = event.offsetX / this.pixelsPerPage;
     const box = this.boxes.find((one) => one.depth === depth && one.x <= x && x < one.x + one.width);
     return box ? box.at : -1;
   }
 
+  anchor() {
+    const box = this.boxes.find((one) => one.at === this.cursor);
+    return box ? [box.x * this.pixelsPerPage, (box.depth + 1) * ROW - TOOLTIP_RISE] : [0, 0];
+  }
+
   press(event) {
-    if (!this.parts.length) return;
+    if (!this.boxes.length) return;
     const part = this.parts[this.cursor];
+    const drawn = this.boxes.filter((one) => one.at >= 0);
     const beside = (by) => {
-      const kin = this.boxes.filter((one) => one.at >= 0 && one.depth === this.depthOf(this.cursor)).map((one) => one.at);
-      return kin[Math.min(Math.max(kin.indexOf(this.cursor) + by, 0), kin.length - 1)];
+      const depth = drawn.find((one) => one.at === this.cursor)?.depth;
+      const row = drawn.filter((one) => one.depth === depth).map((one) => one.at);
+      return row[Math.min(Math.max(row.indexOf(this.cursor) + by, 0), row.length - 1)];
     };
+    const below = () => part.children.find((at) => drawn.some((one) => one.at === at)) ?? this.cursor;
     const moves = {
       ArrowLeft: () => beside(-1),
       ArrowRight: () => beside(1),
       ArrowUp: () => (part.parent >= 0 ? part.parent : this.cursor),
-      ArrowDown: () => part.children[0] ?? this.cursor,
-      Home: () => 0,
-      End: () => this.parts.length - 1,
+      ArrowDown: below,
+      Home: () => drawn[0].at,
+      End: () => drawn[drawn.length - 1].at,
       Escape: () => -1,
     };
     if (!(event.key in moves)) return;
     event.preventDefault();
-    this.point(part || event.key === "End" || event.key === "Escape" ? moves[event.key]() : 0);
+    this.point(part || event.key === "End" || event.key === "Escape" ? moves[event.key]() : drawn[0].at);
   }
 
-  depthOf(at) {
-    let depth = 0;
-    for (let part = this.parts[at]; part && part.parent >= 0; part = this.parts[part.parent]) depth += 1;
-    return depth;
-  }
-
-  point(at) {
-    this.cursor = at;
-    this.tell();
-    due(this);
-  }
-
-  /** In words: the part under the cursor, or what the tree is. */
-  tell() {
+  describe() {
     const part = this.parts[this.cursor];
     if (!part) {
-      this.read.textContent = this.nodes === undefined ? "" : plural(this.nodes, "node");
-      return;
+      if (this.nodes === undefined) return "";
+      const isPartial = this.used - this.total > 0.005 * this.used;
+      const shown = isPartial ? ` · ${exact(this.total)} of ${exact(this.used)} pages shown` : "";
+      return `${plural(this.nodes, "node")}${shown}${this.hasDeeper ? ` · first ${LEVELS} levels` : ""}`;
     }
     const what = part.parent < 0 ? `namespace ${part.name}` : part.children.length || part.sequences !== 1 ? "prefix" : "one sequence";
-    const own = part.total === part.pages ? plural(part.total, "page") : `${plural(part.pages, "page")} of its own, ${exact(part.total)} with what is below`;
+    const own = part.total === part.pages ? plural(part.total, "page") : `${plural(part.pages, "own page")}, ${exact(part.total)} with children`;
     const state = part.state > 1 ? `, ${STATES[part.state]}` : "";
-    this.read.textContent = `${what}: ${own}, shared by ${plural(part.sequences, "sequence")}, used ${age(part.idle)}${state}`;
+    return `${what}: ${own}, shared by ${plural(part.sequences, "sequence")}, used ${age(part.idle)}${state}`;
   }
 }
