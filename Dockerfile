@@ -4,8 +4,9 @@
 # It listens on all of the container's addresses, so it wants to know who may call: run it with
 # ATTND_AUTH__KEYS_FILE, or with ATTND_AUTH__OPEN=true where the network keeps others out.
 # With the gRPC door: EXTRA=cpu,grpc, EXTRA=cuda,grpc.
+# Every package has the version and the hash that deploy/locked/ names (`make lock` writes them).
 
-ARG BASE=python:3.12-slim
+ARG BASE=python:3.11-slim
 
 FROM ${BASE} AS build
 ARG EXTRA=cpu
@@ -13,13 +14,17 @@ ARG EXTRA=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN python -m venv /opt/attnd
 WORKDIR /src
-# the dependencies first: a layer that changes only with these two files
-COPY pyproject.toml constraints.txt ./
-RUN touch README.md LICENSE \
- && /opt/attnd/bin/pip install --no-cache-dir -c constraints.txt \
-      ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} ".[$EXTRA]"
+# the dependencies first: a layer that changes only with the locked versions
+COPY deploy/locked deploy/locked
+RUN set -- && for name in base $(echo "$EXTRA" | tr , ' '); do \
+      [ "$name" = cpu ] || set -- "$@" -r "deploy/locked/$name.txt"; done \
+ && /opt/attnd/bin/pip install --no-cache-dir --no-deps --require-hashes \
+      ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$@" \
+ && /opt/attnd/bin/python -c "import torch"
 COPY . .
-RUN /opt/attnd/bin/pip install --no-cache-dir --no-deps --force-reinstall .
+RUN /opt/attnd/bin/pip install --no-cache-dir --no-deps --no-build-isolation . \
+ && ln -s "$(/opt/attnd/bin/python -c 'from attnd_service.service.launch import HOME; print(HOME)')" \
+      /opt/attnd/packages
 
 FROM ${BASE}
 ARG EXTRA=cpu
@@ -36,14 +41,15 @@ ENV HOME=/home/attnd \
     CUPY_CACHE_DIR=/home/attnd/.cache/cupy \
     ATTND_SERVER__HOST=0.0.0.0 \
     ATTND_LOG__FORMAT=json
-USER attnd
+# a number: Kubernetes cannot tell of a name whether it is root (runAsNonRoot)
+USER 10001:10001
 WORKDIR /home/attnd
 # compiled kernels live in ~/.cache; in the CUDA variant the common ones are there from the start
 RUN mkdir -p /home/attnd/.cache \
- && case "$EXTRA" in cuda*) python -m kernels compile --arch "$CUDA_ARCHS" ;; esac
+ && case "$EXTRA" in cuda*) attnd compile --arch "$CUDA_ARCHS" ;; esac
 VOLUME /home/attnd/.cache
 EXPOSE 8080
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=2m --retries=3 CMD ["python", "-c", \
   "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/health/ready', timeout=2)"]
-ENTRYPOINT ["python", "-m", "service"]
+ENTRYPOINT ["attnd", "serve"]

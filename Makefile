@@ -1,22 +1,31 @@
 # `make run` and `make test` set up .venv by themselves; a second run finds it done.
-# PYTHON=python3.12 chooses the interpreter, EXTRA=cpu|cuda|cuda12 what `make run` installs,
+# PYTHON=python3.12 chooses the interpreter, EXTRA=cpu|cuda|cuda12 what `make run` installs, and
+# with a comma what else (EXTRA=cpu,grpc; of grpc, zmq, otel, ray),
 # ARGS="--pool.num-pages 4096" goes to the service or to pytest.
 
+COMMA := ,
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
+# Of pip's hundred lines the large downloads are shown, and the last ones when it fails.
+LARGE := s/^ *Downloading \([^ ]*\).*(\([0-9.]* [MG]B\)).*/  downloading \1, \2/p
+define INSTALL
+@{ $(PIP) $(1) 2>&1; echo $$? >$(VENV)/.status; } | tee $(VENV)/install.log | sed -n '$(LARGE)'
+@[ "$$(cat $(VENV)/.status)" = 0 ] || \
+  { tail -n 20 $(VENV)/install.log; echo "pip failed: $(VENV)/install.log has all it said"; exit 1; } >&2
+endef
 
 # Major version of CUDA that the driver runs; empty without a GPU.
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9][0-9]*\).*/\1/p')
 EXTRA ?= $(if $(CUDA),$(if $(filter 12,$(CUDA)),cuda12,cuda),cpu)
 # Without a GPU the tests still plan and lay out launches, for which CuPy needs no driver.
-TEST_EXTRAS := $(if $(filter cpu,$(EXTRA)),dev-cpu,$(EXTRA)),dev,examples
+TEST_EXTRAS := $(EXTRA)$(if $(findstring cuda,$(EXTRA)),,$(COMMA)dev-cpu),dev,examples
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run run-cluster test lint types arrows check bench clean
+.PHONY: help setup run run-cluster test lint types arrows check bench lock clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -26,14 +35,14 @@ $(BIN)/python:
 	  { echo "attnd needs Python 3.11 or later: make PYTHON=python3.11 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.run-$(EXTRA): pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.run-$(EXTRA): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "setting up $(VENV) for make run: some minutes, this once"
-	@$(INSTALL) -e '.[$(EXTRA)]'
+	$(call INSTALL,-e '.[$(EXTRA)]')
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt client/pyproject.toml | $(BIN)/python
+$(VENV)/.dev: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "setting up $(VENV) for make test: some minutes, this once"
-	@$(INSTALL) -e '.[$(TEST_EXTRAS)]' -e client
+	$(call INSTALL,-e '.[$(TEST_EXTRAS)]')
 	@touch $@
 
 setup: $(VENV)/.dev  ## Set up everything the tests need
@@ -41,9 +50,9 @@ setup: $(VENV)/.dev  ## Set up everything the tests need
 run: $(VENV)/.run-$(EXTRA)  ## Serve on 127.0.0.1:8080
 	@exec $(BIN)/python -m service $(ARGS)
 
-$(VENV)/.ray-$(EXTRA): pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.ray-$(EXTRA): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	@echo "setting up $(VENV) for make run-cluster: some minutes, this once"
-	@$(INSTALL) -e '.[$(EXTRA),ray]'
+	$(call INSTALL,-e '.[$(EXTRA)$(COMMA)ray]')
 	@touch $@
 
 run-cluster: $(VENV)/.ray-$(EXTRA)  ## Serve two CPU engines as one, on Ray
@@ -72,6 +81,10 @@ bench: $(VENV)/.dev  ## Measure core, CPU cascade and service; tables go to the 
 	$(BIN)/python -m bench.service
 	$(BIN)/python -m bench.fairness
 	$(BIN)/python -m bench.readme
+
+lock: $(BIN)/python  ## Write deploy/locked: the image's packages with their hashes
+	$(call INSTALL,uv)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python deploy/lock.py $(ARGS)
 
 clean:  ## Remove .venv and every cache
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info client/*.egg-info

@@ -218,14 +218,15 @@ def instructions() -> list[tuple[str, str]]:
 def test_the_image_is_slim_staged_unprivileged_and_stops_on_sigterm() -> None:
     found = instructions()
     bases = [rest for name, rest in found if name == "FROM"]
-    assert ("ARG", "BASE=python:3.12-slim") in found
+    assert ("ARG", "BASE=python:3.11-slim") in found, "the Python that deploy/locked is for"
     assert bases == ["${BASE} AS build", "${BASE}"]
     last = found[max(i for i, (name, _) in enumerate(found) if name == "FROM") :]
     settings = dict(last)
-    assert settings["USER"] == "attnd"
+    uid, gid = settings["USER"].split(":")
+    assert int(uid) > 0 and int(gid) > 0, "runAsNonRoot takes numbers only"
     assert settings["STOPSIGNAL"] == "SIGTERM"
     assert settings["VOLUME"] == "/home/attnd/.cache"
-    assert json.loads(settings["ENTRYPOINT"]) == ["python", "-m", "service"]
+    assert json.loads(settings["ENTRYPOINT"]) == ["attnd", "serve"]
     after_user = [name for name, _ in last[[name for name, _ in last].index("USER") :]]
     assert "COPY" not in after_user, "what is installed belongs to root"
 
@@ -248,7 +249,7 @@ def test_one_build_argument_chooses_an_extra_that_exists() -> None:
     assert {"cpu", "cuda", "cuda12", "dev", "examples"} <= set(extras)
     assert extras["cpu"] == []
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    assert '".[$EXTRA]"' in dockerfile
+    assert "--require-hashes" in dockerfile
     for name, service in read_yaml("docker-compose.yml")["services"].items():
         if "build" in service:
             assert service["build"]["args"]["EXTRA"] in extras, name
@@ -260,7 +261,8 @@ def test_what_the_image_is_built_from_is_let_through_to_the_build() -> None:
         for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
         if line.startswith("!")
     }
-    assert let_through >= {"pyproject.toml", "constraints.txt", "service", "kernels", "config"}
+    assert let_through >= {"pyproject.toml", "setup.py", "deploy/locked", "client/src"}
+    assert let_through >= {"service", "kernels", "config"}
     for name in let_through:
         assert (ROOT / name).exists(), f"{name} is not there"
 
@@ -270,25 +272,86 @@ def test_the_cpu_set_up_pins_torch() -> None:
     assert "torch==2.13.0" in pins
 
 
-def test_make_run_shows_what_pip_does_while_it_installs(tmp_path: Path) -> None:
-    """With a Python that writes a line for pip, unless it is told to be quiet."""
-    (tmp_path / "bin").mkdir()
-    stand_in = tmp_path / "bin/python"
-    stand_in.write_text(
-        '#!/bin/sh\ncase "$*" in *pip*-q*) ;; *pip*) echo Downloading torch;; *) echo "$*";; esac\n'
-    )
+def locked(name: str) -> dict[str, tuple[str, list[str]]]:
+    """The version and the hashes of each package in a file of deploy/locked."""
+    text = (ROOT / f"deploy/locked/{name}.txt").read_text(encoding="utf-8")
+    assert "://" not in text, "a host does not belong there"
+    found = {}
+    for entry in re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", "").splitlines():
+        pin, *hashes = entry.split()
+        package, _, version = pin.partition("==")
+        found[package] = version, hashes
+    return found
+
+
+LOCKED: Final = ("base", "cuda", "cuda12", "grpc", "zmq", "otel", "ray")
+
+
+@pytest.mark.parametrize("name", LOCKED)
+def test_every_package_of_the_image_has_a_version_and_hashes(name: str) -> None:
+    entries = locked(name)
+    assert entries
+    for package, (version, hashes) in entries.items():
+        assert re.fullmatch(r"[0-9][0-9a-z.]*", version), f"{package}: {version}"
+        assert hashes, package
+        assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", one) for one in hashes), package
+
+
+def test_the_image_has_every_dependency_in_the_version_of_the_tests() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = {"base": project["dependencies"], **project["optional-dependencies"]}
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    for name in LOCKED:
+        entries = {**locked("base"), **locked(name)}
+        for requirement in wanted[name]:
+            package = re.split(r"[^\w-]", requirement)[0].replace("_", "-")
+            assert package in entries, f"{name}: {package}: run make lock"
+            version = entries[package][0]
+            assert version == pins.get(package, version), f"{package}: run make lock"
+
+
+def test_extras_of_one_image_agree_on_every_version() -> None:
+    for package in set().union(*map(locked, LOCKED)):
+        one = {file[package][0] for name in LOCKED if package in (file := locked(name))}
+        cuda = {"cuda", "cuda12"} & {name for name in LOCKED if package in locked(name)}
+        assert len(one) == 1 or cuda, f"{package}: {one}"
+
+
+def make_run(folder: Path, pip: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`make run` with a Python that runs `pip` in pip's place, and prints its other arguments."""
+    (folder / "bin").mkdir()
+    stand_in = folder / "bin/python"
+    stand_in.write_text(f'#!/bin/sh\ncase "$*" in *pip*) {pip};; *) echo "$*";; esac\n')
     stand_in.chmod(0o755)
-    done = subprocess.run(
-        ["make", "--no-print-directory", "run", f"VENV={tmp_path}", "EXTRA=cpu"],
+    return subprocess.run(
+        ["make", "--no-print-directory", "run", f"VENV={folder}", *arguments],
         cwd=ROOT,
         env={**os.environ, "ARGS": "--log.level debug"} | dict.fromkeys(OF_ANOTHER_MAKE, ""),
         capture_output=True,
         text=True,
-        check=True,
     )
-    lines = done.stdout.splitlines()
-    assert "Downloading torch" in lines, lines
-    assert lines[-1] == "-m service --log.level debug"
+
+
+def test_make_run_shows_large_downloads_and_none_of_pips_other_lines(tmp_path: Path) -> None:
+    pip = 'echo "Collecting torch"; echo "  Downloading torch-2.whl (190.1 MB)"'
+    done = make_run(tmp_path, pip, "EXTRA=cpu")
+    _, *lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert lines == ["  downloading torch-2.whl, 190.1 MB", "-m service --log.level debug"]
+
+
+def test_make_run_shows_what_pip_said_when_it_fails(tmp_path: Path) -> None:
+    done = make_run(tmp_path, 'echo "ERROR: No matching distribution"; exit 1', "EXTRA=cpu")
+    assert done.returncode != 0
+    assert "ERROR: No matching distribution" in done.stderr
+    assert "-m service" not in done.stdout
+
+
+def test_make_run_takes_several_extras(tmp_path: Path) -> None:
+    done = make_run(tmp_path, 'echo "Downloading $* (1.0 MB)"', "EXTRA=cpu,grpc")
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "install.log").read_text(encoding="utf-8")
+    assert "-e .[cpu,grpc]" in log
 
 
 def test_ci_runs_the_tests_the_linters_the_types_and_the_arrows() -> None:
