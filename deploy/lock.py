@@ -1,14 +1,14 @@
 """Write deploy/locked/: the exact packages of the image, with the hashes of their files.
 
 `make lock` runs it. base.txt is what every image has; the file of an extra has what comes on top.
-torch is the CPU build: name a folder or an index that has it, as in `ARGS="--find-links DIR"`.
+torch is the CPU build: name a folder or an index that has it, as in `ARGS="--find-links DIR"`. An
+image of another Python or processor than those below needs files locked for it.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -18,19 +18,22 @@ EXTRAS: Final = ("cuda", "cuda12", "grpc", "zmq", "otel", "ray")
 PYTHON: Final = "3.11"
 PLATFORM: Final = "x86_64-manylinux_2_28"
 HEAD: Final = "# Written by deploy/lock.py (make lock).\n"
-BUILD: Final = "+cpu"
-"""What the CPU build's version has behind it. Its hash stands beside those of the other builds, so
-that an image for another processor finds its file too."""
-
 Locked = dict[str, str]
 """The entry of each package, by `name==version`."""
 
 
-def compiled(arguments: list[str], what: str | Path, *more: str | Path) -> Locked:
+def compiled(*arguments: str) -> Locked:
     """What uv resolves."""
     command = ["uv", "pip", "compile", "--quiet", "--generate-hashes", "--no-annotate"]
     command += ["--no-header", "--no-emit-index-url", "--python-version", PYTHON]
-    command += ["--python-platform", PLATFORM, *map(str, more), *arguments, str(what)]
+    command += [
+        "--python-platform",
+        PLATFORM,
+        "-c",
+        "constraints.txt",
+        *arguments,
+        "pyproject.toml",
+    ]
     text = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
     entries = [
         f"{entry}\n" for entry in text.replace("\\\n    ", "\\ ").splitlines() if "==" in entry
@@ -38,25 +41,11 @@ def compiled(arguments: list[str], what: str | Path, *more: str | Path) -> Locke
     return {entry.split()[0]: entry.replace("\\ ", "\\\n    ") for entry in entries}
 
 
-def any_build(locked: Locked, pin: str) -> str:
-    """The entry of torch with the hashes of all builds of its version."""
-    public = pin.removesuffix(BUILD)
-    with tempfile.NamedTemporaryFile("w", suffix=".in") as wanted:
-        wanted.write(f"{public}\n")
-        wanted.flush()
-        (other,) = compiled(["--no-deps"], wanted.name).values()
-    hashes = dict.fromkeys(line for line in (locked[pin] + other).splitlines() if "--hash" in line)
-    lines = sorted(line.removesuffix("\\").rstrip() for line in hashes)
-    return " \\\n".join([public, *dict.fromkeys(lines)]) + "\n"
-
-
 def main(arguments: list[str]) -> None:
-    base = compiled(arguments, "pyproject.toml", "-c", "constraints.txt")
-    (torch,) = (pin for pin in base if pin.startswith("torch=="))
-    files = {"base": {**base, torch: any_build(base, torch)}}
+    base = compiled(*arguments)
+    files = {"base": base}
     for extra in EXTRAS:
-        given = ("-c", "constraints.txt", "--extra", extra)
-        found = compiled(arguments, "pyproject.toml", *given)
+        found = compiled("--extra", extra, *arguments)
         files[extra] = {pin: entry for pin, entry in found.items() if pin not in base}
     for name, entries in files.items():
         (LOCKED / f"{name}.txt").write_text(HEAD + "".join(entries.values()), encoding="utf-8")
