@@ -9,7 +9,7 @@ from service.core.changes import Cleared
 from service.core.commits import DEFAULT, Commits, keep_path
 from service.core.errors import UnknownPage
 from service.core.keys import Prefix
-from service.core.leases import Leases
+from service.core.leases import Held, Leases
 from service.core.matching import Match, named_path, walk
 from service.core.nodes import FOREVER, Links, Node, Retention, named
 from service.core.sequences import SequenceBooks
@@ -54,6 +54,23 @@ class PrefixCache:
         node = self._page(namespace, key, cache_salt)
         ends = self.named.keeping.now + lease_s
         self.leases.open(lease_id, named(node).root.namespace, node, ends)
+
+    def renew_lease(self, namespace: str, lease_id: str, ends: float) -> None:
+        """Let a lease of the namespace end then. Raises `UnknownLease`."""
+        self.leases.renew(lease_id, self._budget.namespaces.get(namespace), ends)
+
+    def close_lease(self, namespace: str, lease_id: str) -> None:
+        """End a lease of the namespace now. Raises `UnknownLease`."""
+        self.leases.close(lease_id, self._budget.namespaces.get(namespace))
+
+    def has_lease(self, namespace: str, lease_id: str) -> bool:
+        held = self._budget.namespaces.get(namespace)
+        return held is not None and lease_id in held.leases
+
+    def holds(self, namespace: str, most: int) -> list[Held]:
+        """A namespace's hard pins and leases, at most `most` of them."""
+        held = self._budget.namespaces.get(namespace)
+        return [] if held is None else self.leases.of(held, most)
 
     def chain(self, namespace: str, key: bytes, cache_salt: str) -> Prefix:
         """The keys of a page and of all before it. Raises `UnknownPage`."""

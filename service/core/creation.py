@@ -68,6 +68,9 @@ def _fork(books: SequenceBooks, made: dict[str, Start], spec: NewSpec, page_size
         raise InvalidRequest("shard", spec.id, "a fork has the shard of its parent: leave it out")
     length = longest if spec.length is None else spec.length
     if not shard.is_whole and spec.length is not None:
+        if not 0 <= spec.length <= whole_length:
+            rule = f"0 to {whole_length}, the length of the parent's whole sequence"
+            raise InvalidRequest("length", spec.length, rule)
         length, whole_length = shard.held(spec.length, page_size), spec.length
     if not 0 <= length <= longest:
         raise InvalidRequest("length", spec.length, f"0 to {longest}, the parent's length")

@@ -11,7 +11,6 @@ import numpy as np
 from service.core.allocator import PageAllocator
 from service.core.budget import Budget
 from service.core.errors import IntegrityError
-from service.core.leases import Leases
 from service.core.named_integrity import check_counts, check_named
 from service.core.nodes import Int32, Leaf, Links, Node
 from service.core.sequences import SequenceBooks
@@ -48,9 +47,7 @@ def sharing_ratio(books: SequenceBooks, leaves: Sequence[Leaf], page_size: int) 
     return seen / stored if stored else 1.0
 
 
-def integrity_steps(
-    books: SequenceBooks, links: Links, budget: Budget, leases: Leases
-) -> Iterator[None]:
+def integrity_steps(books: SequenceBooks, links: Links, budget: Budget) -> Iterator[None]:
     """Check every invariant, a bounded piece of the sequences and of the named nodes at a time.
 
     Nodes are counted at the first step and pages at the last, each at one moment. Between two steps
@@ -71,17 +68,22 @@ def integrity_steps(
             if books.holds(leaf):
                 _check_path(leaf, books, named.page_size, checked)
         yield
-    held = Counter(leases.held())
+    held = count_holds(budget)
     for begin in range(0, len(named.nodes), LEAVES_PER_STEP):
         for node in named.nodes[begin : begin + LEAVES_PER_STEP]:
             if node is not None:
                 check_named(node, named, held)
         yield
-        held = Counter(leases.held())
+        held = count_holds(budget)
     pages = [node.pages for node in nodes_of(books) if node.name is None]
     pages += [leaf.table[leaf.start : books.num_pages[leaf.index]] for leaf in books]
     _check_pages(pages, np.flatnonzero(named.node_of >= 0), budget.allocator)
     check_counts(books, budget, named)
+
+
+def count_holds(budget: Budget) -> Counter[Node]:
+    """How many leases and hard pins are on each node."""
+    return Counter(node for one in budget.namespaces.values() for node in one.held_nodes)
 
 
 def _check_path(leaf: Leaf, books: SequenceBooks, page_size: int, checked: set[Node]) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import Final
 
 from service.core.errors import UnknownLease
 from service.core.named import NamedPages
 from service.core.namespaces import Namespace, Root
 from service.core.nodes import FOREVER, Links, Node, named
+from service.core.timers import Timers
 
-LEAST_ENDS: Final = 1024
-"""Ends of leases that are gone are not looked for among fewer."""
-
-ENDED_AT_ONCE: Final = 1024
-"""Leases that end in one tick: some milliseconds. The next tick ends the rest."""
+ENDED_AT_ONCE: Final = 256
+"""Leases that end in one tick: a millisecond or two. The next tick ends the rest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,110 +39,80 @@ class Held:
 
 
 class Leases:
-    """Every lease by its id, and hard pins by root and page key."""
+    """Leases and hard pins of every namespace, which has them in its own books."""
 
-    __slots__ = ("_ends", "_leases", "_links", "_named", "_num_ends", "_pins")
+    __slots__ = ("_ends", "_links", "_named")
 
     def __init__(self, links: Links, named: NamedPages) -> None:
         self._links = links
         self._named = named
-        self._leases: dict[str, Lease] = {}
-        self._ends: list[tuple[float, int, Lease]] = []
-        self._num_ends = 0
-        self._pins: dict[tuple[Root, bytes], Node] = {}
+        self._ends: Timers[Lease] = Timers()
 
     def __len__(self) -> int:
-        return len(self._leases)
-
-    def __contains__(self, lease_id: str) -> bool:
-        return lease_id in self._leases
+        return len(self._ends)
 
     def open(self, lease_id: str, namespace: Namespace, node: Node, ends: float) -> None:
         """A lease on `node`, which stays until then or until it is closed."""
-        lease = self._leases[lease_id] = Lease(lease_id, namespace, node, ends)
-        namespace.num_leases += 1
+        lease = namespace.leases[lease_id] = Lease(lease_id, namespace, node, ends)
         named(node).own += 1
         self._named.hold(node)
-        self._watch(lease)
+        self._ends.set(lease, ends)
 
-    def renew(self, lease_id: str, namespace: str, ends: float) -> None:
-        """Let a lease end then. Raises `UnknownLease`, for another namespace's too."""
-        lease = self._get(lease_id, namespace)
+    def renew(self, lease_id: str, namespace: Namespace | None, ends: float) -> None:
+        """Let a lease end then. Raises `UnknownLease`."""
+        lease = find(namespace, lease_id)
         lease.ends = ends
-        self._watch(lease)
+        self._ends.set(lease, ends)
 
-    def close(self, lease_id: str, namespace: str) -> None:
-        """End a lease now. Raises `UnknownLease`, for another namespace's too."""
-        self._end(self._get(lease_id, namespace))
+    def close(self, lease_id: str, namespace: Namespace | None) -> None:
+        """End a lease now. Raises `UnknownLease`."""
+        self._end(find(namespace, lease_id))
 
     def expire(self, now: float) -> None:
         """End leases whose time is over, some at a time."""
-        for _ in range(ENDED_AT_ONCE):
-            if not self._ends or self._ends[0][0] > now:
-                return
-            ends, _, lease = heappop(self._ends)
-            if self._leases.get(lease.id) is lease and lease.ends == ends:
-                self._end(lease)
+        for lease in self._ends.take_due(now, ENDED_AT_ONCE):
+            self._end(lease)
 
     @property
     def next_end(self) -> float:
-        return self._ends[0][0] if self._ends else FOREVER
+        return self._ends.next_due
 
     def pin(self, root: Root, key: bytes, node: Node) -> None:
         """Pin hard the node that ends with the page of that key, unless it is pinned already."""
-        if (root, key) not in self._pins:
-            self._pins[root, key] = node
+        pins = root.namespace.pins
+        if (root, key) not in pins:
+            pins[root, key] = node
             named(node).own += 1
             self._named.pin(node, 1)
 
     def unpin(self, root: Root, key: bytes) -> bool:
         """Take a hard pin away; False where there is none."""
-        node = self._pins.pop((root, key), None)
+        node = root.namespace.pins.pop((root, key), None)
         if node is None:
             return False
         named(node).own -= 1
         self._named.pin(node, -1)
         return True
 
-    def of(self, namespace: str) -> list[Held]:
-        """A namespace's hard pins, and its leases."""
-        pins = [
-            Held(None, root, key, node.end)
-            for (root, key), node in self._pins.items()
-            if root.namespace.name == namespace
-        ]
-        leases = [
-            Held(
-                one.id, named(one.node).root, self._named.last_key(one.node), one.node.end, one.ends
-            )
-            for one in self._leases.values()
-            if one.namespace.name == namespace
-        ]
-        return pins + leases
-
-    def held(self) -> list[Node]:
-        """The node of each lease and pin."""
-        return [*(lease.node for lease in self._leases.values()), *self._pins.values()]
-
-    def _get(self, lease_id: str, namespace: str) -> Lease:
-        lease = self._leases.get(lease_id)
-        if lease is None or lease.namespace.name != namespace:
-            raise UnknownLease(lease_id)
-        return lease
+    def of(self, namespace: Namespace, most: int) -> list[Held]:
+        """A namespace's hard pins, and its leases; at most `most` of both together."""
+        pins = islice(namespace.pins.items(), most)
+        held = [Held(None, root, key, node.end) for (root, key), node in pins]
+        for one in islice(namespace.leases.values(), most - len(held)):
+            key = self._named.last_key(one.node)
+            held.append(Held(one.id, named(one.node).root, key, one.node.end, one.ends))
+        return held
 
     def _end(self, lease: Lease) -> None:
-        del self._leases[lease.id]
-        lease.namespace.num_leases -= 1
+        del lease.namespace.leases[lease.id]
+        self._ends.cancel(lease)
         named(lease.node).own -= 1
         self._links.release(lease.node)
 
-    def _watch(self, lease: Lease) -> None:
-        self._num_ends += 1  # no two entries are equal, so leases are never compared
-        heappush(self._ends, (lease.ends, self._num_ends, lease))
-        if len(self._ends) > LEAST_ENDS + 2 * len(self._leases):
-            self._ends = [
-                one
-                for one in self._ends
-                if self._leases.get(one[2].id) is one[2] and one[2].ends == one[0]
-            ]
-            heapify(self._ends)
+
+def find(namespace: Namespace | None, lease_id: str) -> Lease:
+    """A namespace's lease. Raises `UnknownLease`."""
+    lease = None if namespace is None else namespace.leases.get(lease_id)
+    if lease is None:
+        raise UnknownLease(lease_id)
+    return lease

@@ -268,8 +268,9 @@ class NamedPages:
         return len(self.nodes) - 1
 
     def _forget(self, name: Name) -> None:
+        if (node := self.nodes[name.number]) is not None:
+            self.keeping.forget(node)
         self.nodes[name.number] = None
-        self.keeping.forget(name)
         name.root.namespace.num_nodes -= 1
         self._free_numbers.append(name.number)
 

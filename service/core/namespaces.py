@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from service.core.eviction_order import EvictionOrder
 from service.core.keys import root_key
 from service.core.nodes import Node
+
+if TYPE_CHECKING:
+    from service.core.leases import Lease
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +29,8 @@ class Namespace:
 
     `used` of them in all: `cached` ones that can be evicted, `pinned` ones that only hard pins
     hold, and those that sequences and leases refer to. At most `max_pages` (None: no limit);
-    `reserved_pages` are kept for it when it has fewer.
+    `reserved_pages` are kept for it when it has fewer. `leases` are its leases by their ids, `pins`
+    the nodes of its hard pins by root and page key.
     """
 
     name: str
@@ -34,11 +39,21 @@ class Namespace:
     used: int = 0
     cached: int = 0
     pinned: int = 0
-    num_leases: int = 0
     num_nodes: int = 0
     num_sequences: int = 0
     order: EvictionOrder = field(default_factory=EvictionOrder)
     roots: dict[str, Root] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    pins: dict[tuple[Root, bytes], Node] = field(default_factory=dict)
+
+    @property
+    def num_leases(self) -> int:
+        return len(self.leases)
+
+    @property
+    def held_nodes(self) -> list[Node]:
+        """The node of each lease and hard pin."""
+        return [*(lease.node for lease in self.leases.values()), *self.pins.values()]
 
     @property
     def referenced(self) -> int:

@@ -30,14 +30,21 @@ CACHED: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long pages are kept: by `priority` until `priority_ends`, then by the default one.
+    """How long pages are kept: by `priority` until `priority_ends`, then by `fallback`.
 
     Until `soft_ends` they are evicted after all that is not pinned. Ends are the tree's clock.
+    `fallback` is the priority after `priority_ends`; None: the default one.
     """
 
     priority: int = DEFAULT_PRIORITY
     priority_ends: float = FOREVER
     soft_ends: float = -FOREVER
+    fallback: int | None = None
+
+    @property
+    def lasting_priority(self) -> int | None:
+        """The best priority without an end, if one was given."""
+        return self.priority if self.priority_ends == FOREVER else self.fallback
 
 
 @dataclass(slots=True, eq=False)
@@ -48,8 +55,8 @@ class Name:
     their first page, once there is one. `refs` counts the children that sequences or leases hold
     and the leases on this very node, `pins` likewise for hard pins; `own` counts the leases and
     pins on it. `with_ids`: the pages' token ids are known. `stamp` orders nodes by their last use;
-    `place` and `rank` say where in the order of eviction the node stands, `timer` when its `keep`
-    changes, `used` when its state changed last, by the tree's clock.
+    `place` and `rank` say where in the order of eviction the node stands, `used` when its state
+    changed last, by the tree's clock.
     """
 
     root: Root
@@ -63,7 +70,6 @@ class Name:
     stamp: int = 0
     place: int = 0
     rank: int = 0
-    timer: float = FOREVER
     used: float = 0.0
     kids: dict[bytes, Node] | None = None
 

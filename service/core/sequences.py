@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from service.core.errors import InvalidRequest, UnknownSequence
 from service.core.namespaces import Namespace
 from service.core.nodes import FOREVER, Leaf
 from service.core.shards import Shard, Whole
+from service.core.timers import Timers
 from service.core.values import NewSpec
 
 Int32 = NDArray[np.int32]
@@ -28,9 +28,16 @@ _FIRST_CAPACITY = 64
 MOST_LOOKED_UP: Final = 128
 """Batches whose columns are remembered until a sequence comes or goes."""
 ENDED_AT_ONCE: Final = 1024
-"""Sequences that outlive their time at once: some 20 ms to delete."""
-LEAST_ENDS: Final = 1024
-"""Ends of sequences that are gone are not looked for among fewer."""
+"""Sequences that are looked at in one round of those whose time may be over."""
+GONE: Final = -1
+"""The serial of a column without a sequence."""
+
+
+class Watch(NamedTuple):
+    """Columns of sequences, and the serials that they had."""
+
+    indices: Indices
+    serials: Int64
 
 
 class SequenceBooks:
@@ -51,7 +58,6 @@ class SequenceBooks:
         "_looked_up",
         "_mortal",
         "_next_serial",
-        "_num_ends",
         "_sorted",
         "is_watched",
         "last_page",
@@ -71,8 +77,7 @@ class SequenceBooks:
         self._looked_up: dict[int, LookedUp] = {}
         self._sorted: list[str] | None = []
         self._next_serial = 0
-        self._mortal: list[tuple[float, int, Leaf]] = []
-        self._num_ends = 0
+        self._mortal: Timers[Leaf] = Timers()
         self.now = 0.0
         self.is_watched = False
         self.num_shards = 0
@@ -134,7 +139,7 @@ class SequenceBooks:
         self.ttl_s[leaf.index] = ttl_s
         if ttl_s < FOREVER:
             self.used[leaf.index] = self.now
-            self._look_again(leaf, self.now + ttl_s)
+        self._mortal.set(leaf, self.now + ttl_s)
 
     def rename(self, leaf: Leaf, name: str) -> None:
         """Call a sequence by a name that no other has."""
@@ -152,6 +157,8 @@ class SequenceBooks:
         self._names_changed()
         self.lengths[:, leaf.index] = 0
         self.num_pages[leaf.index] = 0
+        self.serials[leaf.index] = GONE
+        self._mortal.cancel(leaf)
 
     def set_num_pages(self, leaf: Leaf, count: int) -> None:
         self.num_pages[leaf.index] = count
@@ -208,6 +215,17 @@ class SequenceBooks:
         """Whether the leaf's sequence is still the one that was made with it."""
         return self._index_of.get(leaf.id) == leaf.index and self._leaves[leaf.index] is leaf
 
+    def watch(self, names: Iterable[str]) -> Watch:
+        """What those of the sequences that there are look like now; see `changed`."""
+        found = [self._index_of[name] for name in names if name in self._index_of]
+        indices = np.array(found, np.intp)
+        return Watch(indices, self.serials[indices])
+
+    def changed(self, watch: Watch) -> str | None:
+        """The id of a sequence that was deleted, cut, or given other pages since, if one was."""
+        differ = np.flatnonzero(self.serials[watch.indices] != watch.serials)
+        return self._leaves[watch.indices[differ[0]]].id if differ.size else None
+
     def leaves(self, indices: Indices) -> list[Leaf]:
         """The leaf of each column."""
         every = self._leaves
@@ -241,36 +259,26 @@ class SequenceBooks:
             self._sorted = sorted(self._index_of)
         return self._sorted
 
-    def outlived(self, is_held: Callable[[str], bool]) -> list[str]:
+    def outlived(self, is_held: Callable[[str], bool], most: int = ENDED_AT_ONCE) -> list[str]:
         """Ids of sequences that nobody has used for as long as they may live unused, some of them.
 
         Those that `is_held` says are in use have been used just now.
         """
         over: list[str] = []
-        while self._mortal and self._mortal[0][0] <= self.now and len(over) < ENDED_AT_ONCE:
-            leaf = heappop(self._mortal)[2]
-            if not self.holds(leaf):
-                continue
+        for leaf in self._mortal.take_due(self.now, most):
             if is_held(leaf.id):
                 self.used[leaf.index] = self.now
             ends = float(self.used[leaf.index] + self.ttl_s[leaf.index])
             if ends <= self.now:
                 over.append(leaf.id)
             else:
-                self._look_again(leaf, ends)
+                self._mortal.set(leaf, ends)
         return over
 
     @property
     def next_end(self) -> float:
         """When to ask next who has outlived its time."""
-        return self._mortal[0][0] if self._mortal else FOREVER
-
-    def _look_again(self, leaf: Leaf, when: float) -> None:
-        self._num_ends += 1  # no two entries are equal, so leaves are never compared
-        heappush(self._mortal, (when, self._num_ends, leaf))
-        if len(self._mortal) > LEAST_ENDS + 2 * len(self):
-            self._mortal = [one for one in self._mortal if self.holds(one[2])]
-            heapify(self._mortal)
+        return self._mortal.next_due
 
     def _add_column(self) -> None:
         index = len(self._leaves)

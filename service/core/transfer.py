@@ -19,7 +19,9 @@ from service.core.values import Int32
 def generation(tree: PrefixTree, leaf: Leaf, instance_id: str) -> str:
     """32 hex digits that change whenever a sequence's tokens do, and when the pool starts anew."""
     books = tree.books
-    state = (books.serials[leaf.index].tobytes(), books.lengths[:, leaf.index].tobytes())
+    state = [books.serials[leaf.index].tobytes(), books.lengths[:, leaf.index].tobytes()]
+    if leaf.whole is not None:
+        state.append(leaf.whole.lengths.tobytes())
     return sha256(b"".join((instance_id.encode(), *state))).hexdigest()[:32]
 
 

@@ -192,7 +192,7 @@ class PrefixTree:
         """Take back an extension; of several of the same sequences, the latest first.
 
         What became of other sequences since does not matter. Raises `IntegrityError` when its own
-        have changed since, or are gone.
+        have changed since, are gone, or share what was added.
         """
         books, layer = self.books, extension.layer
         index = np.array([leaf.index for leaf in extension.leaves], np.intp)
@@ -204,6 +204,15 @@ class PrefixTree:
         )
         if not same:
             raise IntegrityError("an extension was to be undone whose sequences changed since")
+        kept = extension.num_pages - extension.num_new_pages
+        pairs = [*zip(extension.leaves, extension.before.tolist(), strict=True)]
+        pairs += zip(extension.grown, (kept * self.page_size).tolist(), strict=True)
+        for leaf, length in pairs:
+            if leaf.start * self.page_size > length:
+                raise IntegrityError(
+                    f"an extension of {leaf.id} was to be undone to {length} tokens, and its first "
+                    f"{leaf.start} pages are shared"
+                )
         books.lengths[layer][index] = extension.before
         for leaf, count in zip(extension.grown, extension.num_new_pages.tolist(), strict=True):
             self._drop_pages(leaf, int(books.num_pages[leaf.index]) - count)
@@ -268,7 +277,7 @@ class PrefixTree:
 
     def integrity_steps(self) -> Iterator[None]:
         """`check_integrity` in pieces between which the tree may change."""
-        return integrity_steps(self.books, self._links, self.budget, self.cache.leases)
+        return integrity_steps(self.books, self._links, self.budget)
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError`, with the numbers, where an invariant does not hold."""

@@ -53,14 +53,13 @@ def delete_sequences(store: Store, request: Request, _: Seconds) -> Work:
 def chosen(store: Store, request: Request) -> tuple[list[str], list[str] | None]:
     """The sequences to delete, and those to be skipped, where any are. Raises SequenceMoving."""
     fields, books, leaving = request.fields, store.tree.books, store.leaving
-    leaving.expire()
     if fields.prefix is None:
         names = [name for name in fields.names if name in books]
     else:
         found = books.beginning_with(request.tenant.prefix + fields.prefix, len(books))
         names = [name for name in found if not name.startswith(HIDDEN)]
     if not fields.skip:
-        leaving.check(names, None, request)
+        leaving.check(names, request)
         return names, None
     skipped = leaving.marks.keys() & names if leaving else set()
     if books.num_shards:

@@ -40,9 +40,7 @@ def export_sequence(store: Store, request: Request, _: Seconds) -> Work:
     if not leaf.shard.is_whole and leaf.shard != part:
         rule = "only a part of it is here: gather its rows instead"
         raise InvalidRequest("id", request.tenant.shown(fields.id), rule)
-    leaving = store.leaving.marks.get(fields.id)
-    if leaving is not None:
-        leaving.prolong()
+    store.leaving.prolong(fields.id)
     here = part if leaf.shard.is_whole else WHOLE  # of what is here
     header = header_of(store, leaf, fields.part_bytes, here)
     if fields.part is None:

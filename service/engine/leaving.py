@@ -4,60 +4,75 @@ stay after all."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Final
 
+from service.core.timers import Timers
 from service.core.tree import PrefixTree
 from service.engine.request import Request
 from service.errors import SequenceMoving
 
+ENDED_AT_ONCE: Final = 64
+"""Marks that end in one round: about a millisecond. The next round ends the rest."""
+
 
 @dataclass(slots=True)
 class Mark:
-    """For how long nobody has to say what becomes of the sequence, and until when that is, by
-    `time.monotonic()`; whether it is another engine's by then (`is_handed`), or else this one's
-    again."""
+    """For how many seconds nobody has to say what becomes of the sequence; whether it is another
+    engine's by then (`is_handed`), or else this one's again."""
 
     for_s: float
     is_handed: bool = False
-    ends: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.prolong()
-
-    def prolong(self) -> None:
-        """Somebody is at work."""
-        self.ends = time.monotonic() + self.for_s
 
 
 class Leaving:
-    """The sequences, by their names in the tree; false where there are none, as nearly always."""
+    """The marks by the sequences' names in the tree; false where there are none, as nearly
+    always."""
 
-    __slots__ = ("marks", "tree")
+    __slots__ = ("_ends", "_tree", "marks")
 
     def __init__(self, tree: PrefixTree) -> None:
-        self.tree = tree
+        self._tree = tree
+        self._ends: Timers[str] = Timers()
         self.marks: dict[str, Mark] = {}
 
     def __bool__(self) -> bool:
         return bool(self.marks)
 
-    def check(self, names: Iterable[str], prefix: str | None, request: Request) -> None:
-        """Raises SequenceMoving where one of the names is leaving, or one that begins like this."""
-        self.expire()
+    def check(self, names: Iterable[str], request: Request) -> None:
+        """Raises SequenceMoving where one of the names is leaving."""
         found = [name for name in names if name in self.marks]
-        if prefix is not None:
-            found += [name for name in self.marks if name.startswith(prefix)]
         if found:
             raise SequenceMoving([request.tenant.shown(name) for name in found])
 
-    def expire(self) -> None:
-        """What nobody came back for in time stays, or is gone where it was handed over."""
-        now = time.monotonic()
-        for name in [name for name, mark in self.marks.items() if mark.ends <= now]:
-            self.end(name)
+    def put(self, name: str, mark: Mark) -> None:
+        """Mark a sequence anew."""
+        self.marks[name] = mark
+        self.prolong(name)
+
+    def prolong(self, name: str) -> None:
+        """Somebody is at work on a sequence: its mark, if it has one, lasts as long again."""
+        if (mark := self.marks.get(name)) is not None:
+            self._ends.set(name, time.monotonic() + mark.for_s)
 
     def end(self, name: str) -> None:
+        """Take a mark away; a sequence that was handed over is deleted."""
         mark = self.marks.pop(name)
-        if mark.is_handed and name in self.tree.books:
-            self.tree.free((name,))
+        self._ends.cancel(name)
+        if mark.is_handed and name in self._tree.books:
+            self._tree.free((name,))
+
+    @property
+    def next_end(self) -> float:
+        """When the next mark ends, by `time.monotonic()`; infinity where there is none."""
+        return self._ends.next_due
+
+    def expire(self, now: float, is_held: Callable[[str], bool]) -> None:
+        """End the marks that nobody came back for in time: those sequences stay, or are deleted
+        where they were handed over. A mark lasts as long again while its sequence is in use."""
+        for name in self._ends.take_due(now, ENDED_AT_ONCE):
+            if is_held(name):
+                self.prolong(name)
+            else:
+                self.end(name)

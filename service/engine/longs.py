@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from kernels.backend import Pending
 from service.engine.fair import FairQueue
 from service.engine.store import FATAL, Store
 from service.engine.work import Job, Sliced, Step
-from service.errors import Cancelled, DeadlineExceeded
+from service.errors import Cancelled, DeadlineExceeded, Internal
 from service.metrics import Metrics
+
+LOG: Final = logging.getLogger("attnd.engine")
+CHANGED: Final = "a sequence changed while it was read, and what was read is void; see the log"
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +84,10 @@ class Longs:
         if (error := unwanted(job)) is not None:
             self._metrics.rejected("cancelled" if job.cancelled else "deadline_exceeded")
             self._stop(job, work, error)
+            return
+        if job.watch is not None and (changed := self._store.tree.books.changed(job.watch)):
+            LOG.error("%s changed during %s: this is a bug", changed, job.request.operation.name)
+            self._stop(job, work, Internal(CHANGED))
             return
         started = time.monotonic()
         try:

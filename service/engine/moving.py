@@ -33,21 +33,20 @@ def refuse_new(store: Store) -> None:
 def hand_over(store: Store, request: Request, _: Seconds) -> Work:
     fields, leaving, tree = request.fields, store.leaving, store.tree
     request.place.require(0)
-    leaving.expire()
     name, mark = fields.id, leaving.marks.get(fields.id)
     shown = request.tenant.shown(name)
     if fields.state == "leaving":
         if mark is not None:
             raise SequenceMoving([shown])
         may_leave(store, request)
-        leaving.marks[name] = Mark(fields.for_s)
+        leaving.put(name, Mark(fields.for_s))
     elif mark is None:
         raise InvalidRequest("state", fields.state, "it is not leaving, or has not for too long")
     elif fields.generation is not None:
         present = generation(tree, tree.books.leaf(name), store.info.instance_id)
         if fields.generation != present:
             raise SequenceChanged(shown, present)
-        leaving.marks[name] = Mark(fields.for_s, is_handed=True)
+        leaving.put(name, Mark(fields.for_s, is_handed=True))
     else:
         mark.is_handed = fields.state == "gone"
         leaving.end(name)

@@ -77,19 +77,19 @@ def renew_lease(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
     request.place.require(ANSWER_BYTES)
     cache, namespace = store.tree.cache, request.tenant.namespace
-    if fields.page_key is not None and fields.id not in cache.leases:
+    if fields.page_key is not None and not cache.has_lease(namespace, fields.id):
         key = bytes.fromhex(fields.page_key)
         refuse_holding(store, namespace, key, fields.cache_salt)
         cache.reopen(namespace, fields.id, key, fields.cache_salt, fields.lease_s)
     else:
-        cache.leases.renew(fields.id, namespace, store.now + fields.lease_s)
+        cache.renew_lease(namespace, fields.id, store.now + fields.lease_s)
     request.place.lay({"id": fields.id, "expires_at": time.time() + fields.lease_s})
     return Answered()
 
 
 def release_lease(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(0)
-    store.tree.cache.leases.close(request.fields.id, request.tenant.namespace)
+    store.tree.cache.close_lease(request.tenant.namespace, request.fields.id)
     request.place.lay({})
     return Answered()
 
@@ -122,7 +122,7 @@ def unpin(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def holds(store: Store, request: Request, _: Seconds) -> Work:
-    found = store.tree.cache.leases.of(request.tenant.namespace)[:MAX_HOLDS]
+    found = store.tree.cache.holds(request.tenant.namespace, MAX_HOLDS)
     told = [
         {
             "lease": one.lease_id,

@@ -87,10 +87,10 @@ class Scheduler:
         """All turns that can be given now, then one slice of long work. Raises `FATAL`."""
         self._store.tick()
         self._launches.settle()
-        if not self._store.has_outlived:
+        if not self._store.has_expired:
             self._take_turns()
         elif self._launches.settled():
-            self._store.drop_outlived(self._is_in_use)
+            self._store.expire(self._is_in_use)
             self._take_turns()
         self._launches.submit()
         self._launches.settle()
@@ -202,6 +202,8 @@ class Scheduler:
             self._launches.submit()
             return False
         self._holds.take(job.request, work.made)
+        read = turn_of(job.request).reads(job.request)
+        job.watch = self._store.tree.books.watch((*read, *work.made))
         self._longs.begin(job)
         return True
 

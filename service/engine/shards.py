@@ -17,8 +17,8 @@ EPOCH_BYTES: Final = 64
 
 
 def held_after(store: Store, leaf: Leaf, fields: Any) -> int:
-    """How many tokens are to be kept here. Raises `SequenceTaken`, and `InvalidRequest` beyond what
-    a shard that was claimed knows of."""
+    """How many tokens are to be kept here. Raises `SequenceTaken`, and `InvalidRequest` beyond the
+    whole sequence's length."""
     length: int = fields.length
     epoch = fields.epoch or 0
     if epoch < epoch_of(leaf) or (epoch and leaf.whole is None):
@@ -27,7 +27,7 @@ def held_after(store: Store, leaf: Leaf, fields: Any) -> int:
         return length
     known = leaf.whole.lengths
     longest = int(known.min() if fields.layer is None else known[fields.layer])
-    if leaf.whole.epoch and length > longest:
+    if not 0 <= length <= longest:
         raise InvalidRequest("length", length, f"0 to {longest}, the sequence's length")
     return leaf.shard.held(length, store.geometry.page_size)
 

@@ -22,6 +22,10 @@ from service.engine.unfinished import UnfinishedImports
 from service.engine.work import Cost, Seconds
 from service.operations.info import InfoAnswer
 
+EXPIRY_S: Final = 2e-3
+"""Seconds that one round deletes sequences whose time is over."""
+ENDED_AT_ONCE: Final = 32
+"""Sequences that are looked at between two looks at the clock."""
 EVICTED_A_TURN: Final = 32
 """Pages evicted ahead of need in one round of turns: a fraction of a millisecond."""
 
@@ -131,18 +135,26 @@ class Store:
     @property
     def next_end(self) -> float:
         """When time alone will next change something, by `time.monotonic()`."""
-        return self.tree.next_end
+        return min(self.tree.next_end, self.leaving.next_end)
 
     @property
-    def has_outlived(self) -> bool:
-        """Whether a sequence may have gone unused for as long as it may."""
-        return self.tree.books.next_end <= self.now
+    def has_expired(self) -> bool:
+        """Whether the time of a sequence may be over."""
+        return min(self.tree.books.next_end, self.leaving.next_end) <= self.now
 
-    def drop_outlived(self, is_held: Callable[[str], bool]) -> None:
-        """Delete the sequences that nobody has used for as long as they may live unused."""
-        leaving = self.leaving.marks
-        self.tree.free(self.tree.books.outlived(lambda name: name in leaving or is_held(name)))
-        self.imports.drop_gone()
+    def expire(self, is_held: Callable[[str], bool]) -> None:
+        """Delete the sequences that nobody has used for as long as they may live unused, and end
+        the marks of those that were moved, as far as that is done in a fraction of a slice.
+
+        A sequence that `is_held` says is in use was used just now. Nothing that was launched may be
+        unsettled.
+        """
+        books, marks, ends = self.tree.books, self.leaving.marks, time.monotonic() + EXPIRY_S
+        self.leaving.expire(self.now, is_held)
+        while books.next_end <= self.now and time.monotonic() < ends:
+            over = books.outlived(lambda name: name in marks or is_held(name), ENDED_AT_ONCE)
+            self.tree.free(over)
+            self.imports.forget(over)
 
     def numbers(self, namespace: str | None = None) -> PoolNumbers:
         """Of the whole pool (None), or as a namespace sees it."""

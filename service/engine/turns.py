@@ -121,7 +121,7 @@ TURNS: Final[dict[str, Turn]] = {
     "truncate": Turn(truncate, writes=one_id, is_barrier=True),
     "claim": Turn(claim_shard, writes=one_id, is_barrier=True),
     "page_table": Turn(page_table, reads=ids_of),
-    "append": Turn(append, writes=ids_of),
+    "append": Turn(append, ids_of, ids_of),
     "gather": Turn(gather, reads=ids_of, launches=True),
     "decode": Turn(decode, ids_of, appended_ids, is_attention=True),
     "prefill": Turn(prefill, ids_of, appended_ids, is_attention=True),
@@ -166,8 +166,7 @@ def refuse_leaving(store: Store, request: Request) -> None:
     """Raises SequenceMoving where a request is for a sequence that leaves this engine."""
     turn = turn_of(request)
     if not turn.moves:
-        names = (*turn.reads(request), *turn.writes(request))
-        store.leaving.check(names, turn.sweeps(request), request)
+        store.leaving.check((*turn.reads(request), *turn.writes(request)), request)
 
 
 def sharing_of(request: Request, turn: Turn) -> Hashable | None:

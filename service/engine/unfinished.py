@@ -80,11 +80,11 @@ class UnfinishedImports:
         if not self._counts[ended.namespace]:
             del self._counts[ended.namespace]
 
-    def drop_gone(self) -> None:
-        """Forget those whose time was over."""
-        gone = [one for one in self._by_name.values() if one.hidden not in self._books]
-        for one in gone:
-            self.remove(one)
+    def forget(self, hidden: Iterable[str]) -> None:
+        """Forget the imports whose hidden sequences, among these names, were deleted."""
+        for name in hidden:
+            if name.startswith(HIDDEN) and name.removeprefix(HIDDEN) in self._by_name:
+                self.remove(self._by_name[name.removeprefix(HIDDEN)])
 
     def refuse_taken(self, names: Iterable[str]) -> None:
         """Raises `SequenceExists` for names that imports will have."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from kernels.backend import Attend, AttentionState, Pending
 from kernels.lanes import Lane, Run
+from service.core.sequences import Watch
 from service.core.values import Extension
 from service.engine.request import Request
 
@@ -150,7 +151,8 @@ class Job:
     """An operation from its arrival to its reply.
 
     `arrived` and `deadline` are `time.monotonic()`. `token` is whoever asked, for the reply.
-    `alone`: it is to begin when nothing before it can be undone any more.
+    `alone`: it is to begin when nothing before it can be undone any more. `watch`: the sequences
+    that must stay as they were when its slices began.
     """
 
     request: Request
@@ -162,6 +164,7 @@ class Job:
     seconds: Seconds = field(default_factory=Seconds)
     work: Work | None = None
     error: Exception | None = None
+    watch: Watch | None = None
 
     @property
     def extension(self) -> Extension | None:

@@ -52,6 +52,8 @@ class Page:
     above: Page | None = None
     priority: int = DEFAULT_PRIORITY
     priority_ends: float = float("inf")
+    lasting: int | None = DEFAULT_PRIORITY
+    """The best priority given without an end."""
     soft_ends: float = -float("inf")
     used: int = 0
 
@@ -108,7 +110,8 @@ class Model:
     def expire(self) -> None:
         for page in self.names.values():
             if page.priority_ends <= self.now:
-                page.priority, page.priority_ends = DEFAULT_PRIORITY, float("inf")
+                page.priority, page.priority_ends = page.lasting or DEFAULT_PRIORITY, float("inf")
+                page.lasting = page.priority
             if page.soft_ends <= self.now:
                 page.soft_ends = -float("inf")
 
@@ -345,9 +348,12 @@ class Driver:
                     page.name, page.above = (salt, keys[at]), above
                     if priority is not None:
                         page.priority, page.priority_ends = priority, ends
+                        page.lasting = priority if ends == float("inf") else None
                     self.model.names[namespace, salt, keys[at]] = above = page
         assert count == min(stop, length // PAGE_SIZE)
         for page in sequence.pages[: count if priority is not None else 0]:
+            if ends == float("inf"):
+                page.lasting = max(page.lasting or 0, priority)
             if priority > page.priority:
                 page.priority, page.priority_ends = priority, ends
             elif priority == page.priority:
@@ -394,7 +400,7 @@ class Driver:
         name, is_own = self.lease(namespace)
         ends = self.model.now + 3.0
         try:
-            self.tree.cache.leases.renew(name, namespace, ends)
+            self.tree.cache.renew_lease(namespace, name, ends)
         except UnknownLease:
             assert not is_own
             return
@@ -404,7 +410,7 @@ class Driver:
     def do_close(self, namespace: str, before: set[Page]) -> None:
         name, is_own = self.lease(namespace)
         try:
-            self.tree.cache.leases.close(name, namespace)
+            self.tree.cache.close_lease(namespace, name)
         except UnknownLease:
             assert not is_own
             return
@@ -512,7 +518,7 @@ class Driver:
             assert name not in self.tree.books
         for lease, (owner, _, _) in lost.leases.items():
             with suppress(UnknownLease):
-                self.tree.cache.leases.renew(lease, owner, lost.now + 1.0)
+                self.tree.cache.renew_lease(owner, lease, lost.now + 1.0)
                 raise AssertionError(f"{lease} outlived the process")
         for owner, salt, key in lost.names:
             assert self.tree.cache.match(owner, Prefix(None, as_keys(key), salt)).num_pages == 0

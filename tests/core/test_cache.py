@@ -100,6 +100,33 @@ def test_a_low_priority_goes_first_until_its_time_is_over(tree: PrefixTree) -> N
     assert [found(tree, page) for page in (1, 2)] == [0, 1], "equal now: the older goes"
 
 
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        (((90, None), (91, 10.0)), 90),
+        (((91, 10.0), (90, None)), 90),
+        (((10, None), (91, 10.0)), 10),
+        (((91, 10.0), (92, 20.0)), 92),
+        (((91, 20.0), (90, 10.0)), 91),
+        (((91, 10.0), (90, None), (92, 12.0)), 90),
+        (((91, 10.0),), 35),
+    ],
+)
+def test_the_best_priority_without_an_end_counts_when_one_with_an_end_is_over(
+    tree: PrefixTree, given: list[tuple[int, float | None]], left: int
+) -> None:
+    tree.tick(0.0)
+    tree.create([NewSpec("a")])
+    grow(tree, "a", PAGE)
+    for priority, ends in given:
+        kept = Retention(priority) if ends is None else Retention(priority, ends)
+        tree.cache.commit("a", Prefix(ids(1)), kept)
+    (node,) = (one for one in tree.cache.named.nodes if one is not None and one.name is not None)
+    tree.tick(15.0)
+    assert node.name is not None and node.name.keep.priority == left
+    tree.check_integrity()
+
+
 def test_a_parent_waits_for_its_children_whatever_their_priority(tree: PrefixTree) -> None:
     keep(tree, 1, keep=Retention(10))
     tree.create([NewSpec("a", prefix=Prefix(ids(1)))])
@@ -175,7 +202,7 @@ def test_a_refusal_says_what_the_namespace_holds(tree: PrefixTree) -> None:
     assert (error.needed, error.free, error.total) == (4, 3, 8)
     assert (error.referenced, error.cached, error.pinned, error.leases) == (3, 0, 0, 0)
     with pytest.raises(UnknownLease):
-        tree.cache.leases.close("lease-1", "default")
+        tree.cache.close_lease("default", "lease-1")
 
 
 def test_reserved_pages_are_for_their_namespace_only(tree: PrefixTree) -> None:

@@ -12,6 +12,10 @@ from service.core.errors import (
     SequenceExists,
     UnknownSequence,
 )
+from service.core.keys import Prefix
+from service.core.sharding import extend
+from service.core.shards import Shard
+from service.core.transfer import generation
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec, SequenceView
 
@@ -502,3 +506,46 @@ def test_a_batch_that_comes_again_is_what_its_names_mean_now() -> None:
 def test_a_pool_without_slots_or_with_too_many_is_refused(given) -> None:
     with pytest.raises(InvalidRequest):
         PrefixTree(*given)
+
+
+@pytest.mark.parametrize("change", ["fork", "commit", "free"])
+def test_an_extension_that_others_share_is_not_undone(change) -> None:
+    """Undone, its pages would be free while a fork or the cache still has them."""
+    pool = TokenPool(num_pages=8, page_size=4)
+    pool.create(NewSpec("a"))
+    extension = pool.tree.extend(0, ["a"], int32(8))
+    if change == "fork":
+        pool.fork("b", "a")
+    elif change == "commit":
+        pool.tree.cache.commit("a", Prefix(np.arange(8, dtype=np.uint32)))
+    else:
+        pool.tree.free(["a"])
+    with pytest.raises(IntegrityError, match="was to be undone"):
+        pool.tree.undo(extension)
+    pool.tree.check_integrity()
+
+
+@pytest.mark.parametrize(("length", "is_right"), [(-1, False), (9, True), (10, False), (12, False)])
+def test_a_fork_of_a_shard_is_no_longer_than_the_whole_sequence(length, is_right) -> None:
+    """Ranks 0 of 2, pages of 4: of 9 tokens 5 are here, and of 12 tokens 8 would be."""
+    tree = PrefixTree(16, 4, 1)
+    tree.create([NewSpec("a", shard=Shard(0, 2))])
+    extend(tree, 0, ["a"], int32(9), int32(0))
+    if is_right:
+        tree.create([NewSpec("b", "a", length)])
+        assert tree.describe("b").length == 5
+        return
+    with pytest.raises(InvalidRequest, match="0 to 9, the length of the parent's whole sequence"):
+        tree.create([NewSpec("b", "a", length)])
+
+
+def test_the_generation_of_a_shard_changes_with_the_whole_sequence() -> None:
+    """Tokens that another rank stores change nothing here but what is known of the whole."""
+    tree = PrefixTree(16, 4, 1)
+    tree.create([NewSpec("a", shard=Shard(0, 2))])
+    extend(tree, 0, ["a"], int32(4), int32(0))
+    leaf = tree.books.leaf("a")
+    before = generation(tree, leaf, "i")
+    extend(tree, 0, ["a"], int32(2), int32(4))
+    assert tree.describe("a").length == 4
+    assert generation(tree, leaf, "i") != before
