@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from service.cluster.engine import Call
@@ -20,8 +19,6 @@ from service.road.frames import NO_STAGES
 from service.road.slots import Slot
 
 MOVING: Final = "sequence_moving"
-MOVING_S: Final = 2.0
-"""For so long a call waits for a sequence that is on its way to another engine."""
 MOVING_PAUSE_S: Final = 0.003
 Stages = tuple[float, ...]
 Result = TypeVar("Result")
@@ -49,13 +46,6 @@ def is_moving(refused: BaseException) -> bool:
         return False
     problem = refused.problem
     return problem["code"] == MOVING and "done" not in problem
-
-
-def waiting() -> Iterator[bool]:
-    """True for as long as there is still time to wait."""
-    ends = time.monotonic() + MOVING_S
-    while time.monotonic() < ends:
-        yield True
 
 
 def longest(stages: Iterable[Stages]) -> Stages:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from service.cluster.answering import (
     MOVING_PAUSE_S,
@@ -13,14 +13,13 @@ from service.cluster.answering import (
     longest,
     reply,
     unknown_in,
-    waiting,
 )
 from service.cluster.batches import cut, join
 from service.cluster.engine import Call, Engine, Told, problem_in
 from service.cluster.names import tags_of
 from service.cluster.ranks import Home, Ranks
 from service.doors.problems import ProblemText, document_of
-from service.errors import InvalidRequest, LostSequence, NotReady
+from service.errors import InvalidRequest, LostSequence, NotReady, SequenceMoving
 from service.image.dtypes import Array
 from service.image.json_text import dump_json
 from service.image.reading import read_layout, split
@@ -33,37 +32,53 @@ if TYPE_CHECKING:
     from service.cluster.router import Router
 
 Answer = tuple[Answered, Slot]
+LOST: Final = "lost_sequence"
 
 
 async def ask_batch(router: Router, call: Call, prepared: Prepared, ids: Sequence[str]) -> Answer:
     """Ask the engines that these sequences are on. Raises UnknownSequence, LostSequence."""
-    engines = await router.homes.of(ids, call.tenant)
-    if all(one is engines[0] for one in engines):
-        return await ask_one(router, call, ids, engines[0])
-    return await ask_several(router, call, prepared, ids)
+    while True:
+        engines = await router.homes.of(ids, call.tenant)
+        if any(one is not engines[0] for one in engines):
+            return await ask_several(router, call, prepared, ids)
+        if (answer := await ask_one(router, call, ids, engines[0])) is not None:
+            return answer
 
 
-async def ask_one(router: Router, call: Call, ids: Sequence[str], engine: Home) -> Answer:
-    """Ask the one engine that all are on; where it does not know them, they may have been moved."""
+async def ask_one(router: Router, call: Call, ids: Sequence[str], engine: Home) -> Answer | None:
+    """Ask the one engine that all are on. None where it does not know them, and they have been
+    found elsewhere: ask there."""
     try:
         answered, slot = await pass_on(router, call, ids, engine)
     except ProblemText as refused:  # of engines that sequences are dealt out over
-        if not (unknown := unknown_in(refused.problem)):
+        if not await have_moved(router, call, engine, refused.problem):
             raise
-        if isinstance(engine, Ranks):
-            engine.forget(call, unknown)
-    else:
-        if answered.status < 300:
-            done(router, call, ids)
-        problem = problem_of(call, engine, ids, answered)
-        if not (unknown := unknown_in(problem)):
-            return answered, slot
-        router.give_back(slot)
-    await router.homes.find(unknown, call.tenant)  # raises for those that nobody has
-    engines = await router.homes.of(ids, call.tenant)
-    if all(one is engines[0] for one in engines):
-        return await pass_on(router, call, ids, engines[0])
-    return await ask_several(router, call, router.prepared(call), ids)
+        return None
+    if answered.status < 300:
+        done(router, call, ids)
+    problem = problem_of(call, engine, ids, answered)
+    if not unknown_in(problem):
+        return answered, slot
+    router.give_back(slot)
+    await have_moved(router, call, engine, problem)
+    return None
+
+
+async def have_moved(router: Router, call: Call, home: Home, problem: dict[str, Any]) -> bool:
+    """Whether an engine refused a call because sequences are not there any more; then they have
+    been found. Raises UnknownSequence, LostSequence for those that nobody has, and SequenceMoving
+    for those that go on changing their engine."""
+    unknown = unknown_in(problem)
+    if not unknown or "done" in problem:
+        return False
+    if isinstance(home, Ranks):
+        home.forget(call, unknown)
+    may_wait = call.may_wait()
+    await router.homes.find(unknown, call.tenant)
+    if not may_wait:
+        raise SequenceMoving(unknown)
+    await asyncio.sleep(MOVING_PAUSE_S)
+    return True
 
 
 def done(router: Router, call: Call, ids: Sequence[str]) -> None:
@@ -99,17 +114,20 @@ async def pass_on(router: Router, call: Call, ids: Sequence[str], engine: Home) 
     try:
         return await engine.call(call)
     except NotReady as error:
-        raise lost(router, engine, ids, error) from error
+        raise await lost(router, engine, ids, error) from error
     finally:
         for one in prompts:
             one.num_calls -= 1
 
 
-def lost(router: Router, engine: Home, ids: Sequence[str], error: NotReady) -> Exception:
-    """What to answer for a call that an engine was lost over."""
+async def lost(router: Router, engine: Home, ids: Sequence[str], error: NotReady) -> Exception:
+    """What to answer for a call that an engine was lost over. Raises NotReady where that may come
+    back."""
     if router.members.home(engine.tag) is engine:
         return error
-    router.members.check_reachable(tags_of(engine.tag))
+    tags = tags_of(engine.tag)
+    await router.members.fate_of(tags)
+    router.members.check_reachable(tags)
     return LostSequence(ids)
 
 
@@ -118,12 +136,14 @@ async def ask_together(router: Router, call: Call, prepared: Prepared) -> Answer
     fields = prepared.fields
     levels = getattr(fields, "levels", None)
     ids = fields.ids if levels is None else list({one: 0 for level in levels for one in level.ids})
-    engines = await router.homes.of(ids, call.tenant)
-    if any(one is not engines[0] for one in engines):
-        other = next(i for i, one in enumerate(engines) if one is not engines[0])
-        rule = f"is on another engine than {ids[0]}: fork what goes together from one sequence"
-        raise InvalidRequest("sequences", ids[other], rule)
-    return await ask_one(router, call, ids, engines[0])
+    while True:
+        engines = await router.homes.of(ids, call.tenant)
+        if any(one is not engines[0] for one in engines):
+            other = next(i for i, one in enumerate(engines) if one is not engines[0])
+            rule = f"is on another engine than {ids[0]}: fork what goes together from one sequence"
+            raise InvalidRequest("sequences", ids[other], rule)
+        if (answer := await ask_one(router, call, ids, engines[0])) is not None:
+            return answer
 
 
 async def ask_several(router: Router, call: Call, prepared: Prepared, ids: Sequence[str]) -> Answer:
@@ -147,34 +167,48 @@ async def ask_parts(
     arrays: dict[str, Array],
     *,
     changes: bool,
-    again: bool = True,
 ) -> Told:
-    """The joined answer to a batch's fields and tensors. `again`: an engine that does not know its
-    sequences is no reason to give up, they may have been moved."""
-    groups: dict[Home, list[int]] = {}
-    for at, engine in enumerate(await router.homes.of(ids, call.tenant)):
-        groups.setdefault(engine, []).append(at)
-    if len(groups) == 1:
+    """The joined answer to a batch's fields and tensors. Each part waits by itself for sequences
+    that change their engine, since other parts may be done."""
+    while True:
+        groups: dict[Home, list[int]] = {}
+        for at, engine in enumerate(await router.homes.of(ids, call.tenant)):
+            groups.setdefault(engine, []).append(at)
+        if len(groups) > 1:
+            return await ask_pieces(router, call, ids, given, arrays, groups, changes=changes)
+        home = next(iter(groups))
         try:
-            return await ask_patiently(next(iter(groups)), call, given, arrays)
+            return await home.ask(call, given, arrays)
         except NotReady as error:
-            raise lost(router, next(iter(groups)), ids, error) from error
+            raise await lost(router, home, ids, error) from error
         except ProblemText as refused:
-            unknown = unknown_in(refused.problem)
-            if not (again and unknown):
+            if is_moving(refused) and call.may_wait():
+                await asyncio.sleep(MOVING_PAUSE_S)
+            elif not await have_moved(router, call, home, refused.problem):
                 raise
-        await router.homes.find(unknown, call.tenant)
-        return await ask_parts(router, call, ids, given, arrays, changes=changes, again=False)
+
+
+async def ask_pieces(
+    router: Router,
+    call: Call,
+    ids: Sequence[str],
+    given: dict[str, Any],
+    arrays: dict[str, Array],
+    groups: Mapping[Home, list[int]],
+    *,
+    changes: bool,
+) -> Told:
+    """As `ask_parts`, of a batch whose positions are on several engines."""
     pieces = cut(given, arrays, list(groups.values()))
     parts = [[ids[at] for at in piece.positions] for piece in pieces]
     asked = [
-        ask_parts(router, call, part, piece.fields, piece.arrays, changes=changes, again=again)
+        ask_parts(router, call, part, piece.fields, piece.arrays, changes=changes)
         for part, piece in zip(parts, pieces, strict=True)
     ]
     told = await each(asked)
     whole = [one for one in told if isinstance(one, Told)]
     if len(whole) < len(told):
-        both = list(zip(parts, told, strict=True))
+        both = zip(parts, told, strict=True)
         done = [name for part, one in both if isinstance(one, Told) for name in part]
         errors = [one for one in told if not isinstance(one, Told)]
         raise refusal(errors, done if changes else [])
@@ -182,27 +216,17 @@ async def ask_parts(
     return Told(fields, joined, longest(one.stages for one in whole))
 
 
-async def ask_patiently(
-    home: Home, call: Call, given: dict[str, Any], arrays: dict[str, Array]
-) -> Told:
-    """The answer to a part of a batch, of which other parts may be done: what is on its way to
-    another engine is waited for here."""
-    waits = waiting()
-    while True:
-        try:
-            return await home.ask(call, given, arrays)
-        except ProblemText as refused:
-            if not is_moving(refused) or not next(waits, False):
-                raise
-        await asyncio.sleep(MOVING_PAUSE_S)
-
-
 def refusal(errors: Sequence[BaseException], done: Sequence[str]) -> BaseException:
-    """The first error, with what is done all the same; the lost sequences of all."""
-    first = errors[0]
-    if gone := [error for error in errors if isinstance(error, LostSequence)]:
-        first = LostSequence([name for error in gone for name in error.extra["sequences"]])
-    if not done:
-        return first
-    document = document_of(first, b"")
-    return ProblemText(dump_json(document | {"done": [*document.get("done", ()), *done]}))
+    """The first error, with what is done all the same, by these and by the parts of each; the lost
+    sequences of all."""
+    for error in errors:
+        if isinstance(error, asyncio.CancelledError):
+            return error
+    documents = [document_of(error, b"") for error in errors]
+    gone = [one for one in documents if one["code"] == LOST]
+    names = list(dict.fromkeys(name for one in gone for name in one["sequences"]))
+    every = dict.fromkeys([*done, *(name for one in documents for name in one.get("done", ()))])
+    if not every:
+        return LostSequence(names) if gone else errors[0]
+    first = document_of(LostSequence(names), b"") if gone else documents[0]
+    return ProblemText(dump_json(first | {"done": list(every)}))

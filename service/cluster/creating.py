@@ -50,6 +50,8 @@ async def create(router: Router, call: Call, prepared: Prepared) -> tuple[Answer
     Raises SequenceExists, LostSequence and what engines refuse; then none is made.
     """
     new = news_of(call, prepared)
+    if any(one.id is not None for one in new):
+        router.members.check_all_answer()
     own = {one.id: at for at, one in enumerate(new) if one.id is not None}
     names = [one.parent for one in new if one.parent is not None and one.parent not in own]
     parents = dict(zip(names, await router.homes.of(names, call.tenant), strict=True))
@@ -85,7 +87,7 @@ async def create(router: Router, call: Call, prepared: Prepared) -> tuple[Answer
             passed_over |= failed.errors.keys()
             open_ = {one.tag for one in router.members.engines if one.takes_new} - passed_over
             if bound or not open_ or not all(map(may_pass_over, failed.errors.values())):
-                raise refusal(router, new, homes, failed) from failed
+                raise await refusal(router, new, homes, failed) from failed
 
 
 def unknown_parents(failed: Failed) -> list[str]:
@@ -119,7 +121,7 @@ async def make(
         await unmake(router, call, {view["id"]: homes[at] for at, view in enumerate(made) if view})
         raise Failed(errors)
     at_home = {view["id"]: engine for view, engine in zip(made, homes, strict=True)}
-    await check_nowhere_else(router, call, new, at_home)
+    await keep_if_alone(router, call, new, at_home)
     remember(router, call, new, at_home)
     stages = longest(one.stages for one in told if isinstance(one, Told))
     return reply(router.arena, call, {"sequences": made}, stages=stages)
@@ -139,7 +141,7 @@ async def make_at_one(
         raise Failed({engine.tag: refusal_in(answered)})
     made = {one["id"]: engine for one in fields["sequences"]}
     try:
-        await check_nowhere_else(router, call, new, made)
+        await keep_if_alone(router, call, new, made)
     except BaseException:
         router.give_back(slot)
         raise
@@ -171,13 +173,25 @@ def fields_for(engine: Home, new: list[New]) -> tuple[dict[str, Any], dict[str, 
     return fields, arrays
 
 
+async def keep_if_alone(
+    router: Router, call: Call, new: list[New], made: Mapping[str, Home]
+) -> None:
+    """Delete what was made unless no other engine has a sequence of an id that a caller chose.
+    Raises SequenceExists, NotReady where an engine does not say."""
+    try:
+        await check_nowhere_else(router, call, new, made)
+    except BaseException:
+        await unmake(router, call, made)
+        raise
+
+
 async def check_nowhere_else(
     router: Router, call: Call, new: list[New], made: Mapping[str, Home]
 ) -> None:
-    """No other engine has a sequence of an id that a caller chose; else those made are unmade.
+    """No other engine has a sequence of an id that a caller chose.
 
     Every door looks after it has made, so of two that make the same id at once at least one sees
-    the other's. Raises SequenceExists.
+    the other's. Raises SequenceExists, NotReady.
     """
     chosen = {one.id: made[one.id] for one in new if one.id is not None}
     twice: list[str] = []
@@ -186,8 +200,9 @@ async def check_nowhere_else(
         if ids:
             twice += await router.homes.there(ids, call.tenant, [engine])
     if twice:
-        await unmake(router, call, made)
         raise SequenceExists(twice)
+    if chosen:
+        router.members.check_reachable()
 
 
 async def unmake(router: Router, call: Call, homes: Mapping[str, Home]) -> None:
@@ -209,11 +224,17 @@ def may_pass_over(error: BaseException) -> bool:
     return isinstance(error, NotReady | Overloaded)
 
 
-def refusal(router: Router, new: list[New], homes: list[Home], failed: Failed) -> BaseException:
-    """What to answer: parents that were lost with their engine, else what the first engine said."""
-    gone = [
-        one.parent
+async def refusal(
+    router: Router, new: list[New], homes: list[Home], failed: Failed
+) -> BaseException:
+    """What to answer: parents that were lost with their engine, else what the first engine said.
+    Raises NotReady where that engine may come back."""
+    gone = {
+        one.parent: tags_of(engine.tag)
         for one, engine in zip(new, homes, strict=True)
         if one.parent and engine.tag in failed.errors and router.homes.is_torn(engine.tag)
-    ]
-    return LostSequence(gone) if gone else next(iter(failed.errors.values()))
+    }
+    tags = {tag for some in gone.values() for tag in some}
+    await router.members.fate_of(tags)
+    router.members.check_reachable(tags)
+    return LostSequence(list(gone)) if gone else next(iter(failed.errors.values()))

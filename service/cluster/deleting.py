@@ -44,6 +44,8 @@ async def delete_many(router: Router, call: Call, prepared: Prepared) -> tuple[A
     wanted = None if fields.prefix is not None else len(fields.names)
     asked = fields.model_dump(exclude_unset=True) | {"skip": True}
     total = looks = 0
+    if fields.prefix is not None:
+        router.members.check_all_answer()
     while total != wanted and looks < MOST_LOOKS:
         told = await ask_all(router, call, [asked] * len(router.members.engines))
         answers = [one.fields for _, one in told]
@@ -53,6 +55,8 @@ async def delete_many(router: Router, call: Call, prepared: Prepared) -> tuple[A
         if looks and not (deleted or skipped):
             break
         looks += all(len(one["skipped"]) < MAX_LISTED for one in answers)
+    if total != wanted:
+        router.members.check_reachable()
     router.prompts.end(call.tenant.namespace, fields.names)
     return reply(router.arena, call, {"num_deleted": total})
 

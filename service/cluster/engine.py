@@ -14,6 +14,7 @@ from service.cluster.placement import Load, Pace, busy_until_s
 from service.doors.arena import DoorArena
 from service.doors.link import Link
 from service.doors.problems import ProblemText
+from service.errors import NotReady
 from service.image.dtypes import Array
 from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json
@@ -26,6 +27,8 @@ from service.road.frames import NO_REQUEST_ID
 from service.road.slots import Slot
 from service.tenants import Tenant
 
+MOVING_S: Final = 2.0
+"""For so long a call waits for sequences that are on their way to another engine."""
 LATEST_WEIGHT: Final = 0.1
 """Share of the latest call in the running means of what calls wait and take."""
 
@@ -46,6 +49,19 @@ class Call:
     tenant: Tenant
     request: Slot | None = None
     """Where the image lies; None for the router's own calls, which have none."""
+    is_poll: bool = False
+    """Asked to find out whether an engine answers."""
+    waits_until: float = 0.0
+    """On `time.monotonic()`: until then sequences that change their engine are waited for; 0 before
+    the first wait."""
+
+    def may_wait(self) -> bool:
+        """Whether there is time left to wait for sequences that change their engine: one limit for
+        all waits of a call."""
+        now = time.monotonic()
+        if not self.waits_until:
+            self.waits_until = now + MOVING_S
+        return now < self.waits_until
 
     def arrays(self, layout: Layout) -> dict[str, Array]:
         """The request's tensors, where they lie in the image."""
@@ -86,6 +102,8 @@ class Engine:
         """It says so itself."""
         self.is_elsewhere = False
         """It is no process of this service, so its counts are not in memory that is shared."""
+        self.is_silent = False
+        """It has not answered for a while."""
         self.num_calls = self.num_waiting = 0
 
     def learn(self, info: InfoAnswer) -> None:
@@ -95,7 +113,7 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
-        return self.link.state[0] == "ready"
+        return not self.is_silent and self.link.state[0] == "ready"
 
     @property
     def takes_new(self) -> bool:
@@ -177,6 +195,8 @@ class Engine:
 
     async def exchange(self, call: Call, request: Slot, length: int) -> tuple[Answered, Slot]:
         """The answer to what lies in `request`, and where it lies."""
+        if self.is_silent and not call.is_poll:
+            raise NotReady(f"{self.name} does not answer, and may go on any time: retry later")
         is_work = call.operation.has_tensors  # to ask how it is, is none
         self.num_waiting += is_work
         try:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from service.cluster.answering import each
 from service.cluster.dealt import Fields, whole_view
 from service.cluster.engine import Call, Engine, Told
+from service.cluster.finding import in_time
+from service.errors import NotReady
 from service.image.dtypes import Array
 
 if TYPE_CHECKING:
@@ -99,6 +101,8 @@ JOINS: Final[Mapping[str, Join]] = {
 }
 IF_THERE: Final = frozenset({"pin", "unpin"})
 """An engine that does not have the page is no failure while another does."""
+WITHOUT_SILENT: Final = frozenset({"info", "pool", "engines", "snapshot", "match_prefix"})
+"""What is told of the engines that answer, where others do not."""
 
 
 def shares(name: str, asked: Fields, count: int) -> list[Fields]:
@@ -130,16 +134,36 @@ async def ask_all(
     Raises the first refusal; `if_there`: only where all refuse. Raises NotReady without engines.
     """
     asked = router.members.engines
-    calls = [engine.ask(call, part, arrays) for engine, part in zip(asked, parts, strict=True)]
+    may_miss = call.operation.name in WITHOUT_SILENT
+    calls = [
+        ask_one_of_all(engine, call, part, arrays, may_miss=may_miss)
+        for engine, part in zip(asked, parts, strict=True)
+    ]
     told: list[tuple[Engine, Told]] = []
     errors: list[BaseException] = []
     for engine, one in zip(asked, await each(calls), strict=True):
         if isinstance(one, Told):
             told.append((engine, one))
-        elif engine.tag in router.members.by_tag or not if_there:
-            errors.append(one)
+        elif not (may_miss and isinstance(one, NotReady) and len(asked) > 1):
+            await router.members.fate_of([engine.tag])
+            if not router.members.is_gone(engine.tag) or not if_there:
+                errors.append(one)
     if errors and not (if_there and told):
         raise errors[0]
     if not told:
         router.members.idlest()  # raises for want of engines
     return told
+
+
+async def ask_one_of_all(
+    engine: Engine,
+    call: Call,
+    part: dict[str, Any],
+    arrays: dict[str, Array] | None,
+    *,
+    may_miss: bool,
+) -> Told:
+    """What an engine answers; where its answer `may_miss`, it is not waited for without end."""
+    if not may_miss:
+        return await engine.ask(call, part, arrays)
+    return await in_time(engine.ask(call, part, arrays), engine)

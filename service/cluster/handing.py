@@ -3,7 +3,6 @@ that is not known."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,12 +48,10 @@ async def give_up(
 
 
 async def is_dead(router: Router, engine: Engine) -> bool:
-    """Whether an engine that did not answer is lost with all it had."""
-    for _ in range(100):
-        if engine.tag not in router.members.by_tag:
-            return engine.tag not in router.members.away
-        await asyncio.sleep(0.01)
-    return False
+    """Whether an engine that did not answer is known to be dead."""
+    if engine.tag not in router.members.by_tag:
+        await router.members.fate_of([engine.tag])
+    return router.members.is_gone(engine.tag)
 
 
 async def tags_there(router: Router, source: Engine, family: Family, sequence: str) -> list[str]:
@@ -62,7 +59,8 @@ async def tags_there(router: Router, source: Engine, family: Family, sequence: s
     parts is on its way."""
     if family.shard is None:
         return [source.tag]
-    tags = tags_of(await router.homes.tag_at(sequence, source, family.tenant))
+    tag = await router.homes.tag_at(sequence, source, family.tenant)
+    tags = [] if tag is None else tags_of(tag)
     if len(tags) < family.shard["ranks"]:
         raise NotReady("another part of it is on its way")
     return tags

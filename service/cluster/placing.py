@@ -18,7 +18,7 @@ from service.cluster.prefixes import chained_keys
 from service.cluster.ranks import Home
 from service.cluster.underway import Underway, Wait
 from service.core.keys import Prefix, as_keys
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, NotReady
 from service.image.dtypes import Array
 from service.operations.spec import Prepared
 
@@ -167,13 +167,19 @@ def worth_waiting_s(load: Load, cached: int, there: int) -> float:
 
 
 def place_ranks(router: Router, new: New, passed_over: Collection[str]) -> Home:
-    """The engines with the most room, as many as wanted. Raises InvalidRequest where there are not
-    so many, NotReady."""
+    """The engines with the most room, as many as wanted.
+
+    Raises InvalidRequest where the cluster has not so many, NotReady where not so many take new
+    sequences at the moment.
+    """
     members = router.members
     there = [one for one in members.engines if one.takes_new]
-    if new.ranks > len(there):
-        rule = f"must be at most {len(there)}, the engines that there are"
+    if new.ranks > len(members.by_name):
+        rule = f"must be at most {len(members.by_name)}, the engines that there are"
         raise InvalidRequest("ranks", new.ranks, rule)
+    if new.ranks > len(there):
+        told = f"{len(there)} of {len(members.by_name)} engines take new sequences"
+        raise NotReady(f"ranks = {new.ranks}: {told} at the moment: retry later, or ask for fewer")
     there.sort(key=lambda one: (one.tag in passed_over, -one.load_now.room, one.name))
     chosen = there[: new.ranks]
     for engine in chosen:

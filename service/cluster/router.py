@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Final
 
 from config.server import ServerSettings
-from service.cluster.answering import MOVING, MOVING_PAUSE_S, is_moving, reply, waiting
+from service.cluster.answering import MOVING, MOVING_PAUSE_S, is_moving, reply
 from service.cluster.batching import ask_batch, ask_one, ask_together
 from service.cluster.creating import create
 from service.cluster.draining import drain
@@ -80,9 +80,8 @@ class Router:
 
     def ready(self) -> None:
         """Raises NotReady."""
-        state, reason = self.state
-        if state != "ready":
-            raise NotReady(reason)
+        if (why := self.draining or self.members.why_none) is not None:
+            raise NotReady(why)
 
     # slots
 
@@ -146,22 +145,21 @@ class Router:
         """The answer of whom the operation is for; a sequence that is on its way to another engine
         is waited for."""
         header, _ = split(call.image)
-        waits = waiting()
         while True:
             straight = self.passing.straight(call, header)
             try:
-                if straight is not None:
-                    answered, slot = await ask_one(self, call, *straight)
-                else:
+                answer = None if straight is None else await ask_one(self, call, *straight)
+                if answer is None:
                     ask = ROUTES[call.operation.routed]
-                    answered, slot = await ask(self, call, self.prepared(call))
+                    answer = await ask(self, call, self.prepared(call))
+                answered, slot = answer
                 if answered.status != MOVING_STATUS or problem_in(answered)["code"] != MOVING:
                     return answered, slot
-                if not next(waits, False):
+                if not call.may_wait():
                     return answered, slot
                 self.give_back(slot)
             except ProblemText as refused:
-                if not is_moving(refused) or not next(waits, False):
+                if not is_moving(refused) or not call.may_wait():
                     raise
             await asyncio.sleep(MOVING_PAUSE_S)
 

@@ -42,6 +42,8 @@ async def ask_everywhere(router: Router, call: Call, prepared: Prepared) -> Answ
         case "snapshot":
             return await snapshot(router, call, asked)
         case name:
+            if name == "list_sequences":
+                router.members.check_all_answer()
             parts = shares(name, asked, len(router.members.engines))
             told = await ask_all(router, call, parts, if_there=name in IF_THERE)
             whole = JOINS[name](prepared.fields.model_dump(), [one.fields for _, one in told])

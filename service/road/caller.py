@@ -25,6 +25,7 @@ from service.road.messages import (
 )
 from service.road.output import Output, Unread
 from service.road.own import OwnArena
+from service.road.peer import Peer
 from service.road.remote import Filling, connected, is_remote
 from service.road.slots import Mapping, Slot, Slots
 from service.tenants import Tenant
@@ -93,6 +94,8 @@ class RoadCaller:
         self.lost = ""
         self.on_lost: Callable[[str], object] | None = None
         self.on_state: Callable[[State], object] | None = None
+        self.peer = Peer()
+        """The engine's process. `on_lost` may take it over, else it is closed with the session."""
 
     @classmethod
     async def connect(
@@ -109,16 +112,19 @@ class RoadCaller:
         namespace of `key`. `path` may be `tcp:HOST:PORT`, for doors. `own`: an arena that a door
         brings, and has with several engines. Raises OSError, NotReady when refused, FrameError.
         """
-        sock = await connected(path)
+        sock, peer = await connected(path), Peer()
         try:
             hello = Hello(VERSION, name, bool(secret), arena_bytes, key, secret)
             meet = greet_remote if is_remote(path) else greet
-            caller = cls(sock, *await meet(sock, hello, None if own is None else own.mapping), own)
+            greeted = await meet(sock, hello, None if own is None else own.mapping, peer)
+            caller = cls(sock, *greeted, own)
+            caller.peer = peer
             if is_remote(path):
                 caller.is_remote = True
                 caller.output.limit += caller.welcome.max_arena_bytes
         except BaseException:
             sock.close()
+            peer.close()
             raise
         caller.loop.add_reader(sock, caller.on_readable)
         caller.loop.call_soon(caller.on_frames)
@@ -346,6 +352,7 @@ class RoadCaller:
         self.let_go()
         if self.on_lost is not None:
             self.on_lost(reason)
+        self.peer.close()
 
     def let_go(self) -> None:
         """Of the connection, and of the arena or what the calls have of it."""

@@ -12,16 +12,16 @@ from typing import Final
 from service.errors import NotReady
 from service.road import frames as f
 from service.road.messages import Hello, Welcome, message, read_known
+from service.road.peer import Peer, ask_for_sender, receive
 from service.road.remote import mirror, proof
 from service.road.slots import Mapping
 
 WELCOME_KEYS: Final = tuple(field.name for field in fields(Welcome))
-CLOSE_ON_EXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 MAX_DESCRIPTORS: Final = 4
 
 
 async def greet_remote(
-    sock: socket.socket, hello: Hello, own: Mapping | None = None
+    sock: socket.socket, hello: Hello, own: Mapping | None = None, peer: Peer | None = None
 ) -> tuple[f.Reader, Welcome, Mapping]:
     """As `greet`, over TCP: the secret is proved, not sent, and the arena is a mirror."""
     loop = asyncio.get_running_loop()
@@ -53,14 +53,15 @@ async def greet_remote(
 
 
 async def greet(
-    sock: socket.socket, hello: Hello, own: Mapping | None = None
+    sock: socket.socket, hello: Hello, own: Mapping | None = None, peer: Peer | None = None
 ) -> tuple[f.Reader, Welcome, Mapping]:
     """Say HELLO on a fresh connection; the reader may hold frames that came after WELCOME. `own`:
-    the arena that the caller brings.
+    the arena that the caller brings. `peer` learns which process the engine is.
 
     Raises NotReady when the engine refuses or leaves, FrameError when it is no engine.
     """
     loop = asyncio.get_running_loop()
+    ask_for_sender(sock, is_wanted=True)
     data = message(f.HELLO, replace(hello, brings_arena=own is not None))
     with suppress(BrokenPipeError, ConnectionResetError):  # then it has said why: read that
         sent = 0 if own is None else socket.send_fds(sock, [data], [own.fd])
@@ -70,15 +71,16 @@ async def greet(
     try:
         while (welcome := read_welcome(reader)) is None:
             await readable(loop, sock)
-            data, received, _, _ = socket.recv_fds(
-                sock, f.BUFFER_BYTES, MAX_DESCRIPTORS, CLOSE_ON_EXEC
-            )
+            data, received, pid = receive(sock, f.BUFFER_BYTES, MAX_DESCRIPTORS)
             descriptors += received
+            if peer is not None:
+                peer.learn(pid)
             if not data:
                 raise NotReady("the engine closed the connection instead of saying WELCOME")
             reader.feed(data)
         if len(descriptors) != (own is None):
             raise f.FrameError(f"{len(descriptors)} descriptors came with WELCOME: one arena has")
+        ask_for_sender(sock, is_wanted=False)
         mapping = own or Mapping(descriptors[0], welcome.arena_bytes)
     except BaseException:
         for descriptor in descriptors:

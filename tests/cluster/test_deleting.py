@@ -13,7 +13,8 @@ from cluster_calls import PAGE, Cluster, run
 from test_draining import SOURCE, emptied, only_on
 from test_ranks_doors import another_door
 
-from service.cluster import answering, draining, handing
+from service.cluster import draining, handing
+from service.cluster import engine as engines_of
 from service.cluster.engine import Call, Told
 from service.cluster.local import LocalEngines
 
@@ -80,9 +81,9 @@ def test_what_is_on_its_way_for_too_long_is_not_deleted_and_stays_whole(
             await dealt(first, book, "c")
 
             async def delete() -> None:
-                monkeypatch.setattr(answering, "MOVING_S", 0.1)
+                monkeypatch.setattr(engines_of, "MOVING_S", 0.1)
                 answers.append(await second.call(*asked))
-                monkeypatch.setattr(answering, "MOVING_S", 10.0)
+                monkeypatch.setattr(engines_of, "MOVING_S", 10.0)
 
             await second.told("get_sequence", {"id": "a"})
             meanwhile(monkeypatch, draining, "leaving", delete)
