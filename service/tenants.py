@@ -10,8 +10,9 @@ from typing import Final, Literal
 
 from service.errors import Forbidden
 
-Scope = Literal["read", "append", "admin"]
-SCOPES: Final[tuple[Scope, ...]] = ("read", "append", "admin")
+Scope = Literal["read", "append", "move", "admin"]
+SCOPES: Final[tuple[Scope, ...]] = ("read", "append", "move", "admin")
+"""What a key may allow. `admin` includes `move`: who may empty an engine may move its sequences."""
 NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MARK: Final = "/"
 """Ends a namespace in a sequence's name; neither namespaces nor sequence ids have it."""
@@ -34,7 +35,7 @@ class Tenant:
 
     def require(self, scope: Scope, what: str) -> None:
         """Raises Forbidden where the key lacks the scope."""
-        if scope in self.scopes:
+        if scope in self.scopes or (scope == "move" and "admin" in self.scopes):
             return
         has = ", ".join(one for one in SCOPES if one in self.scopes) or "none"
         told = f"{what} asks for the scope {scope}, this key has {has}: use another key"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -139,7 +140,12 @@ async def gather(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
 
 
 async def create(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
-    """Empty sequences, and forks of those that are here: at every rank, all or none."""
+    """Empty sequences, and forks of those that are here: at every rank, all or none.
+
+    Raises Forbidden for a caller who may not create: the ranks see the router's scopes, not his.
+    """
+    call.tenant.require(call.operation.scope, call.operation.name)
+    call = replace(call, tenant=ranks.acting_for(call.tenant))
     new = fields["sequences"]
     own = {one["id"] for one in new}
     parents = sorted({one["parent"] for one in new if one.get("parent")} - own)

@@ -85,7 +85,8 @@ class NewSequenceFields(Fields):
     dealt out as its parent is."""
     shard: ShardFields | None = None
     """For those who deal pages out themselves: keep these of a sequence's pages only. Requests then
-    need `offsets`, and count in tokens of the whole sequence; answers tell what is held."""
+    need `offsets`, and count in tokens of the whole sequence; answers tell what is held. Needs the
+    scope `move`."""
     epoch: Epoch | None = None
     """With `shard`: the epoch that it begins in. Of a fork of a shard: its parent's, which the fork
     gets too. Absent: 0, which is none."""
@@ -294,6 +295,11 @@ def check_page_table(fields: PageTableFields, entries: Entries, info: InfoAnswer
     check_ids(fields.sequences)
 
 
+def new_moves(fields: CreateFields) -> str:
+    """What makes a part of a sequence, whose other parts other engines have."""
+    return "shard" if any(new.shard is not None for new in fields.sequences) else ""
+
+
 CREATE_SEQUENCES: Final = Operation(
     name="create_sequences",
     number=1,
@@ -306,6 +312,7 @@ CREATE_SEQUENCES: Final = Operation(
     answer=CreatedAnswer,
     check=check_new,
     scope="append",
+    moved_with=new_moves,
     status=201,
     answer_text="The sequences, in the order given.",
     example={"sequences": [{"id": "chat-1", "prefix": {"token_ids": [11, 12, 13, 14]}}]},
@@ -390,7 +397,7 @@ CLAIM: Final = Operation(
     tag="sequences",
     fields=ClaimFields,
     answer=ClaimAnswer,
-    scope="append",
+    scope="move",
     example={"epoch": 1},
 )
 

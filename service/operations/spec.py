@@ -26,6 +26,11 @@ AT_LEAST_ONE: Final = frozenset({"Hq", "Hkv", "H", "D"})
 LONG_NAMES: Final = {"Hq": "num_qo_heads", "Hkv": "num_kv_heads", "D": "head_dim"}
 
 
+def never_moved(_: Any) -> str:
+    """For operations that have nothing to do with other engines' parts of a sequence."""
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor. `{i}` in its name stands for a cascade level's number.
@@ -51,9 +56,10 @@ class Operation:
 
     `number` names it in the road's frames and never changes. The path's parameters are fields, and
     so are the query parameters of a method without a body. `scope` is what a key must have for it,
-    and `append` as well where the tensor `appended_with` is given. `frees`: it only gives pages
-    back, so a full queue takes it. `answer` None: the answer has no fields. `routing` None: its
-    fields tell where it goes in a cluster, which `routed` then says.
+    `append` as well where the tensor `appended_with` is given, and `move` as well where
+    `moved_with` names a part of the fields. `frees`: it only gives pages back, so a full queue
+    takes it. `answer` None: the answer has no fields. `routing` None: its fields tell where it goes
+    in a cluster, which `routed` then says.
     """
 
     name: str
@@ -72,6 +78,7 @@ class Operation:
     status: int = 200
     frees: bool = False
     appended_with: str = ""
+    moved_with: Callable[[Any], str] = never_moved
     answer_text: str = "The answer."
     example: Any = None
     routing: Routing | None = None
@@ -130,6 +137,8 @@ def prepare(
     operation.check(fields, entries, info)
     if operation.appended_with in entries:
         tenant.require("append", f"{operation.name} with {operation.appended_with}")
+    if moved_with := operation.moved_with(fields):
+        tenant.require("move", f"{operation.name} with {moved_with}")
     return Prepared(operation, fields.within(tenant.prefix), Layout({}, layout.entries))
 
 

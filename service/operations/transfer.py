@@ -170,12 +170,12 @@ class ImportFields(Fields):
     """With `header`: begin with those pages that the prefix cache has by the export's names."""
     base: SequenceId | None = None
     """With `header`: begin as a fork of this sequence, whose first `base_len` tokens are known to
-    be the same, instead of with what is cached."""
+    be the same, instead of with what is cached. Needs the scope `move`."""
     base_len: Count = 0
     """Tokens, in full pages."""
     shard: ShardAnswer | None = None
     """With `header`: what comes is this part of a sequence, whose `lengths` these are, in an
-    `epoch`."""
+    `epoch`. Needs the scope `move`."""
     idle_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_IDLE_S
     """With `header`: give up when nothing has come for so many seconds."""
 
@@ -325,6 +325,11 @@ def check_names(header: Header, entries: Entries) -> None:
             refuse(f"{name}.shape", list(entry.shape), rule)
 
 
+def import_moves(fields: ImportFields) -> str:
+    """What an engine asks for that takes over another engine's sequence."""
+    return "shard" if fields.shard is not None else "base" if fields.base is not None else ""
+
+
 STORED: Final = tuple(
     TensorSpec(
         name,
@@ -371,6 +376,7 @@ IMPORT: Final = Operation(
     answer=ImportAnswer,
     check=check_import,
     scope="append",
+    moved_with=import_moves,
     example={
         "part": 0,
         "digest": "0f" * 32,
@@ -391,7 +397,7 @@ HAND_OVER: Final = Operation(
     fields=HandOverFields,
     answer=None,
     check=check_hand_over,
-    scope="append",
+    scope="move",
     status=204,
     answer_text="It is so.",
     example={"state": "leaving"},

@@ -27,7 +27,7 @@ from engine_caller import (
     until,
     with_engine,
 )
-from engine_fakes import FakeBackend
+from engine_fakes import GEOMETRY, FakeBackend
 from engine_long import SLICE_MS, let_go, long_prefill
 
 from service.errors import NotReady
@@ -329,3 +329,63 @@ def test_slices_of_long_work_come_from_each_namespace_in_turn(keys_file: str) ->
             await asyncio.gather(*many)
 
     with_engine(backend, scenario, keys_file=keys_file, key="ours", slice_ms=SLICE_MS)
+
+
+def import_of(**fields: Any) -> Asked:
+    """The beginning of an import of an empty sequence, with a digest that is wrong."""
+    geometry = GEOMETRY
+    header = {
+        "generation": "0" * 32,
+        "num_layers": geometry.num_layers,
+        "page_size": geometry.page_size,
+        "num_kv_heads": geometry.num_kv_heads,
+        "head_dim": geometry.head_dim,
+        "dtype": geometry.dtype,
+        "layout": geometry.layout,
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+        "lengths": [0] * geometry.num_layers,
+        "ttl_s": None,
+        "num_named": 0,
+        "cache_salt": "",
+        "part_bytes": 1024,
+        "num_parts": 0,
+    }
+    return Asked("import_sequence", {"id": "b", "header": header, "digest": "0" * 64} | fields, {})
+
+
+SHARD = {"rank": 0, "ranks": 2}
+MOVING = [
+    Asked("hand_over", {"id": "a", "state": "leaving"}, {}),
+    Asked("claim", {"id": "a", "epoch": 3}, {}),
+    Asked("create_sequences", {"sequences": [{"id": "part", "shard": SHARD}]}, {}),
+    import_of(base="a"),
+    import_of(shard=SHARD | {"epoch": 1, "lengths": [0] * GEOMETRY.num_layers}),
+]
+
+
+@pytest.mark.parametrize("asked", MOVING, ids=["hand over", "claim", "shard", "base", "part"])
+@pytest.mark.parametrize(
+    ("scopes", "may"),
+    [
+        (["read", "append"], False),
+        (["read", "append", "move"], True),
+        (["read", "append", "admin"], True),
+    ],
+    ids=["tenant", "mover", "operator"],
+)
+def test_what_moves_parts_of_sequences_needs_the_scope_move(
+    asked: Asked, scopes: list[str], may: bool, tmp_path: Path
+) -> None:
+    """A key of all scopes there were before `move` may do what it could."""
+    path = tmp_path / "keys"
+    path.write_text(line_of("key", "ours", scopes))
+
+    async def scenario(ours: Caller) -> None:
+        await create(ours, "a")
+        told = await outcome(ours.submit(asked))
+        assert (code(told) == "forbidden") == (not may), told
+        if isinstance(told, Refused) and not may:
+            assert told.problem["scope"] == "move"
+
+    with_engine(FakeBackend(), scenario, keys_file=str(path), key="key")

@@ -47,7 +47,7 @@ def test_a_line_is_a_digest_a_namespace_and_scopes(tmp_path: Path) -> None:
         (f"{DIGEST} search read append", "4 words, 3 must be"),
         (f"{DIGEST} a/b read", "namespace 'a/b'"),
         (f"{DIGEST} {'n' * 65} read", "1 to 64 characters"),
-        (f"{DIGEST} search read,write", "scope 'write': one of read, append, admin"),
+        (f"{DIGEST} search read,write", "scope 'write': one of read, append, move, admin"),
         (f"{DIGEST} search read,", "scope ''"),
         (f"{DIGEST} one read\n{DIGEST} two read", "line 2: this key is there twice"),
         ("# nobody", "no key is in it"),
@@ -114,6 +114,11 @@ def test_a_scope_that_lacks_is_told_with_those_that_are_there() -> None:
         reader.require("append", "append")
     assert no.value.extra == {"scope": "append"}
     reader.require("read", "decode")
+    operator = tenant_of("ops", ["admin"])
+    operator.require("move", "hand_over")
+    for scope in ("read", "append"):
+        with pytest.raises(Forbidden, match="this key has admin"):
+            operator.require(scope, "anything")
     OPEN.require("admin", "anything")
 
 
