@@ -28,11 +28,13 @@ from config.settings import (
 from service import __version__
 from service.addresses import Addresses, bind_addresses
 from service.cells import make_shared
+from service.checked_files import CheckedFiles
 from service.cluster.listed import engine_name, list_members
 from service.cluster.secret import SecretError, secret_of
+from service.doors.tls import TlsError
 from service.extras import how_to_install
 from service.key_command import key_command
-from service.keys import KeysError, keys_of
+from service.keys import KeysError
 from service.launch import HOME, command_of
 from service.logs import set_up_logs
 from service.processes import Child, Shared
@@ -82,11 +84,14 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
     if on_ray:
         return cluster_on_ray(settings)
     try:
-        keys_of(settings.auth)  # doors and engine read them by themselves
+        files = CheckedFiles(settings)
         secret = secret_of(settings.cluster)
     except (KeysError, SecretError) as error:
         print(f"attnd: {error}", file=sys.stderr)
         return 2
+    except TlsError as error:
+        LOG.error("cannot start: %s", error)
+        return 1
     try:
         addresses = bind_addresses(
             settings.server,
@@ -102,7 +107,7 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
         try:
             # closed once: a path may be another service's by the time this one has ended
             usual = Commands() if settings.cluster.is_one else IN_CLUSTER
-            return supervise(settings, addresses, bound.close, commands or usual, secret)
+            return supervise(settings, addresses, bound.close, commands or usual, secret, files)
         except OSError as error:
             LOG.error("cannot start the processes: %s", error)
             return 1
@@ -127,6 +132,7 @@ def supervise(
     stop_listening: Callable[[], None],
     commands: Commands,
     secret: str,
+    files: CheckedFiles,
 ) -> int:
     """Start engine and doors on their sockets, and watch them to the end."""
     allow_open_files(settings)
@@ -154,6 +160,7 @@ def supervise(
         url=addresses.url,
         secret=secret,
         metrics={child.process: make_shared() for child in children},
+        files=files,
     )
     docs = " (API at /docs)" if addresses.uds is None else ""
     LOG.info("attnd %s serves %s%s", __version__, addresses.url, docs)

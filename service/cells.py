@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from collections.abc import Iterator
 from typing import Final
+
+from service.handed_files import anonymous_memory
 
 SIZE: Final = 2**20
 """Bytes of one process's numbers; memory is taken only for those in use."""
@@ -27,11 +28,7 @@ Key = tuple[str, ...]
 def make_shared() -> int:
     """A file descriptor of empty shared memory, to be handed to processes; it has no name, so
     nothing is left behind when the last of them ends."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("attnd-metrics", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
+    fd = anonymous_memory("attnd-metrics")
     os.truncate(fd, SIZE)
     return fd
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from config.sections import AuthSettings
 from service.errors import Unauthorized
+from service.handed_files import ReadFile, from_disk
 from service.tenants import SCOPES, Tenant, tenant_of
 
 LOG: Final = logging.getLogger("attnd.keys")
@@ -21,7 +20,7 @@ BEGINNING: Final = "attnd_"
 """Of every key, so that tools that look for leaked secrets can find one."""
 RANDOM_BYTES: Final = 32
 MAX_KEYS: Final = 16_384
-"""All are compared with the key that is shown; and a frame has 16 bits for the tenant."""
+"""A frame has 16 bits for the tenant."""
 DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}")
 LINE: Final = "SHA-256 of the key in hexadecimal, its namespace, its scopes with commas between"
 
@@ -40,18 +39,17 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """All keys of a service."""
+    """All keys of a service, by their digests.
 
-    keys: tuple[Key, ...]
+    The look-up needs no comparison in constant time. Its time depends on the digest of what was
+    shown; whoever learned digests of valid keys from it could not turn one back into a key.
+    """
+
+    by_digest: Mapping[bytes, Key]
 
     def find(self, shown: bytes) -> Key | None:
-        """Whose key this is. Takes as long for any key that is shown: all digests are compared."""
-        digest = hashlib.sha256(shown).digest()
-        found = None
-        for key in self.keys:
-            if hmac.compare_digest(key.digest, digest):
-                found = key
-        return found
+        """Whose key this is."""
+        return self.by_digest.get(hashlib.sha256(shown).digest())
 
     def check(self, shown: bytes, remedy: str) -> Key:
         """Whose key this is. Raises Unauthorized; `remedy` says how a key is shown."""
@@ -64,16 +62,17 @@ class Keys:
 
     def holder(self, digest: bytes) -> Tenant | None:
         """Who has the key of this digest now."""
-        return next((key.tenant for key in self.keys if key.digest == digest), None)
+        key = self.by_digest.get(digest)
+        return None if key is None else key.tenant
 
 
-def read_keys(path: str) -> Keys:
+def read_keys(path: str, read: ReadFile = from_disk) -> Keys:
     """The keys of a file: a line each, empty ones and what follows a # left out.
 
     Raises KeysError.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise KeysError(f"auth.keys_file {path}: {' '.join(str(error).split())}") from error
     found: dict[bytes, Key] = {}
@@ -90,23 +89,23 @@ def read_keys(path: str) -> Keys:
         raise KeysError(f"auth.keys_file {path}: no key is in it: `attnd key new` makes one")
     if len(found) > MAX_KEYS:
         raise KeysError(f"auth.keys_file {path}: {len(found)} keys, at most {MAX_KEYS} may be")
-    return Keys(tuple(found.values()))
+    return Keys(found)
 
 
-def keys_of(auth: AuthSettings) -> Keys | None:
+def keys_of(auth: AuthSettings, read: ReadFile = from_disk) -> Keys | None:
     """The keys of a service that is starting; None where it has none. Raises KeysError."""
-    return None if auth.keys_file is None else read_keys(auth.keys_file)
+    return None if auth.keys_file is None else read_keys(auth.keys_file, read)
 
 
-def read_again(auth: AuthSettings, before: Keys | None) -> Keys | None:
+def read_again(auth: AuthSettings, before: Keys | None, read: ReadFile = from_disk) -> Keys | None:
     """The keys now; what cannot be used is told in the log, and the keys stay as they were."""
     try:
-        keys = keys_of(auth)
+        keys = keys_of(auth, read)
     except KeysError as error:
         LOG.error("%s: the keys stay as they were", error)
         return before
     if keys is not None:
-        LOG.info("%d keys are valid now", len(keys.keys))
+        LOG.info("%d keys are valid now", len(keys.by_digest))
     return keys
 
 

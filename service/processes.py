@@ -40,6 +40,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from config.sections import Settings
+from service.checked_files import CheckedFiles
+from service.handed_files import HandedFiles, ReadFile, from_disk
 
 CANNOT_START: Final = 3
 """A process's exit status: it has said in one line why it cannot serve; starting it again would
@@ -71,11 +73,14 @@ class Shared:
     """By which the engine knows the service's own doors; nobody else is told."""
     metrics: Mapping[str, int] = field(default_factory=dict)
     """For each process by name, the shared memory it counts in (`service/metrics.py`)."""
+    files: CheckedFiles | None = None
+    """Key and certificate files; None: every process reads them from disk."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """All that every process inherits."""
-        return (self.lifeline, *self.metrics.values())
+        files = () if self.files is None else (self.files.fd,)
+        return (self.lifeline, *self.metrics.values(), *files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,8 @@ class Inherited:
     url: str
     secret: str
     metrics: Mapping[str, int]
+    read_file: ReadFile
+    """Gives the contents of key and certificate files."""
 
 
 def start(child: Child, shared: Shared) -> subprocess.Popen[bytes]:
@@ -124,6 +131,7 @@ def hand_over(child: Child, shared: Shared, sockets: Sequence[int]) -> bytes:
         "url": shared.url,
         "secret": shared.secret,
         "metrics": dict(shared.metrics),
+        "files": None if shared.files is None else shared.files.fd,
         "supervisor": os.getpid(),
     }
     return json.dumps(handed).encode()
@@ -165,6 +173,7 @@ def receive(argv: Sequence[str] | None = None) -> Inherited:
         url=handed["url"],
         secret=handed["secret"],
         metrics={name: own(fd) for name, fd in handed["metrics"].items()},
+        read_file=from_disk if handed["files"] is None else HandedFiles(own(handed["files"])).read,
     )
 
 

@@ -106,6 +106,8 @@ class Supervisor:
             return
         if number == signal.SIGHUP:
             LOG.info("SIGHUP: keys and certificates are read again")
+            if self._shared.files is not None:
+                self._shared.files.read_again()
             for running in self._running.values():
                 running.process.send_signal(signal.SIGHUP)
             return

@@ -10,6 +10,7 @@ from typing import Final
 from config.sections import Settings
 from service.addresses import Addresses
 from service.cells import make_shared
+from service.checked_files import CheckedFiles
 from service.launch import command_of
 from service.processes import Child, Shared, start
 
@@ -31,6 +32,8 @@ class Doors:
             if status is not None:
                 if self.shared.settings.server.port and status == 3:
                     raise RuntimeError(f"{child.process} cannot serve: its log says why")
+                if self.shared.files is not None:  # nothing sends SIGHUP here
+                    self.shared.files.read_again()
                 self.processes[child.process] = start(child, self.shared)
 
     def end(self, seconds: float) -> None:
@@ -61,6 +64,7 @@ def start_doors(settings: Settings, addresses: Addresses, secret: str, lifeline:
         url=addresses.url,
         secret=secret,
         metrics={child.process: make_shared() for child in children},
+        files=CheckedFiles(settings),
     )
     processes = {child.process: start(child, shared) for child in children}
     return Doors(tuple(children), shared, processes)

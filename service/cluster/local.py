@@ -16,6 +16,7 @@ from typing import Final
 from config.sections import Settings
 from service.addresses import listen_tcp
 from service.cells import make_shared
+from service.checked_files import CheckedFiles
 from service.cluster.listed import Listed, write_members
 from service.launch import command_of
 from service.processes import Child, Shared, start
@@ -40,6 +41,8 @@ class LocalEngines:
     listening: dict[str, Listening] = field(default_factory=dict)
     entries: dict[str, socket.socket] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    files: CheckedFiles | None = None
+    """From the first start on."""
 
     @property
     def members(self) -> Path:
@@ -57,6 +60,10 @@ class LocalEngines:
 
     def start(self, name: str) -> None:
         """Start its process, for the first time or anew."""
+        if self.files is None:
+            self.files = CheckedFiles(self.settings)
+        else:
+            self.files.read_again()
         cells = make_shared()
         try:
             shared = Shared(
@@ -66,6 +73,7 @@ class LocalEngines:
                 url="",
                 secret=self.secret,
                 metrics={name: cells},
+                files=self.files,
             )
             entry = [self.entries[name]] if self.over_tcp else []
             child = Child(name, ENGINE, (self.listening[name].sock, *entry))
@@ -96,6 +104,8 @@ class LocalEngines:
         return str(self.listening[name].path)
 
     def close(self) -> None:
+        if self.files is not None:
+            os.close(self.files.fd)
         for process in self.processes.values():
             process.kill()
         for process in self.processes.values():

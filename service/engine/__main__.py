@@ -42,7 +42,10 @@ def serve(inherited: Inherited) -> int:
     try:
         backend = backend_maker(settings.pool, settings.backend, inherited.worker)()
         own, *remote = inherited.sockets
-        engine = Engine(own, settings, backend, metrics, inherited.secret, *remote)
+        entry = remote[0] if remote else None
+        engine = Engine(
+            own, settings, backend, metrics, inherited.secret, entry, inherited.read_file
+        )
     except Exception as error:
         LOG.error("cannot start: %s", error)
         LOG.debug("the start failed here:", exc_info=error)

@@ -31,6 +31,7 @@ from service.engine.store import FATAL, Store
 from service.engine.telling import QUIET_S, Telling
 from service.engine.work import Job
 from service.errors import AttndError, Internal, NotReady, Overloaded, kind_of
+from service.handed_files import ReadFile, from_disk
 from service.image.dtypes import DTYPE_NAMES
 from service.keys import keys_of, read_again
 from service.metrics import Metrics
@@ -91,13 +92,15 @@ class Engine:
         metrics: Metrics,
         secret: str = "",
         remote: socket.socket | None = None,
+        read_file: ReadFile = from_disk,
     ) -> None:
         """`secret` is what doors of the service show; those of other hosts come in at `remote`.
-        Raises `KeysError`."""
+        `read_file` gives the contents of the key file. Raises `KeysError`."""
         self.info = make_info(backend, settings)
         self.state = State("ready", "ready")
         self.scheduler: Scheduler
         self._settings = settings
+        self._read_file = read_file
         self._backend = backend
         self._metrics = metrics
         slice_s = settings.engine.slice_ms / 1e3
@@ -115,7 +118,7 @@ class Engine:
         self._jobs: dict[Call, Job] = {}
         self._telling = Telling(metrics, self.store)
         self._selector = selectors.DefaultSelector()
-        self._admission = Admission(keys_of(settings.auth), secret)
+        self._admission = Admission(keys_of(settings.auth, read_file), secret)
         self.callers = Callers(
             listener,
             self._selector,
@@ -206,7 +209,9 @@ class Engine:
             self._begin_drain()
         if self._asked_to_read_keys:
             self._asked_to_read_keys = False
-            self._admission.keys = read_again(self._settings.auth, self._admission.keys)
+            self._admission.keys = read_again(
+                self._settings.auth, self._admission.keys, self._read_file
+            )
             self.callers.check_keys()
 
     def _take(self, event: Event) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import grpc
 
 from config.server import ServerSettings
 from service.doors.tls import Tls, make_tls
+from service.handed_files import ReadFile, from_disk
 
 
 class Credentials:
@@ -17,7 +17,7 @@ class Credentials:
     def __init__(self, server: ServerSettings, tls: Tls) -> None:
         self.server = server
         self.tls = tls
-        self.now = configuration(server)
+        self.now = configuration(server, tls.read)
 
     def made(self) -> Any:
         """What grpc makes connections with; it asks again for each of them."""
@@ -27,20 +27,19 @@ class Credentials:
     def read_again(self) -> None:
         """As `Tls.read_again`: what cannot be used leaves all as it was."""
         if self.tls.read_again():
-            self.now = configuration(self.server)
+            self.now = configuration(self.server, self.tls.read)
 
 
-def configuration(server: ServerSettings) -> Any:
+def configuration(server: ServerSettings, read: ReadFile) -> Any:
     """The files' content; they were read before, so they are what they should be."""
-    key, chain = read(server.tls_key), read(server.tls_cert)
-    return grpc.ssl_server_certificate_configuration([(key, chain)], read(server.tls_client_ca))
+    key, chain, authorities = (
+        None if path is None else read(path)
+        for path in (server.tls_key, server.tls_cert, server.tls_client_ca)
+    )
+    return grpc.ssl_server_certificate_configuration([(key, chain)], authorities)
 
 
-def read(path: str | None) -> bytes | None:
-    return None if path is None else Path(path).read_bytes()
-
-
-def make_credentials(server: ServerSettings) -> Credentials | None:
+def make_credentials(server: ServerSettings, read: ReadFile = from_disk) -> Credentials | None:
     """None where gRPC is spoken in the clear. Raises TlsError."""
-    tls = make_tls(server)
+    tls = make_tls(server, read)
     return None if tls is None else Credentials(server, tls)

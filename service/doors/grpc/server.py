@@ -19,6 +19,7 @@ from service.doors.link import Link
 from service.doors.tracing import make_tracing
 from service.doors.upstream import MakeUpstream
 from service.errors import NotReady
+from service.handed_files import ReadFile, from_disk
 from service.metrics import Metrics
 from service.road.frames import FrameError
 
@@ -42,8 +43,10 @@ class Server:
         name: str,
         secret: str,
         make_upstream: MakeUpstream = Link,
+        read: ReadFile = from_disk,
     ) -> None:
-        """`secret` is what tells the engine that this is a door.
+        """`secret` is what tells the engine that this is a door; `read` gives the contents of key
+        and certificate files.
 
         Raises KeysError, TlsError, TracingError.
         """
@@ -53,8 +56,8 @@ class Server:
         self.name = name
         self.secret = secret
         self.make_upstream = make_upstream
-        self.gate = make_gate(settings.auth)
-        self.credentials = make_credentials(settings.server)
+        self.gate = make_gate(settings.auth, read)
+        self.credentials = make_credentials(settings.server, read)
         self.tracing = make_tracing(settings.log.otlp_endpoint, name)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.door: GrpcDoor | None = None

@@ -47,6 +47,7 @@ def serve(inherited: Inherited, make_upstream: MakeUpstream) -> int:
             inherited.process,
             inherited.secret,
             make_upstream,
+            inherited.read_file,
         )
     except (KeysError, TlsError, TracingError) as error:
         LOG.error("cannot start: %s", error)

@@ -24,6 +24,7 @@ from service.doors.tls import HANDSHAKE_S, Tls, make_tls
 from service.doors.tracing import make_tracing
 from service.doors.upstream import MakeUpstream
 from service.errors import NotReady
+from service.handed_files import ReadFile, from_disk
 from service.metrics import Metrics
 from service.road.frames import FrameError
 
@@ -49,8 +50,10 @@ class Server(uvicorn.Server):
         name: str,
         secret: str,
         make_upstream: MakeUpstream = Link,
+        read: ReadFile = from_disk,
     ) -> None:
-        """`secret` is what tells the engine that this is a door.
+        """`secret` is what tells the engine that this is a door; `read` gives the contents of key
+        and certificate files.
 
         Raises KeysError, TlsError, TracingError.
         """
@@ -62,8 +65,8 @@ class Server(uvicorn.Server):
         self.name = name
         self.secret = secret
         self.make_upstream = make_upstream
-        self.gate = make_gate(settings.auth)
-        self.tls = make_tls(settings.server)
+        self.gate = make_gate(settings.auth, read)
+        self.tls = make_tls(settings.server, read)
         self.tracing = make_tracing(settings.log.otlp_endpoint, name)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.door: Door | None = None
@@ -219,6 +222,7 @@ def make_server(
     name: str = "http-0",
     secret: str = "",
     make_upstream: MakeUpstream = Link,
+    read: ReadFile = from_disk,
 ) -> Server:
     """A door for sockets that listen; `run` it in any thread, signals are only for the main one."""
-    return Server(settings, engine_socket, sockets, metrics, name, secret, make_upstream)
+    return Server(settings, engine_socket, sockets, metrics, name, secret, make_upstream, read)

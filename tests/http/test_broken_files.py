@@ -1,0 +1,111 @@
+"""Key and certificate files that break while the service runs: it goes on with the last good ones,
+also in processes that are started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import trustme
+from http_messages import create
+from http_process import START_S, Process, process
+from http_service import WAIT_S, wait_for
+from test_http_keys import write_keys
+from test_http_tls import Files, trusting, write_files
+
+METHOD = "/inference.GRPCInferenceService/ServerMetadata"
+RED = (("authorization", "Bearer a-key-of-red"),)
+
+
+def spoil_keys(keys: Path, files: Files) -> None:
+    keys.write_text("half a line")
+
+
+def spoil_certificate(keys: Path, files: Files) -> None:
+    Path(files.cert).write_text("no certificate")
+
+
+def spoil_pair(keys: Path, files: Files) -> None:
+    Path(files.key).write_bytes(trustme.CA().issue_cert("x").private_key_pem.bytes())
+
+
+def remove_all(keys: Path, files: Files) -> None:
+    for path in (keys, files.cert, files.key, files.ca):
+        Path(path).unlink()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("engines", [1, 2], ids=["one engine", "a cluster"])
+@pytest.mark.parametrize("spoil", [spoil_keys, spoil_certificate, spoil_pair, remove_all])
+def test_a_door_that_is_started_again_has_the_last_good_files(
+    tmp_path: Path, spoil: Callable[[Path, Files], None], engines: int
+) -> None:
+    if engines > 1 and spoil is not remove_all:
+        pytest.skip("a cluster's doors are started by the same supervisor: once is enough")
+    keys, files, port = tmp_path / "keys", write_files(tmp_path, trustme.CA()), free_port()
+    write_keys(keys, "a-key-of-red")
+    context, authority = trusting(files), Path(files.ca).read_bytes()
+    with process(
+        *("--server.port", "0", "--auth.keys-file", str(keys), *files.served),
+        *("--server.grpc-port", str(port), "--cluster.engines", str(engines)),
+    ) as running:
+        url = running.find(r"serves (https://[0-9.:]+)")[1]
+
+        def is_served() -> bool:
+            try:
+                return page(url, context, "/health/ready").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_for(is_served, "the start", START_S)
+        with httpx.Client(base_url=url, verify=context, timeout=WAIT_S) as client:
+            client.headers.update(RED)
+            create(client, "a")
+        spoil(keys, files)
+        running.child.send_signal(signal.SIGHUP)
+        running.find("stays? as (it was|they were)")
+        for name in ("http-0", "grpc-0"):
+            dead = running.pid(name)
+            os.kill(dead, signal.SIGKILL)
+            running.find(f"{name} was killed by SIGKILL: starting it again")
+            wait_for(lambda name=name, dead=dead: is_new(running, name, dead), name, START_S)
+        wait_for(is_served, "the door to start again", START_S)
+        assert page(url, context, "/v1/sequences/a", *RED).status_code == 200
+        assert page(url, context, "/v1/sequences/a").status_code == 401
+        with grpc.secure_channel(
+            f"127.0.0.1:{port}", grpc.ssl_channel_credentials(authority)
+        ) as channel:
+            call = channel.unary_unary(METHOD)
+            assert b"attnd" in call(b"", metadata=RED, wait_for_ready=True, timeout=WAIT_S)
+        write_keys(keys, "a-key-of-blue")
+        running.child.send_signal(signal.SIGHUP)
+        wait_for(lambda: page(url, context, "/v1/info", *RED).status_code == 401, "the key to go")
+        assert running.stop() == 0
+
+
+def page(url: str, context: object, path: str, *headers: tuple[str, str]) -> httpx.Response:
+    """On a connection of its own."""
+    return httpx.get(
+        f"{url}{path}",
+        headers=dict(headers),
+        verify=context,  # type: ignore[arg-type]
+        timeout=WAIT_S,
+    )
+
+
+def is_new(running: Process, name: str, dead: int) -> bool:
+    try:
+        return running.pid(name) != dead
+    except (AssertionError, FileNotFoundError):
+        return False
