@@ -9,6 +9,10 @@ written, until the call's `Pending` is done; a `DeviceTensor` in the order of it
 Scores, softmax and sums are float32. A backend may multiply in a 16-bit format: that of the keys if
 it is one, else q's, or fp16 where q is float32 too. It then rounds q, and ragged k and v, to that
 format first, and o on its way to q's dtype; its error is what it adds to that.
+
+A score of NaN or +inf that a row sees makes its o and lse NaN. What a row does not see leaves its
+lse alone; a row that sees nothing is (0, -inf). Of rows that see something, o may be NaN where a V
+that they do not see is not finite. The same call on the same pool gives the same bits.
 """
 
 from __future__ import annotations

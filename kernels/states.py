@@ -9,7 +9,8 @@ the recurrence is online softmax, Milakov & Gimelshein, arXiv 1805.02867):
     o   = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b
 
 Merging is commutative and associative, and the empty state `(0, -inf)` is its identity: nothing
-else about the order or the grouping of keys survives in the result.
+else about the order or the grouping of keys survives in the result. A member whose lse is NaN or
++inf makes o and lse NaN; one whose weight is 0 adds nothing, whatever its o holds.
 """
 
 from __future__ import annotations
@@ -41,9 +42,8 @@ def merge_states(o: Array, lse: Float32) -> AttentionState:
     """
     _check(o, lse, 4)
     top = lse.max(axis=1, initial=-np.inf, keepdims=True)
-    weight = np.exp(lse - np.where(np.isneginf(top), 0, top))
-    weighted = weight[..., None] * _filled(o, lse)
-    return _normalise(weighted.sum(axis=1), weight.sum(axis=1), top[:, 0], o.dtype)
+    weight = _weights(lse, top)
+    return _normalise(_weighted(o, weight).sum(axis=1), weight.sum(axis=1), top[:, 0], o.dtype)
 
 
 def merge_state_in_place(state: AttentionState, other: AttentionState) -> None:
@@ -66,25 +66,35 @@ def merge_ragged_states(o: Array, lse: Float32, indptr: Array) -> AttentionState
     lists, shape = np.repeat(np.arange(lengths.size), lengths), (lengths.size, o.shape[1])
     top = np.full(shape, -np.inf, np.float32)
     np.maximum.at(top, lists, lse)
-    weight = np.exp(lse - np.where(np.isneginf(top), 0, top)[lists])
+    weight = _weights(lse, top[lists])
     total, sums = np.zeros(shape, np.float32), np.zeros((*shape, o.shape[2]), np.float32)
     np.add.at(total, lists, weight)
-    np.add.at(sums, lists, weight[..., None] * _filled(o, lse))
+    np.add.at(sums, lists, _weighted(o, weight))
     return _normalise(sums, total, top, o.dtype)
 
 
-def _filled(o: Array, lse: Array) -> Array:
-    """o in float32, 0 where the state is empty, whatever is there: 0 * NaN must not get in."""
-    filled: Array = np.where(np.isneginf(lse)[..., None], 0, o.astype(np.float32))
-    return filled
+def _weights(lse: Array, top: Array) -> Array:
+    """exp(lse - top); 0 of empty states, NaN where lse is NaN or +inf."""
+    with np.errstate(invalid="ignore"):
+        weight: Array = np.exp(lse - np.where(np.isneginf(top), 0, top))
+    return weight
+
+
+def _weighted(o: Array, weight: Array) -> Array:
+    """o in float32 times its weight; 0 where that is 0, whatever o holds: 0 * NaN is NaN."""
+    with np.errstate(invalid="ignore"):
+        product = weight[..., None] * o.astype(np.float32)
+    weighted: Array = np.where((weight == 0)[..., None], 0, product)
+    return weighted
 
 
 def _normalise(o: Array, total: Array, top: Array, dtype: np.dtype[Any]) -> AttentionState:
     """Sums over exp(lse - top) as a state; a total of 0 is the empty state."""
-    some = total > 0
-    divisor = np.where(some, total, 1)
-    lse = np.where(some, top + np.log(divisor), -np.inf).astype(np.float32)
-    return AttentionState((o / divisor[..., None]).astype(dtype), lse)
+    empty = total == 0
+    divisor = np.where(empty, 1, total)
+    with np.errstate(invalid="ignore"):
+        lse = np.where(empty, -np.inf, top + np.log(divisor)).astype(np.float32)
+        return AttentionState((o / divisor[..., None]).astype(dtype), lse)
 
 
 def _check(o: Array, lse: Array, axes: int) -> None:

@@ -69,7 +69,9 @@ def row(q: Array, k: Array, v: Array, sm_scale: float, logits_soft_cap: float) -
     if logits_soft_cap > 0:
         s = logits_soft_cap * np.tanh(s / logits_soft_cap)
     top = s.max()
-    weight = np.exp(s - top)
+    if np.isneginf(top):
+        return np.zeros(v.shape[1]), np.array(-np.inf)
+    weight = np.exp(s - top)  # NaN, all of them or those of +inf, where a score is NaN or +inf
     return weight @ v / weight.sum(), top + np.log(weight.sum())
 
 

@@ -58,13 +58,19 @@ def _found(
     pool: Pool, steps: Iterable[Step], first_page: int, q: torch.Tensor, scoring: Scoring
 ) -> Iterator[tuple[Rows, States]]:
     """Each tile's rows, and their states over its step's keys."""
+    scores = Scores.of(scoring, pool.k.scale)
     if fused.is_fused(pool, q, scoring):
         for step in steps:
             k, v = fused.load(pool, step, first_page)
             for tile in step.tiles:
-                yield tile.index, fused.tile_states(q[tile.index], k, v, tile, scoring.sm_scale)
+                found = fused.tile_states(q[tile.index], k, v, tile, scoring.sm_scale)
+                if not found.are_finite:
+                    # torch adds -inf to hidden scores: of NaN and +inf it makes NaN
+                    packed = q[tile.index].float() * scores.q_factor
+                    wide = (x.flatten(0, 1).float() for x in (k, v))
+                    found = _tile_states(packed, *wide, tile.shape, tile.hidden, scores.cap)
+                yield tile.index, found
         return
-    scores = Scores.of(scoring, pool.k.scale)
     q = q.to(torch.float32) * scores.q_factor
     for step in steps:
         k, v = _load(pool, step, first_page)
@@ -104,6 +110,10 @@ def _tile_states(
         by_row.masked_fill_(hidden[:, None, :, None, :], -torch.inf)
     m = s.amax(-1, keepdim=True)
     p = s.sub_(finite(m)).exp2_()
+    l, o = p.sum(-1), torch.bmm(p, v)  # noqa: E741 (the papers' name)
+    blank = l == 0  # weights of 0 times a hidden inf or NaN are NaN
+    if bool(blank.any()):
+        o.masked_fill_(blank[..., None], 0.0)
 
     def unpack(x: torch.Tensor) -> torch.Tensor:
         if rows == 1:
@@ -111,4 +121,4 @@ def _tile_states(
         apart = x.view(groups, kv_heads, rows, split[3], *x.shape[2:])
         return apart.transpose(1, 2).reshape(groups * rows, heads, *x.shape[2:])
 
-    return States(unpack(m.squeeze(-1)), unpack(p.sum(-1)), unpack(torch.bmm(p, v)))
+    return States(unpack(m.squeeze(-1)), unpack(l), unpack(o))

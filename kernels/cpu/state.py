@@ -2,7 +2,8 @@
 
 A row's state over a set of keys is m = max s, l = sum exp2(s - m), o = sum exp2(s - m) v (online
 softmax: Milakov & Gimelshein, arXiv 1805.02867), with scores in units of log 2. States over
-disjoint keys join by moving both to the larger m. The empty state is m = -inf, l = 0, o = 0.
+disjoint keys join by moving both to the larger m. The empty state is m = -inf, l = 0, o = 0. A
+score of NaN or +inf makes l NaN, and so the row's o and lse.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ class States:
             torch.zeros(rows, heads, dim),
         )
 
+    @property
+    def are_finite(self) -> bool:
+        """Whether every o is a number, and every m a number or -inf."""
+        return bool(self.o.isfinite().all()) and bool((self.m < torch.inf).all())
+
     def widened(self) -> States:
         """The same states, to be joined to: all float32, `l` spelled out."""
         if self.l is not None:
@@ -62,10 +68,11 @@ class States:
         """Normalised o, and lse in natural log; empty rows give exactly (0, -inf)."""
         if self.l is None:
             return self.o, self.m.mul(math.log(2))
-        # l is at least 1, of the key that has the maximum, or 0
+        # l is at least 1, of the key that has the maximum, or 0, or NaN
         factor = self.l.clamp(min=1.0).reciprocal_()
         if v_scale != 1.0:
             factor.mul_(v_scale)
+        # m is +inf or -inf where l is NaN, or finite: NaN passes, and log2(0) is -inf
         return self.o.mul_(factor[..., None]), self.m.add(self.l.log2()).mul_(math.log(2))
 
 
@@ -95,8 +102,8 @@ def _merge_lists(
     m.scatter_reduce_(0, lists[:, None].expand_as(lse), lse, "amax")
     weight = torch.exp(lse - finite(m)[lists])
     total = torch.zeros_like(m).index_add_(0, lists, weight)
-    # an empty state weighs nothing, whatever its o holds: 0 * NaN must not get in
-    weighted = (o * weight[..., None]).masked_fill_((lse == -torch.inf)[..., None], 0.0)
+    # what weighs nothing adds nothing, whatever its o holds: 0 * NaN must not get in
+    weighted = (o * weight[..., None]).masked_fill_((weight == 0)[..., None], 0.0)
     sums = torch.zeros(num_lists, *o.shape[1:]).index_add_(0, lists, weighted)
-    safe = torch.where(total > 0, total, 1.0)
+    safe = torch.where(total == 0, 1.0, total)
     return sums.div_(safe[..., None]), m + total.log()

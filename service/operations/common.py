@@ -26,16 +26,17 @@ Entries = Mapping[str, Entry]
 
 INT32_MAX: Final = 2**31 - 1
 ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,128}$"
-FLOAT32_SMALLEST: Final = float(np.finfo(np.float32).tiny)
-FLOAT32_LARGEST: Final = float(np.finfo(np.float32).max)
+SCALE_SMALLEST: Final = 1e-10
+SCALE_LARGEST: Final = 1e10
+"""Of `sm_scale` and of a soft cap: products and quotients of both stay normal float32 numbers."""
 TENSOR_DTYPES: Final = ("F32", "F16", "BF16")
 """What q, k, v may be on the way in, and o on the way out."""
 
 
 def check_cap(value: float) -> float:
-    """The kernels divide by the cap in float32: it is 0 or a normal float32."""
-    if value and value < FLOAT32_SMALLEST:
-        raise ValueError("must be 0 (off) or a normal float32")
+    """The kernels divide by the cap in float32: it is 0 or not too small for that."""
+    if value and value < SCALE_SMALLEST:
+        raise ValueError(f"must be 0 (off) or at least {SCALE_SMALLEST}")
     return value
 
 
@@ -56,8 +57,8 @@ Offsets = Annotated[Counts, Field(min_length=1)]
 Epoch = Annotated[int, Field(ge=0, lt=2**63)]
 Epochs = Annotated[list[Epoch], Field(min_length=1, fail_fast=True)]
 LseBase = Literal["e", "2"]
-Scale = Annotated[float, Field(ge=FLOAT32_SMALLEST, le=FLOAT32_LARGEST)]
-Cap = Annotated[float, Field(ge=0.0, le=FLOAT32_LARGEST), AfterValidator(check_cap)]
+Scale = Annotated[float, Field(ge=SCALE_SMALLEST, le=SCALE_LARGEST)]
+Cap = Annotated[float, Field(ge=0.0, le=SCALE_LARGEST), AfterValidator(check_cap)]
 DType = Literal["fp32", "fp16", "bf16"]
 
 

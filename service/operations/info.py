@@ -16,6 +16,8 @@ class LimitsAnswer(Fields):
     max_sequences: int
     queue_depth: int
     deadline_s: float
+    relative_score_error: float = 2e-6
+    """A score is off by at most this part of its size, a soft-capped one near its cap included."""
 
 
 class InfoAnswer(Fields):

@@ -194,7 +194,11 @@ def test_a_dropped_answer_frees_nothing_early(monkeypatch: pytest.MonkeyPatch, s
     rig.device.run()
 
 
-def test_pinned_memory_lives_until_it_has_been_read_and_written(rig: Rig) -> None:
+def test_pinned_memory_lives_until_it_has_been_read_and_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch, alone=True)
+
     class Mapping(bytearray):
         """Memory of a session, which may end."""
 

@@ -3,13 +3,17 @@
 // Scores are kept in base 2: s2 = score * log2(e), so that exp is one ex2. A row's running state is
 // (max, sum): max over s2 seen so far (-inf when it saw nothing) and the sum of 2^(s2 - max). The
 // output accumulator is scaled by 2^-max too. A finished state is (o, lse), lse natural; the empty
-// state is (0, -inf). No large finite number stands in for -inf anywhere.
+// state is (0, -inf), and a sum of 0 is what tells it. No large finite number stands in for -inf anywhere.
+//
+// A score that is NaN or +inf makes the row's sum NaN, and so its o and lse: maxima pass over NaN, weights
+// do not.
 #pragma once
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
 
 // Over the four lanes that hold a row of a product's result.
 __device__ __forceinline__ float quad_max(float x) {
@@ -34,9 +38,17 @@ __device__ __forceinline__ float log2_fast(float x) {
   return y;
 }
 
+// Within 2^-19 of tanh(x) relative to it, everywhere: of a soft cap times it, relative to the score.
 __device__ __forceinline__ float tanh_accurate(float x) {
-  // 1 - 2 / (e^2x + 1): right at both infinities, and for small x within 1e-7 absolute.
-  return 1.0f - __fdividef(2.0f, exp2_fast(x * (2.0f * kLog2E)) + 1.0f);
+  // 1 - 2 / (e^2x + 1): right at both infinities, but within 2^-23 absolute for small x, where the
+  // first terms of the series are exact enough
+  const float far = 1.0f - __fdividef(2.0f, exp2_fast(x * (2.0f * kLog2E)) + 1.0f);
+  const float square = x * x;
+  float series = fmaf(square, 2.1869488e-2f, -5.3968254e-2f);
+  series = fmaf(series, square, 1.3333333e-1f);
+  series = fmaf(series, square, -3.3333333e-1f);
+  const float near = fmaf(x * square, series, x);
+  return fabsf(x) < 0.3f ? near : far;
 }
 
 // What to subtract from a row's scores: its maximum, or 0 where the row has seen nothing, because
@@ -46,9 +58,10 @@ __device__ __forceinline__ float state_reference(float max) {
 }
 
 // Factor that brings a sum or an accumulator from the old maximum to the new one (0 when the old
-// state was empty; both empty: 2^(-inf - 0) = 0 times an accumulator that is 0 already).
-__device__ __forceinline__ float state_rescale(float old_max, float new_max) {
-  return exp2_fast(old_max - state_reference(new_max));
+// state was empty; both empty: 2^(-inf - 0) = 0 times an accumulator that is 0 already). `scale` brings
+// maxima to base 2.
+__device__ __forceinline__ float state_rescale(float old_max, float new_max, float scale = 1.0f) {
+  return exp2_fast((old_max - state_reference(new_max)) * scale);
 }
 
 // --- online softmax of one row: `score(i)` is its i-th score that this lane holds, of kCount ---------------
@@ -64,13 +77,15 @@ __device__ __forceinline__ float highest_score(float max, Score score) {
   return max;
 }
 
-// Scores to weights 2^(s scale - max scale), in place; the sum of `sum` and the weights.
+// Scores to weights 2^((s - max) scale), in place; the sum of `sum` and the weights. The difference comes
+// first: however large scores are, no weight is more than 1 then, and the highest score's is 1.
 template <int kCount, class Score>
-__device__ __forceinline__ float weigh_scores(float sum, float reference, float scale, Score score) {
+__device__ __forceinline__ float weigh_scores(float sum, float max, float scale, Score score) {
+  const float reference = state_reference(max);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     float& x = score(i);
-    x = exp2_fast(fmaf(x, scale, -reference));
+    x = exp2_fast((x - reference) * scale);
     sum += x;
   }
   return sum;
@@ -83,14 +98,20 @@ __device__ __forceinline__ float capped_score(float x, float scale, float soft_c
   return x * kLog2E;
 }
 
-// 1 / sum, or 0 for the empty state, so that o = accumulator * this is exactly 0.
+// 1 / sum, or 0 for the empty state.
 __device__ __forceinline__ float state_inverse(float sum) {
-  return sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+  return sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+}
+
+// A number of a finished o: the accumulator's times the state's inverse. Of the empty state, whose inverse is 0,
+// exactly 0: weights of 0 times a hidden inf or NaN may have left anything there.
+__device__ __forceinline__ float state_output(float accumulated, float inverse) {
+  return inverse == 0.0f ? 0.0f : accumulated * inverse;
 }
 
 // Natural log-sum-exp of a state whose maximum is in base 2.
 __device__ __forceinline__ float state_lse(float max, float sum) {
-  return sum > 0.0f ? (max + log2_fast(sum)) * kLn2 : minus_infinity();
+  return sum == 0.0f ? minus_infinity() : (max + log2_fast(sum)) * kLn2;
 }
 
 // Weight of a member state in a merge: e^(lse - max_lse), 0 for an empty member.
@@ -100,5 +121,5 @@ __device__ __forceinline__ float state_weight(float lse, float max_lse) {
 
 // lse of the merge of members whose weights sum to `sum`.
 __device__ __forceinline__ float state_merged_lse(float max_lse, float sum) {
-  return sum > 0.0f ? max_lse + log2_fast(sum) * kLn2 : minus_infinity();
+  return sum == 0.0f ? minus_infinity() : max_lse + log2_fast(sum) * kLn2;
 }

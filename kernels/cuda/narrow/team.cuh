@@ -85,13 +85,14 @@ __device__ __forceinline__ void write_state(const Accumulator<kN>& acc, const At
         const WarpShared member{leader.at + w * kWarpBytes};
         const float2 state = *reinterpret_cast<const float2*>(member.max_sum(row));
         const float weight = state_rescale(state.x, max);
+        const bool live = state.y != 0.0f;  // else its o may be what a hidden inf or NaN left
         sum = fmaf(state.y, weight, sum);
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           const float4 x =
               *reinterpret_cast<const float4*>(member.o(row + part * kTileRows) + dim);
-          o.x = fmaf(x.x, weight, o.x), o.y = fmaf(x.y, weight, o.y);
-          o.z = fmaf(x.z, weight, o.z), o.w = fmaf(x.w, weight, o.w);
+          o.x = fmaf(live ? x.x : 0.0f, weight, o.x), o.y = fmaf(live ? x.y : 0.0f, weight, o.y);
+          o.z = fmaf(live ? x.z : 0.0f, weight, o.z), o.w = fmaf(live ? x.w : 0.0f, weight, o.w);
         }
       }
       const float inverse = state_inverse(sum) * p.v_scale;

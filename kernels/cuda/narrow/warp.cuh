@@ -144,7 +144,7 @@ __device__ __forceinline__ void online_softmax(Scores& s, Accumulator<kN>& acc, 
   if (__any_sync(kAllLanes, raised)) {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      const float factor = state_rescale(acc.max[n] * c, next[n] * c);
+      const float factor = state_rescale(acc.max[n], next[n], c);
       acc.max[n] = next[n];
       acc.sum[n] *= factor;
       const float first = __shfl_sync(kAllLanes, factor, j * 8);
@@ -158,9 +158,8 @@ __device__ __forceinline__ void online_softmax(Scores& s, Accumulator<kN>& acc, 
   }
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
-    const float reference = state_reference(acc.max[n]) * c;
     const auto score = [&](int i) -> float& { return s[i / 2][n * 2 + i % 2]; };
-    acc.sum[n] = weigh_scores<kTokenTiles * 4>(acc.sum[n], reference, c, score);
+    acc.sum[n] = weigh_scores<kTokenTiles * 4>(acc.sum[n], acc.max[n], c, score);
   }
 }
 

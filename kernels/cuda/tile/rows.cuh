@@ -88,9 +88,10 @@ __device__ __forceinline__ void write_state(Accumulator<kM>& acc, const Rows<kM>
 #pragma unroll
     for (int n = 0; n < kSteps; ++n) {
       const int i = (r & 1) * 2;
-      const float a0 = acc.o[r / 2][n * 2][i] * inverse, a1 = acc.o[r / 2][n * 2][i + 1] * inverse;
-      const float b0 = acc.o[r / 2][n * 2 + 1][i] * inverse,
-                  b1 = acc.o[r / 2][n * 2 + 1][i + 1] * inverse;
+      const float a0 = state_output(acc.o[r / 2][n * 2][i], inverse),
+                  a1 = state_output(acc.o[r / 2][n * 2][i + 1], inverse);
+      const float b0 = state_output(acc.o[r / 2][n * 2 + 1][i], inverse),
+                  b1 = state_output(acc.o[r / 2][n * 2 + 1][i + 1], inverse);
       if constexpr (kIsFp8) {
         if (final) {
           *reinterpret_cast<uint2*>(o + n * 8 + j * 2) =

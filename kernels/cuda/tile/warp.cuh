@@ -93,7 +93,7 @@ __device__ __forceinline__ void online_softmax(float (&s)[kM][kTokens / 8][4], A
   if (__any_sync(kAllLanes, raised)) {
 #pragma unroll
     for (int r = 0; r < kM * 2; ++r) {
-      const float factor = state_rescale(acc.max[r] * c, next[r] * c);
+      const float factor = state_rescale(acc.max[r], next[r], c);
       acc.max[r] = next[r];
       acc.sum[r] *= factor;
 #pragma unroll
@@ -105,9 +105,8 @@ __device__ __forceinline__ void online_softmax(float (&s)[kM][kTokens / 8][4], A
   }
 #pragma unroll
   for (int r = 0; r < kM * 2; ++r) {
-    const float reference = state_reference(acc.max[r]) * c;
     const auto score = [&](int i) -> float& { return s[r / 2][i / 2][(r & 1) * 2 + i % 2]; };
-    acc.sum[r] += weigh_scores<kTokens / 4>(0.0f, reference, c, score);
+    acc.sum[r] += weigh_scores<kTokens / 4>(0.0f, acc.max[r], c, score);
   }
 }
 

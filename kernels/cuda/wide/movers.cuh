@@ -109,7 +109,7 @@ __device__ __forceinline__ int publish_unit(const Shared& shared, const Ring<kUn
 }
 
 // Brings this warp's rows of q, one copy each, to where the consumers take them into registers. Rows that are not
-// there keep what is there: nobody reads their scores. The barrier of a unit's queries hears of each thread once.
+// there keep what is there: no row's scores move another's. The barrier of a unit's queries hears of each thread once.
 template <int kRowsPerLane>
 __device__ __forceinline__ void copy_rows(const Shared& shared, const WideParams& params,
                                           const UnitRow (&rows)[kRowsPerLane], int first_row, int stage) {
