@@ -121,7 +121,7 @@ KILLED = """
 import os, signal, time
 from attnd.images import dump_json
 from attnd.road.connection import Connection
-from attnd.road.stepping import ask_arena
+from attnd.road.stepping import arena_told, ask_arena
 
 path, count = sys.argv[1], int(sys.argv[2])
 slot = dict(q=4096, k=8192, v=12288, o=16384, lse=20480)
@@ -132,7 +132,7 @@ for _ in range(count):
     if caller == 0:
         ends = time.monotonic() + 60
         connection = Connection(path, 65536, ends, own=False, key="")
-        ask_arena(connection, 65536, ends)
+        arena_told(connection, ask_arena(connection, 65536, ends), ends)
         connection.send_step(dump_json(fields).encode(), 0, ends).opened(ends)
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitpid(caller, 0)[1] == signal.SIGKILL

@@ -325,14 +325,71 @@ def test_a_caller_killed_anywhere_leaves_no_trace(served: Served, session: Torch
         caller.stdin.close()
 
 
-def test_slots_make_room_or_say_how_much_is_missing(session: TorchSession) -> None:
-    small = session.slots(1, HEADS)
-    with pytest.raises(ArenaFull, match="arena_bytes"):
-        session.slots(2**16, HEADS)
-    del small
+def test_slots_that_nobody_has_make_room_for_larger_ones(session: TorchSession) -> None:
+    for rows in (1, 2**12, 2**14):
+        slots = session.slots(rows, HEADS)
+        assert slots.q(0).shape[0] == rows
+        del slots
     fresh(session.session, ["a"])
     prefill(session, ["a"], [1500])
     assert session.session.get_sequence("a").length == 1500
+
+
+def test_slots_beyond_the_arena_lie_beside_those_in_use_and_keep_their_addresses(
+    served: Served, session: TorchSession
+) -> None:
+    names = fresh(session.session, ["a", "b", "c"])
+    small = decode_slots(session, 1)
+    address, many = small.q(0).data_ptr(), 2**14
+    small.q(0).fill_(7.0)
+    large = session.slots(many, HEADS)
+    larger = session.slots(2 * many, HEADS)
+    assert small.q(0).data_ptr() == address and bool((small.q(0) == 7.0).all())
+    for number, slots in enumerate((large, small, larger, large, small)):
+        with session.step([names[number % 3]], slots) as step:
+            got = go_through(step, range(LAYERS), number)
+        step.wait()
+        tensors = inputs(slots.rows, 0, number, served.dtype)
+        q = tensors["q"][:1]
+        told = session.session.decode(0, [names[number % 3]], q)
+        expect_same(served, got[0][0][:1], told.o.astype(np.float32), f"step {number}")
+
+
+def test_steps_over_two_arenas_run_in_the_order_of_their_making(session: TorchSession) -> None:
+    fresh(session.session, ["a"])
+    first, second = decode_slots(session, 1), session.slots(2**14, HEADS)
+    for _ in range(5):
+        one, two = session.step(["a"], first), session.step(["a"], second)
+        for step in (one, two):
+            with step:
+                go_through(step, range(LAYERS), 1)
+    two.wait()
+    assert session.session.get_sequence("a").length == 10
+
+
+def test_slots_larger_than_any_arena_are_refused_with_sizes_and_a_remedy(
+    session: TorchSession,
+) -> None:
+    small = session.slots(1, HEADS)
+    with pytest.raises(ArenaFull, match=r"slots of \d+ bytes .*fewer rows"):
+        session.slots(2**22, HEADS)
+    assert small.rows == 1 and session.slots(2, HEADS).rows == 2
+
+
+def test_a_finished_step_gives_its_slots_back_without_wait(session: TorchSession) -> None:
+    fresh(session.session, ["a"])
+    session.slots(1, HEADS)
+
+    def decode(rows: int) -> None:
+        with session.step(["a"], session.slots(rows, HEADS)) as step:
+            go_through(step, range(LAYERS), 1)
+
+    for number in range(6):
+        decode(2**13 + number)
+        if session.device.type == "cuda":
+            torch.cuda.synchronize()
+    decode(1)
+    assert len(session._steps.lanes) == 1
 
 
 def test_slots_made_within_inference_mode_serve_outside_it(session: TorchSession) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from attnd import attention, control, moving, prefix, transfer
 from attnd.call import Call, Reply
-from attnd.errors import NotFound
+from attnd.errors import NotFound, NotSupported
 from attnd.exchange import Retries, Send
 from attnd.methods import (
     POLL_S,
@@ -32,10 +32,15 @@ from attnd.methods import (
 )
 from attnd.prefix import FROM_NOW
 from attnd.repeats import Args, Kwargs, Places, Repeats
-from attnd.results import CacheEvent, Meta, SequenceInfo
+from attnd.results import CacheEvent, Info, Meta, SequenceInfo
 from attnd.road.again import RoadRepeat, add_array
 from attnd.road.calling import HEALTH, attempt, health
 from attnd.road.connection import Connection
+from attnd.steps.host import NUMPY, HostArena, numpy_view
+from attnd.steps.lane import Lane
+from attnd.steps.layout import A, Dtypes
+from attnd.steps.slots import Arena
+from attnd.steps.stepper import Stepper, stepping
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,6 +66,7 @@ class Road:
     key: str = field(default="", repr=False)
     connection: Connection | None = None
     closed: bool = False
+    stepper: Stepper[NDArray[Any]] | None = None
     repeats: Repeats[RoadRepeat[Any]] = field(init=False)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -95,6 +101,9 @@ class Road:
     def close(self) -> None:
         with self.lock:
             self.closed = True
+            if self.stepper is not None:
+                self.stepper.close()
+                self.stepper = None
             if self.connection is not None:
                 self.connection.close()
                 self.connection = None
@@ -177,6 +186,31 @@ class Session:
         problem = {"status": 404, "code": "not_found", "title": "No such route", "detail": detail}
         raise NotFound(problem, Meta())
 
+    slots = stepping(Stepper[NDArray[Any]].slots)
+    step = stepping(Stepper[NDArray[Any]].step)
+
+    def _stepper(self) -> Stepper[NDArray[Any]]:
+        """One thread's. Raises `NotSupported` where the engine's arenas are device memory."""
+        found = self._road.stepper
+        if found is None or not found.is_usable:
+            info = self.info()
+            if info.backend == "cuda":
+                raise NotSupported(
+                    {
+                        "status": 422,
+                        "code": "not_supported",
+                        "title": "Not supported",
+                        "detail": "steps with numpy arrays need an engine with backend.kind = cpu; "
+                        "this one's slots lie in device memory: use attnd.torch.TorchSession, or "
+                        "decode and prefill layer by layer",
+                    },
+                    Meta(),
+                )
+            if found is not None:
+                found.close()
+            found = self._road.stepper = stepper_of(self, info, host_arena, NUMPY)
+        return found
+
     def empty(self, name: str, shape: Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """An array in the arena, for the input `name` of calls to come; its values are undefined.
 
@@ -247,6 +281,28 @@ class Session:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def stepper_of(
+    session: Session,
+    info: Info,
+    make_arena: Callable[[Lane[A], int], Arena[A]],
+    dtypes: Dtypes,
+    arena_bytes: int = 2**20,
+) -> Stepper[A]:
+    """Steps over the session's connection, and over others to the same engine beside it."""
+    road, timeout_s = session._road, session._manner.timeout_s
+
+    def beside(size: int) -> Connection:
+        ends = time.monotonic() + timeout_s
+        return Connection(road.path, size, ends, own=road.own, key=road.key)
+
+    first = road.connected(time.monotonic() + timeout_s)
+    return Stepper(first, beside, make_arena, dtypes, info, timeout_s, arena_bytes)
+
+
+def host_arena(lane: Lane[NDArray[Any]], size: int) -> HostArena[NDArray[Any]]:
+    return HostArena(lane, size, numpy_view)
 
 
 def default_path(port: int) -> str:

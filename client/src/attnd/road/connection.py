@@ -143,6 +143,9 @@ class Connection:
         except OSError as error:
             self._break(f"the connection broke: {error}")
             raise ConnectionFailed(f"the engine is gone: {error}") from error
+        except BaseException:  # the engine may have got a part of the frame, or all of it
+            self.abandon("the call was interrupted as its frame went out")
+            raise
 
     def _wait_writable(self, timeout_s: float) -> None:
         """The engine reads more slowly than callers send: a rare thing."""
@@ -206,6 +209,15 @@ class Connection:
         """Take a step back; it is answered all the same."""
         self._cancel(number)
 
+    def cancel_now(self, number: int) -> None:
+        """`cancel` where it does not wait: the collector may call this anywhere."""
+        if number in self._pending and not self.broken and self._sending.acquire(blocking=False):
+            try:
+                with suppress(AttndError):
+                    self._send(frames.cancel_frame(number), time.monotonic())
+            finally:
+                self._sending.release()
+
     # answers
 
     def _wait(self, waiting: Waiting, ends: float) -> Answer | int | dict[str, Any]:
@@ -254,6 +266,12 @@ class Connection:
         try:
             if timeout_s <= 0 or not self._poll.poll(timeout_s * 1e3):
                 return False
+        except OSError as error:
+            if error.errno is None:
+                raise  # of a signal's handler, not of the system
+            self._break(f"the connection broke: {error}")
+            return True
+        try:
             count = self._socket.recv_into(self._reader.buffer())
             if count:
                 self._reader.received(count)
@@ -262,6 +280,9 @@ class Connection:
                 self._break("the engine closed the connection")
         except (OSError, ProtocolError) as error:
             self._break(f"the connection broke: {error}")
+        except BaseException:  # what was read may be lost
+            self.abandon("the call was interrupted as its answer was read")
+            raise
         return True
 
     def _dispatch(self) -> None:
@@ -356,6 +377,12 @@ class Connection:
                 self._growing = None
 
     # the end
+
+    def abandon(self, reason: str) -> None:
+        """End a session whose frames are in disorder, so that the engine undoes what is open."""
+        self._break(reason)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _break(self, reason: str) -> None:
         """The first reason stays; everyone who waits is told."""

@@ -30,6 +30,12 @@ class StepCall:
         """Whether the answer has been read off the socket."""
         return self._over.answer is not None or bool(self._connection.broken)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it ended with all its layers done: its tokens are stored."""
+        answer = self._over.answer
+        return isinstance(answer, Answer) and 200 <= answer.status < 300
+
     def opened(self, ends: float) -> dict[str, Any]:
         """Wait until the engine has accepted it; raises `ServiceError` when it refuses."""
         told = self._connection.wait(self._opened, ends)
@@ -59,6 +65,10 @@ class StepCall:
     def cancel(self) -> None:
         self._connection.cancel(self._number)
 
+    def cancel_now(self) -> None:
+        """`cancel` where it does not wait for anything."""
+        self._connection.cancel_now(self._number)
+
     def result(self, ends: float) -> None:
         """Wait until it is over; raises the `ServiceError` that it ended with."""
         answer = self._connection.wait(self._over, ends)
@@ -76,10 +86,15 @@ def problem_of(answer: Answer) -> dict[str, Any]:
         raise ProtocolError(f"the answer to a step cannot be read: {error}") from error
 
 
-def ask_arena(connection: Connection, arena_bytes: int, ends: float) -> dict[str, Any]:
-    """A device arena, or the one there is with its flags cleared; raises `ServiceError`."""
+def ask_arena(connection: Connection, arena_bytes: int, ends: float) -> Waiting:
+    """Ask for a device arena, or the one there is with its flags cleared; for `arena_told`."""
     frame = frames.json_frame(frames.DEVICE, {"arena_bytes": arena_bytes})
-    told = connection.ask(frame, frames.DEVICE_ARENA, 0, ends)
+    return connection.begin(frame, frames.DEVICE_ARENA, 0, ends)
+
+
+def arena_told(connection: Connection, asked: Waiting, ends: float) -> dict[str, Any]:
+    """Wait for the arena that was asked for; raises `ServiceError`."""
+    told = connection.wait(asked, ends)
     if not isinstance(told, dict):
         raise RuntimeError(f"DEVICE was answered by {told!r}: this is a bug")
     if "problem" in told:

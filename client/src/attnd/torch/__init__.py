@@ -3,11 +3,11 @@
 See `TorchSession`. Needs torch; on CUDA its own driver library is all there is beside it.
 """
 
+from attnd.steps.slots import Slots
+from attnd.steps.step import Step
 from attnd.torch.placement import Placement, TimeSliced
 from attnd.torch.ranked import RankedSlots, RankedStep, RankedTorchSession
 from attnd.torch.session import TorchSession
-from attnd.torch.slots import Slots
-from attnd.torch.step import Step
 
 __all__ = [
     "Placement",

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, Final
 
 import torch
 
-from attnd.errors import ArenaFull
-from attnd.road import arena as road_arena
-from attnd.road.arena import ALIGNMENT
+from attnd.road.arena import Arena as SharedMemory
+from attnd.road.connection import Connection
+from attnd.steps.layout import Dtypes
+from attnd.steps.slots import FLAG_BYTES
 from attnd.torch import driver
-from attnd.torch.memory import device_bytes, mapped
-from attnd.torch.slots import Shapes, Slots
+from attnd.torch.memory import device_bytes, host_bytes, mapped
+from attnd.torch.watch import Watch
 
-PAGE: Final = 4096
-FLAG_BYTES: Final = 8
-"""Of a layer: ready and done, 32 bits each."""
+TORCH: Final = Dtypes(
+    wire={torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    pool={"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16},
+    bf16=torch.bfloat16,
+    float32=torch.float32,
+)
 DONE: Final = ((driver.WAIT, 1), (driver.WRITE, 0))
 
 
 class DeviceArena:
     """Device memory of the engine, mapped here. Its slots are handed over by flags."""
 
-    def __init__(self, told: dict[str, Any], num_layers: int, device: torch.device) -> None:
+    def __init__(
+        self, connection: Connection, told: dict[str, Any], num_layers: int, device: torch.device
+    ) -> None:
+        """`told` is the engine's DEVICE_ARENA."""
+        self.told = told
         self.size = int(told["arena_bytes"])
         self.device = device
         self.num_layers = num_layers
@@ -39,6 +47,7 @@ class DeviceArena:
                 for layer in range(num_layers)
             ]
         )
+        self._watch = Watch(connection, device, self.free_waits)
 
     def ready(self, layer: int) -> int:
         """Address of a layer's first flag; the second, done, is behind it."""
@@ -56,8 +65,12 @@ class DeviceArena:
         """Wait until the current stream has gone through all that it was given."""
         torch.cuda.current_stream(self.device).synchronize()
 
+    def array(self, offset: int, dtype: Any, shape: tuple[int, ...], owner: object) -> torch.Tensor:
+        return tensor_at(self.memory, offset, dtype, shape)
+
     def close(self) -> None:
-        driver.close_memory(self.address)
+        """Ends the watch. The memory stays mapped, for tensors that are still in use."""
+        self._watch.close()
 
 
 def together(arenas: Sequence[DeviceArena], layer: int) -> Callable[[int], None]:
@@ -69,73 +82,16 @@ def together(arenas: Sequence[DeviceArena], layer: int) -> Callable[[int], None]
     return driver.operations([*says, *done])
 
 
-class HostArena:
-    """Part of the session's own shared memory: for engines without a device."""
-
-    def __init__(
-        self,
-        memory: torch.Tensor,
-        begin: int,
-        size: int,
-        begin_layer: Callable[[int], Callable[[], None]],
-    ) -> None:
-        self.memory = memory
-        self.flags = begin
-        self.size = begin + size
-        self.begin_layer = begin_layer
-        """Hands a layer over; what that gives waits for it."""
-
-    def hand_over(self, layer: int) -> None:
-        self.begin_layer(layer)()
-
-    def free_waits(self, stream: int) -> None:
-        """Nothing waits but the host, which is told."""
-
-    def settle(self) -> None:
-        """Nothing runs here by itself."""
-
-    def close(self) -> None:
-        """The memory goes with its session."""
+@torch.inference_mode(False)  # made within it, tensors could be written to only there
+def tensor_at(
+    memory: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """A tensor over the bytes of an arena."""
+    return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-class Room:
-    """Which stretches of an arena are taken by slots."""
-
-    def __init__(self, arena: DeviceArena | HostArena, num_layers: int) -> None:
-        self.arena = arena
-        begin = arena.flags + -(-(FLAG_BYTES * num_layers + ALIGNMENT) // PAGE) * PAGE
-        self._begin = begin
-        self.spare = begin - ALIGNMENT
-        """Where a number lies that nobody needs: something for an echo to work on."""
-        self._free = road_arena.Slots(arena.size - begin)
-        self._made: weakref.WeakSet[Slots] = weakref.WeakSet()
-
-    @property
-    def is_free(self) -> bool:
-        """Whether no slots are left that anybody has."""
-        return len(self._made) == 0
-
-    @property
-    def size(self) -> int:
-        return self._free.size
-
-    def slots(self, shapes: Shapes, rotation: int) -> Slots | None:
-        """Slots for these shapes; None when there is no room for them."""
-        places, size = shapes.layout(rotation)
-        taken = self._free.take(size)
-        if taken is None:
-            return None
-        begin = self._begin + taken.offset
-        at = tuple({name: begin + offset for name, offset in place.items()} for place in places)
-        tensors = tuple(shapes.tensors(self.arena.memory, place) for place in at)
-        inputs = tuple(self.arena.memory[place["q"] : place["o"]].view(torch.int32) for place in at)
-        made = Slots(taken, tensors, inputs, self.arena, at)
-        self._made.add(made)
-        return made
-
-
-def full(needed: int, room: Room) -> ArenaFull:
-    return ArenaFull(
-        f"slots of {needed} bytes do not fit the arena of {room.size}, which cannot be made anew "
-        "while others of its slots are in use: open the session with a larger arena_bytes"
-    )
+def host_view(
+    shared: SharedMemory, offset: int, dtype: Any, shape: tuple[int, ...], owner: object
+) -> torch.Tensor:
+    """A tensor over the session's shared memory."""
+    return tensor_at(host_bytes(shared.memory), offset, dtype, shape)

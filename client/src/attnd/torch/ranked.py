@@ -12,11 +12,12 @@ import torch
 
 from attnd import NewSequence
 from attnd.errors import AttndError
-from attnd.torch.arena import DeviceArena, HostArena, together
+from attnd.steps.host import HostArena
+from attnd.steps.slots import Slots
+from attnd.steps.step import Step, not_handed_over
+from attnd.torch.arena import DeviceArena, together
 from attnd.torch.merging import State, merge
 from attnd.torch.session import TorchSession
-from attnd.torch.slots import Slots
-from attnd.torch.step import Step, not_handed_over
 
 
 class RankedTorchSession:
@@ -112,14 +113,20 @@ class RankedTorchSession:
         """
         if unknown := options.keys() & {"window_left", "lse_base"}:
             raise TypeError(f"{sorted(unknown)[0]}: not in steps over several engines")
-        steps: list[Step] = []
+        steps: list[Step[torch.Tensor]] = []
         try:
             for session, part in zip(self.sessions, slots.parts, strict=True):
                 steps.append(session.step(sequences, part, offsets=offsets, **options))
         except BaseException:
             abort(steps)
             raise
-        return RankedStep(steps, slots)
+
+        def undo() -> None:
+            if options.get("append", True) and options.get("layers") is None:
+                for name, length in zip(sequences, offsets, strict=True):
+                    self.truncate(name, int(length))
+
+        return RankedStep(steps, slots, undo)
 
     def close(self) -> None:
         """End all the sessions; steps that are still open are aborted."""
@@ -144,7 +151,7 @@ class RankedSlots:
     """
 
     @torch.inference_mode(False)
-    def __init__(self, parts: tuple[Slots, ...]) -> None:
+    def __init__(self, parts: tuple[Slots[torch.Tensor], ...]) -> None:
         self.parts = parts
         first = parts[0]
         self._rotation = len(first.places)
@@ -152,6 +159,7 @@ class RankedSlots:
             (torch.zeros_like(first.o(layer)), torch.zeros_like(first.lse(layer)))
             for layer in range(self._rotation)
         ]
+        self._inputs = [[inputs(part, turn) for part in parts] for turn in range(self._rotation)]
         self._turns: dict[int, Callable[[int], None]] = {}
         self._merge(0)  # compiles what a capture must find compiled
 
@@ -181,10 +189,10 @@ class RankedSlots:
     def attend(self, layer: int) -> torch.Tensor:
         """As `Slots.attend`: q, k and v to the other ranks, all of them at once, and their states
         as one. Returns `o(layer)`."""
-        given = self.parts[0].inputs(layer)
-        for part in self.parts[1:]:
+        given, *others = self._inputs[layer % self._rotation]
+        for other in others:
             # a kernel's stores: a copy between GPUs would wait for a copy engine
-            torch.add(given, 0, out=part.inputs(layer))
+            torch.add(given, 0, out=other)
         self._hand_over(layer)
         self._merge(layer)
         return self.o(layer)
@@ -215,8 +223,14 @@ class RankedStep:
     `RankedTorchSession.truncate` mends.
     """
 
-    def __init__(self, steps: Sequence[Step], slots: RankedSlots) -> None:
-        self._steps = tuple(steps)
+    def __init__(
+        self,
+        steps: Sequence[Step[torch.Tensor]],
+        slots: RankedSlots,
+        undo: Callable[[], None],
+    ) -> None:
+        """`undo` cuts the sequences to what they were before the step, at every engine."""
+        self._steps, self._undo = tuple(steps), undo
         self.slots = slots
         self._left = set(steps[0].layers)
 
@@ -245,12 +259,12 @@ class RankedStep:
         self._left.clear()
 
     def __enter__(self) -> Self:
-        for step in self._steps:
-            try:
+        try:
+            for step in self._steps:
                 step.__enter__()
-            except BaseException:
-                abort([one for one in self._steps if one is not step])
-                raise
+        except BaseException:
+            self.abort()
+            raise
         return self
 
     def __exit__(
@@ -280,13 +294,26 @@ class RankedStep:
             raise failed
 
     def abort(self) -> None:
-        """As if it had never been, at every engine."""
+        """As if it had never been, at every engine, those included that are through with it."""
         abort(self._steps)
+        if any(step.call.is_done for step in self._steps):
+            self._undo()
 
 
-def abort(steps: Sequence[Step]) -> None:
-    """Take steps back that one stream waits for: none before all the others know."""
+def abort(steps: Sequence[Step[torch.Tensor]]) -> None:
+    """Take steps back that one stream waits for: none before all the others know.
+
+    All are aborted whatever happens at one of them; the first error is raised.
+    """
     for step in steps:
-        step.call.cancel()
-    for step in steps:
-        step.abort()
+        step.cancel()
+    with ExitStack() as each:
+        for step in reversed(steps):
+            each.callback(step.abort)
+
+
+def inputs(slots: Slots[torch.Tensor], layer: int) -> torch.Tensor:
+    """q, k and v of a layer as one stretch of bits, int32."""
+    place = slots.places[layer]
+    count = (place["o"] - place["q"]) // torch.int32.itemsize
+    return slots.arena.array(place["q"], torch.int32, (count,), None)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import select
 import threading
+from collections.abc import Callable
 from typing import Final
 
 import torch
 
 from attnd.road.connection import Connection
-from attnd.torch.arena import DeviceArena
 
 AGAIN_S: Final = 0.005
 """How often flags are set once nobody else will: the stream may come to another wait."""
@@ -22,8 +22,11 @@ class Watch:
     What the layers then find in `o` is worth nothing; the next call of the session raises.
     """
 
-    def __init__(self, connection: Connection, arena: DeviceArena) -> None:
-        self._arena = arena
+    def __init__(
+        self, connection: Connection, device: torch.device, free_waits: Callable[[int], None]
+    ) -> None:
+        """`free_waits` sets all flags on a stream of `device`."""
+        self._device, self._free_waits = device, free_waits
         self._fd = os.dup(connection.fileno())
         self._woken, self._wake = os.pipe()
         self._closed = threading.Event()
@@ -31,6 +34,8 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
+        if self._closed.is_set():
+            return
         self._closed.set()
         os.write(self._wake, b"\0")
         self._thread.join()
@@ -44,7 +49,7 @@ class Watch:
         poll.poll()
         if self._closed.is_set():
             return
-        with torch.cuda.device(self._arena.device):
+        with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             while not self._closed.wait(AGAIN_S):
-                self._arena.free_waits(stream.cuda_stream)
+                self._free_waits(stream.cuda_stream)

@@ -12,8 +12,12 @@ from attnd.session import Session
 from attnd.transformers.roads import Scoring, Step, lay, spread
 
 if TYPE_CHECKING:
-    from attnd.torch import Slots, TorchSession
-    from attnd.torch import Step as TorchStep
+    from attnd.steps.slots import Slots
+    from attnd.steps.step import Step as SessionStep
+    from attnd.torch import TorchSession
+
+    TorchSlots = Slots[torch.Tensor]
+    TorchStep = SessionStep[torch.Tensor]
 
 
 DEADLINE_S: Final = 600.0
@@ -59,10 +63,10 @@ class Recording:
 
     __slots__ = ("_road", "slots", "step")
 
-    def __init__(self, road: DeviceRoad, step: Step, slots: Slots) -> None:
+    def __init__(self, road: DeviceRoad, step: Step, slots: TorchSlots) -> None:
         self._road = road
         self.step = step
-        self.slots: Slots | None = slots
+        self.slots: TorchSlots | None = slots
 
     def attend(self, layer: int, qkv: tuple[torch.Tensor, ...], scoring: Scoring) -> torch.Tensor:
         if self.slots is None:
@@ -81,7 +85,7 @@ class DeviceRoad:
     def __init__(self, session: TorchSession, windows: tuple[int, ...]) -> None:
         self._session = session
         self._windows = windows
-        self._slots: Slots | None = None
+        self._slots: TorchSlots | None = None
         self._ended: weakref.WeakSet[Running] = weakref.WeakSet()
         self._recordings: list[Recording] = []
 
@@ -150,7 +154,7 @@ class DeviceRoad:
             running.let_go()
         self._ended.clear()
 
-    def _slots_for(self, tokens: int, num_qo_heads: int) -> Slots:
+    def _slots_for(self, tokens: int, num_qo_heads: int) -> TorchSlots:
         """Where the rows of a layer lie: the same memory in every step that it has room for."""
         slots = self._slots
         if slots is None or slots.rows < tokens or slots.num_qo_heads != num_qo_heads:
@@ -161,7 +165,7 @@ class DeviceRoad:
 
 
 def hand_over(
-    slots: Slots | TorchStep, layer: int, qkv: tuple[torch.Tensor, ...], step: Step
+    slots: TorchSlots | TorchStep, layer: int, qkv: tuple[torch.Tensor, ...], step: Step
 ) -> torch.Tensor:
     """Write a layer's q, k and v for a step's tokens; their o."""
     tokens = step.forward.tokens

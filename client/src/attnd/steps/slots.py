@@ -1,0 +1,143 @@
+"""Slots: the arrays of a step's layers, and the arena that they lie in."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from attnd.road.arena import ALIGNMENT, Slot
+from attnd.road.arena import Slots as FreeList
+from attnd.steps.layout import NAMES, A, Place, Shapes, Tensors
+
+PAGE: Final = 4096
+FLAG_BYTES: Final = 8
+"""Of a layer: ready and done, 32 bits each."""
+Made = TypeVar("Made", covariant=True)
+
+
+class Arena(Protocol[Made]):
+    """Memory shared with the engine, from `flags` to `size`."""
+
+    @property
+    def flags(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def hand_over(self, layer: int) -> None:
+        """Gives a layer to the engine and takes it back, in the order of the caller's work."""
+
+    def settle(self) -> None:
+        """Waits until the caller's work so far is done."""
+
+    def array(self, offset: int, dtype: Any, shape: tuple[int, ...], owner: object) -> Made:
+        """An array over the arena; where it can, it keeps `owner`."""
+
+    def close(self) -> None:
+        """Ends what the arena runs beside its memory."""
+
+
+class Slots(Generic[A]):
+    """Made by `slots` of a session. Addresses are the same in every step, whatever its sequences:
+    a CUDA graph may be captured over them. Layer l uses the arrays of layer `l % rotation`.
+    """
+
+    def __init__(
+        self, place: Slot, tensors: tuple[Tensors[A], ...], arena: Arena[A], at: tuple[Place, ...]
+    ) -> None:
+        self._place = place  # the arena's bytes are free again when this is gone
+        self._tensors = tensors
+        self.arena = arena
+        self.places = at
+        """Offsets in the arena, as the step's description has them."""
+
+    @property
+    def rows(self) -> int:
+        return self._shape[0]
+
+    @property
+    def num_qo_heads(self) -> int:
+        return self._shape[1]
+
+    @property
+    def dtype(self) -> Any:
+        first: Any = self._tensors[0].q
+        return first.dtype
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        first: Any = self._tensors[0].q
+        return tuple(first.shape)
+
+    def q(self, layer: int) -> A:
+        """Queries, to be written before `attend`."""
+        return self._tensors[layer % len(self._tensors)].q
+
+    def k(self, layer: int) -> A:
+        """Keys of the new tokens, to be written before `attend` in steps that append."""
+        return self._tensors[layer % len(self._tensors)].k
+
+    def v(self, layer: int) -> A:
+        """Values of the new tokens."""
+        return self._tensors[layer % len(self._tensors)].v
+
+    def o(self, layer: int) -> A:
+        """Output, there after `attend` in the order of torch's current stream."""
+        return self._tensors[layer % len(self._tensors)].o
+
+    def lse(self, layer: int) -> A:
+        """Log-sum-exp in the step's base."""
+        return self._tensors[layer % len(self._tensors)].lse
+
+    def attend(self, layer: int) -> A:
+        """Hand the layer over: what torch's current stream is given next finds `o`, and the host
+        does not wait for it on CUDA. May be captured in a CUDA graph. Returns `o(layer)`."""
+        self.arena.hand_over(layer)
+        return self.o(layer)
+
+
+class Room(Generic[A]):
+    """Free and taken stretches of an arena."""
+
+    def __init__(self, arena: Arena[A], num_layers: int) -> None:
+        self.arena = arena
+        self._begin = arena.flags + head_bytes(num_layers)
+        self.spare = self._begin - ALIGNMENT
+        """Where a number lies that nobody needs: something for an echo to work on."""
+        self._free = FreeList(arena.size - self._begin)
+        self._made: weakref.WeakSet[Slots[A]] = weakref.WeakSet()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no slots are left that anybody has."""
+        return len(self._made) == 0
+
+    @property
+    def size(self) -> int:
+        return self._free.size
+
+    def slots(self, shapes: Shapes, rotation: int) -> Slots[A] | None:
+        """Slots for these shapes; None when there is no room for them."""
+        places, size = shapes.layout(rotation)
+        taken = self._free.take(size)
+        if taken is None:
+            return None
+        begin = self._begin + taken.offset
+        at = tuple({name: begin + offset for name, offset in place.items()} for place in places)
+        tensors = tuple(
+            Tensors(
+                *(
+                    self.arena.array(place[name], dtype, shape, taken)
+                    for name, (dtype, shape) in zip(NAMES, shapes.each, strict=True)
+                )
+            )
+            for place in at
+        )
+        made = Slots(taken, tensors, self.arena, at)
+        self._made.add(made)
+        return made
+
+
+def head_bytes(num_layers: int) -> int:
+    """Bytes of the flags and the spare number before the first slot."""
+    return -(-(FLAG_BYTES * num_layers + ALIGNMENT) // PAGE) * PAGE

@@ -1,0 +1,167 @@
+"""`Step`: one decode or prefill through many layers, from its description to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self
+
+from attnd.errors import ServiceError
+from attnd.road.stepping import StepCall
+from attnd.steps.layout import A
+from attnd.steps.slots import Slots
+
+
+@dataclass(slots=True, eq=False)
+class Run(Generic[A]):
+    """A step at its lane, from its description until its result was read."""
+
+    call: StepCall
+    slots: Slots[A]
+    left: set[int]
+    """Layers that were not handed over yet."""
+    is_entered: bool = False
+    is_settled: bool = False
+    """Whether its end was raised, waited for, or brought about by the caller."""
+    is_abandoned: bool = False
+    """Whether the caller let go of it before its last layer."""
+
+    @property
+    def is_attending(self) -> bool:
+        return self.is_entered and bool(self.left) and not self.is_settled
+
+
+class Owner(Protocol[A]):
+    """The lane that a step runs on."""
+
+    def ends(self) -> float:
+        """When waiting for the engine is given up, by `time.monotonic()`."""
+
+    def drop(self, run: Run[A]) -> None:
+        """Cancels a step and those behind it, without waiting."""
+
+    def recover(self) -> None:
+        """Waits until cancelled steps are over, and has the flags cleared."""
+
+
+class Step(Generic[A]):
+    """Made by `step` of a session; use it with `with`, in the order of making.
+
+    Entering waits until the engine has accepted the step, and raises its refusal. Where entering
+    is interrupted or times out, the step is aborted. Leaving waits for nothing; with an exception,
+    or before every layer was handed over, it aborts the step.
+    """
+
+    def __init__(self, owner: Owner[A], run: Run[A], layers: tuple[int, ...]) -> None:
+        self._owner, self._run = owner, run
+        self.slots = run.slots
+        self.layers = layers
+        self._opened: dict[str, Any] = {}
+
+    def __del__(self) -> None:
+        # The collector may call this anywhere: the lane's next use makes sure of it.
+        run = getattr(self, "_run", None)
+        if run is not None and run.left and not run.is_settled:
+            run.is_abandoned = True
+            run.call.cancel_now()
+
+    @property
+    def call(self) -> StepCall:
+        return self._run.call
+
+    @property
+    def levels(self) -> int:
+        """Cascade levels, once entered; 1 is flat."""
+        return int(self._opened.get("levels", 1))
+
+    @property
+    def cascade(self) -> bool:
+        """Whether KV that sequences share is read once for all of them, once entered."""
+        return bool(self._opened.get("cascade", False))
+
+    def q(self, layer: int) -> A:
+        return self.slots.q(layer)
+
+    def k(self, layer: int) -> A:
+        return self.slots.k(layer)
+
+    def v(self, layer: int) -> A:
+        return self.slots.v(layer)
+
+    def o(self, layer: int) -> A:
+        return self.slots.o(layer)
+
+    def lse(self, layer: int) -> A:
+        return self.slots.lse(layer)
+
+    def attend(self, layer: int) -> A:
+        """As `Slots.attend`, for a layer of this step."""
+        o = self.slots.attend(layer)
+        self._run.left.discard(layer)
+        return o
+
+    def handed_over(self) -> None:
+        """All layers were handed over without `attend`: a CUDA graph captured over the slots was
+        launched."""
+        self._run.left.clear()
+
+    def __enter__(self) -> Self:
+        try:
+            opened = self._run.call.opened(self._owner.ends())
+            if self._run.is_settled:  # cancelled meanwhile, with a step before it
+                self._run.call.result(self._owner.ends())
+            self._opened, self._run.is_entered = opened, True
+        except ServiceError:  # refused: the step is over, and changed nothing
+            self._run.is_settled = True
+            raise
+        except BaseException:
+            self.abort()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is not None:
+            self.abort()
+        elif self._run.left:
+            left = set(self._run.left)
+            self.abort()
+            raise not_handed_over(left)
+
+    def wait(self) -> None:
+        """Wait until the engine is done with it; raises what it ended with (`DeadlineExceeded`).
+
+        A wait that is interrupted or times out leaves the step as it is: wait again, or `abort`.
+        """
+        try:
+            self._run.call.result(self._owner.ends())
+        except ServiceError:
+            if not self._run.is_settled:
+                self._owner.drop(self._run)
+                self._owner.recover()
+            raise
+        self._run.is_settled = True
+
+    def cancel(self) -> None:
+        """Have the engine abort the step and those behind it; `abort` must follow."""
+        self._owner.drop(self._run)
+
+    def abort(self) -> None:
+        """Undo the step, and those behind it; returns when the engine has done so.
+
+        Where this is interrupted, the session's next step finishes it.
+        """
+        self._owner.drop(self._run)
+        self._owner.recover()
+
+
+def not_handed_over(layers: set[int]) -> RuntimeError:
+    """The error of a step that was left before these layers."""
+    return RuntimeError(
+        f"layers {sorted(layers)} of the step were not handed over, so it was aborted: attend "
+        "every layer, or call handed_over() where a graph does"
+    )

@@ -1,0 +1,189 @@
+"""`Stepper`: slots and steps of one session, whatever its array library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar
+
+from attnd.errors import ArenaFull, Overloaded
+from attnd.images import dump_json
+from attnd.results import Info
+from attnd.road import frames
+from attnd.road.connection import Connection
+from attnd.steps.lane import Lane
+from attnd.steps.layout import A, Dtypes, Shapes
+from attnd.steps.slots import Arena, Room, Slots
+from attnd.steps.step import Step
+
+P = ParamSpec("P")
+T = TypeVar("T")
+SPARE: Final = 2**20
+
+
+def stepping(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """A method of a session that its stepper carries out."""
+
+    @wraps(method)
+    def delegated(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(self._stepper(), *args, **kwargs)
+
+    return delegated
+
+
+class Stepper(Generic[A]):
+    """One thread's. The first lane is the session's own connection; where slots do not fit while
+    others are in use, another connection with a larger arena is opened beside it."""
+
+    def __init__(
+        self,
+        first: Connection,
+        beside: Callable[[int], Connection],
+        make_arena: Callable[[Lane[A], int], Arena[A]],
+        dtypes: Dtypes,
+        info: Info,
+        timeout_s: float,
+        arena_bytes: int,
+    ) -> None:
+        self.info = info
+        self._beside, self._make_arena = beside, make_arena
+        self._dtypes, self._timeout_s = dtypes, timeout_s
+        self.lanes = [self._lane(first)]
+        self.lanes[0].open(arena_bytes)
+
+    def _lane(self, connection: Connection) -> Lane[A]:
+        return Lane(connection, self.info.num_layers, self._timeout_s, self._make_arena)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether all connections stand."""
+        return all(lane.connection.is_usable for lane in self.lanes)
+
+    def slots(
+        self, rows: int, num_qo_heads: int, *, dtype: Any = None, rotation: int = 1
+    ) -> Slots[A]:
+        """Arrays for the layers of steps of up to `rows` rows: keep them, and use them again.
+
+        `dtype` is the pool's, or bf16 where that is fp8. With `rotation` layers take turns in as
+        many places, so that one may be written while another is read. Raises `ArenaFull` where the
+        engine gives no more memory.
+        """
+        heads, dim = self.info.num_kv_heads, self.info.head_dim
+        chosen = self._dtypes.chosen(dtype, self.info.dtype)
+        shapes = Shapes(rows, num_qo_heads, heads, dim, chosen, self._dtypes.float32)
+        self.check()
+        for lane in self.lanes:
+            made = None if lane.room is None else lane.room.slots(shapes, rotation)
+            if made is not None:
+                return made
+        needed = shapes.layout(rotation)[1]
+        refusal: Exception | None = None
+        for size in (2 * needed + SPARE, needed + SPARE):
+            try:
+                made = self._larger(size).slots(shapes, rotation)
+            except (ArenaFull, Overloaded) as error:
+                refusal = error
+                continue
+            if made is not None:
+                return made
+        raise full(needed, self.lanes) from refusal
+
+    def _larger(self, size: int) -> Room[A]:
+        """An arena with room for `size` bytes: in place of an idle one, or beside the others."""
+        for lane in self.lanes:
+            if lane.is_idle:
+                return lane.open(size)
+        lane = self._lane(self._beside(size))
+        try:
+            room = lane.open(size)
+        except BaseException:
+            lane.connection.close()
+            raise
+        self.lanes.append(lane)
+        return room
+
+    def step(
+        self,
+        sequences: Sequence[str],
+        slots: Slots[A],
+        *,
+        layers: Sequence[int] | None = None,
+        qo_indptr: Sequence[int] | None = None,
+        causal: bool = True,
+        append: bool = True,
+        offsets: Sequence[int] | None = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        window_left: int | Sequence[int] = -1,
+        lse_base: Literal["e", "2"] = "e",
+        cascade: Literal["auto", "always", "never"] = "auto",
+        deadline: float | None = None,
+    ) -> Step[A]:
+        """Describe a step to the engine and return at once; the step before may still run.
+
+        Without `qo_indptr` it is a decode, one row for each sequence, else a prefill. `layers` are
+        all of the pool's unless they are given. Raises what an earlier step ended with that nobody
+        waited for.
+        """
+        self.check()
+        lane = self._lane_of(slots)
+        chosen = tuple(range(self.info.num_layers)) if layers is None else tuple(layers)
+        rows = len(sequences) if qo_indptr is None else int(qo_indptr[-1])
+        if rows > slots.rows:
+            raise ValueError(f"the step has {rows} rows, its slots have room for {slots.rows}")
+        fields: dict[str, Any] = {
+            "op": "decode" if qo_indptr is None else "prefill",
+            "sequences": list(sequences),
+            "layers": [int(layer) for layer in chosen],
+            "flags": slots.arena.flags,
+            "slots": list(slots.places),
+            "num_qo_heads": slots.num_qo_heads,
+            "dtype": self._dtypes.wire[slots.dtype],
+            "append": append,
+            "logits_soft_cap": logits_soft_cap,
+            "window_left": window_left if isinstance(window_left, int) else list(window_left),
+            "lse_base": lse_base,
+            "cascade": cascade,
+        }
+        if qo_indptr is not None:
+            fields |= {"qo_indptr": [int(row) for row in qo_indptr], "causal": causal}
+        if sm_scale is not None:
+            fields["sm_scale"] = sm_scale
+        if offsets is not None:
+            fields["offsets"] = [int(length) for length in offsets]
+        microseconds = 0
+        if deadline is not None:
+            microseconds = min(max(1, round(deadline * 1e6)), frames.LONGEST_DEADLINE_US)
+        for other in self.lanes:
+            if other is not lane:  # steps of two lanes begin in the order of their description
+                other.await_opening()
+        return lane.send(dump_json(fields).encode(), slots, chosen, microseconds)
+
+    def _lane_of(self, slots: Slots[A]) -> Lane[A]:
+        for lane in self.lanes:
+            if lane.room is not None and lane.room.arena is slots.arena:
+                return lane
+        raise ValueError(
+            "these slots are of another session, or of a connection that is gone: make new ones "
+            "with this session's slots()"
+        )
+
+    def check(self) -> None:
+        """Raises what a step ended with that nobody was told of."""
+        for lane in self.lanes:
+            lane.check()
+
+    def close(self) -> None:
+        """Ends the lanes beside the session's own connection."""
+        for number, lane in enumerate(self.lanes):
+            lane.close()
+            if number:
+                lane.connection.close()
+
+
+def full(needed: int, lanes: Sequence[Lane[Any]]) -> ArenaFull:
+    sizes = [lane.room.size for lane in lanes if lane.room is not None]
+    return ArenaFull(
+        f"slots of {needed} bytes do not fit the session's arenas of {sizes} bytes, and the engine "
+        "gives no more: let go of slots that are not needed, or make slots of fewer rows"
+    )
