@@ -24,6 +24,7 @@ NUMPY: Final = Dtypes(
     pool={"fp32": F32, "fp16": F16, "bf16": BF16},
     bf16=BF16,
     float32=F32,
+    read=np.dtype,
 )
 
 

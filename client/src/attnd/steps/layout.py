@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -36,10 +36,12 @@ class Dtypes:
     pool: Mapping[str, Any]
     bf16: Any
     float32: Any
+    read: Callable[[Any], Any]
+    """An element type from any of the library's names for it."""
 
     def chosen(self, dtype: Any, pool: str) -> Any:
         """`dtype`, or the pool's where it is None; bf16 for fp8. Raises ValueError."""
-        found = self.pool.get(pool, self.bf16) if dtype is None else dtype
+        found = self.pool.get(pool, self.bf16) if dtype is None else self.read(dtype)
         if found not in self.wire:
             known = ", ".join(str(one) for one in self.wire)
             raise ValueError(f"dtype is {dtype}: slots take {known}")

@@ -21,6 +21,7 @@ TORCH: Final = Dtypes(
     pool={"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16},
     bf16=torch.bfloat16,
     float32=torch.float32,
+    read=lambda dtype: dtype,
 )
 DONE: Final = ((driver.WAIT, 1), (driver.WRITE, 0))
 

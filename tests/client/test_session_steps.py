@@ -1,0 +1,134 @@
+"""`Session.step`: a decode or prefill through all layers with numpy arrays, described once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from attnd import InvalidRequest, NewSequence, NotSupported, OutOfPages, Session
+from stepping import HEADS, LAYERS, Served, serve
+
+KV_HEADS, DIM = 2, 64
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve("cpu", tmp_path_factory.mktemp("numpy")) as running:
+        yield running
+
+
+@pytest.fixture
+def session(served: Served) -> Iterator[Session]:
+    with Session(served.path) as made:
+        yield made
+        made.delete_sequences(prefix="")
+        told = made.pool()
+        assert told.integrity == "ok" and told.free == told.total, told
+
+
+def run(session: Session, names: list[str], lens: list[int], seed: int, **options: Any) -> Any:
+    """A step of so many rows each; inputs and o, lse by layer."""
+    generator = np.random.default_rng(seed)
+    slots = session.slots(sum(lens), HEADS)
+    indptr = None if set(lens) == {1} else [0, *np.cumsum(lens).tolist()]
+    kept = []
+    with session.step(names, slots, qo_indptr=indptr, **options) as step:
+        for layer in step.layers:
+            given = []
+            for array in (step.q(layer), step.k(layer), step.v(layer)):
+                array[:] = generator.standard_normal(array.shape)
+                given.append(array.copy())
+            o = step.attend(layer)
+            kept.append((given, o.copy(), step.lse(layer).copy()))
+    step.wait()
+    return kept
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window_left": 3}, {"lse_base": "2"}, {"sm_scale": 0.3, "logits_soft_cap": 5.0}],
+)
+def test_a_step_with_arrays_gives_what_the_layers_operations_give(
+    session: Session, options: dict[str, Any]
+) -> None:
+    session.create_sequences([NewSequence(name) for name in ("a", "b", "a2", "b2")])
+    for lens in ([5, 20], [1, 1], [3, 1]):
+        kept = run(session, ["a", "b"], lens, sum(lens), **options)
+        for layer, ((q, k, v), o, lse) in enumerate(kept):
+            if set(lens) == {1}:
+                told = session.decode(layer, ["a2", "b2"], q, k=k, v=v, **options)
+            else:
+                indptr = [0, *np.cumsum(lens).tolist()]
+                told = session.prefill(
+                    layer, ["a2", "b2"], q, indptr, causal=True, k=k, v=v, **options
+                )
+            np.testing.assert_allclose(o, told.o, atol=1e-5)
+            np.testing.assert_allclose(lse, told.lse, atol=1e-5)
+    assert [session.get_sequence(name).length for name in ("a", "b")] == [9, 22]
+
+
+def test_a_step_of_some_layers_appends_there_only(session: Session) -> None:
+    session.create_sequence("a")
+    run(session, ["a"], [4], 1, layers=[2, 0])
+    assert list(session.get_sequence("a").lengths) == [4, 0, 4]
+
+
+def test_a_refused_step_changes_nothing_and_the_next_one_works(session: Session) -> None:
+    session.create_sequence("a")
+    with pytest.raises(OutOfPages):
+        run(session, ["a"], [100_000], 1)
+    with pytest.raises(InvalidRequest, match="num_layers"):
+        run(session, ["a"], [2], 1, layers=[LAYERS])
+    assert session.get_sequence("a").length == 0
+    run(session, ["a"], [2], 1)
+    assert session.get_sequence("a").length == 2
+
+
+def test_arrays_of_slots_that_are_gone_keep_what_they_hold(session: Session) -> None:
+    session.create_sequence("a")
+    kept = session.slots(4, HEADS).q(0)
+    kept[:] = 3.0
+    for rows in (1, 300, 5000, 9000):
+        slots = session.slots(rows, HEADS)
+        slots.q(0)[:] = 1.0
+        session.append(
+            0, ["a"], *[np.ones((50, KV_HEADS, DIM), np.float32)] * 2, append_indptr=[0, 50]
+        )
+        session.truncate("a", 0)
+    assert (kept == 3.0).all()
+
+
+def test_other_calls_of_the_session_work_within_a_step(session: Session) -> None:
+    session.create_sequences([NewSequence("a"), NewSequence("b")])
+    slots = session.slots(1, HEADS)
+    with session.step(["a"], slots) as step:
+        step.attend(0)
+        big = np.ones((1500, KV_HEADS, DIM), np.float32)
+        for layer in range(LAYERS):  # the session's arena grows for these
+            session.append(layer, ["b"], big, big, append_indptr=[0, len(big)])
+        for layer in range(1, LAYERS):
+            step.attend(layer)
+    step.wait()
+    assert session.get_sequence("a").length == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", np.float32, np.dtype(np.float32), None])
+def test_slots_take_dtypes_by_any_of_their_names(session: Session, dtype: Any) -> None:
+    assert session.slots(2, HEADS, dtype=dtype).q(0).dtype == np.float32
+
+
+def test_slots_refuse_a_dtype_that_steps_do_not_take(session: Session) -> None:
+    with pytest.raises(ValueError, match="slots take float32, float16, bfloat16"):
+        session.slots(2, HEADS, dtype=np.float64)
+
+
+def test_an_engine_whose_slots_lie_on_a_device_is_refused_with_what_to_use(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = replace(session.info(), backend="cuda")
+    monkeypatch.setattr(Session, "info", lambda self: told)
+    with pytest.raises(NotSupported, match="TorchSession"):
+        session.slots(1, HEADS)
