@@ -39,7 +39,7 @@ from service.launch import HOME, command_of
 from service.logs import set_up_logs
 from service.processes import Child, Shared
 from service.road.listening import CannotListen
-from service.supervisor import ENGINE, Supervisor
+from service.supervisor import ENGINE, MAIN, Supervisor
 
 LOG: Final = logging.getLogger("attnd")
 OTHER_FILES: Final = 256
@@ -159,11 +159,11 @@ def supervise(
         engine_socket=str(called),
         url=addresses.url,
         secret=secret,
-        metrics={child.process: make_shared() for child in children},
+        metrics={name: make_shared() for name in (MAIN, *(child.process for child in children))},
         files=files,
     )
     docs = " (API at /docs)" if addresses.uds is None else ""
-    LOG.info("attnd %s serves %s%s", __version__, addresses.url, docs)
+    LOG.info("attnd %s starts, listening on %s%s", __version__, addresses.url, docs)
     if paths:
         LOG.info("sessions at %s", ", ".join(map(str, paths)))
     try:

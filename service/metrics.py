@@ -112,6 +112,9 @@ SPECS: Final[dict[str, Spec]] = {
         "gauge", "What could not be moved away, at the last look.", ("door", "engine")
     ),
     "engine_up": Spec("gauge", "1 while the engine can be called.", ("door", "engine")),
+    "process_restarts": Spec(
+        "counter", "Processes started again after they had ended.", ("process",)
+    ),
     "build_info": Spec(
         "gauge", "Constant 1; the version and backend are its labels.", ("version", "backend")
     ),

@@ -14,12 +14,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
+from service.cells import Cells
 from service.processes import CANNOT_START, Child, Shared, start
 
 LOG: Final = logging.getLogger("attnd.supervisor")
 ENGINE: Final = "engine"
 """The process without which the service ends; all others are started again: doors, and in a
 cluster engines, whose names begin like this."""
+
+MAIN: Final = "main"
+"""The supervisor's own name in logs and metrics."""
 
 YOUNG_S: Final = 10.0
 """A door that dies younger than this died of its start."""
@@ -72,6 +76,12 @@ class Supervisor:
         self._young_deaths = dict.fromkeys((child.process for child in children), 0)
         self._due: dict[str, tuple[float, Child]] = {}
         self._stopping: Stopping | None = None
+        cells = Cells(shared.metrics.get(MAIN))
+        self._restarts = {
+            child.process: cells.block(("process_restarts", child.process), 1)
+            for child in children
+            if child.process != ENGINE
+        }
 
     def run(self) -> Status:
         """Start them all, and watch until none is left; the service's exit status."""
@@ -172,6 +182,7 @@ class Supervisor:
         for name, (at, child) in list(self._due.items()):
             if at <= time.monotonic():
                 del self._due[name]
+                self._restarts[name][0] += 1.0
                 self._start(child)
 
     def _lose_patience(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -157,7 +158,8 @@ def wait_ready(client: httpx.Client, process: subprocess.Popen[bytes], log: Path
     ends = time.monotonic() + START_S
     while time.monotonic() < ends:
         assert process.poll() is None, log.read_text()
-        if " serves " in log.read_text() and client.get("/health/ready").is_success:
+        is_bound = re.search("listening on|attnd serves", log.read_text())
+        if is_bound and client.get("/health/ready").is_success:
             return
         time.sleep(0.2)
     raise AssertionError(log.read_text())

@@ -23,6 +23,16 @@ def test_everything_that_the_docs_page_loads_is_here(client: httpx.Client) -> No
     assert document and client.get(str(page.url.join(document[1]))).json()["openapi"]
 
 
+def test_the_index_links_what_a_browser_can_read_here(client: httpx.Client) -> None:
+    page = client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    links = re.findall(r'href="([^"]+)"', page.text)
+    assert {"live", "docs", "metrics", "health/live", "health/ready"} <= set(links)
+    for link in links:
+        assert not link.startswith("/"), "a proxy's prefix stands before it"
+        assert client.get(f"/{link}").status_code != 404, link
+
+
 def test_no_other_file_is_served(client: httpx.Client) -> None:
     for path in ("/docs/__init__.py", "/docs/..%2f__init__.py", "/redoc", "/docs/"):
         assert client.get(path).status_code == 404, path

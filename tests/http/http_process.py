@@ -108,7 +108,7 @@ def process(*arguments: str, open_files: int | None = None) -> Iterator[Process]
 def listening(*arguments: str, open_files: int | None = None) -> Iterator[tuple[Process, str]]:
     """The service once it is ready, and its URL."""
     with process("--server.port", "0", *arguments, open_files=open_files) as running:
-        url = running.find(r"serves (http://[0-9.:]+)")[1]
+        url = running.find(r"listening on (http://[0-9.:]+)")[1]
         running.find(r"ready: ")  # says the engine; its doors get to know it just then
         wait_for(lambda: is_ready(url), "the service to be ready", START_S)
         yield running, url

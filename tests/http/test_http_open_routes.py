@@ -23,7 +23,7 @@ PARAMETERS = {
     "lease": "1",
 }
 ALWAYS_OPEN = {"/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
-PAGE_FILES = {"/live", "/live/live.js"}
+PAGE_FILES = {"/", "/live", "/live/live.js"}
 """The live page's own files hold nothing of the service's."""
 BEHIND = (
     "%0a",

@@ -43,7 +43,7 @@ def test_it_starts_serves_logs_json_and_stops_on_sigterm(rng: np.random.Generato
     assert re.fullmatch(r"127\.0\.0\.1:\d+", mine["peer"])
     assert not [entry for entry in entries if entry.get("op") == "live"], "probes are not logged"
     speakers = {entry["process"]: entry["message"] for entry in reversed(entries)}
-    assert speakers["main"].startswith(f"attnd {__version__} serves {url}"), speakers
+    assert speakers["main"].startswith(f"attnd {__version__} starts, listening on {url}"), speakers
     assert speakers["engine"].startswith("ready: "), speakers
     assert running.told("warning", "error") == []
 
@@ -121,7 +121,7 @@ def test_it_listens_on_a_unix_socket_for_its_own_user(
     before = os.umask(0)
     try:
         with process("--server.uds", str(path)) as running:
-            assert running.find(r"serves unix:(\S+)\"")[1] == str(path)
+            assert running.find(r"listening on unix:(\S+)\"")[1] == str(path)
             engine = Path(running.find(r"sessions at (\S+)\"")[1])
             assert [stat.S_IMODE(one.stat().st_mode) for one in (path, engine)] == [0o600, 0o600]
             transport = httpx.HTTPTransport(uds=str(path))

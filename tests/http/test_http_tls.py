@@ -208,7 +208,7 @@ def test_a_renewed_certificate_is_served_after_sighup(tmp_path: Path) -> None:
     first, second = trustme.CA(), trustme.CA()
     files = write_files(tmp_path, first)
     with process("--server.port", "0", *files.served) as running:
-        url = running.find(r"serves (https://[0-9.:]+)")[1]
+        url = running.find(r"listening on (https://[0-9.:]+)")[1]
         running.find(r"ready: ")
         before = trusting(files)
         wait_for(lambda: is_served(url, before), "the start", START_S)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.cells import make_shared
+from service.cells import Cells, make_shared
 from service.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +46,7 @@ LABELS = {
     "attnd_engine_moved": {"door", "engine"},
     "attnd_engine_not_moved": {"door", "engine"},
     "attnd_engine_up": {"door", "engine"},
+    "attnd_process_restarts": {"process"},
     "attnd_build_info": {"version", "backend"},
     "process_cpu_seconds": {"process"},
     "process_resident_memory_bytes": {"process"},
@@ -98,7 +99,9 @@ def read(text: str) -> dict[str, float]:
 
 
 def filled() -> Metrics:
-    metrics = Metrics()
+    of_main = make_shared()
+    Cells(of_main).block(("process_restarts", "http-0"), 1)[0] += 1.0  # as the supervisor does
+    metrics = Metrics("main", {"main": of_main})
     metrics.build("1.2.3", "cpu")
     metrics.engine("engine-0", {"free": 7}, 2, 0.5, 10)
     metrics.moved("engine-0", 3, 1)
@@ -175,6 +178,7 @@ def test_events_are_counted_in_base_units() -> None:
         "attnd_engine_moved_total,main,engine-0": 3,
         "attnd_engine_not_moved,main,engine-0": 1,
         "attnd_build_info,cpu,1.2.3": 1,
+        "attnd_process_restarts_total,http-0": 1,
     }
     for key, value in wanted.items():
         assert found[key] == pytest.approx(value), key

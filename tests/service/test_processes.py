@@ -20,8 +20,8 @@ CPU = ("--backend.kind", "cpu", "--pool.num-pages", "64")
 def served(path: Path, *arguments: str) -> Iterator[tuple[Service, httpx.Client]]:
     """The service once it is ready."""
     with supervised(*CPU, *arguments, engine="real", door="real", socket=path) as service:
-        line = service.find(lambda entry: " serves " in entry["message"])["message"]
-        url = line.split(" serves ")[1].split()[0]
+        line = service.find(lambda entry: " listening on " in entry["message"])["message"]
+        url = line.split(" listening on ")[1].split()[0]
         service.find(lambda entry: entry["message"].startswith("ready: "))
         with httpx.Client(base_url=url, timeout=WAIT_S) as client:
             yield service, client
@@ -90,7 +90,10 @@ def test_two_doors_show_one_service_and_one_of_them_may_die(path: Path) -> None:
         assert [ask(client, "/v1/sequences/a") for _ in range(10)] == [200] * 10
         again = named(service)
         assert (again["engine"], again["http-1"]) == (before["engine"], before["http-1"])
-        assert settled(client, asked)["attnd_requests_total", "ok", "pool"] == asked
+        found = settled(client, asked)
+        assert found["attnd_requests_total", "ok", "pool"] == asked
+        assert found["attnd_process_restarts_total", "http-0"] == 1
+        assert found["attnd_process_restarts_total", "http-1"] == 0
         service.signal(signal.SIGTERM)
         assert service.status() == 0
         wait_until_gone(*again.values())

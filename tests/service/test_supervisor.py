@@ -38,10 +38,10 @@ def test_every_process_is_handed_its_sockets_settings_and_name(path: Path) -> No
             assert process["engine_socket"] == str(path)
             assert process["num_pages"] == 77
             assert process["blocking"] == [False]
-            assert process["metrics"] == ["engine", "http-0", "http-1"]
+            assert process["metrics"] == ["engine", "http-0", "http-1", "main"]
         port = int(doors[0]["url"].rpartition(":")[2])
         socket.create_connection(("127.0.0.1", port)).close()
-        service.find(lambda entry: f"serves {doors[0]['url']} " in entry["message"])
+        service.find(lambda entry: f"listening on {doors[0]['url']} " in entry["message"])
         service.find(lambda entry: entry["message"] == f"sessions at {path}")
 
 
@@ -190,7 +190,7 @@ def test_a_crash_while_finishing_is_told_by_the_exit_status(path: Path) -> None:
 
 def test_a_signal_during_the_start_ends_with_0(path: Path) -> None:
     with supervised(socket=path) as service:
-        service.find(lambda entry: "serves" in entry["message"])
+        service.find(lambda entry: "listening on" in entry["message"])
         time.sleep(0.02)
         service.signal(signal.SIGTERM)
         assert service.status() == 0

@@ -1,4 +1,4 @@
-"""What the door answers itself: health, metrics, the OpenAPI document and a page to read it."""
+"""What the door answers itself: an index, health, metrics, the OpenAPI document and its page."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from service.doors.http.answering import EXCHANGE
 from service.doors.http.exchange import JSON, Exchange
+from service.doors.http.index import index_page
 from service.doors.ledger import ELSEWHERE_S
 from service.errors import InvalidRequest, NoSuchRoute
 from service.image.json_text import dump_json
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 ASSETS: Final = Path(fastapi_offline.__file__).with_name("static")
 SCRIPT, STYLE, ICON = "swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"
 TYPES: Final = {SCRIPT: "text/javascript", STYLE: "text/css", ICON: "image/png"}
+INDEX_HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
 A_DAY: Final = {"cache-control": "public, max-age=86400"}
 
 
@@ -40,6 +46,7 @@ class Pages:
         gate = self.door.gate
         open_docs = gate is not None and gate.auth.open_docs
         pages = (
+            ("/", self.index, "index", True),
             ("/health/live", self.live, "live", True),
             ("/health/ready", self.ready, "ready", True),
             ("/metrics", self.metrics, "metrics", self.has_open_metrics),
@@ -56,6 +63,10 @@ class Pages:
     def has_open_metrics(self) -> bool:
         gate = self.door.gate
         return gate is not None and gate.auth.open_metrics
+
+    async def index(self, request: Request) -> HTMLResponse:
+        page = index_page(self.door.limits.live, has_keys=self.door.gate is not None)
+        return HTMLResponse(page, headers=INDEX_HEADERS)
 
     async def live(self, request: Request) -> Response:
         return Response(b'{"status":"live"}', media_type=JSON)
