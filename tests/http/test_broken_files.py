@@ -60,7 +60,7 @@ def test_a_door_that_is_started_again_has_the_last_good_files(
         *("--server.port", "0", "--auth.keys-file", str(keys), *files.served),
         *("--server.grpc-port", str(port), "--cluster.engines", str(engines)),
     ) as running:
-        url = running.find(r"serves (https://[0-9.:]+)")[1]
+        url = running.find(r"listening on (https://[0-9.:]+)")[1]
 
         def is_served() -> bool:
             try:
