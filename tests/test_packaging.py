@@ -28,6 +28,8 @@ DESIGNED: Final = (
     *("kv_cache_usage_ratio", "sequences", "prefix_nodes", "kv_bytes_read_total"),
     *("kv_bytes_saved_total", "cascade_batches_total", "out_of_pages_total", "rejected_total"),
     *("inflight", "build_info", "sessions", "slices_total", "waiting"),
+    *("engine_up", "engine_kv_pages", "engine_sequences", "engine_queue_seconds"),
+    *("engine_calls_total", "engine_moved_total", "engine_not_moved", "process_restarts_total"),
 )
 UNITS: Final = {
     "short",
@@ -365,7 +367,7 @@ def test_the_manifest_for_kuberay_has_settings_that_exist_and_doors_where_they_a
     None
 ):
     documents = list(yaml.safe_load_all((ROOT / "deploy/rayservice.yaml").read_text("utf-8")))
-    service, front = documents
+    service, front, _ = documents
     application = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]
     given = [text for name, value in application["args"].items() for text in (f"--{name}", value)]
     settings = load_settings(given)
