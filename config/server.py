@@ -29,6 +29,13 @@ class ServerSettings(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """TCP port; 0 lets the system choose one."""
 
+    allowed_hosts: tuple[Annotated[str, Field(min_length=1, max_length=255)], ...] = ()
+    """Names, without ports, under which HTTP requests may address the service, beside the loopback
+    names and `server.host`: those of a proxy before it, for example. Other values of `Host` are
+    answered 403, which protects from web pages whose name resolves to this machine. Empty: a
+    service without keys accepts its own names, one with keys or `auth.open` accepts all. `*`
+    accepts all. In the environment: `["attnd.example.org"]`."""
+
     uds: Annotated[str | None, Field(min_length=1)] = None
     """Path of a Unix socket for HTTP in place of host and port, for callers on this machine: it
     saves the TCP stack, and the file's mode says who may call."""

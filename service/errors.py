@@ -70,7 +70,8 @@ class Unauthorized(AttndError):
 
 
 class Forbidden(AttndError):
-    """The key's scopes do not allow it; `scope` is the one that would."""
+    """The key's scopes do not allow it; `scope` is the one that would. Or the request comes in a
+    foreign name, or from a foreign web page; then `scope` is empty."""
 
 
 class NoSuchRoute(AttndError):
@@ -287,7 +288,7 @@ KINDS: Final[dict[type[AttndError], Kind]] = {
     MalformedBody: Kind(400, "malformed_body", "The body cannot be read"),
     MalformedRequest: Kind(400, "malformed_request", "The request cannot be read"),
     Unauthorized: Kind(401, "unauthorized", "A key is needed"),
-    Forbidden: Kind(403, "forbidden", "The key does not allow it"),
+    Forbidden: Kind(403, "forbidden", "This is not allowed"),
     NoSuchRoute: Kind(404, "not_found", "No such route"),
     UnknownSequence: Kind(404, "unknown_sequence", "No such sequence"),
     UnknownLease: Kind(404, "unknown_lease", "No such lease"),

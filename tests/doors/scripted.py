@@ -212,7 +212,8 @@ def serving(
     uds: Path | None = None,
 ) -> Iterator[Running]:
     """A ready door with these settings; on the Unix socket `uds` when that is given."""
-    settings = load_settings([*arguments])
+    where = () if uds is None else ("--server.uds", str(uds))
+    settings = load_settings([*where, *arguments])
     engine = Engine(script)
     rules = SessionConfig(
         instance_id="scripted",
@@ -266,7 +267,7 @@ def decode_body(rows: int = 1, width: int = 8) -> bytes:
 
 def request(path: str, body: bytes = b"", method: str = "POST", **headers: str) -> bytes:
     """One HTTP/1.1 request as bytes."""
-    lines = {"host": "x", "content-type": SAFETENSORS, "content-length": str(len(body))}
+    lines = {"host": "localhost", "content-type": SAFETENSORS, "content-length": str(len(body))}
     given = {name.replace("_", "-"): value for name, value in headers.items()}
     lines = {name: value for name, value in {**lines, **given}.items() if value}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())

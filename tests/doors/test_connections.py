@@ -40,18 +40,18 @@ def only(data: bytes) -> Reply:
         b"hello\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"GET / HTTP/1.1\nhost: x\n\n",
-        b"GET /\xff HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
-        b"GET / HTTP/1.1\r\na: b\r\n folded\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nno colon\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\na: b\r\n folded\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"GET / HTTP/3.0\r\n\r\n",
-        b"CONNECT other:443 HTTP/1.1\r\n\r\n",
-        b"POST /v1/decode HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
-        b"POST /v1/decode HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
-        b"POST /v1/decode HTTP/1.1\r\ncontent-length: 1e3\r\n\r\n",
-        b"POST /v1/decode HTTP/1.1\r\ncontent-length: 99999999999999999999\r\n\r\n",
-        b"POST /v1/decode HTTP/1.1\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n",
-        b"POST /v1/decode HTTP/1.1\r\ntransfer-encoding: gzip\r\n\r\n",
+        b"CONNECT other:443 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"POST /v1/decode HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        b"POST /v1/decode HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/decode HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1e3\r\n\r\n",
+        b"POST /v1/decode HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"POST /v1/decode HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n",
     ],
 )
 def test_what_is_no_http_is_told_so_and_closed(door: Running, data: bytes) -> None:
@@ -168,11 +168,17 @@ def quiet(tight: Running) -> Running:
 @pytest.mark.parametrize(
     ("data", "named"),
     [
-        (b"GET /" + b"x" * 4000 + b" HTTP/1.1\r\n\r\n", "server.max_header_bytes"),
+        (
+            b"GET /" + b"x" * 4000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            "server.max_header_bytes",
+        ),
         (b"GET /" + b"x" * 4000, "server.max_header_bytes"),
-        (b"GET / HTTP/1.1\r\na: " + b"x" * 4000, "server.max_header_bytes"),
+        (b"GET / HTTP/1.1\r\nhost: localhost\r\na: " + b"x" * 4000, "server.max_header_bytes"),
         (b"\r\n" * 4000, "server.max_header_bytes"),
-        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 9 + b"\r\n", "server.max_header_count"),
+        (
+            b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 9 + b"\r\n",
+            "server.max_header_count",
+        ),
     ],
 )
 def test_a_head_beyond_the_limits_is_refused(quiet: Running, data: bytes, named: str) -> None:
@@ -182,7 +188,11 @@ def test_a_head_beyond_the_limits_is_refused(quiet: Running, data: bytes, named:
 
 
 def test_a_head_as_large_as_the_limits_is_read(quiet: Running) -> None:
-    start = b"GET /health/live HTTP/1.1\r\nconnection: close\r\n" + b"a: b\r\n" * 6 + b"c: "
+    start = (
+        b"GET /health/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        + b"a: b\r\n" * 5
+        + b"c: "
+    )
     data = start + b"x" * (2048 - len(start) - 4) + b"\r\n\r\n"
     assert only(quiet.say(data)).status == 200
 

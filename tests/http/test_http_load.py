@@ -140,7 +140,7 @@ def test_a_client_that_hangs_up_leaves_no_trace(
     body = write_body(SAFETENSORS, {"layer": 0, "sequences": ["x"]}, kv)
     with tight.connect() as peer:
         peer.sendall(
-            b"POST /v1/append HTTP/1.1\r\nhost: x\r\n"
+            b"POST /v1/append HTTP/1.1\r\nhost: localhost\r\n"
             b"content-type: application/vnd.safetensors\r\n"
             b"content-length: %d\r\n\r\n" % len(body) + body
         )
@@ -183,7 +183,7 @@ def test_a_client_that_hangs_up_in_the_middle_of_its_body_leaves_no_trace(
         before = client.get("/v1/pool").json()
         with tight.connect() as peer:
             peer.sendall(
-                f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                 "content-length: 1000\r\n\r\n{".encode()
             )
             wait_for(lambda: tight.door.active == 1, "the head to be read")

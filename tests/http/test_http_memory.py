@@ -83,7 +83,7 @@ def test_refused_tensors_are_let_go_at_once() -> None:
 
 
 def head(path: str, length: int) -> bytes:
-    lines = (f"POST {path} HTTP/1.1", "host: x", f"content-type: {SAFETENSORS}")
+    lines = (f"POST {path} HTTP/1.1", "host: localhost", f"content-type: {SAFETENSORS}")
     return "\r\n".join((*lines, f"content-length: {length}", "", "")).encode()
 
 

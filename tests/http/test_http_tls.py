@@ -110,7 +110,7 @@ def test_a_body_may_come_in_records_of_any_size(
     lse = rng.standard_normal((2, 50, 3)).astype(np.float32)
     body = write_body(SAFETENSORS, {"lse_base": "e"}, {"o": o, "lse": lse})
     head = (
-        f"POST /v1/merge HTTP/1.1\r\nhost: x\r\ncontent-type: {SAFETENSORS}\r\n"
+        f"POST /v1/merge HTTP/1.1\r\nhost: localhost\r\ncontent-type: {SAFETENSORS}\r\n"
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
     ).encode()
     with closing(over_tls(secured, files)) as client:
@@ -184,7 +184,7 @@ def test_with_a_client_ca_only_who_shows_a_certificate_is_served(
 
 def test_what_is_no_tls_gets_no_answer_and_harms_nobody(secured: Service, files: Files) -> None:
     with closing(secured.connect()) as plain:
-        plain.sendall(b"GET /v1/info HTTP/1.1\r\nhost: x\r\n\r\n")
+        plain.sendall(b"GET /v1/info HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert not plain.recv(4096).startswith(b"HTTP/")
     with closing(secured.connect()) as silent, Client(secured.url, verify=files.ca) as client:
         assert client.ready().ok
@@ -197,7 +197,7 @@ def test_what_is_no_tls_gets_no_answer_and_harms_nobody(secured: Service, files:
 def test_a_client_that_hangs_up_leaves_nothing(secured: Service, files: Files) -> None:
     door = secured.door
     client = over_tls(secured, files)
-    head = f"POST /v1/merge HTTP/1.1\r\nhost: x\r\ncontent-type: {SAFETENSORS}\r\n"
+    head = f"POST /v1/merge HTTP/1.1\r\nhost: localhost\r\ncontent-type: {SAFETENSORS}\r\n"
     client.sendall(f"{head}content-length: 1000000\r\n\r\nab".encode())
     wait_for(lambda: door.active == 1, "the request to begin")
     client.close()

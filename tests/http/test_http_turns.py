@@ -55,7 +55,7 @@ def is_idle(service: Service) -> bool:
 def beside_a_long_prefill(service: Service) -> Iterator[None]:
     """A client asks for a prefill of many minutes, and hangs up in the end."""
     body = write_body(SAFETENSORS, *endless_prefill())
-    head = f"POST /v1/ragged-prefill HTTP/1.1\r\nhost: x\r\ncontent-type: {SAFETENSORS}\r\n"
+    head = f"POST /v1/ragged-prefill HTTP/1.1\r\nhost: localhost\r\ncontent-type: {SAFETENSORS}\r\n"
     with service.connect() as peer:
         peer.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         wait_for(lambda: not is_idle(service), "the prefill to begin")

@@ -73,7 +73,7 @@ def test_sigterm_during_an_operation_longer_than_the_drain_ends_it_with_503(
 def test_a_partial_body_does_not_hold_up_the_end() -> None:
     with listening() as (running, url):
         host, _, port = url.removeprefix("http://").partition(":")
-        head = f"POST /v1/append HTTP/1.1\r\nhost: x\r\ncontent-type: {SAFETENSORS}\r\n"
+        head = f"POST /v1/append HTTP/1.1\r\nhost: localhost\r\ncontent-type: {SAFETENSORS}\r\n"
         with socket.create_connection((host, int(port)), WAIT_S) as peer:
             peer.sendall(f"{head}content-length: 1000\r\n\r\n".encode() + bytes(500))
             with httpx.Client(base_url=url, timeout=WAIT_S) as client:  # by now it has been read

@@ -9,11 +9,13 @@ import sys
 from email.utils import formatdate
 from typing import Final
 
+from config.sections import Settings
 from config.server import ServerSettings
 from service.doors.gate import Gate
 from service.doors.http.application import make_application
 from service.doors.http.exchange import Exchange
 from service.doors.http.helper import Helper
+from service.doors.http.hosts import HostRule
 from service.doors.http.protocol import Connection
 from service.doors.ledger import Ledger
 from service.doors.link import QUIET_S, Link
@@ -42,10 +44,12 @@ class Door:
         gate: Gate | None = None,
         tracing: Tracing | None = None,
         make_upstream: MakeUpstream = Link,
+        host_rule: HostRule | None = None,
     ) -> None:
         """`gate` None: everybody is let in."""
         self.limits = limits
         self.gate = gate
+        self.host_rule = host_rule or HostRule(Settings())
         self.metrics = metrics
         self.loop = asyncio.get_running_loop()
         self.ledger = Ledger(metrics, tracing)

@@ -33,8 +33,11 @@ class Target:
 
 @dataclass(slots=True)
 class Said:
-    """The headers that matter to a door; of one that comes twice, the last."""
+    """The headers that matter to a door. Of `accept`, `traceparent` and the request id, which
+    decide nothing that matters to others, the last."""
 
+    host: bytes | None = None
+    origin: bytes | None = None
     content_length: int = 0
     transfer_encoding: bytes | None = None
     content_type: bytes = b""
@@ -63,11 +66,30 @@ class Head:
     request_id: bytes
 
 
+ONCE: Final = frozenset(
+    {
+        *(b"host", b"origin", b"authorization", b"expect", b"last-event-id"),
+        *(b"content-length", b"transfer-encoding", b"content-type", b"content-encoding"),
+        *(b"x-attnd-deadline-ms", b"inference-header-content-length"),
+    }
+)
+"""Headers that decide something: what stands before this service may read another of two."""
+
+
 def said_in(headers: Headers) -> tuple[Said, bytes]:
-    """What headers say, and the request id."""
+    """What headers say, and the request id. Raises MalformedRequest for one that comes twice."""
     said, request_id = Said(), b""
+    seen: set[bytes] = set()
     for name, value in headers:
+        if name in ONCE:
+            if name in seen:
+                raise MalformedRequest(f"the header {name.decode()} is given twice: send it once")
+            seen.add(name)
         match name:
+            case b"host":
+                said.host = value
+            case b"origin":
+                said.origin = value
             case b"content-length":
                 said.content_length = int(value)
             case b"transfer-encoding":
@@ -232,6 +254,10 @@ class HeadParser:
             raise MalformedRequest(f"HTTP/{version}: this service speaks HTTP/1.1")
         split = split_target if len(self.url) <= REMEMBERED_BYTES else split_target.__wrapped__
         said, request_id = said_in(self.headers)
+        if version == "1.1" and not said.host:
+            raise MalformedRequest("HTTP/1.1 asks for the header Host: send the service's name")
+        if version == "1.0" and said.transfer_encoding is not None:
+            raise MalformedRequest("HTTP/1.0 has no Transfer-Encoding: send Content-Length")
         return Head(
             method=parser.get_method().decode("ascii"),
             target=split(self.url),

@@ -156,6 +156,7 @@ class Connection(asyncio.BufferedProtocol):
         self.exchange = exchange
         if self.entrance is not None:
             self.entrance.authenticate(exchange)
+        exchange.refusal = self.door.host_rule.refusal(exchange.said) or exchange.refusal
         if exchange.method in WITH_BODY and exchange.refusal is None:
             body.begin(self.door, exchange.lead)
         self.task = self.loop.create_task(run(self.door, exchange))

@@ -18,6 +18,7 @@ import uvicorn
 from config.sections import Settings
 from service.doors.gate import make_gate
 from service.doors.http.door import Door
+from service.doors.http.hosts import HostRule
 from service.doors.http.protocol import Connection
 from service.doors.link import Link
 from service.doors.tls import HANDSHAKE_S, Tls, make_tls
@@ -85,6 +86,7 @@ class Server(uvicorn.Server):
             self.gate,
             self.tracing,
             self.make_upstream,
+            HostRule(self.settings),
         )
         self.ended = asyncio.Event()
         self.meeting = loop.create_task(self.meet(door))

@@ -1,0 +1,203 @@
+"""What a request says of itself in its head: once, in one way, and under a name of the service."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from scripted import Reply, Running, receive_all, replies, serving
+
+from config.settings import load_settings
+from service.doors.http.heads import ONCE, Said
+from service.doors.http.hosts import HostRule
+from service.errors import Forbidden, MalformedRequest
+from service.keys import line_of
+
+VALUES = {
+    "host": ("localhost", "127.0.0.1"),
+    "origin": ("http://localhost", "http://evil.example"),
+    "authorization": ("Bearer a", "Bearer b"),
+    "content-length": ("0", "1"),
+    "transfer-encoding": ("chunked", "identity"),
+    "content-type": ("application/json", "text/plain"),
+    "content-encoding": ("identity", "gzip"),
+    "expect": ("100-continue", "x"),
+    "last-event-id": ("1", "2"),
+    "x-attnd-deadline-ms": ("10", "1000"),
+    "inference-header-content-length": ("1", "2"),
+}
+
+
+def head(*lines: str, host: str = "host: localhost", method: str = "GET /v1/info") -> bytes:
+    lines = (f"{method} HTTP/1.1", *([host] if host else []), *lines)
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def only(data: bytes) -> Reply:
+    (reply,) = replies(data)
+    return reply
+
+
+def test_every_header_that_decides_is_tried() -> None:
+    assert VALUES.keys() == {name.decode() for name in ONCE}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0)])
+def test_a_header_that_decides_may_come_once(
+    door: Running, name: str, order: tuple[int, int]
+) -> None:
+    values = [VALUES[name][one] for one in order]
+    lines = (f"{name.title()}: {values[0]}", "accept: */*", f"{name.upper()}: {values[1]}")
+    reply = only(door.say(head(*lines, host="" if name == "host" else "host: localhost")))
+    assert (reply.status, reply.problem["code"]) == (400, "malformed_request")
+    assert not door.engine.heard
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("content-type: application/json", " ; charset=x"),
+        ("authorization : Bearer a",),
+        ("authorization\t: Bearer a",),
+        (" authorization: Bearer a",),
+        ("transfer-encoding : chunked",),
+        ("transfer-encoding: chunked", "content-length: 4"),
+        ("content-length: 4", "transfer-encoding: chunked"),
+        ("transfer-encoding: xchunked",),
+        ("transfer-encoding: chunked, chunked",),
+        ("transfer-encoding: chunked, identity",),
+        ("content-length: 4, 4",),
+        ("content-length: +4",),
+        ("content-length: 0x4",),
+        ("content-length:",),
+        ("x: a\nauthorization: Bearer a",),
+        ("x: a\rb: c",),
+        ("x: a\0b",),
+        ("x\0: a",),
+        (": a",),
+    ],
+)
+def test_a_head_that_others_may_read_otherwise_is_refused(
+    door: Running, lines: tuple[str, ...]
+) -> None:
+    reply = only(door.say(head(*lines, method="POST /v1/decode")))
+    assert (reply.status, reply.problem["code"]) == (400, "malformed_request")
+    assert not door.engine.heard
+
+
+@pytest.mark.parametrize("line", ["", "host:", "host: "])
+def test_http_11_asks_for_a_host(door: Running, line: str) -> None:
+    reply = only(door.say(head(host=line)))
+    assert reply.status == 400 and "Host" in reply.problem["detail"]
+
+
+def test_http_10_needs_none_and_knows_no_chunks(door: Running) -> None:
+    assert only(door.say(b"GET /health/live HTTP/1.0\r\n\r\n")).status == 200
+    chunked = b"POST /v1/decode HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    assert only(door.say(chunked)).status == 400
+
+
+OWN = ("localhost", "LOCALHOST:8080", "127.0.0.1:8080", "127.9.9.9", "[::1]:80", "a.localhost.")
+FOREIGN = ("evil.example", "evil.example:8080", "127.0.0.1.evil.example", "10.0.0.1", "[::2]")
+NONE = ("a b", "a/b", "localhost,evil.example", "user@localhost", "localhost:x", "[localhost", "ö")
+
+
+def rule(*arguments: str) -> HostRule:
+    return HostRule(load_settings([*arguments]))
+
+
+def is_refused(rule: HostRule, host: str, origin: str | None = None) -> bool:
+    given = None if origin is None else origin.encode()
+    refusal = rule.refusal(Said(host=host.encode(), origin=given))
+    assert refusal is None or isinstance(refusal, Forbidden)
+    return refusal is not None
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    path = tmp_path / "keys"
+    path.write_text(line_of("a", "a", ["read"]))
+    return str(path)
+
+
+def test_a_service_that_is_private_to_its_machine_has_only_names_of_its_own() -> None:
+    private = rule()
+    assert not any(is_refused(private, host) for host in OWN)
+    assert all(is_refused(private, host) for host in FOREIGN)
+    assert not is_refused(rule("--server.host", "here.example"), "here.example:80")
+
+
+def test_a_proxys_name_may_be_allowed() -> None:
+    for more in ([], ["--auth.open", "true"]):
+        allowed = rule("--server.allowed-hosts", '["evil.example","::2"]', *more)
+        assert not is_refused(allowed, "evil.example:8080") and not is_refused(allowed, "[::2]")
+        assert not is_refused(allowed, "localhost") and is_refused(allowed, "10.0.0.1")
+    anything = rule("--server.allowed-hosts", '["*"]')
+    assert not any(is_refused(anything, host, "http://evil.example") for host in FOREIGN)
+
+
+def test_a_service_that_is_not_private_has_all_names(keys: str) -> None:
+    for arguments in (["--auth.open", "true"], ["--auth.keys-file", keys]):
+        assert not any(is_refused(rule(*arguments), host) for host in (*OWN, *FOREIGN))
+
+
+@pytest.mark.parametrize("host", NONE)
+def test_what_is_no_host_is_malformed(host: str) -> None:
+    for arguments in ([], ["--auth.open", "true"]):
+        refusal = rule(*arguments).refusal(Said(host=host.encode()))
+        assert isinstance(refusal, MalformedRequest)
+
+
+def test_without_keys_a_page_may_call_only_the_service_that_it_came_from(keys: str) -> None:
+    foreign = ("http://evil.example", "http://localhost:3000", "null", "", "file://", "x")
+    for arguments in ([], ["--auth.open", "true"]):
+        one = rule(*arguments)
+        assert all(is_refused(one, "localhost:8080", origin) for origin in foreign), arguments
+        assert not is_refused(one, "localhost:8080", "http://LOCALHOST:8080")
+    allowed = rule("--server.allowed-hosts", '["evil.example"]')
+    assert not is_refused(allowed, "localhost:8080", "https://evil.example")
+    assert is_refused(allowed, "localhost:8080", "https://not.evil.example")
+    guarded = rule("--auth.keys-file", keys)
+    assert not any(is_refused(guarded, "localhost:8080", origin) for origin in foreign)
+
+
+@pytest.fixture(scope="module")
+def paths() -> Iterator[tuple[str, ...]]:
+    yield (
+        "/v1/info",
+        "/v1/sequences",
+        "/v2",
+        "/v2/models/pool/infer",
+        "/live/stream",
+        "/v1/events",
+        "/metrics",
+        "/openapi.json",
+    )
+
+
+@pytest.mark.parametrize("line", ["host: evil.example", "origin: http://evil.example"])
+def test_a_foreign_name_is_refused_everywhere_but_for_health(
+    door: Running, paths: tuple[str, ...], line: str
+) -> None:
+    host = line if line.startswith("host") else "host: localhost"
+    more = () if host == line else (line,)
+    for path in paths:
+        for method in ("GET", "POST", "DELETE"):
+            lines = (*more, "content-length: 0", "connection: close")
+            reply = only(door.say(head(*lines, host=host, method=f"{method} {path}")))
+            assert (reply.status, reply.problem["code"]) == (403, "forbidden"), (method, path)
+            assert "server.allowed_hosts" in reply.problem["detail"]
+    live = head(*more, "connection: close", host=host, method="GET /health/live")
+    assert only(door.say(live)).status == 200
+    assert not door.engine.heard
+
+
+def test_a_unix_socket_has_no_name(tmp_path: Path) -> None:
+    with serving(tmp_path, uds=tmp_path / "http"), socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(str(tmp_path / "http"))
+        foreign = head("connection: close", host="host: evil.example", method="GET /openapi.json")
+        peer.sendall(foreign)
+        assert receive_all(peer).startswith(b"HTTP/1.1 200 ")
