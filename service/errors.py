@@ -142,9 +142,12 @@ class SequenceTaken(AttndError):
 class KeyMismatch(AttndError):
     """A page that has a name already was given another, or a name was given to another page."""
 
-    def __init__(self, page: int, rule: str) -> None:
-        detail = f"page {page}: {rule}: give the name it has, or commit under another cache_salt"
-        super().__init__(detail, page=page)
+    def __init__(self, page: int, rule: str, sequence: str | None = None) -> None:
+        """`sequence` is the one of a batch that the page is of."""
+        what = f"page {page}" if sequence is None else f"page {page} of {sequence}"
+        detail = f"{what}: {rule}: give the name it has, or commit under another cache_salt"
+        extra = {} if sequence is None else {"sequences": [sequence]}
+        super().__init__(detail, page=page, **extra)
 
 
 class SequenceChanged(AttndError):

@@ -56,7 +56,9 @@ async def asked(ranks: Ranks, call: Call, fields: Mapping[str, Any], arrays: Arr
 
 async def rows(ranks: Ranks, call: Call, fields: Fields, arrays: Arrays) -> Told:
     """append, decode, prefill: the same for all ranks, which pick their own rows."""
-    ids, layer, believed = fields["sequences"], fields["layer"], fields.get("offsets")
+    ids, believed = fields["sequences"], fields.get("offsets")
+    refuse_field("layers", fields)
+    layer = fields["layer"]
     counts = np.diff(row_sums(fields, len(ids))).tolist()
     appends, asked_anew = "k" in arrays, False
     async with ranks.held(call, ids) as every:
@@ -254,11 +256,15 @@ async def get(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
     return Told(whole_view([one.fields for one in told]), {}, longest(one.stages for one in told))
 
 
+def refuse_field(name: str, fields: Fields) -> None:
+    if fields.get(name) is not None:
+        raise InvalidRequest(name, fields[name], "is for sequences that are on one engine")
+
+
 async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
     """First at the rank that has the last page: only there a fresh page may be wanting."""
-    if fields.get("layer") is not None or fields.get("epoch") is not None:
-        name = "epoch" if fields.get("layer") is None else "layer"
-        raise InvalidRequest(name, fields[name], "is for sequences that are on one engine")
+    for name in ("layer", "epoch", "keep"):
+        refuse_field(name, fields)
     length = fields["length"]
     async with ranks.held(call, [fields["id"]]) as (one,):
         for number in range(TRIES):

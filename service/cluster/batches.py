@@ -13,7 +13,9 @@ from service.image.dtypes import Array
 from service.operations.common import Int32
 
 Arrays = dict[str, Array]
-INDPTRS: Final = ("qo_indptr", "append_indptr")
+INDPTRS: Final = ("qo_indptr", "append_indptr", "keep_indptr", "names_indptr")
+BY_ROW: Final = ("keep", "token_ids", "page_keys")
+"""Lists with an entry for each row that an indptr counts."""
 MASKS: Final = ("mask", "packed_mask")
 
 
@@ -49,7 +51,7 @@ def row_sums(given: dict[str, Any], batch: int) -> Int32:
 
 def cut_one(given: dict[str, Any], arrays: Arrays, group: Sequence[int], sums: Int32) -> Piece:
     fields = dict(given)
-    for name in ("sequences", "offsets"):
+    for name in ("sequences", "offsets", "lengths"):
         if given.get(name) is not None:
             fields[name] = [given[name][at] for at in group]
     told = [name for name in INDPTRS if given.get(name) is not None]
@@ -59,8 +61,12 @@ def cut_one(given: dict[str, Any], arrays: Arrays, group: Sequence[int], sums: I
         rows = np.concatenate([np.arange(sums[at], sums[at + 1], dtype=np.int32) for at in group])
     else:
         rows = np.array(group, np.int32)
+    for name in BY_ROW:
+        if given.get(name) is not None:
+            fields[name] = [given[name][at] for at in rows]
     # those of whole batches: rows of a gather come only with the answer
-    return Piece(tuple(group), rows, fields, {name: one[rows] for name, one in arrays.items()})
+    every = (slice(None), rows) if given.get("layers") is not None else rows
+    return Piece(tuple(group), rows, fields, {name: one[every] for name, one in arrays.items()})
 
 
 def join(
@@ -98,9 +104,9 @@ def join_gathered(
     return {"kv_indptr": sums}, joined
 
 
-def in_order(pieces: Sequence[Piece], values: Sequence[list[int]]) -> list[int]:
-    """One number for each sequence, in the order of the request."""
-    found = [0] * sum(len(piece.positions) for piece in pieces)
+def in_order(pieces: Sequence[Piece], values: Sequence[list[Any]]) -> list[Any]:
+    """One value for each sequence, in the order of the request."""
+    found: list[Any] = [None] * sum(len(piece.positions) for piece in pieces)
     for piece, some in zip(pieces, values, strict=True):
         for at, value in zip(piece.positions, some, strict=True):
             found[at] = value
@@ -109,6 +115,10 @@ def in_order(pieces: Sequence[Piece], values: Sequence[list[int]]) -> list[int]:
 
 JOINED: Final[dict[str, Callable[[Sequence[Piece], Sequence[Any]], Any]]] = {
     "lengths": in_order,
+    "sequences": in_order,
+    "committed_lens": in_order,
+    "num_pages": in_order,
+    "last_keys": in_order,
     "lse_base": lambda _, values: values[0],
     "levels": lambda _, values: max(values),
     "cascade": lambda _, values: any(values),

@@ -87,7 +87,7 @@ def done(router: Router, call: Call, ids: Sequence[str]) -> None:
         case "delete_sequence":
             router.homes.forget(call, ids)
             router.prompts.end(call.tenant.namespace, ids)
-        case "commit":
+        case "commit" | "commit_sequences":
             router.prompts.end(call.tenant.namespace, ids)
 
 
@@ -156,6 +156,7 @@ async def ask_several(router: Router, call: Call, prepared: Prepared, ids: Seque
     changes = operation.scope == "append" or operation.appended_with in arrays
     given = prepared.fields.model_dump(exclude_unset=True)
     told = await ask_parts(router, call, ids, given, arrays, changes=changes)
+    done(router, call, ids)
     return reply(router.arena, call, told.fields, told.arrays, told.stages)
 
 

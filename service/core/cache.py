@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from service.core.budget import Budget
@@ -92,6 +94,12 @@ class PrefixCache:
     def commit(self, name: str, prefix: Prefix, keep: Retention = DEFAULT) -> int:
         """Name a sequence's full pages as far as `prefix` does; see `Commits.commit`."""
         return self._commits.commit(name, prefix, keep)
+
+    def commit_all(
+        self, names: Sequence[str], prefixes: Sequence[Prefix], keep: Retention = DEFAULT
+    ) -> list[int]:
+        """As `commit`, for many sequences; all or none."""
+        return self._commits.commit_all(names, prefixes, keep)
 
     def pin(self, namespace: str, key: bytes, cache_salt: str, soft_ttl_s: float | None) -> int:
         """Pin a page and all before it: soft for so long, or hard (None). Pages that it covers.

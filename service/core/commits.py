@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from service.core.budget import Budget
 from service.core.errors import InvalidRequest, KeyMismatch
 from service.core.keys import KEY_BYTES, Prefix
 from service.core.matching import Match, named_path, walk
+from service.core.named import equal_rows
 from service.core.namespaces import Root
-from service.core.nodes import Leaf, Links, Node, Retention, named
+from service.core.nodes import Leaf, Links, Node, Retention, check_depth, named
 from service.core.sequences import SequenceBooks
 
+BATCHED: Final = {"offset": "offsets"}
+"""Fields that are called otherwise in a call for many sequences."""
 DEFAULT: Final = Retention()
 """What is kept like everything else."""
 
@@ -33,14 +37,86 @@ class Commits:
         Where pages of those names are cached, the sequence moves onto them and its own go free:
         not those that it shares with forks, which then stay without names.
 
-        Raises `UnknownSequence`, `InvalidRequest` beyond the sequence's length, `KeyMismatch` where
-        a page has another name already.
+        Raises `UnknownSequence`, `InvalidRequest` beyond the sequence's length and where skipped
+        pages are not committed, `KeyMismatch` where a page has another name already.
         """
         leaf = self._books.leaf(name)
-        stop = self._num_named(leaf, prefix)
+        return self._commit(leaf, prefix, self._num_named(leaf, prefix), keep)
+
+    def commit_all(
+        self, names: Sequence[str], prefixes: Sequence[Prefix], keep: Retention = DEFAULT
+    ) -> list[int]:
+        """As `commit`, for many sequences; all or none.
+
+        Raises `InvalidRequest` where their pages lie in too many nodes for one turn.
+        """
+        leaves = self._books.leaves(self._books.distinct_indices(names))
+        check_depth(leaves)
+        claims: dict[Node, Prefix] = {}
+        plans = []
+        for leaf, prefix in zip(leaves, prefixes, strict=True):
+            try:
+                stop = self._num_named(leaf, prefix)
+                self._check(leaf, prefix, stop)
+                self._claim(leaf, prefix, stop, claims)
+            except KeyMismatch as error:
+                raise KeyMismatch(error.page, error.rule, leaf.id) from None
+            except InvalidRequest as error:
+                field = BATCHED.get(error.field, error.field)
+                raise InvalidRequest(field, [leaf.id, error.value], error.rule) from None
+            plans.append((leaf, prefix, stop))
+        return [self._commit(leaf, prefix, stop, keep) for leaf, prefix, stop in plans]
+
+    def _check(self, leaf: Leaf, prefix: Prefix, stop: int) -> None:
+        """Raises what `_commit` would."""
+        path = self._named_path(leaf, prefix)
+        above = path[-1] if path else None
+        done = 0 if above is None else above.end
+        if above is not None:
+            root = self._agreed_root(path, prefix, min(stop, done))
+        elif (known := leaf.owner.roots.get(prefix.cache_salt)) is not None:
+            root = known
+        else:
+            return  # nothing is cached under the salt
+        if stop > done:
+            found = walk(self._named, root, above, prefix, stop)
+            if found.num_pages < stop and found.next_key is None:
+                self._free_key(root, found, prefix)
+
+    def _claim(self, leaf: Leaf, prefix: Prefix, stop: int, claims: dict[Node, Prefix]) -> None:
+        """Pages without names that sequences of one batch share must get the same name by each."""
+        size, node = self._named.page_size, leaf.parent
+        last: Prefix | None = None
+        while node is not None and node.name is None:
+            other = prefix if node.start >= stop else claims.setdefault(node, prefix)
+            if other is not prefix:
+                end = min(node.end, stop)
+                known = min(end, other.num_pages(size))
+                if other is not last and known > prefix.skipped:
+                    count = known - prefix.skipped
+                    same = num_equal(prefix, other, prefix.skipped, known, size)
+                    if same < count:
+                        told = "another sequence of the call names it otherwise"
+                        raise KeyMismatch(prefix.skipped + same, told)
+                last = other
+                if known < end:
+                    claims[node] = prefix
+            node = node.parent
+
+    def _named_path(self, leaf: Leaf, prefix: Prefix) -> list[Node]:
+        """The nodes of a sequence that have names, among them all pages that are skipped."""
+        path = named_path(leaf.parent)
+        done = path[-1].end if path else 0
+        if prefix.skipped > done:
+            size = self._named.page_size
+            rule = f"at most {done * size}, the tokens of the sequence that are committed"
+            raise InvalidRequest("offset", prefix.skipped * size, rule)
+        return path
+
+    def _commit(self, leaf: Leaf, prefix: Prefix, stop: int, keep: Retention) -> int:
         if stop == 0:
             return 0
-        path = named_path(leaf.parent)
+        path = self._named_path(leaf, prefix)
         above = path[-1] if path else None
         done = 0 if above is None else above.end
         if above is None:
@@ -57,9 +133,9 @@ class Commits:
         """Full pages that the prefix names, all of which the sequence must have."""
         size, length = self._named.page_size, self._books.length(leaf)
         count = prefix.num_pages(size)
-        if prefix.token_ids is not None and prefix.token_ids.size > length:
+        if prefix.num_tokens(size) > length:
             rule = f"at most {length}, the tokens that the sequence has at every layer"
-            raise InvalidRequest("token_ids", f"{prefix.token_ids.size} ids", rule)
+            raise InvalidRequest("token_ids", f"{prefix.num_tokens(size)} ids", rule)
         if count > length // size:
             rule = f"at most {length // size}, the full pages that the sequence has at every layer"
             raise InvalidRequest("page_keys", f"{count} keys", rule)
@@ -72,14 +148,15 @@ class Commits:
         if root.cache_salt != prefix.cache_salt:
             raise KeyMismatch(0, "it is committed with another cache_salt")
         for node in path:
-            count = min(stop, node.end) - node.start
-            if count <= 0:
-                break
+            first, last = max(node.start, prefix.skipped), min(stop, node.end)
+            if last <= first:
+                continue
             same = 0
             if prefix.token_ids is None or named(node).with_ids:
-                same = self._named.num_same(node.pages[:count], prefix, node.start)
-            if same < count:
-                raise KeyMismatch(node.start + same, "it is committed under another name")
+                pages = node.pages[first - node.start : last - node.start]
+                same = self._named.num_same(pages, prefix, first)
+            if same < last - first:
+                raise KeyMismatch(first + same, "it is committed under another name")
         return root
 
     def _commit_rest(
@@ -106,14 +183,13 @@ class Commits:
         nodes = unnamed_path(self._links, leaf, stop) if leaf.start > first else []
         if leaf.start < stop:
             nodes.append(self._links.split_off(leaf, leaf.table[leaf.start : stop].copy()))
-        ids, size = prefix.token_ids, self._named.page_size
+        size = self._named.page_size
         keys = prefix.keys_from(first, key, stop, size)
         for node in nodes:
             start = node.start
             end = start + node.pages.size
             own = keys[(start - first) * KEY_BYTES : (end - first) * KEY_BYTES]
-            its_ids = None if ids is None else ids[start * size : end * size]
-            self._named.give_name(node, root, own, its_ids, keep)
+            self._named.give_name(node, root, own, prefix.ids_of(start, end, size), keep)
             self._links.grow_together(node)
         return True
 
@@ -152,6 +228,19 @@ class Commits:
         if node is not None and node.name is not None and node.end > stop:
             node = self._links.split(node, stop)
         keep_path(self._links, node, keep)
+
+
+def num_equal(one: Prefix, other: Prefix, page: int, stop: int, page_size: int) -> int:
+    """How many of the pages `page:stop` two prefixes name alike, from the first on."""
+    first, second = (
+        names.ids_of(page, stop, page_size)
+        if names.page_keys is None
+        else names.keys_of(page, stop)
+        for names in (one, other)
+    )
+    if first is None or second is None:
+        return 0
+    return equal_rows(first.reshape(stop - page, -1), second.reshape(stop - page, -1))
 
 
 def keep_path(links: Links, node: Node | None, keep: Retention) -> None:

@@ -95,9 +95,10 @@ class UnknownPage(CoreError):
 class KeyMismatch(CoreError):
     """The name given for a page contradicts the one that it, or another page, has already."""
 
-    def __init__(self, page: int, rule: str) -> None:
+    def __init__(self, page: int, rule: str, sequence: str | None = None) -> None:
+        """`sequence` is the one of a batch that the page is of."""
         super().__init__(f"page {page}: {rule}")
-        self.page, self.rule = page, rule
+        self.page, self.rule, self.sequence = page, rule, sequence
 
 
 class InvalidRequest(CoreError):

@@ -225,14 +225,15 @@ class NamedPages:
 
     def num_same(self, pages: Int32, prefix: Prefix, first: int) -> int:
         """How many of these pages, whose ids are known if it has some, are those of the prefix from
-        page `first` on."""
+        page `first` on, none of them skipped."""
         last = first + pages.size
-        if prefix.page_keys is not None:
-            return equal_rows(self.keys[pages], prefix.page_keys[first:last])
-        if prefix.token_ids is None:
+        keys = prefix.keys_of(first, last)
+        if keys is not None:
+            return equal_rows(self.keys[pages], keys)
+        ids = prefix.ids_of(first, last, self.page_size)
+        if ids is None:
             return 0
-        given = prefix.token_ids[first * self.page_size : last * self.page_size]
-        return equal_rows(self.token_ids[pages], given.reshape(-1, self.page_size))
+        return equal_rows(self.token_ids[pages], ids.reshape(-1, self.page_size))
 
     def find(self, root: Root, key: bytes) -> tuple[Node, int] | None:
         """The node with the page of that key, and the page's place in it; looks at every page."""

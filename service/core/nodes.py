@@ -6,12 +6,14 @@ Nothing here allocates pages; a split or a merge moves pages between holders, ne
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from service.core.errors import InvalidRequest
 from service.core.shards import WHOLE, Shard, Whole
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ Int32 = NDArray[np.int32]
 
 DEFAULT_PRIORITY: Final = 35
 FOREVER: Final = math.inf
+MAX_WALKED: Final = 65536
+"""Nodes that one turn looks at for a batch: some milliseconds."""
 REFERENCED: Final = 1
 PINNED: Final = 2
 CACHED: Final = 3
@@ -140,6 +144,18 @@ def named(node: Node) -> Name:
     if node.name is None:
         raise RuntimeError("a node without a name among named ones: this is a bug")
     return node.name
+
+
+def check_depth(leaves: Iterable[Leaf]) -> None:
+    """Raises `InvalidRequest` where paths to the root are together longer than one turn walks."""
+    count = 0
+    for leaf in leaves:
+        node = leaf.parent
+        while node is not None and count < MAX_WALKED:
+            count, node = count + 1, node.parent
+        if count == MAX_WALKED:
+            rule = f"lie in {MAX_WALKED} nodes of the prefix tree or more: fewer in a call"
+            raise InvalidRequest("sequences", "their pages", rule)
 
 
 class Links:

@@ -13,6 +13,7 @@ from service.core.allocator import PageAllocator
 from service.core.budget import Budget
 from service.core.cache import PrefixCache
 from service.core.creation import Start, first_lengths
+from service.core.cutting import Cuts
 from service.core.errors import IntegrityError, InvalidRequest, LengthMismatch
 from service.core.integrity import integrity_steps, num_unnamed, sharing_ratio
 from service.core.keys import Prefix
@@ -43,7 +44,7 @@ class PrefixTree:
 
     Not thread-safe: one thread owns it. `allocator`, `books` and the leaves' links are open to the
     planner and the integrity check, which only read them. `budget` says who may have how many
-    pages, `cache` finds those that are committed.
+    pages, `cache` finds those that are committed, `cuts` cuts sequences, many at once.
     """
 
     __slots__ = (
@@ -53,6 +54,7 @@ class PrefixTree:
         "books",
         "budget",
         "cache",
+        "cuts",
         "num_layers",
         "page_size",
     )
@@ -74,6 +76,7 @@ class PrefixTree:
         self._links = Links(named)
         self.budget = Budget(self.allocator, named, self._links)
         self.cache = PrefixCache(self.books, self._links, self.budget)
+        self.cuts = Cuts(self.books, self.budget, self._links, page_size)
 
     def create(self, new: Sequence[NewSpec]) -> RowCopies:
         """Make sequences, each empty or a fork; all or none.
@@ -124,21 +127,7 @@ class PrefixTree:
 
         Raises `UnknownSequence`, `InvalidRequest` beyond the sequence's length, `OutOfPages`.
         """
-        leaf = self.books.leaf(name)
-        longest = self.books.length(leaf)
-        if not 0 <= length <= longest:
-            raise InvalidRequest("length", length, f"0 to {longest}, the sequence's length")
-        copies = row_copies([])
-        if (self.books.lengths[:, leaf.index] == length).all():
-            return copies
-        full, num_rows = divmod(length, self.page_size)
-        if full >= leaf.start:
-            self._drop_pages(leaf, full + (num_rows > 0))
-        else:
-            copies = self._cut_shared(leaf, full, num_rows)
-        self.books.lengths[:, leaf.index] = length
-        self.books.renew(leaf)
-        return copies
+        return self.cuts.finish(self.cuts.prepare((name,), (length,)))
 
     def cut_layer(self, name: str, layer: int, length: int) -> None:
         """Cut one layer to `length` tokens; pages that no layer reaches any more are given back.
@@ -336,21 +325,6 @@ class PrefixTree:
         owner = self.budget.namespace(spec.namespace)
         length = found.num_pages * self.page_size
         self._links.attach(self.books.add(spec, owner, length, table, WHOLE), node)
-
-    def _cut_shared(self, leaf: Leaf, full: int, num_rows: int) -> RowCopies:
-        """Leave `leaf` its first `full` pages, still shared, and `num_rows` rows of the next."""
-        count = int(self.books.num_pages[leaf.index])
-        kept = leaf.table[leaf.start : count][: num_rows > 0]
-        fresh = self.budget.take(leaf.owner, (num_rows > 0) - kept.size)
-        tail = np.concatenate((kept, fresh))
-        copies = row_copies([(int(leaf.table[full]), int(page), num_rows) for page in tail])
-        self._drop_pages(leaf, leaf.start + kept.size)
-        lower, upper = leaf.parent, self._links.node_ending_at(leaf, full)
-        self._links.attach(leaf, upper)
-        self._links.detach(leaf, lower)
-        leaf.push(full, tail)
-        self.books.set_num_pages(leaf, full + tail.size)
-        return copies
 
     def _drop_pages(self, leaf: Leaf, keep: int) -> None:
         """Release the leaf's own pages after the first `keep` of its table."""

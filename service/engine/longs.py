@@ -70,18 +70,26 @@ class Longs:
         if self._slice is not None:
             current, self._slice = self._slice, None
             current.pending.result()
-            self._stop(current.job, current.work, error)
+            self._stop_or_finish(current.job, current.work, error)
         while self._queue.count:
             job, _ = self._queue.pop()
             if isinstance(job.work, Sliced):
-                self._stop(job, job.work, error)
+                self._stop_or_finish(job, job.work, error)
+
+    def _stop_or_finish(self, job: Job, work: Sliced, error: Exception) -> None:
+        """End an operation; one that cannot be undone any more runs to its end."""
+        if work.must_finish():
+            work.run()
+            self._end(job, None)
+        else:
+            self._stop(job, work, error)
 
     def _start(self, job: Job, result: Any) -> None:
         """The next slice of a job, unless it is over or nobody wants it any more."""
         work = job.work
         if not isinstance(work, Sliced):
             raise RuntimeError("a long operation without slices: this is a bug")
-        if (error := unwanted(job)) is not None:
+        if (error := unwanted(job)) is not None and not work.must_finish():
             self._metrics.rejected("cancelled" if job.cancelled else "deadline_exceeded")
             self._stop(job, work, error)
             return

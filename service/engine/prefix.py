@@ -15,6 +15,7 @@ from service.core.keys import Prefix, as_keys
 from service.core.nodes import FOREVER, Retention
 from service.engine.moving import refuse_new
 from service.engine.request import Request
+from service.engine.rows import refuse_shards
 from service.engine.store import Store
 from service.engine.work import Answered, Cost, Counts, Seconds, Sliced, Step, Steps, Work
 from service.image.json_text import dump_json
@@ -25,6 +26,8 @@ Array = np.ndarray[Any, Any]
 
 NO_COST: Final = Cost()
 ANSWER_BYTES: Final = 512
+COMMITTED_BYTES: Final = 96
+"""Room for one sequence in the answer to a commit of many."""
 EVICTED_AT_ONCE: Final = 4096
 """Pages that one slice evicts: some milliseconds, or 20 where every page is a node of its own."""
 
@@ -51,26 +54,70 @@ def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
 def commit(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
     request.place.require(ANSWER_BYTES)
-    prefix = prefix_of(fields, request.tensors, most_tokens(store))
+    skipped = fields.offset // store.geometry.page_size
+    prefix = prefix_of(fields, request.tensors, most_tokens(store), skipped)
     cache = store.tree.cache
     if not store.tree.books.leaf(fields.id).shard.is_whole:
         rule = "only a part of it is here, and the cache's keys are of pages one behind the other"
         raise InvalidRequest("id", request.tenant.shown(fields.id), rule)
-    keep = []
-    if fields.priority is not None:
-        ends = FOREVER if fields.duration_s is None else store.now + fields.duration_s
-        keep = [Retention(fields.priority, ends)]
-    num_pages = cache.commit(fields.id, prefix, *keep)
-    leaf = store.tree.books.leaf(fields.id)
-    key = cache.named.key_of(leaf.table.item(num_pages - 1)).hex() if num_pages else None
+    num_pages = cache.commit(fields.id, prefix, *retention(store, fields))
     request.place.lay(
         {
             "committed_len": num_pages * store.geometry.page_size,
             "num_pages": num_pages,
-            "last_key": key,
+            "last_key": last_key(store, fields.id, num_pages),
         }
     )
     return Answered()
+
+
+def commit_sequences(store: Store, request: Request, _: Seconds) -> Work:
+    """All or none."""
+    fields, size = request.fields, store.geometry.page_size
+    ids, sums = fields.ids, fields.names_indptr
+    request.place.require(ANSWER_BYTES + COMMITTED_BYTES * len(ids))
+    refuse_shards(store.tree, ids, request.tenant, "a commit of many")
+    whole = prefix_of(fields, request.tensors, sums[-1])
+    offsets = fields.offsets or [0] * len(ids)
+    prefixes = [
+        part_of(whole, first, last, offset // size)
+        for first, last, offset in zip(sums, sums[1:], offsets, strict=False)
+    ]
+    pages = store.tree.cache.commit_all(ids, prefixes, *retention(store, fields))
+    request.place.lay(
+        {
+            "committed_lens": [count * size for count in pages],
+            "num_pages": pages,
+            "last_keys": [
+                last_key(store, name, count) for name, count in zip(ids, pages, strict=True)
+            ],
+        }
+    )
+    return Answered()
+
+
+def part_of(prefix: Prefix, first: int, last: int, skipped: int) -> Prefix:
+    """The ids or keys `first:last` of many, which begin behind `skipped` pages."""
+    if prefix.token_ids is not None:
+        return Prefix(prefix.token_ids[first:last], None, prefix.cache_salt, skipped)
+    keys = None if prefix.page_keys is None else prefix.page_keys[first:last]
+    return Prefix(None, keys, prefix.cache_salt, skipped)
+
+
+def retention(store: Store, fields: Any) -> list[Retention]:
+    """How long a commit keeps its pages, where it says so."""
+    if fields.priority is None:
+        return []
+    ends = FOREVER if fields.duration_s is None else store.now + fields.duration_s
+    return [Retention(fields.priority, ends)]
+
+
+def last_key(store: Store, name: str, num_pages: int) -> str | None:
+    """The key of the last of a sequence's first pages, which are committed."""
+    if not num_pages:
+        return None
+    leaf = store.tree.books.leaf(name)
+    return store.tree.cache.named.key_of(leaf.table.item(num_pages - 1)).hex()
 
 
 def renew_lease(store: Store, request: Request, _: Seconds) -> Work:
@@ -203,18 +250,20 @@ def most_tokens(store: Store) -> int:
     return store.geometry.num_pages * store.geometry.page_size + 1
 
 
-def prefix_of(fields: NamedPages, tensors: Mapping[str, Array], most: int) -> Prefix:
-    """The prefix that fields or tensors name, `most` tokens or keys of it.
+def prefix_of(
+    fields: NamedPages, tensors: Mapping[str, Array], most: int, skipped: int = 0
+) -> Prefix:
+    """The prefix that fields or tensors name behind `skipped` pages, `most` tokens or keys of it.
 
     Tensors are copied, as their owner may write on.
     """
     ids, keys = tensors.get("token_ids", fields.ids_array), tensors.get("page_keys")
     if ids is not None:
-        return Prefix(np.array(ids[:most], np.uint32), None, fields.cache_salt)
+        return Prefix(np.array(ids[:most], np.uint32), None, fields.cache_salt, skipped)
     keys = fields.keys_array if keys is None else keys
     if keys is None:
         raise RuntimeError("neither token ids nor page keys: this is a bug")
-    return Prefix(None, as_keys(keys[:most].tobytes()), fields.cache_salt)
+    return Prefix(None, as_keys(keys[:most].tobytes()), fields.cache_salt, skipped)
 
 
 def looked_up(prefix: Prefix, num_pages: int, page_size: int) -> Counts:

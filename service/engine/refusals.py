@@ -55,7 +55,8 @@ def as_refusal(error: Exception, tenant: Tenant) -> errors.AttndError | None:
         case core.UnknownPage():
             return errors.UnknownPage(error.key)
         case core.KeyMismatch():
-            return errors.KeyMismatch(error.page, error.rule)
+            of = None if error.sequence is None else shown(error.sequence)
+            return errors.KeyMismatch(error.page, error.rule, of)
         case core.InvalidRequest() | Unsupported():
             return errors.InvalidRequest(error.field, named(error.value, tenant), error.rule)
         case _:

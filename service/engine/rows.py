@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
@@ -13,24 +15,42 @@ from service.core.errors import InvalidRequest
 from service.core.ragged import indptr as prefix_sums
 from service.core.sharding import check_epochs, has_shards, ranks_of
 from service.core.shards import held
+from service.core.steps import extend_layers, undo_layers
+from service.core.tree import PrefixTree
 from service.core.values import Extension
 from service.engine.request import Request
 from service.engine.slices import even_spans
 from service.engine.store import Store, write_cost
-from service.engine.work import Alone, Answered, Cost, Counts, Seconds, Sliced, Step, Steps, Work
+from service.engine.work import (
+    AllOf,
+    Alone,
+    Answered,
+    Cost,
+    Counts,
+    Seconds,
+    Sliced,
+    Step,
+    Steps,
+    Work,
+)
 from service.image.writing import Shaped
+from service.tenants import Tenant
 
 NUMBER_BYTES: Final = 12
 """Most that one int32 takes in JSON."""
+LAYERS_AT_ONCE: Final = 128
+"""Layers that one turn writes: each is a launch of its own."""
 PAGING: Final = "ask for fewer sequences, or for a part of each with start and stop"
 
 
 def append(store: Store, request: Request, seconds: Seconds) -> Work:
     fields, rows = request.fields, (request.tensors["k"], request.tensors["v"])
-    ids = fields.ids
+    ids, layers = fields.ids, fields.layers
     request.place.require(64 + NUMBER_BYTES * len(ids))
-    counts = np.diff(fields.indptr(rows[0].shape[0]))
+    counts = np.diff(fields.indptr(rows[0].shape[0 if layers is None else 1]))
     check_epochs(store.tree, ids, fields.epochs)
+    if layers is not None:
+        return append_layers(store, request, counts, seconds)
     extension = store.extend(fields.layer, ids, counts, fields.offset_array, seconds)
     request.place.lay({"lengths": extension.lengths.tolist()})
     counted = Counts(appended=extension.num_stored)
@@ -39,6 +59,42 @@ def append(store: Store, request: Request, seconds: Seconds) -> Work:
         return Sliced(steps, lambda: store.undo(extension), counts=counted)
     pending = store.write(extension, rows, seconds)
     return Answered(extension, pending, counted)
+
+
+def append_layers(store: Store, request: Request, counts: Int32, seconds: Seconds) -> Work:
+    """Rows for many layers, k and v `[L, n, Hkv, D]`: all or none."""
+    fields, rows = request.fields, (request.tensors["k"], request.tensors["v"])
+    refuse_shards(store.tree, fields.ids, request.tenant, "an append for many layers")
+    started = time.monotonic()
+    every = extend_layers(store.tree, fields.layers, fields.ids, counts, fields.offset_array)
+    seconds.plan += time.monotonic() - started
+    request.place.lay({"lengths": every.first.lengths.tolist()})
+    counted = Counts(appended=every.first.num_stored * len(fields.layers))
+    parts = [(layer, k, v) for layer, k, v in zip(fields.layers, *rows, strict=True)]
+
+    def steps() -> Steps:
+        for layer, k, v in parts:
+            yield from write_steps(store, replace(every.first, layer=layer), (k, v))
+
+    if store.is_long_write(rows) or len(parts) > LAYERS_AT_ONCE:
+        return Sliced(steps(), lambda: undo_layers(store.tree, every), counts=counted)
+    started = time.monotonic()
+    try:
+        written = [store.backend.append(layer, k, v, every.first.slots) for layer, k, v in parts]
+    except BaseException:
+        undo_layers(store.tree, every)
+        raise
+    seconds.copy_in += time.monotonic() - started
+    return Answered(every, AllOf(tuple(written)), counted)
+
+
+def refuse_shards(tree: PrefixTree, ids: Sequence[str], tenant: Tenant, what: str) -> None:
+    """Raises `InvalidRequest` for sequences of which only a part is here."""
+    if has_shards(tree, ids):
+        leaves = tree.books.leaves(tree.books.indices(ids))
+        name = next(leaf.id for leaf in leaves if not leaf.shard.is_whole)
+        rule = f"is over several engines: {what} takes sequences that are on one"
+        raise InvalidRequest("sequences", tenant.shown(name), rule)
 
 
 def write_steps(store: Store, extension: Extension, rows: tuple[Array, Array]) -> Steps:

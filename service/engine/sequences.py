@@ -20,8 +20,7 @@ from service.engine.moving import refuse_new
 from service.engine.prefix import most_tokens, prefix_of
 from service.engine.request import Request
 from service.engine.rows import NUMBER_BYTES
-from service.engine.shards import cut_whole, held_after
-from service.engine.store import Store, StoreLost
+from service.engine.store import Store
 from service.engine.unfinished import HIDDEN
 from service.engine.work import Answered, Cost, Counts, Seconds, Sliced, Step, Steps, Work
 from service.errors import OutOfSequences
@@ -147,26 +146,6 @@ def prefixes_of(request: Request, most: int) -> list[Prefix | None]:
         part = {name: rows[spans[index] : spans[index + 1]] for name, rows in tensors.items()}
         parts.append(None if one.prefix is None else prefix_of(one.prefix, part, most))
     return parts
-
-
-def truncate(store: Store, request: Request, _: Seconds) -> Work:
-    name, layer = request.fields.id, request.fields.layer
-    request.place.require(view_bytes(store) + 2 * LONGEST_ID)
-    leaf = store.tree.books.leaf(name)
-    length = held_after(store, leaf, request.fields)
-    if layer is not None:
-        store.tree.cut_layer(name, layer, length)
-        cut_whole(leaf, request.fields)
-        request.place.lay(sequence_fields(store.tree.describe(name), request.tenant))
-        return Answered()
-    copies = store.tree.truncate(name, length)
-    cut_whole(leaf, request.fields)
-    try:
-        copy_rows(store, copies)
-    except Exception as error:
-        raise StoreLost(f"rows of {name} were lost in a truncate") from error
-    request.place.lay(sequence_fields(store.tree.describe(name), request.tenant))
-    return Answered()
 
 
 def copy_rows(store: Store, copies: RowCopies) -> None:

@@ -11,6 +11,7 @@ from kernels.backend import Backend, DeviceLost, Int32, Pending, Tensor
 from service.core.errors import IntegrityError
 from service.core.namespaces import Namespace
 from service.core.sharding import extend
+from service.core.steps import StepExtension, undo_layers
 from service.core.tree import PrefixTree
 from service.core.values import Extension
 from service.engine.history import History
@@ -115,9 +116,12 @@ class Store:
         seconds.copy_in += time.monotonic() - started
         return pending
 
-    def undo(self, extension: Extension) -> None:
+    def undo(self, extension: Extension | StepExtension) -> None:
         """Take back an extension; the tree renames what was planned for it."""
-        self.tree.undo(extension)
+        if isinstance(extension, StepExtension):
+            undo_layers(self.tree, extension)
+        else:
+            self.tree.undo(extension)
 
     def is_long_write(self, rows: tuple[Tensor, Tensor]) -> bool:
         """Whether writing `rows` is more than one slice."""

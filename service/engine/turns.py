@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from service.engine.attention import cascade, decode, prefill
+from service.engine.cutting import truncate, truncate_sequences
 from service.engine.deleting import delete_sequence, delete_sequences
 from service.engine.events import events
 from service.engine.exports import export_sequence
@@ -15,6 +16,7 @@ from service.engine.moving import drain_engine, hand_over
 from service.engine.prefix import (
     clear,
     commit,
+    commit_sequences,
     evict,
     get_namespace,
     holds,
@@ -33,7 +35,6 @@ from service.engine.sequences import (
     get_sequence,
     list_sequences,
     page_table,
-    truncate,
 )
 from service.engine.shards import claim_shard
 from service.engine.snapshot import snapshot
@@ -119,6 +120,7 @@ TURNS: Final[dict[str, Turn]] = {
     "get_sequence": Turn(get_sequence, reads=one_id),
     "delete_sequence": Turn(delete_sequence, writes=one_id, is_barrier=True),
     "truncate": Turn(truncate, writes=one_id, is_barrier=True),
+    "truncate_sequences": Turn(truncate_sequences, writes=ids_of, is_barrier=True),
     "claim": Turn(claim_shard, writes=one_id, is_barrier=True),
     "page_table": Turn(page_table, reads=ids_of),
     "append": Turn(append, ids_of, ids_of),
@@ -137,6 +139,7 @@ TURNS: Final[dict[str, Turn]] = {
     ),
     "match_prefix": Turn(match_prefix, is_barrier=True),
     "commit": Turn(commit, writes=one_id, is_barrier=True),
+    "commit_sequences": Turn(commit_sequences, writes=ids_of, is_barrier=True),
     "renew_lease": Turn(renew_lease),
     "release_lease": Turn(release_lease, is_barrier=True),
     "pin": Turn(pin, is_barrier=True),

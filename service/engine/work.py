@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from kernels.backend import Attend, AttentionState, Pending
 from kernels.lanes import Lane, Run
+from kernels.pending import StageSeconds
 from service.core.sequences import Watch
+from service.core.steps import StepExtension
 from service.core.values import Extension
 from service.engine.request import Request
 
@@ -75,13 +77,38 @@ Steps = Generator[Step, Any, None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AllOf:
+    """Launches that are done when the last of them is."""
+
+    parts: tuple[Pending[None], ...]
+
+    @property
+    def seconds(self) -> StageSeconds:
+        each = [part.seconds for part in self.parts]
+        return StageSeconds(
+            sum(one.plan for one in each),
+            sum(one.copy_in for one in each),
+            sum(one.kernel for one in each),
+            sum(one.copy_out for one in each),
+        )
+
+    @property
+    def done(self) -> bool:
+        return all(part.done for part in self.parts)
+
+    def result(self) -> None:
+        for part in self.parts:
+            part.result()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Answered:
     """The answer lies in its place. `extension` is undone if it is not to count.
 
     `pending` is what still reads the request's tensors: the reply waits for it.
     """
 
-    extension: Extension | None = None
+    extension: Extension | StepExtension | None = None
     pending: Pending[Any] | None = None
     counts: Counts = NOTHING
 
@@ -107,12 +134,18 @@ class Alone:
     counts: Counts = NOTHING
 
 
+def can_be_undone() -> bool:
+    """What most work says: it may be stopped between two steps."""
+    return False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sliced:
     """Work too long for one turn: `steps` yields launches and is sent their results.
 
     Between two steps others have their turns. `undo` takes back all that the operation changed.
     `made` names sequences that nobody else may change until it is over, beside those of the turn.
+    `must_finish`: whether it has gone so far that it cannot be undone any more.
     """
 
     steps: Steps
@@ -120,6 +153,7 @@ class Sliced:
     extension: None = None
     counts: Counts = NOTHING
     made: tuple[str, ...] = ()
+    must_finish: Callable[[], bool] = can_be_undone
 
     def run(self) -> None:
         """All of it at once, waiting for every step."""
@@ -167,7 +201,7 @@ class Job:
     watch: Watch | None = None
 
     @property
-    def extension(self) -> Extension | None:
+    def extension(self) -> Extension | StepExtension | None:
         return None if self.work is None else self.work.extension
 
     @property

@@ -139,9 +139,9 @@ def unchecked(fields: Fields, entries: Entries, info: InfoAnswer) -> None:
     """The rules of an operation that has none beyond its fields and tensors."""
 
 
-def check_layer(layer: int, info: InfoAnswer) -> None:
+def check_layer(layer: int, info: InfoAnswer, field: str = "layer") -> None:
     if layer >= info.num_layers:
-        refuse("layer", layer, f"must be below num_layers = {info.num_layers}")
+        refuse(field, layer, f"must be below num_layers = {info.num_layers}")
 
 
 def check_ids(ids: Sequence[str], field: str = "sequences") -> None:

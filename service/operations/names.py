@@ -70,8 +70,9 @@ def given_names(fields: NamedPages, entries: Entries) -> list[str]:
     return given + [name for name in ("token_ids", "page_keys") if name in entries]
 
 
-def check_names_given(fields: Any, entries: Entries) -> None:
-    """Exactly one of token ids and page keys."""
+def check_names_given(fields: Any, entries: Entries) -> list[str]:
+    """Exactly one of token ids and page keys, by its name."""
     given = given_names(fields, entries)
     if len(given) != 1:
         refuse("token_ids", " and ".join(given) or None, "give either token_ids or page_keys")
+    return given

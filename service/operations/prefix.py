@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Final
 
 from pydantic import Field
 
 from service.operations.common import (
     Count,
+    Counts,
     Entries,
     Fields,
+    Ids,
+    Indptr,
     NoFields,
+    Offsets,
     SequenceId,
+    check_ids,
+    check_indptr,
+    check_offsets,
+    int32,
     refuse,
 )
 from service.operations.info import InfoAnswer
@@ -23,11 +32,14 @@ from service.operations.names import (
     Seconds,
     check_names_given,
 )
+from service.operations.sequences import MAX_BATCH
 from service.operations.spec import Operation
 
 DEFAULT_LEASE_S: Final = 10.0
 MAX_LEASE_S: Final = 3600.0
 MAX_HOLDS: Final = 1000
+MAX_COMMITTED_PAGES: Final = 8192
+"""Pages that one call commits in many sequences: they have one turn."""
 LEASE_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,64}$"
 NAMESPACE_PATTERN: Final = r"^[A-Za-z0-9._-]{1,64}$"
 
@@ -58,6 +70,9 @@ class MatchAnswer(Fields):
 
 class CommitFields(NamedPages):
     id: SequenceId
+    offset: Count = 0
+    """Tokens of the sequence that are committed already, in whole pages: `token_ids` or `page_keys`
+    begin behind them."""
     priority: Priority | None = None
     """Pages of lower priority are evicted first; 35 when nobody says otherwise. A page keeps the
     highest that a commit gave it."""
@@ -71,6 +86,35 @@ class CommitAnswer(Fields):
     num_pages: Count
     last_key: PageKey | None
     """The key of the last of these pages: what a pin names."""
+
+
+class CommitSequencesFields(NamedPages):
+    sequences: Annotated[Ids, Field(max_length=MAX_BATCH)]
+    """All are committed, or none."""
+    names_indptr: Indptr
+    """int32 [B+1]: the token ids or page keys of sequence b are those from `names_indptr[b]` to
+    before `names_indptr[b+1]`."""
+    offsets: Offsets | None = None
+    """Tokens of each sequence that are committed already, in whole pages: its token ids or page
+    keys begin behind them. Absent: 0 for all."""
+    priority: Priority | None = None
+    """As in a commit of one sequence."""
+    duration_s: Seconds | None = None
+    """As in a commit of one sequence."""
+
+    @cached_property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self.sequences)
+
+
+class CommittedAnswer(Fields):
+    """Numbers for each sequence, in the order of the request."""
+
+    committed_lens: Counts
+    """Tokens that are committed, as far as this request named them."""
+    num_pages: Counts
+    last_keys: list[PageKey | None]
+    """The key of the last of these pages."""
 
 
 class RenewFields(Fields):
@@ -174,6 +218,32 @@ def check_match(fields: MatchFields, entries: Entries, info: InfoAnswer) -> None
 
 def check_commit(fields: CommitFields, entries: Entries, info: InfoAnswer) -> None:
     check_names_given(fields, entries)
+    check_offset("offset", fields.offset, info)
+    check_duration(fields)
+
+
+def check_offset(field: str, offset: int, info: InfoAnswer) -> None:
+    if offset % info.page_size:
+        refuse(field, offset, f"must be a multiple of page_size = {info.page_size}")
+
+
+def check_commits(fields: CommitSequencesFields, entries: Entries, info: InfoAnswer) -> None:
+    check_ids(fields.sequences)
+    (name,) = check_names_given(fields, entries)
+    batch = len(fields.sequences)
+    given = entries[name].shape[0] if name in entries else len(getattr(fields, name))
+    check_indptr("names_indptr", int32(fields.names_indptr), given, batch)
+    check_offsets(fields.offsets, batch)
+    for at, offset in enumerate(fields.offsets or ()):
+        check_offset(f"offsets.{at}", offset, info)
+    pages = given if name == "page_keys" else given // info.page_size
+    if pages > MAX_COMMITTED_PAGES:
+        rule = f"at most {MAX_COMMITTED_PAGES} pages in a call: commit fewer sequences at a time"
+        refuse(name, f"{pages} pages", rule)
+    check_duration(fields)
+
+
+def check_duration(fields: CommitFields | CommitSequencesFields) -> None:
     if fields.duration_s is not None and fields.priority is None:
         refuse("duration_s", fields.duration_s, "is that of a priority: give priority as well")
 
@@ -214,6 +284,26 @@ COMMIT: Final = Operation(
     check=check_commit,
     scope="append",
     example={"token_ids": [11, 12, 13, 14], "priority": 80, "duration_s": 600.0},
+)
+
+COMMIT_SEQUENCES: Final = Operation(
+    name="commit_sequences",
+    number=40,
+    method="POST",
+    path="/v1/sequences/commit",
+    summary="Name full pages of many sequences; all or none",
+    description="As a commit of one sequence, for each of them.",
+    tag="prefix cache",
+    fields=CommitSequencesFields,
+    takes=NAMES,
+    answer=CommittedAnswer,
+    check=check_commits,
+    scope="append",
+    example={
+        "sequences": ["chat-1", "chat-2"],
+        "token_ids": [11, 12, 13, 14],
+        "names_indptr": [0, 2, 4],
+    },
 )
 
 RENEW_LEASE: Final = Operation(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Final
+from typing import Annotated, Final
+
+from pydantic import Field
 
 from service.operations.common import (
     Count,
@@ -32,7 +34,11 @@ from service.operations.tensors import pair, row
 
 
 class AppendFields(Fields):
-    layer: Count
+    layer: Count | None = None
+    """Must be given, unless `layers` is."""
+    layers: Annotated[Counts, Field(min_length=1)] | None = None
+    """Append at all these layers, k and v `[L, n, Hkv, D]` in their order; all or none. Every
+    sequence must have the same length at each of them."""
     sequences: Ids
     append_indptr: Indptr | None = None
     """int32 [B+1]: sequence b gets rows `append_indptr[b]:append_indptr[b+1]` of k and v. Absent:
@@ -45,7 +51,16 @@ class AppendFields(Fields):
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
         rows = {"n": len(self.sequences)} if self.append_indptr is None else {}
-        return pool_sizes(info) | rows
+        layers = {} if self.layers is None else {"L": len(self.layers)}
+        return pool_sizes(info) | rows | layers
+
+    def is_ragged(self) -> bool:
+        return self.layers is not None
+
+    @property
+    def every_layer(self) -> list[int]:
+        """The layers to append at."""
+        return self.layers or [self.layer or 0]
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
@@ -84,7 +99,7 @@ class GatherFields(Fields):
 
 class AppendAnswer(Fields):
     lengths: Counts
-    """kv_len at that layer after the append, in the request's order."""
+    """kv_len at the layer, or the layers, after the append, in the request's order."""
 
 
 class GatherAnswer(Fields):
@@ -93,10 +108,18 @@ class GatherAnswer(Fields):
 
 
 def check_append(fields: AppendFields, entries: Entries, info: InfoAnswer) -> None:
-    check_layer(fields.layer, info)
+    if (fields.layer is None) == (fields.layers is None):
+        given = fields.layer is not None
+        refuse(
+            "layer", fields.layer, "give layer or layers, not both" if given else "must be given"
+        )
+    for layer in fields.every_layer:
+        check_layer(layer, info, "layer" if fields.layers is None else "layers")
+    if len(set(fields.every_layer)) < len(fields.every_layer):
+        refuse("layers", fields.layers, "a layer may be given once")
     check_ids(fields.sequences)
     batch = len(fields.sequences)
-    rows = entries["k"].shape[0]
+    rows = entries["k"].shape[0 if fields.layers is None else 1]
     check_indptr("append_indptr", fields.indptr(rows), rows, batch)
     check_offsets(fields.offsets, batch)
     check_epochs(fields.epochs, batch)
@@ -117,10 +140,11 @@ APPEND: Final = Operation(
     path="/v1/append",
     summary="Write K and V rows at the end of sequences",
     description="Lengths are kept per layer; pages are taken when the first layer needs them. With "
-    "`offsets`, a repeated append is refused with the true lengths instead of done twice.",
+    "`offsets`, a repeated append is refused with the true lengths instead of done twice. `layers` "
+    "in place of `layer` appends at many layers at once, with k and v `[L, n, Hkv, D]`.",
     tag="tensors",
     fields=AppendFields,
-    takes=pair("n", "to append"),
+    takes=pair("n", "to append", ragged=("L", "n", "Hkv", "D")),
     answer=AppendAnswer,
     check=check_append,
     scope="append",

@@ -1,4 +1,4 @@
-"""Operations on sequences themselves: made, listed, told, cut, deleted, and their page tables."""
+"""Operations on sequences themselves: make, list, show, cut, delete, and their page tables."""
 
 from __future__ import annotations
 
@@ -38,6 +38,10 @@ from service.operations.spec import Operation
 MAX_NEW: Final = 65536
 MAX_LISTED: Final = 1000
 MAX_RANKS: Final = 1024
+MAX_BATCH: Final = 512
+"""Sequences that one call cuts or commits: they have one turn."""
+MAX_KEPT: Final = 65536
+"""Tokens that one call moves up."""
 
 
 class ShardFields(Fields):
@@ -139,11 +143,30 @@ class TruncateFields(Fields):
     id: SequenceId
     length: Count
     """Tokens to keep, at every layer; at most the sequence's length."""
+    keep: Annotated[Counts, Field(max_length=MAX_KEPT)] | None = None
+    """Tokens behind `length` to keep as well, in rising order, counted from the sequence's start.
+    They move up to follow `length`, such as the accepted path of a tree of drafts."""
     layer: Count | None = None
     """Cut this layer alone, to take a part of an append back: no further than to what the sequence
     shares with others."""
     epoch: Epoch | None = None
     """Of a shard that was claimed: its epoch, or a later one that begins with this."""
+
+
+class TruncateSequencesFields(Fields):
+    sequences: Annotated[Ids, Field(max_length=MAX_BATCH)]
+    """All are cut, or none."""
+    lengths: Annotated[Counts, Field(min_length=1)]
+    """Tokens of each sequence to keep, at every layer."""
+    keep: Annotated[Counts, Field(max_length=MAX_KEPT)] | None = None
+    """Tokens behind each length to keep as well, in rising order, counted from the start of the
+    sequence. They move up to follow its length."""
+    keep_indptr: Indptr | None = None
+    """int32 [B+1], with `keep`: sequence b keeps `keep[keep_indptr[b]:keep_indptr[b+1]]`."""
+
+    @cached_property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self.sequences)
 
 
 class ClaimFields(Fields):
@@ -183,6 +206,11 @@ class SequenceAnswer(Fields):
     """Seconds that it lives unused; null: for good."""
     shard: ShardAnswer | None = None
     """Which of its pages these are, where they are not all."""
+
+
+class TruncatedAnswer(Fields):
+    sequences: list[SequenceAnswer]
+    """In the order of the request."""
 
 
 class CreatedSequenceAnswer(SequenceAnswer):
@@ -288,6 +316,22 @@ def check_delete(fields: DeleteFields, entries: Entries, info: InfoAnswer) -> No
 def check_truncate(fields: TruncateFields, entries: Entries, info: InfoAnswer) -> None:
     if fields.layer is not None:
         check_layer(fields.layer, info)
+        if fields.keep is not None:
+            refuse("keep", "given", "goes with a cut of every layer: leave layer out")
+
+
+def check_truncates(fields: TruncateSequencesFields, entries: Entries, info: InfoAnswer) -> None:
+    check_ids(fields.sequences)
+    batch = len(fields.sequences)
+    if len(fields.lengths) != batch:
+        refuse("lengths", f"{len(fields.lengths)} numbers", f"must be {batch}, one per sequence")
+    if fields.keep is None:
+        if fields.keep_indptr is not None:
+            refuse("keep_indptr", "given", "goes with keep: leave it out")
+    elif fields.keep_indptr is None:
+        refuse("keep_indptr", None, "must be given with keep")
+    else:
+        check_indptr("keep_indptr", int32(fields.keep_indptr), len(fields.keep), batch)
 
 
 def check_page_table(fields: PageTableFields, entries: Entries, info: InfoAnswer) -> None:
@@ -386,6 +430,22 @@ TRUNCATE: Final = Operation(
     scope="append",
     check=check_truncate,
     frees=True,
+)
+
+TRUNCATE_SEQUENCES: Final = Operation(
+    name="truncate_sequences",
+    number=39,
+    method="POST",
+    path="/v1/sequences/truncate",
+    summary="Keep the first tokens of many sequences, at every layer; all or none",
+    description="With `keep`, chosen tokens behind each length stay as well and move up.",
+    tag="sequences",
+    fields=TruncateSequencesFields,
+    answer=TruncatedAnswer,
+    scope="append",
+    check=check_truncates,
+    frees=True,
+    example={"sequences": ["chat-1", "chat-2"], "lengths": [0, 0]},
 )
 
 CLAIM: Final = Operation(

@@ -10,6 +10,7 @@ from service.operations.merge import MERGE
 from service.operations.prefix import (
     CLEAR,
     COMMIT,
+    COMMIT_SEQUENCES,
     EVICT,
     GET_NAMESPACE,
     HOLDS,
@@ -31,6 +32,7 @@ from service.operations.sequences import (
     LIST_SEQUENCES,
     PAGE_TABLE,
     TRUNCATE,
+    TRUNCATE_SEQUENCES,
 )
 from service.operations.snapshot import SNAPSHOT
 from service.operations.spec import Operation
@@ -76,6 +78,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     DRAIN_ENGINE,
     LIST_NAMESPACES,
     HOLDS,
+    TRUNCATE_SEQUENCES,
+    COMMIT_SEQUENCES,
 )
 BY_NAME: Final = {operation.name: operation for operation in OPERATIONS}
 BY_NUMBER: Final = {operation.number: operation for operation in OPERATIONS}

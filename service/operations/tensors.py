@@ -17,13 +17,20 @@ def query(rows: str = "n", like: str = "") -> TensorSpec:
 
 
 def pair(
-    rows: str, words: str, *, optional: bool = False, like: str = ""
+    rows: str,
+    words: str,
+    *,
+    optional: bool = False,
+    like: str = "",
+    ragged: Symbols | None = None,
 ) -> tuple[TensorSpec, TensorSpec]:
     """`k` and `v`."""
     shape: Symbols = (rows, "Hkv", "D")
     return (
-        TensorSpec("k", TENSOR_DTYPES, shape, f"keys {words}", optional, like),
-        TensorSpec("v", TENSOR_DTYPES, shape, f"values {words}, in k's dtype", optional, "k"),
+        TensorSpec("k", TENSOR_DTYPES, shape, f"keys {words}", optional, like, ragged),
+        TensorSpec(
+            "v", TENSOR_DTYPES, shape, f"values {words}, in k's dtype", optional, "k", ragged
+        ),
     )
 
 

@@ -11,7 +11,9 @@ from service.cluster.batches import cut, join
 from service.errors import InvalidRequest
 from service.operations.attention import DecodeFields, PrefillFields
 from service.operations.common import Fields
+from service.operations.prefix import CommitSequencesFields
 from service.operations.rows import AppendFields, GatherFields
+from service.operations.sequences import TruncateSequencesFields
 
 GROUPS = ([0, 3], [1], [2])
 
@@ -36,6 +38,58 @@ def test_rows_go_with_their_sequences() -> None:
     assert rows == [[0, 1, 3, 4, 5], [], [2]]
     told = [({"lengths": [9, 11]}, {}), ({"lengths": [6]}, {}), ({"lengths": [8]}, {})]
     assert join(pieces, told) == ({"lengths": [9, 6, 8, 11]}, {})
+
+
+def test_rows_of_many_layers_go_with_their_sequences() -> None:
+    fields = AppendFields(
+        layers=[0, 1], sequences=["a", "b", "c", "d"], append_indptr=[0, 2, 2, 3, 6]
+    )
+    k = np.arange(12.0).reshape(2, 6, 1, 1)
+    pieces = cut(dumped(fields), {"k": k}, GROUPS)
+    assert [piece.fields["layers"] for piece in pieces] == [[0, 1]] * 3
+    rows = [piece.arrays["k"][:, :, 0, 0].tolist() for piece in pieces]
+    assert rows == [[[0, 1, 3, 4, 5], [6, 7, 9, 10, 11]], [[], []], [[2], [8]]]
+
+
+def test_cuts_and_what_they_keep_go_with_their_sequences() -> None:
+    fields = TruncateSequencesFields(
+        sequences=["a", "b", "c", "d"],
+        lengths=[1, 2, 3, 4],
+        keep=[5, 6, 7, 8, 9],
+        keep_indptr=[0, 2, 2, 3, 5],
+    )
+    pieces = cut(dumped(fields), {}, GROUPS)
+    assert [piece.fields["lengths"] for piece in pieces] == [[1, 4], [2], [3]]
+    assert [piece.fields["keep"] for piece in pieces] == [[5, 6, 8, 9], [], [7]]
+    assert [piece.fields["keep_indptr"] for piece in pieces] == [[0, 2, 4], [0, 0], [0, 1]]
+    told = [({"sequences": [{"id": one} for one in ids]}, {}) for ids in ("ad", "b", "c")]
+    joined, _ = join(pieces, told)
+    assert [one["id"] for one in joined["sequences"]] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("kind", ["list", "tensor"])
+def test_names_to_commit_go_with_their_sequences(kind: str) -> None:
+    ids = [1, 2, 3, 4, 5, 6]
+    given: dict[str, Any] = {"token_ids": ids} if kind == "list" else {}
+    fields = CommitSequencesFields(
+        sequences=["a", "b", "c", "d"], names_indptr=[0, 2, 2, 3, 6], offsets=[8, 0, 4, 0], **given
+    )
+    arrays = {} if kind == "list" else {"token_ids": np.array(ids, np.uint32)}
+    pieces = cut(dumped(fields), arrays, GROUPS)
+    assert [piece.fields["offsets"] for piece in pieces] == [[8, 0], [0], [4]]
+    held = [piece.fields if kind == "list" else piece.arrays for piece in pieces]
+    assert [list(one["token_ids"]) for one in held] == [[1, 2, 4, 5, 6], [], [3]]
+    answers = [
+        {"committed_lens": [8, 9], "num_pages": [2, 3], "last_keys": ["x", None]},
+        {"committed_lens": [6], "num_pages": [1], "last_keys": ["y"]},
+        {"committed_lens": [7], "num_pages": [4], "last_keys": ["z"]},
+    ]
+    joined, _ = join(pieces, [(one, {}) for one in answers])
+    assert joined == {
+        "committed_lens": [8, 6, 7, 9],
+        "num_pages": [2, 1, 4, 3],
+        "last_keys": ["x", "y", "z", None],
+    }
 
 
 def test_fields_that_were_not_given_are_not_sent() -> None:

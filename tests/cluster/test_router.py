@@ -318,3 +318,31 @@ def test_a_door_tells_what_engines_have_counted_that_are_no_processes_of_its_ser
     asyncio.run(main())
     assert counted("tokens_appended"), "counters stay"
     assert not counted("sessions"), "gauges go"
+
+
+def test_cuts_commits_and_appends_of_many_are_done_on_both_engines(
+    two_engines: LocalEngines,
+) -> None:
+    rng = np.random.default_rng(5)
+
+    async def test(cluster: Cluster) -> None:
+        one, other = await cluster.create_apart()
+        names = [one, other]
+        k, v = (np.stack([rows(rng, 2 * 20) for _ in range(LAYERS)]) for _ in "kv")
+        fields = {"layers": [*range(LAYERS)], "sequences": names, "append_indptr": [0, 20, 40]}
+        told = await cluster.told("append", fields, k=k, v=v)
+        assert told.fields == {"lengths": [20, 20]}
+        names_of = {"sequences": names, "names_indptr": [0, 20, 40], "token_ids": [*range(40)]}
+        told = await cluster.told("commit_sequences", names_of)
+        committed = told.fields["committed_lens"]
+        assert committed[0] == committed[1] > 0
+        cut = {"sequences": names, "lengths": [3, 4], "keep": [7, 9, 12], "keep_indptr": [0, 1, 3]}
+        told = await cluster.told("truncate_sequences", cut)
+        views = told.fields["sequences"]
+        assert [(view["id"], view["length"]) for view in views] == [(one, 4), (other, 6)]
+        for layer in range(LAYERS):
+            gathered = await cluster.told("gather", {"layer": layer, "sequences": names})
+            chosen = [0, 1, 2, 7, *(20 + at for at in (0, 1, 2, 3, 9, 12))]
+            np.testing.assert_array_equal(gathered.arrays["k"], k[layer][chosen])
+
+    run(two_engines, test)

@@ -42,6 +42,16 @@ class TokenPool:
         self._copy(copies)
         return copies
 
+    def cut_many(
+        self, names: Sequence[str], lengths: Sequence[int], keeps: Sequence[Sequence[int]]
+    ) -> None:
+        """Cut sequences to a length and the tokens at `keeps` behind it; rows move one by one."""
+        arrays = [np.array(keep, np.int32) for keep in keeps]
+        cuts = self.tree.cuts.prepare(names, lengths, arrays, batch=True)
+        for source, target in zip(*self.tree.cuts.moves(cuts), strict=True):
+            self.stored[:, target] = self.stored[:, source]
+        self._copy(self.tree.cuts.finish(cuts))
+
     def append(self, name: str, tokens: Sequence[int], layers: Sequence[int] | None = None) -> None:
         """The same tokens at each of the layers (all by default)."""
         for layer in self.layers if layers is None else layers:

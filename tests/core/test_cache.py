@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from service.core.changes import Change, Cleared, Removed, Stored
-from service.core.errors import InvalidRequest, KeyMismatch, OutOfPages, UnknownLease, UnknownPage
+from service.core.errors import (
+    CoreError,
+    InvalidRequest,
+    KeyMismatch,
+    OutOfPages,
+    UnknownLease,
+    UnknownPage,
+)
 from service.core.keys import Prefix, as_keys, root_key
 from service.core.nodes import Retention
 from service.core.plan import make_plan
@@ -260,3 +267,100 @@ def test_nothing_is_left_of_a_namespace_or_salt_that_has_nothing(tree: PrefixTre
         tree.cache.evict(f"n{number}", 1)
         assert not tree.budget.namespaces[f"n{number}"].roots
     assert len(tree.budget.namespaces) <= 2
+
+
+def begun(tree: PrefixTree, name: str, *pages: int) -> None:
+    """A sequence of these pages, not committed."""
+    tree.create([NewSpec(name)])
+    grow(tree, name, len(pages) * PAGE)
+
+
+@pytest.mark.parametrize("kind", ["token ids", "page keys"])
+def test_a_commit_goes_on_from_what_is_committed_with_the_rest_of_the_names(kind: str) -> None:
+    tree = PrefixTree(16, PAGE, 2)
+
+    def names(*pages: int, skipped: int = 0) -> Prefix:
+        whole = Prefix(ids(*pages)) if kind == "token ids" else own(*pages)
+        return Prefix(whole.token_ids, whole.page_keys, "", skipped)
+
+    begun(tree, "a", 1, 2, 3, 4)
+    assert tree.cache.commit("a", names(1, 2)) == 2
+    assert tree.cache.commit("a", names(3, skipped=2)) == 3
+    assert tree.cache.commit("a", names(3, 4, skipped=2)) == 4
+    assert tree.cache.commit("a", names(skipped=4)) == 4
+    assert tree.cache.match("default", names(1, 2, 3, 4)).num_pages == 4
+    with pytest.raises(KeyMismatch) as refused:
+        tree.cache.commit("a", names(9, 4, skipped=2))
+    assert refused.value.page == 2
+    tree.check_integrity()
+
+
+def test_pages_that_are_not_committed_cannot_be_skipped(tree: PrefixTree) -> None:
+    begun(tree, "a", 1, 2, 3)
+    tree.cache.commit("a", Prefix(ids(1)))
+    with pytest.raises(InvalidRequest, match="at most 4, the tokens of the sequence that are"):
+        tree.cache.commit("a", Prefix(ids(3), skipped=2))
+    assert found(tree, 1, 2, 3) == 1
+
+
+def test_skipped_pages_count_towards_the_length_of_the_sequence(tree: PrefixTree) -> None:
+    begun(tree, "a", 1, 2)
+    tree.cache.commit("a", Prefix(ids(1, 2)))
+    with pytest.raises(InvalidRequest, match="at most 8"):
+        tree.cache.commit("a", Prefix(ids(3), skipped=2))
+
+
+def test_many_sequences_are_committed_in_one_call_and_share_what_is_equal(
+    tree: PrefixTree,
+) -> None:
+    begun(tree, "a", 1, 2)
+    begun(tree, "b", 1, 3)
+    prefixes = [Prefix(ids(1, 2)), Prefix(ids(1, 3))]
+    assert tree.cache.commit_all(["a", "b"], prefixes) == [2, 2]
+    assert (found(tree, 1, 2), found(tree, 1, 3)) == (2, 2)
+    assert tree.allocator.num_free == 8 - 3
+    tree.check_integrity()
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_a_commit_of_many_that_fails_for_one_commits_none(tree: PrefixTree, order: str) -> None:
+    begun(tree, "a", 1, 2)
+    begun(tree, "b", 1, 3)
+    wrong = {
+        "unknown": ("nobody", Prefix(ids(1))),
+        "too long": ("b", Prefix(ids(1, 3, 4))),
+        "not committed": ("b", Prefix(ids(3), skipped=1)),
+    }
+    for name, prefix in wrong.values():
+        batch = [("a", Prefix(ids(1, 2))), (name, prefix)]
+        names, prefixes = zip(*(batch if order == "last" else batch[::-1]), strict=True)
+        with pytest.raises(CoreError):
+            tree.cache.commit_all(names, prefixes)
+        assert found(tree, 1, 2) == 0
+        tree.check_integrity()
+
+
+def test_a_commit_of_many_leaves_no_trace_of_a_salt_when_it_fails(tree: PrefixTree) -> None:
+    begun(tree, "a", 1)
+    salted = Prefix(ids(1), cache_salt="new")
+    with pytest.raises(InvalidRequest):
+        tree.cache.commit_all(["a"], [Prefix(ids(1, 2), cache_salt="new")])
+    begun(tree, "b", 1)
+    with pytest.raises(InvalidRequest):
+        tree.cache.commit_all(["a", "b"], [salted, Prefix(ids(1, 2), cache_salt="new")])
+    assert not tree.budget.namespace("default").roots
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_forks_that_name_what_they_share_differently_are_refused_together(
+    tree: PrefixTree, shared: int
+) -> None:
+    begun(tree, "a", 1, 2)
+    tree.create([NewSpec("b", "a", shared * PAGE)])
+    grow(tree, "b", (2 - shared) * PAGE)
+    for names in ([ids(1, 2), ids(9, 3)], [ids(9, 3), ids(1, 2)]):
+        with pytest.raises(KeyMismatch):
+            tree.cache.commit_all(["a", "b"], [Prefix(one) for one in names])
+        assert (found(tree, 1), found(tree, 9)) == (0, 0)
+    assert tree.cache.commit_all(["a", "b"], [Prefix(ids(1, 2)), Prefix(ids(1))]) == [2, 1]
+    tree.check_integrity()

@@ -178,6 +178,35 @@ class TreeAgainstLists(RuleBasedStateMachine):
             del tokens[length:]
 
     @rule(data=st.data())
+    def cut_many(self, data: st.DataObject) -> None:
+        names = self.draw_names(data)
+        longest = [min(map(len, self.model.get(name, [[]]))) for name in names]
+        lengths = [data.draw(st.integers(0, one + (one % 7 == 6))) for one in longest]
+        keeps = [
+            sorted(data.draw(st.sets(st.integers(length, most - 1), max_size=6)))
+            if length < most
+            else []
+            for length, most in zip(lengths, longest, strict=True)
+        ]
+        call = lambda: self.pool.cut_many(names, lengths, keeps)  # noqa: E731
+        if not set(names) <= self.model.keys():
+            self.refused(UnknownSequence, call)
+            return
+        if any(length > most for length, most in zip(lengths, longest, strict=True)):
+            self.refused(InvalidRequest, call)
+            return
+        before = self.seen()
+        try:
+            call()
+        except OutOfPages as error:
+            assert error.needed > self.free_pages
+            assert self.seen() == before
+            return
+        for name, length, keep in zip(names, lengths, keeps, strict=True):
+            for tokens in self.model[name]:
+                tokens[length:] = [tokens[at] for at in keep]
+
+    @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         names = self.draw_names(data)[:2]
         if not set(names) <= self.model.keys():

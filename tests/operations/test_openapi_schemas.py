@@ -27,6 +27,7 @@ TENSORS = {
     "create_sequences": ({"token_ids", "page_keys"}, set()),
     "match_prefix": ({"token_ids", "page_keys"}, set()),
     "commit": ({"token_ids", "page_keys"}, set()),
+    "commit_sequences": ({"token_ids", "page_keys"}, set()),
     "export_sequence": (set(), {"token_ids", "page_keys", "k", "v"}),
     "import_sequence": ({"token_ids", "page_keys", "k", "v"}, set()),
 }
@@ -94,7 +95,7 @@ def test_parameters_of_the_path_are_not_told_in_the_body() -> None:
     (parameter,) = operation_object(BY_NAME["truncate"])["parameters"]
     assert (parameter["name"], parameter["in"], parameter["required"]) == ("id", "path", True)
     body = schemas()["TruncateFields"]
-    assert set(body["properties"]) == {"length", "layer", "epoch"} and body["required"] == [
+    assert set(body["properties"]) == {"length", "keep", "layer", "epoch"} and body["required"] == [
         "length"
     ]
 

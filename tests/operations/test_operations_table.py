@@ -51,6 +51,8 @@ NUMBERS = {
     "drain_engine": 36,
     "list_namespaces": 37,
     "holds": 38,
+    "truncate_sequences": 39,
+    "commit_sequences": 40,
 }
 
 
@@ -61,7 +63,7 @@ def test_the_roads_numbers_stay_what_they_are() -> None:
 
 def test_calls_that_only_give_pages_back_are_marked() -> None:
     assert {one.name for one in OPERATIONS if one.frees} == {
-        *("delete_sequence", "delete_sequences", "truncate"),
+        *("delete_sequence", "delete_sequences", "truncate", "truncate_sequences"),
         *("release_lease", "unpin", "evict", "clear", "cancel_import"),
     }
 
@@ -72,7 +74,7 @@ def test_every_operation_tells_where_it_goes_in_a_cluster() -> None:
         *("get_sequence", "delete_sequence", "truncate", "commit"),
     }
     assert {name for name, how in routed.items() if how == "sequences"} == {
-        *("append", "gather", "decode", "prefill"),
+        *("append", "gather", "decode", "prefill", "truncate_sequences", "commit_sequences"),
     }
     with pytest.raises(ValueError, match="declare routing"):
         replace(BY_NAME["info"], routing=None)

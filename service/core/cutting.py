@@ -1,0 +1,200 @@
+"""Cutting sequences to a length, and to a length with chosen tokens behind it that move up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from service.core.budget import Budget
+from service.core.errors import IntegrityError, InvalidRequest
+from service.core.nodes import Leaf, Links, check_depth
+from service.core.sequences import SequenceBooks
+from service.core.values import Int32, RowCopies, row_copies
+
+NO_PAGES: Final = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """One sequence's cut, which can no longer fail.
+
+    `length` tokens stay where they are, then come those at `keep`, int32, in rising order. The
+    first `full` pages are left as they are. Pages from `start` on are the sequence's own. Where
+    `full` is before it, `tail` are the pages after `full`: some of its own, then `fresh` ones.
+    """
+
+    leaf: Leaf
+    length: int
+    keep: Int32
+    full: int
+    start: int
+    reused: Int32
+    fresh: Int32
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the cut lies in pages that others hold, too."""
+        return self.full < self.start
+
+    @property
+    def tail(self) -> Int32:
+        return np.concatenate((self.reused, self.fresh))
+
+    @property
+    def length_after(self) -> int:
+        return self.length + self.keep.size
+
+
+class Cuts:
+    """Cuts of many sequences; shares the tree's books, links and pages.
+
+    `prepare` checks and takes pages, then rows move (`moves`), then `finish` changes the books.
+    """
+
+    __slots__ = ("_books", "_budget", "_links", "_page_size")
+
+    def __init__(self, books: SequenceBooks, budget: Budget, links: Links, page_size: int) -> None:
+        self._books = books
+        self._budget = budget
+        self._links = links
+        self._page_size = page_size
+
+    def prepare(
+        self,
+        ids: Sequence[str],
+        lengths: Sequence[int],
+        keeps: Sequence[Int32] | None = None,
+        *,
+        batch: bool = False,
+    ) -> list[Cut]:
+        """Check every cut and take the pages that they need; all or none.
+
+        `batch`: a refusal says whose length or token it is about. Raises `UnknownSequence`,
+        `InvalidRequest`, `OutOfPages`.
+        """
+        leaves = self._books.leaves(self._books.distinct_indices(ids))
+        cuts, wanted = [], []
+        for at, (leaf, length) in enumerate(zip(leaves, lengths, strict=True)):
+            keep = NO_PAGES if keeps is None else keeps[at]
+            try:
+                check_cut(length, keep, self._books.length(leaf))
+            except InvalidRequest as error:
+                if not batch:
+                    raise
+                field = "lengths" if error.field == "length" else error.field
+                raise InvalidRequest(field, [leaf.id, error.value], error.rule) from None
+            if keep.size:
+                stays = num_in_place(keep, length)
+                length, keep = length + stays, keep[stays:]
+            if (self._books.lengths[:, leaf.index] == length + keep.size).all():
+                continue  # it is as it should be
+            cut, num_fresh = self._planned(leaf, length, keep)
+            cuts.append(cut)
+            wanted.append(num_fresh)
+        if len(cuts) > 1:
+            check_depth(cut.leaf for cut in cuts if cut.is_shared)
+        if not sum(wanted):
+            return cuts
+        owner = leaves[0].owner
+        if any(leaf.owner is not owner for leaf in leaves):
+            raise IntegrityError("sequences of two namespaces in one batch")
+        pages = np.split(self._budget.take(owner, sum(wanted)), np.cumsum(wanted)[:-1])
+        return [replace(cut, fresh=fresh) for cut, fresh in zip(cuts, pages, strict=True)]
+
+    def release(self, cuts: Sequence[Cut]) -> None:
+        """Give back the pages of cuts that are not carried out."""
+        for cut in cuts:
+            self._budget.give_back(cut.leaf.owner, cut.fresh)
+
+    def moves(self, cuts: Sequence[Cut]) -> tuple[Int32, Int32]:
+        """Slots of the rows that move, and where to, in the order to move them; int32 [n] each.
+
+        A row moves to a slot that no later row comes from.
+        """
+        size = self._page_size
+        sources, targets = [NO_PAGES], [NO_PAGES]
+        for cut in cuts:
+            if cut.keep.size:
+                table, to = cut.leaf.table, np.arange(cut.length, cut.length_after, dtype=np.int32)
+                pages = cut.fresh[to // size - cut.full] if cut.is_shared else table[to // size]
+                sources.append(table[cut.keep // size] * np.int32(size) + cut.keep % size)
+                targets.append(pages * np.int32(size) + to % size)
+        return np.concatenate(sources), np.concatenate(targets)
+
+    def finish(self, cuts: Sequence[Cut]) -> RowCopies:
+        """Cut every layer. The copies bring the rows before a cut within a shared page."""
+        copies: list[tuple[int, int, int]] = []
+        for cut in cuts:
+            leaf, length = cut.leaf, cut.length_after
+            if cut.is_shared:
+                copies += self._leave_shared(cut)
+            else:
+                self._drop_pages(leaf, -(-length // self._page_size))
+            self._books.lengths[:, leaf.index] = length
+            self._books.renew(leaf)
+        return row_copies(copies)
+
+    def _planned(self, leaf: Leaf, length: int, keep: Int32) -> tuple[Cut, int]:
+        """A cut without its fresh pages, and how many it must be given.
+
+        Rows that are kept all go to fresh pages where the cut is shared, as they may come from the
+        sequence's own. A cut without them takes one of its own where it has one.
+        """
+        full, start = length // self._page_size, leaf.start
+        behind = -(-(length + keep.size) // self._page_size) - full if full < start else 0
+        own = leaf.table[start : int(self._books.num_pages[leaf.index])]
+        reused = NO_PAGES if keep.size else own[:behind].copy()
+        return Cut(leaf, length, keep, full, start, reused, NO_PAGES), behind - reused.size
+
+    def _leave_shared(self, cut: Cut) -> list[tuple[int, int, int]]:
+        """Leave a leaf its first `full` pages, and its tail behind them.
+
+        Pages that it shared with sequences of the same batch may be its own by now.
+        """
+        leaf, tail, num_rows = cut.leaf, cut.tail, cut.length % self._page_size
+        count = int(self._books.num_pages[leaf.index])
+        copies = [(int(leaf.table[cut.full]), int(tail[0]), num_rows)] if num_rows else []
+        own = max(leaf.start, cut.full)
+        behind = leaf.table[cut.start + cut.reused.size : count]
+        gone = np.concatenate((leaf.table[own : cut.start], behind))
+        self._budget.give_back(leaf.owner, gone)
+        if cut.full < leaf.start:
+            lower, upper = leaf.parent, self._links.node_ending_at(leaf, cut.full)
+            self._links.attach(leaf, upper)
+            self._links.detach(leaf, lower)
+        leaf.push(cut.full, tail)
+        self._books.set_num_pages(leaf, cut.full + tail.size)
+        return copies
+
+    def _drop_pages(self, leaf: Leaf, keep: int) -> None:
+        """Release the leaf's own pages after the first `keep` of its table."""
+        count = int(self._books.num_pages[leaf.index])
+        self._budget.give_back(leaf.owner, leaf.table[keep:count])
+        self._books.set_num_pages(leaf, keep)
+
+
+def check_cut(length: int, keep: Int32, longest: int) -> None:
+    """A length that the sequence has, and tokens behind it, each once, in rising order."""
+    if not 0 <= length <= longest:
+        raise InvalidRequest("length", length, f"0 to {longest}, the sequence's length")
+    if not keep.size:
+        return
+    if (keep[1:] <= keep[:-1]).any():
+        at = int((keep[1:] <= keep[:-1]).argmax()) + 1
+        raise InvalidRequest("keep", int(keep[at]), "must rise: each token once, in order")
+    first, last = int(keep[0]), int(keep[-1])
+    if first < length:
+        rule = f"must be at least {length}: tokens before the length stay anyway"
+        raise InvalidRequest("keep", first, rule)
+    if last >= longest:
+        rule = f"must be below {longest}, the length of the sequence"
+        raise InvalidRequest("keep", last, rule)
+
+
+def num_in_place(keep: Int32, length: int) -> int:
+    """How many of the tokens that are kept follow `length` without a gap, and so do not move."""
+    moved = keep != np.arange(length, length + keep.size, dtype=np.int32)
+    return int(moved.argmax()) if moved.any() else keep.size
