@@ -33,7 +33,7 @@ AttndError
 ├── NotReady              503 not_ready
 ├── SequenceMoving        503 sequence_moving         sequences
 ├── DeadlineExceeded      504 deadline_exceeded
-├── OutOfPages            507 out_of_pages            needed, free, total, held
+├── OutOfPages            507 out_of_pages            needed, free, total, available, held
 └── OutOfSequences        507 out_of_sequences        needed, free, total
 """
 
@@ -259,14 +259,19 @@ class DeadlineExceeded(AttndError):
 
 
 class OutOfPages(AttndError):
-    """`held`: the namespace's own pages by state, and how many leases it has."""
+    """`available` are the pages that the caller could get now: `free` ones and those that would be
+    evicted for it, within its quota. `held`: the namespace's own pages by state, and its leases."""
 
-    def __init__(self, needed: int, free: int, total: int, held: Mapping[str, int]) -> None:
+    def __init__(
+        self, needed: int, free: int, total: int, held: Mapping[str, int], available: int = 0
+    ) -> None:
         detail = (
-            f"{needed} pages needed, {free} of {total} are free: "
+            f"{needed} pages needed, {available} of {total} are available: "
             "free sequences or raise pool.num_pages"
         )
-        super().__init__(detail, needed=needed, free=free, total=total, held=dict(held))
+        super().__init__(
+            detail, needed=needed, free=free, total=total, available=available, held=dict(held)
+        )
 
 
 class OutOfSequences(AttndError):

@@ -45,10 +45,10 @@ EXAMPLES: list[tuple[AttndError, int, str, dict[str, Any]]] = [
     (errors.NotReady("x"), 503, "not_ready", {}),
     (errors.DeadlineExceeded("x"), 504, "deadline_exceeded", {}),
     (
-        errors.OutOfPages(3, 2, 9, {"cached": 1}),
+        errors.OutOfPages(3, 1, 9, {"cached": 1}, 2),
         507,
         "out_of_pages",
-        {"needed": 3, "free": 2, "total": 9, "held": {"cached": 1}},
+        {"needed": 3, "free": 1, "total": 9, "available": 2, "held": {"cached": 1}},
     ),
     (errors.UnknownLease("lease-1"), 404, "unknown_lease", {"lease": "lease-1"}),
     (errors.UnknownPage("ab"), 404, "unknown_page", {"page_key": "ab"}),

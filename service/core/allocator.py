@@ -18,13 +18,15 @@ class PageAllocator:
     bytes are the likeliest to be cached still.
     """
 
-    __slots__ = ("_num_free", "_refcounts", "_scratch", "_stack")
+    __slots__ = ("_num_free", "_refcounts", "_scratch", "_stack", "num_changes")
 
     def __init__(self, num_pages: int) -> None:
         self._stack: Int32 = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._num_free = num_pages
         self._refcounts: Int32 = np.zeros(num_pages, dtype=np.int32)
         self._scratch: Int32 = np.zeros(num_pages, dtype=np.int32)
+        self.num_changes = 0
+        """Grows with every page that is given or taken back."""
 
     @property
     def num_pages(self) -> int:
@@ -58,20 +60,23 @@ class PageAllocator:
         Raises `OutOfPages`.
         """
         if count > self._num_free:
-            raise OutOfPages(count, self._num_free, self.num_pages)
+            raise OutOfPages(count, self._num_free, self.num_pages, self._num_free)
         rest = self._num_free - count
         pages = self._stack[rest : self._num_free][::-1].copy()
         self._num_free = rest
+        self.num_changes += 1
         self._refcounts[pages] = 1
         return pages
 
     def retain(self, pages: Int32) -> None:
         """One more holder for each of the distinct `pages`."""
         self._check_held(pages, "retained")
+        self.num_changes += 1
         self._refcounts[pages] += 1
 
     def release(self, pages: Int32) -> None:
         """One holder less for each of the distinct `pages`; those without holders become free."""
+        self.num_changes += 1
         if pages.size == 1:
             self._release_one(int(pages[0]))
             return

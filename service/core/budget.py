@@ -69,6 +69,17 @@ class Budget:
             free -= sum(one.unfilled for one in self.namespaces.values() if one is not owner)
         return free if owner.max_pages is None else min(free, owner.max_pages - owner.used)
 
+    def obtainable(self, owner: Namespace) -> int:
+        """Pages that the namespace could have now: free ones, and those that would be evicted for
+        it, within its quota."""
+        others = [one for one in self.namespaces.values() if one is not owner]
+        kept = sum(one.unfilled for one in others)
+        spare = sum(self._spare(one, owner) for one in others)
+        most = self.allocator.num_free - kept + owner.cached + spare
+        if owner.max_pages is not None:
+            most = min(most, owner.max_pages - owner.used + owner.cached)
+        return max(0, most)
+
     def evict(self, namespace: Namespace, count: int) -> int:
         """Evict up to `count` of a namespace's pages; how many were."""
         evicted = 0
@@ -102,19 +113,14 @@ class Budget:
     def _make_room(self, owner: Namespace, count: int) -> None:
         """Evict until `count` pages are available, or refuse before anything is evicted."""
         own = 0 if owner.max_pages is None else owner.used + count - owner.max_pages
-        others = sum(
-            self._spare(one, owner) for one in self.namespaces.values() if one is not owner
-        )
-        free = self.allocator.num_free
-        kept = sum(one.unfilled for one in self.namespaces.values() if one is not owner)
-        if own > owner.cached or count > free - kept + owner.cached + others:
-            raise self._refusal(owner, count, max(0, free - kept))
+        if count > self.obtainable(owner):
+            raise self._refusal(owner, count)
         if own > 0:
             self.evict(owner, own)
         while (missing := count - self.available(owner)) > 0:
             victim = self._victim(owner)
             if victim is None:
-                raise self._refusal(owner, count, max(0, free - kept))
+                raise self._refusal(owner, count)
             self.evict(victim, min(missing, self._spare(victim, owner)))
 
     def _spare(self, victim: Namespace, taker: Namespace | None) -> int:
@@ -142,10 +148,7 @@ class Budget:
         reserved = sum(one.reserved_pages for one in users)
         return (self.allocator.num_pages - reserved) // max(1, len(users))
 
-    def _refusal(self, owner: Namespace, needed: int, free: int) -> OutOfPages:
-        total = self.allocator.num_pages
-        if owner.max_pages is not None:
-            total, free = owner.max_pages, min(free, max(0, owner.max_pages - owner.used))
-        return OutOfPages(
-            needed, free, total, owner.referenced, owner.pinned, owner.cached, owner.num_leases
-        )
+    def _refusal(self, owner: Namespace, needed: int) -> OutOfPages:
+        total = self.allocator.num_pages if owner.max_pages is None else owner.max_pages
+        free = max(0, self.available(owner))
+        return OutOfPages(needed, free, total, self.obtainable(owner), owner.held)

@@ -5,7 +5,7 @@ CoreError
 ├── SequenceExists      ids
 ├── LengthMismatch      sequence id -> true kv_len
 ├── SequenceTaken       sequence id -> its epoch
-├── OutOfPages          needed, free, total, referenced, pinned, cached, leases
+├── OutOfPages          needed, free, total, available, held
 ├── UnknownLease        lease
 ├── UnknownPage         key
 ├── KeyMismatch         page, rule
@@ -53,10 +53,10 @@ class SequenceTaken(CoreError):
 
 
 class OutOfPages(CoreError):
-    """Too few pages are free, and too few can be evicted.
+    """Too few pages are free, and too few can be evicted: `available` are both together.
 
-    Of the namespace's own pages, `referenced` ones are held by sequences and `leases`, `pinned`
-    ones by hard pins, and `cached` ones could have been evicted.
+    `held` has the namespace's own pages by state (`referenced` ones are held by sequences and
+    leases, `pinned` ones by hard pins, `cached` ones can be evicted), and its `leases`.
     """
 
     def __init__(
@@ -64,18 +64,15 @@ class OutOfPages(CoreError):
         needed: int,
         free: int,
         total: int,
-        referenced: int = 0,
-        pinned: int = 0,
-        cached: int = 0,
-        leases: int = 0,
+        available: int = 0,
+        held: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(
-            f"{needed} pages needed, {free} of {total} are free: "
+            f"{needed} pages needed, {available} of {total} are available: "
             "free sequences or raise pool.num_pages"
         )
         self.needed, self.free, self.total = needed, free, total
-        self.referenced, self.pinned, self.cached = referenced, pinned, cached
-        self.leases = leases
+        self.available, self.held = available, dict(held or {})
 
 
 class UnknownLease(CoreError):

@@ -2,101 +2,109 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Final
 
 import numpy as np
 
-from service.core.allocator import PageAllocator
 from service.core.budget import Budget
 from service.core.errors import IntegrityError
-from service.core.named_integrity import check_counts, check_named
-from service.core.nodes import Int32, Leaf, Links, Node
+from service.core.integrity_sums import Sums
+from service.core.named import NamedPages
+from service.core.named_integrity import check_named
+from service.core.namespaces import Namespace
+from service.core.nodes import Leaf, Links, Node
 from service.core.sequences import SequenceBooks
 from service.core.shards import held
-from service.core.values import Indices
 
-LEAVES_PER_STEP: Final = 512
-"""Sequences checked at a time: some 5 ms."""
-
-
-def nodes_of(leaves: Iterable[Leaf]) -> set[Node]:
-    """Every node on the path of a sequence, found from the leaves up."""
-    found: set[Node] = set()
-    for leaf in leaves:
-        node = leaf.parent
-        while node is not None and node not in found:
-            found.add(node)
-            node = node.parent
-    return found
+Pieces = Generator[None, None, None]
+TRIES: Final = 3
+"""How often sums are begun anew because something changed."""
 
 
-def num_unnamed(leaves: Iterable[Leaf]) -> int:
-    """Nodes that are there only because these sequences share them."""
-    return sum(node.name is None for node in nodes_of(leaves))
+def integrity_steps(books: SequenceBooks, links: Links, budget: Budget) -> Pieces:
+    """Check every invariant, a small piece at a time.
 
-
-def sharing_ratio(books: SequenceBooks, leaves: Sequence[Leaf], page_size: int) -> float:
-    """Tokens seen by sequences / tokens stored, by each sequence's least kv_len; 1 for none."""
-    columns = np.array([leaf.index for leaf in leaves], dtype=np.intp)
-    seen = int(books.lengths[:, columns].min(axis=0).sum(dtype=np.int64))
-    shared = sum(leaf.start for leaf in leaves)
-    shared -= sum(node.pages.size for node in nodes_of(leaves))
-    stored = seen - shared * page_size
-    return seen / stored if stored else 1.0
-
-
-def integrity_steps(books: SequenceBooks, links: Links, budget: Budget) -> Iterator[None]:
-    """Check every invariant, a bounded piece of the sequences and of the named nodes at a time.
-
-    Nodes are counted at the first step and pages at the last, each at one moment. Between two steps
-    the sequences may change: one that is gone by its turn is passed over. Raises `IntegrityError`
-    at the first invariant that does not hold.
+    Between two steps the tree may change. Sequences and nodes are compared with what is above them,
+    each at one moment: what is gone by then is passed over. Sums over all of them hold at one
+    moment only, so they are begun anew when something has changed; where that happens `TRIES`
+    times, they are not checked. Raises `IntegrityError` at the first invariant that does not hold.
     """
-    named = links.named
-    unnamed = [node for node in nodes_of(books) if node.name is None]
-    count = len(unnamed) + named.num_nodes
-    if count != links.count:
-        raise IntegrityError(f"{links.count} nodes were counted, {count} are there")
-    serials = books.serials[[leaf.index for leaf in books]]
-    if np.unique(serials).size != len(books):
-        raise IntegrityError(f"{len(books)} sequences have {np.unique(serials).size} serials")
-    leaves, checked = list(books), set[Node]()
-    for begin in range(0, len(leaves), LEAVES_PER_STEP):
-        for leaf in leaves[begin : begin + LEAVES_PER_STEP]:
-            if books.holds(leaf):
-                _check_path(leaf, books, named.page_size, checked)
+    wrong_sum = yield from sum_up(books, links, budget)
+    yield from check_leaves(list(books), books, links.named)
+    for number in range(len(links.named.nodes)):
+        node = links.named.nodes[number]
+        if node is not None:
+            check_named(node, links.named)
         yield
-    held = count_holds(budget)
-    for begin in range(0, len(named.nodes), LEAVES_PER_STEP):
-        for node in named.nodes[begin : begin + LEAVES_PER_STEP]:
-            if node is not None:
-                check_named(node, named, held)
+    if wrong_sum is not None:
+        raise wrong_sum
+
+
+def own_integrity_steps(books: SequenceBooks, links: Links, owner: Namespace) -> Pieces:
+    """As `integrity_steps`, of one namespace's sequences and named nodes, without the sums."""
+    yield from check_leaves(list(owner.leaves), books, links.named)
+    todo = [node for root in list(owner.roots.values()) for node in root.kids.values()]
+    while todo:
+        node = todo.pop()
+        if node.name is not None and is_linked(node, links.named):
+            check_named(node, links.named)
+            todo += (node.name.kids or {}).values()
         yield
-        held = count_holds(budget)
-    pages = [node.pages for node in nodes_of(books) if node.name is None]
-    pages += [leaf.table[leaf.start : books.num_pages[leaf.index]] for leaf in books]
-    _check_pages(pages, np.flatnonzero(named.node_of >= 0), budget.allocator)
-    check_counts(books, budget, named)
 
 
-def count_holds(budget: Budget) -> Counter[Node]:
-    """How many leases and hard pins are on each node."""
-    return Counter(node for one in budget.namespaces.values() for node in one.held_nodes)
+def sum_up(
+    books: SequenceBooks, links: Links, budget: Budget
+) -> Generator[None, None, IntegrityError | None]:
+    """Count nodes, serials and holders of pages; what is wrong with pages, if anything is.
+
+    Raises `IntegrityError` for nodes and serials.
+    """
+    for _ in range(TRIES):
+        sums = Sums(books, links, budget)
+        for _ in sums.collect():
+            yield
+            if sums.is_stale:
+                break
+        else:
+            sums.check_nodes()
+            try:
+                sums.check_pages()
+            except IntegrityError as error:
+                return error
+            return None
+    return None
 
 
-def _check_path(leaf: Leaf, books: SequenceBooks, page_size: int, checked: set[Node]) -> None:
-    """A leaf, and the nodes above it that were not checked before."""
-    node = leaf.parent
-    while node is not None and node not in checked:
-        _check_node(node)
-        checked.add(node)
-        node = node.parent
-    _check_leaf(leaf, books, page_size)
+def check_leaves(leaves: Sequence[Leaf], books: SequenceBooks, named: NamedPages) -> Pieces:
+    """Each leaf that is still there, and before it the nodes above it, each of them once."""
+    seen: set[Node] = set()
+    for leaf in leaves:
+        todo = [leaf.parent]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if is_linked(node, named):
+                check_node(node)
+                todo.append(node.parent)
+            yield
+        if books.holds(leaf):
+            check_leaf(leaf, books, named.page_size)
+        yield
 
 
-def _check_node(node: Node) -> None:
+def is_linked(node: Node, named: NamedPages) -> bool:
+    """Whether a node is still part of the tree: the children of one that was merged have another
+    parent."""
+    if node.name is not None:
+        return named.nodes[node.name.number] is node
+    return not node.children or any(child.parent is node for child in node.children)
+
+
+def check_node(node: Node) -> None:
+    """One node against the one above it and its children."""
     where = f"the node of pages {node.start} to {node.end} of its path"
     above = 0 if node.parent is None else node.parent.end
     if node.pages.size == 0 or node.start != above:
@@ -111,7 +119,8 @@ def _check_node(node: Node) -> None:
         raise IntegrityError(f"{where} has a child that hangs elsewhere")
 
 
-def _check_leaf(leaf: Leaf, books: SequenceBooks, page_size: int) -> None:
+def check_leaf(leaf: Leaf, books: SequenceBooks, page_size: int) -> None:
+    """One leaf against its books and the node above it."""
     lengths = books.lengths[:, leaf.index]
     pages = int(books.num_pages[leaf.index])
     where = f"{leaf.id} with {pages} pages of {page_size}"
@@ -133,32 +142,5 @@ def _check_leaf(leaf: Leaf, books: SequenceBooks, page_size: int) -> None:
         last = int(books.last_page[leaf.index])
         raise IntegrityError(f"{where} ends in {leaf.table[pages - 1]}, its books say {last}")
     node = leaf.parent
-    while node is not None:
-        if not np.array_equal(leaf.table[node.start : node.end], node.pages):
-            raise IntegrityError(f"{where} differs from its path after page {node.start}")
-        node = node.parent
-
-
-def _check_pages(held: list[Int32], named: Indices, allocator: PageAllocator) -> None:
-    """Every page is free or has exactly one holder, and the allocator knows which."""
-    total = allocator.num_pages
-    every = np.concatenate([np.empty(0, dtype=np.int32), *held])
-    holders = np.bincount(every, minlength=total)
-    holders[named] += 1
-    refcounts = allocator.refcounts
-    if (wrong := np.flatnonzero(holders != refcounts)).size:
-        page = int(wrong[0])
-        raise IntegrityError(
-            f"page {page} has {holders[page]} holders and refcount {refcounts[page]}"
-            f" ({wrong.size} such pages)"
-        )
-    if (twice := np.flatnonzero(holders > 1)).size:
-        raise IntegrityError(f"page {twice[0]} can be written by {holders[twice[0]]} leaves")
-    is_free = np.zeros(total, dtype=bool)
-    is_free[allocator.free_pages] = True
-    free, used = int(is_free.sum()), int((refcounts > 0).sum())
-    if free != allocator.num_free or free + used != total or refcounts[is_free].any():
-        raise IntegrityError(
-            f"{allocator.num_free} pages free ({free} distinct) + {used} referenced"
-            f" != {total} in total"
-        )
+    if node is not None and not np.array_equal(leaf.table[node.start : node.end], node.pages):
+        raise IntegrityError(f"{where} differs from its path after page {node.start}")

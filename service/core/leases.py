@@ -55,6 +55,7 @@ class Leases:
         """A lease on `node`, which stays until then or until it is closed."""
         lease = namespace.leases[lease_id] = Lease(lease_id, namespace, node, ends)
         named(node).own += 1
+        self._named.num_changes += 1
         self._named.hold(node)
         self._ends.set(lease, ends)
 
@@ -83,6 +84,7 @@ class Leases:
         if (root, key) not in pins:
             pins[root, key] = node
             named(node).own += 1
+            self._named.num_changes += 1
             self._named.pin(node, 1)
 
     def unpin(self, root: Root, key: bytes) -> bool:
@@ -91,6 +93,7 @@ class Leases:
         if node is None:
             return False
         named(node).own -= 1
+        self._named.num_changes += 1
         self._named.pin(node, -1)
         return True
 
@@ -107,6 +110,7 @@ class Leases:
         del lease.namespace.leases[lease.id]
         self._ends.cancel(lease)
         named(lease.node).own -= 1
+        self._named.num_changes += 1
         self._links.release(lease.node)
 
 

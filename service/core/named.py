@@ -16,7 +16,8 @@ from service.core.nodes import CACHED, PINNED, REFERENCED, Int32, Name, Node, Re
 class NamedPages:
     """One row per page of the pool, valid while the page has a name; `nodes` by their numbers.
 
-    `keeping` says how long they are kept, `num_pages` counts pages with a name. `states` has each
+    `keeping` says how long they are kept, `num_pages` counts pages with a name, `num_changes` grows
+    whenever nodes or their holders change. `states` has each
     node's state by its number once more, for whoever asks about all pages at once. `listener`, if
     there is one, is told what is stored and removed.
     """
@@ -30,6 +31,7 @@ class NamedPages:
         "node_of",
         "nodes",
         "num_cached",
+        "num_changes",
         "num_pages",
         "page_size",
         "states",
@@ -45,7 +47,7 @@ class NamedPages:
         self.states = bytearray()
         self.listener: Listener | None = None
         self.keeping = Keeping()
-        self.num_pages = self.num_cached = 0
+        self.num_pages = self.num_cached = self.num_changes = 0
         self.page_size = page_size
         self._free_numbers: list[int] = []
 
@@ -201,6 +203,7 @@ class NamedPages:
 
     def _count(self, name: Name, pages: int) -> None:
         """So many pages more in the name's state."""
+        self.num_changes += 1
         namespace = name.root.namespace
         if name.state == CACHED:
             namespace.cached += pages

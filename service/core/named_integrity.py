@@ -1,25 +1,15 @@
-"""The invariants of named nodes: their names, who holds them, their states, and the sums of it."""
+"""The invariants of named nodes: their names, who holds them, and their states."""
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Final
-
-import numpy as np
-
-from service.core.budget import Budget
 from service.core.errors import IntegrityError
 from service.core.eviction_order import OUT
 from service.core.named import NamedPages
 from service.core.nodes import CACHED, PINNED, REFERENCED, Name, Node, named
-from service.core.sequences import SequenceBooks
-
-MOST_COUNTED: Final = 20_000
-"""Named nodes that are counted at one moment: some 10 ms."""
 
 
-def check_named(node: Node, books: NamedPages, held: Counter[Node]) -> None:
-    """One node with a name; `held` counts the leases and pins of each."""
+def check_named(node: Node, books: NamedPages) -> None:
+    """One node with a name against its books, its children and the node above it."""
     name = named(node)
     where = f"the named node of pages {node.start} to {node.end} of its path"
     if node.pages.size == 0 or (books.node_of[node.pages] != name.number).any():
@@ -27,8 +17,6 @@ def check_named(node: Node, books: NamedPages, held: Counter[Node]) -> None:
     _check_place(node, name, books, where)
     live = [child for child in node.children if _is_live(child)]
     pinned = [child for child in (name.kids or {}).values() if named(child).pins]
-    if name.own != held[node] or name.refs + name.pins < name.own:
-        raise IntegrityError(f"{where} has {name.own} leases and pins, {held[node]} are on it")
     if name.refs + name.pins != len(live) + len(pinned) + name.own or name.refs < len(live):
         raise IntegrityError(
             f"{where} has {name.refs} holders and {name.pins} pins, with {len(live)} children "
@@ -59,39 +47,3 @@ def _check_place(node: Node, name: Name, books: NamedPages, where: str) -> None:
         raise IntegrityError(f"{where} hangs under a root that is gone")
     if any(child not in node.children for child in (name.kids or {}).values()):
         raise IntegrityError(f"{where} finds a child that hangs elsewhere")
-
-
-def check_counts(books: SequenceBooks, budget: Budget, pages: NamedPages) -> None:
-    """The sums of every namespace, counted anew unless there are very many nodes: it is done at
-    one moment."""
-    if len(pages.nodes) > MOST_COUNTED:
-        return
-    used, cached, pinned = Counter[str](), Counter[str](), Counter[str]()
-    for node in pages.nodes:
-        if node is not None:
-            name = named(node)
-            owner, size = name.root.namespace.name, node.pages.size
-            used[owner] += size
-            cached[owner] += size if name.state == CACHED else 0
-            pinned[owner] += size if name.state == PINNED else 0
-    shared: set[Node] = set()
-    for leaf in books:
-        used[leaf.owner.name] += int(books.num_pages[leaf.index]) - leaf.start
-        node = leaf.parent
-        while node is not None and node.name is None and node not in shared:
-            shared.add(node)
-            used[leaf.owner.name] += node.pages.size
-            node = node.parent
-    for one in budget.namespaces.values():
-        found = (used.pop(one.name, 0), cached[one.name], pinned[one.name])
-        if found != (one.used, one.cached, one.pinned):
-            raise IntegrityError(
-                f"namespace {one.name} has {found} pages used, cached and pinned, its books say "
-                f"{(one.used, one.cached, one.pinned)}"
-            )
-    if cached.total() != pages.num_cached:
-        raise IntegrityError(f"{pages.num_cached} pages are cached, by their books")
-    if any(used.values()):
-        raise IntegrityError(f"pages of unknown namespaces: {dict(used)}")
-    if int(np.count_nonzero(pages.node_of >= 0)) != pages.num_pages:
-        raise IntegrityError(f"{pages.num_pages} pages have names, by their books")

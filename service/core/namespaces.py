@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from service.core.eviction_order import EvictionOrder
 from service.core.keys import root_key
-from service.core.nodes import Node
+from service.core.nodes import Leaf, Node
 
 if TYPE_CHECKING:
     from service.core.leases import Lease
@@ -30,7 +30,7 @@ class Namespace:
     `used` of them in all: `cached` ones that can be evicted, `pinned` ones that only hard pins
     hold, and those that sequences and leases refer to. At most `max_pages` (None: no limit);
     `reserved_pages` are kept for it when it has fewer. `leases` are its leases by their ids, `pins`
-    the nodes of its hard pins by root and page key.
+    the nodes of its hard pins by root and page key, `leaves` its sequences.
     """
 
     name: str
@@ -40,11 +40,15 @@ class Namespace:
     cached: int = 0
     pinned: int = 0
     num_nodes: int = 0
-    num_sequences: int = 0
     order: EvictionOrder = field(default_factory=EvictionOrder)
     roots: dict[str, Root] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     pins: dict[tuple[Root, bytes], Node] = field(default_factory=dict)
+    leaves: set[Leaf] = field(default_factory=set)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.leaves)
 
     @property
     def num_leases(self) -> int:
@@ -59,6 +63,16 @@ class Namespace:
     def referenced(self) -> int:
         """Pages that sequences or leases hold."""
         return self.used - self.cached - self.pinned
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Its pages by state, and its leases."""
+        return {
+            "referenced": self.referenced,
+            "cached": self.cached,
+            "pinned": self.pinned,
+            "leases": self.num_leases,
+        }
 
     @property
     def unfilled(self) -> int:

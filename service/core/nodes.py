@@ -204,10 +204,12 @@ class Links:
         lower.parent = upper
         lower.start += pages.size
         self.count += 1
+        self.named.num_changes += 1
         return upper
 
     def attach(self, leaf: Leaf, node: Node | None) -> None:
         """Hang `leaf` under `node` (None: it shares nothing)."""
+        self.named.num_changes += 1
         leaf.parent = node
         leaf.start = 0 if node is None else node.end
         if node is not None:
@@ -249,12 +251,14 @@ class Links:
     def remove(self, node: Node) -> None:
         """Forget a node without children."""
         self.count -= 1
+        self.named.num_changes += 1
         if node.parent is not None:
             node.parent.children.remove(node)
 
     def merge(self, node: Node, child: Node | Leaf) -> None:
         """Give the pages of `node` to its only child, which takes its place."""
         self.count -= 1
+        self.named.num_changes += 1
         child.parent = node.parent
         child.start = node.start
         if isinstance(child, Node):

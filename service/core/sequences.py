@@ -48,7 +48,8 @@ class SequenceBooks:
     touching tables; `serials` int64 names the state of a sequence's written pages (see `renew`).
     `ttl_s` float64 is how long a sequence lives unused, `used` when it was used last, and `now` the
     time. Batches are used only while some sequence has an end, or somebody watches (`is_watched`).
-    `num_shards` counts the sequences of which only a part is here.
+    `num_shards` counts the sequences of which only a part is here; `num_changes` grows whenever a
+    sequence comes, goes, or gets other pages.
     """
 
     __slots__ = (
@@ -63,6 +64,7 @@ class SequenceBooks:
         "last_page",
         "lengths",
         "now",
+        "num_changes",
         "num_pages",
         "num_shards",
         "serials",
@@ -80,7 +82,7 @@ class SequenceBooks:
         self._mortal: Timers[Leaf] = Timers()
         self.now = 0.0
         self.is_watched = False
-        self.num_shards = 0
+        self.num_shards = self.num_changes = 0
         self.lengths: Int32 = np.zeros((num_layers, _FIRST_CAPACITY), dtype=np.int32)
         self.num_pages: Int32 = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
         self.last_page: Int32 = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
@@ -96,10 +98,6 @@ class SequenceBooks:
 
     def __iter__(self) -> Iterator[Leaf]:
         return (self._leaves[index] for index in self._index_of.values())
-
-    def of(self, owner: Namespace) -> list[Leaf]:
-        """The leaves of one namespace."""
-        return [leaf for leaf in self if leaf.owner is owner]
 
     def add(
         self,
@@ -121,7 +119,8 @@ class SequenceBooks:
         leaf = Leaf(spec.id, index, spec.parent, owner, None, 0, table, shard)
         self._leaves[index : index + 1] = [leaf]
         self._index_of[spec.id] = index
-        owner.num_sequences += 1
+        owner.leaves.add(leaf)
+        self.num_changes += 1
         if not shard.is_whole:
             self.num_shards += 1
             whole = np.full(len(self.lengths), whole_length, np.int32)
@@ -150,7 +149,8 @@ class SequenceBooks:
     def remove(self, leaf: Leaf) -> None:
         """Forget a sequence; its pages and links are the caller's."""
         del self._index_of[leaf.id]
-        leaf.owner.num_sequences -= 1
+        leaf.owner.leaves.discard(leaf)
+        self.num_changes += 1
         self.num_shards -= not leaf.shard.is_whole
         leaf.table = leaf.table[:0].copy()  # the leaf stays in its column until another comes
         self._free.append(leaf.index)
@@ -161,6 +161,7 @@ class SequenceBooks:
         self._mortal.cancel(leaf)
 
     def set_num_pages(self, leaf: Leaf, count: int) -> None:
+        self.num_changes += 1
         self.num_pages[leaf.index] = count
         self.last_page[leaf.index] = leaf.table[count - 1] if count else 0
 

@@ -5,7 +5,7 @@ A change either happens or raises having changed nothing: each method checks fir
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from service.core.cache import PrefixCache
 from service.core.creation import Start, first_lengths
 from service.core.cutting import Cuts
 from service.core.errors import IntegrityError, InvalidRequest, LengthMismatch
-from service.core.integrity import integrity_steps, num_unnamed, sharing_ratio
+from service.core.integrity import Pieces, integrity_steps, own_integrity_steps
 from service.core.keys import Prefix
 from service.core.named import NamedPages
 from service.core.namespaces import Namespace
@@ -23,6 +23,7 @@ from service.core.nodes import Leaf, Links
 from service.core.ragged import CsrTable, csr_table, indptr, token_slots
 from service.core.sequences import SequenceBooks
 from service.core.shards import WHOLE
+from service.core.sharing import Sharing, sharing_steps
 from service.core.values import (
     Extension,
     Indices,
@@ -264,9 +265,13 @@ class PrefixTree:
         """When time alone will next change something."""
         return min(self.books.next_end, self.cache.next_end)
 
-    def integrity_steps(self) -> Iterator[None]:
-        """`check_integrity` in pieces between which the tree may change."""
-        return integrity_steps(self.books, self._links, self.budget)
+    def integrity_steps(self, namespace: str | None = None) -> Pieces:
+        """`check_integrity` in small pieces between which the tree may change; only of what one
+        namespace has, where one is given."""
+        if namespace is None:
+            return integrity_steps(self.books, self._links, self.budget)
+        held = self.budget.namespaces.get(namespace) or Namespace(namespace)
+        return own_integrity_steps(self.books, self._links, held)
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError`, with the numbers, where an invariant does not hold."""
@@ -287,21 +292,17 @@ class PrefixTree:
         """Nodes that are cached, or shared by two sequences or more; leaves are not counted."""
         return self._links.count
 
-    def nodes_of(self, namespace: str) -> int:
-        """The nodes of one namespace."""
+    def sharing_steps(self, namespace: str) -> Generator[None, None, Sharing]:
+        """What the sequences of one namespace share, in small pieces between which they may
+        change."""
         held = self.budget.namespaces.get(namespace)
-        return 0 if held is None else held.num_nodes + num_unnamed(self.books.of(held))
+        leaves = [] if held is None else list(held.leaves)
+        return sharing_steps(self.books, leaves, self.page_size)
 
     @property
     def sharing_ratio(self) -> float:
         """Tokens seen by sequences / tokens stored; 1 when nothing is shared."""
-        return sharing_ratio(self.books, list(self.books), self.page_size)
-
-    def sharing_ratio_of(self, namespace: str) -> float:
-        """The same for the sequences of one namespace."""
-        held = self.budget.namespaces.get(namespace)
-        leaves = [] if held is None else self.books.of(held)
-        return sharing_ratio(self.books, leaves, self.page_size)
+        return all_of(sharing_steps(self.books, list(self.books), self.page_size)).ratio
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:
@@ -358,6 +359,16 @@ class PrefixTree:
             return slots
         tables = [leaf.table for leaf in self.books.leaves(index)]
         return token_slots(tables, before, counts, self.page_size)
+
+
+def all_of(steps: Generator[None, None, Sharing]) -> Sharing:
+    """The result of steps that are taken all at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Sharing = end.value
+            return result
 
 
 def set_whole(leaves: Sequence[Leaf], layer: int, lengths: Int32) -> None:

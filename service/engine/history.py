@@ -27,10 +27,12 @@ ANSWER_BYTES: Final = 24 * 2**10
 
 @dataclass(slots=True, eq=False)
 class Pressure:
-    """The pool's pressure has changed; `free` pages are left to the namespace."""
+    """The pool's pressure has changed; `free` pages are left to the namespace, and `available` ones
+    with those that would be evicted for it."""
 
     is_high: bool
     free: int
+    available: int
 
 
 Event = Change | Pressure
@@ -84,13 +86,14 @@ class History:
         for part in parts_of(change, self._pages_an_event):
             past.add(part, weight_of(part), self._most_pages)
 
-    def press(self, is_high: bool, free: dict[str, int]) -> None:
-        """Tell all namespaces, by what is `free` for them, that the pressure has changed."""
+    def press(self, is_high: bool, left: dict[str, tuple[int, int]]) -> None:
+        """Tell all namespaces, by the pages free and available to each, that the pressure has
+        changed."""
         self.is_high = is_high
         if self.is_kept:
-            for namespace, pages in free.items():
+            for namespace, pages in left.items():
                 past = self._pasts.get(namespace) or self._begun(namespace)
-                past.add(Pressure(is_high, pages), 1, self._most_pages)
+                past.add(Pressure(is_high, *pages), 1, self._most_pages)
 
     def page(
         self, namespace: str, after: int, limit: int
@@ -161,7 +164,8 @@ def fields(event: Event, page_size: int) -> dict[str, Any]:
         case Cleared():
             return {"type": "cleared"}
         case Pressure():
-            return {"type": "pressure", "is_high": event.is_high, "free": event.free}
+            left = {"free": event.free, "available": event.available}
+            return {"type": "pressure", "is_high": event.is_high} | left
 
 
 def num_bytes(event: Event) -> int:

@@ -43,13 +43,9 @@ def as_refusal(error: Exception, tenant: Tenant) -> errors.AttndError | None:
                 {shown(name): epoch for name, epoch in error.epochs.items()}
             )
         case core.OutOfPages():
-            held = {
-                "referenced": error.referenced,
-                "cached": error.cached,
-                "pinned": error.pinned,
-                "leases": error.leases,
-            }
-            return errors.OutOfPages(error.needed, error.free, error.total, held)
+            return errors.OutOfPages(
+                error.needed, error.free, error.total, error.held, error.available
+            )
         case core.UnknownLease():
             return errors.UnknownLease(error.lease)
         case core.UnknownPage():

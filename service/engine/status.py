@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Final
 
-from kernels.backend import Done
 from service.core.errors import IntegrityError
 from service.engine.request import Request
-from service.engine.sequences import NO_COST
 from service.engine.store import Store
-from service.engine.work import Answered, Cost, Seconds, Sliced, Step, Steps, Work
+from service.engine.work import Answered, Cost, Seconds, Sliced, Steps, Work, in_slices
 from service.image.json_text import dump_json
 
+LOG: Final = logging.getLogger("attnd.engine")
 TEXT_BYTES: Final = 1024
-"""Room for the numbers, and for what an integrity check may have found."""
+"""Room for the numbers, and for the verdict of an integrity check."""
+BROKEN: Final = "broken: the service's log has the numbers"
 
 
 def info(store: Store, request: Request, _: Seconds) -> Work:
@@ -61,7 +62,8 @@ def page_pace(store: Store) -> dict[str, float]:
 
 
 def pool(store: Store, request: Request, _: Seconds) -> Work:
-    """The caller's numbers of this moment, and the verdict of a check with others in between."""
+    """The caller's numbers of this moment, and the verdict of a check with others in between: of
+    the whole pool for the scope `admin`, else of what the caller's namespace has."""
     request.place.require(TEXT_BYTES)
     namespace = request.tenant.namespace
     numbers = store.numbers(namespace)
@@ -71,20 +73,24 @@ def pool(store: Store, request: Request, _: Seconds) -> Work:
         "cached": numbers.cached,
         "pinned": numbers.pinned,
         "total": numbers.free + numbers.referenced + numbers.cached + numbers.pinned,
+        "available": numbers.available,
         "leases": numbers.leases,
         "sequences": numbers.sequences,
         "imports": numbers.imports,
-        "nodes": store.tree.nodes_of(namespace),
-        "sharing_ratio": store.tree.sharing_ratio_of(namespace),
     }
+    held = store.tree.budget.namespaces.get(namespace)
+    num_named = 0 if held is None else held.num_nodes
 
     def steps() -> Steps:
+        sharing = yield from in_slices(store.tree.sharing_steps(namespace))
+        look = {"nodes": num_named + sharing.num_unnamed, "sharing_ratio": sharing.ratio}
         integrity = "ok"
+        whole = "admin" in request.tenant.scopes
         try:
-            for _ in store.tree.integrity_steps():
-                yield Step(lambda: Done(None), "integrity", NO_COST)
+            yield from in_slices(store.tree.integrity_steps(None if whole else namespace))
         except IntegrityError as error:
-            integrity = str(error)[: TEXT_BYTES // 2]
-        request.place.lay(fields | {"integrity": integrity})
+            LOG.error("the integrity check of the pool: %s", error)
+            integrity = BROKEN
+        request.place.lay(fields | look | {"integrity": integrity})
 
     return Sliced(steps(), lambda: None)

@@ -51,6 +51,8 @@ class PoolNumbers:
     sequences: int = 0
     imports: int = 0
     nodes: int = 0
+    available: int = 0
+    """Pages that one namespace could get now, evictions included."""
 
 
 class Store:
@@ -164,12 +166,14 @@ class Store:
         """Of the whole pool (None), or as a namespace sees it."""
         tree = self.tree
         chosen: Iterable[Namespace] = tree.budget.namespaces.values()
-        free = tree.allocator.num_free
+        free, available = tree.allocator.num_free, 0
         if namespace is not None:
             own = tree.budget.namespaces.get(namespace) or Namespace(namespace)
             chosen, free = (own,), max(0, tree.budget.available(own))
+            available = tree.budget.obtainable(own)
         imports = self.imports.count(namespace)
         numbers = PoolNumbers(free, sequences=-imports, imports=imports, nodes=tree.num_nodes)
+        numbers.available = available
         for one in chosen:
             numbers.referenced += one.referenced
             numbers.cached += one.cached
@@ -185,8 +189,11 @@ class Store:
         if is_high != self.history.is_high:
             budget = self.tree.budget
             known = budget.namespaces.items()
-            free = {name: max(0, budget.available(held)) for name, held in known}
-            self.history.press(is_high, free)
+            left = {
+                name: (max(0, budget.available(held)), budget.obtainable(held))
+                for name, held in known
+            }
+            self.history.press(is_high, left)
 
     def namespace_fields(self, name: str) -> dict[str, Any]:
         """A namespace's quota and use; one that nobody has met has neither."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal, TypeVar
 
-from kernels.backend import Attend, AttentionState, Pending
+from kernels.backend import Attend, AttentionState, Done, Pending
 from kernels.lanes import Lane, Run
 from kernels.pending import StageSeconds
 from service.core.sequences import Watch
@@ -137,6 +138,29 @@ class Alone:
 def can_be_undone() -> bool:
     """What most work says: it may be stopped between two steps."""
     return False
+
+
+T = TypeVar("T")
+TURN_S: Final = 2e-3
+"""Seconds of small pieces of work between two turns of others."""
+
+
+def in_slices(pieces: Generator[None, None, T]) -> Generator[Step, Any, T]:
+    """Small pieces of work of the engine's own, `TURN_S` of them at a time; their result."""
+    ends = time.monotonic() + TURN_S
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        if time.monotonic() >= ends:
+            yield Step(nothing_left, "turn", Cost())
+            ends = time.monotonic() + TURN_S
+
+
+def nothing_left() -> Done[None]:
+    return Done(None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

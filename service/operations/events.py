@@ -43,6 +43,8 @@ class EventAnswer(Fields):
     """Pressure: whether more of the pool than `cache.high_watermark` cannot be evicted."""
     free: Count | None = None
     """Pressure: pages that the namespace can have without an eviction."""
+    available: Count | None = None
+    """Pressure: pages that the namespace could get now, evictions included."""
 
 
 class EventsAnswer(Fields):

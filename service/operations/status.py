@@ -22,6 +22,9 @@ class PoolAnswer(Fields):
     """Pages that nothing but hard pins holds."""
     total: Count
     """All of these together."""
+    available: Count
+    """Pages that the caller could get now: `free` ones, and those that would be evicted for it, its
+    own and others', within its quota. In a cluster, of all engines together."""
     leases: Count
     sequences: Count
     imports: Count
@@ -30,7 +33,8 @@ class PoolAnswer(Fields):
     sharing_ratio: float
     """Tokens seen by sequences over tokens stored; 1 when nothing is shared."""
     integrity: str
-    """"ok", or what is broken."""
+    """"ok", or that the service's log says what is broken. Of the whole pool for a key with the
+    scope `admin`, else of the namespace's own sequences and cached pages."""
 
 
 class EngineAnswer(Fields):

@@ -629,6 +629,9 @@ class Driver:
             found = (0, 0, 0) if books is None else (books.used, books.cached, books.pinned)
             wanted = [sum(p.namespace == namespace for p in some) for some in (cached, pinned)]
             assert found == (self.used(namespace), *wanted), namespace
+            if books is not None:
+                able = max(0, self.obtainable(namespace))
+                assert self.tree.budget.obtainable(books) == able, namespace
         used = self.used("a") + self.used("b")
         assert self.tree.allocator.num_free == NUM_PAGES - used
         assert self.tree.num_held == used - len(cached)

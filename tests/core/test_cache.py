@@ -207,7 +207,8 @@ def test_a_refusal_says_what_the_namespace_holds(tree: PrefixTree) -> None:
         grow(tree, "a", 4 * PAGE)
     error = refusal.value
     assert (error.needed, error.free, error.total) == (4, 3, 8)
-    assert (error.referenced, error.cached, error.pinned, error.leases) == (3, 0, 0, 0)
+    assert error.held == {"referenced": 3, "cached": 0, "pinned": 0, "leases": 0}
+    assert error.available == tree.budget.obtainable(tree.budget.namespace("default")) == 3
     with pytest.raises(UnknownLease):
         tree.cache.close_lease("default", "lease-1")
 

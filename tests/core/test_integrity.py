@@ -1,12 +1,19 @@
 """The integrity check finds every kind of damage, and says it in numbers."""
 
+import random
+import time
 from collections.abc import Callable
+from contextlib import suppress
 
+import numpy as np
 import pytest
 from core_pool import TokenPool, int32
 
-from service.core.errors import IntegrityError
+from service.core.errors import CoreError, IntegrityError
+from service.core.keys import Prefix
 from service.core.nodes import Leaf, Node
+from service.core.tree import PrefixTree
+from service.core.values import NewSpec
 
 
 def leaf(pool: TokenPool, name: str) -> Leaf:
@@ -130,3 +137,66 @@ def test_damage_is_found_and_told_in_numbers(damage, told) -> None:
     with pytest.raises(IntegrityError, match=told) as found:
         pool.tree.check_integrity()
     assert str(found.value).endswith("this is a bug")
+
+
+def chain(depth: int) -> TokenPool:
+    """A chain of forks, each with a page of its own; the last sequence has all the nodes above."""
+    pool = TokenPool(num_pages=depth + 1, page_size=1, num_layers=1)
+    pool.start("n0", [0])
+    for number in range(1, depth):
+        pool.fork(f"n{number}", f"n{number - 1}")
+        pool.append(f"n{number}", [number])
+    return pool
+
+
+def test_a_chain_of_forks_is_checked_in_pieces_and_in_linear_time() -> None:
+    """Four times the depth takes about four times as long, and no piece takes long."""
+    took = []
+    for depth in (1000, 4000):
+        pool = chain(depth)
+        started = longest = time.process_time()
+        longest = 0.0
+        pieces, before = 0, started
+        for _ in pool.tree.integrity_steps():
+            now = time.process_time()
+            longest, before = max(longest, now - before), now
+            pieces += 1
+        took.append(time.process_time() - started)
+        assert depth < pieces < 10 * depth
+        assert longest < 0.02
+    assert took[1] < 10 * took[0]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_check_passes_whatever_changes_between_its_pieces(whole: bool) -> None:
+    """Sequences come, go, are cut and committed, and pages are evicted, at every piece."""
+    chance = random.Random(3)
+    for _ in range(20):
+        pool = TokenPool(num_pages=200, page_size=2, num_layers=1)
+        tree, names = pool.tree, ["r"]
+        pool.start("r", range(20))
+
+        def change(number: int, tree: PrefixTree = tree, names: list[str] = names) -> None:
+            kind, name = chance.randrange(6), chance.choice(names)
+            if kind < 3 and len(names) < 60:
+                length = tree.describe(name).length
+                tree.create([NewSpec(f"s{number}", name, chance.randint(0, length))])
+                names.append(f"s{number}")
+                tree.extend(0, [names[-1]], int32(chance.randrange(4)))
+            elif kind == 3 and len(names) > 1:
+                tree.free([names.pop(chance.randrange(1, len(names)))])
+            elif kind == 4:
+                count = tree.describe(name).length // 2 * 2
+                ids = np.arange(count, dtype=np.uint32)
+                with suppress(CoreError):
+                    tree.cache.commit(name, Prefix(ids, None, str(chance.randrange(2))))
+            else:
+                tree.cache.evict("default", 3)
+
+        for number in range(40):
+            change(number)
+        tree.check_integrity()
+        for number, _ in enumerate(tree.integrity_steps(None if whole else "default")):
+            if chance.random() < 0.3:
+                change(1000 + number)
+        tree.check_integrity()

@@ -30,6 +30,7 @@ from engine_caller import (
 from engine_fakes import GEOMETRY, FakeBackend
 from engine_long import SLICE_MS, let_go, long_prefill
 
+from service.engine import work
 from service.errors import NotReady
 from service.keys import line_of
 from service.road.caller import RoadCaller
@@ -40,6 +41,7 @@ KEYS = {
     "theirs": ("theirs", ["read", "append"]),
     "reader": ("ours", ["read"]),
     "writer": ("ours", ["append"]),
+    "operator": ("ops", ["read", "admin"]),
 }
 
 
@@ -389,3 +391,38 @@ def test_what_moves_parts_of_sequences_needs_the_scope_move(
             assert told.problem["scope"] == "move"
 
     with_engine(FakeBackend(), scenario, keys_file=str(path), key="key")
+
+
+def test_a_broken_invariant_is_in_the_log_and_names_nobody_to_others(
+    keys_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(ours: Caller) -> None:
+        async with session(ours, "theirs") as theirs, session(ours, "operator") as operator:
+            await create(theirs, "secret")
+            await theirs.submit(append("secret", 5))
+            theirs.engine.store.tree.books.leaf("theirs/secret").start = 1
+            verdicts = [
+                (await one.call("pool", {})).fields["integrity"] for one in (ours, theirs, operator)
+            ]
+            broken = "broken: the service's log has the numbers"
+            assert verdicts == ["ok", broken, broken]
+            theirs.engine.store.tree.books.leaf("theirs/secret").start = 0
+
+    with_engine(FakeBackend(), scenario, keys_file=keys_file, key="ours")
+    assert caplog.text.count("theirs/secret with") == 2
+
+
+def test_a_pool_is_looked_at_between_the_turns_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of a chain of forks runs some milliseconds at a time."""
+    monkeypatch.setattr(work, "TURN_S", 0.0)
+
+    async def scenario(caller: Caller) -> None:
+        await create(caller, "n0")
+        for number in range(1, 50):
+            await create(caller, f"n{number}", parent=f"n{number - 1}")
+        before = caller.metric("attnd_slices_total")
+        numbers = (await caller.call("pool", {})).fields
+        assert (numbers["sequences"], numbers["integrity"]) == (50, "ok")
+        assert caller.metric("attnd_slices_total") >= before + 100
+
+    with_engine(FakeBackend(), scenario)

@@ -136,11 +136,11 @@ def test_the_check_of_the_pool_lets_others_have_their_turns(
     true_steps = type(tree).integrity_steps
     goes_on, steps = threading.Event(), [0]
 
-    def slow_steps(self: Any) -> Iterator[None]:
+    def slow_steps(self: Any, namespace: str | None = None) -> Iterator[None]:
         while not goes_on.wait(0.001):
             steps[0] += 1
             yield
-        yield from true_steps(self)
+        yield from true_steps(self, namespace)
 
     monkeypatch.setattr(type(tree), "integrity_steps", slow_steps)
     checked = pool.submit(lambda: httpx.get(f"{service.url}/v1/pool", timeout=20))

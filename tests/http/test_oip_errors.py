@@ -140,7 +140,7 @@ REFUSALS: tuple[tuple[str, str, Any, dict[str, Any], tuple[str, str], str], ...]
         | {"v": np.zeros((2000, KV_HEADS, 64), np.float32)},
         {"layer": 0, "sequences": ["a"], "append_indptr": [0, 2000]},
         ("507", "RESOURCE_EXHAUSTED"),
-        f"out_of_pages: 500 pages needed, {PAGES} of {PAGES} are free",
+        f"out_of_pages: 500 pages needed, {PAGES} of {PAGES} are available",
     ),
     ("no such model", "attend", {}, {}, ("404", "NOT_FOUND"), "no model 'attend'"),
 )

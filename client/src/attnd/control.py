@@ -289,7 +289,7 @@ def info_of(reply: Reply) -> Info:
 
 def pool_of(reply: Reply) -> Pool:
     known = {field.name for field in fields(Pool)} - {"meta"}
-    return Pool(**{name: reply.fields[name] for name in known}, meta=reply.meta)
+    return Pool(**{name: reply.fields[name] for name in known & set(reply.fields)}, meta=reply.meta)
 
 
 def engines_of(reply: Reply) -> tuple[EngineInfo, ...]:

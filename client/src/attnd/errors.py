@@ -40,7 +40,7 @@ AttndError                       request_id
     ├── NotReady                 503 retry_after_s
     ├── SequenceMoving           503 sequences
     ├── DeadlineExceeded         504
-    ├── OutOfPages               507 needed, free, total, held
+    ├── OutOfPages               507 needed, free, total, available, held
     └── OutOfSequences           507 needed, free, total
 
 A `ServiceError` changed nothing in the service; in a cluster, nothing but what `problem["done"]`
@@ -349,7 +349,8 @@ class DeadlineExceeded(ServiceError):
 
 
 class OutOfPages(ServiceError):
-    """`needed` pages, `free` of `total` are free: free sequences, or preempt, then try again.
+    """`needed` pages, `available` of `total` could be had: free sequences, or preempt, then try
+    again. `free` of them need no eviction.
 
     `held` says by state what the caller's namespace has, and how many leases.
     """
@@ -365,6 +366,10 @@ class OutOfPages(ServiceError):
     @property
     def free(self) -> int:
         return int(self.problem.get("free", 0))
+
+    @property
+    def available(self) -> int:
+        return int(self.problem.get("available", self.free))
 
     @property
     def total(self) -> int:

@@ -198,7 +198,8 @@ class Pool:
     """Pages by state and in total; `sharing_ratio` is tokens seen per token stored.
 
     `referenced` pages are held by sequences and leases, `pinned` ones by hard pins alone, `cached`
-    ones by nothing: they are found again, or evicted. `imports` are not finished yet.
+    ones by nothing: they are found again, or evicted. `imports` are not finished yet. `available`
+    pages could be had now: free ones, and those that would be evicted, within the quota.
     """
 
     free: int
@@ -212,6 +213,7 @@ class Pool:
     sharing_ratio: float
     integrity: str
     imports: int = 0
+    available: int = 0
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
 
@@ -331,9 +333,9 @@ class CacheEvent:
     """What became of cached pages of the caller's namespace.
 
     `type` is `stored` (with `page_keys`, the `parent_key` before them, `page_size`, and `token_ids`
-    where they are known), `removed` (`page_keys`), `cleared`, `pressure` (`is_high`, pages `free`),
-    or `too_old`: events before this one were not kept, so what is known from earlier ones may be
-    wrong.
+    where they are known), `removed` (`page_keys`), `cleared`, `pressure` (`is_high`, pages `free`
+    and `available`), or `too_old`: events before this one were not kept, so what is known from
+    earlier ones may be wrong.
     """
 
     id: int
@@ -345,6 +347,7 @@ class CacheEvent:
     page_size: int | None = None
     is_high: bool | None = None
     free: int | None = None
+    available: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
