@@ -34,6 +34,16 @@ def from_disk(path: str) -> bytes:
     return Path(path).read_bytes()
 
 
+def why_unreadable(error: OSError) -> str:
+    """What the system says of a file, and the remedy."""
+    text = error.strerror or str(error)
+    if isinstance(error, FileNotFoundError):
+        return f"{text}: name a file that exists"
+    if isinstance(error, PermissionError):
+        return f"{text}: make it readable by the service's user, {os.getuid()}"
+    return text
+
+
 class HandedFiles:
     """Files by their paths. The supervisor writes them, its processes read them.
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from config.sections import AuthSettings
 from service.errors import Unauthorized
-from service.handed_files import ReadFile, from_disk
+from service.handed_files import ReadFile, from_disk, why_unreadable
 from service.tenants import SCOPES, Tenant, tenant_of
 
 LOG: Final = logging.getLogger("attnd.keys")
@@ -73,8 +73,10 @@ def read_keys(path: str, read: ReadFile = from_disk) -> Keys:
     """
     try:
         text = read(path).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise KeysError(f"auth.keys_file {path}: {' '.join(str(error).split())}") from error
+    except OSError as error:
+        raise KeysError(f"auth.keys_file {path}: {why_unreadable(error)}") from error
+    except UnicodeDecodeError as error:
+        raise KeysError(f"auth.keys_file {path}: it is no UTF-8 text: {error.reason}") from error
     found: dict[bytes, Key] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if words := line.partition("#")[0].split():

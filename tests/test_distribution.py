@@ -209,6 +209,9 @@ def test_attnd_serves_in_a_folder_of_modules_with_the_same_names(
         output = append_and_decode(client)["tensors"]["o"]["data"]
         assert output == pytest.approx([0.25] * 8)
         assert client.get("/live").is_success
+    log = (installed.folder / "log").read_text(encoding="utf-8")
+    assert "infinite retries" not in log, "an end that was asked for looks like a failure"
+    assert not re.search("^INFO .* serve ", log, re.MULTILINE), "Serve's own lines are noise"
 
 
 def test_attnd_makes_keys_and_prints_its_version(installed: Installed) -> None:

@@ -69,6 +69,7 @@ def test_the_curl_of_the_readme_gives_what_it_should() -> None:
     told = re.search(r'make run ARGS="(.+?)"', README)
     assert told
     posts = re.findall(r"^post (\S+) '(.+?)'$", blocks("sh")[1], re.MULTILINE | re.DOTALL)
+    *posts, last = posts
     assert [route for route, _ in posts] == ["sequences", "append", "sequences", "decode"]
     json_body = {"content-type": "application/json"}
     with (
@@ -79,11 +80,15 @@ def test_the_curl_of_the_readme_gives_what_it_should() -> None:
             answer = client.post(f"/v1/{route}", content=body, headers=json_body)
             assert answer.is_success, f"{route}: {answer.text}"
         pool = client.get("/v1/pool").json()
+        client.post(f"/v1/{last[0]}", content=last[1], headers=json_body).raise_for_status()
+        assert client.get("/v1/pool").json()["sequences"] == 0, "a second run finds the ids taken"
     first, second = (answer.json()["tensors"]["o"]["data"][row * 4] for row in (0, 1))
     near, far = 1 / (1 + math.exp(-4.5)), 1 / (1 + math.exp(4.5))  # scores 9/2 and 0
     assert first == pytest.approx(near * 1 + far * 5, abs=1e-3)
     assert second == pytest.approx(far * 1 + near * 5, abs=1e-3)
     assert pool["sequences"] == 2
+    ratio = re.search(r'"sharing_ratio": ([0-9.]+)', README)
+    assert ratio and pool["sharing_ratio"] == float(ratio[1])
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["client", "session"])
@@ -93,8 +98,12 @@ def test_the_python_of_the_readme_runs(index: int, capsys: pytest.CaptureFixture
         here = source.replace("127.0.0.1:8080", f"127.0.0.1:{server.port}")
         here = here.replace("Session()", f"Session({server.socket!r})")
         assert here != source
-        exec(compile(here, "README.md", "exec"), {})
-    assert capsys.readouterr().out == "(8, 32, 128) (8, 32) 2\n"
+        for _ in range(2):
+            exec(compile(here, "README.md", "exec"), {})
+            with httpx.Client(base_url=f"http://127.0.0.1:{server.port}") as client:
+                pool = client.get("/v1/pool").json()
+            assert pool["free"] == pool["total"], "a run leaves pages behind"
+    assert capsys.readouterr().out == "(8, 32, 128) (8, 32) 2\n" * 2
 
 
 def test_every_target_that_the_readme_names_is_in_the_makefile() -> None:

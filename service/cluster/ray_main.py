@@ -11,6 +11,7 @@ from typing import Final
 
 import ray
 from ray import serve
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray.exceptions import RayError
 
 from config.settings import Settings
@@ -33,6 +34,7 @@ def serve_cluster(settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # in place of Ray's own
         signal.signal(number, lambda *_: asked.set())
     try:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config=QUIET)
         app = application(settings)
         handle = serve.run(app, name="attnd", route_prefix=None, logging_config=QUIET)
@@ -43,10 +45,17 @@ def serve_cluster(settings: Settings) -> int:
             ray.get(directory().end.remote())
         serve.delete("attnd")
         ray.kill(directory())
+        ignore_ray()
         serve.shutdown()  # type: ignore[no-untyped-call]
     finally:
         ray.shutdown()
     return 0
+
+
+def ignore_ray() -> None:
+    """Show nothing more of what Ray's processes write: of a cluster that ends on purpose they say
+    that its actors have died, and will be asked again without end."""
+    global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
 
 
 def start_ray(settings: Settings) -> None:

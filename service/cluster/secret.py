@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from config.cluster import ClusterSettings
+from service.handed_files import why_unreadable
 
 SECRET_BYTES: Final = 32
 LEAST_CHARACTERS: Final = 32
@@ -26,8 +27,10 @@ def secret_of(cluster: ClusterSettings) -> str:
     place = f"cluster.secret_file {cluster.secret_file}"
     try:
         text = Path(cluster.secret_file).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SecretError(f"{place}: {error}") from error
+    except OSError as error:
+        raise SecretError(f"{place}: {why_unreadable(error)}") from error
+    except UnicodeDecodeError as error:
+        raise SecretError(f"{place}: it is no ASCII text: {error.reason}") from error
     if len(text) < LEAST_CHARACTERS:
         rule = f"{len(text)} characters, at least {LEAST_CHARACTERS} are needed"
         raise SecretError(f"{place}: {rule}: write what `openssl rand -hex 32` prints")

@@ -7,11 +7,21 @@ import ssl
 from typing import Final
 
 from config.server import ServerSettings
-from service.handed_files import ReadFile, as_file, from_disk
+from service.handed_files import ReadFile, as_file, from_disk, why_unreadable
 
 LOG: Final = logging.getLogger("attnd.doors")
 HANDSHAKE_S: Final = 10.0
 """A client that has not shaken hands by then is cut off."""
+
+
+MARKS: Final = {
+    "tls_cert": ("certificate", b"CERTIFICATE-----"),
+    "tls_key": ("private key", b"PRIVATE KEY-----"),
+    "tls_client_ca": ("certificate", b"CERTIFICATE-----"),
+}
+"""What the file of a setting holds, and how PEM says so."""
+ENCRYPTED: Final = b"ENCRYPTED"
+MISMATCH: Final = "key values mismatch: the key belongs to another certificate: name a pair"
 
 
 class TlsError(ValueError):
@@ -39,16 +49,36 @@ class Tls:
         self.load(context)
         if client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
+            authorities = self.contents("tls_client_ca", client_ca)
             try:
-                with as_file(self.read(client_ca)) as path:
+                with as_file(authorities) as path:
                     context.load_verify_locations(path)
             except (OSError, ssl.SSLError) as error:
                 raise TlsError(f"server.tls_client_ca {client_ca}: {reason(error)}") from error
         return context
 
-    def load(self, context: ssl.SSLContext) -> None:
+    def contents(self, setting: str, path: str) -> bytes:
+        """A file that holds what the setting is for. Raises TlsError."""
         try:
-            pair = self.read(self.certificate), self.read(self.key)
+            data = self.read(path)
+        except OSError as error:
+            raise TlsError(f"server.{setting} {path}: {why_unreadable(error)}") from error
+        what, mark = MARKS[setting]
+        if mark not in data:
+            raise TlsError(
+                f"server.{setting} {path}: it has no {what}: name a PEM file, which has a line "
+                f"-----BEGIN {mark.decode()}"
+            )
+        return data
+
+    def load(self, context: ssl.SSLContext) -> None:
+        pair = self.contents("tls_cert", self.certificate), self.contents("tls_key", self.key)
+        if ENCRYPTED in pair[1]:
+            raise TlsError(
+                f"server.tls_key {self.key}: the key is encrypted, and nobody is there to type its "
+                f"password: name a plain one (openssl pkey -in {self.key} -out plain.pem)"
+            )
+        try:
             with as_file(pair[0]) as chain, as_file(pair[1]) as key:
                 context.load_cert_chain(chain, key)
             self.pair = pair
@@ -82,5 +112,7 @@ def make_tls(server: ServerSettings, read: ReadFile = from_disk) -> Tls | None:
 def reason(error: Exception) -> str:
     """What is wrong with a file, in one line."""
     if isinstance(error, ssl.SSLError):
+        if error.reason == "KEY_VALUES_MISMATCH":
+            return MISMATCH
         return (error.reason or "not a PEM file").lower().replace("_", " ")
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -230,14 +230,38 @@ def is_served(url: str, context: ssl.SSLContext) -> bool:
         return False
 
 
-def test_files_that_cannot_be_used_are_named(files: Files, tmp_path: Path) -> None:
-    with pytest.raises(TlsError, match=r"server.tls_cert .*/none, .*: No such file"):
-        Tls(str(tmp_path / "none"), files.key, None)
-    with pytest.raises(TlsError, match=r"server.tls_key .*: key values mismatch"):
+NOT_PEM = b"no PEM"
+LOCKED = b"-----BEGIN ENCRYPTED PRIVATE KEY-----\n"
+
+
+@pytest.mark.parametrize(
+    ("setting", "data", "said"),
+    [
+        ("tls_cert", None, "No such file or directory: name a file that exists"),
+        ("tls_key", None, "No such file or directory: name a file that exists"),
+        ("tls_client_ca", None, "No such file or directory: name a file that exists"),
+        ("tls_cert", NOT_PEM, "it has no certificate: name a PEM file"),
+        ("tls_key", NOT_PEM, "it has no private key: name a PEM file"),
+        ("tls_client_ca", NOT_PEM, "it has no certificate: name a PEM file"),
+        ("tls_key", LOCKED, "the key is encrypted"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_the_remedy(
+    files: Files, tmp_path: Path, setting: str, data: bytes | None, said: str
+) -> None:
+    path = tmp_path / "unusable"
+    if data is not None:
+        path.write_bytes(data)
+    named = {"tls_cert": files.cert, "tls_key": files.key, "tls_client_ca": files.ca}
+    named[setting] = str(path)
+    with pytest.raises(TlsError) as refused:
+        Tls(*named.values())
+    assert str(refused.value).startswith(f"server.{setting} {path}: {said}")
+
+
+def test_a_key_of_another_certificate_is_named_with_the_remedy(files: Files) -> None:
+    with pytest.raises(TlsError, match=r"server.tls_key .*: key values mismatch: .* name a pair"):
         Tls(files.cert, files.client, None)
-    (tmp_path / "text").write_text("text")
-    with pytest.raises(TlsError, match=r"server.tls_client_ca .*/text: "):
-        Tls(files.cert, files.key, str(tmp_path / "text"))
 
 
 @pytest.mark.parametrize(

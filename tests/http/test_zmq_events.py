@@ -150,7 +150,7 @@ def test_a_subscriber_knows_what_is_cached_and_asks_for_what_it_missed(tmp_path:
 
 def test_the_service_runs_the_publisher_as_a_process_of_its_own(tmp_path: Path) -> None:
     with listening(*endpoints(tmp_path)) as (running, url), subscribed(tmp_path) as one:
-        running.find("events over ZeroMQ at .*/replay")
+        running.find("events that subscribers missed over ZeroMQ at .*/replay")
         with httpx.Client(base_url=url, timeout=WAIT_S) as client:
             one.replay(0)
             time.sleep(0.2)

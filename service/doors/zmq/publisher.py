@@ -102,7 +102,8 @@ class Publisher:
             sock.bind(endpoint)
         except zmq.ZMQError as error:
             raise zmq.ZMQError(error.errno, f"{endpoint}: {error}") from None
-        LOG.info("events over ZeroMQ at %s", endpoint)
+        what = "events" if kind == zmq.PUB else "events that subscribers missed"
+        LOG.info("%s over ZeroMQ at %s", what, endpoint)
         return sock
 
     def drain(self) -> None:
