@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -57,6 +58,17 @@ def test_it_appends_decodes_and_finds_the_numbers_right(program: Path, engine_so
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
         assert "lse = " in done.stdout, done.stdout
         assert "largest difference from its own computation" in done.stdout, done.stdout
+
+
+def test_the_command_of_the_examples_page_runs(tmp_path: Path, engine_socket: Path) -> None:
+    page = (ROOT / "examples/README.md").read_text(encoding="utf-8")
+    found = re.search(r"`(cc .+road\.c.+?)`", page)
+    assert found
+    command = found[1].replace("/tmp/attnd-$(id -u)/8080.sock", str(engine_socket))
+    assert command != found[1], "it names the engine's socket"
+    command = command.replace("/tmp/road", str(tmp_path / "road"))
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_where_nobody_listens_it_says_so(program: Path, tmp_path: Path) -> None:
