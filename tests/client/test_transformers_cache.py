@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from attnd import Client, OutOfPages, Session
+from attnd.torch import TorchSession
 from attnd.transformers import AttndCache, pool_settings
 from running_service import ROOT, connect, service
 from tiny_models import SIZES, Prompts, assert_same, generated, padded, prompts, random_tokens, tiny
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     DynamicCache,
     GptOssConfig,
     GptOssForCausalLM,
@@ -23,6 +26,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     T5Config,
 )
 
@@ -138,8 +143,9 @@ def test_attention_sinks_are_refused(session: Session) -> None:
         ),
         (lambda given: {**given, "attention_mask": torch.ones(1, 3)}, r"is \[1, 3\], not \[1, 4\]"),
         (lambda given: {**given, "output_attentions": True}, "the weights of attention"),
+        (lambda given: {**given, "use_cache": False}, "leave use_cache at True"),
     ],
-    ids=["no cache", "another cache", "a mask of one's own", "another length", "weights"],
+    ids=["no cache", "another cache", "a mask of one's own", "another length", "weights", "unused"],
 )
 def test_a_forward_that_attnd_cannot_serve_is_refused(
     session: Session, change: Callable[[dict[str, Any]], dict[str, Any]], told: str
@@ -306,12 +312,185 @@ def test_sequences_of_a_process_that_ends_are_deleted(session: Session, socket: 
     assert session.pool().sequences == 0
 
 
-def test_a_session_that_is_closed_first_is_no_error(client: Client, socket: str) -> None:
+def test_a_session_that_is_closed_first_deletes_the_sequences_of_its_caches(
+    client: Client, socket: str
+) -> None:
+    model = tiny()
+    session = Session(socket)
+    view = session.with_options(request_id="a view")
+    caches = [AttndCache(session, model), AttndCache(view, model)]
+    for cache in caches:
+        generated(model, prompts(4), cache)
+    caches.append(caches[0].fork())
+    collected = AttndCache(session, model)
+    generated(model, prompts(4), collected)
+    del collected, cache
+    gc.collect()
+    session.close()
+    assert client.pool().sequences == 0
+    for cache in caches:
+        cache.close()
+        cache.close()
+    with pytest.raises(RuntimeError, match="the cache is closed"):
+        generated(model, prompts(4), caches[0])
+
+
+def test_a_cache_of_a_session_whose_engine_is_gone_closes_without_an_error(socket: str) -> None:
     model = tiny()
     with Session(socket) as session:
         cache = AttndCache(session, model)
-        generated(model, prompts(4), cache)
-        (name,) = cache.sequences
-    with pytest.raises(RuntimeError, match="the session is closed"):
+        session._road.path = "/nowhere"
+        session._road.connected(time.monotonic() + 1).close()
+        session.close()
         cache.close()
-    client.delete_sequence(name)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_an_error_behind_the_last_attention_takes_the_forward_back(
+    session: Session, error: type[BaseException], tokens: int
+) -> None:
+    model, batch = tiny(), prompts(9, 12)
+
+    def broken(*_: Any) -> None:
+        raise error
+
+    with AttndCache(session, model) as cache, torch.inference_mode():
+        if tokens:
+            model(
+                batch.ids[:, :tokens],
+                attention_mask=batch.mask[:, :tokens],
+                past_key_values=cache,
+            )
+        given = {
+            "input_ids": batch.ids[:, tokens:],
+            "attention_mask": batch.mask,
+            "past_key_values": cache,
+        }
+        hook = model.lm_head.register_forward_pre_hook(broken)
+        for _ in range(2):
+            with pytest.raises(error):
+                model(**given)
+        hook.remove()
+        if error is ZeroDivisionError:
+            assert cache.get_seq_length() == tokens
+        logits = model(**given).logits[:, -1]
+        stored = [session.get_sequence(name).length for name in cache.sequences]
+        assert stored == [9, 12]
+        wanted = tiny()
+        wanted.set_attn_implementation("eager")
+        expected = wanted(batch.ids, attention_mask=batch.mask).logits[:, -1]
+        torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_an_error_in_mid_forward_frees_its_sequences_at_once(socket: str, client: Client) -> None:
+    model, batch = tiny(), prompts(9, 12)
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with TorchSession(socket) as session, AttndCache(session, model) as cache:
+        hook = model.model.layers[1].register_forward_pre_hook(broken)
+        with torch.inference_mode(), pytest.raises(ZeroDivisionError):
+            model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
+        hook.remove()
+        hurried = client.with_options(deadline=2.0)
+        for name in cache.sequences:
+            hurried.truncate(name, 0)
+
+
+def test_an_error_behind_the_last_attention_of_a_step_takes_it_back(socket: str) -> None:
+    model, batch = tiny(), prompts(9, 12)
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with TorchSession(socket) as session, AttndCache(session, model) as cache:
+        hook = model.lm_head.register_forward_pre_hook(broken)
+        with torch.inference_mode(), pytest.raises(ZeroDivisionError):
+            model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
+        hook.remove()
+        assert [session.session.get_sequence(name).length for name in cache.sequences] == [0, 0]
+        assert_same(generated(model, batch, cache), generated(model, batch))
+
+
+def of(kind: str, **sizes: Any) -> Any:
+    """A tiny model of a type, with its own defaults elsewhere."""
+    common = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(kind, **{**common, **sizes})
+    config._attn_implementation = None
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.set_attn_implementation("attnd")
+    return model
+
+
+@pytest.mark.parametrize("kind", ["bloom", "falcon", "gptj", "codegen", "xglm"])
+def test_a_model_with_attention_of_its_own_is_refused_with_that_reason(
+    session: Session, kind: str
+) -> None:
+    model = of(kind, **({"rotary_dim": 8} if kind in ("gptj", "codegen") else {}))
+    for refused in (lambda: AttndCache(session, model), lambda: pool_settings(model)):
+        with pytest.raises(ValueError, match="computes attention in its own code"):
+            refused()
+
+
+@pytest.mark.parametrize("kind", ["rwkv", "xlstm"])
+def test_a_model_without_attention_is_refused_with_that_reason(kind: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="keeps no keys and values"):
+        pool_settings(model)
+
+
+def test_lists_of_a_configuration_that_ask_for_nothing_are_no_reason() -> None:
+    model = tiny()
+    model.config.kv_sharing_modes = [None, None]
+    assert pool_settings(model)["pool.num-layers"] == 2
+    model.config.kv_sharing_modes = [None, "last"]
+    with pytest.raises(ValueError, match="another layer's keys"):
+        pool_settings(model)
+
+
+def test_a_model_whose_layers_have_several_head_dims_is_refused_with_them() -> None:
+    model = tiny()
+    model.model.layers[1].self_attn.head_dim = 2 * model.config.head_dim
+    with pytest.raises(ValueError, match=r"have head_dim \d+, \d+: attnd's pool has one"):
+        pool_settings(model)
+
+
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_a_model_that_changes_keys_or_values_behind_the_cache_is_refused_with_that_reason(
+    session: Session, which: str
+) -> None:
+    model = tiny()
+    update = AttndCache.update
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        key, value = update(self, *args, **kwargs)
+        return (key.clone(), value) if which == "key" else (key, value.clone())
+
+    with AttndCache(session, model) as cache, torch.inference_mode():
+        cache.update = changed.__get__(cache)
+        with pytest.raises(ValueError, match=rf"LlamaAttention changes the {which}s between"):
+            model(prompts(4).ids, past_key_values=cache)
+        del cache.update
+        model(prompts(4).ids, past_key_values=cache)
+        assert cache.get_seq_length() == 4
+
+
+def test_a_mask_that_no_layer_attends_with_is_no_reason_to_refuse(session: Session) -> None:
+    config = Qwen2MoeConfig(
+        **SIZES,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = Qwen2MoeForCausalLM(config).eval()
+    assert config.sliding_window == 0
+    model.set_attn_implementation("attnd")
+    batch = prompts(9, 12)
+    with AttndCache(session, model) as cache:
+        assert_same(generated(model, batch, cache), generated(model, batch))

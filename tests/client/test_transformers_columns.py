@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from attnd.transformers.attention import checked_mask
 from attnd.transformers.columns import Columns, hide, mask_of, plan
 from attnd.transformers.masks import attnd_mask
 from attnd.transformers.prefixes import rows_under, stored_columns, tree_of
@@ -119,15 +120,25 @@ def test_causal_masks_are_noted_with_their_window() -> None:
     ],
     ids=["both ways", "a window both ways", "chunks", "another window", "unknown"],
 )
-def test_other_masks_are_refused(function: object, window: int | None) -> None:
+def test_other_masks_are_refused_where_a_layer_attends_with_them(
+    function: object, window: int | None
+) -> None:
+    made = attnd_mask(mask_function=function, local_size=window)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="attnd serves causal attention with padding"):
-        attnd_mask(mask_function=function, local_size=window)  # type: ignore[arg-type]
+        checked_mask(made, window)
+
+
+def test_a_window_of_no_key_is_refused_by_its_name() -> None:
+    made = attnd_mask(mask_function=sliding_window_causal_mask_function(0), local_size=0)
+    with pytest.raises(ValueError, match="sliding_window is 0, in which no key is visible"):
+        checked_mask(made, 0)
 
 
 def test_a_model_that_overlays_the_causal_mask_is_refused() -> None:
     for options in ({"use_vmap": True}, {"allow_is_causal_skip": False}):
+        made = attnd_mask(mask_function=causal_mask_function, **options)
         with pytest.raises(ValueError, match="a mask of its own making"):
-            attnd_mask(mask_function=causal_mask_function, **options)
+            checked_mask(made, None)
 
 
 def test_prompts_share_in_a_tree() -> None:

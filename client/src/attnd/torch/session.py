@@ -105,6 +105,7 @@ class TorchSession:
 
     def close(self) -> None:
         """End the session; steps that are still open are aborted."""
+        self.session.end_users()
         self._steps.close()
         self.session.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -13,13 +15,15 @@ from attnd.transformers.roads import Scoring
 NAME: Final = "attnd"
 """Of this function: `attn_implementation="attnd"`."""
 TAG: Final = "attnd"
-"""The attribute by which K that a cache was given leads back to it."""
+"""The attribute by which K and V that a cache was given lead back to it."""
+LATEST: Final[deque[Callable[[], Any]]] = deque(maxlen=1)
+"""A weak reference to the cache that was given keys last, for the reason of a refusal."""
 
 REFUSED: Final = {
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
     "position_bias": "a bias of positions",
-    "output_attentions": "the weights of attention: set output_attentions=False",
+    "output_attentions": "the weights of attention (leave it at False)",
     "indices": "attention to chosen keys",
     "block_indices": "attention to chosen blocks",
     "cu_seq_lens_q": "sequences packed into one row",
@@ -29,7 +33,7 @@ REFUSED: Final = {
 
 NO_CACHE: Final = (
     "attnd attends KV that an AttndCache holds, and these keys are of none: pass "
-    "past_key_values=AttndCache(session, model) to the model or to generate()"
+    "past_key_values=AttndCache(session, model) and use_cache=True to the model or to generate()"
 )
 
 
@@ -52,10 +56,7 @@ def attnd_attention(
     head_dim]` with the new columns only; answers `[rows, columns, num_qo_heads, head_dim]`. Raises
     ValueError for what attnd does not compute, and whatever the session raises.
     """
-    given = getattr(key, TAG, None)
-    if given is None:
-        raise ValueError(NO_CACHE)
-    cache, layer = given
+    cache, layer = cache_of(module, key, value)
     batch = cache.taken()
     refuse_others({"is_causal": is_causal, **others}, module, dropout)
     if query.requires_grad and torch.is_grad_enabled():
@@ -67,11 +68,32 @@ def attnd_attention(
     return batch.attend(layer, (query, key, value), mask.visible, scoring), None
 
 
+def cache_of(module: Any, key: torch.Tensor, value: torch.Tensor) -> tuple[Any, int]:
+    """The cache that gave a layer these keys and values, and the layer's number there."""
+    for name, states in (("keys", key), ("values", value)):
+        given = getattr(states, TAG, None)
+        if given is not None:
+            continue
+        latest = LATEST[-1]() if LATEST else None
+        if latest is None or not latest.awaits(getattr(module, "layer_idx", None)):
+            raise ValueError(NO_CACHE)
+        latest.taken()
+        raise ValueError(
+            f"{type(module).__name__} changes the {name} between its cache and its attention: "
+            "attnd attends them as they were stored, so it cannot serve this model; use another "
+            "attn_implementation"
+        )
+    found: tuple[Any, int] = getattr(key, TAG)
+    return found
+
+
 def checked_mask(mask: CausalMask | torch.Tensor | None, sliding_window: int | None) -> CausalMask:
     """The mask that `attnd_mask` made; ValueError for a model's or a caller's own."""
     if not isinstance(mask, CausalMask):
         what = "no mask" if mask is None else f"a mask of {mask.ndim} dimensions"
         raise ValueError(f"the layer is given {what}, not one that transformers makes: {REMEDY}")
+    if mask.refusal:
+        raise ValueError(mask.refusal)
     if sliding_window is not None and -1 != mask.window_left != window_left(sliding_window):
         raise ValueError(
             f"the layer's sliding_window is {sliding_window}, its mask's {mask.window_left + 1}"

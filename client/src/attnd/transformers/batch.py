@@ -53,6 +53,10 @@ class Batch:
         self._done: set[int] = set()
         self._last: Any = None
         self._before: Columns | None = None
+        self._entered = False
+        """Whether a call of the whole model is under way, or was interrupted."""
+        self._begun: list[Columns | None] = []
+        """The columns before the first forward that was completed in this call."""
 
     @property
     def covered(self) -> int:
@@ -65,7 +69,8 @@ class Batch:
         """Store k and v of a layer and attend; `[rows, columns, num_qo_heads, head_dim]`.
 
         `visible [rows, covered + columns]` hides padding; None hides nothing. The first layer
-        begins a forward, the last one completes it; an error takes all of it back.
+        begins a forward, the last one completes it; an error takes all of it back, and so does
+        `leave` where the model fails behind its last layer.
         """
         if self.recorder is not None:
             return self.recorder(layer, qkv, scoring)
@@ -145,8 +150,45 @@ class Batch:
             self.road.end(self.handle)
             self._last = self.handle
         self._before, self.columns = self.columns, step.forward.after
+        if self._entered and not self._begun:
+            self._begun.append(self._before)
         self._step, self.handle = None, None
         self._done.clear()
+
+    def enter(self) -> None:
+        """A call of the whole model begins. One that was interrupted is taken back first."""
+        self._revoke()
+        self._entered = True
+
+    def leave(self, *, failed: bool) -> None:
+        """The call is over: its forward counts, or is taken back even where all layers attended."""
+        if not failed:
+            self._entered = False
+            self._begun.clear()
+            return
+        with contextlib.suppress(AttndError, RuntimeError):  # else the next forward does it
+            self._revoke()
+
+    def _revoke(self) -> None:
+        if not self._entered:
+            return
+        self._take_back()
+        if self._begun:
+            self._await_last()
+            to = self._begun[0] or Columns(np.zeros((len(self.names), 0), np.bool_))
+            self.cut(to)
+        self._entered = False
+        self._begun.clear()
+
+    def _await_last(self) -> None:
+        """Wait for the last forward's end; one that failed is as if it had never been."""
+        last, self._last = self._last, None
+        try:
+            if last is not None:
+                self.road.wait(last)
+        except AttndError:
+            self.columns = self._before
+            raise
 
     def give_up(self) -> None:
         """After an error: take the forward back. What went wrong first is what counts."""
@@ -160,13 +202,8 @@ class Batch:
         backs; that one is taken back too.
         """
         self._take_back()
-        last, self._last = self._last, None
-        try:
-            if last is not None:
-                self.road.wait(last)
-        except AttndError:
-            self.columns = self._before
-            raise
+        self._revoke()
+        self._await_last()
 
     def _take_back(self) -> None:
         if self.closed:

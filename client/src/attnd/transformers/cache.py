@@ -16,9 +16,10 @@ from transformers import Cache
 from attnd.client import Client
 from attnd.errors import AttndError
 from attnd.session import Session
-from attnd.transformers.attention import NAME, TAG
+from attnd.transformers.attention import LATEST, NAME, TAG
 from attnd.transformers.batch import Batch
 from attnd.transformers.device import DeviceRoad
+from attnd.transformers.forwards import watch
 from attnd.transformers.geometry import Geometry, check_pool, geometry_of
 from attnd.transformers.graphs import Decodes, replaying
 from attnd.transformers.host import HostRoad
@@ -36,7 +37,7 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
     Every row is one sequence; padding is not stored. `crop`, `reorder_cache` and their like cut
     and fork sequences. A forward that fails is taken back before the next one. Close the cache, or
     use it with `with`: its sequences are deleted then, or when it is collected, or when the
-    interpreter ends. Keep the session open until then. One thread at a time.
+    interpreter ends, or when its session is closed. One thread at a time.
     """
 
     def __init__(
@@ -47,11 +48,12 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         Raises ValueError when the model asks for what attnd does not serve, or when the pool is not
         the model's; then with the command that starts the right service.
         """
+        geometry = geometry_of(model, dtype)
         if model.config._attn_implementation != NAME:
             now = model.config._attn_implementation
             remedy = f'call model.set_attn_implementation("{NAME}") first'
             raise ValueError(f"the model's attn_implementation is {now!r}: {remedy}")
-        geometry = geometry_of(model, dtype)
+        watch(model)
         road: Road[Any] = (
             HostRoad(session)
             if isinstance(session, Session | Client)
@@ -73,6 +75,8 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         self.batch = Batch(road, geometry.num_layers)
         self._finalizer = weakref.finalize(self, delete_behind, road.control, self.batch.names)
         self._finalizer.atexit = False
+        if isinstance(road.control, Session):
+            road.control.at_close(self.close)
         OPEN.add(self)
 
     def update(
@@ -91,8 +95,9 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         if (missed := self._given) is not None:
             self._given = None
             raise RuntimeError(
-                f"layer {missed} gave the cache k and v, and its attention was not attnd's: "
-                f'call model.set_attn_implementation("{NAME}")'
+                f"layer {missed} gave the cache k and v, and its attention was not attnd's: call "
+                f'model.set_attn_implementation("{NAME}"); where that was done, the model computes '
+                "this attention in its own code, and attnd cannot serve it"
             )
         wanted = (self._geometry.num_kv_heads, self._geometry.head_dim)
         for name, states in (("k", key_states), ("v", value_states)):
@@ -104,8 +109,14 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
                     "attnd cannot serve this model"
                 )
         self._given = layer_idx
-        setattr(key_states, TAG, (self, layer_idx))
+        for states in (key_states, value_states):
+            setattr(states, TAG, (self, layer_idx))
+        LATEST.append(weakref.ref(self))
         return key_states, value_states
+
+    def awaits(self, layer: int | None) -> bool:
+        """Whether k and v of this layer were given, and its attention has not come yet."""
+        return self._given is not None and layer in (None, self._given)
 
     def taken(self) -> Batch:
         """Attention takes up the k and v that were given last."""

@@ -63,6 +63,7 @@ def geometry_of(model: Any, dtype: str | None = None) -> Geometry:
     """What the model's configuration says; ValueError when it asks for what attnd does not have."""
     config = model.config.get_text_config(decoder=True)
     check_served(model.config, config)
+    check_attention(model, config)
     if model.dtype not in DTYPES:
         known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
         raise ValueError(f"the model is {model.dtype}: attnd takes {known}; convert it with .to()")
@@ -81,13 +82,40 @@ def check_served(config: Any, decoder: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise refusal(config, "is_encoder_decoder", True, "encoder-decoder models")
     for name, meaning in FEATURES.items():
-        if value := getattr(decoder, name, None):
+        value = getattr(decoder, name, None)
+        if any(value) if isinstance(value, list | tuple) else value:
             raise refusal(decoder, name, value, meaning)
     if not getattr(decoder, "is_causal", True):
         raise refusal(decoder, "is_causal", False, "attention that is not causal")
     for kind in getattr(decoder, "layer_types", None) or ():
         if kind not in KINDS:
             raise refusal(decoder, "layer_types", kind, f"layers but {' and '.join(KINDS)}")
+
+
+def check_attention(model: Any, decoder: Any) -> None:
+    """ValueError for a model whose attention attnd cannot take the place of."""
+    what = type(model).__name__
+    if getattr(decoder, "num_attention_heads", None) is None:
+        raise ValueError(
+            f"{type(decoder).__name__} has no num_attention_heads: {what} keeps no keys and values "
+            "for attnd to serve; use the model without an AttndCache"
+        )
+    can_set = getattr(model, "_can_set_attn_implementation", None)
+    if can_set is not None and not can_set():
+        raise ValueError(
+            f"{what} computes attention in its own code, without transformers' AttentionInterface, "
+            "and set_attn_implementation does nothing: attnd cannot serve this model"
+        )
+    sizes = {
+        int(module.head_dim)
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and isinstance(getattr(module, "head_dim", None), int)
+    }
+    if len(sizes) > 1:
+        raise ValueError(
+            f"layers of {what} have head_dim {', '.join(map(str, sorted(sizes)))}: attnd's pool "
+            "has one for all layers; use another attn_implementation for this model"
+        )
 
 
 def refusal(config: Any, name: str, value: object, meaning: str) -> ValueError:
@@ -100,7 +128,7 @@ def refusal(config: Any, name: str, value: object, meaning: str) -> ValueError:
 def windows_of(config: Any) -> list[int]:
     """Each layer's `window_left`; transformers' sliding window counts the query's own key too."""
     kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
+    window = getattr(config, "sliding_window", None) or None  # some models' 0 means none
     if kinds is None:
         kinds = ["full_attention" if window is None else "sliding_attention"]
         kinds *= config.num_hidden_layers
@@ -109,7 +137,7 @@ def windows_of(config: Any) -> list[int]:
 
 def window_left(sliding_window: int | None) -> int:
     """attnd's name for a window that transformers counts with the query's own key in it."""
-    return -1 if sliding_window is None else sliding_window - 1
+    return -1 if not sliding_window else sliding_window - 1
 
 
 def check_pool(geometry: Geometry, info: Info) -> None:

@@ -24,6 +24,8 @@ class CausalMask:
 
     visible: torch.Tensor | None
     window_left: int
+    refusal: str = ""
+    """Why no layer can attend with it: a model may make masks that none of its layers uses."""
 
 
 def attnd_mask(
@@ -37,13 +39,17 @@ def attnd_mask(
 ) -> CausalMask:
     """What transformers calls once a forward for each kind of mask, in place of making one.
 
-    Raises ValueError for a mask that is not causal: packed sequences, blocks, a model's own rules.
+    A mask that is not causal is refused where a layer attends with it: packed sequences, blocks, a
+    model's own rules.
     """
+    refusal = ""
     if use_vmap or not allow_is_causal_skip or not is_causal(mask_function, local_size):
-        raise ValueError(f"the model asks for a mask of its own making: {REMEDY}")
-    if attention_mask is not None and attention_mask.ndim != 2:
-        raise ValueError(f"attention_mask has {attention_mask.ndim} dimensions, not 2: {REMEDY}")
-    return CausalMask(attention_mask, -1 if local_size is None else local_size - 1)
+        refusal = f"the model asks for a mask of its own making: {REMEDY}"
+        if local_size == 0:
+            refusal = f"the layer's sliding_window is 0, in which no key is visible: {REMEDY}"
+    elif attention_mask is not None and attention_mask.ndim != 2:
+        refusal = f"attention_mask has {attention_mask.ndim} dimensions, not 2: {REMEDY}"
+    return CausalMask(attention_mask, -1 if local_size is None else local_size - 1, refusal)
 
 
 def is_causal(function: MaskFunction, window: int | None) -> bool:

@@ -22,10 +22,13 @@ def delete_behind(control: Session | Client, names: Sequence[str]) -> None:
     """Delete the sequences of a cache that was collected.
 
     The collector runs in the midst of anything, a call of this very session included, so a thread
-    does it. Errors have nobody to go to: a session that was closed first has left its sequences.
+    does it, for which the session waits when it is closed. Errors have nobody to go to.
     """
     if names:
-        threading.Thread(target=delete_quietly, args=(control, list(names)), daemon=True).start()
+        thread = threading.Thread(target=delete_quietly, args=(control, list(names)), daemon=True)
+        thread.start()
+        if isinstance(control, Session):
+            control.at_close(thread.join)
 
 
 def delete_quietly(control: Session | Client, names: Sequence[str]) -> None:
