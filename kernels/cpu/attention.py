@@ -66,9 +66,9 @@ def _found(
                 found = fused.tile_states(q[tile.index], k, v, tile, scoring.sm_scale)
                 if not found.are_finite:
                     # torch adds -inf to hidden scores: of NaN and +inf it makes NaN
-                    packed = q[tile.index].float() * scores.q_factor
-                    wide = (x.flatten(0, 1).float() for x in (k, v))
-                    found = _tile_states(packed, *wide, tile.shape, tile.hidden, scores.cap)
+                    rows = q[tile.index].float() * scores.q_factor
+                    keys, values = k.flatten(0, 1).float(), v.flatten(0, 1).float()
+                    found = _tile_states(rows, keys, values, tile.shape, tile.hidden, scores.cap)
                 yield tile.index, found
         return
     q = q.to(torch.float32) * scores.q_factor
