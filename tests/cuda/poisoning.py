@@ -15,13 +15,16 @@ FREED: Final = 0xFF
 class _Block:
     """Memory of a stream's pool; goes back poisoned when the last reference goes."""
 
+    active = False
+
     def __init__(self, size: int) -> None:
         self.stream = cupy.cuda.get_current_stream()
         self.size = size
         self.memory = cupy.get_default_memory_pool().malloc(size)
 
     def __del__(self) -> None:
-        runtime.memsetAsync(self.memory.ptr, FREED, self.size, self.stream.ptr)
+        if _Block.active:  # else its stream may be gone
+            runtime.memsetAsync(self.memory.ptr, FREED, self.size, self.stream.ptr)
 
 
 def _allocate(size: int) -> Any:
@@ -35,8 +38,10 @@ def _allocate(size: int) -> Any:
 @contextmanager
 def poisoned_when_freed() -> Iterator[None]:
     cupy.cuda.set_allocator(_allocate)
+    _Block.active = True
     try:
         yield
     finally:
+        _Block.active = False
         cupy.cuda.Device().synchronize()
         cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
