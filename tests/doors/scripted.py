@@ -307,3 +307,9 @@ def replies(data: bytes) -> list[Reply]:
         found.append(Reply(status, headers, data[:length]))
         data = data[length:]
     return found
+
+
+def only(data: bytes) -> Reply:
+    """The one response in a stream of bytes."""
+    (reply,) = replies(data)
+    return reply

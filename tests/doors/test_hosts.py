@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripted import Reply, Running, receive_all, replies, serving
+from scripted import Running, only, receive_all, serving
 
 from config.settings import load_settings
 from service.doors.http.heads import ONCE, Said
@@ -33,11 +33,6 @@ VALUES = {
 def head(*lines: str, host: str = "host: localhost", method: str = "GET /v1/info") -> bytes:
     lines = (f"{method} HTTP/1.1", *([host] if host else []), *lines)
     return "\r\n".join([*lines, "", ""]).encode()
-
-
-def only(data: bytes) -> Reply:
-    (reply,) = replies(data)
-    return reply
 
 
 def test_every_header_that_decides_is_tried() -> None:

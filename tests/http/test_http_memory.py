@@ -8,7 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -30,6 +30,8 @@ from http_messages import (
     write_body,
 )
 from http_service import Service, serving, wait_for
+
+from service.keys import line_of
 
 MIB = 2**20
 
@@ -101,24 +103,52 @@ def problem_of(peer: socket.socket) -> dict[str, object]:
     return problem
 
 
+LIMITS = (
+    *("--server.max-body-bytes", str(24 * MIB), "--server.max-answer-bytes", str(MIB)),
+    *("--server.max-inflight-bytes", str(64 * MIB)),
+)
+
+
+def begin_body(service: Service, open_ones: ExitStack, *lines: str) -> socket.socket:
+    """A request of 24 MiB on a connection of its own, all but its last byte, as far as the service
+    takes it."""
+    peer = open_ones.enter_context(service.connect())
+    start = head("/v1/merge", 24 * MIB)[:-2]
+    with suppress(OSError):
+        peer.sendall(b"\r\n".join((start[:-2], *map(str.encode, lines), b"", bytes(24 * MIB - 1))))
+    return peer
+
+
 def test_unfinished_bodies_take_no_more_than_is_allowed() -> None:
-    limits = {"max-body-bytes": 24 * MIB, "max-answer-bytes": MIB, "max-inflight-bytes": 64 * MIB}
-    arguments = [part for name, n in limits.items() for part in (f"--server.{name}", str(n))]
-    with serving(*arguments) as service, ExitStack() as open_ones:
-        peers = [open_ones.enter_context(service.connect()) for _ in range(12)]
+    with serving(*LIMITS) as service, ExitStack() as open_ones:
         before = resident()
-        for peer in peers[:2]:
-            peer.sendall(head("/v1/merge", 24 * MIB) + bytes(MIB))
-        wait_for(lambda: taken(service) >= 48 * MIB, "two bodies to have their places")
-        for peer in peers[2:]:
-            peer.sendall(head("/v1/merge", 24 * MIB))
-            assert problem_of(peer)["code"] == "overloaded"
+        first = begin_body(service, open_ones)
+        wait_for(lambda: taken(service) >= 24 * MIB, "one body to have its place")
+        for _ in range(8):
+            problem = problem_of(begin_body(service, open_ones))
+            assert (problem["code"], problem["retry_after_s"]) == ("overloaded", 1.0)
         assert taken(service) <= 64 * MIB and resident() - before < 64 * MIB
         with service.client() as client:
             assert client.get("/v1/info").status_code == 200, "small ones find room"
-        for peer in peers[:2]:
-            peer.close()
+        first.close()
         wait_for(lambda: taken(service) < MIB, "the places to come back")
+
+
+def test_one_namespace_leaves_room_for_the_bodies_of_another(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("\n".join(line_of(name, name, ["read", "append"]) for name in ("red", "blue")))
+    with serving(*LIMITS, "--auth.keys-file", str(path)) as service, ExitStack() as open_ones:
+        peers = [begin_body(service, open_ones, "authorization: Bearer red") for _ in range(6)]
+        assert {problem_of(peer)["code"] for peer in peers[1:]} == {"overloaded"}
+        with service.client() as client:
+            states = {"o": np.zeros((1500, 2, 8, 64), WIRE_DTYPE)}
+            states["lse"] = np.zeros((1500, 2, 8), np.float32)
+            body = write_body(SAFETENSORS, {}, states)
+            for name, status in (("blue", 200), ("red", 200), ("nobody", 401)):
+                headers = {"content-type": SAFETENSORS, "authorization": f"Bearer {name}"}
+                response = client.post("/v1/merge", content=body, headers=headers)
+                assert response.status_code == status, response.text
+        assert service.door.underway.by_caller.keys() == {"red"}
 
 
 def test_memory_that_the_system_does_not_give_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,17 @@ from typing import Final, Protocol
 
 from service.doors.http.chunks import Chunks
 from service.doors.http.gone import ClientGone
+from service.doors.http.underway import FIRST_BYTES, GROWTH, Underway
 from service.errors import AttndError, BodyTooLarge
 from service.road.slots import ArenaFull, Slot
 
-FIRST_BYTES: Final = 64 * 2**10
-"""Room that a body of unknown length gets first; then twice as much each time."""
 NOTHING: Final = memoryview(b"")
 
 
 class Source(Protocol):
     """Where slots come from, and go to."""
+
+    underway: Underway
 
     def take(self, size: int) -> Slot:
         """Raises ArenaFull."""
@@ -26,12 +27,15 @@ class Source(Protocol):
 
 class Body:
     """One body. A declared length is received straight into its slot, chunks are copied there.
+    The slot grows with what comes; `caller` is whose share of all room it takes.
 
     When no slot can be had at once it stalls, holding what `wanted` says, until it is `place`d.
     `lead` bytes of the slot before it are left free.
     """
 
     __slots__ = (
+        "booked",
+        "caller",
         "chunks",
         "complete",
         "declared",
@@ -51,6 +55,9 @@ class Body:
         self.chunks = chunks
         self.limit = limit
         self.received = self.lead = 0
+        self.caller = ""
+        self.booked = 0
+        """Bytes of that share."""
         self.complete = chunks is None and not declared
         self.slot: Slot | None = None
         self.view = NOTHING
@@ -72,23 +79,37 @@ class Body:
         """Declared bytes that have not come yet."""
         return 0 if self.declared is None else self.declared - self.received
 
-    def begin(self, source: Source, lead: int = 0) -> None:
+    def begin(self, source: Source, caller: str = "", lead: int = 0) -> None:
         """Ask for room; a body declared beyond the limit gets none, and will be refused."""
-        self.source, self.lead = source, lead
+        self.source, self.caller, self.lead = source, caller, lead
         if self.complete or self.failure is not None:
             return
-        if (self.declared or 0) <= self.limit:
-            self.ask(FIRST_BYTES if self.declared is None else self.declared)
+        if self.declared is None:
+            self.ask(FIRST_BYTES)
+        elif self.declared <= self.limit:
+            self.ask(source.underway.first_room(caller, self.declared))
 
     def ask(self, size: int) -> None:
-        """Take a slot, or stall."""
+        """Take a slot, or stall; fail where the caller's share is used up."""
         if self.source is None:
             raise RuntimeError("a body that nobody asked for has no room: this is a bug")
+        try:
+            self.book(size)
+        except AttndError as error:
+            self.fail(error)
+            return
         try:
             self.place(self.source.take(self.lead + size))
         except ArenaFull:
             self.wanted = self.lead + size
             self.wake()
+
+    def book(self, size: int) -> None:
+        """Take `size` bytes of the caller's share in place of those that it has. Raises
+        Overloaded."""
+        if self.source is not None and size != self.booked:
+            self.source.underway.change(self.caller, self.booked, size)
+            self.booked = size
 
     def place(self, slot: Slot) -> None:
         """Go on in this slot, with what has come already copied over."""
@@ -106,12 +127,14 @@ class Body:
         self.received += count
         if self.received == self.declared:
             self.finish()
+        elif self.declared is not None and self.received >= len(self.view):
+            self.ask(min(GROWTH * self.received, self.declared))
 
     def feed(self, data: memoryview) -> int:
         """Copy in what has come; how much of `data` was the body's. Less than all of it when the
         body is complete, or stalls."""
         if self.chunks is None:
-            piece = data[: self.left]
+            piece = data[: len(self.room())]
             self.view[self.received : self.received + len(piece)] = piece
             self.got(len(piece))
             return len(piece)
@@ -126,6 +149,8 @@ class Body:
                 raise too_large(size, self.limit)
             if size > len(self.view):
                 self.ask(min(max(2 * len(self.view), size), self.limit))
+                if self.failure is not None:
+                    return len(data)
                 if self.wanted:
                     chunks.left += end - begin
                     return begin
@@ -139,6 +164,7 @@ class Body:
 
     def finish(self) -> None:
         self.complete = True
+        self.book(0)
         self.wake()
 
     def fail(self, error: AttndError | ClientGone) -> None:
@@ -175,6 +201,7 @@ class Body:
     def release(self) -> None:
         """The request is over: give its memory back, now. (A failure has a traceback, and that has
         this body.)"""
+        self.book(0)
         self.give_up_slot()
         self.failure = None
 

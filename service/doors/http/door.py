@@ -17,6 +17,7 @@ from service.doors.http.exchange import Exchange
 from service.doors.http.helper import Helper
 from service.doors.http.hosts import HostRule
 from service.doors.http.protocol import Connection
+from service.doors.http.underway import Underway
 from service.doors.ledger import Ledger
 from service.doors.link import QUIET_S, Link
 from service.doors.tracing import Tracing
@@ -60,6 +61,7 @@ class Door:
         self.helper = Helper(self)
         self.buffer = bytearray(READ_BYTES)
         self.connections: set[Connection] = set()
+        self.underway = Underway(limits.max_inflight_bytes)
         soft, spare = descriptors()
         self.max_connections = min(limits.max_connections, soft - spare)
         self.max_lingering = spare // 2

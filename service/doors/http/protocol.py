@@ -102,6 +102,9 @@ class Connection(asyncio.BufferedProtocol):
         if body.complete:
             self.intake.look_at(body)
             self.is_timed, self.deadline = False, inf
+        elif not body.is_open:
+            self.intake.look_at(body)
+            self.see_how_far()
 
     def eof_received(self) -> bool:
         """The client has closed its side; whether the connection stays open for an answer."""
@@ -158,8 +161,14 @@ class Connection(asyncio.BufferedProtocol):
             self.entrance.authenticate(exchange)
         exchange.refusal = self.door.host_rule.refusal(exchange.said) or exchange.refusal
         if exchange.method in WITH_BODY and exchange.refusal is None:
-            body.begin(self.door, exchange.lead)
+            body.begin(self.door, self.caller_of(exchange), exchange.lead)
         self.task = self.loop.create_task(run(self.door, exchange))
+
+    def caller_of(self, exchange: Exchange) -> str:
+        """Whose share of the arena a request takes."""
+        if self.entrance is None:
+            return self.peer.rpartition(":")[0]
+        return exchange.tenant.namespace
 
     def welcome_body(self, exchange: Exchange, body: Body) -> None:
         """Somebody waits for the body: it may come now."""

@@ -1,0 +1,85 @@
+"""Room for bodies that are declared and do not come: none of it is taken from others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from images import write_image
+from scripted import Running, decode_body, only, receive_all, request, serving, wait_for
+
+from service.doors.http.underway import FIRST_BYTES, Underway
+from service.errors import Overloaded
+
+MIB = 2**20
+LIMIT = 16 * MIB
+LIMITS = (
+    *("--server.max-body-bytes", str(4 * MIB), "--server.max-answer-bytes", str(4 * MIB)),
+    *("--server.max-inflight-bytes", str(LIMIT), "--server.receive-timeout-s", "60"),
+)
+BODY = decode_body()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("road"), *LIMITS) as running:
+        yield running
+
+
+def test_heads_without_bodies_cost_nobody_else_a_429(small: Running) -> None:
+    with ExitStack() as stack:
+        for _ in range(98):
+            peer = stack.enter_context(small.connect())
+            peer.sendall(request("/v1/decode", content_length=str(4 * MIB)))
+        wait_for(lambda: small.door.active == 98, "all heads to be read")
+        for _ in range(3):
+            reply = only(small.say(request("/v1/decode", BODY, connection="close")))
+            assert reply.status == 200, reply.body
+        large = decode_body(rows=80_000)
+        assert len(large) > 2 * MIB
+        assert only(small.say(request("/v1/decode", large, connection="close"))).status == 200
+    wait_for(lambda: not small.door.active, "them to be gone")
+    assert (small.door.underway.total, small.door.underway.by_caller) == (0, {})
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 1000])
+def test_a_body_whose_room_grows_comes_through_whole(small: Running, pieces: int) -> None:
+    rng = np.random.default_rng(1)
+    q = rng.integers(0, 255, 3 * MIB, np.uint8).view(np.float32).reshape(-1, 1, 8)
+    body = write_image({"layer": 0, "sequences": ["a"]}, {"q": q})
+    sent = request("/v1/decode", body, connection="close")
+    with ExitStack() as stack:
+        for _ in range(8):  # so that there is none for declared lengths
+            peer = stack.enter_context(small.connect())
+            peer.sendall(request("/v1/decode", content_length=str(2 * MIB)))
+        wait_for(lambda: small.door.active == 8, "all heads to be read")
+        small.engine.heard.clear()
+        with small.connect() as peer:
+            size = -(-len(sent) // pieces)
+            for at in range(0, len(sent), size):
+                peer.sendall(sent[at : at + size])
+            assert only(receive_all(peer)).status == 200
+        (heard,) = small.engine.heard
+        assert hashlib.sha256(heard.image).digest() == hashlib.sha256(body).digest()
+    wait_for(lambda: not small.door.active, "them to be gone")
+
+
+def test_room_for_declared_lengths_is_shared() -> None:
+    book = Underway(64 * MIB)
+    assert book.first_room("a", 16 * MIB) == 16 * MIB, "alone"
+    book.change("a", 0, 8 * MIB)
+    assert book.first_room("a", MIB) == FIRST_BYTES, "a has its eighth"
+    assert book.first_room("b", 8 * MIB) == 8 * MIB
+    assert book.first_room("b", 9 * MIB) == FIRST_BYTES
+    assert book.first_room("b", 100) == 100
+    book.change("a", 8 * MIB, 60 * MIB)  # it has come, and there is no other of a's
+    with pytest.raises(Overloaded):
+        book.change("a", 0, MIB)
+    book.change("a", 0, FIRST_BYTES)
+    assert book.total == 60 * MIB, "small ones count for nothing"
+    book.change("a", FIRST_BYTES, 0)
+    book.change("a", 60 * MIB, 0)
+    assert (book.total, book.by_caller) == (0, {})
