@@ -243,11 +243,13 @@ class NotReady(AttndError):
 
 
 class SequenceMoving(AttndError):
-    """On its way from one engine of a cluster to another; nothing was done."""
+    """On its way from one engine of a cluster to another; nothing was done. `handed` are those of
+    the sequences that this engine has handed over, and waits to be told to delete."""
 
-    def __init__(self, ids: Sequence[str]) -> None:
+    def __init__(self, ids: Sequence[str], handed: Sequence[str] = ()) -> None:
         detail = f"on the way to another engine: {', '.join(ids)}: try again"
-        super().__init__(detail, sequences=list(ids))
+        extra = {"handed": list(handed)} if handed else {}
+        super().__init__(detail, sequences=list(ids), **extra)
 
 
 class Cancelled(AttndError):

@@ -18,6 +18,7 @@ from service.cluster.batches import cut, join
 from service.cluster.engine import Call, Engine, Told, problem_in
 from service.cluster.names import tags_of
 from service.cluster.ranks import Home, Ranks
+from service.cluster.settling import wait_for_move
 from service.doors.problems import ProblemText, document_of
 from service.errors import InvalidRequest, LostSequence, NotReady, SequenceMoving
 from service.image.dtypes import Array
@@ -184,7 +185,7 @@ async def ask_parts(
             raise await lost(router, home, ids, error) from error
         except ProblemText as refused:
             if is_moving(refused) and call.may_wait():
-                await asyncio.sleep(MOVING_PAUSE_S)
+                await wait_for_move(router, call, refused)
             elif not await have_moved(router, call, home, refused.problem):
                 raise
 

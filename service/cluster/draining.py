@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from service.cluster import polling
@@ -35,10 +36,12 @@ from service.cluster.families import (
     drop_anchors,
     families_of,
     is_callers_own,
+    keep_anchors,
 )
 from service.cluster.handing import give_up, hand, part_there, tags_there
 from service.cluster.holding import move_holds
 from service.cluster.names import BETWEEN
+from service.cluster.settling import settle
 from service.doors.problems import ProblemText
 from service.errors import NotReady
 from service.operations.prefix import LIST_NAMESPACES
@@ -61,6 +64,8 @@ TRIES: Final = 4
 MOST_ANCHORS: Final = 3
 SHORT_TAIL: Final = 4
 """Parts that may follow while calls are held up."""
+HANDED_S: Final = 3600.0
+"""For so long any door may decide where a sequence is whose door died as it was handed over."""
 AGAIN_S: Final = 0.5
 """Between two looks at what an engine still has."""
 TOLD_S: Final = 10.0
@@ -157,11 +162,13 @@ async def views_of(source: Engine, tenant: Tenant) -> list[dict[str, Any]]:
 
 async def move_family(router: Router, name: str, family: Family, progress: Progress) -> None:
     """One after another, so that each begins with what it shares with those before."""
+    keeping = asyncio.create_task(keep_anchors(family, lambda: router.members.engines))
     try:
         for one in family.ids:
             if why := await moved(router, name, family, one, progress):
                 progress.stayed[why] += 1
     finally:
+        keeping.cancel()
         if family.all_anchors:
             await asyncio.shield(drop_anchors(family, router.members.engines))
 
@@ -181,6 +188,9 @@ async def moved(
             why = refused.problem["code"]
             if why == "unknown_sequence":
                 return ""  # it was deleted meanwhile
+            if sequence in refused.problem.get("handed", ()):  # by a door that may have died
+                with suppress(*REFUSED):
+                    await settle(router, sequence, family.tenant)
         except REFUSED as error:
             why = f"{type(error).__name__}: {error}"
         else:
@@ -203,7 +213,8 @@ async def move(router: Router, source: Engine, family: Family, sequence: str) ->
     try:
         begun = await begin_copy(router, source, family, sequence)
         await copy(source, begun)
-        await hand(source, tenant, sequence, "handed", generation=begun.header["generation"])
+        handed = {"generation": begun.header["generation"], "for_s": HANDED_S}
+        await hand(source, tenant, sequence, "handed", **handed)
         is_handed = True
         await end_copy(begun)
     except BaseException:

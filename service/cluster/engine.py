@@ -63,6 +63,11 @@ class Call:
             self.waits_until = now + MOVING_S
         return now < self.waits_until
 
+    @property
+    def has_waited_s(self) -> float:
+        """Since the first wait."""
+        return time.monotonic() - (self.waits_until - MOVING_S) if self.waits_until else 0.0
+
     def arrays(self, layout: Layout) -> dict[str, Array]:
         """The request's tensors, where they lie in the image."""
         return place(self.image, split(self.image)[1], layout)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from service.cluster.answering import each
 from service.cluster.copying import ask
 from service.cluster.engine import Engine
+from service.cluster.finding import known_there
 from service.operations.sequences import DELETE_SEQUENCES
 from service.tenants import Tenant
 
-ANCHOR_TTL_S: Final = 600.0
+ANCHOR_TTL_S: Final = 30.0
+"""The copies of a door that dies go by themselves; one that lives uses them again before."""
 
 
 @dataclass(slots=True)
@@ -48,6 +51,20 @@ class Family:
     """Which part of them is there; None: all."""
     tags: list[str] = field(default_factory=list)
     """The engines that have the parts, by rank, of the one that is moved."""
+
+
+async def keep_anchors(family: Family, engines: Callable[[], Sequence[Engine]]) -> None:
+    """Use the copies again and again, so that they stay as long as this goes on."""
+    while True:
+        await asyncio.sleep(ANCHOR_TTL_S / 4)
+        anchors = list(family.all_anchors)
+        await each([use(one, anchors, family.tenant) for one in engines() if anchors])
+
+
+async def use(engine: Engine, ids: Sequence[str], tenant: Tenant) -> None:
+    """Begin the time to live of those that are there anew."""
+    if there := await known_there(engine, ids, tenant):
+        await known_there(engine, there, tenant)
 
 
 async def drop_anchors(family: Family, engines: Sequence[Engine]) -> None:

@@ -24,7 +24,7 @@ LOG: Final = logging.getLogger("attnd.cluster")
 
 
 async def hand(source: Engine, tenant: Tenant, sequence: str, state: str, **given: Any) -> None:
-    fields = {"id": sequence, "state": state, "for_s": ASK_S}
+    fields: dict[str, Any] = {"id": sequence, "state": state, "for_s": ASK_S}
     await ask(source, HAND_OVER, tenant, fields | given)
 
 

@@ -12,16 +12,17 @@ from functools import lru_cache
 from typing import Final
 
 from config.server import ServerSettings
-from service.cluster.answering import MOVING, MOVING_PAUSE_S, is_moving, reply
+from service.cluster.answering import is_moving, reply
 from service.cluster.batching import ask_batch, ask_one, ask_together
 from service.cluster.creating import create
 from service.cluster.draining import drain
-from service.cluster.engine import Call, problem_in
+from service.cluster.engine import Call, refusal_in
 from service.cluster.finding import Homes
 from service.cluster.importing import ask_import
 from service.cluster.members import Members
 from service.cluster.passing import Passing
 from service.cluster.patience import Patience
+from service.cluster.settling import wait_for_move
 from service.cluster.spreading import ask_everywhere, ask_for_lease
 from service.cluster.underway import Prompts
 from service.doors.arena import DoorArena
@@ -153,15 +154,17 @@ class Router:
                     ask = ROUTES[call.operation.routed]
                     answer = await ask(self, call, self.prepared(call))
                 answered, slot = answer
-                if answered.status != MOVING_STATUS or problem_in(answered)["code"] != MOVING:
+                if answered.status != MOVING_STATUS:
                     return answered, slot
-                if not call.may_wait():
+                refused = refusal_in(answered)
+                if not is_moving(refused) or not call.may_wait():
                     return answered, slot
                 self.give_back(slot)
-            except ProblemText as refused:
-                if not is_moving(refused) or not call.may_wait():
+            except ProblemText as error:
+                if not is_moving(error) or not call.may_wait():
                     raise
-            await asyncio.sleep(MOVING_PAUSE_S)
+                refused = error
+            await wait_for_move(self, call, refused)
 
     def drain(self, name: str) -> None:
         """Begin to move an engine's sequences to the others, and go on until it has none."""

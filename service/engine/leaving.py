@@ -44,7 +44,9 @@ class Leaving:
         """Raises SequenceMoving where one of the names is leaving."""
         found = [name for name in names if name in self.marks]
         if found:
-            raise SequenceMoving([request.tenant.shown(name) for name in found])
+            shown = request.tenant.shown
+            handed = [shown(name) for name in found if self.marks[name].is_handed]
+            raise SequenceMoving([shown(name) for name in found], handed)
 
     def put(self, name: str, mark: Mark) -> None:
         """Mark a sequence anew."""

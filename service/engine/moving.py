@@ -37,7 +37,7 @@ def hand_over(store: Store, request: Request, _: Seconds) -> Work:
     shown = request.tenant.shown(name)
     if fields.state == "leaving":
         if mark is not None:
-            raise SequenceMoving([shown])
+            raise SequenceMoving([shown], [shown] if mark.is_handed else [])
         may_leave(store, request)
         leaving.put(name, Mark(fields.for_s))
     elif mark is None:

@@ -13,7 +13,9 @@ from cluster_book import Book
 from cluster_calls import ATOL, HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
 from test_ranks_doors import another_door, prefix_states
 
+from service.cluster import draining, families, handing
 from service.cluster.local import LocalEngines
+from service.operations.transfer import CANCEL_IMPORT
 
 Array = Any
 SOURCE = "engine-0"
@@ -472,3 +474,104 @@ def test_an_engine_that_dies_meanwhile_takes_only_its_own_along(
                     await asyncio.sleep(0.2)
 
     run(engines, test)
+
+
+class Died(Exception):
+    """The door, in the middle."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("when", ["leaving", "handed", "named", "given up"])
+def test_a_door_that_dies_while_a_sequence_changes_its_engine_loses_nothing(
+    three_engines: LocalEngines, ranks: int, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks next at another door finds out where it is."""
+
+    async def test(first: Cluster) -> None:
+        async with another_door(first) as second:
+            book = Book(first)
+            for engine in first.router.members.engines:
+                engine.is_leaving = engine.name == "engine-2"
+            await (book.create("a", ranks=2) if ranks == 2 else book.create("a"))
+            await book.append("a", 6 * PAGE + 1)
+            await only_on(first, SOURCE, False)
+            await Book(second, held=book.held).check("a")
+            source = SOURCE if ranks == 2 else first.home("a")
+            end_copy = draining.end_copy
+
+            async def die(begun: Any, *_: Any) -> None:
+                if when == "named":
+                    await end_copy(begun)
+                if when == "given up":
+                    asked = begun.target.own(CANCEL_IMPORT, begun.tenant, 5.0)
+                    await begun.target.ask(asked, {"id": begun.sequence})
+                raise Died
+
+            async def nothing(*_: Any) -> None:
+                pass
+
+            with monkeypatch.context() as patched:
+                patched.setattr(draining, "anchored", count_nothing)
+                at = "begin_copy" if when == "leaving" else "end_copy"
+                patched.setattr(draining, at, die)
+                patched.setattr(draining, "give_up", nothing)
+                if when == "leaving":
+                    patched.setattr(handing, "ASK_S", 1.0)
+                await first.told("drain_engine", {"name": source})
+                await first.until(first.router.drains[source].done, "the door has died")
+            await first.told("drain_engine", {"name": source, "stop": True})
+            for door in (second, first):
+                again = Book(door, held=book.held)
+                await again.check("a")
+                await again.append("a", PAGE)
+                await again.check("a")
+            listed = (await second.told("list_sequences", {})).fields["sequences"]
+            assert [one["id"] for one in listed] == ["a"]
+
+    run(three_engines, test)
+
+
+async def count_nothing(*_: Any) -> int:
+    return 0
+
+
+def test_copies_on_the_way_go_soon_where_their_door_has_died(
+    three_engines: LocalEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A door that lives uses them again and again, however long it takes."""
+    monkeypatch.setattr(draining, "ANCHOR_TTL_S", 0.6)
+    monkeypatch.setattr(families, "ANCHOR_TTL_S", 0.6)
+
+    async def test(cluster: Cluster) -> None:
+        book, begun = Book(cluster), asyncio.Event()
+        await only_on(cluster, SOURCE)
+        await book.create("a")
+        await book.append("a", 6 * PAGE)
+        await only_on(cluster, SOURCE, False)
+
+        async def wait(*_: Any) -> None:
+            begun.set()
+            await asyncio.sleep(1000)
+
+        async def nothing(*_: Any) -> None:
+            pass
+
+        with monkeypatch.context() as patched:
+            patched.setattr(draining, "hand", wait)
+            patched.setattr(draining, "drop_anchors", nothing)
+            await cluster.told("drain_engine", {"name": SOURCE})
+            await begun.wait()
+            await asyncio.sleep(1.5)
+            assert len(await listed_ids(cluster)) == 2, "the copy is used again and again"
+            cluster.router.stop_draining(SOURCE)
+            await asyncio.sleep(1.5)
+            assert await listed_ids(cluster) == ["a"]
+        await cluster.told("drain_engine", {"name": SOURCE, "stop": True})
+        await book.check("a")
+
+    run(three_engines, test)
+
+
+async def listed_ids(cluster: Cluster) -> list[str]:
+    listed = (await cluster.told("list_sequences", {})).fields["sequences"]
+    return [one["id"] for one in listed]

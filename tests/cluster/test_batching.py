@@ -1,0 +1,136 @@
+"""Batches while their sequences change engines: cut again where they are, and told what is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster_book import Book
+from cluster_calls import PAGE, Cluster, rows, run
+
+from service.cluster import finding
+from service.cluster.batching import refusal
+from service.cluster.engine import Engine
+from service.cluster.local import LocalEngines
+from service.doors.problems import ProblemText, document_of
+from service.errors import LengthMismatch, LostSequence, NotReady
+from service.image.json_text import dump_json
+
+
+def problem(error: Exception, done: Sequence[str] = ()) -> ProblemText:
+    return ProblemText(dump_json(document_of(error, b"") | ({"done": list(done)} if done else {})))
+
+
+@pytest.mark.parametrize(
+    ("errors", "done", "code", "every", "lost"),
+    [
+        ([problem(LengthMismatch({"b": 1}), ["a"])], ["c"], "length_mismatch", ["c", "a"], None),
+        (
+            [problem(NotReady("x"), ["a"]), problem(NotReady("y"), ["b", "a"])],
+            [],
+            "not_ready",
+            ["a", "b"],
+            None,
+        ),
+        (
+            [NotReady("x"), problem(LostSequence(["b"]), ["a"]), LostSequence(["d"])],
+            ["c"],
+            "lost_sequence",
+            ["c", "a"],
+            ["b", "d"],
+        ),
+        ([NotReady("x"), LostSequence(["d"])], [], "lost_sequence", None, ["d"]),
+        ([RuntimeError("a bug")], ["c"], "internal", ["c"], None),
+    ],
+)
+def test_a_refusal_has_what_all_parts_and_their_parts_have_done(
+    errors: list[BaseException], done: list[str], code: str, every: Any, lost: Any
+) -> None:
+    told = document_of(refusal(errors, done), b"")
+    assert (told["code"], told.get("done")) == (code, every)
+    assert lost is None or told["sequences"] == lost
+
+
+async def apart(cluster: Cluster, book: Book) -> tuple[Engine, Engine]:
+    """`a` on one engine, `b` and `c` on another."""
+    first, second, *_ = cluster.router.members.engines
+    for name, at in (("a", first), ("b", second), ("c", second)):
+        for engine in cluster.router.members.engines:
+            engine.is_leaving = engine is not at
+        await book.create(name)
+        await book.append(name, PAGE + 1)
+    for engine in cluster.router.members.engines:
+        engine.is_leaving = False
+    return first, second
+
+
+def test_what_was_done_in_a_part_that_was_cut_again_is_told(two_engines: LocalEngines) -> None:
+    async def test(cluster: Cluster) -> None:
+        book = Book(cluster)
+        first, _ = await apart(cluster, book)
+        cluster.router.homes.names.learn(("default", "b"), first.tag)  # it has left since
+        new = rows(np.random.default_rng(0), 3)
+        fields = {"layer": 0, "sequences": ["a", "b", "c"], "offsets": [PAGE + 1, 0, PAGE + 1]}
+        told = await cluster.call("append", fields | {"append_indptr": [0, 1, 2, 3]}, k=new, v=new)
+        assert (told.status, told.fields["code"]) == (409, "length_mismatch"), told
+        assert sorted(told.fields["done"]) == ["a", "c"]
+        lengths = [PAGE + 2, PAGE + 1, PAGE + 2]
+        for name, length in zip("abc", lengths, strict=True):
+            view = await cluster.told("get_sequence", {"id": name})
+            assert view.fields["lengths"][0] == length
+
+    run(two_engines, test)
+
+
+@pytest.mark.parametrize("names", [["b"], ["a", "b"], ["b", "c"]])
+def test_sequences_that_change_their_engine_again_and_again_are_found(
+    two_engines: LocalEngines, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        book, homes, looks = Book(cluster), cluster.router.homes, 0
+        first, _ = await apart(cluster, book)
+        find = homes.find
+
+        async def mislead(ids: Sequence[str], tenant: Any) -> None:
+            nonlocal looks
+            looks += 1
+            await find(ids, tenant)
+            if looks < 5:
+                for name in ids:
+                    homes.names.learn(("default", name), first.tag)
+
+        homes.names.learn(("default", "b"), first.tag)
+        monkeypatch.setattr(homes, "find", mislead)
+        await book.attend(names, [1] * len(names), 0, appends=True)
+        assert looks == 5
+        await book.attend(names, [1] * len(names), 0, appends=False)
+
+    run(two_engines, test)
+
+
+@pytest.mark.parametrize("operation", ["get_sequence", "gather", "delete_sequence"])
+def test_a_sequence_that_one_look_has_missed_is_looked_for_again(
+    two_engines: LocalEngines, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has left an engine that was asked late for one that was asked before."""
+
+    async def test(cluster: Cluster) -> None:
+        book, missed = Book(cluster), 0
+        await apart(cluster, book)
+        cluster.router.homes.names.forget(("default", "b"))
+        look = finding.known_there
+
+        async def late(engine: Engine, ids: Sequence[str], tenant: Any) -> list[str]:
+            nonlocal missed
+            missed += 1
+            return [] if missed <= 2 else await look(engine, ids, tenant)
+
+        monkeypatch.setattr(finding, "known_there", late)
+        named = {"layer": 0, "sequences": ["b"]} if operation == "gather" else {"id": "b"}
+        await cluster.told(operation, named)
+        unknown = await cluster.call(operation, named | {"id": "n"} if "id" in named else named)
+        assert unknown.status == (200 if operation == "gather" else 404)
+
+    run(two_engines, test)
