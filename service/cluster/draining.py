@@ -42,6 +42,7 @@ from service.cluster.handing import give_up, hand, part_there, tags_there
 from service.cluster.holding import move_holds
 from service.cluster.names import BETWEEN
 from service.cluster.settling import settle
+from service.core.shards import Shard
 from service.doors.problems import ProblemText
 from service.errors import NotReady
 from service.operations.prefix import LIST_NAMESPACES
@@ -239,7 +240,7 @@ async def anchored(router: Router, source: Engine, family: Family, sequence: str
         anchor = f"moving.{secrets.token_hex(8)}"
         new = {"id": anchor, "parent": sequence, "length": length, "ttl_s": ANCHOR_TTL_S}
         if family.shard is not None:  # in tokens of all ranks
-            new["length"] = length * family.shard["ranks"]
+            new["length"] = Shard(**family.shard).whole_for(length // size, size)
             new["epoch"] = view["shard"]["epoch"]
         family.all_anchors.append(anchor)
         await ask(source, CREATE_SEQUENCES, tenant, {"sequences": [new]})

@@ -24,6 +24,10 @@ class Shard:
         """How many of the first `tokens` tokens of the whole sequence are among them."""
         return int(held(tokens, self.rank, self.ranks, page_size))
 
+    def whole_for(self, num_pages: int, page_size: int) -> int:
+        """The least length of a whole sequence of which so many full pages are among them."""
+        return ((num_pages - 1) * self.ranks + self.rank + 1) * page_size if num_pages else 0
+
     @property
     def is_whole(self) -> bool:
         return self.ranks == 1

@@ -100,7 +100,8 @@ def take_pages(store: Store, request: Request, header: Header, digest: bytes) ->
     epoch = 0 if part is None else part.epoch
     if fields.base is not None:
         base = base_like(store, request, shard or WHOLE)
-        length, epoch = fields.base_len * base.shard.ranks, epoch_of(base)
+        length = base.shard.whole_for(fields.base_len // size, size)
+        epoch = epoch_of(base)
         shard = None  # that of its base
     spec = NewSpec(new.hidden, fields.base, length, prefix, namespace, fields.idle_s, shard, epoch)
     tree.create((spec,))
