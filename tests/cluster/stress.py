@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 import httpx
@@ -197,7 +198,7 @@ class Caller:
             return False
         data = told["tensors"]["k"]["data"][::4]
         assert told["tensors"]["v"]["data"][::4] == data
-        for one, begin, end in zip(some, told["kv_indptr"], told["kv_indptr"][1:], strict=True):
+        for one, (begin, end) in zip(some, pairwise(told["kv_indptr"]), strict=True):
             assert data[begin:end] == [float(one.first + at) for at in range(end - begin)], one
             self.is_at(one, end - begin)
         return True
