@@ -69,7 +69,7 @@ def test_a_body_whose_room_grows_comes_through_whole(small: Running, pieces: int
 
 def test_room_for_declared_lengths_is_shared() -> None:
     book = Underway(64 * MIB)
-    assert book.first_room("a", 16 * MIB) == 16 * MIB, "alone"
+    assert book.first_room("a", 32 * MIB) == 32 * MIB, "alone"
     book.change("a", 0, 8 * MIB)
     assert book.first_room("a", MIB) == FIRST_BYTES, "a has its eighth"
     assert book.first_room("b", 8 * MIB) == 8 * MIB

@@ -141,8 +141,8 @@ def test_one_namespace_leaves_room_for_the_bodies_of_another(tmp_path: Path) -> 
         peers = [begin_body(service, open_ones, "authorization: Bearer red") for _ in range(6)]
         assert {problem_of(peer)["code"] for peer in peers[1:]} == {"overloaded"}
         with service.client() as client:
-            states = {"o": np.zeros((1500, 2, 8, 64), WIRE_DTYPE)}
-            states["lse"] = np.zeros((1500, 2, 8), np.float32)
+            states = {"o": np.zeros((400, 5, 8, 64), WIRE_DTYPE)}
+            states["lse"] = np.zeros((400, 5, 8), np.float32)
             body = write_body(SAFETENSORS, {}, states)
             for name, status in (("blue", 200), ("red", 200), ("nobody", 401)):
                 headers = {"content-type": SAFETENSORS, "authorization": f"Bearer {name}"}

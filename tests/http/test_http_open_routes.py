@@ -22,7 +22,7 @@ PARAMETERS = {
     "name": "live.js",
     "lease": "1",
 }
-ALWAYS_OPEN = {"/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
+ALWAYS_OPEN = {"/", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"}
 PAGE_FILES = {"/", "/live", "/live/live.js"}
 """The live page's own files hold nothing of the service's."""
 BEHIND = (

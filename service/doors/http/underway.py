@@ -16,7 +16,7 @@ GROWTH: Final = 8
 """A body that has filled its room gets this many times as much."""
 DECLARED: Final = 4
 """All bodies together get 1/4 of the arena for declared lengths. Those of one caller get 1/8, but
-a body that is alone may have all of it."""
+a body that is alone may have any room."""
 OF_ONE: Final = 2
 """The bodies of one caller, as far as they have grown, get half of the arena."""
 
@@ -35,7 +35,7 @@ class Underway:
         """Room that a body gets before any of it has come."""
         fits = self.total + declared <= self.limit // DECLARED
         mine = self.by_caller.get(caller, 0) + declared
-        if fits and (not self.total or mine <= self.limit // (2 * DECLARED)):
+        if not self.total or (fits and mine <= self.limit // (2 * DECLARED)):
             return declared
         return min(declared, FIRST_BYTES)
 
