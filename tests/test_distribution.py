@@ -158,8 +158,7 @@ def wait_ready(client: httpx.Client, process: subprocess.Popen[bytes], log: Path
     ends = time.monotonic() + START_S
     while time.monotonic() < ends:
         assert process.poll() is None, log.read_text()
-        is_bound = re.search("listening on|attnd serves", log.read_text())
-        if is_bound and client.get("/health/ready").is_success:
+        if "listening on" in log.read_text() and client.get("/health/ready").is_success:
             return
         time.sleep(0.2)
     raise AssertionError(log.read_text())
@@ -183,7 +182,10 @@ def append_and_decode(client: httpx.Client) -> dict[str, Any]:
         ("decode", {"layer": 0, "sequences": ["a"], "tensors": {"q": query}}),
     )
     for route, body in calls:
-        reply = client.post(f"/v1/{route}", json=body)
+        ends = time.monotonic() + START_S
+        while (reply := client.post(f"/v1/{route}", json=body)).status_code == 503:
+            assert time.monotonic() < ends, reply.text  # an engine of the cluster still starts
+            time.sleep(0.2)
         assert reply.is_success, reply.text
     found: dict[str, Any] = reply.json()
     return found
@@ -217,6 +219,8 @@ def test_attnd_serves_in_a_folder_of_modules_with_the_same_names(
 def test_attnd_makes_keys_and_prints_its_version(installed: Installed) -> None:
     key = installed.run(installed.attnd, "key", "new", "--namespace", "search")
     assert len(key.stdout.splitlines()) == 2, key.stderr
+    image = installed.run(installed.attnd, "serve", "key", "new", "--namespace", "search")
+    assert len(image.stdout.splitlines()) == 2, "the image's entry point is `attnd serve`"
     assert installed.run(installed.attnd, "--version").stdout.startswith("attnd ")
 
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from config.settings import load_settings
+from service.extras import EXTRAS, how_to_install
 from service.metrics import Metrics
 from service.supervisor import GRACE_S
 
@@ -255,6 +256,16 @@ def test_one_build_argument_chooses_an_extra_that_exists() -> None:
     for name, service in read_yaml("docker-compose.yml")["services"].items():
         if "build" in service:
             assert service["build"]["args"]["EXTRA"] in extras, name
+
+
+def test_a_missing_extra_is_named_by_packages_that_an_index_has() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for extra, packages in EXTRAS.items():
+        wanted = project["optional-dependencies"][extra]
+        assert [re.split("[<>=]", one)[0] for one in wanted] == list(packages), extra
+        remedy = how_to_install(extra)
+        assert f"'.[{extra}]'" in remedy and all(name in remedy for name in packages)
+        assert "attnd[" not in remedy, "no index has attnd"
 
 
 def test_what_the_image_is_built_from_is_let_through_to_the_build() -> None:

@@ -15,6 +15,7 @@ from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray.exceptions import RayError
 
 from config.settings import Settings
+from service import __version__
 from service.cluster.ray_app import application
 from service.cluster.ray_directory import directory
 
@@ -38,7 +39,7 @@ def serve_cluster(settings: Settings) -> int:
         serve.start(proxy_location="Disabled", logging_config=QUIET)
         app = application(settings)
         handle = serve.run(app, name="attnd", route_prefix=None, logging_config=QUIET)
-        LOG.info("attnd serves %s", handle.url.remote().result())
+        LOG.info("attnd %s starts, listening on %s", __version__, handle.url.remote().result())
         asked.wait()
         LOG.info("finishing admitted work")
         with suppress(RayError):  # then engines try to empty themselves first
