@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from service.errors import InvalidRequest
 from service.image.dtypes import Array
-from service.operations.common import Int32
+from service.operations.common import Int32, check_mask_length
 
 Arrays = dict[str, Array]
+Int64 = NDArray[np.int64]
 INDPTRS: Final = ("qo_indptr", "append_indptr", "keep_indptr", "names_indptr")
 BY_ROW: Final = ("keep", "token_ids", "page_keys")
 """Lists with an entry for each row that an indptr counts."""
-MASKS: Final = ("mask", "packed_mask")
+PACKED: Final = "packed_mask"
+MASKS: Final = ("mask", PACKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +31,42 @@ class Piece:
     arrays: Arrays
 
 
-def cut(given: dict[str, Any], arrays: Arrays, groups: Sequence[Sequence[int]]) -> list[Piece]:
+def has_mask(arrays: Mapping[str, Array]) -> bool:
+    """Whether the lengths of the sequences are needed to cut a batch."""
+    return any(name in arrays for name in MASKS)
+
+
+def cut(
+    given: dict[str, Any],
+    arrays: Arrays,
+    groups: Sequence[Sequence[int]],
+    kv_lens: Int32 | None = None,
+) -> list[Piece]:
     """The fields and tensors in pieces, one for each group of positions.
 
-    Raises InvalidRequest for a mask, which only the lengths of the sequences could cut.
+    `kv_lens` [batch] is what a mask covers of each sequence, which is needed where there is one.
+    Raises InvalidRequest for a mask of another length.
     """
-    if masks := [name for name in MASKS if name in arrays]:
-        rule = "its sequences are on several engines, by whose lengths it would have to be cut"
-        raise InvalidRequest(masks[0], "given", f"{rule}: send a call for each engine's sequences")
     sums = row_sums(given, len(given["sequences"]))
-    return [cut_one(given, arrays, group, sums) for group in groups]
+    masks = {name: arrays[name] for name in MASKS if name in arrays}
+    others = {name: one for name, one in arrays.items() if name not in masks}
+    pieces = [cut_one(given, others, group, sums) for group in groups]
+    for name, mask in masks.items():
+        if kv_lens is None:
+            raise RuntimeError("a mask without the lengths of its sequences: this is a bug")
+        is_packed = name == PACKED
+        check_mask_length(mask.size, is_packed, np.diff(sums), kv_lens)
+        ends = segment_ends(np.diff(sums), kv_lens, is_packed=is_packed)
+        segments = np.split(mask.reshape(-1), ends[:-1])
+        for piece, group in zip(pieces, groups, strict=True):
+            piece.arrays[name] = np.concatenate([segments[at] for at in group])
+    return pieces
+
+
+def segment_ends(qo_lens: Int32, kv_lens: Int32, *, is_packed: bool) -> Int64:
+    """Where each sequence's part of a mask ends, in elements or bytes, [batch]."""
+    sizes = np.multiply(qo_lens, kv_lens, dtype=np.int64)
+    return np.cumsum(-(-sizes // 8) if is_packed else sizes)
 
 
 def row_sums(given: dict[str, Any], batch: int) -> Int32:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from service.cluster.answering import (
     MOVING_PAUSE_S,
@@ -14,7 +17,7 @@ from service.cluster.answering import (
     reply,
     unknown_in,
 )
-from service.cluster.batches import cut, join
+from service.cluster.batches import cut, has_mask, join, row_sums
 from service.cluster.engine import Call, Engine, Told, problem_in
 from service.cluster.names import tags_of
 from service.cluster.ranks import Home, Ranks
@@ -25,6 +28,8 @@ from service.image.dtypes import Array
 from service.image.json_text import dump_json
 from service.image.reading import read_layout, split
 from service.image.writing import RESPONSE
+from service.operations.common import Int32
+from service.operations.sequences import GET_SEQUENCE
 from service.operations.spec import Prepared
 from service.road.caller import Answered
 from service.road.slots import Slot
@@ -201,7 +206,8 @@ async def ask_pieces(
     changes: bool,
 ) -> Told:
     """As `ask_parts`, of a batch whose positions are on several engines."""
-    pieces = cut(given, arrays, list(groups.values()))
+    kv_lens = await masked_lengths(router, call, given, arrays) if has_mask(arrays) else None
+    pieces = cut(given, arrays, list(groups.values()), kv_lens)
     parts = [[ids[at] for at in piece.positions] for piece in pieces]
     asked = [
         ask_parts(router, call, part, piece.fields, piece.arrays, changes=changes)
@@ -216,6 +222,23 @@ async def ask_pieces(
         raise refusal(errors, done if changes else [])
     fields, joined = join(pieces, [(one.fields, one.arrays) for one in whole])
     return Told(fields, joined, longest(one.stages for one in whole))
+
+
+async def masked_lengths(
+    router: Router, call: Call, given: dict[str, Any], arrays: dict[str, Array]
+) -> Int32:
+    """How many tokens a prefill's mask covers of each sequence: those that it has at the layer, and
+    those that the call appends. The engines check that they are right."""
+    ids, tenant = given["sequences"], router.members.acting_for(call.tenant)
+    look = replace(call, operation=GET_SEQUENCE, tenant=tenant)
+    asked = [ask_parts(router, look, [one], {"id": one}, {}, changes=False) for one in ids]
+    lengths = []
+    for told in await each(asked):
+        if isinstance(told, BaseException):
+            raise told
+        lengths.append(told.fields["lengths"][given["layer"]])
+    appended = np.diff(row_sums(given, len(ids))) if "k" in arrays else 0
+    return np.array(lengths, np.int32) + appended
 
 
 def refusal(errors: Sequence[BaseException], done: Sequence[str]) -> BaseException:

@@ -16,6 +16,7 @@ from service.errors import AttndError
 from service.metrics import STATES
 from service.operations.table import BY_NAME
 from service.road.peer import Peer
+from service.road.remote import is_remote
 from service.tenants import OPEN, Tenant, tenant_of
 
 if TYPE_CHECKING:
@@ -70,8 +71,9 @@ class Member:
     def wait_for(self, now: float) -> None:
         """From now on there is no session with it. An engine of this host is waited for until it is
         met, or is known to be dead; one of another host for as long as the settings say."""
-        self.met_until = now + (self.lost_after_s or MEET_S)
-        self.counts_until = now + self.lost_after_s if self.lost_after_s else math.inf
+        is_elsewhere = is_remote(self.address)
+        self.met_until = now + (self.lost_after_s if is_elsewhere else MEET_S)
+        self.counts_until = now + self.lost_after_s if is_elsewhere else math.inf
 
     def is_awaited(self, now: float) -> bool:
         """Whether it was never met, and its answer may come."""

@@ -127,8 +127,23 @@ def test_gathered_rows_are_as_many_as_each_engine_tells() -> None:
     assert arrays["k"].ravel().tolist() == [1, 2, 5, 9]
 
 
-def test_a_mask_cannot_be_cut() -> None:
-    fields = PrefillFields(layer=0, sequences=["a", "b"], qo_indptr=[0, 1, 2])
-    arrays = {"q": np.zeros((2, 1, 1)), "mask": np.ones(5, bool)}
-    with pytest.raises(InvalidRequest, match="several engines"):
-        cut(dumped(fields), arrays, ([0], [1]))
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_mask_is_cut_by_the_lengths_of_its_sequences(is_packed: bool) -> None:
+    qo, kv = np.array([2, 1, 0, 3]), np.array([5, 3, 9, 7], np.int32)
+    indptr = [0, *np.cumsum(qo).tolist()]
+    fields = PrefillFields(layer=0, sequences=["a", "b", "c", "d"], qo_indptr=indptr)
+    rng = np.random.default_rng(0)
+    parts = [
+        rng.integers(0, 2, rows * keys).astype(bool) for rows, keys in zip(qo, kv, strict=True)
+    ]
+    name = "packed_mask" if is_packed else "mask"
+    if is_packed:
+        parts = [np.packbits(part, bitorder="little") for part in parts]
+    arrays = {"q": np.zeros((6, 1, 1)), name: np.concatenate(parts)}
+    pieces = cut(dumped(fields), arrays, GROUPS, kv)
+    for piece, group in zip(pieces, GROUPS, strict=True):
+        np.testing.assert_array_equal(
+            piece.arrays[name], np.concatenate([parts[at] for at in group])
+        )
+    with pytest.raises(InvalidRequest, match=name):
+        cut(dumped(fields), arrays, GROUPS, kv + 8)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
-from cluster_book import Book
-from cluster_calls import PAGE, Cluster, rows, run
+from cluster_book import SCALE, Book
+from cluster_calls import ATOL, HEADS, PAGE, Cluster, rows, run
 
 from service.cluster import finding
 from service.cluster.batching import refusal
@@ -132,5 +133,46 @@ def test_a_sequence_that_one_look_has_missed_is_looked_for_again(
         await cluster.told(operation, named)
         unknown = await cluster.call(operation, named | {"id": "n"} if "id" in named else named)
         assert unknown.status == (200 if operation == "gather" else 404)
+
+    run(two_engines, test)
+
+
+@pytest.mark.parametrize("name", ["mask", "packed_mask"])
+@pytest.mark.parametrize("appends", [False, True])
+def test_a_mask_over_sequences_of_several_engines_hides_what_it_hides_on_one(
+    two_engines: LocalEngines, name: str, appends: bool
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        book, names, counts = Book(cluster), ["b", "a", "both", "c"], [2, 3, 1, 2]
+        await apart(cluster, book)
+        await book.create("both", ranks=2)
+        await book.append("both", 3 * PAGE + 1)
+        await book.append("c", 2)
+        new = book.grow(names, counts, 1) if appends else {}
+        lengths = [len(book.held[one][1][0]) for one in names]
+        masks = [
+            book.rng.integers(0, 2, (count, length)).astype(bool)
+            for count, length in zip(counts, lengths, strict=True)
+        ]
+        flat = [mask.ravel() for mask in masks]
+        if name == "packed_mask":
+            flat = [np.packbits(bits, bitorder="little") for bits in flat]
+        q = rows(book.rng, sum(counts), 2 * HEADS)
+        fields = {"layer": 1, "sequences": names, "qo_indptr": [0, *np.cumsum(counts).tolist()]}
+        mask = {name: np.concatenate(flat)}
+        for wrong in (mask[name][1:], np.append(mask[name], mask[name][:1])):
+            refused = await cluster.call("prefill", fields, q=q, **new, **{name: wrong})
+            assert (refused.status, refused.fields["field"]) == (422, name), refused
+            assert "done" not in refused.fields
+        told = await cluster.told("prefill", fields, q=q, **new, **mask)
+        begin = 0
+        for one, count, seen in zip(names, counts, masks, strict=True):
+            mine = slice(begin, begin + count)
+            o, lse = oracle.attend(q[mine], *book.held[one][1], seen, sm_scale=SCALE)
+            np.testing.assert_allclose(told.arrays["o"][mine], o, atol=ATOL, err_msg=one)
+            np.testing.assert_allclose(told.arrays["lse"][mine], lse, atol=ATOL, err_msg=one)
+            begin += count
+        for one in names:
+            await book.check(one)
 
     run(two_engines, test)
