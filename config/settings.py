@@ -11,13 +11,15 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliApp,
+    CliSettingsSource,
+    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
@@ -35,6 +37,7 @@ from config.sections import (
     Settings,
 )
 from config.server import ServerSettings
+from config.wording import closest, fields_of, hint, place_of, rule_of
 
 __all__ = (
     "DEFAULT_NUM_PAGES",
@@ -95,6 +98,10 @@ class Sources(BaseSettings, Settings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         # the command line goes before these by itself; `load_settings` hands the YAML in
+        if isinstance(env_settings, EnvSettingsSource):
+            env_settings.env_vars = {
+                name.replace("-", "_"): value for name, value in env_settings.env_vars.items()
+            }
         return (env_settings, init_settings)
 
 
@@ -130,23 +137,64 @@ def load_settings(argv: Sequence[str] = ()) -> Settings:
     Raises `SettingsError`, one line that names the key.
     """
     refuse_unknown_environment()
+    argv = [dashed(argument) for argument in argv]
+    refuse_unknown_options(argv)
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     scan.add_argument("--config", default=os.environ.get(f"{ENV_PREFIX}CONFIG"))
-    config = scan.parse_known_args(list(argv))[0].config
+    config = scan.parse_known_args(argv)[0].config
     values = read_yaml(DEFAULTS)
     if config is not None:
         values = lay_over(values, read_yaml(Path(config)), config)
     try:
-        found = CliApp.run(Sources, list(argv), cli_exit_on_error=False, **values)
+        source = Options(Sources, cli_exit_on_error=False)
+        found = CliApp.run(Sources, argv, cli_settings_source=source, **values)
     except ValidationError as error:
         raise SettingsError(one_line(error)) from error
     except SourceError as error:
-        raise SettingsError(" ".join(str(error).split())) from error
+        told = " ".join(str(error).split()).removeprefix("error parsing CLI: ")
+        raise SettingsError(f"{told}: --help lists all options") from error
     return Settings.model_construct(**dict(found))
 
 
+class Options(CliSettingsSource[Sources]):
+    """The command line, whose help calls types by words."""
+
+    def _metavar_format(self, obj: Any) -> str:
+        if get_origin(obj) is tuple:
+            kind = get_args(obj)[0]
+            return f"{(get_args(kind) or (kind,))[0].__name__},..."
+        told: str = super()._metavar_format(obj)
+        return told
+
+
+def dashed(argument: str) -> str:
+    """An option with dashes for underscores: `--pool.num_pages=64` is `--pool.num-pages=64`."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def refuse_unknown_options(argv: Sequence[str]) -> None:
+    """An option that would set nothing, with the one that was most likely meant."""
+    for argument in argv:
+        name, _, _ = argument.partition("=")
+        section, _, key = name.removeprefix("--").partition(".")
+        if not name.startswith("--") or name in ("--config", "--help"):
+            continue
+        keys = [one.replace("_", "-") for one in fields_of(SECTIONS.get(section)) or {}]
+        if section not in SECTIONS:
+            close = hint(section, [*SECTIONS, "config", "help"], "sections")
+        elif key and key not in keys:
+            close = hint(key, keys, "settings", f"--{section}.")
+        else:
+            continue
+        raise SettingsError(f"{name}: unknown option{close} (--help lists all options)")
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The sections of one YAML file; an empty file has none."""
+    """The sections of one YAML file, keys with underscores; an empty file has none.
+
+    A setting may stand in its section or by its whole name, `pool.num_pages: 64`.
+    """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -155,17 +203,27 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise SettingsError(f"{path}: not a mapping of sections ({', '.join(SECTIONS)})")
+    found: dict[str, Any] = {}
     for name, section in values.items():
-        if not isinstance(section, dict):
+        head, dot, key = str(name).partition(".")
+        given = {key: section} if dot else section
+        if not isinstance(given, dict):
             raise SettingsError(f"{path}: {name} = {section}: not a section of settings")
-    return values
+        for key, value in given.items():
+            key = str(key).replace("-", "_")
+            if key in found.setdefault(head, {}):
+                raise SettingsError(f"{path}: {head}.{key}: given twice, in two spellings")
+            found[head][key] = value
+        found.setdefault(head, {})
+    return found
 
 
 def lay_over(below: dict[str, Any], above: dict[str, Any], path: str) -> dict[str, Any]:
     """`above` wins, key by key inside each section."""
     unknown = sorted(set(above) - set(below), key=str)
     if unknown:
-        raise SettingsError(f"{path}: {unknown[0]}: unknown section (one of {', '.join(below)})")
+        close = hint(unknown[0], below, "sections")
+        raise SettingsError(f"{path}: {unknown[0]}: unknown section{close}")
     return {name: {**section, **above.get(name, {})} for name, section in below.items()}
 
 
@@ -175,31 +233,37 @@ def refuse_unknown_environment() -> None:
     for name, section in SECTIONS.items():
         known |= {f"{ENV_PREFIX}{name}__{key}".upper() for key in section.model_fields}
     for name in sorted(os.environ):
-        if name.startswith(ENV_PREFIX) and name not in known and not SERVICE_LINK.fullmatch(name):
+        spelled = name.replace("-", "_")
+        if (
+            name.startswith(ENV_PREFIX)
+            and spelled not in known
+            and not SERVICE_LINK.fullmatch(name)
+        ):
+            close = closest(name, sorted(known))
             raise SettingsError(
-                f"{name}: unknown setting in the environment (write ATTND_SECTION__KEY, "
-                "as in ATTND_POOL__NUM_PAGES)"
+                f"{name}: unknown setting in the environment"
+                + (f": did you mean {close}?" if close else "")
+                + " (write ATTND_SECTION__KEY, as in ATTND_POOL__NUM_PAGES)"
             )
 
 
 def one_line(error: ValidationError) -> str:
-    """`pool.page_size = 0: Input should be greater than or equal to 1; …`."""
-    return "; ".join(
-        describe(
-            ".".join(map(str, problem["loc"])), problem["type"], problem["input"], problem["msg"]
+    """`pool.page_size = 0: must be at least 1; …`."""
+    return "; ".join(describe(problem) for problem in error.errors(include_url=False))
+
+
+def describe(problem: Any) -> str:
+    """One problem, with the key and the value it is about, and what to write in its place."""
+    key, owner = place_of(Settings, problem["loc"])
+    kind, value = problem["type"], problem["input"]
+    rule = rule_of(problem)
+    if kind == "value_error":  # ours: it names its key already
+        return rule
+    if kind == "extra_forbidden":
+        names = () if owner is None else tuple(owner.model_fields)
+        return f"{key}: unknown setting{hint(key.rpartition('.')[2], names, 'settings')}"
+    if key in SECTIONS:
+        return f"{key} = {value}: a section, not a setting: write --{key}.KEY, one of " + ", ".join(
+            SECTIONS[key].model_fields
         )
-        for problem in error.errors()
-    )
-
-
-def describe(key: str, kind: str, value: object, message: str) -> str:
-    """One problem, with the key and the value it is about."""
-    match kind:
-        case "value_error":  # ours: it names its key already
-            return message.removeprefix("Value error, ")
-        case "extra_forbidden":
-            return f"{key}: unknown setting"
-        case "missing":
-            return f"{key}: missing"
-        case _:
-            return f"{key} = {value}: {message}"
+    return f"{key} = {value}: {rule}"

@@ -45,6 +45,10 @@ from dataclasses import dataclass
 from reprlib import Repr
 from typing import Any, Final
 
+from pydantic import BaseModel, ValidationError
+
+from config.wording import first_of, hint, place_of, rule_of
+
 LONGEST_VALUE: Final = 200
 """Characters of a value that an error shows."""
 
@@ -80,19 +84,26 @@ class NoSuchRoute(AttndError):
 
 class UnknownSequence(AttndError):
     def __init__(self, ids: Sequence[str]) -> None:
-        super().__init__(f"unknown sequence: {', '.join(ids)}", sequences=list(ids))
+        detail = (
+            f"unknown sequence: {', '.join(ids)}: it was not created, or was deleted, or expired"
+        )
+        super().__init__(f"{detail}: create it, or check its id", sequences=list(ids))
 
 
 class UnknownLease(AttndError):
     def __init__(self, lease: str) -> None:
-        super().__init__(f"unknown lease: {lease}", lease=lease)
+        detail = f"unknown lease: {lease}: it was released or ended: match the prefix for a new one"
+        super().__init__(detail, lease=lease)
 
 
 class UnknownPage(AttndError):
     """Not cached, or for a pin to be taken away: not pinned."""
 
     def __init__(self, page_key: str) -> None:
-        detail = f"no such page: {page_key}: it is not cached, or has no pin to take away"
+        detail = (
+            f"no such page: {page_key}: it is not cached, or has no pin to take away: commit the "
+            "tokens again, or match the prefix to see what is cached"
+        )
         super().__init__(detail, page_key=page_key)
 
 
@@ -117,7 +128,10 @@ class RequestTimeout(AttndError):
 
 class SequenceExists(AttndError):
     def __init__(self, ids: Sequence[str]) -> None:
-        super().__init__(f"sequence exists already: {', '.join(ids)}", sequences=list(ids))
+        detail = f"sequence exists already: {', '.join(ids)}"
+        super().__init__(
+            f"{detail}: delete it first, or create under another id", sequences=list(ids)
+        )
 
 
 class LengthMismatch(AttndError):
@@ -125,7 +139,11 @@ class LengthMismatch(AttndError):
 
     def __init__(self, lengths: Mapping[str, int]) -> None:
         true = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        super().__init__(f"offsets differ from the stored lengths: {true}", lengths=dict(lengths))
+        detail = f"offsets differ from the stored lengths: {true}"
+        super().__init__(
+            f"{detail}: append from these lengths on, or truncate the sequences first",
+            lengths=dict(lengths),
+        )
 
 
 class SequenceTaken(AttndError):
@@ -220,6 +238,26 @@ class InvalidRequest(AttndError):
         field, value = printable(field), shorten(value)
         super().__init__(f"{field} = {value}: {rule}", field=field, value=value, rule=rule)
         self.field, self.value, self.rule = field, value, rule
+
+
+def invalid_fields(model: type[BaseModel], error: ValidationError) -> InvalidRequest:
+    """The first rule of `model` that a request's fields break, or the field that it has not."""
+    found = first_of(error.errors(include_url=False))
+    place, owner = place_of(model, found["loc"])
+    field = place or "fields"
+    if found["type"] == "missing":
+        return InvalidRequest(field, None, "must be given")
+    if found["type"] == "extra_forbidden":
+        names = () if owner is None else tuple(owner.model_fields)
+        close = hint(field.rpartition(".")[2], names, "fields")
+        return InvalidRequest(field, found["input"], f"this route has no such field{close}")
+    return InvalidRequest(field, found["input"], rule_of(found))
+
+
+def unknown_tensor(name: str, known: Sequence[str]) -> InvalidRequest:
+    """A tensor that the operation does not read; `known` are those that it does."""
+    rule = f"this route reads no such tensor{hint(name, known, 'tensors')}"
+    return InvalidRequest(f"tensors.{name}", "given", rule)
 
 
 class Overloaded(AttndError):

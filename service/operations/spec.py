@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from service.errors import InvalidRequest
+from service.errors import invalid_fields, unknown_tensor
 from service.image.dtypes import DTYPE_NAMES
 from service.image.reading import Entry, Layout, read_layout
 from service.operations.common import Entries, Fields, refuse, unchecked
@@ -150,20 +150,7 @@ def validate(model: type[Model], fields: Any) -> Model:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        raise invalid(error.errors(include_url=False, include_context=False)[0]) from None
-
-
-def invalid(problem: Any) -> InvalidRequest:
-    """A problem that pydantic found, in this service's words."""
-    field = ".".join(str(part) for part in problem["loc"]) or "fields"
-    match problem["type"]:
-        case "extra_forbidden":
-            rule = "this route has no such field"
-        case "missing":
-            return InvalidRequest(field, None, "must be given")
-        case _:
-            rule = problem["msg"].removeprefix("Value error, ")
-    return InvalidRequest(field, problem["input"], rule)
+        raise invalid_fields(model, error) from None
 
 
 def check_tensors(
@@ -186,7 +173,7 @@ def check_names(takes: tuple[TensorSpec, ...], entries: Entries) -> None:
     if missing := {spec.name for spec in takes if not spec.optional} - entries.keys():
         refuse(f"tensors.{min(missing)}", None, "must be given")
     if extra := entries.keys() - known:
-        refuse(f"tensors.{min(extra)}", "given", "this route reads no such tensor")
+        raise unknown_tensor(min(extra), sorted(known))
 
 
 def check_dtype(spec: TensorSpec, entry: Entry, entries: Entries) -> None:
