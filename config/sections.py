@@ -162,6 +162,10 @@ class CacheSettings(Section):
     zmq_topic: Annotated[str, Field(max_length=256)] = ""
     """Topic of what is published; subscribers choose by how it begins."""
 
+    zmq_layout: Literal["map", "array"] = "map"
+    """Layout of a published event: `map` as vLLM 0.24 and newer have it, named fields; `array` as
+    vLLM 0.11 to 0.23, fields by position. Subscribers are written for one of them."""
+
     zmq_namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "default"
     """With keys: the namespace whose events are published."""
 

@@ -20,6 +20,7 @@ from http_process import listening
 from http_service import SECRET, WAIT_S, Service, serving, wait_for
 
 from config.settings import SettingsError, load_settings
+from service.doors.zmq.batches import payload
 from service.doors.zmq.publisher import Publisher
 
 END = b"\xff" * 8
@@ -75,6 +76,81 @@ class Subscriber:
                 self.take(told[1], told[2])
                 count += 1
             return count
+
+
+def subscriber_types(layout: str, *, old: bool = False) -> Any:
+    """A batch whose events are typed as a subscriber of vLLM types them; `old`: before vLLM had
+    the last fields."""
+    options = {"tag": True, "array_like": layout == "array"}
+    hashed = bytes | int
+    stored: list[Any] = [
+        ("block_hashes", list[hashed]),
+        ("parent_block_hash", hashed | None),
+        ("token_ids", list[int]),
+        ("block_size", int),
+        ("lora_id", int | None),
+        ("medium", str | None),
+    ]
+    removed: list[Any] = [("block_hashes", list[hashed]), ("medium", str | None)]
+    if not old:
+        stored += [("lora_name", str | None), ("extra_keys", list[Any] | None, None)]
+        stored += [("group_idx", int | None, None), ("kv_cache_spec_kind", str | None, None)]
+        removed += [("group_idx", int | None, None)]
+    events = (
+        msgspec.defstruct("BlockStored", stored, **options),
+        msgspec.defstruct("BlockRemoved", removed, **options),
+        msgspec.defstruct("AllBlocksCleared", [], **options),
+    )
+    batch = [("ts", float), ("events", list[events[0] | events[1] | events[2]]), ("rank", int)]
+    return msgspec.defstruct("KVEventBatch", batch, array_like=True)
+
+
+STORED = {
+    "type": "stored",
+    "namespace": "default",
+    "parent_key": "0f" * 16,
+    "page_keys": ["ab" * 16, "cd" * 16],
+    "token_ids": [1, 2, 3, 4],
+    "page_size": 2,
+}
+REMOVED = {"type": "removed", "namespace": "default", "page_keys": ["ab" * 16]}
+CLEARED = {"type": "cleared", "namespace": "default"}
+
+
+@pytest.mark.parametrize("layout", ["map", "array"])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_typed_subscriber_of_vllm_reads_its_layout(layout: Any, old: bool) -> None:
+    decoder = msgspec.msgpack.Decoder(subscriber_types(layout, old=old))
+    (stored,) = decoder.decode(payload(STORED, 1.5, layout)).events
+    assert stored.block_hashes == [b"\xab" * 16, b"\xcd" * 16]
+    assert (stored.parent_block_hash, stored.block_size) == (b"\x0f" * 16, 2)
+    assert (stored.token_ids, stored.lora_id, stored.medium) == ([1, 2, 3, 4], None, "GPU")
+    (removed,) = decoder.decode(payload(REMOVED, 1.5, layout)).events
+    assert (removed.block_hashes, removed.medium) == ([b"\xab" * 16], "GPU")
+    if not old:
+        assert (stored.lora_name, stored.extra_keys, stored.group_idx) == (None, None, 0)
+        assert stored.kv_cache_spec_kind == "full_attention" and removed.group_idx == 0
+    (cleared,) = decoder.decode(payload(CLEARED, 1.5, layout)).events
+    assert type(cleared).__name__ == "AllBlocksCleared"
+    assert decoder.decode(payload({"type": "pressure"}, 1.5, layout)).events == []
+
+
+def test_a_publisher_of_arrays_sends_arrays(tmp_path: Path) -> None:
+    with (
+        serving(*endpoints(tmp_path), "--cache.zmq-layout", "array") as service,
+        service.client() as client,
+        publishing(service),
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as sub,
+    ):
+        sub.rcvtimeo, sub.linger = int(1e3 * WAIT_S), 0
+        sub.connect(f"ipc://{tmp_path}/events")
+        sub.setsockopt_string(zmq.SUBSCRIBE, "kv")
+        time.sleep(0.5)
+        store(client, list(range(PAGE_SIZE)))
+        body = sub.recv_multipart()[2]
+        (stored,) = msgspec.msgpack.Decoder(subscriber_types("array")).decode(body).events
+        assert stored.token_ids == list(range(PAGE_SIZE)) and stored.group_idx == 0
 
 
 def store(client: httpx.Client, ids: list[int]) -> None:

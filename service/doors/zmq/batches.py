@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
+Layout = Literal["map", "array"]
+"""Of an event: named fields, or fields by position behind the type's name."""
 MEDIUM: Final = "GPU"
 """What vLLM calls the memory from which attention reads."""
+GROUP: Final = 0
+"""vLLM's number of a KV cache group: a pool is one, all its layers store every token."""
+KIND: Final = "full_attention"
+"""What vLLM calls the cache of such a group."""
 END: Final = (-1).to_bytes(8, "big", signed=True)
 """The sequence that ends a replay."""
 
@@ -18,14 +24,16 @@ def root_of(namespace: str) -> str:
     return blake2b(f"{namespace}\0".encode(), digest_size=16).hexdigest()
 
 
-def payload(event: dict[str, Any], when: float) -> bytes:
-    """One event as a batch: [timestamp, [events], rank]. What the format does not know is a batch
-    without events, so that no sequence is missing."""
+def payload(event: dict[str, Any], when: float, layout: Layout) -> bytes:
+    """One event as a batch: [timestamp, [events], rank]. An event without a counterpart in the
+    format is a batch without events, so that no sequence number is missing."""
     told = told_as(event)
-    return msgspec.msgpack.encode([when, [] if told is None else [told], 0])
+    events = [] if told is None else [told if layout == "map" else list(told.values())]
+    return msgspec.msgpack.encode([when, events, 0])
 
 
 def told_as(event: dict[str, Any]) -> dict[str, Any] | None:
+    """The event by the names of vLLM's fields, in the order in which its arrays have them."""
     match event["type"]:
         case "stored":
             parent = event["parent_key"]
@@ -38,9 +46,18 @@ def told_as(event: dict[str, Any]) -> dict[str, Any] | None:
                 "block_size": event["page_size"],
                 "lora_id": None,
                 "medium": MEDIUM,
+                "lora_name": None,
+                "extra_keys": None,
+                "group_idx": GROUP,
+                "kv_cache_spec_kind": KIND,
             }
         case "removed":
-            return {"type": "BlockRemoved", "block_hashes": hashes(event), "medium": MEDIUM}
+            return {
+                "type": "BlockRemoved",
+                "block_hashes": hashes(event),
+                "medium": MEDIUM,
+                "group_idx": GROUP,
+            }
         case "cleared":
             return {"type": "AllBlocksCleared"}
         case _:

@@ -53,6 +53,7 @@ class Publisher:
         self.tenant = tenant_of(settings.cache.zmq_namespace, ["read"]) if has_keys else OPEN
         self.has_keys = has_keys
         self.topic = settings.cache.zmq_topic.encode()
+        self.layout = settings.cache.zmq_layout
         self.failed = ""
         self.loop: asyncio.AbstractEventLoop | None = None
 
@@ -117,7 +118,7 @@ class Publisher:
             while True:
                 page = await self.page(last)
                 for event in page["events"]:
-                    body = payload(event, time.time())
+                    body = payload(event, time.time(), self.layout)
                     await out.send_multipart([self.topic, sequence(event["id"]), body])
                 last = page["next"]
                 if not page["events"]:
@@ -153,7 +154,7 @@ class Publisher:
             page = await self.page(last)
             for event in page["events"]:
                 if event["id"] >= first:
-                    body = payload(event, time.time())
+                    body = payload(event, time.time(), self.layout)
                     await asked.send_multipart([who, b"", sequence(event["id"]), body])
             last = page["next"]
             if not page["events"]:
