@@ -120,7 +120,10 @@ class SequenceFields(Fields):
 
 
 class DeleteFields(Fields):
-    ids: Ids | None = None
+    ids: (
+        Annotated[list[SequenceId], Field(fail_fast=True, json_schema_extra={"uniqueItems": True})]
+        | None
+    ) = None
     """Those that are unknown are passed over."""
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{0,128}$")] | None = None
     """All sequences whose id begins like this."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass
+from typing import Final
 
 from service.errors import Unauthorized
 from service.keys import Key, Keys
@@ -11,6 +12,8 @@ from service.road.frames import FrameError
 from service.road.messages import Hello, read_announced
 from service.road.remote import proof
 from service.tenants import NOBODY, OPEN, Tenant
+
+REMEDY: Final = "give it as api_key of the session, or as key in HELLO"
 
 
 @dataclass(slots=True)
@@ -50,7 +53,7 @@ class Standing:
         elif keys is None:
             self.tenants[0] = OPEN
         else:
-            self.key = keys.check(hello.key.encode(), "give it as key in HELLO")
+            self.key = keys.check(hello.key.encode(), REMEDY)
             self.tenants[0] = self.key.tenant
 
     def announce(self, payload: bytes) -> None:

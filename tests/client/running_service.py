@@ -45,7 +45,7 @@ def address(process: subprocess.Popen[bytes], log: str) -> str:
     """What the service says it serves, from its log."""
     ends = time.monotonic() + 60
     while time.monotonic() < ends and process.poll() is None:
-        if found := re.search(r" listening on (unix:\S+|http://\S+)", Path(log).read_text()):
+        if found := re.search(r" listening on (unix:\S+|https?://\S+)", Path(log).read_text()):
             return found[1]
         time.sleep(0.05)
     raise RuntimeError(f"the service did not start:\n{Path(log).read_text()}")

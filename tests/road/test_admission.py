@@ -64,7 +64,7 @@ def test_with_keys_a_session_is_in_the_namespace_of_its_key() -> None:
 @pytest.mark.parametrize(
     ("hello", "told"),
     [
-        ({}, "asks for a key: give it as key in HELLO"),
+        ({}, "asks for a key: give it as api_key of the session, or as key in HELLO"),
         ({"key": "open barley"}, "this key is not, or no longer, one of the service's"),
         ({"door": True}, "only processes that the service has started are its doors"),
         ({"door": True, "key": "open sesame"}, "its doors"),

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from attnd.arguments import Indices, sequence_ids, whole_numbers
 from attnd.call import Call, Settled, no_recovery
 from attnd.control import indices
 from attnd.errors import ServiceError
@@ -16,12 +17,10 @@ from attnd.reading import reads
 from attnd.results import AppendResult, AttentionResult, GatherResult, MergeResult
 from attnd.states import LseBase
 from attnd.tensor_calls import (
-    Indices,
     attend,
     landed,
     lengths_after,
     mask_tensor,
-    numbers,
     state_bytes,
     tensor_call,
 )
@@ -77,7 +76,7 @@ GATHERED: Final = reads(
 
 
 def append(
-    layer: int,
+    layer: int | Indices,
     sequences: Sequence[str],
     k: Array,
     v: Array,
@@ -87,16 +86,20 @@ def append(
 ) -> Call[AppendResult]:
     """Append rows `append_indptr[b]:[b+1]` of `k, v [n, num_kv_heads, head_dim]` to sequence b.
 
-    Without `append_indptr`, one row each. `offsets` are the kv_len that each sequence is believed
-    to have: a difference raises `LengthMismatch`, and with them a lost reply is retried safely.
+    Without `append_indptr`, one row each. `layer` may be a list of layers: k and v are then
+    `[L, n, num_kv_heads, head_dim]` in their order, and stored at all of them or at none. Every
+    sequence must have the same length at each of these layers.
+
+    `offsets` are the kv_len that each sequence is believed to have: a difference raises
+    `LengthMismatch`, and with them a lost reply is retried safely.
     Raises `UnknownSequence`, `LengthMismatch`, `OutOfPages`, `InvalidRequest`.
     """
-    sequences = list(sequences)
+    sequences = sequence_ids(sequences)
     fields = {
-        "layer": layer,
+        **layer_fields(layer),
         "sequences": sequences,
-        "append_indptr": numbers(append_indptr),
-        "offsets": numbers(offsets),
+        "append_indptr": whole_numbers(append_indptr, "append_indptr"),
+        "offsets": whole_numbers(offsets, "offsets"),
     }
 
     def recover(error: ServiceError) -> Settled[AppendResult] | None:
@@ -115,6 +118,13 @@ def append(
     )
 
 
+def layer_fields(layer: int | Indices) -> dict[str, Any]:
+    """`layer` for one, `layers` for several."""
+    if isinstance(layer, (Sequence, np.ndarray)) and np.ndim(layer):
+        return {"layers": whole_numbers(layer, "layer")}
+    return {"layer": layer}
+
+
 def decode(
     layer: int,
     sequences: Sequence[str],
@@ -130,7 +140,12 @@ def decode(
     With `k, v [B, num_kv_heads, head_dim]` they are appended first; then `offsets` are as in
     `append`. Raises what `append` raises.
     """
-    fields = {"layer": layer, "sequences": list(sequences), "offsets": numbers(offsets), **options}
+    fields = {
+        "layer": layer,
+        "sequences": sequence_ids(sequences),
+        "offsets": whole_numbers(offsets, "offsets"),
+        **options,
+    }
     return attend(
         "decode",
         fields,
@@ -160,9 +175,9 @@ def prefill(
     """
     fields = {
         "layer": layer,
-        "sequences": list(sequences),
-        "qo_indptr": numbers(qo_indptr),
-        "offsets": numbers(offsets),
+        "sequences": sequence_ids(sequences),
+        "qo_indptr": whole_numbers(qo_indptr, "qo_indptr"),
+        "offsets": whole_numbers(offsets, "offsets"),
         "causal": causal,
         **options,
     }
@@ -186,8 +201,8 @@ def ragged_prefill(
 ) -> Call[AttentionResult]:
     """Attention over the `k, v [nnz, num_kv_heads, head_dim]` sent along; touches no pool."""
     fields = {
-        "qo_indptr": numbers(qo_indptr),
-        "kv_indptr": numbers(kv_indptr),
+        "qo_indptr": whole_numbers(qo_indptr, "qo_indptr"),
+        "kv_indptr": whole_numbers(kv_indptr, "kv_indptr"),
         "causal": causal,
         **options,
     }
@@ -211,8 +226,11 @@ def cascade(
     fields = {
         "layer": layer,
         "levels": [
-            {"sequences": list(level.sequences), "qo_indptr": numbers(level.qo_indptr)}
-            for level in levels
+            {
+                "sequences": sequence_ids(level.sequences, f"levels[{at}].sequences"),
+                "qo_indptr": whole_numbers(level.qo_indptr, f"levels[{at}].qo_indptr"),
+            }
+            for at, level in enumerate(levels)
         ],
         "causal": causal,
         "return_levels": return_levels,
@@ -231,11 +249,11 @@ def merge(
     """
     return tensor_call(
         "merge",
-        {"indptr": numbers(indptr), "lse_base": lse_base},
+        {"indptr": whole_numbers(indptr, "indptr"), "lse_base": lse_base},
         {"o": o, "lse": np.asarray(lse, dtype=np.float32)},
         MERGED,
         repeatable=True,
-        answer_bytes=state_bytes(o),
+        answer_bytes=state_bytes(o, "o"),
     )
 
 
@@ -255,7 +273,7 @@ def gather(
         "gather",
         {
             "layer": layer,
-            "sequences": list(sequences),
+            "sequences": sequence_ids(sequences),
             "start": start,
             "stop": stop,
             "dtype": dtype,

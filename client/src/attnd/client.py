@@ -128,6 +128,7 @@ class Client:
     sequence_page = blocking(control.sequence_page)
     delete_sequence = blocking(control.delete_sequence)
     truncate = blocking(control.truncate)
+    truncate_sequences = blocking(control.truncate_sequences)
     page_table = blocking(control.page_table)
     append = repeating(attention.append)
     decode = repeating(attention.decode)
@@ -139,6 +140,7 @@ class Client:
     delete_sequences = blocking(control.delete_sequences)
     match_prefix = blocking(prefix.match_prefix)
     commit = blocking(prefix.commit)
+    commit_sequences = blocking(prefix.commit_sequences)
     renew_lease = blocking(prefix.renew_lease)
     release_lease = blocking(prefix.release_lease)
     pin = blocking(prefix.pin)
@@ -179,7 +181,7 @@ class Client:
         return every_event(self.event_page, after, poll_s)
 
     def wait_ready(self, timeout: float = 60.0) -> None:
-        """Return once the service is ready; TimeoutError with its own reason when it is not."""
+        """Return once the service is ready; raises `NeverReady` with its own reason."""
         wait_until_ready(self.ready, timeout)
 
     def with_options(self, *, deadline: float | None = None, request_id: str | None = None) -> Self:
@@ -251,6 +253,7 @@ class AsyncClient:
     sequence_page = awaiting(control.sequence_page)
     delete_sequence = awaiting(control.delete_sequence)
     truncate = awaiting(control.truncate)
+    truncate_sequences = awaiting(control.truncate_sequences)
     page_table = awaiting(control.page_table)
     append = awaiting_again(attention.append)
     decode = awaiting_again(attention.decode)
@@ -262,6 +265,7 @@ class AsyncClient:
     delete_sequences = awaiting(control.delete_sequences)
     match_prefix = awaiting(prefix.match_prefix)
     commit = awaiting(prefix.commit)
+    commit_sequences = awaiting(prefix.commit_sequences)
     renew_lease = awaiting(prefix.renew_lease)
     release_lease = awaiting(prefix.release_lease)
     pin = awaiting(prefix.pin)
@@ -313,7 +317,7 @@ class AsyncClient:
                 await asyncio.sleep(poll_s)
 
     async def wait_ready(self, timeout: float = 60.0) -> None:
-        """Return once the service is ready; TimeoutError with its own reason when it is not."""
+        """Return once the service is ready; raises `NeverReady` with its own reason."""
         ends = time.monotonic() + timeout
         while True:
             try:

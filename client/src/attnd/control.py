@@ -8,9 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from attnd.arguments import (
+    Indices,
+    plain,
+    plain_fields,
+    sequence_id,
+    sequence_ids,
+    whole_number,
+    whole_numbers,
+)
 from attnd.call import Array, Call, Reply, Settled
 from attnd.errors import ServiceError, UnknownSequence
-from attnd.prefix import Prefix
+from attnd.prefix import Prefix, indptr_of
 from attnd.reading import reads
 from attnd.results import (
     EngineInfo,
@@ -58,7 +67,7 @@ class NewSequence:
             if self.shard is None
             else dict(zip(("rank", "ranks"), self.shard, strict=True)),
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: plain(value, name) for name, value in given.items() if value is not None}
 
 
 def create_sequences(sequences: Sequence[NewSequence]) -> Call[tuple[SequenceInfo, ...]]:
@@ -110,25 +119,25 @@ def new_sequences(sequences: Sequence[NewSequence]) -> tuple[dict[str, Any], dic
         raise ValueError("name the prefixes of one call all by token_ids or all by page_keys")
     (kind,) = kinds
     if len(sequences) > 1:
-        sizes = [len(arrays[kind]) if arrays else 0 for arrays in named]
-        fields["prefix_indptr"] = [0, *np.cumsum(sizes).tolist()]
+        fields["prefix_indptr"] = indptr_of([arrays.get(kind, ()) for arrays in named])
     return fields, {kind: np.concatenate([arrays[kind] for arrays in named if arrays])}
 
 
 def delete_sequences(ids: Sequence[str] | None = None, *, prefix: str | None = None) -> Call[int]:
     """Delete those there are of `ids`, or all whose id begins with `prefix`; how many were."""
-    fields = {"prefix": prefix} if ids is None else {"ids": list(ids)}
+    if ids is None and prefix is None:
+        raise ValueError('give ids, or prefix (prefix="" is every sequence)')
+    named = None if ids is None else sequence_ids(ids, "ids")
     return Call(
         "delete_sequences",
         reads(lambda reply: int(reply.fields["num_deleted"])),
         repeatable=True,
-        fields={name: value for name, value in fields.items() if value is not None},
+        fields=plain_fields({"prefix": prefix, "ids": named}),
     )
 
 
 def sequence_page(after: str | None = None, limit: int | None = None) -> Call[SequencePage]:
     """Up to `limit` sequences by id, those after `after` (None: from the start)."""
-    given = {"after": after, "limit": limit}
     return Call(
         "list_sequences",
         reads(
@@ -137,13 +146,14 @@ def sequence_page(after: str | None = None, limit: int | None = None) -> Call[Se
             )
         ),
         repeatable=True,
-        fields={name: value for name, value in given.items() if value is not None},
+        fields=plain_fields({"after": after, "limit": limit}),
     )
 
 
 def get_sequence(sequence: str) -> Call[SequenceInfo]:
     """One sequence; raises `UnknownSequence`."""
-    return Call("get_sequence", reads(sequence_of_reply), repeatable=True, fields={"id": sequence})
+    fields = {"id": sequence_id(sequence)}
+    return Call("get_sequence", reads(sequence_of_reply), repeatable=True, fields=fields)
 
 
 def delete_sequence(sequence: str) -> Call[None]:
@@ -152,7 +162,7 @@ def delete_sequence(sequence: str) -> Call[None]:
         "delete_sequence",
         lambda reply: None,
         repeatable=True,
-        fields={"id": sequence},
+        fields={"id": sequence_id(sequence)},
         recover=is_gone,
     )
 
@@ -162,13 +172,47 @@ def is_gone(error: ServiceError) -> Settled[None] | None:
     return Settled(None) if isinstance(error, UnknownSequence) else None
 
 
-def truncate(sequence: str, length: int) -> Call[SequenceInfo]:
-    """Cut every layer to `length` tokens; raises `UnknownSequence`, `InvalidRequest`."""
+def truncate(sequence: str, length: int, *, keep: Indices | None = None) -> Call[SequenceInfo]:
+    """Cut every layer to `length` tokens, and keep those at `keep` as well.
+
+    `keep` are tokens behind `length`, in rising order, counted from the start of the sequence, such
+    as the accepted path of a tree of drafts. They move up to follow `length`. Raises
+    `UnknownSequence`, `InvalidRequest`, `OutOfPages`.
+    """
+    kept = whole_numbers(keep, "keep")
+    fields = {
+        "id": sequence_id(sequence, many="truncate_sequences"),
+        "length": whole_number(length, "length"),
+        "keep": kept,
+    }
     return Call(
         "truncate",
         reads(sequence_of_reply),
-        repeatable=True,  # cutting to the same length again changes nothing
-        fields={"id": sequence, "length": length},
+        repeatable=not kept,  # cutting to the same length again changes nothing
+        fields=plain_fields(fields),
+    )
+
+
+def truncate_sequences(
+    sequences: Sequence[str], lengths: Indices, *, keep: Sequence[Indices] | None = None
+) -> Call[tuple[SequenceInfo, ...]]:
+    """`truncate` for many sequences, all or none; `keep` has a list for each of them.
+
+    Raises `UnknownSequence`, `InvalidRequest`, `OutOfPages`.
+    """
+    kept = [whole_numbers(one, f"keep[{at}]") or [] for at, one in enumerate(keep or ())]
+    ids = sequence_ids(sequences)
+    if keep is not None and len(kept) != len(ids):
+        raise ValueError(f"keep has {len(kept)} lists: it must have {len(ids)}, one per sequence")
+    fields: dict[str, Any] = {"sequences": ids, "lengths": whole_numbers(lengths, "lengths")}
+    if any(kept):
+        fields["keep"] = [at for one in kept for at in one]
+        fields["keep_indptr"] = indptr_of(kept)
+    return Call(
+        "truncate_sequences",
+        reads(lambda reply: tuple(sequence_infos(reply))),
+        repeatable="keep" not in fields,
+        fields=fields,
     )
 
 
@@ -178,7 +222,7 @@ def page_table(sequences: Sequence[str], layer: int = 0) -> Call[PageTable]:
         "page_table",
         reads(page_table_of),
         repeatable=True,
-        fields={"sequences": list(sequences), "layer": layer},
+        fields=plain_fields({"sequences": sequence_ids(sequences), "layer": layer}),
     )
 
 

@@ -6,6 +6,7 @@ AttndError                       request_id
 │   │   └── ArenaFull            no room in the session's shared memory
 │   ├── ReplyLost                sent, perhaps carried out, no whole answer came back
 │   └── TimedOut                 the timeout or the call's deadline passed on this side
+│       └── NeverReady           `wait_ready` waited as long as it may (a TimeoutError as well)
 ├── ProtocolError                an answer came that is not attnd's
 └── ServiceError                 the service refused: status, code, title, detail, timings, problem
     ├── MalformedBody            400
@@ -82,6 +83,10 @@ class ReplyLost(TransportError):
 
 class TimedOut(TransportError):
     """The client's timeout or the call's deadline passed; the request may have been carried out."""
+
+
+class NeverReady(TimedOut, TimeoutError):
+    """The service was not ready within the time that `wait_ready` was given, with its reason."""
 
 
 class ProtocolError(AttndError):

@@ -131,6 +131,8 @@ def repeated(
             if recovery is not None:
                 call, lost = recovery, False
             else:
+                if ends is not None and isinstance(error, ConnectionFailed):
+                    check_deadline(ends, manner, error)
                 lost = lost or isinstance(error, ReplyLost)
                 attempt += 1
                 wait = manner.retries.wait_s(attempt, error) if may_repeat(call, error) else None
@@ -144,6 +146,13 @@ def repeated(
                 error = failed
     finally:
         del error, outcome  # an error's traceback leads to this frame
+
+
+def check_deadline(ends: float, manner: Manner, error: AttndError) -> None:
+    """Raises `TimedOut` where the deadline passed while a connection was made."""
+    if time.monotonic() >= ends:
+        told = f"the deadline of {manner.deadline_s} s passed: {error}"
+        raise TimedOut(told, error.request_id) from error
 
 
 def answer(call: Call[T], outcome: Outcome) -> T:

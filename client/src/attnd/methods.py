@@ -7,10 +7,19 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast
+from typing import (
+    Any,
+    Concatenate,
+    Final,
+    ParamSpec,
+    TypeVar,
+    cast,
+    get_args,
+    get_type_hints,
+)
 
 from attnd.call import Call, Reply
-from attnd.errors import AttndError, TransportError
+from attnd.errors import AttndError, NeverReady, TransportError
 from attnd.exchange import Manner, Outcome, Retries, Send, Wait, first, repeated
 from attnd.results import CacheEvent, EventPage, Health, SequenceInfo, SequencePage
 
@@ -23,12 +32,49 @@ POLL_S: Final = 0.05
 
 
 def with_self(method: M, build: Callable[..., Any]) -> M:
-    """`method` with the signature of `build` as a method, for `help()` and editors."""
-    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    """`method` with the signature of `build` as a method, for `help()` and editors: it returns what
+    the call of `build` parses."""
     signature = inspect.signature(build)
-    parameters = [this, *signature.parameters.values()]
-    method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    returned = str(signature.return_annotation).removeprefix("Call[").removesuffix("]")
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
+    for one in signature.parameters.values():
+        parameters += shown_options(build) if one.kind is one.VAR_KEYWORD else [shown(one)]
+    method.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        parameters, return_annotation=Shown(returned)
+    )
+    method.__annotations__ = {**build.__annotations__, "return": returned}
     return method
+
+
+def shown(parameter: inspect.Parameter) -> inspect.Parameter:
+    return parameter.replace(annotation=Shown(parameter.annotation))
+
+
+def shown_options(build: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The keywords that `**options` of a call stand for; what is not given is the service's."""
+    (options,) = get_args(get_type_hints(build)["options"])
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=Shown("..."),
+            annotation=Shown(kind.__name__ if isinstance(kind, type) else kind_text(kind)),
+        )
+        for name, kind in get_type_hints(options).items()
+    ]
+
+
+def kind_text(kind: object) -> str:
+    return str(kind).replace("typing.", "")
+
+
+class Shown(str):
+    """An annotation that is printed without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def repeating(build: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
@@ -115,7 +161,7 @@ def every_event(
 
 
 def wait_until_ready(ready: Callable[[], Health], timeout: float) -> None:
-    """Ask until the answer is yes; TimeoutError with the service's own reason when it is not."""
+    """Ask until the answer is yes; raises `NeverReady` with the service's own reason."""
     ends = time.monotonic() + timeout
     while True:
         try:
@@ -144,5 +190,6 @@ def unreachable(error: TransportError) -> Health:
     return Health(False, str(error))
 
 
-def not_ready(timeout: float, health: Health) -> TimeoutError:
-    return TimeoutError(f"not ready after {timeout} s: {health.reason}")
+def not_ready(timeout: float, health: Health) -> NeverReady:
+    remedy = "wait longer (timeout), or see the service's log"
+    return NeverReady(f"not ready after {timeout} s: {health.reason}: {remedy}")

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from attnd.arguments import (
+    Indices,
+    plain_fields,
+    sequence_id,
+    sequence_ids,
+    whole_number,
+    whole_numbers,
+)
 from attnd.call import Call, Reply, Settled
 from attnd.errors import ServiceError, UnknownLease, UnknownPage
 from attnd.reading import reads
@@ -56,6 +65,8 @@ class Prefix:
 
 def token_array(ids: TokenIds) -> NDArray[np.uint32]:
     """uint32 [n]; raises ValueError for what is no token id."""
+    if isinstance(ids, (str, bytes)):
+        raise TypeError(f"token_ids is {ids!r}: it must be a list of ints or an integer array")
     array = np.asarray(ids)
     if array.size == 0:
         return np.empty(0, np.uint32)
@@ -73,6 +84,8 @@ def key_array(keys: PageKeys) -> NDArray[np.uint8]:
             told = f"page_keys are {keys.dtype} {list(keys.shape)}"
             raise ValueError(f"{told}: they must be uint8 [n, {KEY_BYTES}]")
         return np.ascontiguousarray(keys)
+    if isinstance(keys, (str, bytes)):
+        raise TypeError(f"page_keys is {keys!r}: it must be a list of keys, such as [{keys!r}]")
     raw = [bytes.fromhex(key) if isinstance(key, str) else key for key in keys]
     if wrong := [key for key in raw if len(key) != KEY_BYTES]:
         raise ValueError(f"a page key has {len(wrong[0])} bytes: it must have {KEY_BYTES}")
@@ -94,25 +107,71 @@ def commit(
     sequence: str,
     prefix: Prefix,
     *,
+    offset: int = 0,
     priority: int | None = None,
     duration_s: float | None = None,
 ) -> Call[CommitResult]:
     """Name the sequence's full pages as far as `prefix` does, so that they outlive it.
 
-    Raises `UnknownSequence`, `InvalidRequest` beyond the sequence's length, `KeyMismatch`.
+    With `offset` the prefix begins behind that many tokens, which are committed already: the
+    `committed_len` of the commit before. Raises `UnknownSequence`, `InvalidRequest` beyond the
+    sequence's length, `KeyMismatch`.
     """
-    given = {"priority": priority, "duration_s": duration_s}
+    fields = {
+        "id": sequence_id(sequence, many="commit_sequences"),
+        **prefix.fields(),
+        "offset": whole_number(offset, "offset") or None,
+        "priority": priority,
+        "duration_s": duration_s,
+    }
     return Call(
         "commit",
         reads(commit_of),
         repeatable=True,
-        fields={
-            "id": sequence,
-            **prefix.fields(),
-            **{name: value for name, value in given.items() if value is not None},
-        },
+        fields=plain_fields(fields),
         arrays=prefix.arrays(),
     )
+
+
+def commit_sequences(
+    sequences: Sequence[str],
+    prefixes: Sequence[Prefix],
+    *,
+    offsets: Indices | None = None,
+    priority: int | None = None,
+    duration_s: float | None = None,
+) -> Call[tuple[CommitResult, ...]]:
+    """`commit` for many sequences, all or none, each as far as its prefix does.
+
+    The prefixes name pages all by token ids or all by page keys, under one `cache_salt`. Raises
+    `UnknownSequence`, `InvalidRequest`, `KeyMismatch`.
+    """
+    ids, named = sequence_ids(sequences), [prefix.arrays() for prefix in prefixes]
+    if len(ids) != len(named):
+        raise ValueError(f"{len(named)} prefixes: there must be {len(ids)}, one per sequence")
+    if len({(*arrays, one.cache_salt) for arrays, one in zip(named, prefixes, strict=True)}) > 1:
+        raise ValueError("name pages all by token_ids or all by page_keys, under one cache_salt")
+    arrays = {kind: np.concatenate([one[kind] for one in named]) for kind in (named or [{}])[0]}
+    fields = {
+        "sequences": ids,
+        "names_indptr": indptr_of([part for one in named for part in one.values()]),
+        **(prefixes[0].fields() if prefixes else {}),
+        "offsets": whole_numbers(offsets, "offsets"),
+        "priority": priority,
+        "duration_s": duration_s,
+    }
+    return Call(
+        "commit_sequences",
+        reads(commits_of),
+        repeatable=True,
+        fields=plain_fields(fields),
+        arrays=arrays,
+    )
+
+
+def indptr_of(parts: Sequence[Sized]) -> list[int]:
+    """The prefix sums of how long these are."""
+    return [0, *accumulate(map(len, parts))]
 
 
 def renew_lease(lease: str, lease_s: float = DEFAULT_LEASE_S) -> Call[Lease]:
@@ -160,7 +219,7 @@ def holds() -> Call[tuple[Hold, ...]]:
 
 def evict(num_pages_at_most: int) -> Call[int]:
     """Evict cached pages, those first that would go first; how many were."""
-    fields = {"num_pages": num_pages_at_most}
+    fields = {"num_pages": whole_number(num_pages_at_most, "num_pages_at_most")}
     return Call("evict", reads(num_pages), repeatable=False, fields=fields)
 
 
@@ -178,13 +237,17 @@ def set_namespace(
     name: str, *, max_pages: int | None = None, reserved_pages: int = 0
 ) -> Call[Namespace]:
     """What a namespace may have (None: no limit), and what nobody else may take."""
-    fields = {"name": name, "max_pages": max_pages, "reserved_pages": reserved_pages}
+    fields = {
+        "name": name,
+        "max_pages": None if max_pages is None else whole_number(max_pages, "max_pages"),
+        "reserved_pages": whole_number(reserved_pages, "reserved_pages"),
+    }
     return Call("set_namespace", reads(namespace_of), repeatable=True, fields=fields)
 
 
 def event_page(after: int = FROM_NOW, limit: int | None = None) -> Call[EventPage]:
     """What became of cached pages since event `after` (0: all that are kept; -1: nothing yet)."""
-    fields = {"after": after} | ({} if limit is None else {"limit": limit})
+    fields = plain_fields({"after": after, "limit": limit})
     return Call("events", reads(event_page_of), repeatable=True, fields=fields)
 
 
@@ -233,6 +296,14 @@ def commit_of(reply: Reply) -> CommitResult:
     fields = reply.fields
     return CommitResult(
         fields["committed_len"], fields["num_pages"], fields["last_key"], reply.meta
+    )
+
+
+def commits_of(reply: Reply) -> tuple[CommitResult, ...]:
+    columns = [reply.fields[name] for name in ("committed_lens", "num_pages", "last_keys")]
+    return tuple(
+        CommitResult(length, pages, key, reply.meta)
+        for length, pages, key in zip(*columns, strict=True)
     )
 
 

@@ -146,6 +146,7 @@ class Session:
     sequence_page = blocking(control.sequence_page)
     delete_sequence = blocking(control.delete_sequence)
     truncate = blocking(control.truncate)
+    truncate_sequences = blocking(control.truncate_sequences)
     page_table = blocking(control.page_table)
     append = repeating(attention.append)
     decode = repeating(attention.decode)
@@ -157,6 +158,7 @@ class Session:
     delete_sequences = blocking(control.delete_sequences)
     match_prefix = blocking(prefix.match_prefix)
     commit = blocking(prefix.commit)
+    commit_sequences = blocking(prefix.commit_sequences)
     renew_lease = blocking(prefix.renew_lease)
     release_lease = blocking(prefix.release_lease)
     pin = blocking(prefix.pin)
@@ -237,7 +239,7 @@ class Session:
         return every_event(self.event_page, after, poll_s)
 
     def wait_ready(self, timeout: float = 60.0) -> None:
-        """Return once the service is ready; TimeoutError with its own reason when it is not."""
+        """Return once the service is ready; raises `NeverReady` with its own reason."""
         wait_until_ready(self.ready, timeout)
 
     def with_options(self, *, deadline: float | None = None, request_id: str | None = None) -> Self:

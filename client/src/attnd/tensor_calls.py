@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, Final, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from attnd.arguments import Array, check_array, plain_fields
 from attnd.call import Call, Reply, Settled, no_recovery
 from attnd.errors import LengthMismatch, ServiceError
 from attnd.reading import reads
@@ -16,9 +16,6 @@ from attnd.results import AttentionResult
 from attnd.states import AttentionState, LseBase
 
 T = TypeVar("T")
-Array = NDArray[Any]
-Indices = Sequence[int] | NDArray[np.integer[Any]]
-"""Lengths, offsets or an indptr: ints, or an integer array."""
 
 
 def tensor_call(
@@ -32,12 +29,16 @@ def tensor_call(
     recover: Callable[[ServiceError], Settled[T] | Call[T] | None] = no_recovery,
 ) -> Call[T]:
     """A call with what was given: fields and arrays that are None are left out."""
+    given = {name: array for name, array in arrays.items() if array is not None}
+    for name, array in given.items():
+        if type(array) is not np.ndarray:
+            check_array(name, array)
     return Call(
         operation,
         parse,
         repeatable,
-        {name: value for name, value in fields.items() if value is not None},
-        {name: array for name, array in arrays.items() if array is not None},
+        plain_fields(fields),
+        given,
         answer_bytes,
         (),
         recover,
@@ -81,8 +82,9 @@ def attends_only(
     return recover
 
 
-def state_bytes(o: Array) -> int:
+def state_bytes(o: Array, name: str = "q") -> int:
     """Bytes of a state whose o is like this array, lse included."""
+    check_array(name, o)
     return o.nbytes + 4 * prod(o.shape[:-1])
 
 
@@ -109,13 +111,9 @@ def level_states(arrays: Mapping[str, Array], base: LseBase) -> tuple[AttentionS
 
 def mask_tensor(mask: Array | None) -> dict[str, Array | None]:
     """`mask` for bool elements, `packed_mask` for uint8 bits."""
+    if mask is not None:
+        check_array("mask", mask)
     return {} if mask is None else {"mask" if mask.dtype == np.bool_ else "packed_mask": mask}
-
-
-def numbers(values: Indices | None) -> list[int] | None:
-    if isinstance(values, np.ndarray):
-        return [int(value) for value in values.tolist()]
-    return None if values is None else [int(value) for value in values]
 
 
 def lengths_after(fields: Mapping[str, Any]) -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from attnd.arguments import plain_fields, sequence_id
 from attnd.call import Call, Reply, Settled
 from attnd.errors import PartMismatch, SequenceExists, ServiceError, UnknownImport
 from attnd.prefix import Prefix, nothing
@@ -82,8 +83,8 @@ def export_header(sequence: str, *, part_bytes: int | None = None) -> Call[Expor
 
     Raises `UnknownSequence`.
     """
-    fields = {"id": sequence, "part_bytes": part_bytes}
-    return Call("export_sequence", reads(header_of), repeatable=True, fields=given(fields))
+    fields = plain_fields({"id": sequence_id(sequence), "part_bytes": part_bytes})
+    return Call("export_sequence", reads(header_of), repeatable=True, fields=fields)
 
 
 def export_part(
@@ -91,7 +92,7 @@ def export_part(
 ) -> Call[ExportPart]:
     """One part of a sequence. Raises `SequenceChanged` when it is not what the header told."""
     fields = {
-        "id": sequence,
+        "id": sequence_id(sequence),
         "part": number,
         "before": before,
         "generation": header.generation,
@@ -119,13 +120,13 @@ def begin_import(
     `InvalidRequest` for an export of another pool, `DigestMismatch`.
     """
     fields = {
-        "id": sequence,
+        "id": sequence_id(sequence),
         "header": dict(header.fields),
         "digest": header.digest,
         "share": share,
         "idle_s": None if idle_s is None else float(idle_s),
     }
-    return import_call(given(fields), header.names)
+    return import_call(plain_fields(fields), header.names)
 
 
 def import_part(sequence: str, part: ExportPart) -> Call[ImportState]:
@@ -134,7 +135,7 @@ def import_part(sequence: str, part: ExportPart) -> Call[ImportState]:
     Raises `PartMismatch` for any other, `DigestMismatch`, `UnknownImport`.
     """
     fields = {
-        "id": sequence,
+        "id": sequence_id(sequence),
         "part": part.number,
         "before": part.before,
         "digest": part.digest,
@@ -159,17 +160,19 @@ def end_import(sequence: str, digest: str) -> Call[ImportState]:
             return Settled(ImportState(sequence, "done", 0, 0))
         return None
 
-    return import_call({"id": sequence, "digest": digest}, {}, landed)
+    return import_call({"id": sequence_id(sequence), "digest": digest}, {}, landed)
 
 
 def get_import(sequence: str) -> Call[ImportState]:
     """How far an import is; raises `UnknownImport`."""
-    return Call("get_import", reads(state_of), repeatable=True, fields={"id": sequence})
+    return Call(
+        "get_import", reads(state_of), repeatable=True, fields={"id": sequence_id(sequence)}
+    )
 
 
 def cancel_import(sequence: str) -> Call[None]:
     """Give an import up, and the pages that it has taken; raises `UnknownImport`."""
-    fields = {"id": sequence}
+    fields = {"id": sequence_id(sequence)}
     return Call("cancel_import", nothing, repeatable=True, fields=fields, recover=import_is_gone)
 
 
@@ -191,10 +194,6 @@ def import_call(
         arrays={name: np.ascontiguousarray(array) for name, array in arrays.items()},
         recover=recover,
     )
-
-
-def given(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def header_of(reply: Reply) -> ExportHeader:

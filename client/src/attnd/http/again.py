@@ -11,10 +11,10 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from attnd import images
+from attnd.arguments import whole_numbers
 from attnd.call import Call, Reply, no_recovery
 from attnd.http.messages import ROUTES, Request, Response, meta_of, reply_of
 from attnd.repeats import Args, Expected, Kwargs, Places, given
-from attnd.tensor_calls import numbers
 
 T = TypeVar("T")
 
@@ -42,7 +42,9 @@ class HttpRepeat(Generic[T]):
 
     def request(self, args: Args, kwargs: Kwargs, request_id: str, timeout_s: float) -> Request:
         """The request of a call like it."""
-        header = images.with_offsets(self._header, numbers(kwargs.get("offsets")), images.ALIGNMENT)
+        header = images.with_offsets(
+            self._header, whole_numbers(kwargs.get("offsets"), "offsets"), images.ALIGNMENT
+        )
         arrays = [images.flat(array) for array in given(self._places, args, kwargs)]
         headers = {
             "x-request-id": request_id,

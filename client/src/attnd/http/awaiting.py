@@ -12,7 +12,7 @@ from typing import Final, Protocol, cast
 from attnd.errors import ConnectionFailed, ProtocolError, ReplyLost, TimedOut
 from attnd.http.blocking import Part
 from attnd.http.messages import Request, Response
-from attnd.http.origin import KEEP_IDLE_S, MAX_CONNECTIONS, Origin
+from attnd.http.origin import KEEP_IDLE_S, MAX_CONNECTIONS, Origin, no_connection
 from attnd.http.reading import ResponseReader
 
 JOINED_BYTES: Final = 64 * 1024
@@ -107,10 +107,10 @@ class LoopTransport:
 class Connection(asyncio.BufferedProtocol):
     """One connection: asyncio receives straight into the reader's buffers."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, unanswered: str = "") -> None:
         self.loop = loop
         self.idle_since = 0.0
-        self._reader = ResponseReader()
+        self._reader = ResponseReader(unanswered)
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[Response] | None = None
         self._writable: asyncio.Future[None] | None = None
@@ -233,7 +233,7 @@ async def connect(origin: Origin, ends: float) -> Connection:
     loop = asyncio.get_running_loop()
 
     def make() -> Connection:
-        return Connection(loop)
+        return Connection(loop, origin.unanswered)
 
     try:
         async with asyncio.timeout(max(0.0, ends - time.monotonic())):
@@ -244,5 +244,5 @@ async def connect(origin: Origin, ends: float) -> Connection:
                     make, origin.host, origin.port, ssl=origin.context
                 )
     except OSError as error:
-        raise ConnectionFailed(f"no connection to {origin}: {error}") from error
+        raise no_connection(origin, error) from error
     return connection

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from attnd.errors import ConnectionFailed, ReplyLost, TimedOut
 from attnd.http.messages import Request, Response
-from attnd.http.origin import KEEP_IDLE_S, MAX_CONNECTIONS, Origin
+from attnd.http.origin import KEEP_IDLE_S, MAX_CONNECTIONS, Origin, no_connection
 from attnd.http.reading import ResponseReader
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Connection:
 
     def __init__(self, origin: Origin, ends: float) -> None:
         self.idle_since = 0.0
-        self._reader = ResponseReader()
+        self._reader = ResponseReader(origin.unanswered)
         self._cut_short = False
         self._tls = origin.context is not None
         self._socket = connect(origin, ends)
@@ -207,7 +207,7 @@ def connect(origin: Origin, ends: float) -> socket.socket:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return made if origin.context is None else with_tls(made, origin.host, origin.context)
     except OSError as error:
-        raise ConnectionFailed(f"no connection to {origin}: {error}") from error
+        raise no_connection(origin, error) from error
 
 
 def with_tls(plain: socket.socket, host: str, context: SSLContext) -> socket.socket:

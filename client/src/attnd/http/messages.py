@@ -24,6 +24,7 @@ ROUTES: Final[Mapping[str, tuple[str, str]]] = {
     "get_sequence": ("GET", "/v1/sequences/{id}"),
     "delete_sequence": ("DELETE", "/v1/sequences/{id}"),
     "truncate": ("POST", "/v1/sequences/{id}/truncate"),
+    "truncate_sequences": ("POST", "/v1/sequences/truncate"),
     "page_table": ("POST", "/v1/page-table"),
     "append": ("POST", "/v1/append"),
     "gather": ("POST", "/v1/gather"),
@@ -39,6 +40,7 @@ ROUTES: Final[Mapping[str, tuple[str, str]]] = {
     "delete_sequences": ("POST", "/v1/sequences/delete"),
     "match_prefix": ("POST", "/v1/prefix/match"),
     "commit": ("POST", "/v1/sequences/{id}/commit"),
+    "commit_sequences": ("POST", "/v1/sequences/commit"),
     "renew_lease": ("POST", "/v1/leases/{id}"),
     "release_lease": ("DELETE", "/v1/leases/{id}"),
     "pin": ("PUT", "/v1/prefix/pin"),
@@ -69,6 +71,8 @@ TENSORS: Final = frozenset(
 """Operations that send and are answered with images; the others are JSON both ways, unless they are
 given arrays, but for the answer of `snapshot`."""
 
+MIN_DEADLINE_MS: Final = 1.0
+"""The shortest deadline the service takes; a shorter one passes here first."""
 MAX_DEADLINE_MS: Final = 3_600_000.0
 """The longest deadline the service takes; a longer one is only kept here."""
 
@@ -123,7 +127,8 @@ def request_of(
     elif call.operation == "snapshot":
         headers["accept"] = images.MEDIA_TYPE
     if deadline_s is not None:
-        headers["x-attnd-deadline-ms"] = f"{min(deadline_s * 1e3, MAX_DEADLINE_MS):.3f}"
+        deadline_ms = min(max(deadline_s * 1e3, MIN_DEADLINE_MS), MAX_DEADLINE_MS)
+        headers["x-attnd-deadline-ms"] = f"{deadline_ms:.3f}"
     return Request(method, target, headers, body, timeout_s)
 
 

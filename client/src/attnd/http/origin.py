@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeAlias
 from urllib.parse import urlsplit
 
+from attnd.errors import ConnectionFailed
 from attnd.http.messages import Request
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ class Origin:
         default_factory=dict, repr=False, compare=False
     )
     """Heads up to the request id."""
+
+    @property
+    def unanswered(self) -> str:
+        """Why a connection may end without an answer."""
+        if self.tls or self.uds is not None:
+            return ""
+        return f": where {self} speaks TLS, base_url must begin with https://"
 
     def __str__(self) -> str:
         return f"unix:{self.uds}" if self.uds else f"{self.host}:{self.port}"
@@ -122,10 +130,36 @@ def context_of(verify: Verify, cert: Certificate) -> SSLContext:
     if isinstance(verify, ssl.SSLContext):
         context = verify
     else:
-        context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
+        try:
+            context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
+        except OSError as error:
+            remedy = "a PEM file of the authority's certificate, or True for those of the system"
+            raise unusable("verify", verify, remedy, error) from error
     if verify is False:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     if cert is not None:
-        context.load_cert_chain(*((cert,) if isinstance(cert, str) else cert))
+        try:
+            context.load_cert_chain(*((cert,) if isinstance(cert, str) else cert))
+        except OSError as error:
+            remedy = "a PEM file with certificate and key, or (certificate, key)"
+            raise unusable("cert", cert, remedy, error) from error
     return context
+
+
+def unusable(name: str, value: object, remedy: str, error: OSError) -> OSError:
+    """The error for files that TLS cannot use, of its own kind."""
+    reason = error.strerror or str(error)
+    return type(error)(error.errno, f"{name} is {value!r}: {reason}: it must be {remedy}")
+
+
+def no_connection(origin: Origin, error: OSError) -> ConnectionFailed:
+    """The error for a connection that could not be made, with what may help."""
+    reason = getattr(error, "reason", "") or ""
+    remedy = ""
+    if reason == "CERTIFICATE_VERIFY_FAILED":
+        remedy = ": give the PEM file of the service's authority as verify"
+    elif reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"):
+        remedy = ": where the service speaks no TLS, base_url must begin with http://"
+    told = str(error) or "nothing answered in time"
+    return ConnectionFailed(f"no connection to {origin}: {told}{remedy}")

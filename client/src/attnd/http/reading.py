@@ -71,7 +71,9 @@ class Parsing:
 class ResponseReader:
     """Receive into `buffer()` and tell `received` how much came, until it gives a response."""
 
-    def __init__(self) -> None:
+    def __init__(self, unanswered: str = "") -> None:
+        """`unanswered`: why a connection may be closed before anything came."""
+        self._unanswered = unanswered
         self._scratch = bytearray(SCRATCH_BYTES)
         self._view = memoryview(self._scratch)
         self._have = 0
@@ -102,6 +104,8 @@ class ResponseReader:
         """The other side closed; raises `ReplyLost` unless that is how this body ends."""
         parsing = self._parsing
         if parsing is None or self._body is not None or "transfer-encoding" in parsing.headers:
+            if parsing is None and not self._have:
+                raise ReplyLost(f"the connection was closed without an answer{self._unanswered}")
             raise ReplyLost("the connection was closed before the answer was whole")
         return self._finish(joined(parsing.chunks))
 

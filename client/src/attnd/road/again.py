@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from attnd import images
+from attnd.arguments import whole_numbers
 from attnd.call import Call
 from attnd.images import Array
 from attnd.repeats import Args, Expected, Kwargs, Places, given
@@ -20,7 +21,6 @@ from attnd.road.arena import Arena, Held
 from attnd.road.calling import StageTimes, answer_room, read_answer
 from attnd.road.connection import Connection
 from attnd.road.frames import Answer
-from attnd.tensor_calls import numbers
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class RoadRepeat(Generic[T]):
     def send(self, args: Args, kwargs: Kwargs, request_id: bytes, ends: float) -> T | None:
         """What the call answers; None, and nothing sent, where it has to go like any other. Raises
         what calls raise."""
-        connection, offsets = self._connection, numbers(kwargs.get("offsets"))
+        connection, offsets = self._connection, whole_numbers(kwargs.get("offsets"), "offsets")
         header = images.with_offsets(self._header, offsets, self._padding)
         laid = self._arrays.lay(connection.areas, header, self._room, args, kwargs)
         if laid is None:

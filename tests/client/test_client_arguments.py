@@ -1,0 +1,207 @@
+"""Arguments of every kind of number; what would mean something else is refused with a remedy."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import attnd
+import numpy as np
+import pytest
+import torch
+from attnd import AsyncClient, Client, Prefix, Session
+from client_stub import (
+    KINDS,
+    QUICK,
+    SEQUENCE,
+    Blocking,
+    Kind,
+    Script,
+    Scripted,
+    answer,
+    ask,
+    tensor_answer,
+)
+
+Q = np.ones((2, 4, 8), np.float32)
+K = np.ones((2, 2, 8), np.float32)
+
+
+def attended() -> Scripted:
+    fields = {"lse_base": "e", "levels": 1, "cascade": False, "lengths": [1, 1]}
+    return tensor_answer(fields, {"o": Q, "lse": np.ones((2, 4), np.float32)})
+
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@each_kind
+@pytest.mark.parametrize("number", [np.int64, np.int32, np.uint8, int, Fraction, torch.tensor])
+def test_integers_of_every_kind_are_sent_as_integers(
+    kind: Kind, number: Callable[[int], Any]
+) -> None:
+    script = Script(attended())
+    offsets = [number(3), number(4)]
+    ask(kind, script, "append", number(1), ["a", "b"], K, K + 1, offsets=offsets)
+    assert script.fields() == {"layer": 1, "sequences": ["a", "b"], "offsets": [3, 4]}
+    ask(kind, script, "prefill", number(1), ["a", "b"], Q, [number(0), number(1), number(2)])
+    assert script.fields()["qo_indptr"] == [0, 1, 2]
+    script = Script(answer(SEQUENCE))
+    ask(kind, script, "truncate", "a", number(7), keep=[number(9)])
+    assert script.fields() == {"length": 7, "keep": [9]}
+    new = attnd.NewSequence("a", "b", number(5), ttl_s=number(60))
+    script = Script(answer({"sequences": [SEQUENCE]}))
+    ask(kind, script, "create_sequences", [new])
+    assert script.fields()["sequences"] == [{"id": "a", "parent": "b", "length": 5, "ttl_s": 60.0}]
+
+
+@each_kind
+def test_floats_flags_and_strings_of_numpy_are_sent_as_they_are(kind: Kind) -> None:
+    script = Script(attended())
+    options: dict[str, Any] = {
+        "sm_scale": np.float32(0.5),
+        "logits_soft_cap": np.float64(30),
+        "window_left": np.int16(7),
+        "causal": np.bool_(True),
+        "lse_base": np.str_("2"),
+    }
+    ask(kind, script, "prefill", 0, np.array(["a", "b"]), Q, np.array([0, 1, 2]), **options)
+    assert script.fields() == {
+        "layer": 0,
+        "sequences": ["a", "b"],
+        "qo_indptr": [0, 1, 2],
+        "causal": True,
+        "sm_scale": 0.5,
+        "logits_soft_cap": 30.0,
+        "window_left": 7,
+        "lse_base": "2",
+    }
+
+
+REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+    ("decode", (0, "chat-1", Q), {}, r"\['chat-1'\]"),
+    ("append", (0, "chat-1", K, K), {}, r"\['chat-1'\]"),
+    ("gather", (0, "chat-1"), {}, r"\['chat-1'\]"),
+    ("page_table", ("chat-1",), {}, r"\['chat-1'\]"),
+    ("delete_sequences", ("chat-1",), {}, r"\['chat-1'\]"),
+    ("delete_sequences", (), {}, "give ids, or prefix"),
+    ("truncate_sequences", ("chat-1", [1]), {}, r"\['chat-1'\]"),
+    ("cascade", (0, [attnd.CascadeLevel("chat-1", [0, 2])], Q), {}, r"levels\[0\].sequences"),
+    ("decode", (0, [b"a", 5], Q), {}, r"sequences\[0\] is b'a'"),
+    ("truncate", (["a", "b"], 3), {}, "truncate_sequences"),
+    ("truncate", ("a", 0.5), {}, "whole number"),
+    ("truncate", ("a", 5), {"keep": [5.5]}, r"keep\[0\] is 5.5"),
+    ("truncate_sequences", (["a", "b"], [1, 2]), {"keep": [[3]]}, "one per sequence"),
+    ("commit", (["a"], Prefix([1])), {}, "commit_sequences"),
+    ("commit", ("a", Prefix("abc")), {}, "token_ids is 'abc'"),
+    ("commit", ("a", Prefix(page_keys="0f" * 16)), {}, "a list of keys"),
+    ("commit_sequences", (["a", "b"], [Prefix([1])]), {}, "one per sequence"),
+    (
+        "commit_sequences",
+        (["a", "b"], [Prefix([1]), Prefix(page_keys=["0f" * 16])]),
+        {},
+        "all by token_ids",
+    ),
+    ("get_sequence", (5,), {}, "must be an id"),
+    ("delete_sequence", (["a"],), {}, "must be an id"),
+    ("append", (0, ["a", "b"], K, K), {"offsets": [0.7, 1]}, r"offsets\[0\] is 0.7"),
+    ("append", (0, ["a", "b"], K, K), {"offsets": np.array([0.7, 1])}, r"offsets\[0\] is 0.7"),
+    ("append", (0, ["a", "b"], K, K), {"offsets": ["1", 2]}, r"offsets\[0\] is '1'"),
+    ("append", (0, ["a", "b"], K, K), {"offsets": 3}, "a list of ints"),
+    ("append", (0, ["a", "b"], K, K), {"append_indptr": "012"}, "a list of ints"),
+    ("decode", (0, ["a", "b"], Q.tolist()), {}, r"np.asarray\(q"),
+    ("decode", (0, ["a", "b"], Q), {"k": K.tolist(), "v": K}, r"np.asarray\(k"),
+    ("decode", (0, ["a", "b"], torch.ones(2, 4, 8)), {}, r"numpy\(\)"),
+    ("append", (0, ["a", "b"], K, torch.ones(2, 2, 8)), {}, r"v is a torch.Tensor"),
+    ("prefill", (0, ["a", "b"], Q, [0, 1, 2]), {"mask": [True]}, r"mask is \[True\]"),
+    ("merge", (Q.tolist(), Q), {}, r"np.asarray\(o"),
+    ("decode", (0, ["a", "b"], Q), {"sm_scale": object()}, "sm_scale is <object"),
+]
+
+
+@each_kind
+@pytest.mark.parametrize(("name", "args", "kwargs", "says"), REFUSED)
+def test_what_would_mean_something_else_is_refused_with_a_remedy(
+    kind: Kind, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], says: str
+) -> None:
+    script = Script(attended())
+    with pytest.raises((TypeError, ValueError), match=says):
+        ask(kind, script, name, *args, **kwargs)
+    assert not script.requests
+
+
+def test_a_wrong_argument_of_a_repeated_call_is_refused_too() -> None:
+    script = Script(attended())
+    with Client(transport=Blocking(script), retries=QUICK) as client:
+        for _ in range(3):
+            client.append(0, ["a", "b"], K, K + 1, offsets=[1, 2])
+        with pytest.raises(ValueError, match="whole number"):
+            client.append(0, ["a", "b"], K, K + 1, offsets=[1, 2.5])  # type: ignore[list-item]
+    assert len(script.requests) == 3
+
+
+@pytest.mark.parametrize("made", [Client, AsyncClient, Session])
+def test_signatures_name_what_a_call_returns_and_every_option(made: type) -> None:
+    shown = str(inspect.signature(made.decode))  # type: ignore[attr-defined]
+    assert shown.endswith("-> AttentionResult")
+    assert "window_left: int" in shown and "cascade: Literal['auto'" in shown
+    for name, method in vars(made).items():
+        if not name.startswith("_") and name != "send" and callable(method):
+            assert "Call[" not in str(inspect.signature(method)), name
+
+
+@each_kind
+def test_cuts_and_commits_of_many_are_one_request(kind: Kind) -> None:
+    script = Script(answer({"sequences": [SEQUENCE, SEQUENCE]}))
+    told = ask(kind, script, "truncate_sequences", ["a", "b"], [3, 4], keep=[[], np.array([6, 8])])
+    assert len(told) == 2
+    assert script.fields() == {
+        "sequences": ["a", "b"],
+        "lengths": [3, 4],
+        "keep": [6, 8],
+        "keep_indptr": [0, 0, 2],
+    }
+    columns = {"committed_lens": [16, 0], "num_pages": [1, 0], "last_keys": ["0f" * 16, None]}
+    script = Script(answer(columns))
+    prefixes = [Prefix([1, 2, 3]), Prefix(np.array([4, 5]))]
+    told = ask(kind, script, "commit_sequences", ["a", "b"], prefixes, offsets=[16, 0])
+    assert [(one.committed_len, one.num_pages) for one in told] == [(16, 1), (0, 0)]
+    assert told[0].last_key == "0f" * 16
+    message = script.message()
+    assert message.fields == {
+        "sequences": ["a", "b"],
+        "names_indptr": [0, 3, 5],
+        "offsets": [16, 0],
+    }
+    assert message.tensors["token_ids"].tolist() == [1, 2, 3, 4, 5]
+
+
+@each_kind
+def test_an_append_for_many_layers_names_them(kind: Kind) -> None:
+    k = np.ones((3, 2, 2, 8), np.float32)
+    for layers in ([0, 1, 5], (0, 1, 5), np.array([0, 1, 5])):
+        script = Script(tensor_answer({"lengths": [4, 5]}))
+        assert ask(kind, script, "append", layers, ["a", "b"], k, k + 1).lengths == (4, 5)
+        assert script.fields() == {"layers": [0, 1, 5], "sequences": ["a", "b"]}
+
+
+@each_kind
+def test_a_cut_that_keeps_tokens_is_not_sent_twice(kind: Kind) -> None:
+    for args, kwargs in ((("a", 3), {"keep": [5]}), (("a", 3), {})):
+        script = Script(attnd.ReplyLost("reset by peer"), answer(SEQUENCE))
+        if kwargs:
+            with pytest.raises(attnd.ReplyLost):
+                ask(kind, script, "truncate", *args, **kwargs)
+        else:
+            ask(kind, script, "truncate", *args)
+        assert len(script.requests) == (1 if kwargs else 2)
+
+
+@each_kind
+def test_a_deadline_shorter_than_the_service_takes_passes_here(kind: Kind) -> None:
+    script = Script(answer(SEQUENCE))
+    ask(kind, script, "get_sequence", "a", deadline=0.0005)
+    assert float(script.requests[-1].headers["x-attnd-deadline-ms"]) == 1.0
+    assert script.requests[-1].timeout_s <= 0.0005

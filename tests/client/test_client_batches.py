@@ -1,0 +1,112 @@
+"""Calls as large as a scheduler's step, by every client against a running service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attnd
+import numpy as np
+import pytest
+from attnd import AsyncClient, Client, Prefix, Session
+from running_service import POOL, service
+
+LAYERS, HEADS, DIM = (int(POOL[name]) for name in ("num-layers", "num-kv-heads", "head-dim"))
+PAGE = int(POOL["page-size"])
+
+
+class Awaited:
+    """An `AsyncClient`, one call after the other."""
+
+    def __init__(self, path: str) -> None:
+        self.runner = asyncio.Runner()
+        self.client = AsyncClient(uds=path)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            async def awaited() -> Any:
+                return await getattr(self.client, name)(*args, **kwargs)
+
+            return self.runner.run(awaited())
+
+        return call
+
+    def close(self) -> None:
+        self.runner.run(self.client.aclose())
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Paths of the door's socket and of the engine's."""
+    directory: Path = tmp_path_factory.mktemp("service")
+    http, road = str(directory / "http.sock"), str(directory / "road.sock")
+    with service("--server.uds", http, "--server.socket", road):
+        with Client(uds=http) as client:
+            client.wait_ready(60)
+        yield http, road
+
+
+@pytest.fixture(params=["client", "async client", "session"])
+def client(request: pytest.FixtureRequest, sockets: tuple[str, str]) -> Iterator[Any]:
+    http, road = sockets
+    made: Any
+    if request.param == "client":
+        made = Client(uds=http)
+    else:
+        made = Awaited(http) if request.param == "async client" else Session(road)
+    yield made
+    made.delete_sequences(prefix="")
+    made.clear()
+    made.close()
+
+
+def rows(count: int) -> Any:
+    return np.random.default_rng(count).normal(size=(LAYERS, count, HEADS, DIM)).astype(np.float32)
+
+
+def test_a_step_of_many_sequences_is_three_calls(client: Any) -> None:
+    ids = [client.create_sequence(name).id for name in ("a", "b")]
+    k, v = rows(60), rows(61)[:, :60]
+    told = client.append(range(LAYERS), ids, k, v, append_indptr=[0, 40, 60], offsets=[0, 0])
+    assert told.lengths == (40, 20)
+    names = [np.arange(40), np.arange(100, 120)]
+    first = client.commit_sequences(ids, [Prefix(names[0][:PAGE]), Prefix(names[1])])
+    assert [one.committed_len for one in first] == [PAGE, PAGE]
+    offsets = [one.committed_len for one in first]
+    rest = [Prefix(ids[at:]) for ids, at in zip(names, offsets, strict=True)]
+    second = client.commit_sequences(ids, rest, offsets=offsets, priority=50)
+    assert [one.committed_len for one in second] == [2 * PAGE, PAGE]
+    views = client.truncate_sequences(ids, [33, 17], keep=[[35, 38], [19]])
+    assert [(view.id, view.length) for view in views] == [("a", 35), ("b", 18)]
+    view = client.truncate("a", 33, keep=[34])
+    assert view.lengths == (34,) * LAYERS
+    chosen = [*range(33), 38, *range(40, 57), 59]
+    for layer in range(LAYERS):
+        gathered = client.gather(layer, ids)
+        np.testing.assert_array_equal(gathered.k, k[layer][chosen])
+        np.testing.assert_array_equal(gathered.v, v[layer][chosen])
+    assert client.match_prefix(Prefix(names[0]), lease_s=0).matched_len == 2 * PAGE
+    assert client.commit("a", Prefix(names[0][PAGE : 2 * PAGE]), offset=PAGE).num_pages == 2
+
+
+def test_a_step_that_is_refused_changes_no_sequence(client: Any) -> None:
+    client.create_sequences([attnd.NewSequence("a"), attnd.NewSequence("b")])
+    k = rows(4)
+    with pytest.raises(attnd.LengthMismatch):
+        client.append([0, 1], ["a", "b"], k, k + 1, append_indptr=[0, 2, 4], offsets=[0, 1])
+    client.append([0, 1], ["a", "b"], k, k + 1, append_indptr=[0, 2, 4])
+    with pytest.raises(attnd.InvalidRequest) as refused:
+        client.truncate_sequences(["a", "b"], [1, 3])
+    assert (refused.value.field, refused.value.value) == ("lengths", "['b', 3]")
+    with pytest.raises(attnd.UnknownSequence):
+        client.commit_sequences(["a", "nobody"], [Prefix([1, 2]), Prefix([1])])
+    assert [client.get_sequence(name).length for name in ("a", "b")] == [2, 2]
+
+
+def test_to_delete_no_sequences_is_no_error(client: Any) -> None:
+    client.create_sequence("a")
+    assert client.delete_sequences([]) == 0
+    assert client.delete_sequences(("a", "b")) == 1
