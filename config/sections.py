@@ -139,6 +139,15 @@ class EngineSettings(Section):
     """Sequences alive at once; more are answered 507. Each costs the engine some kilobytes, pages
     or none."""
 
+    max_leases: Annotated[int, Field(ge=1, le=2**24)] = 65_536
+    """Leases on cached pages held at once; one more is answered 429. Each costs the engine some 300
+    bytes, besides the pages that it keeps from eviction."""
+
+    namespace_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """With keys: the largest share of engine.max_sequences, engine.max_leases and
+    server.max_sessions that one namespace may have. Lower it where many tenants share an engine; 1
+    lets one of them take everything."""
+
 
 class CacheSettings(Section):
     """The prefix cache: committed pages that outlive their sequences."""

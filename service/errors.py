@@ -315,12 +315,20 @@ class OutOfPages(AttndError):
 
 
 class OutOfSequences(AttndError):
-    def __init__(self, needed: int, free: int, total: int) -> None:
-        detail = (
-            f"{needed} sequences needed, {free} of {total} are free: "
-            "delete sequences or raise engine.max_sequences"
-        )
-        super().__init__(detail, needed=needed, free=free, total=total)
+    """`total` is engine.max_sequences, or the namespace's share of it where that is used up: then
+    `share_retry_s` says when to try again."""
+
+    def __init__(
+        self, needed: int, free: int, total: int, *, share_retry_s: float | None = None
+    ) -> None:
+        numbers: dict[str, Any] = {"needed": needed, "free": free, "total": total}
+        if share_retry_s is None:
+            whose, setting = "are free", "engine.max_sequences"
+        else:
+            whose, setting = "are free for this namespace", "engine.namespace_share"
+            numbers["retry_after_s"] = share_retry_s
+        detail = f"{needed} sequences needed, {free} of {total} {whose}: "
+        super().__init__(f"{detail}delete sequences or raise {setting}", **numbers)
 
 
 @dataclass(frozen=True, slots=True)

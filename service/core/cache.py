@@ -9,10 +9,10 @@ import numpy as np
 from service.core.budget import Budget
 from service.core.changes import Cleared
 from service.core.commits import DEFAULT, Commits, keep_path
-from service.core.errors import UnknownPage
+from service.core.errors import InvalidRequest, UnknownPage
 from service.core.keys import Prefix
 from service.core.leases import Held, Leases
-from service.core.matching import Match, named_path, walk
+from service.core.matching import MOST_MATCHED, Match, named_path, walk
 from service.core.nodes import FOREVER, Links, Node, Retention, named
 from service.core.sequences import SequenceBooks
 
@@ -135,6 +135,12 @@ class PrefixCache:
         if found is None:
             raise UnknownPage(key.hex())
         node, at = found
+        depth, above = 0, node.parent
+        while above is not None:
+            depth, above = depth + 1, above.parent
+        if depth >= MOST_MATCHED:
+            rule = f"a page with at most {MOST_MATCHED} nodes of the tree above it, not {depth}"
+            raise InvalidRequest("page_key", key.hex(), rule)
         return Match(node, node.start + at + 1).cut(self._links) or node
 
     # Letting go.

@@ -8,7 +8,7 @@ from typing import Final
 from service.core.budget import Budget
 from service.core.errors import InvalidRequest, KeyMismatch
 from service.core.keys import KEY_BYTES, Prefix
-from service.core.matching import Match, named_path, walk
+from service.core.matching import MOST_MATCHED, Match, named_path, walk
 from service.core.named import equal_rows
 from service.core.namespaces import Root
 from service.core.nodes import Leaf, Links, Node, Retention, check_depth, named
@@ -79,7 +79,7 @@ class Commits:
         else:
             return  # nothing is cached under the salt
         if stop > done:
-            found = walk(self._named, root, above, prefix, stop)
+            found = self._walk(root, above, prefix, stop)
             if found.num_pages < stop and found.next_key is None:
                 self._free_key(root, found, prefix)
 
@@ -171,7 +171,7 @@ class Commits:
         """Name the pages between `above`, which is the last that has a name, and `stop`; False
         where that cannot be."""
         begin = 0 if above is None else above.end
-        found = walk(self._named, root, above, prefix, stop)
+        found = self._walk(root, above, prefix, stop)
         first = found.num_pages
         key = b"" if first == stop else found.next_key or self._free_key(root, found, prefix)
         if first > begin:
@@ -192,6 +192,18 @@ class Commits:
             self._named.give_name(node, root, own, prefix.ids_of(start, end, size), keep)
             self._links.grow_together(node)
         return True
+
+    def _walk(self, root: Root, above: Node | None, prefix: Prefix, stop: int) -> Match:
+        """What is cached of the prefix below `above`. Raises `InvalidRequest` where that is in more
+        nodes than one call finds."""
+        found = walk(self._named, root, above, prefix, stop)
+        if found.is_cut:
+            count = found.num_pages * self._named.page_size
+            rule = (
+                f"the first {count} tokens are cached in {MOST_MATCHED} nodes: commit those first"
+            )
+            raise InvalidRequest("token_ids", f"{stop * self._named.page_size} tokens", rule)
+        return found
 
     def _free_key(self, root: Root, found: Match, prefix: Prefix) -> bytes:
         """The key of the first page that is not found. Raises `KeyMismatch` where it stands for a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -10,6 +11,10 @@ from service.core.keys import Prefix
 from service.core.named import NamedPages
 from service.core.namespaces import Root
 from service.core.nodes import Int32, Links, Node, named
+
+MOST_MATCHED: Final = 1024
+"""Nodes that one call finds: some milliseconds. A path has that many only where other sequences or
+leases end at that many places of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +25,8 @@ class Match:
     num_pages: int
     next_key: bytes | None = None
     """The key of the page after them, if it is known that nothing has it."""
+    is_cut: bool = False
+    """There may be more: as many nodes were looked at as one turn walks."""
 
     def table(self) -> Int32:
         """The pages, in order; int32 [num_pages]."""
@@ -39,7 +46,8 @@ class Match:
 
 
 def walk(names: NamedPages, root: Root, node: Node | None, prefix: Prefix, stop: int) -> Match:
-    """The longest way below `node` (None: the root) whose pages are those of the prefix.
+    """The longest way below `node` (None: the root) whose pages are those of the prefix, at most
+    `MOST_MATCHED` nodes of it.
 
     Nodes are found by the keys of their first pages; then all their pages are compared at once.
     """
@@ -47,7 +55,7 @@ def walk(names: NamedPages, root: Root, node: Node | None, prefix: Prefix, stop:
     key = root.key if node is None else names.last_key(node)
     way: list[Node] = []
     last, next_key = node, None
-    while at < stop:
+    while at < stop and len(way) < MOST_MATCHED:
         kids = root.kids if last is None else named(last).kids
         key = prefix.key_at(at, key, names.page_size)
         kid = kids.get(key) if kids else None
@@ -63,7 +71,8 @@ def walk(names: NamedPages, root: Root, node: Node | None, prefix: Prefix, stop:
     end = begin + names.num_same(pages[: stop - begin], prefix, begin)
     while way and way[-1].start >= end:
         way.pop()
-    return Match(way[-1] if way else node, end, next_key if end == at else None)
+    is_cut = len(way) == MOST_MATCHED and end == at < stop
+    return Match(way[-1] if way else node, end, next_key if end == at else None, is_cut)
 
 
 def named_path(node: Node | None) -> list[Node]:

@@ -25,6 +25,8 @@ MOST_CELLS: Final = 2**17
 MOST_PARTS: Final = 512
 MOST_LOOKED_AT: Final = 1024
 """Sequences, and named nodes, that the parts are chosen from: those with the most pages."""
+MOST_ROWS: Final = 8192
+"""Parts that are looked at before the largest are chosen: some 10 ms."""
 MOST_NAMESPACES: Final = 64
 
 
@@ -82,13 +84,15 @@ class Rows:
         self.states.append(state)
 
     def add_path(self, node: Node | None, owner: Namespace) -> None:
-        """A node and all above it, as far as they are not there yet."""
+        """A node and all above it, as far as they are not there yet; under its namespace where
+        there are `MOST_ROWS` already."""
         while node is not None and node not in self.places:
             self.places[node] = len(self.above)
             name = node.name
             used, state = (0.0, REFERENCED) if name is None else (name.used, name.state)
-            self.add(node.parent or owner, node.start, node.pages.size, used, state)
-            node = node.parent
+            above = node.parent if len(self.above) < MOST_ROWS else None
+            self.add(above or owner, node.start, node.pages.size, used, state)
+            node = above
 
     def add_leaf(self, leaf: Leaf, num_pages: int, used: float) -> None:
         self.add_path(leaf.parent, leaf.owner)

@@ -10,7 +10,6 @@ import numpy as np
 
 from service.core.errors import InvalidRequest
 from service.core.levels import Batch, CascadeLevel, Runs, cut_level
-from service.core.nodes import Leaf, Node
 from service.core.ragged import Int32, indptr, lens_of, ramps
 from service.core.segments import Segments, cut_segments
 from service.core.sharding import Sight, positions
@@ -187,13 +186,12 @@ def _check_disjoint(
 ) -> None:
     """Raises `InvalidRequest` where a row sees a page by two levels.
 
-    Sequences have pages in common exactly when they share the first one, and then the node nearest
-    to the root; so it is enough to compare what stands there.
+    Sequences have pages in common exactly when they share the first one, so it is enough to compare
+    that.
     """
-    numbers: dict[Node | Leaf, int] = {}
     rows = []
     for (ids, _), batch in zip(levels, batches, strict=True):
-        tops = [numbers.setdefault(_top(leaf), len(numbers)) for leaf in tree.read(ids, layer)[1]]
+        tops = [leaf.table.item(0) if leaf.table.size else -1 for leaf in tree.read(ids, layer)[1]]
         top = np.array([-1, *tops, -1], dtype=np.int32)
         top[batch.kv_lens == 0] = -1
         rows.append(np.repeat(top, lens_of(batch.qo_indptr)))
@@ -208,14 +206,6 @@ def _check_disjoint(
         ]
         rule = f"row {row} would see pages that these sequences share twice"
         raise InvalidRequest("levels", names, rule)
-
-
-def _top(leaf: Leaf) -> Node | Leaf:
-    """The first thing on the leaf's path."""
-    top: Node | Leaf = leaf
-    while top.parent is not None:
-        top = top.parent
-    return top
 
 
 def _flat_tokens(batches: Sequence[Batch]) -> int:

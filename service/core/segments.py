@@ -19,6 +19,13 @@ length: the 64 tokens are what a worker of a device reads in the microsecond or 
 """
 
 
+MOST_NODES: Final = 4096
+"""Nodes of the tree that one plan looks at: some milliseconds. What is above more of them is not
+shared in the plan."""
+MOST_LEVELS: Final = 128
+"""Levels of a plan, of which each is work of its own. What is shared below them is read apart."""
+
+
 class SharedSegment(NamedTuple):
     """Pages `begin:end` of the path, seen by the sequences `first:last` in plan order."""
 
@@ -70,7 +77,7 @@ def cut_segments(
             segments.own.append(OwnSegments(level, 1, begin))
             continue
         kids = tree.below[part]
-        if part is not None and len(kids) > 1:
+        if part is not None and len(kids) > 1 and level < MOST_LEVELS - 1:
             # Folded, each reading part below would read these pages by itself.
             parts = len(kids)
             if not everybody:
@@ -112,15 +119,19 @@ def _batch_tree(parents: Sequence[Node | None]) -> _BatchTree:
 
 
 def _hang(tree: _BatchTree, node: Node | None) -> list[Any]:
-    """Put a node in its place, with those above it that are not there yet; what is below it."""
+    """Put a node in its place, with those above it that are not there yet; what is below it.
+
+    With `MOST_NODES` in the tree it hangs under the root, as if it shared nothing.
+    """
     made = tree.below[node] = []
     while node is not None:
-        tree.branching.add(node.parent)
-        kids = tree.below.setdefault(node.parent, [])
+        above = node.parent if len(tree.below) < MOST_NODES else None
+        tree.branching.add(above)
+        kids = tree.below.setdefault(above, [])
         kids.append(node)
         if len(kids) > 1:
             break
-        node = node.parent
+        node = above
     return made
 
 

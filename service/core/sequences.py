@@ -29,6 +29,8 @@ MOST_LOOKED_UP: Final = 128
 """Batches whose columns are remembered until a sequence comes or goes."""
 ENDED_AT_ONCE: Final = 1024
 """Sequences that are looked at in one round of those whose time may be over."""
+LEAST_UNSORTED: Final = 1024
+"""Names to be sorted in are not cleaned up among fewer."""
 GONE: Final = -1
 """The serial of a column without a sequence."""
 
@@ -55,11 +57,13 @@ class SequenceBooks:
     __slots__ = (
         "_free",
         "_index_of",
+        "_is_sorted",
         "_leaves",
         "_looked_up",
         "_mortal",
         "_next_serial",
         "_sorted",
+        "_unsorted",
         "is_watched",
         "last_page",
         "lengths",
@@ -77,7 +81,9 @@ class SequenceBooks:
         self._leaves: list[Leaf] = []
         self._free: list[int] = []
         self._looked_up: dict[int, LookedUp] = {}
-        self._sorted: list[str] | None = []
+        self._sorted: list[str] = []
+        self._unsorted: list[str] = []
+        self._is_sorted = True
         self._next_serial = 0
         self._mortal: Timers[Leaf] = Timers()
         self.now = 0.0
@@ -125,7 +131,7 @@ class SequenceBooks:
             self.num_shards += 1
             whole = np.full(len(self.lengths), whole_length, np.int32)
             leaf.whole = Whole(whole, spec.epoch)
-        self._names_changed()
+        self._names_changed(spec.id)
         self.lengths[:, index] = length
         self.set_num_pages(leaf, table.size)
         self.renew(leaf)
@@ -144,7 +150,7 @@ class SequenceBooks:
         """Call a sequence by a name that no other has."""
         self._index_of[name] = self._index_of.pop(leaf.id)
         leaf.id = name
-        self._names_changed()
+        self._names_changed(name)
 
     def remove(self, leaf: Leaf) -> None:
         """Forget a sequence; its pages and links are the caller's."""
@@ -250,14 +256,26 @@ class SequenceBooks:
         found = names[first : first + limit]
         return [name for name in found if name.startswith(prefix)]
 
-    def _names_changed(self) -> None:
-        """What was worked out from the names holds no more."""
-        self._sorted = None
+    def _names_changed(self, come: str | None = None) -> None:
+        """What was worked out from the names holds no more; a name that has `come` is sorted in
+        when somebody asks."""
+        self._is_sorted = False
+        if come is not None:
+            self._unsorted.append(come)
+            if len(self._unsorted) > LEAST_UNSORTED + 2 * len(self):
+                self._unsorted = [name for name in set(self._unsorted) if name in self._index_of]
         self._looked_up.clear()
 
     def _names(self) -> list[str]:
-        if self._sorted is None:
-            self._sorted = sorted(self._index_of)
+        """All names in order. What is in order already is not sorted again."""
+        if not self._is_sorted:
+            known = self._index_of
+            names = [name for name in self._sorted if name in known]
+            names += sorted(name for name in self._unsorted if name in known)
+            names.sort()  # two runs that are merged
+            self._sorted = names if len(names) == len(known) else list(dict.fromkeys(names))
+            self._unsorted.clear()
+            self._is_sorted = True
         return self._sorted
 
     def outlived(self, is_held: Callable[[str], bool], most: int = ENDED_AT_ONCE) -> list[str]:

@@ -43,8 +43,11 @@ class Callers:
         admission: Admission,
         unpin: Callable[[memoryview], object],
         remote: socket.socket | None = None,
+        share: float = 1.0,
     ) -> None:
-        """`remote`: where doors of other hosts come in over TCP."""
+        """`remote`: where doors of other hosts come in over TCP; `share`: what one namespace may
+        have of server.max_sessions."""
+        self._most_of_one = max(1, int(server.max_sessions * share))
         self._listeners = [listener] if remote is None else [listener, remote]
         self._selector = selector
         self._server = server
@@ -64,6 +67,7 @@ class Callers:
             default_deadline_s=server.deadline_s,
             pinning=Pinning(self._pin, unpin),
             admission=admission,
+            make_room=self._make_room,
         )
         for one in self._listeners:
             one.setblocking(False)
@@ -95,8 +99,10 @@ class Callers:
             turn_away(sock, NotReady(f"user {who.uid} may not connect: see server.socket_uids"))
             return
         most = self._server.max_sessions
-        if len(self._sessions) >= most:
+        if len(self._sessions) >= most or len(self._ungreeted) >= max(1, most // 2):
             told = f"{most} sessions are open: close some, or raise server.max_sessions"
+            if len(self._sessions) < most:
+                told = f"{len(self._ungreeted)} connections have not said HELLO yet: wait for them"
             turn_away(sock, Overloaded(told, retry_after_s=1.0))
             return
         self._number += 1
@@ -198,6 +204,15 @@ class Callers:
             if now - session.started > GREETING_S:
                 session.end(f"no HELLO within {GREETING_S:g} s")
                 self._look_after(session)
+
+    def _make_room(self, namespace: str) -> None:
+        """Raises Overloaded where a namespace has its share of sessions."""
+        others = [one for one in self._sessions if one.greeted and not one.standing.is_door]
+        count = sum(one.standing.tenants[0].namespace == namespace for one in others)
+        if count >= self._most_of_one:
+            told = f"this namespace has {count} sessions, its share of server.max_sessions"
+            remedy = "close some, or raise engine.namespace_share"
+            raise Overloaded(f"{told}: {remedy}", retry_after_s=1.0)
 
     def _pin(self, memory: memoryview) -> bool:
         if len(memory) > self._server.pinned_arena_bytes:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Generator, Sequence
 from typing import Final
 
-from kernels.backend import Done
 from service.core.sharding import check_epochs, epoch_of
 from service.engine.request import Request
-from service.engine.sequences import MADE_AT_ONCE, NO_COST, VIEW_BYTES
+from service.engine.sequences import MADE_AT_ONCE, VIEW_BYTES
 from service.engine.store import Store
 from service.engine.unfinished import HIDDEN
-from service.engine.work import Answered, Seconds, Sliced, Step, Steps, Work
+from service.engine.work import Answered, Seconds, Sliced, Steps, Work, in_slices
 from service.operations.sequences import MAX_LISTED
 
 ID_BYTES: Final = 4
@@ -39,12 +37,17 @@ def delete_sequences(store: Store, request: Request, _: Seconds) -> Work:
         return Answered()
     books = store.tree.books
 
-    def steps() -> Steps:
+    def pieces() -> Generator[None, None, int]:
         deleted = 0
         for begin in range(0, len(names), MADE_AT_ONCE):
             some = [name for name in names[begin : begin + MADE_AT_ONCE] if name in books]
             deleted += num_whole(store, some)
-            yield Step(partial(free_some, store, some), "create", NO_COST)
+            store.tree.free(some)
+            yield
+        return deleted
+
+    def steps() -> Steps:
+        deleted = yield from in_slices(pieces())
         request.place.lay({"num_deleted": deleted} | told)
 
     return Sliced(steps(), lambda: None)
@@ -72,8 +75,3 @@ def num_whole(store: Store, names: Sequence[str]) -> int:
     """How many sequences these are, where one that is dealt out counts for its first page."""
     books = store.tree.books
     return sum(books.leaf(name).shard.rank == 0 for name in names)
-
-
-def free_some(store: Store, names: Sequence[str]) -> Done[None]:
-    store.tree.free(names)
-    return Done(None)

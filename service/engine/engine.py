@@ -20,6 +20,7 @@ from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Backend
 from kernels.lanes import make_lanes
 from service import __version__
 from service.engine.callers import Callers
+from service.engine.limits import Limits
 from service.engine.open_steps import FREE_S
 from service.engine.place import DoesNotFit
 from service.engine.request import RequestReader
@@ -109,6 +110,8 @@ class Engine:
         self.store = Store(
             backend, pace, self.info, cache.high_watermark, cache.events_history, server.live
         )
+        share = 1.0 if settings.auth.keys_file is None else settings.engine.namespace_share
+        self.store.limits = Limits(settings.engine.max_sequences, settings.engine.max_leases, share)
         self.store.counts = metrics.own
         self_test(self.store)
         lanes = make_lanes(backend, server.device_arena_bytes, server.max_device_sessions)
@@ -128,6 +131,7 @@ class Engine:
             self._admission,
             lanes.unpin,
             remote,
+            share,
         )
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._woken, False)

@@ -29,7 +29,6 @@ from service.errors import (
     DigestMismatch,
     ImportExists,
     InvalidRequest,
-    OutOfSequences,
     PartMismatch,
     SequenceExists,
 )
@@ -76,8 +75,7 @@ def begin(store: Store, request: Request, header: Header) -> Work:
         raise ImportExists(tenant.shown(fields.id))
     if under_way is None:
         refuse_new(store)
-        if tree.num_sequences >= store.max_sequences:
-            raise OutOfSequences(1, 0, store.max_sequences)
+        store.limits.refuse_sequences(tree, tenant.namespace, 1)
         under_way = take_pages(store, request, header, digest)
         store.imports.add(under_way)
     touch(store, under_way)

@@ -80,7 +80,7 @@ class Longs:
         """End an operation; one that cannot be undone any more runs to its end."""
         if work.must_finish():
             work.run()
-            self._end(job, None)
+            self._end(job, job.stopped_by)
         else:
             self._stop(job, work, error)
 
@@ -103,7 +103,7 @@ class Longs:
             self._slice = Slice(job, work, step, step.start(), started)
             self._metrics.slices(1)
         except StopIteration:
-            self._end(job, None)
+            self._end(job, job.stopped_by)
         except FATAL:
             raise
         except Exception as failure:
@@ -131,8 +131,21 @@ class Longs:
     def _stop(self, job: Job, work: Sliced, error: Exception) -> None:
         """End an operation between two slices, as if it had never begun."""
         work.steps.close()
-        work.undo()
-        self._end(job, error)
+        if work.undo_steps is None:
+            work.undo()
+            self._end(job, error)
+            return
+        job.stopped_by, job.watch = error, None
+        job.work = Sliced(work.undo_steps(), do_nothing, made=work.made, must_finish=is_undoing)
+        self._wait(job, None)
+
+
+def do_nothing() -> None:
+    """Undoing is not undone."""
+
+
+def is_undoing() -> bool:
+    return True
 
 
 def unwanted(job: Job) -> Exception | None:

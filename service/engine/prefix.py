@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, Final
 
 import numpy as np
 
-from kernels.backend import Done
 from service.core.errors import InvalidRequest
 from service.core.keys import Prefix, as_keys
 from service.core.nodes import FOREVER, Retention
@@ -17,7 +16,7 @@ from service.engine.moving import refuse_new
 from service.engine.request import Request
 from service.engine.rows import refuse_shards
 from service.engine.store import Store
-from service.engine.work import Answered, Cost, Counts, Seconds, Sliced, Step, Steps, Work
+from service.engine.work import Answered, Cost, Counts, Seconds, Sliced, Steps, Work, in_slices
 from service.image.json_text import dump_json
 from service.operations.names import NamedPages
 from service.operations.prefix import MAX_HOLDS
@@ -28,8 +27,8 @@ NO_COST: Final = Cost()
 ANSWER_BYTES: Final = 512
 COMMITTED_BYTES: Final = 96
 """Room for one sequence in the answer to a commit of many."""
-EVICTED_AT_ONCE: Final = 4096
-"""Pages that one slice evicts: some milliseconds, or 20 where every page is a node of its own."""
+EVICTED_AT_ONCE: Final = 256
+"""Pages that are evicted between two looks at the clock: up to a millisecond or two."""
 
 
 def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
@@ -40,6 +39,7 @@ def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
     cache = store.tree.cache
     lease = None
     if fields.lease_s and not store.is_draining:
+        store.limits.refuse_lease(store.tree, namespace)
         lease_id = f"lease-{secrets.token_hex(10)}"
         num_pages = cache.lease(namespace, prefix, lease_id, fields.lease_s)
         if num_pages:
@@ -127,6 +127,7 @@ def renew_lease(store: Store, request: Request, _: Seconds) -> Work:
     if fields.page_key is not None and not cache.has_lease(namespace, fields.id):
         key = bytes.fromhex(fields.page_key)
         refuse_holding(store, namespace, key, fields.cache_salt)
+        store.limits.refuse_lease(store.tree, namespace)
         cache.reopen(namespace, fields.id, key, fields.cache_salt, fields.lease_s)
     else:
         cache.renew_lease(namespace, fields.id, store.now + fields.lease_s)
@@ -204,14 +205,18 @@ def evicting(store: Store, request: Request, count: int, told: bool = False) -> 
         finish(store, request, evicted, told)
         return Answered()
 
-    def steps() -> Steps:
+    def pieces() -> Generator[None, None, int]:
         done = evicted
         while done < count:
-            yield Step(lambda: Done(None), "evict", NO_COST)
             some = cache.evict(namespace, min(count - done, EVICTED_AT_ONCE))
             if some == 0:
                 break
             done += some
+            yield
+        return done
+
+    def steps() -> Steps:
+        done = yield from in_slices(pieces())
         finish(store, request, done, told)
 
     return Sliced(steps(), lambda: None)

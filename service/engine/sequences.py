@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Generator, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from kernels.backend import Done
 from service.core.errors import InvalidRequest
 from service.core.keys import Prefix
 from service.core.sharding import check_epochs
@@ -22,12 +20,17 @@ from service.engine.request import Request
 from service.engine.rows import NUMBER_BYTES
 from service.engine.store import Store
 from service.engine.unfinished import HIDDEN
-from service.engine.work import Answered, Cost, Counts, Seconds, Sliced, Step, Steps, Work
-from service.errors import OutOfSequences
+from service.engine.work import Answered, Cost, Counts, Seconds, Sliced, Steps, Work, in_slices
+from service.errors import AnswerTooLarge
+from service.image.json_text import dump_json
 from service.tenants import Tenant
 
-MADE_AT_ONCE: Final = 1024
-"""Sequences that one slice makes: some 20 ms."""
+MADE_AT_ONCE: Final = 32
+"""Sequences that are made or deleted between two looks at the clock: about a millisecond."""
+MAX_TABLE: Final = 2**18
+"""Pages of the tables that one answer spells out: they are some 20 ms of work."""
+NAMED_AT_ONCE: Final = 4096
+"""Token ids or keys of prefixes that are looked for between two looks at the clock, likewise."""
 VIEW_BYTES: Final = 320
 """Room for one sequence in an answer, beside its ids and lengths."""
 LONGEST_ID: Final = 128
@@ -35,24 +38,66 @@ NO_COST: Final = Cost()
 
 
 def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
-    new = request.fields.sequences
-    tree = store.tree
+    new, tenant = request.fields.sequences, request.tenant
     if any(one.parent is None and one.held is None for one in new):
         refuse_new(store)
     if dealt := [one.ranks for one in new if (one.ranks or 1) > 1]:
         raise InvalidRequest("ranks", max(dealt), "must be at most 1, the engines that there are")
-    free = store.max_sequences - tree.num_sequences
-    if len(new) > free:
-        raise OutOfSequences(len(new), max(free, 0), store.max_sequences)
-    tenant = request.tenant
-    prefixes = prefixes_of(request, most_tokens(store))
-    for at, one in enumerate(new):
+    store.limits.refuse_sequences(store.tree, tenant.namespace, len(new))
+    fresh = fresh_ids(tenant, sum(one.id is None for one in new))
+    names = iter(fresh)
+    ids = [next(names) if one.id is None else one.id for one in new]
+    text = sum(map(len, ids)) + sum(len(one.parent or "") for one in new)
+    request.place.require(view_bytes(store) * len(new) + text)
+    made = Made(store, request, ids)
+    if len(new) <= MADE_AT_ONCE and made.is_short:
+        made.some(0, len(new))
+        return Answered(counts=made.lay())
+    # A list: what the answer is counted by is known when it is made.
+    return Sliced(made.steps(), made.undo, made=tuple(fresh), undo_steps=made.undo_steps)
+
+
+class Made:
+    """The sequences of one request, made some at a time; all or none."""
+
+    def __init__(self, store: Store, request: Request, ids: Sequence[str]) -> None:
+        self._store, self._request, self._ids = store, request, ids
+        self._most = most_tokens(store)
+        self._made: list[str] = []
+        self._views: list[str] = []
+        self._looked_up = self._found = 0
+
+    @property
+    def is_short(self) -> bool:
+        """Whether no more pages of prefixes are looked for than in a fraction of a slice."""
+        fields, tensors = self._request.fields, self._request.tensors
+        tokens = sum(map(len, tensors.values()))
+        named = [one.prefix for one in fields.sequences if one.prefix is not None]
+        tokens += sum(len(one.token_ids or one.page_keys or ()) for one in named)
+        return tokens <= NAMED_AT_ONCE and not any(one.held for one in fields.sequences)
+
+    def some(self, first: int, last: int) -> None:
+        """Make those from `first` to before `last`, all or none of them."""
+        store, tenant = self._store, self._request.tenant
+        specs = [self._spec(index) for index in range(first, last)]
+        ids = [spec.id for spec in specs]
+        store.limits.refuse_sequences(store.tree, tenant.namespace, len(specs))
+        store.imports.refuse_taken(ids)
+        refuse_uneven_parents(store, specs, tenant)
+        create(store, specs)
+        self._made += ids
+        for spec in specs:
+            self._add_view(spec)
+
+    def _spec(self, index: int) -> NewSpec:
+        one, tenant = self._request.fields.sequences[index], self._request.tenant
+        prefix = prefix_at(self._request, index, self._most)
         if one.held is not None:
             key = bytes.fromhex(one.held.page_key)
-            prefixes[at] = tree.cache.chain(tenant.namespace, key, one.held.cache_salt)
-    specs = [
-        NewSpec(
-            one.id or tenant.prefix + fresh_id(),
+            cache = self._store.tree.cache
+            prefix = cache.chain(tenant.namespace, key, one.held.cache_salt)
+        return NewSpec(
+            self._ids[index],
             one.parent,
             one.length,
             prefix,
@@ -61,19 +106,45 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
             None if one.shard is None else Shard(one.shard.rank, one.shard.ranks),
             one.epoch or 0,
         )
-        for one, prefix in zip(new, prefixes, strict=True)
-    ]
-    names = sum(len(spec.id) + len(spec.parent or "") for spec in specs)
-    request.place.require(view_bytes(store) * len(new) + names)
-    store.imports.refuse_taken([spec.id for spec in specs])
-    refuse_uneven_parents(store, specs, tenant)
-    if len(specs) > MADE_AT_ONCE:
-        made: list[str] = []
-        steps = create_steps(store, request, specs, made)
-        fresh = tuple(spec.id for spec, one in zip(specs, new, strict=True) if one.id is None)
-        return Sliced(steps, lambda: tree.free(made), made=fresh)
-    create(store, specs)
-    return Answered(counts=lay_created(store, request, specs))
+
+    def _add_view(self, spec: NewSpec) -> None:
+        """What the answer says of a sequence, as JSON, and what of its prefix was found."""
+        size = self._store.geometry.page_size
+        view = sequence_fields(self._store.tree.describe(spec.id), self._request.tenant)
+        cached = view["length"] if spec.prefix is not None else 0
+        self._found += cached
+        self._looked_up += 0 if spec.prefix is None else spec.prefix.num_pages(size) * size
+        self._views.append(dump_json(view | {"cached_len": cached}))
+
+    def lay(self) -> Counts:
+        """The answer, and how many tokens of prefixes were looked up and found."""
+        self._request.place.lay_text(f'{{"sequences":[{",".join(self._views)}]}}')
+        return Counts(looked_up=self._looked_up, found=self._found)
+
+    def steps(self) -> Steps:
+        yield from in_slices(self._pieces())
+        self.lay()
+
+    def _pieces(self) -> Generator[None, None, None]:
+        at_once = MADE_AT_ONCE if self.is_short else 1
+        for first in range(0, len(self._ids), at_once):
+            self.some(first, min(first + at_once, len(self._ids)))
+            yield
+
+    def undo(self) -> None:
+        """Delete what was made."""
+        for piece in self._undo_pieces():
+            del piece
+
+    def undo_steps(self) -> Steps:
+        """As `undo`, some at a time."""
+        yield from in_slices(self._undo_pieces())
+
+    def _undo_pieces(self) -> Generator[None, None, None]:
+        while self._made:
+            some, self._made = self._made[-MADE_AT_ONCE:], self._made[:-MADE_AT_ONCE]
+            self._store.tree.free(some)
+            yield
 
 
 def refuse_uneven_parents(store: Store, specs: Sequence[NewSpec], tenant: Tenant) -> None:
@@ -105,47 +176,15 @@ def create(store: Store, specs: Sequence[NewSpec]) -> None:
         raise
 
 
-def create_steps(
-    store: Store, request: Request, specs: Sequence[NewSpec], made: list[str]
-) -> Steps:
-    """Many sequences, some at a time; `made` are those there already."""
-
-    def start(some: Sequence[NewSpec]) -> Done[None]:
-        create(store, some)
-        made.extend(spec.id for spec in some)
-        return Done(None)
-
-    for begin in range(0, len(specs), MADE_AT_ONCE):
-        yield Step(partial(start, specs[begin : begin + MADE_AT_ONCE]), "create", NO_COST)
-    lay_created(store, request, specs)
-
-
-def lay_created(store: Store, request: Request, specs: Sequence[NewSpec]) -> Counts:
-    """The answer, and how many tokens of prefixes were looked up and found."""
-    views, looked_up, found = [], 0, 0
-    size = store.geometry.page_size
-    for spec in specs:
-        view = sequence_fields(store.tree.describe(spec.id), request.tenant)
-        cached = view["length"] if spec.prefix is not None else 0
-        views.append(view | {"cached_len": cached})
-        found += cached
-        looked_up += 0 if spec.prefix is None else spec.prefix.num_pages(size) * size
-    request.place.lay({"sequences": views})
-    return Counts(looked_up=looked_up, found=found)
-
-
-def prefixes_of(request: Request, most: int) -> list[Prefix | None]:
-    """The prefix of every sequence to make, from its fields or its part of the tensor."""
+def prefix_at(request: Request, index: int, most: int) -> Prefix | None:
+    """The prefix of one sequence to make, from its fields or its part of the tensor."""
     fields, tensors = request.fields, request.tensors
-    new = fields.sequences
-    spans = fields.prefix_indptr
-    if not tensors or spans is None:
-        return [None if one.prefix is None else prefix_of(one.prefix, tensors, most) for one in new]
-    parts = []
-    for index, one in enumerate(new):
-        part = {name: rows[spans[index] : spans[index + 1]] for name, rows in tensors.items()}
-        parts.append(None if one.prefix is None else prefix_of(one.prefix, part, most))
-    return parts
+    one, spans = fields.sequences[index], fields.prefix_indptr
+    if one.prefix is None:
+        return None
+    if tensors and spans is not None:
+        tensors = {name: rows[spans[index] : spans[index + 1]] for name, rows in tensors.items()}
+    return prefix_of(one.prefix, tensors, most)
 
 
 def copy_rows(store: Store, copies: RowCopies) -> None:
@@ -177,9 +216,16 @@ def get_sequence(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def page_table(store: Store, request: Request, _: Seconds) -> Work:
-    """The flat table, and every level the tree has, however little its sharing would save."""
+    """The flat table, and every level the tree has, however little its sharing would save.
+
+    Raises AnswerTooLarge for more than `MAX_TABLE` pages, before anything is planned.
+    """
     ids, layer = request.fields.ids, request.fields.layer
     check_epochs(store.tree, ids, None)
+    pages = -(-store.tree.lengths(ids, layer) // store.geometry.page_size)
+    if (count := int(pages.sum(dtype=np.int64))) > MAX_TABLE:
+        most = NUMBER_BYTES * MAX_TABLE
+        raise AnswerTooLarge(NUMBER_BYTES * count, most, "ask for the tables of fewer sequences")
     table = store.tree.page_table(ids, layer)
     one_row_each = np.arange(len(ids) + 1, dtype=np.int32)
     plan = store.plans.sequences(ids, layer, one_row_each, causal=False, mode="always").plan
@@ -225,6 +271,7 @@ def view_bytes(store: Store) -> int:
     return VIEW_BYTES + 2 * NUMBER_BYTES * store.geometry.num_layers
 
 
-def fresh_id() -> str:
-    """An id that nobody else makes: 80 random bits."""
-    return f"seq-{base64.b32encode(secrets.token_bytes(10)).decode().lower()}"
+def fresh_ids(tenant: Tenant, count: int) -> list[str]:
+    """Ids that nobody else makes: 80 random bits each."""
+    letters = base64.b32encode(secrets.token_bytes(10 * count)).decode().lower()
+    return [f"{tenant.prefix}seq-{letters[at : at + 16]}" for at in range(0, len(letters), 16)]

@@ -16,6 +16,7 @@ from service.core.tree import PrefixTree
 from service.core.values import Extension
 from service.engine.history import History
 from service.engine.leaving import Leaving
+from service.engine.limits import Limits
 from service.engine.plans import PlanCache
 from service.engine.slices import Pace
 from service.engine.snapshot import Snapshots
@@ -76,7 +77,7 @@ class Store:
         self.pace = pace
         self.num_qo_heads = geometry.num_kv_heads
         """Of the queries that came last."""
-        self.max_sequences = info.limits.max_sequences
+        self.limits = Limits(info.limits.max_sequences, info.limits.max_sequences)
         self.tree = PrefixTree(geometry.num_pages, geometry.page_size, geometry.num_layers)
         self.plans = PlanCache(self.tree)
         self.history = History(geometry.page_size, events_history)

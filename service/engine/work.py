@@ -169,7 +169,8 @@ class Sliced:
 
     Between two steps others have their turns. `undo` takes back all that the operation changed.
     `made` names sequences that nobody else may change until it is over, beside those of the turn.
-    `must_finish`: whether it has gone so far that it cannot be undone any more.
+    `must_finish`: whether it has gone so far that it cannot be undone any more. `undo_steps`: what
+    `undo` does, where that is too long for one turn as well.
     """
 
     steps: Steps
@@ -178,6 +179,7 @@ class Sliced:
     counts: Counts = NOTHING
     made: tuple[str, ...] = ()
     must_finish: Callable[[], bool] = can_be_undone
+    undo_steps: Callable[[], Steps] | None = None
 
     def run(self) -> None:
         """All of it at once, waiting for every step."""
@@ -210,7 +212,7 @@ class Job:
 
     `arrived` and `deadline` are `time.monotonic()`. `token` is whoever asked, for the reply.
     `alone`: it is to begin when nothing before it can be undone any more. `watch`: the sequences
-    that must stay as they were when its slices began.
+    that must stay as they were when its slices began. `stopped_by`: why its slices undo it now.
     """
 
     request: Request
@@ -223,6 +225,7 @@ class Job:
     work: Work | None = None
     error: Exception | None = None
     watch: Watch | None = None
+    stopped_by: Exception | None = None
 
     @property
     def extension(self) -> Extension | StepExtension | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 MAX_CALLS: Final = 4096
 MAX_OUTPUT_BYTES: Final = 8 * 2**20
+
+
+def has_room(namespace: str) -> None:
+    """Any number of sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class SessionConfig:
     admission: Admission = field(default_factory=Admission)
     max_calls: int = MAX_CALLS
     max_output_bytes: int = MAX_OUTPUT_BYTES
+    make_room: Callable[[str], None] = has_room
+    """Raises Overloaded where a namespace has as many sessions as it may have."""
     numbers: frozenset[int] = field(init=False)
     """The routes' numbers."""
 

@@ -139,7 +139,7 @@ class Session:
                     self.read_rare(kind, bytes(reader.window[start : start + size]), events)
         except (BlockingIOError, InterruptedError):
             return events
-        except (f.FrameError, Unauthorized) as error:
+        except (f.FrameError, Unauthorized, Overloaded) as error:
             told = MalformedRequest(str(error)) if isinstance(error, f.FrameError) else error
             self.refuse(told)
         except OSError as error:
@@ -211,6 +211,8 @@ class Session:
             hello = read_hello(payload)
             self.name = hello.name
             self.standing.greet(hello, "" if self.incoming is None else self.incoming.nonce)
+            if not self.standing.is_door:
+                self.config.make_room(self.standing.tenants[0].namespace)
             if hello.brings_arena and not self.standing.is_door:
                 raise f.FrameError("brings_arena from a caller that is no door: leave it out")
             self.welcome(hello)
