@@ -82,7 +82,7 @@ class Sources(BaseSettings, Settings):
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
         env_nested_delimiter="__",
-        cli_prog_name="attnd",
+        cli_prog_name="attnd serve",
         cli_kebab_case=True,
         cli_avoid_json=True,
         cli_hide_none_type=True,

@@ -35,7 +35,7 @@ POOL = (
     *("--log.level", "warning"),
 )
 
-pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="attnd[ray] is not installed")
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 
 def free_port() -> int:

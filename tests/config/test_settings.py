@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from config.cluster import ClusterSettings
+from config.sections import PATHS, AuthSettings
+from config.server import ServerSettings
 from config.settings import DEFAULTS, SECTIONS, Settings, SettingsError, load_settings
 
 
@@ -187,3 +190,21 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         "--version",
     ):
         assert option in told, option
+
+
+def names_a_file(name: str) -> bool:
+    return name in ("uds", "socket") or name.endswith("_file") or name.startswith("tls_")
+
+
+def test_every_setting_that_names_a_file_can_be_made_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = {"server": ServerSettings, "auth": AuthSettings, "cluster": ClusterSettings}
+    for section, names in PATHS.items():
+        assert set(names) == {one for one in sections[section].model_fields if names_a_file(one)}
+    monkeypatch.chdir(tmp_path)
+    given = ("--auth.keys-file", "keys", "--cluster.secret-file", "/run/secret")
+    settings = load_settings(given).with_absolute_paths()
+    assert settings.auth.keys_file == str(tmp_path / "keys")
+    assert settings.cluster.secret_file == "/run/secret"
+    assert settings.server == load_settings(given).server, "what is not given stays so"
