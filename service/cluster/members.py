@@ -27,7 +27,7 @@ from service.metrics import STATES, Metrics
 from service.operations.info import InfoAnswer
 from service.road.caller import RoadCaller
 from service.road.frames import FrameError
-from service.road.peer import Peer
+from service.road.peer_process import PeerProcess
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 
 LOG: Final = logging.getLogger("attnd.cluster")
@@ -292,7 +292,7 @@ class Members:
         """Learn when the engine's process exits, if it has not yet."""
         if caller.peer.fd < 0:
             return
-        member.peer, caller.peer = caller.peer, Peer()
+        member.peer, caller.peer = caller.peer, PeerProcess()
         if member.peer.has_exited:
             self.bury(member)
         else:

@@ -15,7 +15,7 @@ from service.doors.problems import ProblemText
 from service.errors import AttndError
 from service.metrics import STATES
 from service.operations.table import BY_NAME
-from service.road.peer import Peer
+from service.road.peer_process import PeerProcess
 from service.road.remote import is_remote
 from service.tenants import OPEN, Tenant, tenant_of
 
@@ -60,7 +60,7 @@ class Member:
     """At least once."""
     met_until: float = math.inf
     """Until then a door that starts waits for it before it says that it is ready."""
-    peer: Peer | None = None
+    peer: PeerProcess | None = None
     """The process of the last session, while nobody knows yet whether it has exited."""
     torn: dict[Tenant, list[str]] = field(default_factory=dict)
     """Sequences over several engines that it had a part of when its last session ended."""

@@ -25,7 +25,7 @@ from service.road.messages import (
 )
 from service.road.output import Output, Unread
 from service.road.own import OwnArena
-from service.road.peer import Peer
+from service.road.peer_process import PeerProcess
 from service.road.remote import Filling, connected, is_remote
 from service.road.slots import Mapping, Slot, Slots
 from service.tenants import Tenant
@@ -94,7 +94,7 @@ class RoadCaller:
         self.lost = ""
         self.on_lost: Callable[[str], object] | None = None
         self.on_state: Callable[[State], object] | None = None
-        self.peer = Peer()
+        self.peer = PeerProcess()
         """The engine's process. `on_lost` may take it over, else it is closed with the session."""
 
     @classmethod
@@ -112,7 +112,7 @@ class RoadCaller:
         namespace of `key`. `path` may be `tcp:HOST:PORT`, for doors. `own`: an arena that a door
         brings, and has with several engines. Raises OSError, NotReady when refused, FrameError.
         """
-        sock, peer = await connected(path), Peer()
+        sock, peer = await connected(path), PeerProcess()
         try:
             hello = Hello(VERSION, name, bool(secret), arena_bytes, key, secret)
             meet = greet_remote if is_remote(path) else greet

@@ -12,7 +12,7 @@ from typing import Final
 from service.errors import NotReady
 from service.road import frames as f
 from service.road.messages import Hello, Welcome, message, read_known
-from service.road.peer import Peer, ask_for_sender, receive
+from service.road.peer_process import PeerProcess, ask_for_sender, receive
 from service.road.remote import mirror, proof
 from service.road.slots import Mapping
 
@@ -21,7 +21,7 @@ MAX_DESCRIPTORS: Final = 4
 
 
 async def greet_remote(
-    sock: socket.socket, hello: Hello, own: Mapping | None = None, peer: Peer | None = None
+    sock: socket.socket, hello: Hello, own: Mapping | None = None, peer: PeerProcess | None = None
 ) -> tuple[f.Reader, Welcome, Mapping]:
     """As `greet`, over TCP: the secret is proved, not sent, and the arena is a mirror."""
     loop = asyncio.get_running_loop()
@@ -53,7 +53,7 @@ async def greet_remote(
 
 
 async def greet(
-    sock: socket.socket, hello: Hello, own: Mapping | None = None, peer: Peer | None = None
+    sock: socket.socket, hello: Hello, own: Mapping | None = None, peer: PeerProcess | None = None
 ) -> tuple[f.Reader, Welcome, Mapping]:
     """Say HELLO on a fresh connection; the reader may hold frames that came after WELCOME. `own`:
     the arena that the caller brings. `peer` learns which process the engine is.

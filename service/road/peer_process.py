@@ -18,7 +18,7 @@ CREDENTIALS: Final = struct.Struct("3i")
 """Process, user, group: `struct ucred` of Linux."""
 
 
-class Peer:
+class PeerProcess:
     """`fd` is a descriptor of the process, -1 where it is not known: another host, another PID
     namespace, or a kernel that does not say."""
 
