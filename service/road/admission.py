@@ -10,7 +10,7 @@ from service.errors import Unauthorized
 from service.keys import Key, Keys
 from service.road.frames import FrameError
 from service.road.messages import Hello, read_announced
-from service.road.remote import proof
+from service.road.remote import engine_proof, proof
 from service.tenants import NOBODY, OPEN, Tenant
 
 REMEDY: Final = "give it as api_key of the session, or as key in HELLO"
@@ -55,6 +55,10 @@ class Standing:
         else:
             self.key = keys.check(hello.key.encode(), REMEDY)
             self.tenants[0] = self.key.tenant
+
+    def proof(self, hello: Hello) -> str:
+        """What shows to a door that this engine knows the secret; empty where it does not ask."""
+        return engine_proof(self.admission.secret, hello.nonce) if hello.nonce else ""
 
     def announce(self, payload: bytes) -> None:
         """Take in a TENANT frame. Raises FrameError."""

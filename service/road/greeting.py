@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import os
+import re
+import secrets
 import socket
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -11,13 +14,14 @@ from typing import Final
 
 from service.errors import NotReady
 from service.road import frames as f
-from service.road.messages import Hello, Welcome, message, read_known
+from service.road.messages import Hello, Welcome, message, read_known, read_object
 from service.road.peer_process import PeerProcess, ask_for_sender, receive
-from service.road.remote import mirror, proof
+from service.road.remote import NONCE_BYTES, engine_proof, mirror, proof
 from service.road.slots import Mapping
 
-WELCOME_KEYS: Final = tuple(field.name for field in fields(Welcome))
+WELCOME_KEYS: Final = tuple(field.name for field in fields(Welcome) if field.name != "proof")
 MAX_DESCRIPTORS: Final = 4
+NONCE: Final = re.compile(rf"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 
 
 async def greet_remote(
@@ -41,11 +45,18 @@ async def greet_remote(
         raise refused(payload)
     if kind != f.CHALLENGE:
         raise f.FrameError(f"{f.NAMES[kind]} came before CHALLENGE")
-    nonce = read_known(kind, payload, ("nonce",))["nonce"]
-    proved = replace(hello, secret=proof(hello.secret, str(nonce)))
+    nonce, own_nonce = (
+        read_known(kind, payload, ("nonce",))["nonce"],
+        secrets.token_hex(NONCE_BYTES),
+    )
+    if not isinstance(nonce, str) or not NONCE.fullmatch(nonce):
+        raise f.FrameError(f"CHALLENGE with nonce {nonce!r:.40}: {2 * NONCE_BYTES} hex digits")
+    proved = replace(hello, secret=proof(hello.secret, nonce), nonce=own_nonce)
     with suppress(BrokenPipeError, ConnectionResetError):  # then it has said why: read that
         await loop.sock_sendall(sock, message(f.HELLO, proved))
     welcome = welcome_of(*await first())
+    if not hmac.compare_digest(engine_proof(hello.secret, own_nonce), welcome.proof):
+        raise NotReady("the engine does not know the secret of the cluster: cluster.secret_file")
     if own is not None:
         return reader, welcome, own
     fd = mirror(welcome.arena_bytes)
@@ -102,7 +113,10 @@ def welcome_of(kind: int, payload: bytes) -> Welcome:
         raise refused(payload)
     if kind != f.WELCOME:
         raise f.FrameError(f"{f.NAMES[kind]} came before WELCOME")
-    return Welcome(**read_known(kind, payload, WELCOME_KEYS))
+    shown = read_object(kind, payload).get("proof", "")
+    if not isinstance(shown, str):
+        raise f.FrameError("WELCOME with a proof that is no string")
+    return Welcome(**read_known(kind, payload, WELCOME_KEYS), proof=shown)
 
 
 def refused(payload: bytes) -> NotReady:

@@ -32,6 +32,8 @@ class Hello:
     secret: str = ""
     brings_arena: bool = False
     """A door's arena is its own; the descriptor comes with this message."""
+    nonce: str = ""
+    """Over TCP: WELCOME shows by this that the engine knows the secret, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class Welcome:
     limits: Mapping[str, int]
     state: str
     reason: str
+    proof: str = ""
+    """Over TCP, of HELLO's nonce."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +79,15 @@ class Grown:
     pinned_bytes: int
 
 
+OVER_TCP: Final = frozenset({"nonce", "proof"})
+
+
 def message(kind: int, content: Hello | Welcome | Grown | State) -> bytes:
-    """A JSON message as a frame."""
-    return frame(kind, dump_json(asdict(content)).encode())
+    """A JSON message as a frame; what is only for the road over TCP is left out where it is
+    empty."""
+    fields = asdict(content)
+    told = {name: value for name, value in fields.items() if value or name not in OVER_TCP}
+    return frame(kind, dump_json(told).encode())
 
 
 def grow(arena_bytes: int) -> bytes:
@@ -123,7 +133,14 @@ def read_hello(payload: bytes) -> Hello:
     size = count(value, "arena_bytes", HELLO)
     key, secret = word(value, "key"), word(value, "secret")
     return Hello(
-        version, name, truth(value, "door"), size, key, secret, truth(value, "brings_arena")
+        version,
+        name,
+        truth(value, "door"),
+        size,
+        key,
+        secret,
+        truth(value, "brings_arena"),
+        word(value, "nonce"),
     )
 
 

@@ -107,6 +107,12 @@ def proof(secret: str, nonce: str) -> str:
     return hmac.new(secret.encode(), nonce.encode(), "sha256").hexdigest()
 
 
+def engine_proof(secret: str, nonce: str) -> str:
+    """What shows to a door that the engine knows the secret. No nonce of a CHALLENGE begins like
+    this, so a door's own proof cannot be sent back to it."""
+    return proof(secret, f"engine {nonce}")
+
+
 def is_remote(address: str) -> bool:
     return address.startswith(SCHEME)
 

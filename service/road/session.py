@@ -250,6 +250,7 @@ class Session:
             limits=config.limits,
             state=self.state.state,
             reason=self.state.reason,
+            proof=self.standing.proof(hello) if self.incoming is not None else "",
         )
         data = message(f.WELCOME, content)
         if self.incoming is not None or arena.is_brought:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 from collections.abc import Callable, Coroutine
@@ -180,3 +181,57 @@ def test_a_step_is_for_callers_on_the_same_host() -> None:
 )
 def test_addresses_are_read(address: str, found: tuple[str, int]) -> None:
     assert host_and_port(address) == found
+
+
+async def met_by(challenge: bytes, welcome: bytes) -> tuple[BaseException, bytes]:
+    """What a door says of an engine that answers like this, and what it has sent to it."""
+    sent = bytearray()
+
+    async def rogue(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(challenge)
+        with suppress(ConnectionError):
+            sent.extend(await reader.read(2**16))
+            writer.write(welcome)
+            sent.extend(await reader.read(2**16))
+        writer.close()
+
+    server = await asyncio.start_server(rogue, "127.0.0.1", 0)
+    address = f"tcp:127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        await RoadCaller.connect(address, 2**16, name="door", secret=SECRET)
+    except (NotReady, f.FrameError) as error:
+        await asyncio.sleep(0.05)
+        return error, bytes(sent)
+    finally:
+        server.close()
+    raise AssertionError("the door talks to an engine that does not know the secret")
+
+
+@pytest.mark.parametrize("shown", [None, "", "0" * 64, proof(SECRET, "0" * 64)])
+def test_a_door_does_not_talk_to_an_engine_that_does_not_know_the_secret(shown: str | None) -> None:
+    welcome = {
+        "version": 1,
+        "session": 1,
+        "instance_id": "x",
+        "arena_bytes": 2**16,
+        "max_arena_bytes": 2**16,
+        "pinned_bytes": 0,
+        "routes": {},
+        "limits": {},
+        "state": "ready",
+        "reason": "",
+    }
+    if shown is not None:
+        welcome["proof"] = shown
+    challenge = f.frame(f.CHALLENGE, json.dumps({"nonce": "0" * 64}).encode())
+    answer = f.frame(f.WELCOME, json.dumps(welcome).encode())
+    error, sent = asyncio.run(met_by(challenge, answer))
+    assert "proof" in str(error) or "does not know the secret" in str(error)
+    assert SECRET.encode() not in sent
+
+
+@pytest.mark.parametrize("nonce", ["engine " + "0" * 64, "0" * 63, "", 7, "G" * 64])
+def test_a_door_proves_nothing_for_a_nonce_that_might_be_its_own(nonce: object) -> None:
+    challenge = f.frame(f.CHALLENGE, json.dumps({"nonce": nonce}).encode())
+    error, sent = asyncio.run(met_by(challenge, b""))
+    assert "64 hex digits" in str(error) and not sent
