@@ -48,10 +48,11 @@ class LocalEngines:
     def members(self) -> Path:
         return self.folder / "members.json"
 
-    def add(self) -> str:
-        """One more engine; its name."""
+    def add(self, listening: Listening | None = None) -> str:
+        """One more engine, which listens there, or in the folder; its name."""
         name = f"engine-{len(self.listening)}"
-        self.listening[name] = listen(self.folder / f"{name}.sock", private=False)
+        own = listening or listen(self.folder / f"{name}.sock", private=False)
+        self.listening[name] = own
         if self.over_tcp:
             (self.entries[name],) = listen_tcp(self.host, 0, False)
         self.start(name)

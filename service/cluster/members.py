@@ -217,6 +217,7 @@ class Members:
                     await asyncio.sleep(POLL_S)
             except BROKEN as error:
                 self.lose(member, str(error) or type(error).__name__)
+                member.is_out_of_reach(time.monotonic())
             except Exception:
                 LOG.exception("the session with %s failed: this is a bug", member.name)
                 self.lose(member, "a bug, see the log")
@@ -226,6 +227,7 @@ class Members:
     async def meet(self, member: Member) -> Engine:
         """A session with an engine that fits the others. Raises what is BROKEN."""
         link = Link(self.limits, self.has_keys, arena=self.arena)
+        link.on_reached = member.is_reached
         try:
             await link.connect(member.address, self.door, self.secret)
             engine = Engine(member.name, link, self.arena)

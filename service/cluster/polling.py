@@ -75,6 +75,15 @@ class Member:
         self.met_until = now + (self.lost_after_s if is_elsewhere else MEET_S)
         self.counts_until = now + self.lost_after_s if is_elsewhere else math.inf
 
+    def is_reached(self) -> None:
+        """Somebody listens there: an engine that does not answer is stopped or busy, not away."""
+        self.counts_until = math.inf
+
+    def is_out_of_reach(self, now: float) -> None:
+        """The connection could not be made, or has broken."""
+        if math.isinf(self.counts_until) and is_remote(self.address):
+            self.counts_until = now + self.lost_after_s
+
     def is_awaited(self, now: float) -> bool:
         """Whether it was never met, and its answer may come."""
         return not (self.is_met or self.is_dead) and now < self.met_until

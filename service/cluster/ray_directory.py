@@ -2,7 +2,7 @@
 
 It keeps nothing that its engines do not tell it within a second, so it may be lost with its node
 and started anew on another at any time: nobody may end because a call to it fails (`RayError`).
-An ingress forgets an engine only when that has left, or has not been heard of for long.
+An ingress forgets an engine only when that has left, or is known to have ended.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ NAMESPACE: Final = "attnd"
 REPORT_S: Final = 0.5
 """How often engines report, and ingresses ask."""
 SILENT_S: Final = 5.0
-"""The directory forgets an engine that has not reported for so long; an ingress one that the
-directory has not told of for so long again: it has died with its node."""
+"""The directory forgets an engine that has not reported for so long; an ingress that has not heard
+of one for so long again looks whether it has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
+import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +16,9 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
+from config.server import ServerSettings
 from config.settings import Settings
+from service.addresses import engine_path, engine_paths
 from service.cluster.draining import drain, num_left
 from service.cluster.engine import Engine, Told
 from service.cluster.listed import write_members
@@ -28,13 +30,34 @@ from service.doors.arena import DoorArena
 from service.doors.link import Link
 from service.errors import NotReady
 from service.operations.table import BY_NAME
+from service.road.listening import CannotListen, Listening, listen
 from service.tenants import OPEN, SCOPES, tenant_of
 
 LOG: Final = logging.getLogger("attnd.cluster")
 ASK_S: Final = 5.0
+MOST_ON_A_HOST: Final = 64
 YOUNG_S: Final = 10.0
 MOST_DEATHS: Final = 3
 """So many times the process may die young in a row before Serve is to start the replica anew."""
+
+
+def first_free(server: ServerSettings) -> Listening:
+    """The first of this host's sockets for engines that no other has: `8080-0.sock`, then
+    `8080-1.sock` and so on. Raises CannotListen where all are taken."""
+    private = server.socket is None and server.uds is None
+    paths = engine_paths(engine_path(server, server.port), MOST_ON_A_HOST)
+    for path in paths[:-1]:
+        with suppress(CannotListen):
+            return listen(path, private=private, mode=int(server.socket_mode, 8))
+    return listen(paths[-1], private=private, mode=int(server.socket_mode, 8))
+
+
+def fresh_folder(socket: Path) -> Path:
+    """The engine's own folder, beside its socket. What an actor that was killed left there goes."""
+    folder = socket.with_suffix(".engine")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 class EngineReplica:
@@ -44,13 +67,15 @@ class EngineReplica:
         self.settings = settings
         self.context = serve.get_replica_context()
         self.name = self.context.replica_tag
-        self.folder = tempfile.TemporaryDirectory(prefix="attnd-engine-")
+        listening = first_free(settings.server)
+        self.folder = fresh_folder(listening.path)
         self.lifeline, self.held = os.pipe()
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self.engines = LocalEngines(
-            settings, Path(self.folder.name), self.lifeline, secret, over_tcp=True, host=host
+            settings, self.folder, self.lifeline, secret, over_tcp=True, host=host
         )
-        self.process = self.engines.add()
+        self.process = self.engines.add(listening)
+        LOG.info("%s: sessions on this host connect to %s", self.name, listening.path)
         self.arena = DoorArena(settings.server)
         self.tenant = tenant_of("cluster", SCOPES) if settings.auth.keys_file else OPEN
         self.directory = directory()
@@ -127,7 +152,7 @@ class EngineReplica:
         await asyncio.sleep(2 * REPORT_S)  # all ingresses know by then
         self.engines.close()
         self.arena.close()
-        self.folder.cleanup()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     async def all_ends(self) -> bool:
         """Whether the whole cluster is stopped, so that sequences have nowhere to go."""
@@ -139,7 +164,7 @@ class EngineReplica:
 
     async def move_away(self) -> None:
         """A router of its own calls this engine and the others, and empties this one."""
-        members = Path(self.folder.name) / "cluster.json"
+        members = self.folder / "cluster.json"
         router = Router(self.settings.server, self.tenant is not OPEN)
         try:
             heard = await self.directory.read.remote()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -51,6 +51,8 @@ class Link:
         """Why no more requests are taken; empty while they are."""
         self.spare = SpareSlots() if arena is None else arena.spare
         self.growing: asyncio.Task[int] | None = None
+        self.on_reached: Callable[[], object] | None = None
+        """Called when a connection is made, before the engine has answered."""
         self.needed: dict[str, int] = {}
         """What answers need that are about as long every time."""
 
@@ -62,7 +64,9 @@ class Link:
         own = None if self.arena is None else self.arena.own
         first = min(FIRST_ARENA_BYTES, self.limits.max_inflight_bytes)
         size = first if own is None else own.slots.size
-        self.caller = await RoadCaller.connect(path, size, name=name, secret=secret, own=own)
+        self.caller = await RoadCaller.connect(
+            path, size, name=name, secret=secret, own=own, on_reached=self.on_reached
+        )
 
     @property
     def state(self) -> tuple[str, str]:

@@ -107,13 +107,17 @@ class RoadCaller:
         secret: str = "",
         key: str = "",
         own: OwnArena | None = None,
+        on_reached: Callable[[], object] | None = None,
     ) -> RoadCaller:
         """A session at the engine's socket: a door's with the service's `secret`, else one in the
         namespace of `key`. `path` may be `tcp:HOST:PORT`, for doors. `own`: an arena that a door
-        brings, and has with several engines. Raises OSError, NotReady when refused, FrameError.
+        brings, and has with several engines. `on_reached` is called once somebody listens there.
+        Raises OSError, NotReady when refused, FrameError.
         """
         sock, peer = await connected(path), PeerProcess()
         try:
+            if on_reached is not None:
+                on_reached()
             hello = Hello(VERSION, name, bool(secret), arena_bytes, key, secret)
             meet = greet_remote if is_remote(path) else greet
             greeted = await meet(sock, hello, None if own is None else own.mapping, peer)

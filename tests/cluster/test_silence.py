@@ -131,13 +131,18 @@ def test_what_a_stalled_engine_has_is_refused_for_the_moment_and_there_afterward
     run(engines, test)
 
 
-def test_a_door_that_starts_while_an_engine_is_stalled_loses_nothing(pair: LocalEngines) -> None:
+@pytest.mark.parametrize("kind", ["pair", "remote_pair"])
+def test_a_door_that_starts_while_an_engine_is_stalled_loses_nothing(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    pair = request.getfixturevalue(kind)
+
     async def test(first: Cluster) -> None:
         book = await filled(first)
         tagged = next(one for one in await first.create_apart() if first.home(one) == "engine-1")
         with stopped(pair, "engine-1"):
             async with door_that_starts(first, 1) as door:
-                assert door.router.state[0] == "starting"
+                assert kind == "remote_pair" or door.router.state[0] == "starting"
                 door.router.ready()  # what is known to be elsewhere is served
                 for name in ("there", "both", "unknown", tagged):
                     await is_refused(door, "get_sequence", {"id": name})
