@@ -89,7 +89,8 @@ def install(folder: Path, *what: str | Path) -> Installed:
     (site,) = folder.glob("env/lib/python*/site-packages")
     (site / "dependencies.pth").write_text(f"{Path(fastapi.__file__).parents[1]}\n")
     python = folder / "env/bin/python"
-    pip("--python", python, "install", "--no-deps", "--no-build-isolation", *what)
+    options = ("--no-deps", "--ignore-installed", "--no-build-isolation")
+    pip("--python", python, "install", *options, *what)
     working = folder / "work"
     working.mkdir()
     for name in OTHERS:
