@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar
 
+from attnd.arguments import plain_fields, sequence_ids, whole_numbers
 from attnd.errors import ArenaFull, Overloaded
 from attnd.images import dump_json
 from attnd.results import Info
@@ -127,37 +128,37 @@ class Stepper(Generic[A]):
         """
         self.check()
         lane = self._lane_of(slots)
-        chosen = tuple(range(self.info.num_layers)) if layers is None else tuple(layers)
-        rows = len(sequences) if qo_indptr is None else int(qo_indptr[-1])
+        ids, sums = sequence_ids(sequences), whole_numbers(qo_indptr, "qo_indptr")
+        named = whole_numbers(layers, "layers")
+        chosen = tuple(range(self.info.num_layers) if named is None else named)
+        rows = sums[-1] if sums else len(ids)
         if rows > slots.rows:
             raise ValueError(f"the step has {rows} rows, its slots have room for {slots.rows}")
         fields: dict[str, Any] = {
-            "op": "decode" if qo_indptr is None else "prefill",
-            "sequences": list(sequences),
-            "layers": [int(layer) for layer in chosen],
+            "op": "decode" if sums is None else "prefill",
+            "sequences": ids,
+            "layers": list(chosen),
             "flags": slots.arena.flags,
             "slots": list(slots.places),
             "num_qo_heads": slots.num_qo_heads,
             "dtype": self._dtypes.wire[slots.dtype],
             "append": append,
             "logits_soft_cap": logits_soft_cap,
-            "window_left": window_left if isinstance(window_left, int) else list(window_left),
+            "window_left": window_left,
             "lse_base": lse_base,
             "cascade": cascade,
+            "qo_indptr": sums,
+            "causal": None if sums is None else causal,
+            "sm_scale": sm_scale,
+            "offsets": whole_numbers(offsets, "offsets"),
         }
-        if qo_indptr is not None:
-            fields |= {"qo_indptr": [int(row) for row in qo_indptr], "causal": causal}
-        if sm_scale is not None:
-            fields["sm_scale"] = sm_scale
-        if offsets is not None:
-            fields["offsets"] = [int(length) for length in offsets]
         microseconds = 0
         if deadline is not None:
             microseconds = min(max(1, round(deadline * 1e6)), frames.LONGEST_DEADLINE_US)
         for other in self.lanes:
             if other is not lane:  # steps of two lanes begin in the order of their description
                 other.await_opening()
-        return lane.send(dump_json(fields).encode(), slots, chosen, microseconds)
+        return lane.send(dump_json(plain_fields(fields)).encode(), slots, chosen, microseconds)
 
     def _lane_of(self, slots: Slots[A]) -> Lane[A]:
         for lane in self.lanes:
