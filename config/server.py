@@ -52,8 +52,13 @@ class ServerSettings(Section):
     It needs the extra `grpc`."""
 
     grpc_max_calls: Annotated[int, Field(ge=1, le=65536)] = 64
-    """Calls and streams of the gRPC door at once; one more is answered RESOURCE_EXHAUSTED. Each may
-    hold a message of server.max_body_bytes in the door's memory, beside its arena."""
+    """Calls and streams of the gRPC door at once; one more is answered RESOURCE_EXHAUSTED. With keys, one
+    namespace may have half of them. Health is always answered. Each may hold a message in the
+    door's memory, beside its arena."""
+
+    grpc_max_message_bytes: Annotated[int, Field(ge=2**16, lt=2**31)] = 64 * 2**20
+    """Largest message that the gRPC door receives. Raise it for prefills of more tokens at once:
+    a message lies in the door's memory before it comes to the arena."""
 
     socket: Annotated[str | None, Field(min_length=1)] = None
     """Path of the engine's own socket, for sessions on this machine; by default

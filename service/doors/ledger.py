@@ -14,7 +14,7 @@ from typing import Final
 from service.doors.request import Request
 from service.doors.tracing import Tracing
 from service.metrics import Metrics
-from service.tenants import OPEN
+from service.tenants import NOBODY, OPEN
 
 ACCESS: Final = logging.getLogger("attnd.access")
 DELAY_S: Final = 0.01
@@ -72,6 +72,6 @@ def fields_of(request: Request) -> dict[str, object]:
         "duration_ms": round(request.seconds * 1e3, 3),
         "peer": request.peer,
     }
-    if request.tenant is not OPEN:
+    if request.tenant not in (OPEN, NOBODY):
         told["namespace"] = request.tenant.namespace
     return told

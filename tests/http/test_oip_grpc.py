@@ -218,8 +218,10 @@ def test_more_calls_than_allowed_and_larger_messages_are_refused(rng: np.random.
             )
             assert service.backend.entered.wait(WAIT_S)
             with pytest.raises(InferenceServerException) as told:
-                made.client.is_server_live()
+                made.client.get_server_metadata()
             assert told.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+            assert "server.grpc_max_calls" in told.value.message()
+            assert made.client.is_server_live(), "probes need no place"
         finally:
             service.backend.gate.set()
         assert ended.get(timeout=WAIT_S) is None

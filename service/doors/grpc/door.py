@@ -11,6 +11,7 @@ from google.protobuf.json_format import ParseDict
 
 from config.server import ServerSettings
 from service.doors.gate import Gate
+from service.doors.grpc.entrance import Entrance, tenant_of
 from service.doors.grpc.messages import (
     SERVICE,
     ModelStreamInferResponse,
@@ -31,7 +32,7 @@ from service.doors.problems import ProblemText, document_of
 from service.doors.request import CLIENT_GONE
 from service.doors.tracing import Tracing
 from service.doors.upstream import MakeUpstream
-from service.errors import NotReady, NotSupported
+from service.errors import NotReady, NotSupported, RequestTimeout
 from service.image.json_body import fields_text_of_image
 from service.image.writing import PROBLEM
 from service.metrics import Metrics
@@ -67,6 +68,7 @@ class GrpcDoor:
         self.metrics = metrics
         self.link = make_upstream(limits, gate is not None, metrics)
         self.ledger = Ledger(metrics, tracing)
+        self.entrance = Entrance(limits, gate, self.ledger, UNGUARDED)
         self.draining = asyncio.Event()
         """Set when no more is taken."""
         self.calls = 0
@@ -94,6 +96,9 @@ class GrpcDoor:
             if method.name == "ModelStreamInfer":
                 make: Any = grpc.stream_stream_rpc_method_handler
                 answer: Any = self.stream
+            elif method.name in UNGUARDED:
+                make = grpc.stream_stream_rpc_method_handler
+                answer = self.probe(method, *pages[method.name])
             else:
                 make = grpc.unary_unary_rpc_method_handler
                 is_infer = method.name == "ModelInfer"
@@ -105,9 +110,12 @@ class GrpcDoor:
 
     async def infer(self, data: bytes, context: Any) -> Any:
         rpc = Rpc(context, "ModelInfer")
+        self.entrance.message_came()
+        given = [data]
+        del data  # a refusal's traceback has this frame: it must not hold the message
 
         async def work() -> Any:
-            return await self.call(rpc, read_infer_request(data))
+            return await self.call(rpc, read_infer_request(given.pop()))
 
         return await self.answered(rpc, work)
 
@@ -116,6 +124,7 @@ class GrpcDoor:
         order in which they came; one that fails does not end the stream. The drain does, when
         nothing is left to be answered."""
         async for data in self.until_drain(requests, context):
+            self.entrance.message_came()
             rpc = Rpc(context, "ModelStreamInfer")
             response = ModelStreamInferResponse()
             try:
@@ -139,20 +148,26 @@ class GrpcDoor:
     ) -> AsyncIterator[bytes]:
         """What a stream brings; it is aborted when the drain begins while nothing comes."""
         draining = asyncio.ensure_future(self.draining.wait())
+        coming: asyncio.Future[bytes | None] = asyncio.Future()
+        patience: float | None = self.limits.receive_timeout_s
         try:
             while True:
                 coming = asyncio.ensure_future(anext(requests, None))
-                await asyncio.wait((coming, draining), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    (coming, draining), timeout=patience, return_when=asyncio.FIRST_COMPLETED
+                )
                 if not coming.done():
                     coming.cancel()
-                    problem = document_of(NotReady(self.link.draining), b"")
-                    await context.abort(*status_of(problem))
+                    error = NotReady(self.link.draining) if draining.done() else silent(patience)
+                    await context.abort(*status_of(document_of(error, b"")))
+                patience = None  # between its messages a stream may rest
                 data = await coming
                 if data is None:
                     return
                 yield data
         finally:
             draining.cancel()
+            coming.cancel()
 
     async def call(self, rpc: Rpc, request: Any) -> Any:
         """The engine's answer to one request; raises whatever it deserves."""
@@ -193,12 +208,11 @@ class GrpcDoor:
 
     def let_in(self, rpc: Rpc) -> None:
         """Say whose call it is. Raises Unauthorized."""
-        if self.gate is not None:
-            rpc.tenant = self.gate.tenant_of(rpc.given("authorization"))
+        rpc.tenant = tenant_of(self.gate, rpc.context.invocation_metadata())
 
     async def answered(self, rpc: Rpc, work: Callable[[], Awaitable[Any]]) -> Any:
         """What the work gives, or its error as a status; either way it stands in the ledger."""
-        context = rpc.context
+        context, problem = rpc.context, None
         try:
             response = await work()
         except asyncio.CancelledError:
@@ -207,6 +221,7 @@ class GrpcDoor:
             raise
         except Exception as error:
             problem = document_of(error, rpc.request_id)
+        if problem is not None:  # the error and all that its frames hold are gone by now
             rpc.end(problem["status"], problem["code"])
             self.ledger.add(rpc)
             code, text = status_of(problem)
@@ -225,15 +240,29 @@ class GrpcDoor:
         async def handle(data: bytes, context: Any) -> Any:
             rpc = Rpc(context, method.name)
             rpc.op = op
+            self.entrance.message_came()
 
             async def work() -> Any:
-                if method.name not in UNGUARDED:
-                    self.let_in(rpc)
+                self.let_in(rpc)
                 if method.name == "ModelStatistics":
                     rpc.tenant.require("admin", method.name)
                 return ParseDict(answer(decode(data), rpc.tenant), made())
 
             return await self.answered(rpc, work)
+
+        return handle
+
+    def probe(self, method: Any, op: str, answer: Answer) -> Callable[..., Awaitable[Any]]:
+        """A method that is answered without looking at its message, which may never come."""
+        made = message(method.output_type.name)
+
+        async def handle(_: Any, context: Any) -> None:
+            rpc = Rpc(context, method.name)
+            rpc.op = op
+            await context.write(ParseDict(answer(None, rpc.tenant), made()))
+            context.set_trailing_metadata(rpc.trailing)
+            rpc.end()
+            self.ledger.add(rpc)
 
         return handle
 
@@ -285,3 +314,8 @@ class GrpcDoor:
         self.trimming.cancel()
         self.ledger.settle()
         self.link.close()
+
+
+def silent(seconds: float | None) -> RequestTimeout:
+    told = f"no message came within {seconds:g} s: send one, or raise server.receive_timeout_s"
+    return RequestTimeout(told)

@@ -12,7 +12,7 @@ from service.doors.headers import call_id_of, request_id_of, server_timing, trac
 from service.doors.oip.problems import error_text
 from service.image.json_text import dump_json
 from service.road.frames import NO_STAGES
-from service.tenants import OPEN
+from service.tenants import NOBODY
 
 SERVICE: Final = "/inference.GRPCInferenceService"
 PROBLEM_KEY: Final = "attnd-problem"
@@ -25,6 +25,7 @@ CODES: Final = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
     409: grpc.StatusCode.FAILED_PRECONDITION,
     410: grpc.StatusCode.NOT_FOUND,
     413: grpc.StatusCode.OUT_OF_RANGE,
@@ -56,7 +57,7 @@ class Rpc:
         self.metadata = dict(context.invocation_metadata() or ())
         self.request_id = request_id_of(self.given("x-request-id"))
         self.traceparent = traceparent_of(self.given("traceparent"))
-        self.tenant = OPEN
+        self.tenant = NOBODY
 
     def given(self, name: str) -> bytes:
         """What the metadata has under a name, empty for nothing."""

@@ -16,6 +16,7 @@ from service.doors.gate import make_gate
 from service.doors.grpc.credentials import make_credentials
 from service.doors.grpc.door import GrpcDoor
 from service.doors.link import Link
+from service.doors.tls import HANDSHAKE_S
 from service.doors.tracing import make_tracing
 from service.doors.upstream import MakeUpstream
 from service.errors import NotReady
@@ -27,7 +28,7 @@ LOG: Final = logging.getLogger("attnd.grpc")
 DRAINING: Final = "draining: admitted work is being finished, and no more is taken"
 MESSAGE_BYTES: Final = 2**20
 """Of a message beside its tensors' bytes."""
-LARGEST_MESSAGE: Final = 2**31 - 1
+MOST_MS: Final = 2**31 - 1
 ENGINE_LATER_S: Final = 2.0
 """The engine answers what it cannot finish when its own drain ends."""
 
@@ -80,9 +81,7 @@ class Server:
             self.tracing,
             self.make_upstream,
         )
-        server = grpc.aio.server(
-            options=options(self.limits), maximum_concurrent_rpcs=self.limits.grpc_max_calls
-        )
+        server = grpc.aio.server(interceptors=(door.entrance,), options=options(self.limits))
         server.add_generic_rpc_handlers((door.handlers(),))
         address = f"{self.limits.url_host}:{port}"
         meeting = None
@@ -131,11 +130,14 @@ class Server:
 
 
 def options(limits: ServerSettings) -> list[tuple[str, int]]:
-    """A second service on the port is an error; messages are as large as bodies are."""
-    largest = min(limits.max_body_bytes + MESSAGE_BYTES, LARGEST_MESSAGE)
+    """A second service on the port is an error; connections that nobody uses are closed."""
+    largest = min(limits.grpc_max_message_bytes, limits.max_body_bytes + MESSAGE_BYTES)
+    idle_ms = min(int(limits.idle_timeout_s * 1e3) + 1, MOST_MS)
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", largest),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", limits.max_header_bytes),
+        ("grpc.max_connection_idle_ms", idle_ms),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1e3)),
     ]

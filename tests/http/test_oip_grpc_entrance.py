@@ -1,0 +1,187 @@
+"""Calls that say nothing, have no key, or are too many: none of them closes the gRPC door."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from threading import Event
+from typing import Any
+
+import grpc
+import pytest
+from http_service import WAIT_S, serving, wait_for
+from test_http_keys import write_keys
+from triton_callers import grpc_door
+
+from service.doors.grpc import door as door_module
+from service.doors.grpc.messages import message
+from service.doors.grpc.server import Server
+
+NAME = "/inference.GRPCInferenceService/"
+RED = ("authorization", "Bearer a-key-of-red")
+BLUE = ("authorization", "Bearer a-key-of-blue")
+PLACES = 8
+CALL = message("ModelInferRequest")(model_name="pool").SerializeToString()
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    write_keys(path)
+    given = ("--server.grpc-max-calls", str(PLACES), "--auth.keys-file", str(path))
+    with serving(*given) as service, grpc_door(service) as door:
+        yield door
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def connect(door: Server, stack: ExitStack) -> Any:
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    return stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{door.port}", options))
+
+
+def be_silent(
+    channel: Any, stack: ExitStack, method: str, *metadata: tuple[str, str], count: int = 1
+) -> list[Any]:
+    """Calls whose metadata goes out, and no message behind it."""
+    over = Event()
+    stack.callback(over.set)
+
+    def nothing() -> Iterator[bytes]:
+        over.wait(WAIT_S)
+        yield from ()
+
+    calls = [
+        channel.stream_stream(NAME + method)(nothing(), metadata=metadata) for _ in range(count)
+    ]
+    for call in calls:
+        stack.callback(call.cancel)
+    return calls
+
+
+def ended(call: Any) -> Any:
+    """How a call has ended, waited for."""
+    with suppress(grpc.RpcError):
+        list(call)
+    return call.code()
+
+
+def infer(channel: Any, *metadata: tuple[str, str], data: bytes = CALL) -> bytes:
+    answer: bytes = channel.unary_unary(NAME + "ModelInfer")(
+        data, metadata=metadata, timeout=WAIT_S, wait_for_ready=True
+    )
+    return answer
+
+
+def code_of(channel: Any, *metadata: tuple[str, str], data: bytes = CALL) -> Any:
+    with pytest.raises(grpc.RpcError) as told:
+        infer(channel, *metadata, data=data)
+    return told.value.code()
+
+
+def is_live(channel: Any) -> bool:
+    for method in ("ServerLive", "ServerReady"):
+        channel.unary_unary(NAME + method)(b"", timeout=WAIT_S, wait_for_ready=True)
+    return True
+
+
+METHODS = ("ModelStreamInfer", "ModelInfer", "ServerLive", "ServerMetadata", "NoSuchMethod")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_silent_calls_without_a_key_take_no_place(
+    guarded: Server, stack: ExitStack, method: str
+) -> None:
+    calls = be_silent(connect(guarded, stack), stack, method, count=3 * PLACES)
+    expected = {
+        "ServerLive": grpc.StatusCode.OK,
+        "NoSuchMethod": grpc.StatusCode.UNIMPLEMENTED,
+    }.get(method, grpc.StatusCode.UNAUTHENTICATED)
+    assert set(map(ended, calls)) == {expected}, "answered before anything is sent"
+    channel = connect(guarded, stack)
+    assert is_live(channel) and infer(channel, RED)
+    wait_for(lambda: not guarded.door.entrance.taken, "the place to be free")
+
+
+def test_one_namespace_leaves_places_for_others_and_for_probes(
+    guarded: Server, stack: ExitStack
+) -> None:
+    calls = be_silent(connect(guarded, stack), stack, "ModelStreamInfer", RED, count=3 * PLACES)
+    entrance = guarded.door.entrance
+    wait_for(lambda: sum(call.done() for call in calls) == 3 * PLACES - PLACES // 2, "the rest")
+    assert entrance.taken == {"red": PLACES // 2}
+    channel = connect(guarded, stack)
+    assert is_live(channel) and infer(channel, BLUE)
+    assert code_of(channel, RED) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    for call in calls:
+        call.cancel()
+    wait_for(lambda: not entrance.taken and not entrance.silent, "the places to be free")
+    assert infer(channel, RED)
+
+
+@pytest.mark.parametrize("method", ["ModelStreamInfer", "ModelInfer", "ServerMetadata"])
+def test_a_call_that_stays_silent_is_ended(stack: ExitStack, method: str) -> None:
+    given = ("--server.grpc-max-calls", "2", "--server.receive-timeout-s", "0.5")
+    with serving(*given) as service, grpc_door(service) as door, stack:
+        channel = connect(door, stack)
+        began = time.monotonic()
+        calls = be_silent(channel, stack, method, count=2)
+        wait_for(lambda: door.door.entrance.taken.total() == 2, "both to begin")
+        assert code_of(channel) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        if method == "ModelStreamInfer":
+            assert set(map(ended, calls)) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        wait_for(lambda: not door.door.entrance.taken, "the places to be free")
+        assert infer(channel) and time.monotonic() - began < 10
+
+
+def test_a_stream_may_be_silent_between_its_messages(stack: ExitStack) -> None:
+    with serving("--server.receive-timeout-s", "0.3") as service, grpc_door(service) as door, stack:
+        channel = connect(door, stack)
+        more = Event()
+
+        def twice() -> Iterator[bytes]:
+            yield CALL
+            more.wait(WAIT_S)
+            yield CALL
+
+        answers = channel.stream_stream(NAME + "ModelStreamInfer")(twice())
+        assert next(answers)
+        time.sleep(1.0)
+        more.set()
+        assert next(answers)
+        assert list(answers) == []
+
+
+def test_nothing_is_parsed_without_a_key(
+    guarded: Server, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[int] = []
+    monkeypatch.setattr(door_module, "read_infer_request", lambda data: parsed.append(len(data)))
+    channel = connect(guarded, stack)
+    for metadata in ((), (("authorization", "Bearer nobodys"),), (("authorization", "x"),)):
+        for size in (0, 10, 10 * 2**20):
+            assert code_of(channel, *metadata, data=bytes(size)) == grpc.StatusCode.UNAUTHENTICATED
+    assert parsed == []
+
+
+@pytest.mark.parametrize("second", [RED, BLUE, ("authorization", "")])
+def test_two_keys_are_refused(guarded: Server, stack: ExitStack, second: tuple[str, str]) -> None:
+    channel = connect(guarded, stack)
+    for metadata in ((RED, second), (second, RED)):
+        assert code_of(channel, *metadata) == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_message_above_the_limit_is_refused(stack: ExitStack) -> None:
+    with (
+        serving("--server.grpc-max-message-bytes", "65536") as service,
+        grpc_door(service) as door,
+        stack,
+    ):
+        channel = connect(door, stack)
+        assert code_of(channel, data=bytes(65537)) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert infer(channel)
