@@ -52,9 +52,9 @@ class ServerSettings(Section):
     It needs the extra `grpc`."""
 
     grpc_max_calls: Annotated[int, Field(ge=1, le=65536)] = 64
-    """Calls and streams of the gRPC door at once; one more is answered RESOURCE_EXHAUSTED. With keys, one
-    namespace may have half of them. Health is always answered. Each may hold a message in the
-    door's memory, beside its arena."""
+    """Calls and streams of the gRPC door at once; one more is answered RESOURCE_EXHAUSTED. With
+    keys, one namespace may have half of them. Health is always answered. Each may hold a message in
+    the door's memory, beside its arena."""
 
     grpc_max_message_bytes: Annotated[int, Field(ge=2**16, lt=2**31)] = 64 * 2**20
     """Largest message that the gRPC door receives. Raise it for prefills of more tokens at once:
