@@ -10,7 +10,7 @@ from service.core.budget import Budget
 from service.core.changes import Cleared
 from service.core.commits import DEFAULT, Commits, keep_path
 from service.core.errors import InvalidRequest, UnknownPage
-from service.core.keys import Prefix
+from service.core.keys import Prefix, root_key
 from service.core.leases import Held, Leases
 from service.core.matching import MOST_MATCHED, Match, named_path, walk
 from service.core.nodes import FOREVER, Links, Node, Retention, named
@@ -100,6 +100,17 @@ class PrefixCache:
     ) -> list[int]:
         """As `commit`, for many sequences; all or none."""
         return self._commits.commit_all(names, prefixes, keep)
+
+    def committed(self, name: str, prefix: Prefix) -> tuple[int, bytes]:
+        """How many pages of a sequence have names, and what stands before the next one's: the last
+        one's key, or that of the prefix's root. Raises `UnknownSequence`."""
+        leaf = self._commits.leaf(name)
+        node = leaf.parent
+        while node is not None and node.name is None:
+            node = node.parent
+        if node is None:
+            return 0, root_key(leaf.owner.name, prefix.cache_salt)
+        return node.end, self.named.last_key(node)
 
     def pin(self, namespace: str, key: bytes, cache_salt: str, soft_ttl_s: float | None) -> int:
         """Pin a page and all before it: soft for so long, or hard (None). Pages that it covers.

@@ -43,6 +43,10 @@ class Commits:
         leaf = self._books.leaf(name)
         return self._commit(leaf, prefix, self._num_named(leaf, prefix), keep)
 
+    def leaf(self, name: str) -> Leaf:
+        """Raises `UnknownSequence`."""
+        return self._books.leaf(name)
+
     def commit_all(
         self, names: Sequence[str], prefixes: Sequence[Prefix], keep: Retention = DEFAULT
     ) -> list[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Final
 
@@ -32,6 +32,9 @@ class Prefix:
     page_keys: Keys | None = None
     cache_salt: str = ""
     skipped: int = 0
+    computed: bytes = b""
+    computed_from: int = 0
+    """With token ids: the keys of its pages from one on, where they were worked out before."""
 
     def num_pages(self, page_size: int) -> int:
         """Full pages that it names, skipped ones included."""
@@ -85,12 +88,25 @@ class Prefix:
             return key
         if self.page_keys is not None:
             return self.page_keys[page - self.skipped : stop - self.skipped].tobytes()
+        if self.computed and page >= self.computed_from:
+            first, last = page - self.computed_from, stop - self.computed_from
+            return self.computed[first * KEY_BYTES : last * KEY_BYTES]
         ids = memoryview(self._ids(page + 1, stop, page_size))
         width, chained = 4 * page_size, [key]
         for begin in range(0, len(ids), width):
             key = blake2b(b"".join((key, ids[begin : begin + width])), digest_size=16).digest()
             chained.append(key)
         return b"".join(chained)
+
+    def hashed(self, first: int, key: bytes, page_size: int) -> Generator[None, None, Prefix]:
+        """The same with the keys of the pages of its token ids from `first` on, `key` before that,
+        worked out one at a time."""
+        chained = []
+        for page in range(first, self.num_pages(page_size)):
+            key = self.key_at(page, key, page_size)
+            chained.append(key)
+            yield
+        return replace(self, computed=b"".join(chained), computed_from=first)
 
     def _ids(self, page: int, stop: int, page_size: int) -> bytes:
         ids = self.ids_of(page, stop, page_size)

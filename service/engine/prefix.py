@@ -27,6 +27,9 @@ NO_COST: Final = Cost()
 ANSWER_BYTES: Final = 512
 COMMITTED_BYTES: Final = 96
 """Room for one sequence in the answer to a commit of many."""
+HASHED_AT_ONCE: Final = 2**15
+"""Token ids that a commit hashes in its turn: some milliseconds. More are hashed in slices, before
+anything is changed."""
 EVICTED_AT_ONCE: Final = 256
 """Pages that are evicted between two looks at the clock: up to a millisecond or two."""
 
@@ -60,14 +63,26 @@ def commit(store: Store, request: Request, _: Seconds) -> Work:
     if not store.tree.books.leaf(fields.id).shard.is_whole:
         rule = "only a part of it is here, and the cache's keys are of pages one behind the other"
         raise InvalidRequest("id", request.tenant.shown(fields.id), rule)
-    num_pages = cache.commit(fields.id, prefix, *retention(store, fields))
-    request.place.lay(
-        {
-            "committed_len": num_pages * store.geometry.page_size,
-            "num_pages": num_pages,
-            "last_key": last_key(store, fields.id, num_pages),
-        }
-    )
+
+    def finish(prefix: Prefix) -> None:
+        num_pages = cache.commit(fields.id, prefix, *retention(store, fields))
+        request.place.lay(
+            {
+                "committed_len": num_pages * store.geometry.page_size,
+                "num_pages": num_pages,
+                "last_key": last_key(store, fields.id, num_pages),
+            }
+        )
+
+    def steps(first: int, before: bytes) -> Steps:
+        finish((yield from in_slices(prefix.hashed(first, before, store.geometry.page_size))))
+
+    if prefix.token_ids is not None and prefix.token_ids.size > HASHED_AT_ONCE:
+        done, before = cache.committed(fields.id, prefix)
+        size = store.geometry.page_size
+        if prefix.skipped <= done < prefix.num_pages(size) - HASHED_AT_ONCE // size:
+            return Sliced(steps(done, before), lambda: None)
+    finish(prefix)
     return Answered()
 
 

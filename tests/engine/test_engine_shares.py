@@ -25,7 +25,7 @@ from engine_fakes import FakeBackend
 from test_engine_tenants import session
 
 from config.settings import AuthSettings, EngineSettings, ServerSettings, Settings
-from service.engine import sequences, work
+from service.engine import prefix, sequences, work
 from service.errors import NotReady
 from service.keys import line_of
 from service.road.caller import RoadCaller
@@ -238,5 +238,38 @@ def test_page_tables_of_too_many_pages_are_refused_before_they_are_planned(
         assert isinstance(told, Refused) and told.code == "answer_too_large"
         assert told.problem["size"] > told.problem["limit"] and "fewer sequences" in str(told)
         assert len(caller.engine.store.plans) == planned
+
+    with_engine(FakeBackend(), scenario)
+
+
+@pytest.mark.parametrize("skipped", [0, 4, 5])
+def test_a_long_commit_is_hashed_between_the_turns_of_others(
+    skipped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names what a commit at once does; what is wrong with it changes nothing."""
+    monkeypatch.setattr(prefix, "HASHED_AT_ONCE", PAGE)
+    monkeypatch.setattr(work, "TURN_S", 0.0)
+    tokens = list(range(12 * PAGE))
+
+    async def scenario(caller: Caller) -> None:
+        for name in "ab":
+            await create(caller, name)
+            for layer in range(caller.engine.info.num_layers):
+                await caller.submit(append(name, len(tokens), layer=layer))
+        cut = {"token_ids": tokens[: skipped * PAGE]}
+        if skipped:
+            await caller.call("commit", {"id": "a"} | cut)
+        before = caller.metric("attnd_slices_total")
+        fields = {"token_ids": tokens[skipped * PAGE :], "offset": skipped * PAGE}
+        last = (await caller.call("commit", {"id": "a"} | fields)).fields
+        assert last["num_pages"] == 12
+        assert caller.metric("attnd_slices_total") >= before + 12 - skipped
+        monkeypatch.setattr(prefix, "HASHED_AT_ONCE", 2**15)
+        assert (await caller.call("commit", {"id": "b", "token_ids": tokens})).fields == last
+        monkeypatch.setattr(prefix, "HASHED_AT_ONCE", PAGE)
+        numbers = await pool(caller)
+        wrong = {"id": "b", "token_ids": [7, *tokens[1:]]}
+        assert code(await outcome(caller.call("commit", wrong))) == "key_mismatch"
+        assert await pool(caller) == numbers
 
     with_engine(FakeBackend(), scenario)

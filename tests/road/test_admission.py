@@ -31,7 +31,7 @@ def rules(*keys: Key, secret: str = SECRET) -> SessionConfig:
         limits=LIMITS,
         max_arena_bytes=2**20,
         default_deadline_s=30.0,
-        admission=Admission(Keys(keys) if keys else None, secret),
+        admission=Admission(Keys({one.digest: one for one in keys}) if keys else None, secret),
     )
 
 
