@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from service.cluster.engine import Call
+from service.cluster.engine import Call, Engine
 from service.doors.arena import DoorArena
 from service.doors.link import LESS
 from service.doors.problems import ProblemText
@@ -19,6 +19,9 @@ from service.road.frames import NO_STAGES
 from service.road.slots import Slot
 
 MOVING: Final = "sequence_moving"
+FULL: Final = "out_of_pages"
+OF: Final = "engine"
+ROOM: Final = "engines_with_room"
 MOVING_PAUSE_S: Final = 0.003
 Stages = tuple[float, ...]
 Result = TypeVar("Result")
@@ -46,6 +49,35 @@ def is_moving(refused: BaseException) -> bool:
         return False
     problem = refused.problem
     return problem["code"] == MOVING and "done" not in problem
+
+
+def with_room(refused: ProblemText, engines: Sequence[Engine]) -> ProblemText:
+    """A refusal for want of pages, with the engines that have as many; any other as it is."""
+    problem = refused.problem
+    if problem["code"] != FULL or ROOM in problem or len(engines) < 2:
+        return refused
+    full = problem.get(OF)
+    names = [
+        one.name
+        for one in engines
+        if one.name != full and one.takes_new and one.load_now.room >= problem["needed"]
+    ]
+    told = "" if full is None else f"engine {full} is full; "
+    if names:
+        told += f"{' and '.join(names)} has room: new sequences go there, and sequences move there "
+        told += "from an engine that is drained"
+    else:
+        told += "no other engine has room"
+    document = problem | {ROOM: names, "detail": f"{problem['detail']}; {told}"}
+    return ProblemText(dump_json(document))
+
+
+def full_engine(refused: ProblemText, name: str) -> ProblemText:
+    """A refusal for want of pages, with the engine's name; any other as it is."""
+    problem = refused.problem
+    if problem["code"] != FULL or OF in problem:
+        return refused
+    return ProblemText(dump_json(problem | {OF: name}))
 
 
 def longest(stages: Iterable[Stages]) -> Stages:

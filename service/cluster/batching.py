@@ -12,13 +12,14 @@ import numpy as np
 from service.cluster.answering import (
     MOVING_PAUSE_S,
     each,
+    full_engine,
     is_moving,
     longest,
     reply,
     unknown_in,
 )
 from service.cluster.batches import cut, has_mask, join, row_sums
-from service.cluster.engine import Call, Engine, Told, problem_in
+from service.cluster.engine import Call, Engine, Told, problem_in, refusal_in
 from service.cluster.names import tags_of
 from service.cluster.ranks import Home, Ranks
 from service.cluster.settling import wait_for_move
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 Answer = tuple[Answered, Slot]
 LOST: Final = "lost_sequence"
+FULL_STATUS: Final = 507
 
 
 async def ask_batch(router: Router, call: Call, prepared: Prepared, ids: Sequence[str]) -> Answer:
@@ -62,6 +64,10 @@ async def ask_one(router: Router, call: Call, ids: Sequence[str], engine: Home) 
         return None
     if answered.status < 300:
         done(router, call, ids)
+    elif answered.status == FULL_STATUS:
+        full = full_engine(refusal_in(answered), engine.name)
+        router.give_back(slot)
+        raise full
     problem = problem_of(call, engine, ids, answered)
     if not unknown_in(problem):
         return answered, slot
@@ -192,7 +198,7 @@ async def ask_parts(
             if is_moving(refused) and call.may_wait():
                 await wait_for_move(router, call, refused)
             elif not await have_moved(router, call, home, refused.problem):
-                raise
+                raise full_engine(refused, home.name) from None
 
 
 async def ask_pieces(

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Final
 
 from config.server import ServerSettings
-from service.cluster.answering import is_moving, reply
+from service.cluster.answering import is_moving, reply, with_room
 from service.cluster.batching import ask_batch, ask_one, ask_together
 from service.cluster.creating import create
 from service.cluster.draining import drain
@@ -162,7 +162,7 @@ class Router:
                 self.give_back(slot)
             except ProblemText as error:
                 if not is_moving(error) or not call.may_wait():
-                    raise
+                    raise with_room(error, self.members.engines) from None
                 refused = error
             await wait_for_move(self, call, refused)
 

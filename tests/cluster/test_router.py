@@ -207,6 +207,13 @@ def test_a_batch_that_one_engine_refuses_tells_what_the_other_has_done(
         refused = await cluster.call("append", both, k=k, v=k)
         assert (refused.status, refused.fields["code"]) == (507, "out_of_pages")
         assert refused.fields["done"] == [ids[1]]
+        homes = [cluster.home(name) for name in ids]
+        fields = refused.fields
+        assert (fields["engine"], fields["engines_with_room"]) == (homes[0], homes[1:])
+        assert f"engine {homes[0]} is full; {homes[1]} has room" in fields["detail"]
+        alone = full | {"append_indptr": [0, 2 * PAGE]}
+        told = await cluster.call("append", alone, k=k, v=k)
+        assert (told.status, told.fields["engines_with_room"]) == (507, homes[1:])
         lengths = {}
         for name in ids:
             told = await cluster.told("get_sequence", {"id": name})

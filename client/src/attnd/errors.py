@@ -357,8 +357,13 @@ class OutOfPages(ServiceError):
     """`needed` pages, `available` of `total` could be had: free sequences, or preempt, then try
     again. `free` of them need no eviction.
 
-    `held` says by state what the caller's namespace has, and how many leases.
+    `held` says by state what the caller's namespace has, and how many leases. In a cluster
+    `engines_with_room` have as many pages: new sequences go there.
     """
+
+    @property
+    def engines_with_room(self) -> tuple[str, ...]:
+        return tuple(self.problem.get("engines_with_room", ()))
 
     @property
     def held(self) -> dict[str, int]:
