@@ -89,9 +89,9 @@ class ServerSettings(Section):
     """CUDA: arenas up to this size are registered with the device, which then reads and writes them
     itself. Pinned memory cannot be swapped out; 0 registers none."""
 
-    max_device_sessions: Annotated[int, Field(ge=0, le=64)] = 8
-    """CUDA: sessions that may run steps at a time, each on a stream of its own; one more is
-    refused. Beyond eight or so they share the device's queues and may wait for each other."""
+    max_device_sessions: Annotated[int, Field(ge=0, le=13)] = 8
+    """CUDA: sessions that may run steps at a time, each on two streams of its own; one more is
+    refused. The device has 32 hardware queues, and the service uses six of them itself."""
 
     device_arena_bytes: Annotated[int, Field(ge=0)] = 2 * 2**30
     """CUDA: device memory for the arenas of those sessions, all together, beside the pool. It is

@@ -140,19 +140,36 @@ def address_of(memory: memoryview) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A caller's process, told apart from a later one of the same number by its start."""
+    """A caller's process, and the namespace and user that it acts for.
+
+    `started` distinguishes the process from a later one with the same pid. It is empty for a
+    process that this one cannot see, in another PID namespace for example.
+    """
 
     pid: int
     started: str = ""
+    namespace: str = ""
+    uid: int | None = None
 
     @classmethod
-    def of(cls, pid: int) -> Owner:
-        return cls(pid, process_start(pid))
+    def of(cls, pid: int, namespace: str = "", uid: int | None = None) -> Owner:
+        return cls(pid, process_start(pid), namespace, uid)
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has ended, and with it all that its device was given."""
+        """Whether the process is known to have ended, and has no memory mapped any more."""
         return self.started != "" and process_start(self.pid) != self.started
+
+    def may_follow(self, other: Owner) -> bool:
+        """Whether this owner may get memory that `other` had mapped.
+
+        Both act for one namespace and one user, and `other` is the same process or has ended.
+        Nobody follows a process that cannot be seen: it may have the memory mapped still.
+        """
+        if (self.namespace, self.uid) != (other.namespace, other.uid):
+            return False
+        same = (self.pid, self.started) == (other.pid, other.started)
+        return other.is_gone or (same and self.started != "")
 
 
 def process_start(pid: int) -> str:

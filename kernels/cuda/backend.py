@@ -75,6 +75,7 @@ class CudaBackend:
         if geometry.dtype == "fp32":
             raise Unsupported("dtype", "fp32", "the CUDA backend stores fp16, bf16 or fp8")
         checks.check_head_dim(geometry.head_dim)
+        checks.check_pool(geometry)
         self._geometry = geometry
         self._lost: str | None = None
         with self.guarded():

@@ -21,6 +21,8 @@ from kernels.backend import (
 from kernels.cuda.common.extremes import greatest, some
 from kernels.cuda.common.kernel import HEAD_DIMS
 
+MOST_ROWS: Final = 2**32 - 1
+"""Rows of a pool, K and V of every layer: kernels number them in 32 bits, the last for none."""
 _DTYPES: Final[dict[np.dtype[Any], DType]] = {NUMPY_DTYPES[name]: name for name in TENSOR_DTYPES}
 
 
@@ -42,6 +44,16 @@ def check_head_dim(head_dim: int) -> None:
     """Raises Unsupported for a head_dim that has no kernels."""
     if head_dim not in HEAD_DIMS:
         raise Unsupported("head_dim", head_dim, f"the CUDA backend has {HEAD_DIMS}")
+
+
+def check_pool(geometry: PoolGeometry) -> None:
+    """Raises Unsupported for a pool that the kernels' row numbers of 32 bits do not reach."""
+    tokens = geometry.num_layers * geometry.num_pages * geometry.page_size
+    rows = 2 * tokens * geometry.num_kv_heads
+    if rows >= MOST_ROWS:
+        most = MOST_ROWS // (rows // geometry.num_pages)
+        rule = f"the CUDA backend reaches 2^32 rows of head_dim values: at most {most} pages"
+        raise Unsupported("pool.num_pages", geometry.num_pages, rule)
 
 
 def check_layer(layer: int, geometry: PoolGeometry) -> None:

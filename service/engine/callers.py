@@ -109,7 +109,7 @@ class Callers:
         if is_remote:
             tune(sock)
         session = Session(
-            sock, self._number, self._config, self._state, who.pid, is_remote=is_remote
+            sock, self._number, self._config, self._state, who.pid, who.uid, is_remote=is_remote
         )
         self._sessions.add(session)
         self._ungreeted.add(session)

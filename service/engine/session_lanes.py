@@ -108,7 +108,8 @@ class SessionLanes:
                 lane.clear()
             else:
                 self._close(held)
-                owner = Owner.of(held.session.pid)
+                namespace = held.session.tenants[0].namespace
+                owner = Owner.of(held.session.pid, namespace, held.session.uid)
                 lane = held.lane = self._lanes.open(memory, arena_bytes, owner)
         except NoRoom as error:
             return {"problem": problem(Overloaded(str(error), retry_after_s=1.0))}

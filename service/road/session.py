@@ -49,13 +49,16 @@ class Session:
         config: SessionConfig,
         state: State,
         pid: int = -1,
+        uid: int = -1,
         *,
         is_remote: bool = False,
     ) -> None:
-        """`is_remote`: over TCP, where images follow their frames."""
+        """`is_remote`: over TCP, where images follow their frames. A `pid` of 0 or less is of a
+        process that cannot be seen."""
         sock.setblocking(False)
         self.sock = sock
         self.pid = pid
+        self.uid = uid
         self.number = number
         self.config = config
         self.state = state

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -13,35 +14,43 @@ FREED: Final = 0xFF
 
 
 class _Block:
-    """Memory of a stream's pool; goes back poisoned when the last reference goes."""
+    """Memory of a stream's pool; goes back overwritten when the last reference goes."""
 
     active = False
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, allocate: Callable[[int], Any]) -> None:
         self.stream = cupy.cuda.get_current_stream()
         self.size = size
-        self.memory = cupy.get_default_memory_pool().malloc(size)
+        self.memory = allocate(size)
 
     def __del__(self) -> None:
         if _Block.active:  # else its stream may be gone
             runtime.memsetAsync(self.memory.ptr, FREED, self.size, self.stream.ptr)
 
 
-def _allocate(size: int) -> Any:
-    if size == 0:
-        return cupy.get_default_memory_pool().malloc(0)
-    block = _Block(size)
-    memory = cupy.cuda.UnownedMemory(block.memory.ptr, size, block)
-    return cupy.cuda.MemoryPointer(memory, 0)
+def poison() -> None:
+    """Wrap the allocator there is. Streams outlive what is allocated on them."""
+    inner = cupy.cuda.get_allocator()
+
+    def allocate(size: int) -> Any:
+        if size == 0:
+            return inner(0)
+        block = _Block(size, inner)
+        memory = cupy.cuda.UnownedMemory(block.memory.ptr, size, block)
+        return cupy.cuda.MemoryPointer(memory, 0)
+
+    cupy.cuda.set_allocator(allocate)
+    _Block.active = True
 
 
 @contextmanager
 def poisoned_when_freed() -> Iterator[None]:
-    cupy.cuda.set_allocator(_allocate)
-    _Block.active = True
+    gc.collect()
+    poison()
     try:
         yield
     finally:
+        gc.collect()
         _Block.active = False
         cupy.cuda.Device().synchronize()
         cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)

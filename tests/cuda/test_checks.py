@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.backend import Level, PoolGeometry
-from kernels.cuda.checks import check_level
+from kernels.backend import Level, PoolGeometry, Unsupported
+from kernels.cuda.checks import check_level, check_pool
 
 GEOMETRY = PoolGeometry(1, 8, 16, 2, 64)
 
@@ -52,3 +52,14 @@ def test_a_level_within_the_pool_passes() -> None:
 def test_a_level_that_is_not_is_refused(field: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_level(replace(GOOD, **{field: value}), 3, GEOMETRY)
+
+
+@pytest.mark.parametrize(("num_pages", "fits"), [(2**20 - 1, True), (2**20, False)])
+def test_a_pool_beyond_32_bits_of_rows_is_refused(num_pages: int, fits: bool) -> None:
+    """2 (K and V) x 8 layers x 16 slots x 16 heads are 2^12 rows a page: 275 GB of fp8 in all."""
+    geometry = PoolGeometry(8, num_pages, 16, 16, 64, "NHD", "fp8_e4m3")
+    if fits:
+        check_pool(geometry)
+        return
+    with pytest.raises(Unsupported, match=f"at most {2**20 - 1} pages"):
+        check_pool(geometry)

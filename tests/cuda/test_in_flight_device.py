@@ -46,6 +46,7 @@ class Device:
         self.rng = np.random.default_rng(seed)
         self.pages = PagePool(self.backend, self.rng)
         self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.lanes: Any = None
 
     def tensor(self, values: Any) -> DeviceTensor:
         with self.stream:
@@ -199,7 +200,7 @@ def steps(device: Device, lanes: Any, rows: int, keys: int) -> Call:
     return call
 
 
-@pytest.fixture(scope="module", params=[0, 1])
+@pytest.fixture(params=[0, 1])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     from poisoning import poisoned_when_freed
 
@@ -221,11 +222,16 @@ def test_ragged_calls_in_flight_give_the_bits_of_each_alone(
     assert_alone_and_together(device, calls, 200 if on_device else 60)
 
 
-def test_calls_of_every_kind_in_flight_give_the_bits_of_each_alone(device: Device) -> None:
+def test_calls_of_every_kind_in_flight_give_the_bits_of_each_alone(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from poisoning import poison
+
     from kernels.cuda.lanes.lanes import CudaLanes
 
-    taken = list(device.pages.free)
-    lanes = CudaLanes(device.backend, 1 << 28, 4)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    lanes = device.lanes = CudaLanes(device.backend, 1 << 28, 4)
+    poison()  # what lanes allocate, too
     calls = [
         ragged(device, [2048, 37], [2048, 500], True),
         ragged(device, [5, 1], [700, 30], False),
@@ -241,7 +247,6 @@ def test_calls_of_every_kind_in_flight_give_the_bits_of_each_alone(device: Devic
         steps(device, lanes, 2, 9000),
     ]
     assert_alone_and_together(device, calls, 300, one_at_a_time=(10, 11))
-    device.pages.free = taken
 
 
 def assert_alone_and_together(

@@ -13,6 +13,7 @@ pytest.importorskip("cupy")
 
 from attnd.torch import driver
 
+from kernels import lanes as lanes_module
 from kernels.cuda.lanes import flags
 from kernels.lanes import Owner
 
@@ -76,3 +77,45 @@ def test_an_owner_is_gone_when_its_process_has_ended_even_if_nobody_took_note() 
 
 def test_an_owner_that_cannot_be_seen_never_counts_as_gone() -> None:
     assert not Owner(0, "").is_gone
+
+
+KNOWN = Owner(70, "1", "a", 1000)
+
+
+@pytest.mark.parametrize(
+    ("later", "earlier", "may"),
+    [
+        (KNOWN, KNOWN, True),
+        (Owner(71, "1", "a", 1000), KNOWN, False),
+        (Owner(70, "1", "b", 1000), KNOWN, False),
+        (Owner(70, "1", "a", 1001), KNOWN, False),
+        (Owner(0, "", "a", 1000), Owner(0, "", "a", 1000), False),
+        (Owner(-1), Owner(-1), False),
+        (KNOWN, Owner(0, "", "a", 1000), False),
+        (Owner(0, "", "a", 1000), KNOWN, False),
+    ],
+    ids=[
+        "the same process",
+        "another process",
+        "another namespace",
+        "another user",
+        "a process that cannot be seen",
+        "two of which nothing is known",
+        "behind one that cannot be seen",
+        "one that cannot be seen behind a living one",
+    ],
+)
+def test_an_arena_goes_to_nobody_who_may_be_another(
+    monkeypatch: pytest.MonkeyPatch, later: Owner, earlier: Owner, may: bool
+) -> None:
+    monkeypatch.setattr(lanes_module, "process_start", lambda pid: "1")
+    assert later.may_follow(earlier) is may
+
+
+@pytest.mark.parametrize(("namespace", "uid", "may"), [("a", 1000, True), ("b", 1000, False)])
+def test_an_arena_of_a_process_that_ended_stays_in_its_namespace(
+    monkeypatch: pytest.MonkeyPatch, namespace: str, uid: int, may: bool
+) -> None:
+    monkeypatch.setattr(lanes_module, "process_start", lambda pid: "")
+    assert KNOWN.is_gone
+    assert Owner(71, "2", namespace, uid).may_follow(KNOWN) is may

@@ -71,7 +71,11 @@ class HandLanes:
     deep = 2
     polled = True
 
+    def __init__(self) -> None:
+        self.owners: list[Owner] = []
+
     def open(self, arena: memoryview, arena_bytes: int, owner: Owner) -> HandLane:
+        self.owners.append(owner)
         return HandLane()
 
     def close(self, lane: object) -> None: ...
@@ -255,16 +259,19 @@ class FakeSession:
     def __init__(self) -> None:
         self.arena = SimpleNamespace(memory=memoryview(bytearray(2**16)), size=2**16)
         self.pid, self.live, self.closed, self.ended = 1, dict[int, Call](), False, ""
+        self.uid, self.tenants = 1000, {0: tenant_of("team", ["read"])}
         self.sent: list[bytes] = []
         self.send = self.sent.append
 
 
 @pytest.mark.parametrize("scopes", [["read"], ["append"], ["read", "append"]], ids=str)
 def test_a_step_stays_in_its_keys_namespace_and_scopes(rig: Rig, scopes: list[Any]) -> None:
-    lanes = SessionLanes(HandLanes(), rig.scheduler.steps, rig.store.info)
+    made = HandLanes()
+    lanes = SessionLanes(made, rig.scheduler.steps, rig.store.info)
     session: Any = FakeSession()
     lanes.asked(AskedArena(session, 2**16))
     assert len(session.sent) == 1
+    assert [(owner.namespace, owner.uid) for owner in made.owners] == [("team", 1000)]
     fields = {"op": "decode", "sequences": ["a"], "layers": [0], "slots": [SLOT], "num_qo_heads": 2}
     tenant = tenant_of("team", scopes)
 

@@ -73,6 +73,10 @@ class Transfers:
         self.copy_out = cupy.cuda.Stream(non_blocking=True)
         self._ranges = HostRanges()
         self._inflight: deque[tuple[Any, tuple[object, ...]]] = deque()
+        self.reserve()
+
+    def reserve(self) -> None:
+        """Give the streams' pools what small requests are carved from."""
         for stream in (self.copy_in, self.compute):
             with stream:
                 cupy.cuda.alloc(RESERVED)  # goes to the stream's pool at once

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from typing import Any, Final
 import cupy
 import numpy as np
 from cupy.cuda import runtime
+from cupy_backends.cuda.api.driver import CUDADriverError
 
 from kernels.backend import NUMPY_DTYPES, DType, Int32, Scoring, Unsupported
 from kernels.cuda import checks
@@ -22,12 +23,14 @@ from kernels.cuda.device.launch import Launcher, Library
 from kernels.cuda.device.transfer import mark, passed
 from kernels.cuda.kv.view import KvView
 from kernels.cuda.lanes.flags import Flags
-from kernels.cuda.lanes.memory import LaneMemory, Outgrown
+from kernels.cuda.lanes.memory import SIDES, LaneMemory, Outgrown
 from kernels.cuda.rows.mover import APPENDED_UNITS, THREADS, append_entry
 from kernels.cuda.rows.variants import rows_spec
 from kernels.lanes import Owner, StepWork
 
 MOST_GRAPHS: Final = 8
+CAPTURE_ERRORS: Final = (runtime.CUDARuntimeError, CUDADriverError)
+"""CuPy's own calls raise the first, launches and flags the second."""
 SEEN_BEFORE: Final = 2
 """A step is captured the second time it comes: capturing costs more than one step saves."""
 _write_pool: Final = writer(POOL_ROWS, "k", "v")
@@ -47,6 +50,19 @@ class Shared:
     guarded: Callable[[], AbstractContextManager[None]]
     compute: Any
     aside: Any
+
+
+@dataclass(slots=True, eq=False)
+class Arena:
+    """Device memory that a session's process maps: an allocation outside CuPy's pool.
+
+    Its IPC handle, in `told`, shows nothing else. `owner` is the last one that it was given to.
+    """
+
+    address: int
+    size: int
+    told: dict[str, Any]
+    owner: Owner | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,16 +98,16 @@ class CudaRun:
 
 
 class CudaLane:
-    """`Lane` on the device. `address` is that of the arena, which is the lane's for good."""
+    """`Lane` on the device: a stream, and the arena of the session that uses it.
 
-    def __init__(
-        self, shared: Shared, address: int, arena_bytes: int, told: dict[str, Any]
-    ) -> None:
+    Raises MemoryError where the device has no room for its plans.
+    """
+
+    def __init__(self, shared: Shared) -> None:
         self.shared = shared
-        self.address = address
-        self.arena_bytes = arena_bytes
-        self.told = told
-        self.owner: Owner | None = None
+        self.arena: Arena | None = None
+        self.address = self.arena_bytes = 0
+        self.told: dict[str, Any] = {}
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self._memory = LaneMemory(self._stream)
         transfers: Any = self._memory  # as much of it as attention needs
@@ -101,11 +117,17 @@ class CudaLane:
         """By what a step launches: a graph of it, or how often it came."""
         self.captures = True
         self._last: StepWork | None = None
-        self._latest: CudaRun | None = None
+        self._runs: deque[tuple[CudaRun, Any]] = deque()
+        """Steps that may not be over, each with the graph that it runs."""
 
-    def wipe(self, owner: Owner) -> None:
-        """Take the lane into use for `owner`, who must not see what others left in the arena."""
-        self.owner = owner
+    def use(self, arena: Arena, owner: Owner) -> None:
+        """Take an arena into use for `owner`, who must not see what others left in it."""
+        if arena is not self.arena:
+            self._flags.clear()
+            self._graphs.clear()
+        self.arena, self.told = arena, arena.told
+        self.address, self.arena_bytes = arena.address, arena.size
+        arena.owner = owner
         self._last = None
         with self.shared.guarded():
             runtime.memsetAsync(self.address, 0, self.arena_bytes, self._stream.ptr)
@@ -122,19 +144,29 @@ class CudaLane:
         """Lay the step's plan out, and give the stream all its layers."""
         if work.plan is not None:
             check_work(work, self.shared.kv)
+        if self._under_way() >= SIDES:
+            raise RuntimeError("a step begins while both sides of the lane are read: this is a bug")
         with self.shared.guarded():
             self._memory.next_side()
             laid = self._lay(work)
             self._stream.wait_event(mark(self.shared.compute))  # what was appended before is there
             self._memory.side.send()
-            self._launch(work, laid)
-            self._last, self._latest = work, CudaRun(self, work, mark(self._stream))
-            return self._latest
+            graph = self._launch(work, laid)
+            run = CudaRun(self, work, mark(self._stream))
+            self._last = work
+            self._runs.append((run, graph))
+            return run
+
+    def _under_way(self) -> int:
+        """How many steps are not over; graphs of the others may be let go."""
+        while self._runs and self._runs[0][0].done:
+            self._runs.popleft()
+        return len(self._runs)
 
     @property
     def is_busy(self) -> bool:
         """Whether the stream may be waiting for the caller."""
-        return self._latest is not None and not self._latest.done
+        return self._under_way() > 0
 
     def free_caller(self) -> None:
         if self._last is not None:
@@ -190,24 +222,28 @@ class CudaLane:
 
     # Its launches.
 
-    def _launch(self, work: StepWork, laid: Laid) -> None:
-        """All layers: by a graph of the same launches, where they came before."""
+    def _launch(self, work: StepWork, laid: Laid) -> Any:
+        """All layers: by a graph of the same launches, where they came before; the graph or None.
+
+        The graph must live until it has run, although others may take its place in `_graphs`.
+        """
         if not self.captures or not laid.kinds:
             self._enqueue(work, laid)
-            return
+            return None
         key = self._signature(work, laid)
         found = self._graphs.get(key, 0)
         if isinstance(found, int):
             if found + 1 < SEEN_BEFORE:
                 self._keep(key, found + 1)
                 self._enqueue(work, laid)
-                return
+                return None
             found = self._capture(work, laid)
             if found is None:
                 self._enqueue(work, laid)
-                return
+                return None
         self._keep(key, found)
         found.launch(self._stream)
+        return found
 
     def _keep(self, key: object, found: Any) -> None:
         self._graphs[key] = found
@@ -216,17 +252,21 @@ class CudaLane:
             self._graphs.popitem(last=False)
 
     def _capture(self, work: StepWork, laid: Laid) -> Any:
-        """A graph of the step's launches; None, and no other try, where the driver has none."""
-        self._stream.begin_capture()
+        """A graph of the step's launches; None, and no other try, where the driver has none.
+
+        A capture that fails leaves the stream as it was: nothing of it has been launched.
+        """
+        graph = None
         try:
-            self._enqueue(work, laid)
-        except runtime.CUDARuntimeError:
+            self._stream.begin_capture()
+            try:
+                self._enqueue(work, laid)
+            finally:
+                graph = self._stream.end_capture()
+        except CAPTURE_ERRORS:
             self.captures = False
-        try:
-            graph = self._stream.end_capture()
-        except runtime.CUDARuntimeError:
-            self.captures = False
-        return graph if self.captures else None
+            return None
+        return graph
 
     def _signature(self, work: StepWork, laid: Laid) -> object:
         """Equal for steps whose launches are the same to the byte."""

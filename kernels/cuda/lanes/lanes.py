@@ -1,14 +1,15 @@
-"""The lanes of a device: made when asked for, never freed, and handed on to later sessions.
+"""The lanes of a device: made when asked for, never freed, and used again by later sessions.
 
-An arena is an allocation of its own outside CuPy's pool, so that its IPC handle shows nothing else.
-A process that has mapped it keeps it mapped as long as it likes: another's session gets the arena
-only when that process is gone.
+A process that has mapped an arena keeps it mapped as long as it likes. Another session gets the
+arena only if it acts for the same namespace and user and that process is the same or has ended.
+Other sessions get memory of their own.
 """
 
 from __future__ import annotations
 
+import os
 from threading import Thread
-from typing import Any, Final
+from typing import Final
 
 import cupy
 from cupy.cuda import runtime
@@ -17,19 +18,35 @@ from kernels.backend import Backend, Unsupported
 from kernels.compile import Spec
 from kernels.cuda.backend import CudaBackend
 from kernels.cuda.lanes.flags import has_mps, uuid_of
-from kernels.cuda.lanes.lane import CudaLane, Shared, scale
+from kernels.cuda.lanes.lane import Arena, CudaLane, Shared, scale
+from kernels.cuda.lanes.memory import SIDES
+from kernels.cuda.lanes.pool import BlockPool
 from kernels.lanes import Lane, NoRoom, Owner, address_of
 
 OUT_OF_MEMORY: Final = 2
 """`cudaErrorMemoryAllocation`."""
 GRANULE: Final = 2 * 2**20
 """Smaller allocations share a block of the driver's, and its handle with each other."""
+OWN_STREAMS: Final = 6
+"""The backend's: copies in, kernels, kernels beside them, copies out, flags, the default one."""
+LANE_STREAMS: Final = 2
+USUAL_QUEUES: Final = 8
+
+
+def most_lanes() -> int:
+    """Lanes whose streams each have a hardware queue of their own.
+
+    A stream that waits for its caller blocks every stream behind it in its queue, and so possibly
+    the one that would release it. CUDA_DEVICE_MAX_CONNECTIONS says how many queues there are.
+    """
+    queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or USUAL_QUEUES)
+    return max(0, (queues - OWN_STREAMS) // LANE_STREAMS)
 
 
 class CudaLanes:
-    """`Lanes` of one CUDA backend."""
+    """`Lanes` of one CUDA backend: at most `most` are ever made."""
 
-    deep = 2
+    deep = SIDES
     polled = True
 
     def __init__(self, backend: Backend, device_bytes: int, most: int) -> None:
@@ -37,17 +54,20 @@ class CudaLanes:
             raise TypeError("lanes on a device need the CUDA backend")
         self._backend = backend
         self._guarded = backend.guarded
-        self._device_bytes, self._most = device_bytes, most
+        self._device_bytes, self._most = device_bytes, min(most, most_lanes())
         self._lanes: list[CudaLane] = []
         self._idle: list[CudaLane] = []
-        self._unused: dict[int, int] = {}
-        """Arenas by size whose lane could not be made."""
+        self._arenas: list[Arena] = []
+        self._free: list[Arena] = []
+        """Those of `_arenas` that no session uses."""
         with self._guarded():
             self._device = cupy.cuda.Device().id
             self._uuid = uuid_of(self._device)
             aside = cupy.cuda.Stream(non_blocking=True, priority=-1)
             with backend.transfers.compute:
                 scale(cupy.zeros(1, cupy.float32).data.ptr, 1, 1.0)  # loads its kernel
+            BlockPool(lambda: not self._is_busy).install()
+            backend.transfers.reserve()
         backend.library.before_load = self._check_load
         self._shared = Shared(
             backend.kv,
@@ -59,20 +79,24 @@ class CudaLanes:
         )
 
     def open(self, arena: memoryview, arena_bytes: int, owner: Owner) -> CudaLane:
-        if len(self._lanes) - len(self._idle) >= self._most:
+        if not self._idle and len(self._lanes) >= self._most:
             raise NoRoom(
                 f"{self._most} sessions have a device arena: close some, or raise "
-                "server.max_device_sessions"
+                f"server.max_device_sessions (at most {most_lanes()} here: each takes two of the "
+                "hardware queues)"
             )
         size = max(GRANULE, -(-arena_bytes // GRANULE) * GRANULE)
-        lane = self._again(size, owner) or self._make(size)
-        lane.wipe(owner)
+        found = self._again(size, owner) or self._make(size)
+        lane = self._lane(found)
+        self._free.remove(found)
+        lane.use(found, owner)
         return lane
 
     def close(self, lane: Lane) -> None:
-        if not isinstance(lane, CudaLane):
+        if not isinstance(lane, CudaLane) or lane.arena is None:
             raise TypeError("a lane of another backend: this is a bug")
         self._idle.append(lane)
+        self._free.append(lane.arena)
 
     def unpin(self, memory: memoryview) -> None:
         """The driver waits for all streams then, so where one waits for its caller, somebody else
@@ -96,50 +120,72 @@ class CudaLanes:
             rule = "its kernel is not loaded, and cannot be while steps are open: try again later"
             raise Unsupported("operation", spec.source, rule)
 
-    def _again(self, size: int, owner: Owner) -> CudaLane | None:
-        """The smallest idle lane that is large enough and may be handed on."""
-        fit = [
-            lane
-            for lane in self._idle
-            if lane.arena_bytes >= size
-            and (lane.owner is None or lane.owner == owner or lane.owner.is_gone)
-        ]
-        if not fit:
-            return None
-        lane = min(fit, key=lambda one: one.arena_bytes)
-        self._idle.remove(lane)
-        return lane
-
-    def _make(self, size: int) -> CudaLane:
-        taken = sum(lane.arena_bytes for lane in self._lanes)
-        if taken + size > self._device_bytes:
-            raise NoRoom(
-                f"a device arena of {size} bytes is wanted, {taken} of {self._device_bytes} are "
-                "taken: ask for less, or raise server.device_arena_bytes"
-            )
-        with self._guarded():
+    def _lane(self, arena: Arena) -> CudaLane:
+        """An idle lane, the arena's last one if it is idle, or a new one."""
+        for lane in self._idle:
+            if lane.arena is arena:
+                self._idle.remove(lane)
+                return lane
+        if len(self._lanes) < self._most:
             try:
-                address = self._unused.pop(size, 0) or int(runtime.malloc(size))
+                with self._guarded():
+                    lane = CudaLane(self._shared)
+            except MemoryError as error:
+                raise no_memory(arena.size) from error
+            self._lanes.append(lane)
+            return lane
+        return self._idle.pop()
+
+    def _again(self, size: int, owner: Owner) -> Arena | None:
+        """The smallest free arena that is large enough and that `owner` may have."""
+        fit = [
+            arena
+            for arena in self._free
+            if arena.size >= size and (arena.owner is None or owner.may_follow(arena.owner))
+        ]
+        return min(fit, key=lambda one: one.size, default=None)
+
+    def _make(self, size: int) -> Arena:
+        with self._guarded():
+            self._drop(size)
+            taken = self._taken
+            if taken + size > self._device_bytes:
+                raise NoRoom(
+                    f"a device arena of {size} bytes is wanted, {taken} of {self._device_bytes} "
+                    "are taken: ask for less, or raise server.device_arena_bytes"
+                )
+            try:
+                address = int(runtime.malloc(size))
             except runtime.CUDARuntimeError as error:
                 if error.status != OUT_OF_MEMORY:
                     raise
                 raise no_memory(size) from error
-            try:
-                lane = CudaLane(self._shared, address, size, self._told(address))
-            except MemoryError as error:
-                self._unused[size] = address  # to free it the driver would wait for all streams
-                raise no_memory(size) from error
-        self._lanes.append(lane)
-        return lane
-
-    def _told(self, address: int) -> dict[str, Any]:
-        handle: bytes = runtime.ipcGetMemHandle(address)
-        return {
+            handle: bytes = runtime.ipcGetMemHandle(address)
+        told = {
             "kind": "cuda",
             "handle": handle.hex(),
             "uuid": self._uuid,
             "mps": has_mps(self._device),
         }
+        arena = Arena(address, size, told)
+        self._arenas.append(arena)
+        self._free.append(arena)
+        return arena
+
+    @property
+    def _taken(self) -> int:
+        return sum(arena.size for arena in self._arenas)
+
+    def _drop(self, size: int) -> None:
+        """Free arenas whose processes have ended until `size` bytes fit, if no step is open: the
+        driver waits for all streams."""
+        for arena in list(self._free):
+            if self._taken + size <= self._device_bytes or self._is_busy:
+                return
+            if arena.owner is None or arena.owner.is_gone:
+                self._free.remove(arena)
+                self._arenas.remove(arena)
+                runtime.free(arena.address)
 
 
 def no_memory(size: int) -> NoRoom:

@@ -18,6 +18,8 @@ from kernels.cuda.device.host_memory import pinned_memory
 from kernels.cuda.device.transfer import aligned
 
 FIRST_BYTES: Final = 1 << 20
+SIDES: Final = 2
+"""Steps that a lane holds at once."""
 ROOM: Final = 1.5
 """Of an array's size, so that it can grow a while where it is."""
 
@@ -77,7 +79,7 @@ class LaneMemory:
 
     def __init__(self, stream: Any) -> None:
         self.compute = stream
-        self._sides = (Side(stream), Side(stream))
+        self._sides = tuple(Side(stream) for _ in range(SIDES))
         self._turn = 0
 
     @property
@@ -85,7 +87,7 @@ class LaneMemory:
         return self._sides[self._turn]
 
     def next_side(self) -> None:
-        self._turn ^= 1
+        self._turn = (self._turn + 1) % SIDES
         self.side.restart()
 
     def upload_ints(self, arrays: Sequence[Int32]) -> tuple[Any, list[int]]:

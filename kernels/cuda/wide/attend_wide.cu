@@ -156,6 +156,7 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
     release(shared.values_empty(values.stage()));
     values.advance();
     if (switching) {
+      finished.clear_empty(o);
       finished.write(o, params, shared, my_row());
       clear(o);
       // only now, because rows of the unit just written are still read above
@@ -174,7 +175,9 @@ __device__ __forceinline__ void attend_units(const Shared& shared, const WidePar
   pass_turn(consumer);
   products_wait<0>();
   pin(o);
-  rows.finish(slots.stage(), final, params.scale, v_scale).write(o, params, shared, my_row());
+  const Finished finished = rows.finish(slots.stage(), final, params.scale, v_scale);
+  finished.clear_empty(o);
+  finished.write(o, params, shared, my_row());
 }
 
 #if FP8

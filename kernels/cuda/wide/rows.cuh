@@ -22,18 +22,27 @@ struct Finished {
   int slot;
   bool final;
 
+  // Clears the outputs of rows that have seen nothing: weights of 0 times a hidden inf or NaN may have left
+  // anything there.
+  __device__ __forceinline__ void clear_empty(float (&o)[kOutputs]) const {
+    if (inverse[0] != 0.0f && inverse[1] != 0.0f) return;
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) o[i] = inverse[i / 2 % 2] == 0.0f ? 0.0f : o[i];
+  }
+
   __device__ __forceinline__ void write(const float (&o)[kOutputs], const WideParams& params,
                                         const Shared& shared, int row) const;
 };
 
 // How far above its row's reference a score may lie, in base 2: weights of up to 2^kSlack are as exact as any.
 constexpr float kSlack = 8.0f;
-// References of this size and more are kept in two parts: rounded to one, they could let weights of fp16 overflow.
-constexpr float kCoarse = 1048576.0f;
+// Up to references of this size, in base 2, products and references are fine enough for weights of fp16 (2^28) or
+// bf16 (2^30): a float's spacing is 16, or 64, below it. Rows beyond come out as NaN.
+constexpr float kLargest = kBf16 ? 1073741824.0f : 268435456.0f;
 // Negative limits from here on, in base 2, are raised to 0: a row's highest weight is then 2^kLowest at least, and
 // fp16, whose least number is 2^-24, still has what is 2^-20 of it.
 constexpr float kLowest = kBf16 ? -96.0f : -4.0f;
-constexpr float kHighest = 3e38f;  // limit and reference: finite
+constexpr float kHighest = 3e38f;  // limit: finite
 
 // Running softmax of rows `row` and `row + 8`, of which this thread holds every fourth pair of columns.
 // Weights are 2^(s - reference), with a reference that no score is kSlack above or more; `limit`, in units of the
@@ -96,14 +105,11 @@ struct Rows {
     for (int r = 0; r < 2; ++r) {
       const auto score = [&](int i) { return s[i / 2 * 4 + 2 * r + i % 2]; };
       const float top = quad_max(highest_score<kScores / 2>(minus_infinity(), score));
-      const float before = reference(r, scale), rest = reference_rest(r, before, scale);
+      const float before = reference(r, scale);
       // by the row's own scores alone: what other rows have, and whether they are there, leaves no trace
       const float above = top >= limit[r] ? top + __fdividef(kSlack, scale) : limit[r];
-      const float highest = __fdividef(kHighest, fmaxf(scale, 1.0f));
-      limit[r] = above * scale >= kLowest ? fminf(fmaxf(above, 0.0f), highest) : above;
-      const float after = reference(r, scale);
-      const float less = rest - reference_rest(r, after, scale);
-      factor[r] = exp2_fast(before - state_reference(after) + less);
+      limit[r] = above * scale >= kLowest ? fminf(fmaxf(above, 0.0f), kHighest) : above;
+      factor[r] = state_rescale(before, reference(r, scale));
       sum[r] *= factor[r];
     }
     return __any_sync(kAllLanes, factor[0] != 1.0f || factor[1] != 1.0f);
@@ -111,12 +117,17 @@ struct Rows {
 
   // Visible scores to weights, in place, and their sum to what was summed before.
   __device__ __forceinline__ void weigh(float (&s)[kScores], float scale) {
-    const float above = reference(0, scale), below = reference(1, scale);
-    const float base[2] = {state_reference(above), state_reference(below)};
-    if (fmaxf(fabsf(base[0]), fabsf(base[1])) < kCoarse) {
-      weigh<false>(s, scale, base, {0.0f, 0.0f});
-    } else {  // a rest of 0 changes nothing: a row's bits do not depend on the other's scores
-      weigh<true>(s, scale, base, {reference_rest(0, above, scale), reference_rest(1, below, scale)});
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float base = state_reference(reference(r, scale));
+      float total = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kScores / 2; ++i) {
+        float& x = s[i / 2 * 4 + 2 * r + i % 2];
+        x = exp2_fast(fmaf(x, scale, -base));
+        total += x;
+      }
+      sum[r] += total;
     }
   }
 
@@ -131,9 +142,11 @@ struct Rows {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float total = quad_sum(sum[r]);
-      if (total > kHighest) total = not_a_number();  // of a score of +inf
+      const float base = reference(r, scale);
+      // of a score of +inf, or of one that is too large
+      if (total > kHighest || fabsf(state_reference(base)) > kLargest) total = not_a_number();
       finished.inverse[r] = state_inverse(total) * v_scale;
-      finished.lse[r] = state_lse(reference(r, scale), total);
+      finished.lse[r] = state_lse(base, total);
     }
     finished.slot = slot;
     finished.final = final;
@@ -141,30 +154,10 @@ struct Rows {
   }
 
  private:
-  // What a row's scores are weighed by, in base 2; -inf where it has seen nothing.
-  __device__ __forceinline__ float reference(int r, float scale) const { return fmaf(limit[r], scale, -kSlack); }
-
-  // What is to be added to a row's reference where its rounding counts.
-  __device__ __forceinline__ float reference_rest(int r, float reference, float scale) const {
-    const bool fine = fabsf(reference) < kCoarse || reference == minus_infinity();
-    return fine ? 0.0f : fmaf(limit[r], scale, -reference) - kSlack;
-  }
-
-  template <bool kRests>
-  __device__ __forceinline__ void weigh(float (&s)[kScores], float scale, const float (&base)[2],
-                                        const float (&rest)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float total = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kScores / 2; ++i) {
-        float& x = s[i / 2 * 4 + 2 * r + i % 2];
-        const float exponent = fmaf(x, scale, -base[r]);
-        x = exp2_fast(kRests ? exponent - rest[r] : exponent);
-        total += x;
-      }
-      sum[r] += total;
-    }
+  // What a row's scores are weighed by, in base 2; -inf where it has seen nothing. Rounded up: rounded down, it would
+  // let weights of large scores overflow fp16.
+  __device__ __forceinline__ float reference(int r, float scale) const {
+    return __fmaf_ru(limit[r], scale, -kSlack);
   }
 };
 
@@ -236,7 +229,7 @@ __device__ __forceinline__ void Finished::write(const float (&o)[kOutputs],
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const int i = 4 * (j + c) + 2 * r;
-          words[c] = pack<kBf16>(state_output(o[i], inverse[r]), state_output(o[i + 1], inverse[r]));
+          words[c] = pack<kBf16>(o[i] * inverse[r], o[i + 1] * inverse[r]);
         }
         const uint4 chunk = transpose_quad(words[0], words[1], words[2], words[3], part);
         if (index >= 0) *reinterpret_cast<uint4*>(o_row + j * 8) = chunk;
@@ -247,7 +240,7 @@ __device__ __forceinline__ void Finished::write(const float (&o)[kOutputs],
       for (int j = 0; j < kHeadDim / 8; ++j) {
         const int i = 4 * j + 2 * r;
         *reinterpret_cast<float2*>(o_row + 8 * j) =
-            make_float2(state_output(o[i], inverse[r]), state_output(o[i + 1], inverse[r]));
+            make_float2(o[i] * inverse[r], o[i + 1] * inverse[r]);
       }
     }
     if (part == 0 && index >= 0) (final ? params.lse : params.partial_lse)[index] = lse[r];

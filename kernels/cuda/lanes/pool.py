@@ -1,0 +1,41 @@
+"""CuPy's pool of device memory, for a process in which streams may wait for callers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import cupy
+from cupy.cuda import runtime
+
+OUT_OF_MEMORY: Final = 2
+"""`cudaErrorMemoryAllocation`."""
+
+
+class BlockPool:
+    """A pool that frees its blocks for a new one only while `may_wait()`.
+
+    To free a block the driver waits for all streams. Where one waits for its caller, that could
+    take until the caller's deadline, and the engine would do nothing meanwhile. The allocation
+    then raises MemoryError, and may be tried again.
+    """
+
+    def __init__(self, may_wait: Callable[[], bool]) -> None:
+        self._may_wait = may_wait
+        self._pool = cupy.cuda.MemoryPool(self._new_block)
+
+    def install(self) -> None:
+        """Become the allocator of everything that CuPy allocates from now on."""
+        cupy.cuda.set_allocator(self._pool.malloc)
+
+    def _new_block(self, size: int) -> Any:
+        try:
+            return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
+        except runtime.CUDARuntimeError as error:
+            if error.status != OUT_OF_MEMORY or self._may_wait():
+                raise  # the pool frees its blocks and tries again
+            free = runtime.memGetInfo()[0]
+            raise MemoryError(
+                f"{size} bytes of device memory are wanted, {free} are free, and no block can be "
+                "freed while steps are open: try again, or lower pool.memory_fraction"
+            ) from error
