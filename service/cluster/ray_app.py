@@ -16,6 +16,9 @@ from service.cluster.ray_ingress import IngressReplica
 from service.cluster.secret import secret_of
 
 HEALTH_CHECK_S: Final = 2.0
+MOST_SILENT_S: Final = 600.0
+"""Serve ends an engine whose actor has not answered for so long, and all it has. An actor that has
+died is known at once, without this."""
 LOAD: Final = ("free", "cached", "held", "queue_s")
 
 
@@ -38,6 +41,7 @@ def application(settings: Settings) -> Application:
             "num_gpus": 1 if settings.backend.kind == "cuda" else 0,
         },
         health_check_period_s=HEALTH_CHECK_S,
+        health_check_timeout_s=MOST_SILENT_S,
         graceful_shutdown_timeout_s=cluster.drain_s + settings.server.drain_timeout_s,
         **size(settings),
     )(EngineReplica)

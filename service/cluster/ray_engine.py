@@ -140,7 +140,7 @@ class EngineReplica:
         emptying = asyncio.create_task(self.move_away())
         ends = time.monotonic() + self.settings.cluster.drain_s
         while time.monotonic() < ends and not await self.all_ends():
-            if not await self.num_left():
+            if await self.num_left() == 0:
                 break
             await asyncio.sleep(REPORT_S)
         emptying.cancel()
@@ -180,10 +180,13 @@ class EngineReplica:
         finally:
             router.close()
 
-    async def num_left(self) -> int:
-        """Sequences, imports, leases and pinned pages that have not been moved."""
+    async def num_left(self) -> int | None:
+        """Sequences, imports, leases and pinned pages that have not been moved.
+
+        None while the engine does not say: it may have them all.
+        """
         try:
             told = await self.ask()
         except (NotReady, OSError, TimeoutError):
-            return 0
+            return None
         return sum(map(num_left, told.fields["engines"]))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import pytest
 from cluster_book import Book
 from cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from service.cluster import members
 from service.cluster.local import LocalEngines
 from service.cluster.ranks import Ranks
 from service.operations.rows import APPEND
@@ -266,3 +269,45 @@ def test_a_rank_that_dies_takes_its_sequences_along_and_nothing_else(
         await book.check("a")
 
     run(engines, test)
+
+
+def test_more_ranks_than_engines_that_take_new_ones_at_the_moment_are_for_later(
+    three_engines: LocalEngines,
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        book = Book(cluster)
+        await cluster.told("drain_engine", {"name": "engine-2"})
+        await cluster.until(lambda: cluster.router.drains["engine-2"].done(), "it is empty")
+        for ranks, status, code in ((3, 503, "not_ready"), (4, 422, "invalid_request")):
+            new = {"sequences": [{"id": "a", "ranks": ranks}]}
+            told = await cluster.call("create_sequences", new)
+            assert (told.status, told.fields["code"]) == (status, code), told
+        await cluster.told("drain_engine", {"name": "engine-2", "stop": True})
+        members = cluster.router.members
+        await cluster.until(lambda: all(one.takes_new for one in members.engines), "all of them")
+        await book.create("a", ranks=3)
+
+    run(three_engines, test)
+
+
+def test_engines_that_ids_name_in_any_order_do_not_pile_up(
+    three_engines: LocalEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "MOST_RANKS", 4)
+
+    async def test(cluster: Cluster) -> None:
+        book, known = Book(cluster), cluster.router.members.ranks
+        await book.create("a", ranks=2)
+        await book.append("a", PAGE)
+        own = cluster.router.homes.names.tag(("default", "a"))
+        tags = [one.tag for one in cluster.router.members.engines]
+        for count in (2, 3):
+            for some in itertools.product(tags, repeat=count):
+                name = f"x.{'-'.join(some)}"
+                told = await cluster.call("get_sequence", {"id": name})
+                assert told.status == 404, told
+                assert len(known) <= 4 and own in known
+        assert all(len(set(tag.split("-"))) == len(tag.split("-")) for tag in known)
+        await book.check("a")
+
+    run(three_engines, test)
