@@ -254,6 +254,14 @@ def invalid_fields(model: type[BaseModel], error: ValidationError) -> InvalidReq
     return InvalidRequest(field, found["input"], rule_of(found))
 
 
+def unknown_name(
+    name: str, value: object, owner: str, what: str, known: Sequence[str]
+) -> InvalidRequest:
+    """A parameter, input or output that `owner`, a route or model, has not."""
+    close = hint(name.rpartition(".")[2], known, f"{what}s")
+    return InvalidRequest(name, value, f"{owner} has no such {what}{close}")
+
+
 def unknown_tensor(name: str, known: Sequence[str]) -> InvalidRequest:
     """A tensor that the operation does not read; `known` are those that it does."""
     rule = f"this route reads no such tensor{hint(name, known, 'tensors')}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from service.errors import unknown_name
 from service.operations.common import refuse
 from service.operations.spec import Operation
 
@@ -19,7 +20,7 @@ def query_values(operation: Operation, pairs: Iterable[tuple[str, str]]) -> dict
         if not operation.query_names:
             refuse("query", f"{name}={text}", "this route takes no parameters")
         if name not in operation.query_names:
-            refuse(name, text, "this route has no such parameter")
+            raise unknown_name(name, text, "this route", "parameter", operation.query_names)
         if name in values:
             refuse(name, text, "is given twice")
         values[name] = value(operation.fields.model_fields[name].annotation, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -132,3 +133,35 @@ def test_an_engine_whose_slots_lie_on_a_device_is_refused_with_what_to_use(
     monkeypatch.setattr(Session, "info", lambda self: told)
     with pytest.raises(NotSupported, match="TorchSession"):
         session.slots(1, HEADS)
+
+
+def test_a_forked_process_has_steps_of_its_own_and_leaves_its_parents(
+    session: Session, served: Served
+) -> None:
+    session.create_sequences([NewSequence("a"), NewSequence("b")])
+    slots, large = session.slots(1, HEADS), session.slots(9000, HEADS)
+    step = session.step(["a"], slots).__enter__()
+    step.attend(0)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            del step  # cancels nothing of the parent's
+            own = session.slots(1, HEADS)
+            with session.step(["b"], own) as other:
+                for layer in range(LAYERS):
+                    other.attend(layer)
+            other.wait()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    for layer in range(1, LAYERS):
+        step.attend(layer)
+    step.__exit__(None, None, None)
+    step.wait()
+    with session.step(["a"], large) as step:
+        for layer in range(LAYERS):
+            step.attend(layer)
+    step.wait()
+    assert [session.get_sequence(name).length for name in ("a", "b")] == [2, 1]

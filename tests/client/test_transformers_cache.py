@@ -38,11 +38,17 @@ def socket(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory, socket: str) -> Iterator[Client]:
-    """Of a running service with 8 pages, whose engine is at `socket`."""
+def where(tmp_path_factory: pytest.TempPathFactory, socket: str) -> Iterator[str]:
+    """Address of a running service with 8 pages, whose engine is at `socket`."""
     path = str(tmp_path_factory.mktemp("s") / "s")
     arguments = ("--server.uds", path, "--server.socket", socket, "--pool.num-pages", "8")
-    with service(*arguments) as where, connect(where) as client:
+    with service(*arguments) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(where: str) -> Iterator[Client]:
+    with connect(where) as client:
         yield client
 
 
@@ -335,6 +341,28 @@ def test_a_session_that_is_closed_first_deletes_the_sequences_of_its_caches(
         generated(model, prompts(4), caches[0])
 
 
+def test_a_client_that_is_closed_first_deletes_the_sequences_of_its_caches(
+    client: Client, where: str
+) -> None:
+    model = tiny()
+    with connect(where) as other:
+        caches = [AttndCache(other, model), AttndCache(other.with_options(deadline=9.0), model)]
+        for cache in caches:
+            generated(model, prompts(4), cache)
+    assert client.pool().sequences == 0
+    for cache in caches:
+        cache.close()
+
+
+def test_a_forward_in_inference_mode_may_be_followed_by_one_outside(session: Session) -> None:
+    model, batch = tiny(), prompts(9, 12)
+    with AttndCache(session, model) as cache:
+        with torch.inference_mode():
+            model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
+        cache.reset()
+        assert_same(generated(model, batch, cache), generated(model, batch))
+
+
 def test_a_cache_of_a_session_whose_engine_is_gone_closes_without_an_error(socket: str) -> None:
     model = tiny()
     with Session(socket) as session:
@@ -381,6 +409,21 @@ def test_an_error_behind_the_last_attention_takes_the_forward_back(
         wanted.set_attn_implementation("eager")
         expected = wanted(batch.ids, attention_mask=batch.mask).logits[:, -1]
         torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_caches_of_a_model_and_of_its_part_both_know_the_whole_call(session: Session) -> None:
+    model, batch = tiny(), prompts(9, 12)
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with AttndCache(session, model.model), AttndCache(session, model) as cache:
+        hook = model.lm_head.register_forward_pre_hook(broken)
+        with torch.inference_mode(), pytest.raises(ZeroDivisionError):
+            model(batch.ids, attention_mask=batch.mask, past_key_values=cache)
+        hook.remove()
+        assert cache.get_seq_length() == 0
+        assert_same(generated(model, batch, cache), generated(model, batch))
 
 
 def test_an_error_in_mid_forward_frees_its_sequences_at_once(socket: str, client: Client) -> None:

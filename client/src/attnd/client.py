@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from attnd import attention, control, moving, prefix, transfer
 from attnd.call import Call, Reply
+from attnd.closing import Users
 from attnd.errors import AttndError, TransportError
 from attnd.exchange import Outcome, Retries, Send, Wait, first, repeated
 from attnd.http.again import HttpRepeat, add_array
@@ -118,6 +119,8 @@ class Client:
     ) -> None:
         self._manner = manner(timeout, retries)
         self._repeats: Repeats[HttpRepeat[Any]] = Repeats(add_array, HttpRepeat)
+        self.users = Users()
+        """What ends before the client does."""
         self._transport: Transport = transport or SocketTransport(
             origin_of(base_url, uds, api_key, verify, cert)
         )
@@ -192,6 +195,7 @@ class Client:
         """
         view = object.__new__(type(self))
         view._transport = self._transport
+        view.users = self.users
         view._repeats = self._repeats
         view._manner = replace(self._manner, deadline_s=deadline, request_id=checked(request_id))
         return view
@@ -211,7 +215,11 @@ class Client:
         return reply_of(self._transport.send(request), step.request_id, step.call)
 
     def close(self) -> None:
-        """Close the connections, of every `with_options` view too."""
+        """Close the connections, of every `with_options` view too.
+
+        Caches of transformers on it delete their sequences first.
+        """
+        self.users.end()
         self._transport.close()
 
     def __enter__(self) -> Self:

@@ -6,9 +6,7 @@ import os
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from types import TracebackType
@@ -19,7 +17,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from attnd import attention, control, moving, prefix, transfer
 from attnd.call import Call, Reply
-from attnd.errors import AttndError, NotFound, NotSupported
+from attnd.closing import Users
+from attnd.errors import NotFound, NotSupported
 from attnd.exchange import Retries, Send
 from attnd.methods import (
     POLL_S,
@@ -71,8 +70,7 @@ class Road:
     stepper: Stepper[NDArray[Any]] | None = None
     repeats: Repeats[RoadRepeat[Any]] = field(init=False)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    users: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
-    """What is to end before the connection does."""
+    users: Users = field(default_factory=Users)
 
     def __post_init__(self) -> None:
         self.repeats = Repeats(add_array, self._repeat)
@@ -273,31 +271,17 @@ class Session:
             connection = self._road.connected(ends)
         return health(connection, step)
 
-    def at_close(self, end: Callable[[], None]) -> None:
-        """Have `end`, a method of a living object, called before the session ends.
-
-        It may be called anywhere by the collector: it takes no lock.
-        """
-        users = self._road.users
-        users[:] = [user for user in users if user() is not None]
-        users.append(weakref.WeakMethod(end))
-
-    def end_users(self) -> None:
-        """End what uses the session; errors are nobody's, as the session ends too."""
-        users, self._road.users = self._road.users, []
-        for user in users:
-            end = user()
-            if end is not None:
-                with suppress(AttndError, RuntimeError, OSError):
-                    end()
+    @property
+    def users(self) -> Users:
+        """What ends before the session does."""
+        return self._road.users
 
     def close(self) -> None:
         """End the session, of every `with_options` view too. Arrays stay what they are.
 
         Caches of transformers on it delete their sequences first.
         """
-        if not self._road.closed:
-            self.end_users()
+        self._road.users.end()
         self._road.close()
 
     def __enter__(self) -> Self:

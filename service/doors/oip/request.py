@@ -11,7 +11,7 @@ import numpy as np
 
 from service.doors.oip.datatypes import DTYPES_BY_DATATYPE
 from service.doors.oip.models import NUMBERED, Model
-from service.errors import InvalidRequest, NotSupported
+from service.errors import InvalidRequest, NotSupported, unknown_name
 from service.image.dtypes import DType, Part
 from service.image.json_body import dump_fields
 from service.image.json_text import load_json
@@ -109,7 +109,7 @@ def make_call(
 def field_value(model: Model, name: str, value: Any) -> Any:
     """A request parameter as a field: a string is JSON, unless the field is a string itself."""
     if name not in model.fields:
-        raise InvalidRequest(name, value, f"model {model.name} has no such parameter")
+        raise unknown_name(name, value, f"model {model.name}", "parameter", tuple(model.fields))
     if not isinstance(value, str) or name in model.text_fields:
         return value
     return load_json(value.encode("utf-8", "surrogatepass"), f"parameter {name}")
@@ -119,7 +119,8 @@ def check_input(model: Model, name: str, datatype: str, shape: list[int]) -> tup
     """An input's dtype and the length of its bytes; raises InvalidRequest."""
     allowed = model.inputs.get(name)
     if allowed is None:
-        raise InvalidRequest(f"inputs.{name}", "given", f"model {model.name} has no such input")
+        owner = f"model {model.name}"
+        raise unknown_name(f"inputs.{name}", "given", owner, "input", tuple(model.inputs))
     if datatype not in allowed:
         rule = f"must be {' or '.join(allowed)}"
         raise InvalidRequest(f"{name}.datatype", datatype, rule)

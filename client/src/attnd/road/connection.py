@@ -211,7 +211,9 @@ class Connection:
 
     def cancel_now(self, number: int) -> None:
         """`cancel` where it does not wait: the collector may call this anywhere."""
-        if number in self._pending and not self.broken and self._sending.acquire(blocking=False):
+        if not self.is_usable or number not in self._pending:
+            return
+        if self._sending.acquire(blocking=False):
             try:
                 with suppress(AttndError):
                     self._send(frames.cancel_frame(number), time.monotonic())

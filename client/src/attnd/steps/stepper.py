@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar
@@ -177,6 +178,8 @@ class Stepper(Generic[A]):
     def close(self) -> None:
         """Ends the lanes beside the session's own connection."""
         for number, lane in enumerate(self.lanes):
+            if lane.connection.pid != os.getpid():
+                continue  # after a fork they are the parent's
             lane.close()
             if number:
                 lane.connection.close()

@@ -105,7 +105,7 @@ class TorchSession:
 
     def close(self) -> None:
         """End the session; steps that are still open are aborted."""
-        self.session.end_users()
+        self.session.users.end()
         self._steps.close()
         self.session.close()
 

@@ -53,8 +53,8 @@ class Batch:
         self._done: set[int] = set()
         self._last: Any = None
         self._before: Columns | None = None
-        self._entered = False
-        """Whether a call of the whole model is under way, or was interrupted."""
+        self._caller: object = None
+        """The model whose call is under way, or was interrupted."""
         self._begun: list[Columns | None] = []
         """The columns before the first forward that was completed in this call."""
 
@@ -150,34 +150,40 @@ class Batch:
             self.road.end(self.handle)
             self._last = self.handle
         self._before, self.columns = self.columns, step.forward.after
-        if self._entered and not self._begun:
+        if self._caller is not None and not self._begun:
             self._begun.append(self._before)
         self._step, self.handle = None, None
         self._done.clear()
 
-    def enter(self) -> None:
-        """A call of the whole model begins. One that was interrupted is taken back first."""
-        self._revoke()
-        self._entered = True
+    def enter(self, model: object) -> None:
+        """A call of the model begins. One that was interrupted is taken back first.
 
-    def leave(self, *, failed: bool) -> None:
+        Calls of the model's parts within it are its own matter.
+        """
+        if self._caller in (None, model):
+            self._revoke()
+            self._caller = model
+
+    def leave(self, model: object, *, failed: bool) -> None:
         """The call is over: its forward counts, or is taken back even where all layers attended."""
+        if self._caller is not model:
+            return
         if not failed:
-            self._entered = False
+            self._caller = None
             self._begun.clear()
             return
         with contextlib.suppress(AttndError, RuntimeError):  # else the next forward does it
             self._revoke()
 
     def _revoke(self) -> None:
-        if not self._entered:
+        if self._caller is None:
             return
         self._take_back()
         if self._begun:
             self._await_last()
             to = self._begun[0] or Columns(np.zeros((len(self.names), 0), np.bool_))
             self.cut(to)
-        self._entered = False
+        self._caller = None
         self._begun.clear()
 
     def _await_last(self) -> None:

@@ -75,8 +75,7 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         self.batch = Batch(road, geometry.num_layers)
         self._finalizer = weakref.finalize(self, delete_behind, road.control, self.batch.names)
         self._finalizer.atexit = False
-        if isinstance(road.control, Session):
-            road.control.at_close(self.close)
+        road.control.users.add(self.close)
         OPEN.add(self)
 
     def update(

@@ -29,13 +29,13 @@ def began(model: Any, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
                 "use_cache is False and past_key_values an AttndCache, which stores every token: "
                 "leave use_cache at True"
             )
-        batch.enter()
+        batch.enter(model)
 
 
 def ended(model: Any, args: tuple[Any, ...], inputs: dict[str, Any], output: Any) -> None:
     """`output` is None where the forward raised."""
     for batch in batches(args, inputs):
-        batch.leave(failed=output is None)
+        batch.leave(model, failed=output is None)
 
 
 def batches(args: tuple[Any, ...], inputs: dict[str, Any]) -> Iterator[Batch]:

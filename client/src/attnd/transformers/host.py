@@ -142,6 +142,7 @@ def token_bytes(qkv: tuple[torch.Tensor, ...]) -> int:
     return 2 * q + k + v
 
 
+@torch.inference_mode(False)  # made within it, tensors could be written to only there
 def tensor_over(array: Array) -> torch.Tensor:
     """A tensor over the array's memory; torch knows no bfloat16 of numpy's."""
     if array.dtype == ml_dtypes.bfloat16:

@@ -27,8 +27,7 @@ def delete_behind(control: Session | Client, names: Sequence[str]) -> None:
     if names:
         thread = threading.Thread(target=delete_quietly, args=(control, list(names)), daemon=True)
         thread.start()
-        if isinstance(control, Session):
-            control.at_close(thread.join)
+        control.users.add(thread.join)
 
 
 def delete_quietly(control: Session | Client, names: Sequence[str]) -> None:
