@@ -175,3 +175,35 @@ def test_sequences_are_listed_told_cut_and_deleted(
     assert triton.infer("info")[0]["num_kv_heads"] == KV_HEADS
     assert triton.infer("delete_sequence", id="a") == ({}, {})
     assert triton.infer("pool")[0]["sequences"] == 0
+
+
+def test_appends_cuts_and_commits_of_many_are_models(
+    triton: Triton, rng: np.random.Generator
+) -> None:
+    names = ["a", "b"]
+    triton.infer("create_sequences", sequences=[{"id": name} for name in names])
+    k, v = (np.stack([rows(rng, 12) for _ in range(LAYERS)]) for _ in "kv")
+    tensors = {
+        "k": k,
+        "v": v,
+        "layers": np.arange(LAYERS, dtype=np.int32),
+        "append_indptr": np.array([0, 8, 12], np.int32),
+    }
+    told, _ = triton.infer("append", tensors, sequences=names)
+    assert told == {"lengths": [8, 4]}
+    cut = {
+        "lengths": np.array([2, 1], np.int32),
+        "keep": np.array([4, 7, 3], np.int32),
+        "keep_indptr": np.array([0, 2, 3], np.int32),
+    }
+    told, _ = triton.infer("truncate_sequences", cut, sequences=names)
+    assert [one["length"] for one in told["sequences"]] == [4, 2]
+    for layer in range(LAYERS):
+        _, tensors = triton.infer("gather", layer=layer, sequences=names)
+        np.testing.assert_array_equal(tensors["k"], k[layer][[0, 1, 4, 7, 8, 11]])
+    ids = {
+        "token_ids": np.array([1, 2, 3], np.uint32),
+        "names_indptr": np.array([0, 2, 3], np.int32),
+    }
+    told, _ = triton.infer("commit_sequences", ids, sequences=names)
+    assert set(told) == {"committed_lens", "num_pages", "last_keys"}
