@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import Asked, Caller, Refused, code, create, outcome, pool, queries
+from engine_caller import Asked, Caller, Refused, code, create, outcome, pool, queries, rows
 from engine_model import CPU_GEOMETRY, on_cpu
 from exported import ask_part, bring, export, grow, held
 from poison import has_poison, poison_freed_pages
@@ -223,3 +223,73 @@ def test_an_import_and_the_mark_of_a_sequence_that_leaves_end_by_themselves() ->
         await ok(caller, "get_sequence", id="a")
 
     on_cpu(scenario)
+
+
+WRITING = {
+    "import": ["cancel", "idle", "deleted by prefix", "death"],
+    "append": ["deleted", "deleted by prefix", "cut", "expiry", "death"],
+}
+
+
+@pytest.mark.parametrize(
+    ("work", "end"), [(work, end) for work, ends in WRITING.items() for end in ends]
+)
+def test_long_work_writes_no_page_that_another_sequence_has_now(
+    work: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the sequence ends that is written to, its neighbours keep what they wrote."""
+
+    async def scenario(caller: Caller) -> None:
+        await begin(caller, monkeypatch)
+        given = await export(caller, "a")
+        backend = caller.engine.store.backend
+        for name in ("append", "write_stored"):
+            slow_down(backend, name, monkeypatch)
+        await ok(caller, "create_sequences", sequences=[{"id": "d", "ttl_s": 0.1}])
+        async with caller.another() as writer:
+            if work == "import":
+                idle_s = 0.05 if end == "idle" else 9.0
+                await writer.submit(given.begin("d2", idle_s=idle_s, share=False))
+                asked = given.part("d2", 0)
+            else:
+                fields = {"layer": 0, "sequences": ["d"], "append_indptr": [0, LENGTH]}
+                k, v = (rows(seed, LENGTH, CPU_GEOMETRY) for seed in (71, 72))
+                asked = Asked("append", fields, {"k": k, "v": v})
+            writing = asyncio.create_task(outcome(writer.submit(asked)))
+            await asyncio.sleep(0.01)
+            ending = {
+                "cancel": Asked("cancel_import", {"id": "d2"}, {}),
+                "deleted": Asked("delete_sequence", {"id": "d"}, {}),
+                "deleted by prefix": Asked("delete_sequences", {"prefix": "d"}, {}),
+                "cut": Asked("truncate", {"id": "d", "length": 0}, {}),
+            }.get(end)
+            if end == "death":
+                writer.road.close()
+            elif ending is not None:
+                asyncio.get_running_loop().create_task(outcome(caller.submit(ending)))
+            for seed in range(4):
+                await taken_over(caller, seed)
+            await outcome(writing)
+        await asyncio.sleep(0.3)
+        for seed in range(4):
+            grown = [
+                rows(100 + seed + 2 * layer + half, CPU_GEOMETRY.page_size, CPU_GEOMETRY)
+                for layer in range(LAYERS)
+                for half in (0, 1)
+            ]
+            found = await held(caller, f"n{seed}", LAYERS)
+            assert all(np.array_equal(a, b) for a, b in zip(found, grown, strict=True)), seed
+        assert (await pool(caller))["integrity"] == "ok"
+
+    on_cpu(scenario, slice_ms=1e-6)
+
+
+def slow_down(backend: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each call of a backend's method take a millisecond more."""
+    method = getattr(backend, name)
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.001)
+        return method(*args)
+
+    monkeypatch.setattr(backend, name, slowly)
