@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -28,7 +28,9 @@ from service.tenants import Tenant
 MADE_AT_ONCE: Final = 32
 """Sequences that are made or deleted between two looks at the clock: about a millisecond."""
 MAX_TABLE: Final = 2**18
-"""Pages of the tables that one answer spells out: they are some 20 ms of work."""
+"""Pages of the tables that one answer spells out: they are some 100 ms of work, in slices."""
+SPELLED_AT_ONCE: Final = 4096
+"""Numbers that are spelled out between two looks at the clock: a millisecond or two."""
 NAMED_AT_ONCE: Final = 4096
 """Token ids or keys of prefixes that are looked for between two looks at the clock, likewise."""
 VIEW_BYTES: Final = 320
@@ -230,23 +232,55 @@ def page_table(store: Store, request: Request, _: Seconds) -> Work:
     one_row_each = np.arange(len(ids) + 1, dtype=np.int32)
     plan = store.plans.sequences(ids, layer, one_row_each, causal=False, mode="always").plan
     order = one_row_each[:-1] if plan.order is None else plan.order
-    levels = [
-        {"qo_indptr": level.qo_indptr.tolist()} | table_fields(level) for level in plan.levels
-    ]
     numbers = table.kv_indices.size + 4 * len(ids)
     numbers += sum(level.kv_indices.size + 4 * level.qo_indptr.size for level in plan.levels)
     request.place.require(NUMBER_BYTES * numbers + 256)
-    request.place.lay(table_fields(table) | {"levels": levels, "order": order.tolist()})
-    return Answered()
+    levels = [{"qo_indptr": level.qo_indptr} | table_arrays(level) for level in plan.levels]
+    text = spelled(table_arrays(table) | {"levels": levels, "order": order})
+    if numbers <= SPELLED_AT_ONCE:
+        request.place.lay_text("".join(text))
+        return Answered()
+
+    def pieces() -> Generator[None, None, str]:
+        parts = []
+        for part in text:
+            parts.append(part)
+            yield
+        return "".join(parts)
+
+    def steps() -> Steps:
+        request.place.lay_text((yield from in_slices(pieces())))
+
+    return Sliced(steps(), lambda: None)
 
 
-def table_fields(table: Any) -> dict[str, Any]:
+def table_arrays(table: Any) -> dict[str, Any]:
     """The three arrays of a CSR page table."""
-    return {
-        "kv_indptr": table.kv_indptr.tolist(),
-        "kv_indices": table.kv_indices.tolist(),
-        "kv_last_page_len": table.kv_last_page_len.tolist(),
-    }
+    names = ("kv_indptr", "kv_indices", "kv_last_page_len")
+    return {name: getattr(table, name) for name in names}
+
+
+def spelled(value: Any) -> Iterator[str]:
+    """JSON of objects, lists, and arrays of numbers, of which a bounded part at a time is spelled
+    out."""
+    match value:
+        case np.ndarray():
+            yield "["
+            for begin in range(0, value.size, SPELLED_AT_ONCE):
+                part = ",".join(map(str, value[begin : begin + SPELLED_AT_ONCE].tolist()))
+                yield part if begin == 0 else f",{part}"
+            yield "]"
+        case dict():
+            for number, (name, one) in enumerate(value.items()):
+                yield f'{"," if number else "{"}"{name}":'
+                yield from spelled(one)
+            yield "}"
+        case _:
+            yield "["
+            for number, one in enumerate(value):
+                yield "," if number else ""
+                yield from spelled(one)
+            yield "]"
 
 
 def sequence_fields(view: SequenceView, tenant: Tenant) -> dict[str, Any]:
