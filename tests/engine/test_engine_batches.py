@@ -402,3 +402,37 @@ def test_a_commit_of_many_is_refused_whole() -> None:
         await caller.submit(good)
 
     on_cpu(scenario)
+
+
+@pytest.mark.parametrize("deadline_s", [0.001, 0.003, 0.006, 0.01, 0.02, 0.05])
+def test_a_cut_that_runs_out_of_time_is_done_or_has_never_been(deadline_s: float) -> None:
+    length, keep = 3, [*range(4, 200, 2)]
+
+    async def scenario(caller: Caller) -> None:
+        await create(caller, "a")
+        await caller.submit(append_layers(["a"], [200]))
+        before = await stored(caller, "a")
+        told = await outcome(caller.submit(cut(a=(length, keep)), deadline_s=deadline_s))
+        if isinstance(told, Refused):
+            assert told.code == "deadline_exceeded"
+            assert_same(await stored(caller, "a"), before)
+        else:
+            assert_same(await stored(caller, "a"), kept(before, "a", length, keep))
+        assert (await pool(caller))["integrity"] == "ok"
+
+    on_cpu(scenario, slice_ms=1e-6)
+
+
+def test_an_append_at_many_layers_that_runs_out_of_time_is_undone() -> None:
+    async def scenario(caller: Caller) -> None:
+        await create(caller, "a")
+        asked = append_layers(["a"], [200])
+        for deadline_s in (0.001, 0.003, 0.01):
+            told = await outcome(caller.submit(asked, deadline_s=deadline_s))
+            lengths = (await caller.call("get_sequence", {"id": "a"})).fields["lengths"]
+            assert lengths == ([0, 0] if isinstance(told, Refused) else [200, 200])
+            if lengths[0]:
+                break
+        assert (await pool(caller))["integrity"] == "ok"
+
+    on_cpu(scenario, slice_ms=1e-6)
