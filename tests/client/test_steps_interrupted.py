@@ -279,3 +279,38 @@ def test_an_entered_step_that_nobody_has_any_more_is_taken_back(
 def expect_length(other: Session, length: int) -> None:
     assert other.get_sequence("a").length == length
     other.truncate("a", LENGTH)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of sockets, amid their making
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_at_random_moments_leaves_sequences_free_and_the_session_working(
+    stepped: Any, other: Session
+) -> None:
+    def ring(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    generator = np.random.default_rng(7)
+    before = signal.signal(signal.SIGALRM, ring)
+    caught = broken = 0
+    ends = time.monotonic() + 90
+    try:
+        while caught + broken < 80:
+            assert time.monotonic() < ends, (caught, broken)
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-4, 4e-3))
+                    slots = stepped.slots(1, HEADS)
+                    while True:
+                        decode(stepped, slots, wait=False)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                caught += 1
+            except (AttndError, ValueError):  # amid a frame: the connection is made anew
+                broken += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert broken <= caught
+    other.with_options(deadline=5.0).truncate("a", LENGTH)
+    expect_free(stepped, stepped.slots(1, HEADS), other)

@@ -35,6 +35,8 @@ from attnd.road.waiting import Waiting
 
 Posted = tuple[int, Waiting]
 """A call that was sent: its number, and who waits for the answer."""
+LOOK_S: Final = 0.05
+"""Between two looks of a thread that waits for another one which reads."""
 STEPPING: Final = (frames.OPENED, frames.DONE)
 """Frames that begin with a step's number."""
 
@@ -59,6 +61,8 @@ class Connection:
         self._reader = FrameReader()
         self._sending = threading.Lock()
         self._reading = threading.Lock()
+        self._is_read = False
+        """Whether the thread that has `_reading` is at it; a signal may have ended it before."""
         self._only_one_grows = threading.Lock()
         self._socket, welcome, self.arena = greet(path, arena_bytes, self._reader, ends, own, key)
         self._socket.setblocking(False)
@@ -230,10 +234,12 @@ class Connection:
                 raise ReplyLost(self.broken)
             if self._reading.acquire(blocking=False):
                 try:
+                    self._is_read = True
                     while waiting.answer is None and not self.broken:
                         if not self._receive(ends - time.monotonic()):
                             raise TimedOut("no answer within the timeout")
                 finally:
+                    self._is_read = False
                     self._reading.release()
                     if self._pending or self._growing is not None or self._told_of:
                         self._wake_next()
@@ -247,11 +253,20 @@ class Connection:
         gate.acquire()
         try:
             if waiting.answer is None and not self.broken and self._reading.locked():
-                left = ends - time.monotonic()
-                if left <= 0 or not gate.acquire(timeout=left):
-                    raise TimedOut("no answer within the timeout")
+                self._follow_reader(gate, ends)
         finally:
             waiting.gate = None
+
+    def _follow_reader(self, gate: _thread.LockType, ends: float) -> None:
+        """Wait for the thread that reads; give the connection up where a signal has ended it."""
+        gone = False
+        while not gate.acquire(timeout=max(0.0, min(LOOK_S, ends - time.monotonic()))):
+            if time.monotonic() >= ends:
+                raise TimedOut("no answer within the timeout")
+            if gone and self._reading.locked() and not self._is_read:
+                self.abandon("a thread was interrupted as it began or ended to read")
+                return
+            gone = self._reading.locked() and not self._is_read
 
     def _everyone(self) -> list[Waiting | None]:
         return [*self._pending.values(), self._growing, *self._told_of.values()]
@@ -339,9 +354,11 @@ class Connection:
         """Read what came while nobody waited: the engine's state, or its end."""
         if not self.broken and self._reading.acquire(blocking=False):
             try:
+                self._is_read = True
                 while not self.broken and self._poll.poll(0):
                     self._receive(1.0)
             finally:
+                self._is_read = False
                 self._reading.release()
                 self._wake_next()
         return not self.broken
