@@ -100,7 +100,7 @@ class Lane(Generic[A]):
         return lambda: call.wait_layer(layer, begun, self.ends())
 
     def check(self) -> None:
-        """Lets go of steps that are over, and raises the first error that nobody was told of."""
+        """Lets go of steps that are over, and raises the first error that was not raised yet."""
         for run in [run for run in self._runs if run.is_abandoned and not run.is_settled]:
             self.drop(run)
         if self._spoilt:

@@ -171,7 +171,7 @@ class Stepper(Generic[A]):
         )
 
     def check(self) -> None:
-        """Raises what a step ended with that nobody was told of."""
+        """Raises what a step ended with, where that was not raised yet."""
         for lane in self.lanes:
             lane.check()
 
