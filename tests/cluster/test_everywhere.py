@@ -18,15 +18,15 @@ def test_every_operation_of_all_engines_has_its_way_of_joining() -> None:
 
 
 def pool(referenced: int, sharing: float, integrity: str = "ok") -> dict[str, Any]:
-    counts = ("free", "cached", "pinned", "total", "leases", "sequences", "imports", "nodes")
-    numbers = dict.fromkeys(counts, 1)
+    counts = ("cached", "pinned", "total", "available", "leases", "sequences", "imports", "nodes")
+    numbers = dict.fromkeys(("free", *counts), 1)
     told = {"referenced": referenced, "sharing_ratio": sharing, "integrity": integrity}
     return numbers | told
 
 
 def test_pools_are_added_and_sharing_is_that_of_all_pages() -> None:
     joined = JOINS["pool"]({}, [pool(1, 1.0), pool(3, 5.0, "a hole")])
-    assert (joined["free"], joined["referenced"]) == (2, 4)
+    assert (joined["free"], joined["available"], joined["referenced"]) == (2, 2, 4)
     assert (joined["sharing_ratio"], joined["integrity"]) == (4.0, "a hole")
     assert JOINS["pool"]({}, [pool(0, 1.0)])["sharing_ratio"] == 1.0
     PoolAnswer.model_validate(joined)
