@@ -38,10 +38,14 @@ class Server:
 
 @contextmanager
 def attnd(
-    *options: str, root: Path = ROOT, kind: str = "cpu", grpc: bool = False
+    *options: str,
+    root: Path = ROOT,
+    kind: str = "cpu",
+    grpc: bool = False,
+    reads_log: bool = True,
 ) -> Iterator[Server]:
     """The service on a backend, with further command line options; `grpc`: with all doors of the
-    Open Inference Protocol."""
+    Open Inference Protocol; not `reads_log`: its log goes to a pipe that nobody reads."""
     port = free_port()
     arguments = ["-m", "service", "--server.port", str(port), "--backend.kind", kind, *options]
     with TemporaryDirectory(prefix="attnd-bench-") as directory:
@@ -53,7 +57,7 @@ def attnd(
         if grpc:
             grpc_port = free_port()
             arguments += ["--server.grpc-port", str(grpc_port)]
-        with running(arguments, port, root) as server:
+        with running(arguments, port, root, reads_log) as server:
             yield replace(server, socket=socket_path, grpc_port=grpc_port)
 
 
@@ -85,11 +89,14 @@ def road_echo() -> Iterator[Server]:
 
 
 @contextmanager
-def running(arguments: Sequence[str], port: int, root: Path = ROOT) -> Iterator[Server]:
+def running(
+    arguments: Sequence[str], port: int, root: Path = ROOT, reads_log: bool = True
+) -> Iterator[Server]:
     """`python *arguments` until the end of the block; then SIGTERM, and its exit is awaited."""
     with TemporaryFile() as log:
         started = time.perf_counter()
-        process = subprocess.Popen([sys.executable, *arguments], cwd=root, stderr=log)
+        stderr = log if reads_log else subprocess.PIPE
+        process = subprocess.Popen([sys.executable, *arguments], cwd=root, stderr=stderr)
         try:
             wait_ready(process, port)
             yield Server(port, process.pid, time.perf_counter() - started)

@@ -83,6 +83,14 @@ SPECS: Final[dict[str, Spec]] = {
     "cascade_batches": Spec("counter", "Attention operations by how they ran.", ("mode",)),
     "out_of_pages": Spec("counter", "Operations refused for want of pages."),
     "rejected": Spec("counter", "Operations that did not run.", ("reason",)),
+    "slow_passes": Spec(
+        "counter",
+        "Passes of a loop that took more than 0.1 s, by process and by its longest operation.",
+        ("process", "op"),
+    ),
+    "log_lines_dropped": Spec(
+        "counter", "Log lines dropped because nobody read standard error.", ("process",)
+    ),
     "inflight": Spec("gauge", "Operations admitted and not answered."),
     "waiting": Spec("gauge", "Operations admitted whose turn has not come."),
     "sessions": Spec("gauge", "Connections to the engine, doors included."),
@@ -248,6 +256,14 @@ class Metrics:
         """One attention launch of `rows` query rows."""
         self._rows[bisect_left(ROWS, rows)] += 1.0
         self._rows[-1] += rows
+
+    def slow_pass(self, op: str) -> None:
+        """A pass of the process's loop took too long; `op` was the longest operation in it."""
+        self._block("slow_passes", self._process, op)[0] += 1.0
+
+    def log_lines_dropped(self, total: int) -> None:
+        """So many log lines were dropped since the process began."""
+        self._block("log_lines_dropped", self._process)[0] = total
 
     def slices(self, count: int) -> None:
         """A long operation ran in `count` more slices."""

@@ -22,8 +22,8 @@ from service import __version__
 from service.engine.callers import Callers
 from service.engine.limits import Limits
 from service.engine.open_steps import FREE_S
-from service.engine.place import DoesNotFit
-from service.engine.request import RequestReader
+from service.engine.place import DoesNotFit, Place
+from service.engine.request import Request, RequestReader
 from service.engine.scheduler import Scheduler
 from service.engine.selftest import self_test
 from service.engine.session_lanes import SessionLanes
@@ -31,17 +31,20 @@ from service.engine.slices import Pace
 from service.engine.store import FATAL, Store
 from service.engine.telling import QUIET_S, Telling
 from service.engine.work import Job
-from service.errors import AttndError, Internal, NotReady, Overloaded, kind_of
+from service.errors import AttndError, NotReady, Overloaded, kind_of
 from service.handed_files import ReadFile, from_disk
 from service.image.dtypes import DTYPE_NAMES
 from service.keys import keys_of, read_again
 from service.metrics import Metrics
 from service.operations.info import InfoAnswer, LimitsAnswer
+from service.operations.spec import Operation
 from service.operations.step import STEP
 from service.operations.table import BY_NUMBER
 from service.road.admission import Admission
 from service.road.calls import STEP_ROUTE, AskedArena, Call, Cancel, Event, Ready
 from service.road.messages import State
+from service.tenants import Tenant
+from service.watchdog import Watchdog
 
 LOG: Final = logging.getLogger("attnd.engine")
 DRAINING: Final = "draining: admitted work is being finished, and no more is taken"
@@ -55,6 +58,12 @@ LEAST_RETRY_S: Final = 0.05
 MOST_RETRY_S: Final = 30.0
 LONGEST_WAIT_S: Final = 3600.0
 """The system's clocks for waiting on sockets end after some weeks."""
+LISTEN_S: Final = 0.005
+"""How long callers are read from before turns are given."""
+FREEING: Final = 4
+LEAST_FREEING: Final = 1024
+"""Operations that give pages back may wait beyond the depth of the queue: so many times that depth,
+and so many more."""
 LAST_WORDS_S: Final = 1.0
 """How long the last answers may take to go out."""
 
@@ -115,9 +124,13 @@ class Engine:
         self.store.counts = metrics.own
         self_test(self.store)
         lanes = make_lanes(backend, server.device_arena_bytes, server.max_device_sessions)
-        self.scheduler = Scheduler(self.store, metrics, self._reply, lanes)
+        self._watchdog = Watchdog("engine", metrics)
+        self.scheduler = Scheduler(
+            self.store, metrics, self._reply, lanes, self._read, self._watchdog
+        )
         self._lanes = SessionLanes(lanes, self.scheduler.steps, self.info)
         self._reader = RequestReader(self.info)
+        self._unread: dict[tuple[Operation, Tenant], Request] = {}
         self._jobs: dict[Call, Job] = {}
         self._telling = Telling(metrics, self.store)
         self._selector = selectors.DefaultSelector()
@@ -171,12 +184,14 @@ class Engine:
         LOG.info("ready: %s on %s, %d pages", told.backend, told.device, told.num_pages)
         try:
             while not self._is_over():
-                self._listen()
+                began = self._listen()
                 started = time.monotonic()
+                self._watchdog.note("reading of frames", started - began)
                 self.scheduler.round()
                 if self._lanes:
                     self._lanes.look_after()
                 self._rest(started)
+                self._watchdog.passed(time.monotonic() - began)
         except FATAL as error:
             self._lose(f"lost: {error}: restart the service")
             raise
@@ -193,12 +208,16 @@ class Engine:
 
     # What comes in.
 
-    def _listen(self) -> None:
-        """Wait until there is something to do, and take in what has come."""
+    def _listen(self) -> float:
+        """Wait until there is something to do, and take in what has come, for `LISTEN_S` at most;
+        when the waiting was over."""
         ready = self._selector.select(self._patience())
+        began = time.monotonic()
         if not ready and self._telling:
             self._tell()
-        for key, mask in ready:
+        for number, (key, mask) in enumerate(ready):
+            if number and time.monotonic() - began > LISTEN_S:
+                break  # the others are ready again the next time
             if key.fd == self._woken:
                 os.read(self._woken, 4096)
             elif key.data is None or callable(key.data):
@@ -217,6 +236,7 @@ class Engine:
                 self._settings.auth, self._admission.keys, self._read_file
             )
             self.callers.check_keys()
+        return began
 
     def _take(self, event: Event) -> None:
         """What a session says."""
@@ -256,40 +276,61 @@ class Engine:
         return left if patience is None else min(left, patience)
 
     def _admit(self, call: Call) -> None:
-        """Let a call wait for its turn, or answer it with what speaks against it."""
-        is_step = call.operation == STEP_ROUTE
-        operation = STEP if is_step else BY_NUMBER[call.operation]
-        now = time.monotonic()
+        """Let a call wait for its turn, or answer it with what speaks against it. Its request is
+        read when its turn comes: that may take longer than all else, and is its namespace's time.
+        """
+        operation = STEP if call.operation == STEP_ROUTE else BY_NUMBER[call.operation]
+        tenant = call.tenant
         try:
             if self.state.state != "ready":
                 self._metrics.rejected("not_ready")
                 raise NotReady(self.state.reason)
-            tenant = call.tenant
-            if self.scheduler.depth(tenant.namespace) >= self._settings.server.queue_depth:
-                self._refuse_overload(operation.frees)
-            reader = self._lanes if is_step else self._reader
-            request = reader.read(operation, call)
+            depth = self.scheduler.depth(tenant.namespace)
+            if depth >= self._settings.server.queue_depth:
+                self._refuse_overload(operation.frees, depth)
+            if operation is STEP:
+                self._lanes.check(call)
         except AttndError as error:
             self.callers.fail(call, error)
             self._count_refused(call, operation.name, error)
             return
-        except Exception as error:
-            LOG.error("%s could not be read: this is a bug", operation.name, exc_info=error)
-            told = "the request could not be read; the log has the traceback"
-            self.callers.fail(call, Internal(told))
-            return
-        job = self._jobs[call] = Job(request, call, now, now + call.deadline_s)
+        unread = self._unread.get((operation, tenant))
+        if unread is None:
+            unread = self._unread[operation, tenant] = Request(operation, None, {}, Place(), tenant)
+        now = time.monotonic()
+        job = Job(unread, call, now, now + call.deadline_s, is_unread=True)
+        self._jobs[call] = job
         self.scheduler.admit(job)
 
-    def _refuse_overload(self, frees: bool) -> None:
-        """The queue is full: only what gives pages back is still let in."""
-        if frees:
+    def _read(self, job: Job) -> bool:
+        """Read on in a job's request; whether it is read now. Raises the refusal."""
+        call: Call = job.token
+        if job.reading is not None:
+            try:
+                next(job.reading)
+            except StopIteration as end:
+                found = end.value
+            else:
+                return False
+        elif call.operation == STEP_ROUTE:
+            found = self._lanes.read(STEP, call)
+        else:
+            found = self._reader.read(job.request.operation, call)
+            if type(found) is not Request:
+                job.reading = found
+                return False
+        job.request, job.is_unread, job.reading = found, False, None
+        return True
+
+    def _refuse_overload(self, frees: bool, waiting: int) -> None:
+        """The queue is full: only what gives pages back is still let in, up to a limit, too."""
+        depth = self._settings.server.queue_depth
+        if frees and waiting < FREEING * depth + LEAST_FREEING:
             return
         self._metrics.rejected("overloaded")
-        depth = self._settings.server.queue_depth
         half = 0.5 * depth * self._telling.seconds_per_operation
         raise Overloaded(
-            f"{depth} operations wait already: retry later, send larger batches, "
+            f"{waiting} operations wait already: retry later, send larger batches, "
             "or raise server.queue_depth",
             retry_after_s=round(min(max(half, LEAST_RETRY_S), MOST_RETRY_S), 3),
         )

@@ -1,4 +1,4 @@
-"""A line for each namespace, and one turn for each of them in its turn."""
+"""A line for each namespace; the next turn is for the namespace that has used the least time."""
 
 from __future__ import annotations
 
@@ -9,70 +9,118 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class FairQueue(Generic[T]):
-    """Items of one namespace keep their order; whoever has few does not wait for one with many.
+class Line(Generic[T]):
+    """The items of one namespace, in order, and the engine's time that it has used, in seconds."""
 
-    `count` is how many items wait in all.
-    """
-
-    __slots__ = ("_lines", "_order", "count")
+    __slots__ = ("items", "used")
 
     def __init__(self) -> None:
-        self._lines: dict[str, deque[T]] = {}
+        self.items: deque[T] = deque()
+        self.used = 0.0
+
+
+class FairQueue(Generic[T]):
+    """Items of one namespace keep their order; a namespace with few does not wait for one with
+    many, nor one with cheap items for one with expensive ones.
+
+    Turns go to the line that has used the least time, and round among lines that have used the
+    same (start-time fair queueing, Goyal et al. 1996). A line that was empty begins where the line
+    that was served last stands: nobody saves time up. `count` is how many items wait in all.
+    """
+
+    __slots__ = ("_lines", "_now", "_order", "count")
+
+    def __init__(self) -> None:
+        self._lines: dict[str, Line[T]] = {}
         """Empty ones stay: there are as many as namespaces."""
-        self._order: deque[deque[T]] = deque()
+        self._order: deque[Line[T]] = deque()
         """The lines that are not empty, in the order of their turns."""
+        self._now = 0.0
+        """Time used by the line that was served last, before that turn."""
         self.count = 0
 
     def __iter__(self) -> Iterator[T]:
-        return (item for line in self._lines.values() for item in line)
+        return (item for line in self._lines.values() for item in line.items)
 
     def depth(self, namespace: str) -> int:
         """How many items of a namespace wait."""
         line = self._lines.get(namespace)
-        return 0 if line is None else len(line)
+        return 0 if line is None else len(line.items)
 
     def append(self, namespace: str, item: T) -> None:
         """To the end of its namespace's line."""
-        self._joined(namespace).append(item)
+        self._joined(namespace).items.append(item)
 
     def put_back(self, namespace: str, item: T) -> None:
         """An item that was taken and cannot go on: to the front of its line."""
-        self._joined(namespace).appendleft(item)
+        self._joined(namespace).items.appendleft(item)
+
+    def charge(self, namespace: str, seconds: float) -> None:
+        """Count time that the engine has spent for a namespace."""
+        line = self._lines.get(namespace)
+        if line is not None:
+            line.used += seconds
 
     def first(self) -> T:
         """Whose turn it is. Raises IndexError when nobody waits."""
-        return self._order[0][0]
+        order = self._order
+        if len(order) > 1:
+            self._choose()
+        return order[0].items[0]
 
     def pop(self) -> T:
-        """Take the first; the next turn is another namespace's, if one waits."""
+        """Take the first item; among equals the next turn is another namespace's."""
         order = self._order
+        if len(order) > 1:
+            self._choose()
         line = order[0]
-        item = line.popleft()
+        self._now = line.used
+        item = line.items.popleft()
         self.count -= 1
-        if not line:
+        if not line.items:
             order.popleft()
         elif len(order) > 1:
             order.rotate(-1)
         return item
 
+    def pass_on(self) -> None:
+        """End the turn of the first item, which stays the first of its line."""
+        order = self._order
+        self._now = order[0].used
+        order.rotate(-1)
+
     def remove(self, namespace: str, item: T) -> bool:
         """Take an item out; whether it was there."""
         line = self._lines.get(namespace)
-        if line is None or item not in line:
+        if line is None:
             return False
-        line.remove(item)
+        try:
+            line.items.remove(item)
+        except ValueError:
+            return False
         self.count -= 1
-        if not line:
-            self._order = deque(one for one in self._order if one)
+        if not line.items:
+            self._order = deque(one for one in self._order if one.items)
         return True
 
-    def _joined(self, namespace: str) -> deque[T]:
+    def _choose(self) -> None:
+        """Bring the line whose turn it is to the front: the first of those that used the least."""
+        order = self._order
+        least = order[0].used
+        at = 0
+        for index, line in enumerate(order):
+            if line.used < least:
+                least, at = line.used, index
+        if at:
+            order.rotate(-at)
+
+    def _joined(self, namespace: str) -> Line[T]:
         """The line of a namespace, which is about to get one more."""
         line = self._lines.get(namespace)
         if line is None:
-            line = self._lines[namespace] = deque()
-        if not line:
+            line = self._lines[namespace] = Line()
+        if not line.items:
+            line.used = max(line.used, self._now)
             self._order.append(line)
         self.count += 1
         return line

@@ -97,7 +97,8 @@ def landed_of(launch: Launch, was_alone: bool) -> Landed | None:
 
 class Launches:
     """The group that gathers, and the launches before it. `begin` gives a job its turn (again);
-    `answer` is told of jobs that are settled. Methods raise `FATAL`."""
+    `answer` is told of jobs that are settled, `charge` how long the device was at each. A group
+    takes in about a slice of work. Methods raise `FATAL`."""
 
     def __init__(
         self,
@@ -105,12 +106,18 @@ class Launches:
         metrics: Metrics,
         begin: Callable[[Job], None],
         answer: Callable[[Iterable[Job]], None],
+        charge: Callable[[Job, float], None],
     ) -> None:
         self._store = store
         self._metrics = metrics
         self._begin = begin
         self._answer = answer
+        self._charge = charge
         self._group: list[Job] = []
+        self._group_s = 0.0
+        """What the group is thought to take."""
+        self._free_at = 0.0
+        """When the device was done with the latest launch, as far as that is known."""
         self._sharing: Hashable | None = None
         self.is_closed = False
         """The group takes nobody in any more."""
@@ -142,6 +149,11 @@ class Launches:
         self._group.append(job)
         if sharing is not None and job.error is None:
             self._sharing = sharing
+        if type(job.work) is Grouped:
+            pace = self._store.pace
+            self._group_s += pace.seconds("attend", job.work.cost)
+            if self._group_s > pace.slice_s:
+                self.is_closed = True
 
     def close_group(self) -> None:
         """Those of the group wait for nobody else."""
@@ -163,7 +175,7 @@ class Launches:
             self._replay(error)
             return True
         self._flying.append(Launch(self._group, pending, started))
-        self._group, self._sharing, self.is_closed = [], None, False
+        self._empty_group()
         self.settle()
         return True
 
@@ -184,10 +196,21 @@ class Launches:
                 self._replay(error)
                 return
             self._flying.popleft()
+            self._account(launch)
             self._answer(launch.jobs)
             landed = landed_of(launch, not self._flying)
             if landed is not None:
                 self._landed.append(landed)
+
+    def _empty_group(self) -> None:
+        self._group, self._group_s, self._sharing, self.is_closed = [], 0.0, None, False
+
+    def _account(self, launch: Launch) -> None:
+        """Charge the jobs of a launch that is done for the device's time, in equal shares."""
+        spent = launch.finished - max(launch.started, self._free_at)
+        self._free_at = launch.finished
+        for job in launch.jobs:
+            self._charge(job, spent / len(launch.jobs))
 
     def learn(self) -> None:
         """Count the launches of attention since the last time; those that had the device alone
@@ -229,7 +252,7 @@ class Launches:
         jobs = self.jobs
         wait_out(self._flying)
         self._flying.clear()
-        self._group, self._sharing, self.is_closed = [], None, False
+        self._empty_group()
         for job in reversed(jobs):
             if job.extension is not None:
                 self._store.undo(job.extension)

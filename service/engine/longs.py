@@ -31,14 +31,20 @@ class Slice:
 
 
 class Longs:
-    """Runs one slice at a time. `end` is told of every operation that is over, and how."""
+    """Runs one slice at a time. `end` is told of every operation that is over, and how; `charge`
+    how long each slice took."""
 
     def __init__(
-        self, store: Store, metrics: Metrics, end: Callable[[Job, Exception | None], None]
+        self,
+        store: Store,
+        metrics: Metrics,
+        end: Callable[[Job, Exception | None], None],
+        charge: Callable[[Job, float], None],
     ) -> None:
         self._store = store
         self._metrics = metrics
         self._end = end
+        self._charge = charge
         self._queue: FairQueue[tuple[Job, Any]] = FairQueue()
         """Jobs in turn, each with the result of its latest slice."""
         self._slice: Slice | None = None
@@ -122,6 +128,8 @@ class Longs:
         spent = time.monotonic() - current.started
         self._store.pace.correct(current.step.kind, current.step.cost, spent)
         current.job.seconds.kernel += spent
+        self._charge(current.job, spent)
+        self._queue.charge(current.job.request.tenant.namespace, spent)
         self._wait(current.job, result)
 
     def _wait(self, job: Job, result: Any) -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Final
 
 from kernels.tensor import PinnedArray
 from service.engine.place import Array, Place
 from service.image.dtypes import BOOL
-from service.image.reading import place, split
+from service.image.json_pieces import Pieces
+from service.image.reading import placing, split
 from service.operations.info import InfoAnswer
-from service.operations.spec import Operation, Prepared, prepare
+from service.operations.spec import Operation, Prepared, preparing
 from service.road.calls import Call
 from service.tenants import OPEN, Tenant
 
 REMEMBERED_BYTES: Final = 16 * 2**10
-"""Longest header that is remembered: bounds what 512 of them can hold."""
+"""Longest header that is remembered: bounds what `MOST_REMEMBERED` of them can hold."""
+MOST_REMEMBERED: Final = 512
 REPEATED_BYTES: Final = 2 * 2**10
 MOST_REPEATED: Final = 128
 """A session's calls are remembered whole, places and all, up to so many with so long headers."""
@@ -46,15 +48,13 @@ class RequestReader:
     """Reads images for one engine, whose `info` the checks rest on."""
 
     def __init__(self, info: InfoAnswer) -> None:
-        def read(operation: Operation, header: bytes, room: int, tenant: Tenant) -> Prepared:
-            return prepare(operation, header, room, info, tenant)
-
-        self._read = read
-        self._remember = lru_cache(maxsize=512)(read)
+        self._info = info
+        self._known: OrderedDict[tuple[int, bytes, int, Tenant], Prepared] = OrderedDict()
         self._limit = info.limits.max_answer_bytes
 
-    def read(self, operation: Operation, call: Call) -> Request:
-        """Raises `Forbidden`, `MalformedBody`, `InvalidRequest`.
+    def read(self, operation: Operation, call: Call) -> Request | Pieces[Request]:
+        """The request; what reads it in pieces, where that takes longer than some milliseconds.
+        Raises `Forbidden`, `MalformedBody`, `InvalidRequest`.
 
         The header is copied before it is read: its writer may still be at it. Tensors are read
         where they lie.
@@ -66,20 +66,39 @@ class RequestReader:
         request: Request | None = repeated.get(key)
         if request is not None:
             return request
-        image, pinned = call.request, call.session.pinned
-        read = self._remember if len(header) <= REMEMBERED_BYTES else self._read
-        prepared = read(operation, header, len(image) - start, tenant)
-        tensors = place(image, start, prepared.layout)
-        serves_again = len(header) <= REPEATED_BYTES and lie_still(tensors)
+        pieces = self._reading(operation, call, header, start)
+        try:
+            next(pieces)
+        except StopIteration as end:
+            made: Request = end.value
+            if len(header) <= REPEATED_BYTES and lie_still(made.tensors):
+                if len(repeated) >= MOST_REPEATED:
+                    repeated.clear()
+                repeated[key] = made
+            return made
+        return pieces
+
+    def _reading(
+        self, operation: Operation, call: Call, header: bytes, start: int
+    ) -> Pieces[Request]:
+        """A request that does not repeat one of the session's, in pieces."""
+        image, tenant, pinned = call.request, call.tenant, call.session.pinned
+        room = len(image) - start
+        key = (operation.number, header, room, tenant)
+        prepared = self._known.get(key)
+        if prepared is None:
+            prepared = yield from preparing(operation, header, room, self._info, tenant)
+            if len(header) <= REMEMBERED_BYTES:
+                self._known[key] = prepared
+                if len(self._known) > MOST_REMEMBERED:
+                    self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(key)
+        tensors = yield from placing(image, start, prepared.layout)
         if pinned:
             tensors = {name: array.view(PinnedArray) for name, array in tensors.items()}
         answer = Place(call.answer, self._limit, pinned)
-        request = Request(operation, prepared.fields, tensors, answer, tenant)
-        if serves_again:
-            if len(repeated) >= MOST_REPEATED:
-                repeated.clear()
-            repeated[key] = request
-        return request
+        return Request(operation, prepared.fields, tensors, answer, tenant)
 
 
 def lie_still(tensors: Mapping[str, Array]) -> bool:

@@ -1,12 +1,16 @@
 """The scheduler: gives operations their turns, in order, with long work cut into slices.
 
-What waits is taken in order of arrival, from each namespace in turn; compatible attention shares a
-launch. Long work runs a slice at a time, between the turns of others, and holds its sequences until
-it is done.
+What waits is taken in order of arrival, from the namespace that has used the least time; compatible
+attention shares a launch. Long work runs a slice at a time, between the turns of others, and holds
+its sequences until it is done.
+
+A round of turns ends after `ROUND_SHARE` of a slice, so that new calls are read; a launch takes in
+no more than a slice of work. What a turn, a launch or a slice takes is charged to its namespace.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -23,24 +27,45 @@ from service.engine.turns import refuse_leaving, sharing_of, turn_of
 from service.engine.work import Alone, Job, Opened, Sliced
 from service.errors import Cancelled, DeadlineExceeded
 from service.metrics import Metrics
+from service.watchdog import Watchdog
 
 ABORT_S: Final = 2.0
 """How long steps may take to let go of the device when everything is given up."""
+ROUND_SHARE: Final = 0.25
+"""Of a slice: how long turns are given before the engine listens to its callers again."""
+
+
+def has_been_read(_: Job) -> bool:
+    """Where requests are read before they wait."""
+    return True
 
 
 class Scheduler:
-    """One thread's. `reply` takes a job whose answer is in its place, or whose `error` is set."""
+    """One thread's. `reply` takes a job whose answer is in its place, or whose `error` is set.
+
+    `read` reads on in a job's request, for a slice at most, and returns whether it is read now; it
+    raises the refusal. `note` is told what took how long, by the operation's name.
+    """
 
     def __init__(
-        self, store: Store, metrics: Metrics, reply: Callable[[Job], None], lanes: Lanes
+        self,
+        store: Store,
+        metrics: Metrics,
+        reply: Callable[[Job], None],
+        lanes: Lanes,
+        read: Callable[[Job], bool] = has_been_read,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self._store = store
+        self._read = read
+        self._watchdog = watchdog or Watchdog("engine", metrics)
+        self._round_s = ROUND_SHARE * store.pace.slice_s
         self._metrics = metrics
         self._reply = reply
         self._waiting: FairQueue[Job] = FairQueue()
-        self._launches = Launches(store, metrics, self._begin, self._answer)
+        self._launches = Launches(store, metrics, self._begin, self._answer, self._charge)
         self._holds = Holds()
-        self._longs = Longs(store, metrics, self._end_long)
+        self._longs = Longs(store, metrics, self._end_long, self._charge)
         self.steps = OpenSteps(metrics, lanes, self._end_step)
 
     @property
@@ -107,17 +132,29 @@ class Scheduler:
 
     # Turns.
 
+    def _charge(self, job: Job, seconds: float) -> None:
+        """Engine or device were at a job for so long."""
+        self._waiting.charge(job.request.tenant.namespace, seconds)
+        self._watchdog.note(job.request.operation.name, seconds)
+
     def _take_turns(self) -> None:
-        """Give turns until one has to wait for the device; those held up keep their order."""
+        """Give turns until the round is over, or one has to wait for the device; those held up keep
+        their order."""
         waiting, launches = self._waiting, self._launches
         if not waiting.count:
             return
         held: list[Job] = []
         behind = Holds() if self._holds or self.steps else None
+        ends = math.inf
         while waiting.count and not (launches.is_closed and not launches.submit()):
-            job = waiting.first()
-            if not self._is_wanted(job):
+            job, now = waiting.first(), time.monotonic()
+            if now > ends:
+                break
+            ends = min(ends, now + self._round_s)
+            if not self._is_wanted(job, now):
                 waiting.pop()
+            elif job.is_unread and not self._has_read(job, now):
+                continue
             elif behind is not None and self._is_held(job, behind):
                 behind.take(job.request)
                 held.append(waiting.pop())
@@ -142,9 +179,21 @@ class Scheduler:
         """Whether long work or an open step has a sequence."""
         return name in self._holds or name in self.steps
 
-    def _is_wanted(self, job: Job) -> bool:
+    def _has_read(self, job: Job, now: float) -> bool:
+        """Read on in a request: False when it is refused, or when others have their turns first."""
+        try:
+            if self._read(job):
+                return True
+        except Exception as error:
+            self._waiting.pop()
+            self._refuse(job, refusal_of(job, error))
+        else:
+            self._waiting.pass_on()
+        self._charge(job, time.monotonic() - now)
+        return False
+
+    def _is_wanted(self, job: Job, now: float) -> bool:
         """False when its deadline passed: it is answered, not run."""
-        now = time.monotonic()
         job.seconds.queue = now - job.arrived
         if now > job.deadline:
             self._metrics.rejected("deadline_exceeded")
@@ -181,6 +230,7 @@ class Scheduler:
 
     def _begin(self, job: Job) -> None:
         """The turn itself: fills `work`, or `error`."""
+        started = time.monotonic()
         job.work = job.error = None
         try:
             if job.request.step is not None:
@@ -192,6 +242,7 @@ class Scheduler:
             raise
         except Exception as error:
             job.error = refusal_of(job, error)
+        self._charge(job, time.monotonic() - started)
 
     def _begin_long(self, job: Job, work: Sliced) -> bool:
         """Long work begins when nothing before it can be undone beneath it any more."""

@@ -11,8 +11,9 @@ from service.engine.open_steps import OpenSteps
 from service.engine.place import Place
 from service.engine.request import REMEMBERED_BYTES, Request
 from service.engine.steps import StepPlace
-from service.errors import InvalidRequest, Overloaded, problem
+from service.errors import InvalidRequest, MalformedBody, Overloaded, problem
 from service.image.json_text import load_json
+from service.image.reading import MAX_HEADER_BYTES
 from service.operations.info import InfoAnswer
 from service.operations.spec import Operation, validate
 from service.operations.step import STEP, StepFields, check_step
@@ -59,10 +60,20 @@ class SessionLanes:
         held.asked.append(event.arena_bytes)
         self._serve(held)
 
+    def check(self, call: Call) -> None:
+        """Raises `InvalidRequest` for a step that comes before its session's lane is there, and
+        `MalformedBody` for one that is described at too great a length."""
+        held = self._held.get(call.session)
+        if held is None or held.lane is None or held.asked:
+            raise InvalidRequest("step", "given", "DEVICE must have been answered before it")
+        if len(call.request) > MAX_HEADER_BYTES:
+            told = f"the step's description has {len(call.request)} bytes: at most"
+            raise MalformedBody(f"{told} {MAX_HEADER_BYTES}")
+
     def read(self, operation: Operation, call: Call) -> Request:
         """A step as a request. Raises `Forbidden`, `MalformedBody`, `InvalidRequest`."""
         held = self._held.get(call.session)
-        if held is None or held.lane is None or held.asked:
+        if held is None or held.lane is None:
             raise InvalidRequest("step", "given", "DEVICE must have been answered before it")
         description = bytes(call.request)
         read = self._remember if len(description) <= REMEMBERED_BYTES else self._read

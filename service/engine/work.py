@@ -213,6 +213,8 @@ class Job:
     `arrived` and `deadline` are `time.monotonic()`. `token` is whoever asked, for the reply.
     `alone`: it is to begin when nothing before it can be undone any more. `watch`: the sequences
     that must stay as they were when its slices began. `stopped_by`: why its slices undo it now.
+    `is_unread`: the request says so far only which operation and whose it is; `reading` is what has
+    begun to read the rest.
     """
 
     request: Request
@@ -221,6 +223,8 @@ class Job:
     deadline: float
     cancelled: bool = False
     alone: bool = False
+    is_unread: bool = False
+    reading: Generator[None, None, Request] | None = None
     seconds: Seconds = field(default_factory=Seconds)
     work: Work | None = None
     error: Exception | None = None

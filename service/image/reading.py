@@ -15,7 +15,7 @@ import numpy as np
 
 from service.errors import MalformedBody
 from service.image.dtypes import BOOL, DTYPES, Array, DType
-from service.image.json_text import load_json
+from service.image.json_pieces import Pieces, finish, loading
 
 MAX_HEADER_BYTES: Final = 2 * 2**20
 """Room for the ids and prefix sums of tens of thousands of sequences; bounds what reading costs."""
@@ -25,6 +25,8 @@ MAX_RANK: Final = 8
 MAX_ELEMENTS: Final = 2**40
 """Bounds the product of the non-zero dimensions, so that no shape can overflow anything."""
 MAX_TENSORS: Final = 64
+LOOKED_AT_ONCE: Final = 4 * 2**20
+"""Bytes of tensors that are checked or copied in one piece: about a millisecond."""
 LARGEST: Final = 2**63 - 1
 INTEGERS: Final = frozenset({int})
 ENTRY_KEYS: Final = frozenset({"dtype", "shape", "data_offsets"})
@@ -70,9 +72,14 @@ def split(body: bytes | memoryview) -> tuple[bytes, int]:
 
 def read_layout(header: bytes, room: int, key: str = REQUEST) -> Layout:
     """A header of an image with `room` bytes of data; the fields are those under `key`."""
+    return finish(reading_layout(header, room, key))
+
+
+def reading_layout(header: bytes, room: int, key: str = REQUEST) -> Pieces[Layout]:
+    """As `read_layout`, in pieces."""
     if (count := header.count(b",")) > MAX_VALUES:
         raise MalformedBody(f"the safetensors header has {count} values: at most {MAX_VALUES}")
-    document = load_json(header, "the safetensors header")
+    document = yield from loading(header, "the safetensors header")
     if not isinstance(document, dict):
         raise MalformedBody("the safetensors header is not a JSON object")
     metadata = document.pop("__metadata__", {})
@@ -85,7 +92,8 @@ def read_layout(header: bytes, room: int, key: str = REQUEST) -> Layout:
         spans.append((entry.begin, end, name))
         entries.append(entry)
     check_cover(spans, room)
-    return Layout(read_fields(metadata, key), tuple(entries))
+    fields = yield from reading_fields(metadata, key)
+    return Layout(fields, tuple(entries))
 
 
 def place(body: bytes | memoryview, start: int, layout: Layout) -> dict[str, Array]:
@@ -93,22 +101,42 @@ def place(body: bytes | memoryview, start: int, layout: Layout) -> dict[str, Arr
 
     The bytes of BOOL tensors are checked here, each time: they are data, not header.
     """
-    return {entry.name: view(body, start, entry) for entry in layout.entries}
+    return {entry.name: finish(viewing(body, start, entry)) for entry in layout.entries}
 
 
-def view(body: bytes | memoryview, start: int, entry: Entry) -> Array:
+def placing(body: bytes | memoryview, start: int, layout: Layout) -> Pieces[dict[str, Array]]:
+    """As `place`, in pieces."""
+    tensors = {}
+    for entry in layout.entries:
+        tensors[entry.name] = yield from viewing(body, start, entry)
+    return tensors
+
+
+def viewing(body: bytes | memoryview, start: int, entry: Entry) -> Pieces[Array]:
     """One tensor."""
     if 0 in entry.shape:
         return np.empty(entry.shape, entry.dtype)
     array: Array = np.ndarray(entry.shape, entry.dtype, body, start + entry.begin)
     if not array.flags.aligned:
-        array = array.copy()
-    if entry.dtype == BOOL and array.view(np.uint8).max() > 1:
-        raise MalformedBody(f"tensor {entry.name!r}: a BOOL byte is neither 0 nor 1")
+        copied = np.empty(entry.shape, entry.dtype)
+        into, rows = copied.reshape(-1), array.reshape(-1)
+        at_once = max(1, LOOKED_AT_ONCE // entry.dtype.itemsize)
+        for first in range(0, into.size, at_once):
+            into[first : first + at_once] = rows[first : first + at_once]
+            if first + at_once < into.size:
+                yield
+        array = copied
+    if entry.dtype == BOOL:
+        given = array.reshape(-1).view(np.uint8)
+        for first in range(0, given.size, LOOKED_AT_ONCE):
+            if given[first : first + LOOKED_AT_ONCE].max() > 1:
+                raise MalformedBody(f"tensor {entry.name!r}: a BOOL byte is neither 0 nor 1")
+            if first + LOOKED_AT_ONCE < given.size:
+                yield
     return array
 
 
-def read_fields(metadata: object, key: str) -> dict[str, Any]:
+def reading_fields(metadata: object, key: str) -> Pieces[dict[str, Any]]:
     """The JSON object under `key`; no metadata means no fields."""
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise MalformedBody("__metadata__ is not an object of strings")
@@ -119,7 +147,7 @@ def read_fields(metadata: object, key: str) -> dict[str, Any]:
         text = metadata[key].encode()
     except UnicodeEncodeError as error:
         raise MalformedBody(f"{what} is not valid Unicode") from error
-    fields = load_json(text, what)
+    fields = yield from loading(text, what)
     if not isinstance(fields, dict):
         raise MalformedBody(f"{what} is not a JSON object")
     return fields

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from service.errors import InvalidRequest
+from service.image.json_pieces import ITEMS, Pieces, finish
 from service.image.reading import Entry
 
 if TYPE_CHECKING:
@@ -83,12 +84,31 @@ class Fields(BaseModel):
 
     def within(self, prefix: str) -> Self:
         """The same fields, with `prefix` before every sequence's name in them."""
+        return finish(self.naming(prefix))
+
+    def naming(self, prefix: str) -> Pieces[Self]:
+        """As `within`, in pieces: the items of a long list some at a time."""
         if not prefix:
             return self
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        for name in naming_fields(type(self)):
-            values[name] = renamed(values[name], prefix)
-        return self.model_construct(self.model_fields_set, **values)
+        held = self.__dict__
+        given = {name: held[name] for name in naming_fields(type(self)) if held[name] is not None}
+        if not given:
+            return self
+        for name, value in given.items():
+            if type(value) is list and len(value) > ITEMS and isinstance(value[0], Fields):
+                renamed_items = []
+                for one in value:
+                    renamed_items.append(renamed(one, prefix))
+                    if not len(renamed_items) % ITEMS:
+                        yield
+                given[name] = renamed_items
+            else:
+                given[name] = renamed(value, prefix)
+        made = self.__copy__()
+        for name in made.__dict__.keys() - type(self).model_fields.keys():
+            del made.__dict__[name]  # made from the names as they were
+        made.__dict__.update(given)
+        return made
 
 
 @cache

@@ -42,6 +42,8 @@ MAX_BATCH: Final = 512
 """Sequences that one call cuts or commits: they have one turn."""
 MAX_KEPT: Final = 65536
 """Tokens that one call moves up."""
+PLAIN: Final = frozenset({"id", "parent", "ttl_s"})
+"""Fields of a new sequence that go with each other in any way."""
 
 
 class ShardFields(Fields):
@@ -255,6 +257,8 @@ class PageTableAnswer(Fields):
 def check_new(fields: CreateFields, entries: Entries, info: InfoAnswer) -> None:
     """The ids given are different, a length is that of a fork, and every prefix names pages."""
     for index, new in enumerate(fields.sequences):
+        if new.model_fields_set <= PLAIN:
+            continue
         if new.length is not None and new.parent is None:
             rule = "length is that of a fork: give parent as well"
             refuse(f"sequences.{index}", new.model_dump(exclude_unset=True), rule)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeVar
+from functools import cache
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from pydantic import ValidationError
 
 from service.errors import invalid_fields, unknown_tensor
 from service.image.dtypes import DTYPE_NAMES
-from service.image.reading import Entry, Layout, read_layout
+from service.image.json_pieces import ITEMS, Pieces, finish
+from service.image.reading import Entry, Layout, reading_layout
 from service.operations.common import Entries, Fields, refuse, unchecked
 from service.operations.info import InfoAnswer
 from service.operations.routing import Routing, default_routing
@@ -23,6 +25,10 @@ Check = Callable[[Any, Entries, InfoAnswer], None]
 MAX_QO_HEADS: Final = 65535
 AT_LEAST_ONE: Final = frozenset({"Hq", "Hkv", "H", "D"})
 """Symbols that no tensor may have 0 of."""
+LONG_BYTES: Final = 2**17
+"""A longer header's fields are renamed by themselves."""
+LONG_LIST: Final = 2**14
+"""A longer list of plain values is validated by itself."""
 LONG_NAMES: Final = {"Hq": "num_qo_heads", "Hkv": "num_kv_heads", "D": "head_dim"}
 
 
@@ -129,9 +135,16 @@ def prepare(
 
     Raises `Forbidden`, `MalformedBody` and `InvalidRequest`.
     """
+    return finish(preparing(operation, header, room, info, tenant))
+
+
+def preparing(
+    operation: Operation, header: bytes, room: int, info: InfoAnswer, tenant: Tenant = OPEN
+) -> Pieces[Prepared]:
+    """As `prepare`, in pieces of some milliseconds."""
     tenant.require(operation.scope, operation.name)
-    layout = read_layout(header, room)
-    fields = validate(operation.fields, layout.fields)
+    layout = yield from reading_layout(header, room)
+    fields = yield from validating(operation.fields, layout.fields)
     entries = {entry.name: entry for entry in layout.entries}
     check_tensors(operation.takes, entries, fields.sizes(info), fields.is_ragged())
     operation.check(fields, entries, info)
@@ -139,7 +152,10 @@ def prepare(
         tenant.require("append", f"{operation.name} with {operation.appended_with}")
     if moved_with := operation.moved_with(fields):
         tenant.require("move", f"{operation.name} with {moved_with}")
-    return Prepared(operation, fields.within(tenant.prefix), Layout({}, layout.entries))
+    if len(header) > LONG_BYTES:
+        yield
+    named = yield from fields.naming(tenant.prefix)
+    return Prepared(operation, named, Layout({}, layout.entries))
 
 
 Model = TypeVar("Model", bound=Fields)
@@ -151,6 +167,38 @@ def validate(model: type[Model], fields: Any) -> Model:
         return model.model_validate(fields)
     except ValidationError as error:
         raise invalid_fields(model, error) from None
+
+
+def validating(model: type[Model], fields: Any) -> Pieces[Model]:
+    """As `validate`, in pieces: what lists of objects hold is validated some at a time."""
+    for name, given in fields.items():
+        if type(given) is not list or len(given) <= ITEMS:
+            continue
+        if len(given) > LONG_LIST:
+            yield
+        item = item_of(model, name)
+        if item is None:
+            continue
+        made: list[Any] = []
+        try:
+            for one in given:
+                made.append(item.model_validate(one))
+                if not len(made) % ITEMS:
+                    yield
+        except ValidationError:  # it says so again, as what it is in all
+            return validate(model, fields | {name: [*made, given[len(made)]]})
+        fields = fields | {name: made}
+    return validate(model, fields)
+
+
+@cache
+def item_of(model: type[Fields], name: str) -> type[Fields] | None:
+    """The model of a list's items, where they are objects."""
+    field = model.model_fields.get(name)
+    kinds = () if field is None else get_args(field.annotation)
+    if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], Fields):
+        return kinds[0]
+    return None
 
 
 def check_tensors(

@@ -31,13 +31,13 @@ from service.operations.table import BY_NAME
 
 def test_a_header_that_repeats_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
-    prepare = requests.prepare
+    preparing = requests.preparing
 
     def counted(operation: Any, *rest: Any) -> Any:
         checked.append(operation.name)
-        return prepare(operation, *rest)
+        return preparing(operation, *rest)
 
-    monkeypatch.setattr(requests, "prepare", counted)
+    monkeypatch.setattr(requests, "preparing", counted)
 
     async def scenario(caller: Caller) -> None:
         await create(caller, "a")

@@ -1,0 +1,259 @@
+"""What one namespace's calls cost a neighbour: a victim's decodes beside each of a list of attacks.
+
+    python -m bench.neighbours [--quick] [--only TEXT] [--before DIR] [--json FILE]
+
+The victim decodes one row every 2 ms in a namespace of its own, over a session or over HTTP. The
+attacks are in `bench/attacks.py`; each runs for a few seconds in a process of its own, against one
+engine and against a cluster of two. The table shows what the victim waited and what the attacker
+got. On a quiet machine p99 must be at most 50 ms and the maximum at most 150 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import numpy as np
+from attnd import Client, NewSequence, ServiceError, Session
+
+from bench.attacks import ATTACKS, HEADS, Attack, Door, Outcome, carry_out
+from bench.machine import provenance
+from bench.processes import children
+from bench.servers import ROOT, Server, attnd
+from service.keys import line_of, new_key
+from service.tenants import SCOPES
+
+EVERY_S: Final = 0.002
+"""Between two decodes of the victim."""
+P99_MS: Final = 50.0
+MAX_MS: Final = 150.0
+ATTACK_S: Final = 6.0
+QUICK_S: Final = 1.5
+AHEAD_S: Final = 0.3
+"""The victim is at it before the attack begins, and stays as long after it."""
+GONE_S: Final = 60.0
+"""An attack's process is killed when it takes so much longer than it should."""
+POOL: Final = (
+    *HEADS.pool(num_layers=2),
+    *("--pool.num-pages", "32768"),
+    *("--pool.page-size", "16"),
+)
+SPAWN: Final = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running service, the keys of the victim and of the attacker, and how both reach it."""
+
+    name: str
+    server: Server
+    victim_key: str
+    attacker_key: str
+
+    def door(self, way: str, key: str) -> Door:
+        path = self.server.socket if way == "session" else ""
+        return Door(way, f"http://127.0.0.1:{self.server.port}", path, key)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The victim's waits beside one attack, in milliseconds, and the attacker's outcome."""
+
+    service: str
+    way: str
+    attack: str
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    count: int
+    failed: int
+    outcome: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether the neighbour was let be, as on a quiet machine it must."""
+        return self.p99_ms <= P99_MS and self.max_ms <= MAX_MS and not self.failed
+
+    def line(self) -> str:
+        cells = (self.service, self.way, self.attack)
+        waits = [f"{one:.1f}" for one in (self.p50_ms, self.p99_ms, self.max_ms)]
+        mark = "" if self.holds else " **over**"
+        return f"| {' | '.join((*cells, *waits))}{mark} | {self.outcome} |"
+
+
+HEAD: Final = (
+    "| service | way | attack | victim p50 ms | p99 ms | max ms | the attacker got |\n"
+    "|---|---|---|---|---|---|---|"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true", help="short attacks, on one engine only")
+    parser.add_argument("--only", default="", help="attacks whose name contains this text")
+    parser.add_argument("--before", type=Path, default=ROOT, help="the service of another folder")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    chosen = parser.parse_args(argv)
+    attacks = [one for one in ATTACKS if chosen.only in one.name]
+    seconds = QUICK_S if chosen.quick else ATTACK_S
+    rows = []
+    print(HEAD, flush=True)
+    for row in measure(attacks, seconds, chosen.before, with_cluster=not chosen.quick):
+        print(row.line(), flush=True)
+        rows.append(row)
+    told = provenance(("attnd", "uvicorn", "torch", "numpy"))
+    print(f"\n{told['machine']}; {told['date'][:10]}; `{told['command']}`")
+    if chosen.json:
+        chosen.json.write_text(json.dumps(told | {"rows": [asdict(row) for row in rows]}, indent=1))
+
+
+def measure(
+    attacks: Sequence[Attack], seconds: float, root: Path = ROOT, *, with_cluster: bool = True
+) -> Iterator[Row]:
+    """A row for each attack and each way on one engine, then over HTTP on a cluster of two."""
+    ways = [("one engine", ("session", "http"))]
+    if with_cluster:
+        ways.append(("cluster of two", ("http",)))
+    for name, service_ways in ways:
+        rows = [
+            (attack, way) for attack in attacks for way in service_ways if attack.runs(name, way)
+        ]
+        shared = [(attack, way) for attack, way in rows if not attack.is_apart]
+        if shared:
+            with running(name, root) as service:
+                for attack, way in shared:
+                    yield beside(service, way, attack, seconds)
+        for attack, way in rows:
+            if attack.is_apart:
+                with running(name, root, reads_log=not attack.reads_no_log) as service:
+                    yield beside(service, way, attack, seconds)
+
+
+@contextmanager
+def running(name: str, root: Path, *, reads_log: bool = True) -> Iterator[Service]:
+    """A service with keys for two namespaces."""
+    with ExitStack() as stack:
+        directory = stack.enter_context(TemporaryDirectory(prefix="attnd-neighbours-"))
+        keys = {space: new_key() for space in ("victim", "attacker")}
+        file = Path(directory, "keys")
+        lines = [line_of(keys["victim"], "victim", ("read", "append"))]
+        lines.append(line_of(keys["attacker"], "attacker", SCOPES))
+        file.write_text("\n".join(lines) + "\n")
+        options = [*POOL, "--auth.keys-file", str(file)]
+        if name != "one engine":
+            options += ["--cluster.engines", "2"]
+        server = stack.enter_context(attnd(*options, root=root, reads_log=reads_log))
+        yield Service(name, server, keys["victim"], keys["attacker"])
+
+
+def beside(service: Service, way: str, attack: Attack, seconds: float) -> Row:
+    """The victim's waits while an attack runs."""
+    (outcomes, attacker), (waits, victim) = SPAWN.Pipe(), SPAWN.Pipe()
+    door = service.door(way, service.attacker_key)
+    attacking = SPAWN.Process(target=attack_for, args=(attack.name, door, seconds, attacker))
+    suffering = SPAWN.Process(
+        target=decode_for, args=(service.door(way, service.victim_key), victim)
+    )
+    engine = max(children(service.server)["engine"])
+    attacking.start()
+    suffering.start()
+    try:
+        wait_for(outcomes, attacking, "prepared")
+        wait_for(waits, suffering, "warm")
+        waits.send("begin")
+        time.sleep(AHEAD_S)
+        if attack.stops_engine:
+            os.kill(engine, signal.SIGSTOP)
+        outcomes.send("begin")
+        outcome: Outcome = Outcome({"killed": 1})
+        if outcomes.poll(seconds + GONE_S):
+            outcome = outcomes.recv()
+        else:
+            attacking.kill()
+        time.sleep(AHEAD_S)
+        waits.send("end")
+        measured, failed = waits.recv() if waits.poll(GONE_S) else ([GONE_S], 1)
+    finally:
+        for process in (attacking, suffering):
+            process.kill()
+            process.join()
+    p50, p99 = np.percentile(measured, (50, 99)) * 1e3
+    return Row(
+        service.name,
+        way,
+        attack.name,
+        round(float(p50), 2),
+        round(float(p99), 2),
+        round(max(measured) * 1e3, 2),
+        len(measured),
+        failed,
+        str(outcome),
+    )
+
+
+def wait_for(pipe: Any, process: Any, what: str) -> None:
+    """Raises RuntimeError when the process has ended, or says something else."""
+    while not pipe.poll(0.1):
+        if not process.is_alive():
+            raise RuntimeError(f"a process ended with {process.exitcode} before it was {what}")
+    if (said := pipe.recv()) != what:
+        raise RuntimeError(f"a process said {said!r} in place of {what!r}")
+
+
+def attack_for(name: str, door: Door, seconds: float, pipe: Any) -> None:
+    """The attacker's process."""
+    (attack,) = (one for one in ATTACKS if one.name == name)
+    carry_out(attack, door, seconds, pipe)
+
+
+def decode_for(door: Door, pipe: Any) -> None:
+    """The victim's process: one-row decodes until it is told to end; their seconds."""
+    with caller(door) as client:
+        names = victim_sequences(client)
+        q = np.ones((1, HEADS.num_qo, HEADS.dim), np.float16)
+        for name in names:
+            for _ in range(50):
+                client.decode(0, [name], q)
+        name = names[0]
+        pipe.send("warm")
+        pipe.recv()
+        seconds, failed = [], 0
+        while not pipe.poll():
+            started = time.perf_counter()
+            try:
+                client.decode(0, [name], q)
+            except (ServiceError, OSError):
+                failed += 1
+            seconds.append(time.perf_counter() - started)
+            time.sleep(EVERY_S)
+        pipe.send((seconds, failed))
+
+
+def victim_sequences(client: Any) -> list[str]:
+    """A sequence of 64 tokens."""
+    made = client.create_sequences([NewSequence()])
+    rows = np.ones((64, HEADS.num_kv, HEADS.dim), np.float16)
+    for layer in range(2):
+        client.append(layer, [made[0].id], rows, rows, append_indptr=[0, 64])
+    return [one.id for one in made]
+
+
+def caller(door: Door) -> Any:
+    """A client of the victim's, without retries: a refusal counts."""
+    if door.way == "session":
+        return Session(door.path, api_key=door.key, retries=0, timeout=GONE_S)
+    return Client(door.url, api_key=door.key, retries=0, timeout=GONE_S)
+
+
+if __name__ == "__main__":
+    main()

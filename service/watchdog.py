@@ -1,0 +1,113 @@
+"""Watchdogs of loops: a pass that takes longer than `LIMIT_S` is logged, with what it did, and
+counted in `attnd_slow_passes_total`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Final
+
+from service.metrics import Metrics
+
+LOG: Final = logging.getLogger("attnd.watchdog")
+LIMIT_S: Final = 0.1
+BEAT_S: Final = 0.05
+"""Between two looks at an event loop."""
+UNNAMED: Final = "no single operation"
+
+
+class Watchdog:
+    """Of a loop that says itself what it does: `note` each operation, `passed` after each pass."""
+
+    __slots__ = ("_longest_s", "_metrics", "_name", "_process")
+
+    def __init__(self, process: str, metrics: Metrics) -> None:
+        self._process = process
+        self._metrics = metrics
+        self._name = UNNAMED
+        self._longest_s = 0.0
+
+    def note(self, name: str, seconds: float) -> None:
+        """An operation took so long in this pass."""
+        if seconds > self._longest_s:
+            self._name, self._longest_s = name, seconds
+
+    def passed(self, seconds: float) -> None:
+        """A pass is over."""
+        if seconds > LIMIT_S:
+            self._metrics.slow_pass(self._name)
+            text = "a pass of the %s's loop took %.3f s; the longest operation in it was %s, %.3f s"
+            LOG.warning(text, self._process, seconds, self._name, self._longest_s)
+        self._name, self._longest_s = UNNAMED, 0.0
+
+
+class LoopWatchdog:
+    """Of an asyncio loop, which does not say what it does: a timer of the loop's and a thread that
+    looks at the loop's stack when the timer is late."""
+
+    def __init__(self, process: str, metrics: Metrics) -> None:
+        """Call it in the loop's thread."""
+        self._loop = asyncio.get_running_loop()
+        self._process = process
+        self._metrics = metrics
+        self._thread_id = threading.get_ident()
+        self._beat = time.monotonic()
+        self._found = ""
+        """What the loop was at when it was late."""
+        self._ended = threading.Event()
+        self._timer = self._loop.call_later(BEAT_S, self._on_time)
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._timer.cancel()
+
+    def _on_time(self) -> None:
+        """The timer, in the loop's thread."""
+        now = time.monotonic()
+        late_s = now - self._beat - BEAT_S
+        found, self._found, self._beat = self._found, "", now
+        self._timer = self._loop.call_later(BEAT_S, self._on_time)
+        if late_s > LIMIT_S:
+            name = found or UNNAMED
+            self._metrics.slow_pass(name.partition(" ")[0])
+            text = "a pass of the %s's loop took %.3f s; it was at %s"
+            LOG.warning(text, self._process, late_s, name)
+
+    def _watch(self) -> None:
+        """The thread: one look at the stack for every late beat."""
+        while not self._ended.wait(BEAT_S):
+            if self._found or time.monotonic() - self._beat < LIMIT_S:
+                continue
+            frame = sys._current_frames().get(self._thread_id)
+            self._found = place_of(frame)
+
+
+def place_of(frame: FrameType | None) -> str:
+    """The innermost function of the service in a stack, and the operation that it is for."""
+    place, operation = "", ""
+    while frame is not None and not operation:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("service."):
+            place = place or f"{module}.{frame.f_code.co_name}"
+        operation = operation_in(frame)
+        frame = frame.f_back
+    if not place:
+        return UNNAMED
+    return f"{operation or 'unnamed'} in {place}"
+
+
+def operation_in(frame: FrameType) -> str:
+    """The name of the operation that a function of the doors or the router works on."""
+    local = frame.f_locals
+    for name in ("operation", "call", "exchange"):
+        found = local.get(name)
+        found = getattr(found, "operation", found)
+        told = getattr(found, "op", None) or getattr(found, "name", None)
+        if isinstance(told, str):
+            return told
+    return ""
