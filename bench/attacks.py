@@ -27,11 +27,11 @@ from service.image.json_text import dump_json
 from service.image.reading import REQUEST
 from service.image.writing import image
 from service.operations.table import BY_NAME
-from service.road.caller import RoadCaller
+from service.road.caller import Answered, RoadCaller
 
 HEADS: Final = Heads(num_qo=4, num_kv=1, dim=32)
 PAGE: Final = 16
-HTTP_AT_ONCE: Final = 96
+HTTP_AT_ONCE: Final = 32
 ROAD_AT_ONCE: Final = 4000
 """Below the calls that one session may have in flight."""
 ARENA_BYTES: Final = 192 * 2**20
@@ -342,10 +342,17 @@ async def over_road(
         for first in range(0, len(calls), ROAD_AT_ONCE):
             await asyncio.wait(calls[first : first + ROAD_AT_ONCE], timeout=ends - time.monotonic())
         for one in calls:
-            done = one.done() and not one.cancelled() and one.exception() is None
-            statuses[str(one.result().status) if done else "-"] += 1
-        if not all(one.done() for one in calls):
+            statuses[told(one)] += 1
+        if road.lost or not all(one.done() for one in calls):
             break
+
+
+def told(call: asyncio.Future[Answered]) -> str:
+    """The status of a call; the name of the error where it has none, "-" while it has no answer."""
+    if not call.done():
+        return "-"
+    error = call.exception()
+    return str(call.result().status) if error is None else type(error).__name__
 
 
 async def over_http(

@@ -42,6 +42,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from reprlib import Repr
 from typing import Any, Final
 
@@ -82,12 +83,24 @@ class NoSuchRoute(AttndError):
     """The path names nothing."""
 
 
+MOST_SHOWN: Final = 16
+"""Ids that the text of an error names."""
+MOST_IDS: Final = 4096
+"""Ids that an error lists beside its text."""
+
+
+def some(names: Sequence[str], count: int | None = None) -> str:
+    """The first of `count` names (None: of all these), and how many more there are."""
+    more = (len(names) if count is None else count) - MOST_SHOWN
+    shown = ", ".join(names[:MOST_SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
 class UnknownSequence(AttndError):
     def __init__(self, ids: Sequence[str]) -> None:
-        detail = (
-            f"unknown sequence: {', '.join(ids)}: it was not created, or was deleted, or expired"
-        )
-        super().__init__(f"{detail}: create it, or check its id", sequences=list(ids))
+        detail = f"unknown sequence: {some(ids)}: it was not created, or was deleted, or expired"
+        told = f"{detail}: create it, or check its id"
+        super().__init__(told, sequences=list(ids[:MOST_IDS]))
 
 
 class UnknownLease(AttndError):
@@ -128,17 +141,17 @@ class RequestTimeout(AttndError):
 
 class SequenceExists(AttndError):
     def __init__(self, ids: Sequence[str]) -> None:
-        detail = f"sequence exists already: {', '.join(ids)}"
-        super().__init__(
-            f"{detail}: delete it first, or create under another id", sequences=list(ids)
-        )
+        detail = f"sequence exists already: {some(ids)}"
+        told = f"{detail}: delete it first, or create under another id"
+        super().__init__(told, sequences=list(ids[:MOST_IDS]))
 
 
 class LengthMismatch(AttndError):
     """The caller's `offsets` differ from the lengths stored: sequence id -> true kv_len."""
 
     def __init__(self, lengths: Mapping[str, int]) -> None:
-        true = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        first = islice(lengths.items(), MOST_SHOWN)
+        true = some([f"{name} has {length}" for name, length in first], len(lengths))
         detail = f"offsets differ from the stored lengths: {true}"
         super().__init__(
             f"{detail}: append from these lengths on, or truncate the sequences first",
@@ -153,7 +166,7 @@ class SequenceTaken(AttndError):
     """
 
     def __init__(self, epochs: Mapping[str, int]) -> None:
-        detail = f"another writer changes {', '.join(epochs)} at this moment: try again"
+        detail = f"another writer changes {some(list(epochs))} at this moment: try again"
         super().__init__(detail, epochs=dict(epochs))
 
 
@@ -211,7 +224,7 @@ class LostSequence(AttndError):
     """In a cluster: gone with the engine that they were on."""
 
     def __init__(self, ids: Sequence[str]) -> None:
-        detail = f"lost with their engine: {', '.join(ids)}: create them anew"
+        detail = f"lost with their engine: {some(ids)}: create them anew"
         super().__init__(detail, sequences=list(ids))
 
 

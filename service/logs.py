@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
+import os
 import re
 import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final
@@ -15,14 +21,101 @@ from config.sections import LogSettings
 OWN_LINES: Final = ("uvicorn.access",)
 """Silenced: every request has its own line already."""
 
+MAX_WAITING: Final = 8192
+MAX_CHARS: Final = 4 * 2**20
+"""Lines, and their characters, that wait for a reader of standard error."""
+FLUSH_S: Final = 1.0
+"""How long the end of a process waits for its last lines to be written."""
 PLAIN: Final = re.compile(r'[^\s"=\\\x00-\x1f\x7f-\U0010ffff]+')
 """Values of fields that need no quotes: another field cannot begin in them."""
+
+
+class BackgroundHandler(logging.Handler):
+    """Writes lines to a file descriptor in a thread of its own, in order.
+
+    Whoever reads the log may stop reading, and a loop must not wait for that: `MAX_WAITING` lines
+    and `MAX_CHARS` characters wait, further lines are dropped. A line says how many, once lines are
+    read again, and `on_dropped` is called with the number since the process began.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+        self._waiting: deque[str] = deque()
+        self._chars = 0
+        self._dropped = self._told = 0
+        self._changed = threading.Condition()
+        self._is_writing = False
+        self.on_dropped: Callable[[int], object] = ignore
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+        atexit.register(self.flush)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Has the thread write a record; returns at once."""
+        try:
+            text = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        with self._changed:
+            if len(self._waiting) >= MAX_WAITING or self._chars + len(text) > MAX_CHARS:
+                self._dropped += 1 + text.count("\n")
+                self.on_dropped(self._dropped)
+            else:
+                self._waiting.append(text)
+                self._chars += len(text)
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Waits until all lines are written, or for `FLUSH_S`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._waiting or self._is_writing), FLUSH_S)
+
+    def _write(self) -> None:
+        """The thread."""
+        while True:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: bool(self._waiting))
+                self._is_writing = True
+                lines = list(self._waiting)
+                self._waiting.clear()
+                self._chars = 0
+            self._put("\n".join(lines) + "\n")
+            dropped = self._dropped
+            if dropped != self._told:
+                count, self._told = dropped - self._told, dropped
+                self._put(self._format_dropped(count) + "\n")
+
+    def _put(self, text: str) -> None:
+        """Writes text, however long that takes; a broken pipe loses it."""
+        data = memoryview(text.encode("utf-8", "backslashreplace"))
+        with suppress(OSError):
+            while data:
+                data = data[os.write(self._fd, data) :]
+
+    def _format_dropped(self, count: int) -> str:
+        told = f"{count} log lines were dropped: nobody read standard error fast enough"
+        record = logging.LogRecord("attnd.log", logging.WARNING, "", 0, told, None, None)
+        return self.format(record)
+
+
+def ignore(_: int) -> None:
+    """Where nobody counts dropped lines."""
+
+
+def count_dropped(count: Callable[[int], object]) -> None:
+    """Have `count` called with the number of lines dropped since the process began, as it grows."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, BackgroundHandler):
+            handler.on_dropped = count
 
 
 def set_up_logs(settings: LogSettings, process: str) -> None:
     """Send everything of this process, named `process` in every line, through one handler."""
     lines = JsonLines(process) if settings.format == "json" else ConsoleLines(process)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = BackgroundHandler(sys.stderr.fileno())
     handler.setFormatter(lines)
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -175,6 +175,7 @@ class Metrics:
         self._looked_up = {result: self._block("prefix_tokens", result) for result in RESULTS}
         self._sequences = self._block("sequences")
         self._nodes = self._block("prefix_nodes")
+        self._dropped = self._block("log_lines_dropped", process)
         self._registry = CollectorRegistry()
         self._registry.register(Everything(self))
         PlatformCollector(registry=self._registry)
@@ -263,7 +264,7 @@ class Metrics:
 
     def log_lines_dropped(self, total: int) -> None:
         """So many log lines were dropped since the process began."""
-        self._block("log_lines_dropped", self._process)[0] = total
+        self._dropped[0] = total
 
     def slices(self, count: int) -> None:
         """A long operation ran in `count` more slices."""

@@ -21,13 +21,13 @@ from service.cluster.finding import Homes
 from service.cluster.importing import ask_import
 from service.cluster.members import Members
 from service.cluster.passing import Passing
-from service.cluster.patience import Patience
 from service.cluster.settling import wait_for_move
 from service.cluster.spreading import ask_everywhere, ask_for_lease
 from service.cluster.underway import Prompts
 from service.doors.arena import DoorArena
+from service.doors.patience import GRACE_S, Patience, no_answer
 from service.doors.problems import ProblemText
-from service.errors import DeadlineExceeded, InvalidRequest, NotReady
+from service.errors import InvalidRequest, NotReady
 from service.image.dtypes import Part
 from service.image.reading import split
 from service.metrics import Metrics
@@ -39,8 +39,6 @@ from service.tenants import Tenant
 
 REMEMBERED_BYTES: Final = 16 * 2**10
 """Longest header whose reading is remembered."""
-GRACE_S: Final = 5.0
-"""An engine keeps deadlines itself; one that has not answered so long after is not waited for."""
 MOVING_STATUS: Final = 503
 Answer = tuple[Answered, Slot]
 Ask = Callable[["Router", Call, Prepared], Awaitable[Answer]]
@@ -83,6 +81,20 @@ class Router:
         """Raises NotReady."""
         if (why := self.draining or self.members.why_none) is not None:
             raise NotReady(why)
+
+    def check_heard(self) -> None:
+        """Raises NotReady where not one of the engines has been heard for a while."""
+        self.ready()
+        silent: NotReady | None = None
+        for engine in self.members.engines:
+            try:
+                engine.link.check_heard()
+            except NotReady as error:
+                silent = error
+            else:
+                return
+        if silent is not None:
+            raise silent
 
     # slots
 
@@ -136,8 +148,7 @@ class Router:
         except asyncio.CancelledError:
             if not self.patience.is_over(task):
                 raise
-            told = f"no engine answered within {patience:g} s: the operation may have taken effect"
-            raise DeadlineExceeded(told) from None
+            raise no_answer(patience) from None
         finally:
             self.patience.end(task)
             request.free()

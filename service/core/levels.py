@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
+from service.core.errors import InvalidRequest
 from service.core.ragged import Int32, gather_pages, indptr, last_page_lens, lens_of, page_counts
 from service.core.values import Indices
+
+MAX_INDICES: Final = 2**22
+"""Entries of one level's page table: 16 MiB, made in some tens of milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +80,9 @@ def cut_level(batch: Batch, runs: Runs, causal: bool) -> CascadeLevel:
     start = begin * np.int32(batch.page_size)
     tokens = end - start
     pages = page_counts(tokens, batch.page_size)
+    if (count := int(pages.sum(dtype=np.int64))) > MAX_INDICES:
+        rule = f"their page table has {count} entries, at most {MAX_INDICES} are planned at once"
+        raise InvalidRequest("sequences", batch.size, f"{rule}: send fewer sequences")
     # A run's pages are in the table of each of its sequences: the first one's will do.
     tables = [batch.tables[place] for place in bounds[:-1].tolist()]
     qo_indptr = batch.qo_indptr[bounds]

@@ -9,6 +9,7 @@ from typing import Final
 
 from config.server import ServerSettings
 from service.doors.arena import DoorArena, overloaded
+from service.doors.patience import GRACE_S, Patience, no_answer
 from service.doors.spare import SpareSlots
 from service.errors import AnswerTooLarge, NotReady, Overloaded
 from service.image.dtypes import Part
@@ -25,6 +26,8 @@ SPARE_BYTES: Final = 64 * 2**10
 """Room for an answer beyond the length of its request; one that is longer is asked for again."""
 MOST_FIELDS: Final = 2**20
 """Room for an answer without tensors, whatever the length of its request."""
+STALE_S: Final = 5.0
+"""An engine says every second that it is there; one that has not for so long is not ready."""
 QUIET_S: Final = 5.0
 """A door without work for as long gives unused arena memory back."""
 LESS: Final = "ask for less at once (gather takes start and stop), or raise server.max_answer_bytes"
@@ -50,6 +53,8 @@ class Link:
         self.draining = ""
         """Why no more requests are taken; empty while they are."""
         self.spare = SpareSlots() if arena is None else arena.spare
+        self.patience = None if arena is not None else Patience()
+        """A router has its own."""
         self.growing: asyncio.Task[int] | None = None
         self.on_reached: Callable[[], object] | None = None
         """Called when a connection is made, before the engine has answered."""
@@ -84,6 +89,16 @@ class Link:
             state, reason = self.state
             raise NotReady(reason or f"the service is {state}")
         return caller
+
+    def check_heard(self) -> None:
+        """Raises NotReady where the engine has not been heard for a while, as when it is stopped.
+
+        Calls are sent all the same: their deadlines bound what they wait.
+        """
+        caller = self.ready()
+        if caller.beat is not None and (age := self.loop.time() - caller.beat) > STALE_S:
+            told = f"the engine was last heard {age:.0f} s ago, and says every second that it runs"
+            raise NotReady(f"{told}: resume its process, or restart the service")
 
     def engine(self) -> RoadCaller:
         """The way to the engine for a request that was admitted. Raises NotReady."""
@@ -181,8 +196,38 @@ class Link:
     ) -> tuple[Answered, Slot]:
         """The engine's answer, of at most `most` bytes, and the slot that it lies in.
 
-        Raises AnswerTooLarge, Overloaded, NotReady; what the engine refuses is an answer too.
+        Raises AnswerTooLarge, Overloaded, NotReady, and DeadlineExceeded where the engine has said
+        nothing `GRACE_S` after the deadline; what the engine refuses is an answer too.
         """
+        patience = self.patience
+        if patience is None:
+            return await self.exchange(
+                operation, request, length, most, deadline_us, request_id, tenant
+            )
+        seconds = (deadline_us * 1e-6 or self.limits.deadline_s) + GRACE_S
+        task = patience.begin(seconds)
+        try:
+            return await self.exchange(
+                operation, request, length, most, deadline_us, request_id, tenant
+            )
+        except asyncio.CancelledError:
+            if not patience.is_over(task):
+                raise
+            raise no_answer(seconds) from None
+        finally:
+            patience.end(task)
+
+    async def exchange(
+        self,
+        operation: Operation,
+        request: Slot,
+        length: int,
+        most: int,
+        deadline_us: int,
+        request_id: bytes,
+        tenant: Tenant,
+    ) -> tuple[Answered, Slot]:
+        """As `call`, for as long as it takes."""
         room = (length if operation.gives else min(length, MOST_FIELDS)) + SPARE_BYTES
         room = max(room, self.needed.get(operation.name, 0))
         slot = await self.slot(min(room, most), exactly=room > most)
@@ -222,6 +267,8 @@ class Link:
 
     def close(self) -> None:
         """End the session."""
+        if self.patience is not None:
+            self.patience.close()
         if self.arena is None:
             self.spare.free()
         if self.caller is not None:

@@ -38,6 +38,9 @@ class Upstream(Protocol):
     def arena_fd(self) -> int:
         """The arena's file, for a process beside the door. Raises NotReady."""
 
+    def check_heard(self) -> None:
+        """Raises NotReady where no engine has been heard for a while."""
+
     def take(self, size: int) -> Slot:
         """A slot from what the arena has now. Raises ArenaFull."""
 

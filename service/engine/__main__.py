@@ -35,10 +35,12 @@ def serve(inherited: Inherited) -> int:
     from service.engine.engine import Engine
     from service.engine.pool import backend_maker
     from service.engine.store import FATAL
+    from service.logs import count_dropped
     from service.metrics import Metrics
 
     settings = inherited.settings
     metrics = Metrics(inherited.process, inherited.metrics)
+    count_dropped(metrics.log_lines_dropped)
     try:
         backend = backend_maker(settings.pool, settings.backend, inherited.worker)()
         own, *remote = inherited.sockets

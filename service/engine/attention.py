@@ -23,7 +23,7 @@ from service.engine.plans import Planned
 from service.engine.request import Request
 from service.engine.rows import write_steps
 from service.engine.shard_masks import shard_mask
-from service.engine.slices import cut_attend, row_keys, weighted_spans
+from service.engine.slices import cut_attend, paced_spans, row_keys
 from service.engine.store import Store
 from service.engine.work import Cost, Counts, Grouped, Mode, Seconds, Sliced, Step, Steps, Work
 from service.image.writing import Shaped
@@ -31,6 +31,10 @@ from service.image.writing import Shaped
 LOG2_E: Final = math.log2(math.e)
 TEXT_BYTES: Final = 128
 """Room for the fields of an attention answer."""
+SEGMENT_BYTES: Final = 2**14
+"""What a segment of a plan costs beside its keys, after the first `FEW_SEGMENTS`, as bytes: 4 us
+on the CPU, 8 ns on a device."""
+FEW_SEGMENTS: Final = 64
 FLOAT32: Final = np.dtype(np.float32)
 MOST_KINDS: Final = 8
 """Kinds of queries that a plan keeps what is repeated for."""
@@ -193,8 +197,7 @@ def attend_steps(store: Store, attend: Attend, cost: Cost) -> Steps:
     """One attention, some plan rows at a time; its states go to `attend.out`."""
     keys = row_keys(attend.plan, store.geometry.page_size, attend.scoring.window_left)
     fixed = Cost(num_bytes=float(keys.max(initial=0)) * store.geometry.token_bytes)
-    number = store.pace.num_slices("attend", cost, fixed)
-    for span in weighted_spans(keys + 1, cost, number):
+    for span in paced_spans(store.pace, "attend", keys + 1, cost, fixed):
         piece, rows = cut_attend(attend, span)
         states = yield Step(partial(store.backend.attend, [piece]), "attend", span.cost)
         if piece.out is None and attend.out is not None:
@@ -289,6 +292,7 @@ def paged_cost(store: Store, q: Array, planned: Planned, window_left: int) -> Co
     """What attention moves and computes; keys are counted row by row where they may be many."""
     rows, heads, dim = q.shape
     num_bytes = float(planned.tokens_read) * store.geometry.token_bytes + 2.0 * q.nbytes
+    num_bytes += SEGMENT_BYTES * max(planned.num_segments - FEW_SEGMENTS, 0)
     most = Cost(num_bytes, 4.0 * heads * dim * rows * planned.max_keys)
     if not store.pace.is_long("attend", most):
         return most

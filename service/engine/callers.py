@@ -160,6 +160,13 @@ class Callers:
             session.send_state(state)
             self._look_after(session)
 
+    def beat(self) -> None:
+        """Tell doors that the engine is there."""
+        for session in self._sessions:
+            if session.greeted and session.standing.is_door:
+                session.send_state(self._state)
+                self._look_after(session)
+
     def check_keys(self) -> None:
         """The keys were read again: sessions whose key is gone end."""
         for session in self._sessions:

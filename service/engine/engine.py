@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 import selectors
 import socket
@@ -58,6 +57,10 @@ LEAST_RETRY_S: Final = 0.05
 MOST_RETRY_S: Final = 30.0
 LONGEST_WAIT_S: Final = 3600.0
 """The system's clocks for waiting on sockets end after some weeks."""
+BEAT_S: Final = 1.0
+"""Doors are told so often that the engine is there."""
+UNSENT_SHARE: Final = 0.125
+"""Of what a session may leave unread: with more, its next call waits until it has read some."""
 LISTEN_S: Final = 0.005
 """How long callers are read from before turns are given."""
 FREEING: Final = 4
@@ -150,6 +153,7 @@ class Engine:
         os.set_blocking(self._woken, False)
         os.set_blocking(self._wake, False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._beat_due = 0.0
         self._drain_ends: float | None = None
         self._asked_to_drain = self._asked_to_read_keys = False
 
@@ -213,6 +217,9 @@ class Engine:
         when the waiting was over."""
         ready = self._selector.select(self._patience())
         began = time.monotonic()
+        if began >= self._beat_due:
+            self._beat_due = began + BEAT_S
+            self.callers.beat()
         if not ready and self._telling:
             self._tell()
         for number, (key, mask) in enumerate(ready):
@@ -267,12 +274,11 @@ class Engine:
             return 1e-3
         return 1e-3 if scheduler.flight_s > SPIN_S else 0.0
 
-    def _idle_patience(self) -> float | None:
+    def _idle_patience(self) -> float:
         """Seconds until time alone changes something, with nothing else to do."""
-        ends, patience = self.store.next_end, self.callers.patience
-        if ends == math.inf:
-            return patience
+        ends = min(self.store.next_end, self._beat_due)
         left = min(max(0.0, ends - time.monotonic()), LONGEST_WAIT_S)
+        patience = self.callers.patience
         return left if patience is None else min(left, patience)
 
     def _admit(self, call: Call) -> None:
@@ -303,8 +309,15 @@ class Engine:
         self.scheduler.admit(job)
 
     def _read(self, job: Job) -> bool:
-        """Read on in a job's request; whether it is read now. Raises the refusal."""
+        """Read on in a job's request; whether it is read now. Raises the refusal.
+
+        A session that has much to read of earlier answers first reads those: a door, which calls
+        for many, would be dropped with all that it has in flight.
+        """
         call: Call = job.token
+        output = call.session.output
+        if len(output.waiting) > output.limit * UNSENT_SHARE:
+            return False
         if job.reading is not None:
             try:
                 next(job.reading)
@@ -316,7 +329,7 @@ class Engine:
             found = self._lanes.read(STEP, call)
         else:
             found = self._reader.read(job.request.operation, call)
-            if type(found) is not Request:
+            if not isinstance(found, Request):
                 job.reading = found
                 return False
         job.request, job.is_unread, job.reading = found, False, None

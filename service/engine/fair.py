@@ -28,7 +28,7 @@ class FairQueue(Generic[T]):
     that was served last stands: nobody saves time up. `count` is how many items wait in all.
     """
 
-    __slots__ = ("_lines", "_now", "_order", "count")
+    __slots__ = ("_is_chosen", "_lines", "_now", "_order", "count")
 
     def __init__(self) -> None:
         self._lines: dict[str, Line[T]] = {}
@@ -37,6 +37,9 @@ class FairQueue(Generic[T]):
         """The lines that are not empty, in the order of their turns."""
         self._now = 0.0
         """Time used by the line that was served last, before that turn."""
+        self._is_chosen = False
+        """Whether the first line is the one whose turn it is; it stays so until the turn ends,
+        whatever is charged meanwhile."""
         self.count = 0
 
     def __iter__(self) -> Iterator[T]:
@@ -63,18 +66,17 @@ class FairQueue(Generic[T]):
 
     def first(self) -> T:
         """Whose turn it is. Raises IndexError when nobody waits."""
-        order = self._order
-        if len(order) > 1:
+        if not self._is_chosen:
             self._choose()
-        return order[0].items[0]
+        return self._order[0].items[0]
 
     def pop(self) -> T:
         """Take the first item; among equals the next turn is another namespace's."""
-        order = self._order
-        if len(order) > 1:
+        if not self._is_chosen:
             self._choose()
+        order = self._order
         line = order[0]
-        self._now = line.used
+        self._now, self._is_chosen = line.used, False
         item = line.items.popleft()
         self.count -= 1
         if not line.items:
@@ -86,7 +88,7 @@ class FairQueue(Generic[T]):
     def pass_on(self) -> None:
         """End the turn of the first item, which stays the first of its line."""
         order = self._order
-        self._now = order[0].used
+        self._now, self._is_chosen = order[0].used, False
         order.rotate(-1)
 
     def remove(self, namespace: str, item: T) -> bool:
@@ -100,14 +102,17 @@ class FairQueue(Generic[T]):
             return False
         self.count -= 1
         if not line.items:
+            self._is_chosen = False
             self._order = deque(one for one in self._order if one.items)
         return True
 
     def _choose(self) -> None:
         """Bring the line whose turn it is to the front: the first of those that used the least."""
         order = self._order
-        least = order[0].used
-        at = 0
+        self._is_chosen = True
+        if len(order) < 2:
+            return
+        least, at = order[0].used, 0
         for index, line in enumerate(order):
             if line.used < least:
                 least, at = line.used, index

@@ -32,6 +32,7 @@ class Planned:
     tokens_read: int
     tokens_flat: int
     max_keys: int
+    num_segments: int
     repeated: dict[Hashable, Any] = field(default_factory=dict)
     """What attention makes of the plan for one kind of query, for the other layers of a step."""
 
@@ -128,4 +129,5 @@ def from_core(plan: CascadePlan, page_size: int) -> Planned:
         plan.tokens_read,
         plan.tokens_flat,
         int(sum(longest)) * page_size,
+        sum(level.kv_last_page_len.size for level in levels),
     )

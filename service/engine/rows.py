@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, cast
 
@@ -12,14 +12,16 @@ import numpy as np
 
 from kernels.backend import NUMPY_DTYPES, Array, DType, Int32, Pending
 from service.core.errors import InvalidRequest
+from service.core.nodes import Leaf
 from service.core.ragged import indptr as prefix_sums
+from service.core.ragged import token_slots
 from service.core.sharding import check_epochs, has_shards, ranks_of
 from service.core.shards import held
 from service.core.steps import extend_layers, undo_layers
 from service.core.tree import PrefixTree
 from service.core.values import Extension
 from service.engine.request import Request
-from service.engine.slices import even_spans
+from service.engine.slices import even_spans, paced_spans
 from service.engine.store import Store, write_cost
 from service.engine.work import (
     AllOf,
@@ -40,6 +42,8 @@ NUMBER_BYTES: Final = 12
 """Most that one int32 takes in JSON."""
 LAYERS_AT_ONCE: Final = 128
 """Layers that one turn writes: each is a launch of its own."""
+ROWS_AT_ONCE: Final = 2**18
+"""Rows that one slice reads at most: their slots take some milliseconds."""
 PAGING: Final = "ask for fewer sequences, or for a part of each with start and stop"
 
 
@@ -101,8 +105,7 @@ def write_steps(store: Store, extension: Extension, rows: tuple[Array, Array]) -
     """The rows of an extension, some at a time."""
     k, v = rows
     cost = write_cost(rows)
-    number = store.pace.num_slices("append", cost)
-    for span in even_spans(len(k), cost, number):
+    for span in paced_spans(store.pace, "append", len(k), cost):
         part = slice(span.first, span.last)
         slots = extension.slots[part]
         start = partial(store.backend.append, extension.layer, k[part], v[part], slots)
@@ -113,32 +116,65 @@ def gather(store: Store, request: Request, seconds: Seconds) -> Work:
     """Tokens `start:stop` of every sequence, dequantised."""
     fields, geometry = request.fields, store.geometry
     started = time.monotonic()
-    kv_indptr, slots = chosen_slots(store, fields)
+    chosen = choose(store, fields)
     seconds.plan += time.monotonic() - started
     own = "fp16" if geometry.dtype.startswith("fp8") else geometry.dtype
     dtype = cast(DType, fields.dtype or own)
-    shape = (slots.size, geometry.num_kv_heads, geometry.head_dim)
+    shape = (chosen.num_rows, geometry.num_kv_heads, geometry.head_dim)
     shapes: tuple[Shaped, ...] = tuple((name, NUMPY_DTYPES[dtype], shape) for name in "kv")
-    request.place.require(64 + NUMBER_BYTES * kv_indptr.size, shapes, PAGING)
-    laid = request.place.lay({"kv_indptr": kv_indptr.tolist()}, shapes)
+    request.place.require(64 + NUMBER_BYTES * chosen.indptr.size, shapes, PAGING)
+    laid = request.place.lay({"kv_indptr": chosen.indptr.tolist()}, shapes)
     out = (laid["k"], laid["v"])
     cost = Cost(num_bytes=2.0 * (out[0].nbytes + out[1].nbytes))
 
     def read(first: int, last: int) -> Pending[Any]:
         part = (out[0][first:last], out[1][first:last])
-        return store.backend.gather(fields.layer, slots[first:last], dtype, out=part)
+        slots = chosen.slots(first, last, geometry.page_size)
+        return store.backend.gather(fields.layer, slots, dtype, out=part)
 
     def steps() -> Steps:
-        for span in even_spans(slots.size, cost, store.pace.num_slices("gather", cost)):
-            yield Step(partial(read, span.first, span.last), "gather", span.cost)
+        for span in paced_spans(store.pace, "gather", chosen.num_rows, cost):
+            pieces = -(-(span.last - span.first) // ROWS_AT_ONCE)
+            for part in even_spans(span.last - span.first, span.cost, pieces):
+                first, last = span.first + part.first, span.first + part.last
+                yield Step(partial(read, first, last), "gather", part.cost)
 
-    if store.pace.is_long("gather", cost):
+    if store.pace.is_long("gather", cost) or chosen.num_rows > ROWS_AT_ONCE:
         return Sliced(steps(), lambda: None)
-    return Alone(partial(read, 0, slots.size), lambda _: None)
+    return Alone(partial(read, 0, chosen.num_rows), lambda _: None)
 
 
-def chosen_slots(store: Store, fields: Any) -> tuple[Int32, Int32]:
-    """Token prefix sums [B+1] and slots of tokens `start:stop` of each sequence.
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """Tokens `first[b]:first[b] + counts[b]` of each sequence; `indptr` [B+1] are their sums."""
+
+    leaves: Sequence[Leaf]
+    first: Int32
+    counts: Int32
+    indptr: Int32
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.indptr[-1])
+
+    def slots(self, begin: int, end: int, page_size: int) -> Int32:
+        """The slots of rows `begin:end`."""
+        if begin == end:
+            return np.empty(0, np.int32)
+        low = int(np.searchsorted(self.indptr, begin, "right")) - 1
+        high = int(np.searchsorted(self.indptr, end, "left"))
+        first, counts = self.first[low:high].copy(), self.counts[low:high].copy()
+        before = begin - int(self.indptr[low])
+        first[0] += before
+        counts[0] -= before
+        counts[-1] -= int(self.indptr[high]) - end
+        some = np.flatnonzero(counts)
+        tables = [self.leaves[low + at].table for at in some.tolist()]
+        return token_slots(tables, first[some], counts[some], page_size)
+
+
+def choose(store: Store, fields: Any) -> Chosen:
+    """Tokens `start:stop` of each sequence; no slot is looked up yet.
 
     A stop beyond a sequence's end means its end. Raises `InvalidRequest` for more tokens than int32
     counts.
@@ -146,19 +182,15 @@ def chosen_slots(store: Store, fields: Any) -> tuple[Int32, Int32]:
     start, stop = fields.start, fields.stop
     if fields.epochs is not None or stop != 0:  # to read nothing is to ask which there are
         check_epochs(store.tree, fields.ids, fields.epochs)
-    lengths = store.tree.lengths(fields.ids, fields.layer)
-    if int(lengths.sum(dtype=np.int64)) > np.iinfo(np.int32).max:
-        rule = "together they hold more than 2**31 - 1 tokens"
-        raise InvalidRequest("sequences", len(fields.ids), rule)
-    kv_indptr, slots = store.tree.slots(fields.ids, fields.layer)
-    if start == 0 and stop is None:
-        return kv_indptr, slots
+    lengths, leaves = store.tree.read(fields.ids, fields.layer)
     if has_shards(store.tree, fields.ids):
-        rank, ranks = ranks_of(store.tree.read(fields.ids, fields.layer)[1])
+        rank, ranks = ranks_of(leaves)
         start = held(start, rank, ranks, store.geometry.page_size)
         stop = None if stop is None else held(stop, rank, ranks, store.geometry.page_size)
-    first = np.minimum(start, lengths)
+    first = np.minimum(start, lengths).astype(np.int32)
     last = lengths if stop is None else np.minimum(stop, lengths)
-    within = np.arange(slots.size) - np.repeat(kv_indptr[:-1], lengths)
-    kept = (within >= np.repeat(first, lengths)) & (within < np.repeat(last, lengths))
-    return prefix_sums(last - first), slots[kept]
+    counts = (last - first).astype(np.int32)
+    if int(counts.sum(dtype=np.int64)) > np.iinfo(np.int32).max:
+        rule = "together they hold more than 2**31 - 1 tokens"
+        raise InvalidRequest("sequences", len(fields.ids), rule)
+    return Chosen(leaves, first, counts, prefix_sums(counts))

@@ -33,6 +33,9 @@ ABORT_S: Final = 2.0
 """How long steps may take to let go of the device when everything is given up."""
 ROUND_SHARE: Final = 0.25
 """Of a slice: how long turns are given before the engine listens to its callers again."""
+LEAST_ROUND_S: Final = 1e-3
+LOOKS_PER_ROUND: Final = 4
+"""Times as long may be spent in all, where many jobs that are held up must be looked at."""
 
 
 def has_been_read(_: Job) -> bool:
@@ -59,7 +62,7 @@ class Scheduler:
         self._store = store
         self._read = read
         self._watchdog = watchdog or Watchdog("engine", metrics)
-        self._round_s = ROUND_SHARE * store.pace.slice_s
+        self._round_s = max(ROUND_SHARE * store.pace.slice_s, LEAST_ROUND_S)
         self._metrics = metrics
         self._reply = reply
         self._waiting: FairQueue[Job] = FairQueue()
@@ -145,21 +148,23 @@ class Scheduler:
             return
         held: list[Job] = []
         behind = Holds() if self._holds or self.steps else None
-        ends = math.inf
+        ends, latest = math.inf, time.monotonic() + LOOKS_PER_ROUND * self._round_s
         while waiting.count and not (launches.is_closed and not launches.submit()):
             job, now = waiting.first(), time.monotonic()
-            if now > ends:
+            if now > ends or now > latest:
                 break
-            ends = min(ends, now + self._round_s)
             if not self._is_wanted(job, now):
                 waiting.pop()
             elif job.is_unread and not self._has_read(job, now):
-                continue
+                ends = min(ends, now + self._round_s)
             elif behind is not None and self._is_held(job, behind):
                 behind.take(job.request)
                 held.append(waiting.pop())
+                self._charge(job, time.monotonic() - now)
             elif self._turn(job):
                 waiting.pop()
+                if ends == math.inf:  # those held up cost little, and others stand behind them
+                    ends = now + self._round_s
                 held_now = self._holds or self.steps
                 behind = Holds() if behind is None and held_now else behind
                 if waiting.count and not waiting.depth(job.request.tenant.namespace):
@@ -203,8 +208,10 @@ class Scheduler:
         return True
 
     def _refuse(self, job: Job, error: Exception) -> None:
+        started = time.monotonic()
         job.error = error
         self._reply(job)
+        self._charge(job, time.monotonic() - started)
 
     def _turn(self, job: Job) -> bool:
         """One job's turn; False when the device has to finish something first."""
@@ -275,4 +282,7 @@ class Scheduler:
 
     def _answer(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
-            self._reply(job)
+            if job.error is None:
+                self._reply(job)
+            else:
+                self._refuse(job, job.error)

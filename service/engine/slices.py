@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
@@ -25,6 +26,10 @@ take, whatever the work."""
 TELLING_SHARE: Final = 0.1
 """Work first thought to take so much of a slice tells the device's rates, and so does all that took
 a whole one. What lies between is some of both, and tells no more than what work takes at most."""
+FIRST_TRY: Final = 8
+"""The first slice of a kind that was never measured is so many times shorter."""
+FAR_TOO_LONG: Final = 2.0
+"""A slice that took so many times too long is believed at once: others wait for each like it."""
 MOST_CORRECTION: Final = 4.0
 FURTHEST: Final = 1e6
 """How many times a rate may be off: work that is told to take no time leaves it a number."""
@@ -48,6 +53,10 @@ class Pace:
     def is_long(self, kind: str, cost: Cost) -> bool:
         """Whether it is more than one slice."""
         return self.seconds(kind, cost) > self.slice_s
+
+    def knows(self, kind: str) -> bool:
+        """Whether work of that kind was measured."""
+        return kind in self._factors or kind in self._overheads
 
     def num_slices(self, kind: str, cost: Cost, fixed: Cost | None = None) -> int:
         """Into how many pieces to cut work of which every piece pays `fixed` again.
@@ -73,7 +82,8 @@ class Pace:
         else:
             return
         ratio = min(max(ratio, 1 / MOST_CORRECTION), MOST_CORRECTION)
-        factor = self._factors.get(kind, 1.0) * ratio**CORRECTION
+        share = 1.0 if measured_s > FAR_TOO_LONG * self.slice_s else CORRECTION
+        factor = self._factors.get(kind, 1.0) * ratio**share
         self._factors[kind] = min(max(factor, 1 / FURTHEST), FURTHEST)
 
     def _guess(self, cost: Cost) -> float:
@@ -111,6 +121,36 @@ def weighted_spans(weights: Int64, cost: Cost, num_spans: int) -> list[Span]:
         share = float(total[last - 1] - (total[first - 1] if first else 0)) / whole
         spans.append(Span(first, last, Cost(cost.num_bytes * share, cost.flops * share)))
     return spans
+
+
+def paced_spans(
+    pace: Pace, kind: str, rows: int | Int64, cost: Cost, fixed: Cost | None = None
+) -> Iterator[Span]:
+    """Runs of rows of about a slice each, by what the pace has learned from those before.
+
+    `rows` are as many that all cost the same, or the weights of unequal ones; every run pays
+    `fixed` again.
+    """
+    total = None if isinstance(rows, int) else np.cumsum(rows)
+    size = rows if isinstance(rows, int) else rows.size
+    whole = size if total is None else int(total[-1]) if size else 0
+    if whole == 0:
+        yield from even_spans(size, cost, 1)
+        return
+    first, done = 0, 0
+    while first < size:
+        left = (whole - done) / whole
+        number = pace.num_slices(kind, Cost(cost.num_bytes * left, cost.flops * left), fixed)
+        if not pace.knows(kind):
+            number *= FIRST_TRY
+        target, last = done + (whole - done) / number, size
+        if number > 1:
+            last = int(target) if total is None else int(np.searchsorted(total, target)) + 1
+            last = min(max(last, first + 1), size)
+        end = last if total is None else int(total[last - 1])
+        share = (end - done) / whole
+        yield Span(first, last, Cost(cost.num_bytes * share, cost.flops * share))
+        first, done = last, end
 
 
 # Attention over pages.

@@ -15,8 +15,8 @@ from service.engine.masks import ragged_mask
 from service.engine.request import Request
 from service.engine.slices import (
     cut_ragged,
+    paced_spans,
     ragged_keys,
-    weighted_spans,
 )
 from service.engine.store import Store
 from service.engine.work import Alone, Cost, Seconds, Sliced, Step, Steps, Work
@@ -66,8 +66,7 @@ def ragged_steps(store: Store, whole: RaggedAttend, cost: Cost) -> Steps:
     positions = whole.row_positions
     row_bytes = (whole.k.nbytes + whole.v.nbytes) / max(whole.k.shape[0], 1)
     fixed = Cost(num_bytes=row_bytes * float(keys.max(initial=0)))
-    number = store.pace.num_slices("ragged", cost, fixed)
-    for span in weighted_spans(keys + 1, cost, number):
+    for span in paced_spans(store.pace, "ragged", keys + 1, cost, fixed):
         piece = cut_ragged(whole, positions, span)
         yield Step(partial(store.backend.attend_ragged, piece), "ragged", span.cost)
 
@@ -103,8 +102,7 @@ def merge(store: Store, request: Request, _: Seconds) -> Work:
 
     def steps() -> Steps:
         weights = np.diff(indptr).astype(np.int64) + 1
-        number = store.pace.num_slices("merge", cost)
-        for span in weighted_spans(weights, cost, number):
+        for span in paced_spans(store.pace, "merge", weights, cost):
             yield Step(partial(start, span.first, span.last), "merge", span.cost)
         in_base(laid["lse"], fields.lse_base)
 

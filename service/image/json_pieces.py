@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator
-from json.decoder import JSONDecodeError, scanstring
+from json import JSONDecodeError
+from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any, Final, TypeVar
 
 from service.errors import MalformedBody

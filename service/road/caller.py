@@ -91,6 +91,8 @@ class RoadCaller:
         self.is_remote = False
         self.filling: tuple[Filling, int, Answered] | None = None
         """The image that comes in behind an ANSWER's frame, over TCP only; whose, and the rest."""
+        self.beat: float | None = None
+        """When the engine said last that it is there, by the loop's clock; doors are told."""
         self.lost = ""
         self.on_lost: Callable[[str], object] | None = None
         self.on_state: Callable[[State], object] | None = None
@@ -295,8 +297,9 @@ class RoadCaller:
     def on_message(self, kind: int, payload: bytes) -> None:
         """GROWN, STATE or REFUSED."""
         if kind == f.STATE:
+            before, self.beat = self.state, self.loop.time()
             self.state = State(**read_known(kind, payload, ("state", "reason")))
-            if self.on_state is not None:
+            if self.on_state is not None and self.state != before:
                 self.on_state(self.state)
         elif kind == f.GROWN:
             self.on_grown(**read_known(kind, payload, ("arena_bytes", "pinned_bytes")))

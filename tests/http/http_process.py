@@ -57,6 +57,10 @@ class Process:
         """The messages of these levels."""
         return [entry["message"] for entry in self.entries() if entry["level"] in levels]
 
+    def by(self, logger: str) -> list[str]:
+        """The messages of a logger."""
+        return [entry["message"] for entry in self.entries() if entry["logger"] == logger]
+
     def pid(self, name: str) -> int:
         """The process of that name (`engine`, `http-0`, ...), as the system has it now."""
         for pid in children(self.child.pid):

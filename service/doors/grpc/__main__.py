@@ -36,9 +36,12 @@ def serve(inherited: Inherited, make_upstream: MakeUpstream) -> int:
     from service.doors.tls import TlsError
     from service.doors.tracing import TracingError
     from service.keys import KeysError
+    from service.logs import count_dropped
     from service.metrics import Metrics
+    from service.watchdog import LoopWatchdog
 
     settings, metrics = inherited.settings, Metrics(inherited.process, inherited.metrics)
+    count_dropped(metrics.log_lines_dropped)
     try:
         server = Server(
             settings,
@@ -55,6 +58,7 @@ def serve(inherited: Inherited, make_upstream: MakeUpstream) -> int:
 
     def watch(loop: asyncio.AbstractEventLoop) -> None:
         loop.add_reader(inherited.lifeline, os._exit, 1)
+        LoopWatchdog(inherited.process, metrics)
         on_hang_up(lambda: loop.call_soon_threadsafe(server.read_again))
         loop.add_signal_handler(signal.SIGTERM, server.drain)
 

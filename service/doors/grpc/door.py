@@ -273,7 +273,11 @@ class GrpcDoor:
         return {"live": True}
 
     def ready(self, request: Any, tenant: Tenant) -> Any:
-        return {"ready": self.link.state[0] == "ready"}
+        try:
+            self.link.check_heard()
+        except NotReady:
+            return {"ready": False}
+        return {"ready": True}
 
     def model_ready(self, request: Any, tenant: Tenant) -> Any:
         model_of(request.name, request.version)

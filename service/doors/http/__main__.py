@@ -31,13 +31,17 @@ def serve(inherited: Inherited, make_upstream: MakeUpstream) -> int:
     from service.doors.tls import TlsError
     from service.doors.tracing import TracingError
     from service.keys import KeysError
+    from service.logs import count_dropped
     from service.metrics import Metrics
+    from service.watchdog import LoopWatchdog
 
     def watch(loop: asyncio.AbstractEventLoop) -> None:
         loop.add_reader(inherited.lifeline, os._exit, 1)
+        LoopWatchdog(inherited.process, metrics)
         on_hang_up(lambda: loop.call_soon_threadsafe(server.read_again))
 
     metrics = Metrics(inherited.process, inherited.metrics)
+    count_dropped(metrics.log_lines_dropped)
     try:
         server = make_server(
             inherited.settings,

@@ -55,12 +55,12 @@ class ModelPages:
         return told({"live": True})
 
     async def ready(self, request: Request) -> Response:
-        self.door.ready()
+        self.door.link.check_heard()
         return told({"ready": True})
 
     async def model_ready(self, request: Request) -> Response:
         model = model_in(request)
-        self.door.ready()
+        self.door.link.check_heard()
         return told({"name": model.name, "ready": True})
 
     async def server(self, request: Request) -> Response:

@@ -72,7 +72,7 @@ class Pages:
         return Response(b'{"status":"live"}', media_type=JSON)
 
     async def ready(self, request: Request) -> Response:
-        self.door.ready()
+        self.door.link.check_heard()
         return Response(b'{"status":"ready"}', media_type=JSON)
 
     async def metrics(self, request: Request) -> Response:

@@ -6,7 +6,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
+from service.errors import DeadlineExceeded
+
 LOOK_S: Final = 0.25
+GRACE_S: Final = 5.0
+"""An engine keeps deadlines itself; one that has not answered so long after is not waited for."""
+
+
+def no_answer(seconds: float) -> DeadlineExceeded:
+    """The error of a call that was waited for so long."""
+    told = f"no engine answered within {seconds:g} s: the operation may have taken effect"
+    return DeadlineExceeded(told)
 
 
 class Patience:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from service.cluster.patience import Patience
+from service.doors.patience import Patience
 
 
 async def waited(patience: Patience, seconds: float) -> str:
