@@ -7,8 +7,9 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from service.cluster.engine import Call, Engine
+from service.image.json_pieces import is_short
 from service.image.reading import MAX_VALUES
-from service.operations.spec import Operation
+from service.operations.spec import Operation, Prepared
 
 if TYPE_CHECKING:
     from service.cluster.finding import Homes
@@ -48,22 +49,35 @@ class Passing:
             self.changes = changes
         key = call.operation, call.tenant.namespace, header
         found = self.known.get(key)
-        if found is None:
-            found = self.look(call, header)
-            if found is not None and len(header) <= REMEMBERED_BYTES // 8:
-                self.num_bytes += len(header) + ENTRY_BYTES
-                if self.num_bytes > REMEMBERED_BYTES:
-                    self.forget()
-                self.known[key] = found
+        if found is None and is_short(header):
+            found = self.remember(call, header, ids_in(call.operation, header))
         return found or None
+
+    def learn(self, call: Call, header: bytes, prepared: Prepared) -> None:
+        """What a header names that is too long to be read here."""
+        if call.operation.routed in FIELD:
+            given = getattr(prepared.fields, FIELD[call.operation.routed], ())
+            ids = (given,) if isinstance(given, str) else tuple(given or ())
+            self.remember(call, header, ids)
+
+    def remember(
+        self, call: Call, header: bytes, ids: tuple[str, ...]
+    ) -> Straight | Several | None:
+        """As `look`, which is not done again for this header."""
+        found = self.look(call, ids)
+        if found is not None and len(header) <= REMEMBERED_BYTES // 8:
+            self.num_bytes += len(header) + ENTRY_BYTES
+            if self.num_bytes > REMEMBERED_BYTES:
+                self.forget()
+            self.known[call.operation, call.tenant.namespace, header] = found
+        return found
 
     def forget(self) -> None:
         self.known.clear()
         self.num_bytes = 0
 
-    def look(self, call: Call, header: bytes) -> Straight | Several | None:
+    def look(self, call: Call, ids: tuple[str, ...]) -> Straight | Several | None:
         """None where that may be another thing the next time."""
-        ids = ids_in(call.operation, header)
         if not ids:
             return None
         space, tag, by_tag = call.tenant.namespace, self.homes.names.tag, self.homes.members.by_tag

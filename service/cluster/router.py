@@ -26,13 +26,15 @@ from service.cluster.spreading import ask_everywhere, ask_for_lease
 from service.cluster.underway import Prompts
 from service.doors.arena import DoorArena
 from service.doors.patience import GRACE_S, Patience, no_answer
+from service.doors.pieces import OneByOne
 from service.doors.problems import ProblemText
 from service.errors import InvalidRequest, NotReady
 from service.image.dtypes import Part
-from service.image.reading import split
+from service.image.json_pieces import is_short
+from service.image.reading import LENGTH_BYTES, split
 from service.metrics import Metrics
 from service.operations.routing import Routing
-from service.operations.spec import Operation, Prepared, prepare
+from service.operations.spec import Operation, Prepared, prepare, preparing
 from service.road.caller import Answered
 from service.road.slots import Slot
 from service.tenants import Tenant
@@ -65,6 +67,7 @@ class Router:
         self.patience = Patience()
         self.prompts = Prompts()
         self.drains: dict[str, asyncio.Task[None]] = {}
+        self.long_work = OneByOne()
         self.remembered = lru_cache(maxsize=512)(self.read)
 
     async def connect(self, path: str, name: str, secret: str) -> None:
@@ -163,7 +166,7 @@ class Router:
                 answer = None if straight is None else await ask_one(self, call, *straight)
                 if answer is None:
                     ask = ROUTES[call.operation.routed]
-                    answer = await ask(self, call, self.prepared(call))
+                    answer = await ask(self, call, await self.prepared(call, header))
                 answered, slot = answer
                 if answered.status != MOVING_STATUS:
                     return answered, slot
@@ -186,12 +189,15 @@ class Router:
         if (task := self.drains.pop(name, None)) is not None:
             task.cancel()
 
-    def prepared(self, call: Call) -> Prepared:
-        """The request, checked as its engine will check it. Raises MalformedBody, InvalidRequest,
-        NotReady."""
-        header, start = split(call.image)
-        read = self.remembered if len(header) <= REMEMBERED_BYTES else self.read
-        return read(call.operation, header, len(call.image) - start)
+    async def prepared(self, call: Call, header: bytes) -> Prepared:
+        """The request, checked as its engine will check it; a long one while the loop goes on.
+        Raises MalformedBody, InvalidRequest, NotReady."""
+        room = len(call.image) - len(header) - LENGTH_BYTES
+        if len(header) <= REMEMBERED_BYTES and is_short(header):
+            return self.remembered(call.operation, header, room)
+        found = await self.long_work.do(preparing(call.operation, header, room, self.members.info))
+        self.passing.learn(call, header, found)
+        return found
 
     def read(self, operation: Operation, header: bytes, room: int) -> Prepared:
         return prepare(operation, header, room, self.members.info)

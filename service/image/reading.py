@@ -19,6 +19,8 @@ from service.image.json_pieces import Pieces, finish, loading
 
 MAX_HEADER_BYTES: Final = 2 * 2**20
 """Room for the ids and prefix sums of tens of thousands of sequences; bounds what reading costs."""
+LENGTH_BYTES: Final = 8
+"""Before the header: its length."""
 MAX_VALUES: Final = 2**18
 """Commas in a header: bounds it too, for many short values."""
 MAX_RANK: Final = 8

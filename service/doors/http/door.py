@@ -20,6 +20,7 @@ from service.doors.http.protocol import Connection
 from service.doors.http.underway import Underway
 from service.doors.ledger import Ledger
 from service.doors.link import QUIET_S, Link
+from service.doors.pieces import OneByOne
 from service.doors.tracing import Tracing
 from service.doors.upstream import MakeUpstream
 from service.errors import AttndError, NotReady, Overloaded
@@ -59,6 +60,7 @@ class Door:
         self.take, self.slot, self.give_back = link.take, link.slot, link.give_back
         self.drained = asyncio.Event()
         self.helper = Helper(self)
+        self.long_work = OneByOne()
         self.buffer = bytearray(READ_BYTES)
         self.connections: set[Connection] = set()
         self.underway = Underway(limits.max_inflight_bytes)

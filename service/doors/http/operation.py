@@ -20,7 +20,7 @@ from service.doors.http.problems import wrong_method
 from service.doors.problems import ProblemText
 from service.errors import AnswerTooLarge, AttndError, Internal, MalformedBody
 from service.image.dtypes import Part
-from service.image.given import image_with
+from service.image.given import placing_fields
 from service.image.json_body import fields_text_of_image, image_of_json, json_of_image
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST
@@ -131,7 +131,7 @@ class Caller:
         body = exchange.body
         if body is None:
             raise Internal("a request was read after its answer: this is a bug")
-        parts = image_with(request.view(length), given)
+        parts = await self.door.long_work.do(placing_fields(request.view(length), given))
         slot, length = await self.door.link.lay(parts)
         body.take_over(slot, self.door)
         return slot, length

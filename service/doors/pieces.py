@@ -1,0 +1,33 @@
+"""Long work of an event loop in pieces, with a pass of the loop after each."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+from service.image.json_pieces import Pieces
+
+T = TypeVar("T")
+
+
+class OneByOne:
+    """Does one piece of long work per pass of the loop, whoever the work is for."""
+
+    __slots__ = ("_turn",)
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def do(self, pieces: Pieces[T]) -> T:
+        """The result of some work. Work of a single piece is done at once."""
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        async with self._turn:
+            while True:
+                await asyncio.sleep(0)
+                try:
+                    next(pieces)
+                except StopIteration as end:
+                    return end.value  # type: ignore[no-any-return]
