@@ -359,7 +359,7 @@ class Metrics:
         """Every block, added up over processes; gauges over those alive."""
         found: dict[Key, list[float]] = {}
         for process, cells in self._all.items():
-            for key, block in cells.read().items():
+            for key, block in list(cells.read().items()):
                 if process in alive or SPECS[key[0]].kind != "gauge":
                     before = found.get(key, [0.0] * len(block))
                     found[key] = [a + b for a, b in zip(before, block, strict=True)]
