@@ -88,17 +88,15 @@ class LoopWatchdog:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """The innermost function of the service in a stack, and the operation that it is for."""
+    """The operation that a stack works on, and the innermost function of the service in it."""
     place, operation = "", ""
-    while frame is not None and not operation:
+    while frame is not None and not (place and operation):
         module = frame.f_globals.get("__name__", "")
-        if module.startswith("service."):
-            place = place or f"{module}.{frame.f_code.co_name}"
-        operation = operation_in(frame)
+        if not place and module.startswith("service."):
+            place = f" in {module}.{frame.f_code.co_name}"
+        operation = operation or operation_in(frame)
         frame = frame.f_back
-    if not place:
-        return UNNAMED
-    return f"{operation or 'unnamed'} in {place}"
+    return f"{operation}{place}" if operation else f"unnamed{place}" if place else UNNAMED
 
 
 def operation_in(frame: FrameType) -> str:

@@ -69,3 +69,40 @@ def test_any_history_keeps_each_lines_order_and_serves_all_in_turn() -> None:
                 assert max(waited.values()) < 2 * len(model), "somebody was passed over"
         assert queue.count == sum(map(len, model.values()))
         assert sorted(queue) == sorted((n, i) for n, line in model.items() for i in line)
+
+
+def test_a_namespace_that_used_much_time_waits_until_others_used_as_much() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item in "aaa":
+        queue.append("expensive", item)
+    for item in "123456":
+        queue.append("cheap", item)
+    order = ""
+    while queue.count:
+        item = queue.first()
+        queue.charge("cheap" if item.isdigit() else "expensive", 1.0 if item.isdigit() else 3.0)
+        assert queue.pop() == item, "what is charged within a turn does not change whose it is"
+        order += item
+    assert order == "a123a456a"
+
+
+def test_a_namespace_that_was_idle_has_no_time_saved_up() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.append("busy", "a")
+    queue.charge("busy", 100.0)
+    queue.append("busy", "b")
+    queue.pop()
+    for item in "123":
+        queue.append("late", item)
+    queue.charge("late", 1.0)
+    assert taken(queue, 4) == "b123", "it begins where the others are"
+
+
+def test_an_item_whose_turn_ends_stays_the_first_of_its_line() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item in "ab":
+        queue.append("one", item)
+    queue.append("two", "x")
+    assert queue.first() == "a"
+    queue.pass_on()
+    assert [queue.pop(), queue.pop(), queue.pop()] == ["x", "a", "b"]
