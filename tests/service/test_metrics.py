@@ -23,6 +23,8 @@ LABELS = {
     "attnd_stage_duration_seconds": {"stage"},
     "attnd_batch_rows": set(),
     "attnd_slices": set(),
+    "attnd_slow_passes": {"process", "op"},
+    "attnd_log_lines_dropped": {"process"},
     "attnd_tokens_appended": set(),
     "attnd_kv_pages": {"state"},
     "attnd_kv_cache_usage_ratio": set(),

@@ -37,7 +37,6 @@ def serve(inherited: Inherited, make_upstream: MakeUpstream) -> int:
 
     def watch(loop: asyncio.AbstractEventLoop) -> None:
         loop.add_reader(inherited.lifeline, os._exit, 1)
-        LoopWatchdog(inherited.process, metrics)
         on_hang_up(lambda: loop.call_soon_threadsafe(server.read_again))
 
     metrics = Metrics(inherited.process, inherited.metrics)
@@ -57,6 +56,7 @@ def serve(inherited: Inherited, make_upstream: MakeUpstream) -> int:
         LOG.error("cannot start: %s", error)
         return CANNOT_START
     server.on_loop = watch
+    server.on_ready = lambda: LoopWatchdog(inherited.process, metrics)
     server.run()
     return CANNOT_START if server.failed else 0
 

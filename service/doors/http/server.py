@@ -77,6 +77,8 @@ class Server(uvicorn.Server):
         """When the drain must be over, by the loop's clock."""
         self.failed = ""
         self.on_loop: Callable[[asyncio.AbstractEventLoop], object] | None = None
+        self.on_ready: Callable[[], object] | None = None
+        """Called in the loop's thread when the engine is met."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = loop = asyncio.get_running_loop()
@@ -111,6 +113,8 @@ class Server(uvicorn.Server):
             return
         gc.collect()
         gc.freeze()  # what the start made would make all later collections pause for its size
+        if self.on_ready is not None:
+            self.on_ready()
 
     async def main_loop(self) -> None:
         await self.ended.wait()
