@@ -118,6 +118,8 @@ def filled() -> Metrics:
     metrics.kv_read(1000, -20, "explicit")
     metrics.batch(17)
     metrics.slices(3)
+    metrics.slow_pass("gather")
+    metrics.log_lines_dropped(2)
     metrics.out_of_pages()
     metrics.cache(cached=6, pinned=4, leases=2, evicted=9)
     metrics.pool(free=30, referenced=10, sequences=4, nodes=2)
