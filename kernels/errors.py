@@ -1,4 +1,6 @@
-"""What backends raise beside `ValueError`: a request that they do not run, a device that failed."""
+"""What backends raise beside `ValueError`: a request that they do not run, a device that is
+full or has failed.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,10 @@ class Unsupported(ValueError):
     def __init__(self, field: str, value: object, rule: str) -> None:
         super().__init__(f"{field} = {value}: {rule}")
         self.field, self.value, self.rule = field, value, rule
+
+
+class NoMemory(RuntimeError):
+    """The device has no memory for a call now, and cannot make room; the call may be repeated."""
 
 
 class DeviceLost(RuntimeError):

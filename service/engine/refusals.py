@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from kernels.backend import Unsupported
+from kernels.errors import NoMemory, Unsupported
 from service import errors
 from service.core import errors as core
 from service.engine.work import Job
@@ -55,6 +55,8 @@ def as_refusal(error: Exception, tenant: Tenant) -> errors.AttndError | None:
             return errors.KeyMismatch(error.page, error.rule, of)
         case core.InvalidRequest() | Unsupported():
             return errors.InvalidRequest(error.field, named(error.value, tenant), error.rule)
+        case NoMemory():
+            return errors.Overloaded(str(error), retry_after_s=1.0)
         case _:
             return None
 

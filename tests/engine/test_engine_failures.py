@@ -29,6 +29,7 @@ from engine_caller import (
 from engine_fakes import GEOMETRY, FakeBackend
 
 from kernels.backend import DeviceLost, Unsupported
+from kernels.errors import NoMemory
 from service.engine.slices import Pace
 from service.engine.store import StoreLost
 from service.errors import NotReady
@@ -177,6 +178,23 @@ def test_what_a_backend_does_not_support_is_an_invalid_request_and_changes_nothi
         found = tuple(told.problem[key] for key in ("field", "value", "rule"))
         assert found == ("logits_soft_cap", 3.0, "is not built here")
         assert await pool(caller) == before
+
+    with_engine(backend, scenario)
+
+
+def test_a_device_without_memory_for_a_call_is_overloaded_and_changes_nothing() -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        before = await pool(caller)
+        backend.failures["attend"] = [NoMemory("the device has no 100 bytes left: try again")]
+        told = await outcome(caller.submit(decode("held", new=True)))
+        assert isinstance(told, Refused)
+        assert (told.status, told.code) == (429, "overloaded")
+        assert told.problem["retry_after_s"] == 1.0
+        assert await pool(caller) == before
+        assert code(await outcome(caller.submit(decode("held", new=True)))) == "ok"
 
     with_engine(backend, scenario)
 

@@ -21,6 +21,7 @@ from kernels.cuda.lanes.flags import has_mps, uuid_of
 from kernels.cuda.lanes.lane import Arena, CudaLane, Shared, scale
 from kernels.cuda.lanes.memory import SIDES
 from kernels.cuda.lanes.pool import BlockPool
+from kernels.errors import NoMemory
 from kernels.lanes import Lane, NoRoom, Owner, address_of
 
 OUT_OF_MEMORY: Final = 2
@@ -130,7 +131,7 @@ class CudaLanes:
             try:
                 with self._guarded():
                     lane = CudaLane(self._shared)
-            except MemoryError as error:
+            except (MemoryError, NoMemory) as error:
                 raise no_memory(arena.size) from error
             self._lanes.append(lane)
             return lane

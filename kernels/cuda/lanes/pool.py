@@ -8,6 +8,8 @@ from typing import Any, Final
 import cupy
 from cupy.cuda import runtime
 
+from kernels.errors import NoMemory
+
 OUT_OF_MEMORY: Final = 2
 """`cudaErrorMemoryAllocation`."""
 
@@ -17,7 +19,7 @@ class BlockPool:
 
     To free a block the driver waits for all streams. Where one waits for its caller, that could
     take until the caller's deadline, and the engine would do nothing meanwhile. The allocation
-    then raises MemoryError, and may be tried again.
+    then raises NoMemory, and may be tried again.
     """
 
     def __init__(self, may_wait: Callable[[], bool]) -> None:
@@ -34,8 +36,7 @@ class BlockPool:
         except runtime.CUDARuntimeError as error:
             if error.status != OUT_OF_MEMORY or self._may_wait():
                 raise  # the pool frees its blocks and tries again
-            free = runtime.memGetInfo()[0]
-            raise MemoryError(
-                f"{size} bytes of device memory are wanted, {free} are free, and no block can be "
-                "freed while steps are open: try again, or lower pool.memory_fraction"
+            raise NoMemory(
+                f"the device has no {size} bytes left, and no block can be freed while steps are "
+                "open: try again, or lower pool.memory_fraction"
             ) from error
