@@ -113,3 +113,17 @@ def test_what_is_returned_belongs_to_the_caller(backend, rng) -> None:
     assert np.array_equal(first.o, kept)
     first.o[...] = 0
     first.lse[...] = 0
+
+
+@pytest.mark.parametrize(
+    ("installed", "remedy"),
+    [(False, "pip install 'cupy-cuda13x"), (True, "nvidia-smi")],
+)
+def test_cuda_without_a_device_says_what_is_missing_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, remedy: str
+) -> None:
+    monkeypatch.setattr("kernels.cuda_devices", lambda: 0)
+    monkeypatch.setattr("kernels.find_spec", lambda name: object() if installed else None)
+    with pytest.raises(DeviceLost, match="^backend.kind = cuda: .*or set backend.kind: cpu") as no:
+        make_backend("cuda", GEOMETRY)
+    assert remedy in str(no.value)
