@@ -124,6 +124,6 @@ def test_cuda_without_a_device_says_what_is_missing_and_what_to_do(
 ) -> None:
     monkeypatch.setattr("kernels.cuda_devices", lambda: 0)
     monkeypatch.setattr("kernels.find_spec", lambda name: object() if installed else None)
-    with pytest.raises(DeviceLost, match="^backend.kind = cuda: .*or set backend.kind: cpu") as no:
+    with pytest.raises(DeviceLost, match=r"^backend.kind = cuda: .*or set backend.kind: cpu") as no:
         make_backend("cuda", GEOMETRY)
     assert remedy in str(no.value)
