@@ -1,0 +1,37 @@
+"""A stopped engine: callers get 504 after their deadline, and the service is not ready."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import httpx
+from http_process import listening
+from http_service import WAIT_S, wait_for
+
+from service.doors.link import STALE_S
+from service.doors.patience import GRACE_S
+
+
+def test_a_stopped_engine_leaves_nobody_waiting_and_is_not_ready() -> None:
+    with listening() as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        time.sleep(1.5)  # the door has heard it by then
+        engine = running.pid("engine")
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            headers = {"X-Attnd-Deadline-Ms": "500"}
+            told = client.get("/v1/sequences", headers=headers)
+            assert told.status_code == 504, told.text
+            assert time.monotonic() - started < 0.5 + GRACE_S + WAIT_S / 2
+            wait_for(
+                lambda: client.get("/health/ready").status_code == 503,
+                "the door to miss the engine",
+                2 * STALE_S,
+            )
+            assert client.get("/health/live").status_code == 200
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        wait_for(lambda: client.get("/health/ready").status_code == 200, "the engine", WAIT_S)
+        assert client.get("/v1/sequences").status_code == 200
