@@ -141,6 +141,7 @@ class Router:
         tenant: Tenant,
     ) -> Answer:
         """As `Upstream.call`. What was asked of several engines raises a refusal as ProblemText."""
+        tenant.require(operation.scope, operation.name)  # before any engine is asked for an id
         image = request.view(length)
         call = Call(operation, image, most, deadline_us, request_id, tenant, request)
         patience = (deadline_us * 1e-6 or self.limits.deadline_s) + GRACE_S

@@ -396,3 +396,20 @@ def test_it_serves_a_unix_socket(tmp_path: Path) -> None:
             peer.sendall(GOOD)
             wait_for(lambda: running.engine.waiting, "the call")
         wait_for(lambda: running.engine.cancelled, "the call to be taken back")
+
+
+def test_a_client_that_reads_slowly_and_steadily_gets_its_whole_answer(tmp_path: Path) -> None:
+    """What the system holds for it counts: the door's own buffer stands still for long."""
+    limits = ("--server.idle-timeout-s", "0.6")
+    body = decode_body(rows=100_000)
+    with serving(tmp_path, *limits) as running, socket.socket() as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        peer.connect(("127.0.0.1", running.port))
+        peer.sendall(request("/v1/decode", body, connection="close"))
+        got, began = 0, time.monotonic()
+        while time.monotonic() < began + 4:
+            got += len(peer.recv(256))
+            time.sleep(0.02)
+        while piece := peer.recv(2**20):
+            got += len(piece)
+        assert got > len(body)

@@ -185,9 +185,12 @@ def written(page: Page) -> list[bytes]:
 async def taken(connection: Connection) -> None:
     """Return when the client has read most of what was sent; one that reads nothing for long is
     left."""
-    ends = connection.loop.time() + connection.door.limits.idle_timeout_s
+    patience, loop = connection.door.limits.idle_timeout_s, connection.loop
+    ends, unsent = loop.time() + patience, connection.unsent_bytes()
     while connection.intake.is_held and not connection.transport.is_closing():
-        if connection.loop.time() > ends:
+        if (left := connection.unsent_bytes()) < unsent:
+            ends, unsent = loop.time() + patience, left
+        elif loop.time() > ends:
             connection.transport.abort()
         await asyncio.sleep(POLL_S)
 

@@ -6,6 +6,9 @@ The loop fills the buffers that are given here, so a body comes straight into th
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
+import termios
 from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
@@ -118,7 +121,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self.intake.is_held = True
-        self.unsent = self.transport.get_write_buffer_size()
+        self.unsent = self.unsent_bytes()
 
     def resume_writing(self) -> None:
         self.intake.is_held = False
@@ -288,7 +291,7 @@ class Connection(asyncio.BufferedProtocol):
         if now < self.deadline:
             return
         self.deadline = inf
-        unsent = self.transport.get_write_buffer_size()
+        unsent = self.unsent_bytes()
         if unsent and unsent != self.unsent and self.exchange is None:  # the client reads, slowly
             self.unsent = unsent
             self.deadline = now + self.door.limits.idle_timeout_s
@@ -299,6 +302,12 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self.transport.close()
 
+    def unsent_bytes(self) -> int:
+        """Bytes of answers that the client has not acknowledged; those that the system holds for it
+        count only while there are more."""
+        size: int = self.transport.get_write_buffer_size()
+        return size + held_by_system(self.transport.get_extra_info("socket")) if size else 0
+
     def time_out(self) -> None:
         """A request has not come whole in time."""
         seconds = self.door.limits.receive_timeout_s
@@ -308,6 +317,15 @@ class Connection(asyncio.BufferedProtocol):
             self.exchange.body.fail(error)
         else:
             self.refuse(error)
+
+
+def held_by_system(sock: Any) -> int:
+    """Bytes in a socket's send buffer, 0 where the system does not say."""
+    try:
+        told = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))  # SIOCOUTQ, for sockets
+    except (OSError, AttributeError):
+        return 0
+    return int.from_bytes(told, sys.byteorder)
 
 
 def name_of(peer: Any) -> str:
