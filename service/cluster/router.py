@@ -86,8 +86,12 @@ class Router:
             raise NotReady(why)
 
     def check_heard(self) -> None:
-        """Raises NotReady where not one of the engines has been heard for a while."""
+        """Raises NotReady where not one of the engines has been heard for a while, and before all were
+        met: some requests are served by then."""
         self.ready()
+        state, reason = self.state
+        if state != "ready":
+            raise NotReady(reason)
         silent: NotReady | None = None
         for engine in self.members.engines:
             try:

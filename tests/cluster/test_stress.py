@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from contextlib import suppress
 
+import httpx
 import pytest
 
-from tests.cluster.stress import play, served
+from tests.cluster.stress import Service, client_of, play, served, until_ready
 
 SECONDS = 12.0
 LONGEST_STALL_S = 4.0
@@ -19,3 +22,36 @@ def test_nothing_is_lost_unknown_or_there_twice_while_no_engine_dies(num_engines
     print(dict(outcomes))
     assert outcomes["ok"] > 50
     assert all(outcomes[what] for what in ("doors killed", "drains", "stalls", "rows"))
+
+
+def test_a_door_that_starts_is_ready_once_it_has_met_all_engines() -> None:
+    async def check(service: Service) -> None:
+        async with client_of(service) as client:
+            await until_ready(client, 2)
+            stopped = service.engines.processes["engine-1"]
+            stopped.send_signal(signal.SIGSTOP)
+            try:
+                for process in service.doors.processes.values():
+                    process.kill()
+                    process.wait()
+                service.doors.check()
+                await until_told(client, "/v1/engines", 200)
+                for path in ("/health/ready", "/v2/health/ready", "/v2/models/decode/ready"):
+                    told = await client.get(path)
+                    assert told.status_code == 503 and "engine-1" in told.text, told.text
+            finally:
+                stopped.send_signal(signal.SIGCONT)
+            await until_ready(client, 2)
+            await until_told(client, "/v2/models/decode/ready", 200)
+
+    with served(2) as service:
+        asyncio.run(check(service))
+
+
+async def until_told(client: httpx.AsyncClient, path: str, status: int) -> None:
+    async with asyncio.timeout(60.0):
+        while True:
+            with suppress(httpx.TransportError):
+                if (await client.get(path)).status_code == status:
+                    return
+            await asyncio.sleep(0.05)
