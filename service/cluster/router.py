@@ -86,8 +86,8 @@ class Router:
             raise NotReady(why)
 
     def check_heard(self) -> None:
-        """Raises NotReady where not one of the engines has been heard for a while, and before all were
-        met: some requests are served by then."""
+        """Raises NotReady before all engines were met, though some requests are served by then, and
+        where not one of them has been heard for a while."""
         self.ready()
         state, reason = self.state
         if state != "ready":
