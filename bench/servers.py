@@ -106,6 +106,8 @@ def running(
             raise
         finally:
             stop(process)
+            if process.stderr is not None:
+                process.stderr.close()
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
