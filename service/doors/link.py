@@ -96,7 +96,7 @@ class Link:
         Calls are sent all the same: their deadlines bound what they wait.
         """
         caller = self.ready()
-        if caller.beat is not None and (age := self.loop.time() - caller.beat) > STALE_S:
+        if (age := self.loop.time() - caller.beat) > STALE_S:
             told = f"the engine was last heard {age:.0f} s ago, and says every second that it runs"
             raise NotReady(f"{told}: resume its process, or restart the service")
 

@@ -91,8 +91,8 @@ class RoadCaller:
         self.is_remote = False
         self.filling: tuple[Filling, int, Answered] | None = None
         """The image that comes in behind an ANSWER's frame, over TCP only; whose, and the rest."""
-        self.beat: float | None = None
-        """When the engine said last that it is there, by the loop's clock; doors are told."""
+        self.beat = self.loop.time()
+        """When the engine was heard last, by the loop's clock; doors hear it every second."""
         self.lost = ""
         self.on_lost: Callable[[str], object] | None = None
         self.on_state: Callable[[State], object] | None = None

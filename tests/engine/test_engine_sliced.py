@@ -59,8 +59,8 @@ def test_an_operation_in_slices_answers_and_writes_what_it_does_whole(name: str)
 
     wanted, written, whole = on_cpu(scenario)
     told, also_written, slices = on_cpu(scenario, slice_ms=1e-6)
-    assert whole == (1 if name == "pool" else 0)
-    assert slices >= (1 if name == "pool" else 2), name
+    assert whole == 0
+    assert slices >= (0 if name == "pool" else 2), name  # the check of a small pool is one piece
     assert (told.status, told.fields) == (wanted.status, wanted.fields)
     assert told.tensors.keys() == wanted.tensors.keys()
     for key, array in wanted.tensors.items():

@@ -114,6 +114,7 @@ def test_info_tells_geometry_limits_and_identity(client: httpx.Client) -> None:
         "max_json_body_bytes",
         "max_answer_bytes",
         "max_sequences",
+        "relative_score_error",
         "queue_depth",
         "deadline_s",
     }
