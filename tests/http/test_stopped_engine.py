@@ -16,7 +16,6 @@ from service.doors.patience import GRACE_S
 
 def test_a_stopped_engine_leaves_nobody_waiting_and_is_not_ready() -> None:
     with listening() as (running, url), httpx.Client(base_url=url, timeout=WAIT_S) as client:
-        time.sleep(1.5)  # the door has heard it by then
         engine = running.pid("engine")
         os.kill(engine, signal.SIGSTOP)
         try:
