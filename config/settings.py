@@ -50,6 +50,7 @@ __all__ = (
     "ServerSettings",
     "Settings",
     "SettingsError",
+    "device_queues",
     "give_streams_queues_of_their_own",
     "let_idle_threads_sleep",
     "let_ray_be_quiet",
@@ -129,6 +130,11 @@ def give_streams_queues_of_their_own() -> None:
     nor a kernel's first launch wait for it. What the environment says goes first."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
+def device_queues() -> int:
+    """Hardware queues of a CUDA device: as many as the environment says, or the driver's 8."""
+    return int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or 8)
 
 
 def load_settings(argv: Sequence[str] = ()) -> Settings:

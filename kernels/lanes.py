@@ -182,11 +182,13 @@ def process_start(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
-def make_lanes(backend: Backend, device_bytes: int, most: int) -> Lanes:
-    """The lanes of a backend: at most `most` at a time, with `device_bytes` of arenas in all."""
+def make_lanes(backend: Backend, device_bytes: int, most: int, queues: int) -> Lanes:
+    """The lanes of a backend: at most `most` at a time, with `device_bytes` of arenas in all.
+
+    `queues`: hardware queues of a device."""
     if backend.name == "cuda":
         made: Lanes = importlib.import_module("kernels.cuda.lanes.lanes").CudaLanes(
-            backend, device_bytes, most
+            backend, device_bytes, most, queues
         )
         return made
     from kernels.host_lanes import HostLanes

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Final
 
-from config.settings import Settings
+from config.settings import Settings, device_queues
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Backend
 from kernels.lanes import make_lanes
 from service import __version__
@@ -126,7 +126,9 @@ class Engine:
         self.store.limits = Limits(settings.engine.max_sequences, settings.engine.max_leases, share)
         self.store.counts = metrics.own
         self_test(self.store)
-        lanes = make_lanes(backend, server.device_arena_bytes, server.max_device_sessions)
+        lanes = make_lanes(
+            backend, server.device_arena_bytes, server.max_device_sessions, device_queues()
+        )
         self._watchdog = Watchdog("engine", metrics)
         self.scheduler = Scheduler(
             self.store, metrics, self._reply, lanes, self._read, self._watchdog

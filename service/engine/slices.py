@@ -108,21 +108,6 @@ def even_spans(num_rows: int, cost: Cost, num_spans: int) -> list[Span]:
     return [Span(a, b, share) for a, b in pairwise(bounds)]
 
 
-def weighted_spans(weights: Int64, cost: Cost, num_spans: int) -> list[Span]:
-    """Rows of unequal `weights` in up to `num_spans` runs of about equal weight."""
-    total = np.cumsum(weights)
-    whole = int(total[-1]) if total.size else 0
-    if whole == 0:
-        return even_spans(weights.size, cost, 1)
-    targets = np.linspace(0, whole, num_spans + 1)[1:-1]
-    bounds = np.unique(np.concatenate(([0], np.searchsorted(total, targets) + 1, [weights.size])))
-    spans = []
-    for first, last in pairwise(bounds.tolist()):
-        share = float(total[last - 1] - (total[first - 1] if first else 0)) / whole
-        spans.append(Span(first, last, Cost(cost.num_bytes * share, cost.flops * share)))
-    return spans
-
-
 def paced_spans(
     pace: Pace, kind: str, rows: int | Int64, cost: Cost, fixed: Cost | None = None
 ) -> Iterator[Span]:

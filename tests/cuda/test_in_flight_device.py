@@ -223,14 +223,13 @@ def test_ragged_calls_in_flight_give_the_bits_of_each_alone(
 
 
 def test_calls_of_every_kind_in_flight_give_the_bits_of_each_alone(
-    device: Device, monkeypatch: pytest.MonkeyPatch
+    device: Device,
 ) -> None:
     from poisoning import poison
 
     from kernels.cuda.lanes.lanes import CudaLanes
 
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    lanes = device.lanes = CudaLanes(device.backend, 1 << 28, 4)
+    lanes = device.lanes = CudaLanes(device.backend, 1 << 28, 4, queues=32)
     poison()  # what lanes allocate, too
     calls = [
         ragged(device, [2048, 37], [2048, 500], True),

@@ -14,6 +14,7 @@ from cupy.cuda import runtime as real_runtime
 from cupy_backends.cuda.api.driver import CUDADriverError
 from fake_device import FakeDevice
 
+from config.settings import device_queues
 from kernels.backend import Scoring
 from kernels.cuda.backend import CudaBackend
 from kernels.cuda.device import host_memory, transfer
@@ -106,12 +107,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(lanes_module, "has_mps", lambda _: False)
     monkeypatch.setattr(lanes_module, "scale", lambda *_: None)
     monkeypatch.setattr(lane_module, "AttentionRunner", Attention)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     return made
 
 
-def lanes_of(device: FakeDevice, most: int = 13, total: int = 64 * MIB) -> CudaLanes:
-    return CudaLanes(FakeBackend(device), total, most)
+def lanes_of(
+    device: FakeDevice, most: int = 13, total: int = 64 * MIB, queues: int = 32
+) -> CudaLanes:
+    return CudaLanes(FakeBackend(device), total, most, queues)
 
 
 def owner(pid: int, namespace: str = "a") -> Owner:
@@ -138,7 +140,7 @@ def test_as_many_lanes_as_have_queues_of_their_own(
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if queues is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
-    assert most_lanes() == most
+    assert most_lanes(device_queues()) == most
 
 
 def test_lanes_made_are_counted_not_lanes_open(device: FakeDevice, living: set[int]) -> None:
@@ -155,10 +157,9 @@ def test_lanes_made_are_counted_not_lanes_open(device: FakeDevice, living: set[i
 
 
 def test_no_more_lanes_than_queues_whatever_is_asked_for(
-    device: FakeDevice, monkeypatch: pytest.MonkeyPatch, living: set[int]
+    device: FakeDevice, living: set[int]
 ) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "10")
-    lanes = lanes_of(device, most=13)
+    lanes = lanes_of(device, most=13, queues=10)
     for _ in range(2):
         opened(lanes, owner(1))
     with pytest.raises(NoRoom, match="at most 2"):

@@ -7,7 +7,6 @@ Other sessions get memory of their own.
 
 from __future__ import annotations
 
-import os
 from threading import Thread
 from typing import Final
 
@@ -31,31 +30,31 @@ GRANULE: Final = 2 * 2**20
 OWN_STREAMS: Final = 6
 """The backend's: copies in, kernels, kernels beside them, copies out, flags, the default one."""
 LANE_STREAMS: Final = 2
-USUAL_QUEUES: Final = 8
 
 
-def most_lanes() -> int:
-    """Lanes whose streams each have a hardware queue of their own.
+def most_lanes(queues: int) -> int:
+    """Lanes whose streams each have one of `queues` hardware queues of their own.
 
     A stream that waits for its caller blocks every stream behind it in its queue, and so possibly
-    the one that would release it. CUDA_DEVICE_MAX_CONNECTIONS says how many queues there are.
+    the one that would release it.
     """
-    queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or USUAL_QUEUES)
     return max(0, (queues - OWN_STREAMS) // LANE_STREAMS)
 
 
 class CudaLanes:
-    """`Lanes` of one CUDA backend: at most `most` are ever made."""
+    """`Lanes` of one CUDA backend with so many hardware queues: at most `most` are ever made."""
 
     deep = SIDES
     polled = True
 
-    def __init__(self, backend: Backend, device_bytes: int, most: int) -> None:
+    def __init__(self, backend: Backend, device_bytes: int, most: int, queues: int) -> None:
         if not isinstance(backend, CudaBackend):
             raise TypeError("lanes on a device need the CUDA backend")
         self._backend = backend
         self._guarded = backend.guarded
-        self._device_bytes, self._most = device_bytes, min(most, most_lanes())
+        self._device_bytes = device_bytes
+        self._most_here = most_lanes(queues)
+        self._most = min(most, self._most_here)
         self._lanes: list[CudaLane] = []
         self._idle: list[CudaLane] = []
         self._arenas: list[Arena] = []
@@ -83,8 +82,8 @@ class CudaLanes:
         if not self._idle and len(self._lanes) >= self._most:
             raise NoRoom(
                 f"{self._most} sessions have a device arena: close some, or raise "
-                f"server.max_device_sessions (at most {most_lanes()} here: each takes two of the "
-                "hardware queues)"
+                f"server.max_device_sessions (at most {self._most_here} here: each takes two of "
+                "the hardware queues)"
             )
         size = max(GRANULE, -(-arena_bytes // GRANULE) * GRANULE)
         found = self._again(size, owner) or self._make(size)
