@@ -135,7 +135,9 @@ def test_the_defaults_told_are_the_defaults() -> None:
         == f"{mebibytes(server.max_inflight_bytes) / 1024:g} GiB"
     )
     assert defaults["engine.slice_ms"] == f"{settings.engine.slice_ms:g}"
-    assert defaults["engine.max_sequences"] == str(settings.engine.max_sequences)
+    engine = settings.engine
+    sequences = f"{engine.max_sequences}, {engine.namespace_share:g}"
+    assert defaults["engine.max_sequences"] == sequences
     uid, port = os.getuid(), server.port
     place = defaults["server.socket"].replace("UID", str(uid)).replace("PORT", str(port))
     assert str(default_path(port)) == str(Path(tempfile.gettempdir(), place.split("`")[0]))
