@@ -41,6 +41,7 @@ def hand_over(store: Store, request: Request, _: Seconds) -> Work:
         may_leave(store, request)
         leaving.put(name, Mark(fields.for_s))
     elif mark is None:
+        tree.books.leaf(name)  # an unknown sequence is refused as such, whatever the state
         raise InvalidRequest("state", fields.state, "it is not leaving, or has not for too long")
     elif fields.generation is not None:
         present = generation(tree, tree.books.leaf(name), store.info.instance_id)

@@ -1,38 +1,39 @@
-"""Namespaces do not see each other: every operation, by a key of every scope, on another's ids."""
+"""Namespaces do not see each other: every operation, by a key of every scope, on another's ids,
+over HTTP and over the road."""
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import httpx
 import numpy as np
 import pytest
+from attnd import ServiceError, Session
+from attnd.call import Call
 from http_messages import (
     HEAD_DIM,
+    JSON,
     KV_HEADS,
     LAYERS,
     PAGE_SIZE,
     QO_HEADS,
     SAFETENSORS,
     WIRE_DTYPE,
-    append,
-    create,
-    post,
     read_body,
     write_body,
 )
-from http_process import START_S, is_ready, listening
-from http_service import WAIT_S, serving, wait_for
+from http_process import listening
+from http_service import WAIT_S, serving
 
 from service.keys import line_of
-from service.operations.spec import Operation
-from service.operations.table import OPERATIONS
+from service.operations.table import BY_NAME, OPERATIONS
 from service.tenants import SCOPES
 
 TOKENS = list(range(101, 101 + 2 * PAGE_SIZE))
@@ -163,57 +164,124 @@ def key_of(namespace: str, *scopes: str) -> str:
     return f"a-key-of-{namespace}-{'-'.join(scopes)}"
 
 
-@contextmanager
-def holder(url: str, namespace: str, *scopes: str) -> Iterator[httpx.Client]:
-    headers = {"authorization": f"Bearer {key_of(namespace, *scopes)}"}
-    with httpx.Client(base_url=url, headers=headers, timeout=WAIT_S) as client:
-        yield client
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply of either way in. `text` holds all of it but the tensors' bytes."""
+
+    status: int
+    text: bytes
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status < 400
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one engine", "a cluster of two"])
-def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+Ask = Callable[[str, Body], Reply]
+"""Calls an operation by its name, with the key of one caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running service. `socket` is set where its callers come over the road."""
+
+    url: str
+    socket: str | None = None
+
+    @contextmanager
+    def caller(self, namespace: str, *scopes: str) -> Iterator[Ask]:
+        key = key_of(namespace, *scopes)
+        if self.socket is not None:
+            with Session(self.socket, api_key=key, retries=0) as session:
+                yield lambda name, body: over_road(session, name, body)
+        else:
+            headers = {"authorization": f"Bearer {key}"}
+            with httpx.Client(base_url=self.url, headers=headers, timeout=WAIT_S) as client:
+                yield lambda name, body: over_http(client, name, body)
+
+
+def over_http(client: httpx.Client, name: str, body: Body) -> Reply:
+    operation, given, tensors = BY_NAME[name], dict(body[0]), body[1]
+    path = operation.path.format(**{one: given.pop(one) for one in operation.path_names})
+    if not operation.has_body:
+        response = client.request(operation.method, path, params=given)
+    else:
+        media = SAFETENSORS if operation.has_tensors else JSON
+        content = json.dumps(given).encode()
+        if operation.has_tensors:
+            content = write_body(media, given, tensors)
+        headers = {"content-type": media}
+        response = client.request(operation.method, path, content=content, headers=headers)
+    if response.status_code >= 400 or not response.content:
+        return Reply(response.status_code, response.content)
+    fields, arrays = read_body(response)
+    return Reply(response.status_code, json.dumps(fields).encode(), fields, arrays)
+
+
+def over_road(session: Session, name: str, body: Body) -> Reply:
+    try:
+        told = session.send(Call(name, lambda reply: reply, False, *body))
+    except ServiceError as error:
+        return Reply(error.status, json.dumps(error.problem).encode())
+    tensors = {name: np.array(array) for name, array in told.tensors.items()}
+    return Reply(told.status, json.dumps(told.fields).encode(), told.fields, tensors)
+
+
+@pytest.fixture(scope="module", params=["one engine", "over the road", "a cluster of two"])
+def service(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
     path = tmp_path_factory.mktemp("keys") / "keys"
     held = [(name, scopes) for name in ("red", "blue") for scopes in (SCOPES, *zip(SCOPES))]
     lines = [line_of(key_of(name, *scopes), name, scopes) for name, scopes in held]
     path.write_text("\n".join(lines))
     keys = ("--auth.keys-file", str(path))
-    if request.param == 1:
-        with serving(*keys) as service:
-            yield service.url
+    if request.param == "a cluster of two":
+        with listening(*keys, "--cluster.engines", "2") as (_, url):
+            yield Service(url)
     else:
-        with listening(*keys, "--cluster.engines", "2") as (_, found):
-            wait_for(lambda: is_ready(found), "the cluster", START_S)
-            with holder(found, "blue", *SCOPES) as client:
-                unknown = "/v1/sequences/unknown"
-                wait_for(lambda: client.get(unknown).status_code == 404, "both engines", START_S)
-            yield found
+        with serving(*keys) as found:
+            is_road = request.param == "over the road"
+            yield Service(found.url, found.engine_socket if is_road else None)
 
 
 @pytest.fixture
-def blue(url: str) -> Iterator[httpx.Client]:
-    """Everything there is to name, all of blue's."""
-    with holder(url, "blue", *SCOPES) as client:
-        yield client
-        client.delete("/v1/sequences/blue-gets-this/import")
-        for held in client.get("/v1/prefix/holds").json()["holds"]:
-            client.delete(f"/v1/leases/{held['lease']}")
-        client.post("/v1/sequences/delete", json={"prefix": ""})
-        client.post("/v1/prefix/clear", json={})
+def blue(service: Service) -> Iterator[Ask]:
+    """A caller with all of blue's rights; what it makes is deleted at the end."""
+    with service.caller("blue", *SCOPES) as ask:
+        yield ask
+        ask("cancel_import", fields(id="blue-gets-this"))
+        for held in ask("holds", fields()).fields["holds"]:
+            ask("release_lease", fields(id=held["lease"]))
+        delete_all(ask)
 
 
-def make_all(blue: httpx.Client) -> tuple[Ids, Ids]:
-    """What blue has, and as much that nobody has."""
+def delete_all(ask: Ask) -> None:
+    assert ask("delete_sequences", fields(prefix="")).is_ok
+    assert ask("clear", fields()).is_ok
+
+
+def good(reply: Reply) -> Mapping[str, Any]:
+    """The fields of a reply that must be no error."""
+    assert reply.is_ok, reply
+    return reply.fields
+
+
+def make_all(blue: Ask) -> tuple[Ids, Ids]:
+    """Ids of blue's, and as many that nobody has."""
     name, importing = "blue-owns-this", "blue-gets-this"
-    create(blue, name)
+    good(blue("create_sequences", fields(sequences=[{"id": name}])))
+    n = 2 * PAGE_SIZE
     for layer in range(LAYERS):
-        append(blue, layer, name, of_value(77, 2 * PAGE_SIZE), of_value(77, 2 * PAGE_SIZE))
-    done = blue.post(f"/v1/sequences/{name}/commit", json={"token_ids": TOKENS}).json()
-    found = blue.post("/v1/prefix/match", json={"token_ids": TOKENS, "lease_s": 60}).json()
-    told, names = read_body(post(blue, f"/v1/sequences/{name}/export", {}))
-    header = told["header"]
-    beginning = {"header": header, "digest": told["digest"], "idle_s": 60}
-    begun = post(blue, f"/v1/sequences/{importing}/import", beginning, names)
-    assert begun.status_code == 200, begun.text
+        where = {"layer": layer, "sequences": [name], "append_indptr": [0, n]}
+        good(blue("append", (where, {"k": of_value(77, n), "v": of_value(77, n)})))
+    done = good(blue("commit", fields(id=name, token_ids=TOKENS)))
+    found = good(blue("match_prefix", fields(token_ids=TOKENS, lease_s=60)))
+    exported = blue("export_sequence", fields(id=name))
+    header = good(exported)["header"]
+    beginning = {"id": importing, "header": header, "digest": exported.fields["digest"]}
+    good(blue("import_sequence", (beginning | {"idle_s": 60}, dict(exported.tensors))))
     lease, key = found["lease"]["id"], done["last_key"]
     mine = Ids(name, importing, lease, key, header["generation"])
     return mine, Ids("noneownsthis-x", "nonegetsthis-x", other(lease), other(key), "0f" * 16)
@@ -227,29 +295,19 @@ def other(text: str) -> str:
     return text[:at] + text[at:].translate(swap)
 
 
-def send(client: httpx.Client, operation: Operation, body: Body) -> httpx.Response:
-    given, tensors = dict(body[0]), body[1]
-    path = operation.path.format(**{name: given.pop(name) for name in operation.path_names})
-    if operation.method in ("GET", "DELETE") or not operation.has_body:
-        return client.request(operation.method, path, params=given)
-    media = SAFETENSORS if operation.has_tensors else "application/json"
-    headers = {"content-type": media}
-    content = write_body(media, given, tensors)
-    if not operation.has_tensors:
-        return client.request(operation.method, path, json=given)
-    return client.request(operation.method, path, content=content, headers=headers)
-
-
-def masked(response: httpx.Response, ids: Ids) -> tuple[int, bytes]:
-    """What a reply says, without the ids that the request named."""
-    text = response.content
+def masked(reply: Reply, ids: Ids) -> tuple[int, bytes, dict[str, bytes]]:
+    """All that a reply says, without the ids that the request named."""
+    text = reply.text
     for number, one in enumerate(ids.all):
         text = text.replace(one.encode(), b"id-%d" % number)
-    return response.status_code, text.replace(ids.sequence[:4].encode(), b"name")
+    tensors = {name: array.tobytes() for name, array in reply.tensors.items()}
+    return reply.status, text.replace(ids.sequence[:4].encode(), b"name"), tensors
 
 
-VOLATILE = {"pool", "info", "engines", "snapshot", "holds", "list_namespaces", "events"}
-"""Answers that change by themselves, of callers who name nothing."""
+VOLATILE: Final = {"pool", "info", "engines", "snapshot", "holds", "list_namespaces", "events"}
+"""Operations whose replies change by themselves; their requests name nothing."""
+NAMELESS: Final = {"list_sequences", "match_prefix"}
+"""Operations that succeed whatever ids the request has."""
 
 
 def test_every_operation_is_tried() -> None:
@@ -257,129 +315,137 @@ def test_every_operation_is_tried() -> None:
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_what_another_namespace_has_is_as_if_it_were_not(
-    url: str, blue: httpx.Client, scope: str
+def test_ids_of_another_namespace_are_answered_like_unknown_ids(
+    service: Service, blue: Ask, scope: str
 ) -> None:
     mine, nobodys = make_all(blue)
-    before = [blue.get(f"/v1/sequences/{mine.sequence}").json(), leased(blue)]
-    with holder(url, "red", scope) as red:
+    before = state_of(blue, mine)
+    with service.caller("red", scope) as red:
         for operation in OPERATIONS:
             if operation.scope == scope == "admin":
-                continue  # an operator is told of all namespaces
-            for one, other in zip(
-                REQUESTS[operation.name](mine), REQUESTS[operation.name](nobodys), strict=True
-            ):
-                reply, expected = send(red, operation, one), send(red, operation, other)
-                where = (operation.name, one, reply.text, expected.text)
-                is_right = reply.status_code != 422 or operation.name in (
-                    "hand_over",
-                    "renew_lease",
-                )
-                assert is_right and reply.status_code < 500, where
+                continue  # an operator sees all namespaces
+            requests = REQUESTS[operation.name]
+            for body, unknown in zip(requests(mine), requests(nobodys), strict=True):
+                reply, expected = red(operation.name, body), red(operation.name, unknown)
+                where = (operation.name, body, reply, expected)
+                assert reply.status != 422 or is_refused_unread(operation.name, body), where
+                assert reply.status < 500, where
                 may = {scope, "move"} if scope == "admin" else {scope}
-                if operation.scope not in may and operation.appended_with not in one[1]:
-                    assert reply.status_code == 403, where
-                if operation.name not in VOLATILE and reply.status_code != 201:
+                if operation.scope not in may and operation.appended_with not in body[1]:
+                    assert reply.status == 403, where
+                if operation.name not in VOLATILE and reply.status != 201:
                     assert masked(reply, mine) == masked(expected, nobodys), where
-                for id in mine.all:
-                    assert (
-                        id not in str(one)
-                        or reply.status_code >= 400
-                        or operation.frees
-                        or (operation.name in ("list_sequences", "match_prefix"))
-                    ), where
-                assert b"blue-owns" not in reply.content.replace(mine.sequence.encode(), b"")
-    assert [blue.get(f"/v1/sequences/{mine.sequence}").json(), leased(blue)] == before
-    assert blue.get(f"/v1/sequences/{mine.importing}/import").json()["state"] == "receiving"
-    assert blue.post(f"/v1/leases/{mine.lease}", json={"lease_s": 60}).status_code == 200
+                if any(one in str(body) for one in mine.all):
+                    is_right = operation.frees or operation.name in NAMELESS
+                    assert not reply.is_ok or is_right, where
+                assert b"blue-owns" not in reply.text.replace(mine.sequence.encode(), b""), where
+    assert state_of(blue, mine) == before
 
 
-def leased(client: httpx.Client) -> Any:
-    found = client.get("/v1/prefix/holds").json()["holds"]
-    return sorted((one["lease"] or "", one["page_key"]) for one in found)
+def is_refused_unread(name: str, body: Body) -> bool:
+    """Whether a router refuses a request before it asks any engine for the ids in it."""
+    return name == "renew_lease" and "page_key" in body[0]
 
 
-def test_it_takes_as_long_to_be_told_that_nothing_is_there(url: str, blue: httpx.Client) -> None:
+def state_of(blue: Ask, ids: Ids) -> list[Any]:
+    """What its owner sees of all that `ids` name."""
+    found = good(blue("holds", fields()))["holds"]
+    held = sorted((one["lease"] or "", one["page_key"]) for one in found)
+    importing = good(blue("get_import", fields(id=ids.importing)))["state"]
+    good(blue("renew_lease", fields(id=ids.lease, lease_s=60)))
+    return [good(blue("get_sequence", fields(id=ids.sequence))), held, importing]
+
+
+TIMED: Final = ("get_sequence", "gather", "export_sequence", "renew_lease")
+ROUNDS: Final = 40
+
+
+@pytest.mark.parametrize("operation", TIMED)
+def test_an_id_of_another_namespace_takes_as_long_as_an_unknown_one(
+    service: Service, blue: Ask, operation: str
+) -> None:
+    """Compares lower quartiles of interleaved calls: a busy machine delays the others."""
     mine, nobodys = make_all(blue)
-    with holder(url, "red", *SCOPES) as red:
-        for operation in OPERATIONS:
-            if operation.name not in ("get_sequence", "gather", "export_sequence", "renew_lease"):
-                continue
-            took: dict[Ids, list[float]] = {mine: [], nobodys: []}
-            for _ in range(60):
-                for ids, times in took.items():
-                    began = time.perf_counter()
-                    send(red, operation, REQUESTS[operation.name](ids)[0])
-                    times.append(time.perf_counter() - began)
-            one, other = map(statistics.median, took.values())
-            assert max(one, other) < 2 * min(one, other) + 1e-3, (operation.name, one, other)
+    took: dict[Ids, list[float]] = {mine: [], nobodys: []}
+    with service.caller("red", *SCOPES) as red:
+        for turn in range(ROUNDS):
+            for ids in (mine, nobodys) if turn % 2 else (nobodys, mine):
+                began = time.perf_counter()
+                red(operation, REQUESTS[operation](ids)[0])
+                took[ids].append(time.perf_counter() - began)
+    one, other = (statistics.quantiles(times)[0] for times in took.values())
+    assert max(one, other) < 2 * min(one, other) + 1e-3, (one, other)
 
 
-VALUES = {"red": 11.0, "blue": 77.0}
-TURNS = 250
+VALUES: Final = {"red": 11.0, "blue": 77.0}
+TURNS: Final = 200
 
 
-def test_no_reply_has_a_value_of_another_namespace(url: str) -> None:
+def test_no_reply_has_a_value_of_another_namespace(service: Service) -> None:
     """Pages change hands all the time: the pool is small, and sequences expire, are cut, evicted,
     exported, and handed over while their rows are read."""
     chance = random.Random(5)
-    with holder(url, "red", *SCOPES) as red, holder(url, "blue", *SCOPES) as blue:
+    with service.caller("red", *SCOPES) as red, service.caller("blue", *SCOPES) as blue:
+        read = dict.fromkeys(VALUES, 0)
         for turn in range(TURNS):
-            name, client = chance.choice([("red", red), ("blue", blue)])
-            step(client, VALUES[name], f"s{turn % 7}", chance)
-        for client in (red, blue):
-            assert client.get("/v1/pool").json()["integrity"] == "ok"
-            client.post("/v1/sequences/delete", json={"prefix": ""})
-            client.post("/v1/prefix/clear", json={})
+            name, ask = chance.choice([("red", red), ("blue", blue)])
+            read[name] += step(ask, VALUES[name], f"s{turn % 7}", chance)
+        for ask in (red, blue):
+            assert good(ask("pool", fields()))["integrity"] == "ok"
+            delete_all(ask)
+    assert min(read.values()) > TURNS // 4, read
 
 
-def step(client: httpx.Client, value: float, name: str, chance: random.Random) -> None:
-    """Something that makes pages change hands, and something that reads them."""
-    new = {"id": name, "ttl_s": chance.choice([0.05, 0.3, 5])}
-    post(client, "/v1/sequences", {"sequences": [new]}, media="application/json")
-    n = chance.randrange(1, 40)
+def step(ask: Ask, value: float, name: str, chance: random.Random) -> int:
+    """Make pages change hands, and read them; returns how many replies had rows."""
+    ask(
+        "create_sequences", fields(sequences=[{"id": name, "ttl_s": chance.choice([0.05, 0.3, 5])}])
+    )
+    n, num_read = chance.randrange(1, 40), 0
     rows = {"k": of_value(value, n), "v": of_value(value, n)}
     for layer in range(LAYERS):
-        where = {"layer": layer, "sequences": [name], "append_indptr": [0, n]}
-        check(post(client, "/v1/append", where, rows), value)
-    tokens = [chance.randrange(3) for _ in range(n)]
-    path = f"/v1/sequences/{name}"
+        ask("append", ({"layer": layer, "sequences": [name], "append_indptr": [0, n]}, rows))
     match chance.randrange(6):
         case 0:
-            client.post(f"{path}/truncate", json={"length": chance.randrange(n)})
+            ask("truncate", fields(id=name, length=chance.randrange(n)))
         case 1:
-            client.post(f"{path}/commit", json={"token_ids": tokens})
+            tokens = [chance.randrange(3) for _ in range(n)]
+            ask("commit", fields(id=name, token_ids=tokens))
         case 2:
-            client.post("/v1/prefix/evict", json={"num_pages": 5})
+            ask("evict", fields(num_pages=5))
         case 3:
-            header = post(client, f"{path}/export", {})
-            if header.status_code == 200:
-                told = read_body(header)[0]
-                generation = told["header"]["generation"]
-                handed = {"state": "handed", "generation": generation, "for_s": 0.001}
-                client.post(f"{path}/hand-over", json={"state": "leaving", "for_s": 0.5})
-                client.post(f"{path}/hand-over", json=handed)
-                part = {"part": 0, "generation": generation, "before": told["digest"]}
-                check(post(client, f"{path}/export", part), value)
+            num_read += export(ask, value, name)
         case 4:
-            client.delete(path)
+            ask("delete_sequence", fields(id=name))
         case _:
-            fork = {"parent": name, "length": chance.randrange(n + 1)}
-            client.post("/v1/sequences", json={"sequences": [{**fork, "ttl_s": 0.2}]})
+            fork = {"parent": name, "length": chance.randrange(n + 1), "ttl_s": 0.2}
+            ask("create_sequences", fields(sequences=[fork]))
+    q = np.random.default_rng(1).standard_normal((1, QO_HEADS, HEAD_DIM)).astype(WIRE_DTYPE)
     for layer in range(LAYERS):
         where = {"layer": layer, "sequences": [name]}
-        check(post(client, "/v1/gather", where), value)
-        q = np.random.default_rng(1).standard_normal((1, QO_HEADS, HEAD_DIM)).astype(WIRE_DTYPE)
-        check(post(client, "/v1/decode", where, {"q": q}), value)
+        num_read += has_only(ask("gather", (where, {})), value)
+        num_read += has_only(ask("decode", (where, {"q": q})), value)
+    return num_read
 
 
-def check(response: httpx.Response, value: float) -> None:
-    """Whatever rows a reply has, they are its caller's."""
-    assert response.status_code != 500, response.text
-    if response.status_code != 200 or response.headers["content-type"] != SAFETENSORS:
-        return
-    for name, array in read_body(response)[1].items():
-        if name in ("k", "v", "o") and array.size:
-            numbers = array.astype(np.float64)
-            near = np.isclose(numbers, value, rtol=1e-2) | (numbers == 0)
-            assert near.all(), (name, numbers[~near][:8], value)
+def export(ask: Ask, value: float, name: str) -> int:
+    """Export a sequence's first part while it is handed over."""
+    exported = ask("export_sequence", fields(id=name))
+    if not exported.is_ok:
+        return 0
+    generation = exported.fields["header"]["generation"]
+    ask("hand_over", fields(id=name, state="leaving", for_s=0.5))
+    ask("hand_over", fields(id=name, state="handed", generation=generation, for_s=0.001))
+    part = {"part": 0, "generation": generation, "before": exported.fields["digest"]}
+    return has_only(ask("export_sequence", fields(id=name, **part)), value)
+
+
+def has_only(reply: Reply, value: float) -> bool:
+    """Whether a reply has rows, which must be its caller's."""
+    assert reply.status != 500, reply
+    found = [array for name, array in reply.tensors.items() if name in ("k", "v", "o")]
+    for array in found:
+        numbers = array.astype(np.float64)
+        near = np.isclose(numbers, value, rtol=1e-2) | (numbers == 0)
+        assert near.all(), (numbers[~near][:8], value)
+    return any(array.size for array in found)
