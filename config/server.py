@@ -78,8 +78,10 @@ class ServerSettings(Section):
     beneath it. The engine does nothing for it while nobody looks; false takes it away."""
 
     max_sessions: Annotated[int, Field(ge=1, le=65536)] = 256
-    """Connections to the engine's socket, the HTTP doors' among them; one more is refused. Each
-    costs a file descriptor, a frame buffer and its arena."""
+    """Sessions with the engine, the HTTP doors' among them; one more is refused, unless it is a
+    door's. Each costs a file descriptor, a frame buffer and its arena. Half as many connections, at
+    least 16, may be open that have not said HELLO; one more ends the oldest of the host with the
+    most."""
 
     max_arena_bytes: Annotated[int, Field(ge=2**16)] = 2**30
     """Largest arena of one session, an HTTP door's among them: it bounds the shared memory that a

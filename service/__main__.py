@@ -178,7 +178,7 @@ def supervise(
 def allow_open_files(settings: Settings) -> None:
     """Raise the soft limit of open files, which the processes inherit, to what they may need."""
     server = settings.server
-    needed = max(server.max_connections, 2 * server.max_sessions) + OTHER_FILES
+    needed = max(server.max_connections, 3 * server.max_sessions) + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)

@@ -6,7 +6,8 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -27,6 +28,8 @@ from service.road.session import Session, Stages
 LOG: Final = logging.getLogger("attnd.engine")
 GREETING_S: Final = 10.0
 """A connection that has not said HELLO by then is closed."""
+LEAST_UNGREETED: Final = 16
+"""So many connections may be about to say it, however few sessions there may be."""
 NO_STAGES: Final = (0.0,) * 6
 
 
@@ -55,7 +58,9 @@ class Callers:
         self._state = State("ready", "ready")
         self._uids = frozenset(server.socket_uids)
         self._sessions: set[Session] = set()
-        self._ungreeted: set[Session] = set()
+        self._ungreeted: dict[Session, str] = {}
+        """Connections that have not said HELLO, oldest first, with their hosts' addresses. They do
+        not count as sessions, so they can keep nobody out."""
         self._gone: list[Session] = []
         self._number = 0
         self._spare = SpareDescriptor()
@@ -83,7 +88,7 @@ class Callers:
         return 1.0 if self._ungreeted else None
 
     def accept(self, listener: socket.socket) -> None:
-        """Take a connection in, unless it is not allowed or there are too many."""
+        """Accept a connection, unless it is not allowed. It becomes a session with its HELLO."""
         is_remote = listener.family != socket.AF_UNIX
         try:
             accepted = accept(listener)
@@ -98,21 +103,22 @@ class Callers:
         if not may_connect(who, self._uids):
             turn_away(sock, NotReady(f"user {who.uid} may not connect: see server.socket_uids"))
             return
-        most = self._server.max_sessions
-        if len(self._sessions) >= most or len(self._ungreeted) >= max(1, most // 2):
-            told = f"{most} sessions are open: close some, or raise server.max_sessions"
-            if len(self._sessions) < most:
-                told = f"{len(self._ungreeted)} connections have not said HELLO yet: wait for them"
-            turn_away(sock, Overloaded(told, retry_after_s=1.0))
-            return
+        if len(self._ungreeted) >= max(LEAST_UNGREETED, self._server.max_sessions // 2):
+            oldest = oldest_of_most_crowded(self._ungreeted)
+            told = f"{len(self._ungreeted)} connections have not said HELLO, and more come"
+            oldest.refuse(Overloaded(f"{told}: say it at once", retry_after_s=1.0))
+            del self._ungreeted[oldest]
+            self._look_after(oldest)
         self._number += 1
+        address = ""
         if is_remote:
             tune(sock)
+            address = address_of_peer(sock)
         session = Session(
             sock, self._number, self._config, self._state, who.pid, who.uid, is_remote=is_remote
         )
         self._sessions.add(session)
-        self._ungreeted.add(session)
+        self._ungreeted[session] = address
         self._selector.register(session, selectors.EVENT_READ, session)
 
     def ready(self, session: Session, mask: int) -> Sequence[Event]:
@@ -121,7 +127,7 @@ class Callers:
             session.flush()
         events: Sequence[Event] = session.read() if mask & selectors.EVENT_READ else ()
         if self._ungreeted and session.greeted:
-            self._ungreeted.discard(session)
+            self._ungreeted.pop(session, None)
         self._look_after(session)
         return events
 
@@ -137,7 +143,7 @@ class Callers:
             calls += session.live.values()
             self._selector.unregister(session)
             self._sessions.discard(session)
-            self._ungreeted.discard(session)
+            self._ungreeted.pop(session, None)
             session.close()
         return calls
 
@@ -213,8 +219,13 @@ class Callers:
                 self._look_after(session)
 
     def _make_room(self, namespace: str) -> None:
-        """Raises Overloaded where a namespace has its share of sessions."""
-        others = [one for one in self._sessions if one.greeted and not one.standing.is_door]
+        """Raises Overloaded where all sessions are taken, or the share of a namespace. Doors of
+        the service are not asked: there is always a place for them."""
+        greeted = [one for one in self._sessions if one.greeted]
+        if len(greeted) >= self._server.max_sessions:
+            told = f"{len(greeted)} sessions are open: close some, or raise server.max_sessions"
+            raise Overloaded(told, retry_after_s=1.0)
+        others = [one for one in greeted if not one.standing.is_door]
         count = sum(one.standing.tenants[0].namespace == namespace for one in others)
         if count >= self._most_of_one:
             told = f"this namespace has {count} sessions, its share of server.max_sessions"
@@ -225,3 +236,17 @@ class Callers:
         if len(memory) > self._server.pinned_arena_bytes:
             return False
         return self._backend.register(address_of(memory), len(memory))
+
+
+def oldest_of_most_crowded(ungreeted: Mapping[Session, str]) -> Session:
+    """The oldest connection of the host with the most."""
+    counts = Counter(ungreeted.values())
+    return max(ungreeted, key=lambda one: counts[ungreeted[one]])
+
+
+def address_of_peer(sock: socket.socket) -> str:
+    """A remote host's address; empty where it has left already."""
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:
+        return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import socket
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -222,14 +223,19 @@ def with_engine(
 
 @contextmanager
 def running_engine(
-    backend: Any, settings: Settings, ends: type[BaseException] | None = None
+    backend: Any,
+    settings: Settings,
+    ends: type[BaseException] | None = None,
+    secret: str = "",
+    remote: socket.socket | None = None,
 ) -> Iterator[Running]:
-    """An engine in a thread, drained at the end; it is to end with `ends`."""
+    """An engine in a thread, drained at the end; it is to end with `ends`. `secret` and `remote`
+    are for its doors, those of other hosts connect to `remote`."""
     with tempfile.TemporaryDirectory(prefix="attnd-test-") as directory:
         listening = listen(Path(directory) / "engine.sock", private=True)
         metrics = Metrics()
         try:
-            engine = Engine(listening.sock, settings, backend, metrics)
+            engine = Engine(listening.sock, settings, backend, metrics, secret, remote)
         except BaseException:
             listening.close()
             raise

@@ -28,6 +28,8 @@ from engine_fakes import GEOMETRY, FakeBackend
 
 from service import __version__
 from service.errors import NotReady
+from service.road.frames import HELLO
+from service.road.messages import VERSION, Hello, message
 
 
 async def blocked(caller: Caller, backend: FakeBackend) -> list[asyncio.Task[Reply]]:
@@ -294,7 +296,8 @@ def test_the_death_of_a_caller_takes_its_waiting_calls_out() -> None:
 def test_a_connection_that_is_one_too_many_is_told_so_and_one_that_ends_makes_room() -> None:
     async def scenario(caller: Caller) -> None:
         async with caller.another():
-            assert b"server.max_sessions" in heard(caller, b"")
+            hello = message(HELLO, Hello(VERSION, "third", False, 4096))
+            assert b"server.max_sessions" in heard(caller, hello)
         await until(lambda: caller.engine.callers.count == 1)
         async with caller.another() as again:
             await pool(again)
