@@ -128,8 +128,9 @@ class ServerSettings(Section):
     arena. What does not fit is answered 429. One largest body and one largest answer must fit."""
 
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    """Open connections of one HTTP door; one more is answered 429 and closed. Keep it below the
-    process's limit of open files."""
+    """Open connections of one HTTP door. One more closes an idle one: first those that have shown
+    no valid key, then those of the host with the most. Where none is idle it is answered 429 and
+    closed. Keep it below the process's limit of open files."""
 
     max_header_bytes: Annotated[int, Field(ge=1024)] = 64 * 2**10
     """Request line and headers of one request; more is answered 431."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -310,22 +310,64 @@ def test_a_client_that_does_not_read_its_answer_is_dropped(quiet: Running) -> No
 # limits on number
 
 
-def test_one_connection_too_many_is_told_so(quiet: Running) -> None:
+def test_one_connection_too_many_is_told_so_where_none_is_idle(quiet: Running) -> None:
+    quiet.engine.close_gate()
     peers = [quiet.connect() for _ in range(4)]
     try:
-        wait_for(lambda: len(quiet.door.connections) == 4, "all to be in")
+        for peer in peers:
+            peer.sendall(GOOD)
+        wait_for(lambda: quiet.door.active == 4, "all to wait for their answers")
         reply = only(quiet.say(b""))
         assert (reply.status, reply.problem["code"]) == (429, "overloaded")
         assert reply.headers["retry-after"] == "1"
         assert "server.max_connections" in reply.problem["detail"]
-        peers[0].sendall(request("/health/live", method="GET", content_length=""))
-        assert peers[0].recv(12) == b"HTTP/1.1 200", "those that are in go on"
+        quiet.engine.open_gate()
+        for peer in peers:
+            assert peer.recv(12) == b"HTTP/1.1 200", "those that are in go on"
     finally:
+        quiet.engine.open_gate()
         for peer in peers:
             peer.close()
     wait_for(lambda: not quiet.door.connections, "them to be gone")
     with quiet.client() as client:
         assert client.get("/health/live").status_code == 200
+
+
+ASK = request("/health/live", method="GET", content_length="")
+FEW = ("--server.max-connections", "4")
+
+
+def is_open(peer: socket.socket) -> bool:
+    """Whether the door answers on a connection."""
+    try:
+        peer.sendall(ASK)
+        return peer.recv(4096).startswith(b"HTTP/1.1 200")
+    except ConnectionError:
+        return False
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nx: y"], ids=["silent", "slow head"])
+def test_connections_without_a_request_give_place_to_new_ones(tmp_path: Path, begun: bytes) -> None:
+    with serving(tmp_path, *FEW) as running, ExitStack() as stack:
+        served = stack.enter_context(running.connect())
+        assert is_open(served)
+        for _ in range(20):
+            stack.enter_context(running.connect()).sendall(begun)
+        assert is_open(stack.enter_context(running.connect()))
+        assert is_open(served), "a connection with a request stays"
+        assert len(running.door.connections) <= 4
+
+
+def test_idle_connections_of_the_host_with_the_most_give_place_first(tmp_path: Path) -> None:
+    with serving(tmp_path, *FEW) as running, ExitStack() as stack:
+        near = ("127.0.0.1", running.port)
+        alone = stack.enter_context(
+            socket.create_connection(near, 5, source_address=("127.0.0.2", 0))
+        )
+        assert is_open(alone)
+        many = [stack.enter_context(running.connect()) for _ in range(8)]
+        assert is_open(many[-1]) and is_open(alone)
+        assert not is_open(many[0])
 
 
 # clients that leave

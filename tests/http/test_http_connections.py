@@ -147,21 +147,6 @@ def test_endless_headers_are_cut_off_and_not_kept(service: Service) -> None:
     assert peak < 2**22, f"{peak} bytes were kept"
 
 
-def test_connections_beyond_the_limit_are_refused_and_room_comes_back() -> None:
-    with serving("--server.max-connections", "4") as service, ExitStack() as open_ones:
-        clients = [open_ones.enter_context(service.client()) for _ in range(4)]
-        for client in clients:
-            assert client.get("/health/live").status_code == 200
-        with service.connect() as peer:
-            (told,) = replies(receive_all(peer))
-        assert told.problem["code"] == "overloaded" and told.headers["retry-after"] == "1", told
-        assert "server.max_connections" in told.problem["detail"]
-        clients[0].close()
-        wait_for(lambda: len(service.door.connections) == 3, "the connection to go")
-        with service.client() as another:
-            assert another.get("/health/live").status_code == 200
-
-
 def test_connections_that_send_nothing_or_too_slowly_end() -> None:
     arguments = ("--server.idle-timeout-s", "0.6", "--server.receive-timeout-s", "0.6")
     with serving(*arguments) as service, ExitStack() as open_ones:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import resource
 import sys
+from collections import Counter
 from email.utils import formatdate
 from typing import Final
 
@@ -91,7 +92,23 @@ class Door:
     def admit(self, connection: Connection) -> bool:
         """Whether one more connection may stay."""
         self.connections.add(connection)
-        return len(self.connections) <= self.max_connections and not self.draining
+        if self.draining:
+            return False
+        return len(self.connections) <= self.max_connections or self.make_room(connection)
+
+    def make_room(self, newest: Connection) -> bool:
+        """Close one idle connection for a new one; whether there was one.
+
+        First go those without a valid request so far, then those of the host with the most, then
+        those that have waited longest.
+        """
+        idle = [one for one in self.connections if one.is_idle and one is not newest]
+        if not idle:
+            return False
+        counts = Counter(one.address for one in self.connections)
+        min(idle, key=lambda one: (one.is_known, -counts[one.address], one.since)).give_place()
+        self.complain("idle connections are closed for new ones")
+        return True
 
     def forget(self, connection: Connection) -> None:
         self.connections.discard(connection)
@@ -100,15 +117,22 @@ class Door:
         """Why a connection may not stay."""
         if self.draining:
             return NotReady(self.draining)
-        told = (
-            f"{self.max_connections} connections are open: close idle ones, or raise "
+        self.complain("new connections are refused")
+        return Overloaded(self.full, retry_after_s=1.0)
+
+    @property
+    def full(self) -> str:
+        return (
+            f"{self.max_connections} connections are open: close some, or raise "
             "server.max_connections and the limit of open files"
         )
+
+    def complain(self, what: str) -> None:
+        """Log that connections are short, not too often."""
         now = self.loop.time()
         if now > self.last_complaint + COMPLAIN_EVERY_S:
             self.last_complaint = now
-            LOG.warning("new connections are refused: %s", told)
-        return Overloaded(told, retry_after_s=1.0)
+            LOG.warning("%s: %s", what, self.full)
 
     def may_linger(self, connection: Connection) -> bool:
         """Whether a closing connection may wait for its client, or would take another's place."""

@@ -39,17 +39,20 @@ class Connection(asyncio.BufferedProtocol):
     """Belongs to one door. `deadline` is when, by the loop's clock, patience ends."""
 
     __slots__ = (
+        "address",
         "deadline",
         "door",
         "entrance",
         "exchange",
         "intake",
+        "is_known",
         "is_paused",
         "is_timed",
         "is_tls",
         "leaving",
         "loop",
         "peer",
+        "since",
         "task",
         "transport",
         "unsent",
@@ -64,20 +67,26 @@ class Connection(asyncio.BufferedProtocol):
         self.task: asyncio.Task[None] | None = None
         self.entrance = None if door.gate is None else Entrance(door.gate)
         self.is_paused = self.is_timed = self.is_tls = self.leaving = False
+        self.is_known = False
+        """Whether a request has come whose key is valid; without keys, whether any has."""
         self.watch: Watch | None = None
         """Once the client has closed its side."""
         self.deadline = inf
         self.unsent = 0
         """Bytes of answers that the client has not taken, when last looked at."""
-        self.peer = ""
+        self.peer = self.address = ""
+        """The client with its port, and its host."""
 
     # what the loop calls
 
     def connection_made(self, transport: Any) -> None:
         self.transport: asyncio.Transport = transport
         self.peer = name_of(transport.get_extra_info("peername"))
+        self.address = self.peer.rpartition(":")[0]
         self.is_tls = transport.get_extra_info("sslcontext") is not None
-        self.deadline = self.loop.time() + self.door.limits.idle_timeout_s
+        self.since = self.loop.time()
+        """When it was accepted, or its last answer was sent."""
+        self.deadline = self.since + self.door.limits.idle_timeout_s
         if not self.door.admit(self):
             self.refuse(self.door.too_many())
 
@@ -163,6 +172,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.entrance is not None:
             self.entrance.authenticate(exchange)
         exchange.refusal = self.door.host_rule.refusal(exchange.said) or exchange.refusal
+        self.is_known = self.is_known or exchange.refusal is None
         if exchange.method in WITH_BODY and exchange.refusal is None:
             body.begin(self.door, self.caller_of(exchange), exchange.lead)
         self.task = self.loop.create_task(run(self.door, exchange))
@@ -170,8 +180,13 @@ class Connection(asyncio.BufferedProtocol):
     def caller_of(self, exchange: Exchange) -> str:
         """Whose share of the arena a request takes."""
         if self.entrance is None:
-            return self.peer.rpartition(":")[0]
+            return self.address
         return exchange.tenant.namespace
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for a request's head, and all answers are sent."""
+        return self.exchange is None and not self.leaving and not self.intake.is_held
 
     def welcome_body(self, exchange: Exchange, body: Body) -> None:
         """Somebody waits for the body: it may come now."""
@@ -226,7 +241,8 @@ class Connection(asyncio.BufferedProtocol):
             self.close(softly=not is_whole)
             return
         self.is_timed = False
-        self.deadline = self.loop.time() + self.door.limits.idle_timeout_s
+        self.since = self.loop.time()
+        self.deadline = self.since + self.door.limits.idle_timeout_s
         if not self.intake.is_held and (self.intake.ahead or self.is_paused):
             self.loop.call_soon(self.go_on)
 
@@ -259,6 +275,11 @@ class Connection(asyncio.BufferedProtocol):
         if self.is_paused:
             self.is_paused = False
             self.transport.resume_reading()
+
+    def give_place(self) -> None:
+        """Close at once, for another connection."""
+        self.leaving = True
+        self.transport.abort()
 
     def hang_up(self, exchange: Exchange) -> None:
         """The client is gone: whatever waits for its answer may stop."""
