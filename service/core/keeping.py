@@ -50,6 +50,8 @@ class Keeping:
 
     def expire(self) -> None:
         """End priorities and soft pins whose time is over, some at a time."""
+        if self._ends.next_due > self.now:
+            return
         for node in self._ends.take_due(self.now, ENDED_AT_ONCE):
             name = named(node)
             name.keep = after(name.keep, self.now)

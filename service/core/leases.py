@@ -71,8 +71,9 @@ class Leases:
 
     def expire(self, now: float) -> None:
         """End leases whose time is over, some at a time."""
-        for lease in self._ends.take_due(now, ENDED_AT_ONCE):
-            self._end(lease)
+        if self._ends.next_due <= now:
+            for lease in self._ends.take_due(now, ENDED_AT_ONCE):
+                self._end(lease)
 
     @property
     def next_end(self) -> float:

@@ -206,7 +206,7 @@ class SequenceBooks:
                 if len(self._looked_up) >= MOST_LOOKED_UP:
                     self._looked_up.clear()
                 self._looked_up[id(ids)] = found
-        if self._mortal or self.is_watched:
+        if self.is_watched or self._mortal.next_due < FOREVER:
             self.used[found[1]] = self.now
         return found
 

@@ -30,11 +30,12 @@ class Leaving:
     """The marks by the sequences' names in the tree; false where there are none, as nearly
     always."""
 
-    __slots__ = ("_ends", "_tree", "marks")
+    __slots__ = ("_tree", "ends", "marks")
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
-        self._ends: Timers[str] = Timers()
+        self.ends: Timers[str] = Timers()
+        """When marks end, by `time.monotonic()`."""
         self.marks: dict[str, Mark] = {}
 
     def __bool__(self) -> bool:
@@ -56,24 +57,19 @@ class Leaving:
     def prolong(self, name: str) -> None:
         """Somebody is at work on a sequence: its mark, if it has one, lasts as long again."""
         if (mark := self.marks.get(name)) is not None:
-            self._ends.set(name, time.monotonic() + mark.for_s)
+            self.ends.set(name, time.monotonic() + mark.for_s)
 
     def end(self, name: str) -> None:
         """Take a mark away; a sequence that was handed over is deleted."""
         mark = self.marks.pop(name)
-        self._ends.cancel(name)
+        self.ends.cancel(name)
         if mark.is_handed and name in self._tree.books:
             self._tree.free((name,))
-
-    @property
-    def next_end(self) -> float:
-        """When the next mark ends, by `time.monotonic()`; infinity where there is none."""
-        return self._ends.next_due
 
     def expire(self, now: float, is_held: Callable[[str], bool]) -> None:
         """End the marks that nobody came back for in time: those sequences stay, or are deleted
         where they were handed over. A mark lasts as long again while its sequence is in use."""
-        for name in self._ends.take_due(now, ENDED_AT_ONCE):
+        for name in self.ends.take_due(now, ENDED_AT_ONCE):
             if is_held(name):
                 self.prolong(name)
             else:

@@ -142,12 +142,12 @@ class Store:
     @property
     def next_end(self) -> float:
         """When time alone will next change something, by `time.monotonic()`."""
-        return min(self.tree.next_end, self.leaving.next_end)
+        return min(self.tree.next_end, self.leaving.ends.next_due)
 
     @property
     def has_expired(self) -> bool:
         """Whether the time of a sequence may be over."""
-        return min(self.tree.books.next_end, self.leaving.next_end) <= self.now
+        return self.tree.books.next_end <= self.now or self.leaving.ends.next_due <= self.now
 
     def expire(self, is_held: Callable[[str], bool]) -> None:
         """Delete the sequences that nobody has used for as long as they may live unused, and end
