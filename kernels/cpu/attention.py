@@ -58,7 +58,6 @@ def _found(
     pool: Pool, steps: Iterable[Step], first_page: int, q: torch.Tensor, scoring: Scoring
 ) -> Iterator[tuple[Rows, States]]:
     """Each tile's rows, and their states over its step's keys."""
-    scores = Scores.of(scoring, pool.k.scale)
     if fused.is_fused(pool, q, scoring):
         for step in steps:
             k, v = fused.load(pool, step, first_page)
@@ -66,11 +65,13 @@ def _found(
                 found = fused.tile_states(q[tile.index], k, v, tile, scoring.sm_scale)
                 if not found.are_finite:
                     # torch adds -inf to hidden scores: of NaN and +inf it makes NaN
+                    scores = Scores.of(scoring, pool.k.scale)
                     rows = q[tile.index].float() * scores.q_factor
                     keys, values = k.flatten(0, 1).float(), v.flatten(0, 1).float()
                     found = _tile_states(rows, keys, values, tile.shape, tile.hidden, scores.cap)
                 yield tile.index, found
         return
+    scores = Scores.of(scoring, pool.k.scale)
     q = q.to(torch.float32) * scores.q_factor
     for step in steps:
         k, v = _load(pool, step, first_page)

@@ -43,7 +43,11 @@ class States:
     @property
     def are_finite(self) -> bool:
         """Whether every o is a number, and every m a number or -inf."""
-        return bool(self.o.isfinite().all()) and bool((self.m < torch.inf).all())
+        if not self.o.numel():
+            return True
+        least, most = self.o.aminmax()  # NaN is both; isfinite takes five times as long
+        is_finite = math.isfinite(least.item()) and math.isfinite(most.item())
+        return is_finite and self.m.amax().item() < math.inf
 
     def widened(self) -> States:
         """The same states, to be joined to: all float32, `l` spelled out."""
