@@ -196,3 +196,24 @@ def test_a_unix_socket_has_no_name(tmp_path: Path) -> None:
         foreign = head("connection: close", host="host: evil.example", method="GET /openapi.json")
         peer.sendall(foreign)
         assert receive_all(peer).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://evil.example", "localhost", 403),
+        ("HTTPS://evil.example:80", "localhost", 403),
+        ("http://localhost", "evil.example", 200),
+        ("http://[::1]:8080", "evil.example", 200),
+        ("http://localhost:80@evil.example", "localhost", 400),
+        ("http://evil.example?", "localhost", 403),
+        ("http://evil.example#", "localhost", 400),
+        ("ftp://localhost", "localhost", 400),
+    ],
+)
+def test_the_authority_of_a_whole_url_stands_in_place_of_host(
+    door: Running, target: str, host: str, status: int
+) -> None:
+    line = f"GET {target}/openapi.json"
+    reply = only(door.say(head("connection: close", host=f"host: {host}", method=line)))
+    assert reply.status == status, reply

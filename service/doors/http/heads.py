@@ -19,6 +19,8 @@ REMEMBERED_BYTES: Final = 128
 SEEN_BYTES: Final = 1024
 """Longest head that a connection remembers."""
 REQUEST_ID_LINE: Final = re.compile(rb"\r\nx-request-id:[ \t]*([\x21-\x7e]+)[ \t]*(?=\r\n)", re.I)
+SCHEMES: Final = (b"http", b"https")
+AUTHORITY_END: Final = re.compile(rb"[/?#]")
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -29,6 +31,8 @@ class Target:
     path: str
     raw_path: bytes
     query: bytes
+    authority: bytes = b""
+    """Of a target that is a whole URL: it stands in place of the header Host (RFC 9112, 3.2.2)."""
 
 
 @dataclass(slots=True)
@@ -258,9 +262,12 @@ class HeadParser:
             raise MalformedRequest("HTTP/1.1 asks for the header Host: send the service's name")
         if version == "1.0" and said.transfer_encoding is not None:
             raise MalformedRequest("HTTP/1.0 has no Transfer-Encoding: send Content-Length")
+        target = split(self.url)
+        if target.authority:
+            said.host = target.authority
         return Head(
             method=parser.get_method().decode("ascii"),
-            target=split(self.url),
+            target=target,
             headers=self.headers,
             is_http_11=version == "1.1",
             keep_alive=version == "1.1" and self.keep_alive,
@@ -297,4 +304,9 @@ def split_target(url: bytes) -> Target:
     path = unquote(path) if "%" in path else path
     if not path.isprintable():
         raise MalformedRequest(f"the path {path[:100]!r} has a control character: leave it out")
-    return Target(path, raw_path, parsed.query or b"")
+    authority = b""
+    if parsed.schema is not None:
+        if parsed.schema.lower() not in SCHEMES:
+            raise MalformedRequest(f"the request's target {url[:100]!r} is no http URL")
+        authority = AUTHORITY_END.split(url.partition(b"://")[2], 1)[0]
+    return Target(path, raw_path, parsed.query or b"", authority)
