@@ -198,9 +198,9 @@ ATTACKS: Final = (
         lambda client: forks(client, 2000, 64 * PAGE),
     ),
     Attack(
-        "S11 page table of 24,000 forks of 128 pages",
-        each(Shot("page_table", {"sequences": ids(24_000)}, times=8, answer_bytes=2**26)),
-        lambda client: forks(client, 24_000, 128 * PAGE),
+        "S11 page tables of 4,000 forks of 60 pages",
+        each(Shot("page_table", {"sequences": ids(4000)}, times=8, answer_bytes=2**26)),
+        lambda client: forks(client, 4000, 60 * PAGE),
     ),
     Attack(
         "S11 256 gathers of 32,000 rows",
@@ -220,29 +220,29 @@ ATTACKS: Final = (
         lambda client: apart(client, 64, 2000),
     ),
     Attack(
-        "S12 gathers of nothing of 24,000 forks",
+        "S12 gathers of nothing of 4,096 forks",
         each(
             Shot(
                 "gather",
-                {"layer": 0, "sequences": ids(24_000), "start": 0, "stop": 0},
-                times=8,
+                {"layer": 0, "sequences": ids(4096), "start": 0, "stop": 0},
+                times=48,
                 answer_bytes=2**20,
             )
         ),
-        lambda client: forks(client, 24_000, 512 * PAGE),
+        lambda client: forks(client, 4096, 512 * PAGE),
     ),
     Attack(
-        "S12 decodes of 24,000 empty sequences",
+        "S12 decodes of 4,096 empty sequences",
         each(
             Shot(
                 "decode",
-                {"layer": 0, "sequences": ids(24_000)},
-                {"q": ones(24_000, HEADS.num_qo)},
-                times=8,
-                answer_bytes=2**23,
+                {"layer": 0, "sequences": ids(4096)},
+                {"q": ones(4096, HEADS.num_qo)},
+                times=48,
+                answer_bytes=2**22,
             )
         ),
-        lambda client: make(client, 24_000),
+        lambda client: make(client, 4096),
     ),
     Attack(
         "S13 pool beside a chain of 4,000 forks",

@@ -99,7 +99,7 @@ HEAD: Final = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--quick", action="store_true", help="short attacks, on one engine only")
+    parser.add_argument("--quick", action="store_true", help="short attacks")
     parser.add_argument("--only", default="", help="attacks whose name contains this text")
     parser.add_argument("--before", type=Path, default=ROOT, help="the service of another folder")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     seconds = QUICK_S if chosen.quick else ATTACK_S
     rows = []
     print(HEAD, flush=True)
-    for row in measure(attacks, seconds, chosen.before, with_cluster=not chosen.quick):
+    for row in measure(attacks, seconds, chosen.before):
         print(row.line(), flush=True)
         rows.append(row)
     told = provenance(("attnd", "uvicorn", "torch", "numpy"))
@@ -117,13 +117,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         chosen.json.write_text(json.dumps(told | {"rows": [asdict(row) for row in rows]}, indent=1))
 
 
-def measure(
-    attacks: Sequence[Attack], seconds: float, root: Path = ROOT, *, with_cluster: bool = True
-) -> Iterator[Row]:
+def measure(attacks: Sequence[Attack], seconds: float, root: Path = ROOT) -> Iterator[Row]:
     """A row for each attack and each way on one engine, then over HTTP on a cluster of two."""
-    ways = [("one engine", ("session", "http"))]
-    if with_cluster:
-        ways.append(("cluster of two", ("http",)))
+    ways = (("one engine", ("session", "http")), ("cluster of two", ("http",)))
     for name, service_ways in ways:
         rows = [
             (attack, way) for attack in attacks for way in service_ways if attack.runs(name, way)

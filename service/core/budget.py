@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from service.core.allocator import PageAllocator
 from service.core.errors import InvalidRequest, OutOfPages
 from service.core.named import NamedPages
 from service.core.namespaces import Namespace
 from service.core.nodes import Int32, Links, Node, named
 
+NO_LIMIT: Final = 2**63
+
+
+class EvictionPaused(Exception):
+    """So many pages were evicted as one turn may evict, and more have to be; ask again."""
+
 
 class Budget:
     """Gives pages to namespaces, out of the free ones first, then out of those that are cached."""
 
-    __slots__ = ("_links", "_named", "allocator", "namespaces", "num_evicted")
+    __slots__ = ("_links", "_named", "allocator", "most_evicted", "namespaces", "num_evicted")
 
     def __init__(self, allocator: PageAllocator, named: NamedPages, links: Links) -> None:
         self.allocator = allocator
         self.namespaces: dict[str, Namespace] = {}
         self.num_evicted = 0
+        self.most_evicted = NO_LIMIT
+        """What one `take` evicts before it raises `EvictionPaused`, with nothing else changed."""
         self._named = named
         self._links = links
 
@@ -111,17 +121,23 @@ class Budget:
             namespace.order.lost_a_child(parent, parent.name)
 
     def _make_room(self, owner: Namespace, count: int) -> None:
-        """Evict until `count` pages are available, or refuse before anything is evicted."""
+        """Evict until `count` pages are available, or refuse before anything is evicted.
+
+        Raises `EvictionPaused` once `most_evicted` are gone and more have to be.
+        """
         own = 0 if owner.max_pages is None else owner.used + count - owner.max_pages
         if count > self.obtainable(owner):
             raise self._refusal(owner, count)
+        left = self.most_evicted
         if own > 0:
-            self.evict(owner, own)
+            left -= self.evict(owner, min(own, left))
         while (missing := count - self.available(owner)) > 0:
+            if left <= 0:
+                raise EvictionPaused
             victim = self._victim(owner)
             if victim is None:
                 raise self._refusal(owner, count)
-            self.evict(victim, min(missing, self._spare(victim, owner)))
+            left -= self.evict(victim, min(missing, self._spare(victim, owner), left))
 
     def _spare(self, victim: Namespace, taker: Namespace | None) -> int:
         """Cached pages of `victim` that may go for `taker`: not those reserved for it, but its own

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from kernels.lanes import Lanes
+from service.core.budget import NO_LIMIT, EvictionPaused
 from service.engine.fair import FairQueue
 from service.engine.holds import Holds
 from service.engine.launches import Launches
@@ -33,6 +34,8 @@ ABORT_S: Final = 2.0
 """How long steps may take to let go of the device when everything is given up."""
 ROUND_SHARE: Final = 0.25
 """Of a slice: how long turns are given before the engine listens to its callers again."""
+EVICTED_A_TURN: Final = 1024
+"""Pages that one turn evicts at most: some milliseconds, or 10 where each is a node of its own."""
 LEAST_ROUND_S: Final = 1e-3
 LOOKS_PER_ROUND: Final = 4
 """Times as long may be spent in all, where many jobs that are held up must be looked at."""
@@ -214,7 +217,8 @@ class Scheduler:
         self._charge(job, time.monotonic() - started)
 
     def _turn(self, job: Job) -> bool:
-        """One job's turn; False when the device has to finish something first."""
+        """One job's turn; False when the device has to finish something first, or when more pages
+        have to be evicted for it, before which others have their turns."""
         turn, launches = turn_of(job.request), self._launches
         sharing = sharing_of(job.request, turn)
         if not launches.has_room(sharing):
@@ -224,7 +228,15 @@ class Scheduler:
         opens = job.request.step is not None
         if opens and launches.uses(set(job.request.fields.ids)) and not launches.settled():
             return False
-        self._begin(job)
+        budget = self._store.tree.budget
+        budget.most_evicted = EVICTED_A_TURN
+        try:
+            self._begin(job)
+        except EvictionPaused:
+            self._waiting.pass_on()
+            return False
+        finally:
+            budget.most_evicted = NO_LIMIT
         if isinstance(job.work, Sliced):
             return self._begin_long(job, job.work)
         if isinstance(job.work, Opened):
@@ -245,11 +257,12 @@ class Scheduler:
             if self._store.leaving:
                 refuse_leaving(self._store, job.request)
             job.work = turn_of(job.request).begin(self._store, job.request, job.seconds)
-        except FATAL:
+        except (*FATAL, EvictionPaused):
             raise
         except Exception as error:
             job.error = refusal_of(job, error)
-        self._charge(job, time.monotonic() - started)
+        finally:
+            self._charge(job, time.monotonic() - started)
 
     def _begin_long(self, job: Job, work: Sliced) -> bool:
         """Long work begins when nothing before it can be undone beneath it any more."""

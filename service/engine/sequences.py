@@ -20,7 +20,18 @@ from service.engine.request import Request
 from service.engine.rows import NUMBER_BYTES
 from service.engine.store import Store
 from service.engine.unfinished import HIDDEN
-from service.engine.work import Answered, Cost, Counts, Seconds, Sliced, Steps, Work, in_slices
+from service.engine.work import (
+    Answered,
+    Cost,
+    Counts,
+    Seconds,
+    Sliced,
+    Step,
+    Steps,
+    Work,
+    in_slices,
+    nothing_left,
+)
 from service.errors import AnswerTooLarge
 from service.image.json_text import dump_json
 from service.tenants import Tenant
@@ -126,6 +137,7 @@ class Made:
     def steps(self) -> Steps:
         yield from in_slices(self._pieces())
         self.lay()
+        yield Step(nothing_left, "turn", NO_COST)  # the end of a long answer is a turn of its own
 
     def _pieces(self) -> Generator[None, None, None]:
         at_once = MADE_AT_ONCE if self.is_short else 1

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from service.operations.common import (
     INT32_MAX,
+    MAX_SEQUENCES,
     Cap,
     Count,
     Entries,
@@ -171,6 +172,9 @@ def check_prefill(fields: PrefillFields, entries: Entries, info: InfoAnswer) -> 
 
 def check_ragged(fields: RaggedPrefillFields, entries: Entries, info: InfoAnswer) -> None:
     qo, kv = fields.qo_indptr_array, fields.kv_indptr_array
+    if qo.size > MAX_SEQUENCES + 1:
+        rule = f"at most {MAX_SEQUENCES} requests in a call: send more calls"
+        refuse("qo_indptr", f"{qo.size - 1} requests", rule)
     check_indptr("qo_indptr", qo, entries["q"].shape[0])
     check_indptr("kv_indptr", kv, entries["k"].shape[0], qo.size - 1)
     check_one_mask(entries)
@@ -182,6 +186,10 @@ def check_ragged(fields: RaggedPrefillFields, entries: Entries, info: InfoAnswer
 def check_cascade(fields: CascadeFields, entries: Entries, info: InfoAnswer) -> None:
     check_layer(fields.layer, info)
     rows = entries["q"].shape[0]
+    named = sum(len(level.sequences) for level in fields.levels)
+    if named > MAX_SEQUENCES:
+        rule = f"all together at most {MAX_SEQUENCES} in a call: send more calls"
+        refuse("levels", f"{named} sequences", rule)
     for index, level in enumerate(fields.levels):
         field = f"levels.{index}"
         check_ids(level.sequences, f"{field}.sequences")

@@ -27,6 +27,9 @@ Entries = Mapping[str, Entry]
 
 INT32_MAX: Final = 2**31 - 1
 ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,128}$"
+MAX_SEQUENCES: Final = 4096
+"""That one call reads or writes: what is done for each at once stays within a slice or
+two."""
 SCALE_SMALLEST: Final = 1e-10
 SCALE_LARGEST: Final = 1e10
 """Of `sm_scale` and of a soft cap: products and quotients of both stay normal float32 numbers."""
@@ -48,7 +51,13 @@ class Naming:
 NAMING: Final = Naming()
 SequenceId = Annotated[str, Field(pattern=ID_PATTERN, examples=["chat-1"]), NAMING]
 Ids = Annotated[
-    list[SequenceId], Field(min_length=1, fail_fast=True, json_schema_extra={"uniqueItems": True})
+    list[SequenceId],
+    Field(
+        min_length=1,
+        max_length=MAX_SEQUENCES,
+        fail_fast=True,
+        json_schema_extra={"uniqueItems": True},
+    ),
 ]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Counts = Annotated[list[Count], Field(fail_fast=True)]

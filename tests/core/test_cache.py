@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from service.core.budget import EvictionPaused
 from service.core.changes import Change, Cleared, Removed, Stored
 from service.core.errors import (
     CoreError,
@@ -92,6 +93,28 @@ def test_pages_committed_by_key_are_not_believed_to_have_ids(tree: PrefixTree) -
     with pytest.raises(KeyMismatch, match="with other token ids, or with none"):
         other.cache.commit("b", Prefix(ids(5)))
     other.check_integrity()
+
+
+@pytest.mark.parametrize("max_pages", [None, 8], ids=["the pool is full", "the quota is"])
+def test_pages_are_taken_in_parts_where_many_have_to_be_evicted(max_pages: int | None) -> None:
+    tree = PrefixTree(8 if max_pages is None else 100, PAGE, 1)
+    tree.budget.set_quota("default", max_pages, 0)
+    for page in range(8):
+        keep(tree, page)
+    tree.create([NewSpec("new")])
+    tree.budget.most_evicted = 3
+    for left in (5, 2):
+        with pytest.raises(EvictionPaused):
+            grow(tree, "new", 7 * PAGE)
+        assert tree.describe("new").length == 0
+        assert sum(found(tree, page) for page in range(8)) == left
+        tree.check_integrity()
+    with pytest.raises(OutOfPages):
+        grow(tree, "new", 9 * PAGE)
+    assert sum(found(tree, page) for page in range(8)) == 2, "a refusal evicts nothing"
+    grow(tree, "new", 7 * PAGE)
+    assert tree.describe("new").length == 7 * PAGE
+    assert sum(found(tree, page) for page in range(8)) == 1
 
 
 def test_a_low_priority_goes_first_until_its_time_is_over(tree: PrefixTree) -> None:

@@ -11,6 +11,8 @@ from declared import HEAD_DIM, LAYERS, QO_HEADS, prepared, queries, rows
 from service.errors import InvalidRequest
 
 Q1, KV1, KV2 = queries(1), rows(1), rows(2)
+MANY = [f"s{number}" for number in range(4097)]
+KV4097 = rows(4097)
 A = {"layer": 0, "sequences": ["a"]}
 P = {**A, "qo_indptr": [0, 1]}
 R = {"qo_indptr": [0, 1], "kv_indptr": [0, 1]}
@@ -46,6 +48,10 @@ OF_FIELDS: list[Case] = [
     ("delete_sequence", {"id": "a", "force": True}, {}, "force", "no such field"),
     ("truncate", {"id": "a"}, {}, "length", "must be given"),
     ("truncate", {"id": "a", "length": -1}, {}, "length", "greater than or equal to 0"),
+    ("page_table", {"sequences": MANY}, {}, "sequences", "at most 4096"),
+    ("gather", {**A, "sequences": MANY}, {}, "sequences", "at most 4096"),
+    ("append", {**A, "sequences": MANY}, {"k": KV4097, "v": KV4097}, "sequences", "at most 4096"),
+    ("decode", {**A, "sequences": MANY}, {"q": queries(4097)}, "sequences", "at most 4096"),
     ("page_table", {"sequences": ["a", "a"]}, {}, "sequences", "once"),
     ("page_table", {"sequences": ["a"], "layer": LAYERS}, {}, "layer", "below num_layers = 2"),
     ("info", {"x": 1}, {}, "x", "no such field"),
@@ -111,6 +117,20 @@ OF_FIELDS: list[Case] = [
     ("ragged_prefill", {"qo_indptr": [0], "kv_indptr": [0]}, QKV, "qo_indptr", "at least 2"),
     ("cascade", {"layer": 0, "levels": []}, {"q": Q1}, "levels", "at least 1"),
     ("cascade", {"layer": 0, "levels": [level("a")] * 17}, {"q": Q1}, "levels", "at most 16"),
+    (
+        "cascade",
+        {"layer": 0, "levels": [level("a"), level(*MANY[:4096], indptr=range(4097))]},
+        {"q": queries(4096)},
+        "levels",
+        "all together at most 4096 in a call: send more calls",
+    ),
+    (
+        "ragged_prefill",
+        {"qo_indptr": [*range(4098)], "kv_indptr": [*range(4098)]},
+        {"q": queries(4097), "k": KV4097, "v": KV4097},
+        "qo_indptr",
+        "at most 4096 requests in a call: send more calls",
+    ),
     ("cascade", {"layer": LAYERS, "levels": [level("a")]}, {"q": Q1}, "layer", "num_layers"),
     (
         "cascade",
