@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import random
+import re
+import socket
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -166,3 +169,86 @@ def test_a_control_character_in_a_path_is_refused(
             status, body = asking.ask("GET", path)
             assert status == 400, (path, status)
             assert b"malformed_request" in body
+
+
+ODD_KEYS = (
+    *(b"Bearer", b"Bearer ", b"Bearer  ", b"bearer\t", b"Basic " + KEY.encode(), KEY.encode()),
+    *(b"Bearer\t" + KEY.encode(), b"Bearer " + KEY.encode() + b", Bearer b", b"Bearer \xff\xfe"),
+    *(b"B\xe9arer x", b"Bearer " + b"x" * 2**15, b",", b'Digest username="x", realm="y"'),
+    *(b"Bearer " + KEY.upper().encode(), b"Bearer x" + KEY.encode()),
+)
+GOOD_KEYS = tuple(
+    scheme + between + KEY.encode() + after
+    for scheme in (b"Bearer", b"bearer", b"BEARER")
+    for between, after in ((b" ", b""), (b"  ", b" "), (b" \t", b"\t"))
+)
+
+
+def statuses(service: Service, data: bytes) -> list[int]:
+    """The statuses of all replies to these bytes."""
+    with service.connect() as peer:
+        peer.sendall(data)
+        peer.shutdown(socket.SHUT_WR)
+        told = b""
+        while piece := peer.recv(65536):
+            told += piece
+            if b"text/event-stream" in told:
+                break  # it does not end
+    return [int(one) for one in re.findall(rb"HTTP/1\.1 (\d{3}) ", told)]
+
+
+def request_of(method: str, path: str, *lines: bytes) -> bytes:
+    first = f"{method} {path} HTTP/1.1".encode()
+    return b"\r\n".join((first, b"host: localhost", b"connection: close", *lines, b"", b""))
+
+
+@pytest.mark.parametrize("shown", ODD_KEYS, ids=lambda shown: repr(shown[:40]))
+def test_what_is_no_key_is_answered_401_at_every_route(
+    guarded: tuple[Service, set[str]], shown: bytes
+) -> None:
+    service, known = guarded
+    for method, path in routes_of(service):
+        if path not in known | {"/docs/live.js"}:
+            found = statuses(service, request_of(method, path, b"authorization: " + shown))
+            assert found == [401], (method, path, found)
+
+
+@pytest.mark.parametrize("shown", GOOD_KEYS, ids=repr)
+def test_a_key_is_accepted_with_its_scheme_in_any_case_and_space_around_it(
+    guarded: tuple[Service, set[str]], shown: bytes
+) -> None:
+    asked = request_of("GET", f"/v1/sequences/{SECRET_ID}", b"authorization: " + shown)
+    assert statuses(guarded[0], asked) == [200]
+
+
+def test_a_key_of_64_kib_is_refused(guarded: tuple[Service, set[str]]) -> None:
+    asked = request_of("GET", "/v1/info", b"authorization: Bearer " + b"x" * 2**16)
+    assert statuses(guarded[0], asked) == [431]
+
+
+ODD_LINES = (
+    *(b"content-type: \xff", b"content-type: application/json; charset=\xff", b"content-type: ;"),
+    *(b"accept: \xff\xfe", b"accept: ,;,;q=", b"content-encoding: \xff", b"expect: \xff"),
+    *(b"x-attnd-deadline-ms: nan", b"x-attnd-deadline-ms: \xff", b"x-attnd-deadline-ms: 1e999"),
+    *(b"x-request-id: \xff", b"x-request-id: " + b"x" * 9999, b"traceparent: \xff" + b"0" * 60),
+    *(b"inference-header-content-length: \xb2", b"inference-header-content-length: -1"),
+    *(b"inference-header-content-length: " + b"9" * 5000, b"last-event-id: \xff", b"range: x"),
+    *(b"content-length: 0", b"content-length: " + b"9" * 18, b"transfer-encoding: chunked"),
+    *(b"cookie: \xff", b"upgrade: websocket", b"connection: upgrade", b"origin: \xff"),
+)
+ODD_QUERIES = ("?\xff", "?%ff=%00", "?after=%ff", "?limit=1e9", "?limit=" + "9" * 5000, "?a&a=&&=")
+
+
+def test_no_head_makes_any_route_answer_500(guarded: tuple[Service, set[str]]) -> None:
+    """Two odd headers at a time, at every route by every method, with a key."""
+    service, _ = guarded
+    chance = random.Random(3)
+    key = f"authorization: Bearer {KEY}".encode()
+    for route, path in sorted(set(routes_of(service))):
+        for method in {route, "HEAD", "PUT", "OPTIONS"}:
+            for _ in range(4):
+                lines = [key, *chance.sample(ODD_LINES, 2)]
+                asked = path + chance.choice(("", *ODD_QUERIES))
+                data = request_of(method, asked, *lines).replace("\xff".encode(), b"\xff")
+                found = statuses(service, data)
+                assert found and 500 not in found, (method, asked, lines, found)
