@@ -55,8 +55,6 @@ SPIN_S: Final = 0.002
 """A launch that takes longer is looked after every millisecond; until then all the time."""
 LEAST_RETRY_S: Final = 0.05
 MOST_RETRY_S: Final = 30.0
-LONGEST_WAIT_S: Final = 3600.0
-"""The system's clocks for waiting on sockets end after some weeks."""
 BEAT_S: Final = 1.0
 """Doors are told so often that the engine is there."""
 UNSENT_SHARE: Final = 0.125
@@ -196,8 +194,7 @@ class Engine:
                 self.scheduler.round()
                 if self._lanes:
                     self._lanes.look_after()
-                self._rest(started)
-                self._watchdog.passed(time.monotonic() - began)
+                self._watchdog.passed(self._rest(started) - began)
         except FATAL as error:
             self._lose(f"lost: {error}: restart the service")
             raise
@@ -279,7 +276,7 @@ class Engine:
     def _idle_patience(self) -> float:
         """Seconds until time alone changes something, with nothing else to do."""
         ends = min(self.store.next_end, self._beat_due)
-        left = min(max(0.0, ends - time.monotonic()), LONGEST_WAIT_S)
+        left = max(0.0, ends - time.monotonic())
         patience = self.callers.patience
         return left if patience is None else min(left, patience)
 
@@ -372,14 +369,16 @@ class Engine:
             self.callers.fail(call, error, stages, needed)
         self._telling.add(job)
 
-    def _rest(self, started: float) -> None:
-        """A round is over: what is counted is counted now, or when nothing comes for a while."""
+    def _rest(self, started: float) -> float:
+        """A round is over: what is counted is counted now, or when nothing comes for a while; when
+        the round was over."""
+        now = time.monotonic()
         if not self._telling:
             self._tell_load()
-            return
-        now = time.monotonic()
-        if self._telling.is_due(now, now - started):
+        elif self._telling.is_due(now, now - started):
             self._tell()
+            now = time.monotonic()
+        return now
 
     def _tell(self) -> None:
         """Count what was answered."""

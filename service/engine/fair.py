@@ -67,12 +67,14 @@ class FairQueue(Generic[T]):
     def first(self) -> T:
         """Whose turn it is. Raises IndexError when nobody waits."""
         if not self._is_chosen:
-            self._choose()
+            if len(self._order) > 1:
+                self._choose()
+            self._is_chosen = True
         return self._order[0].items[0]
 
     def pop(self) -> T:
         """Take the first item; among equals the next turn is another namespace's."""
-        if not self._is_chosen:
+        if not self._is_chosen and len(self._order) > 1:
             self._choose()
         order = self._order
         line = order[0]
@@ -109,9 +111,6 @@ class FairQueue(Generic[T]):
     def _choose(self) -> None:
         """Bring the line whose turn it is to the front: the first of those that used the least."""
         order = self._order
-        self._is_chosen = True
-        if len(order) < 2:
-            return
         least, at = order[0].used, 0
         for index, line in enumerate(order):
             if line.used < least:

@@ -39,6 +39,8 @@ EVICTED_A_TURN: Final = 1024
 LEAST_ROUND_S: Final = 1e-3
 LOOKS_PER_ROUND: Final = 4
 """Times as long may be spent in all, where many jobs that are held up must be looked at."""
+NOTED_S: Final = 1e-3
+"""What takes less says nothing of a slow pass."""
 
 
 def has_been_read(_: Job) -> bool:
@@ -141,7 +143,8 @@ class Scheduler:
     def _charge(self, job: Job, seconds: float) -> None:
         """Engine or device were at a job for so long."""
         self._waiting.charge(job.request.tenant.namespace, seconds)
-        self._watchdog.note(job.request.operation.name, seconds)
+        if seconds > NOTED_S:
+            self._watchdog.note(job.request.operation.name, seconds)
 
     def _take_turns(self) -> None:
         """Give turns until the round is over, or one has to wait for the device; those held up keep

@@ -48,7 +48,8 @@ class Pace:
 
     def seconds(self, kind: str, cost: Cost) -> float:
         """An estimate for work of one kind ("attend", "append", ...)."""
-        return self._guess(cost) * self._factors.get(kind, 1.0)
+        guess = cost.num_bytes / self._bytes_per_s + cost.flops / self._flops_per_s
+        return guess * self._factors.get(kind, 1.0)
 
     def is_long(self, kind: str, cost: Cost) -> bool:
         """Whether it is more than one slice."""

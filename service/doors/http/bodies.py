@@ -86,6 +86,8 @@ class Body:
             return
         if self.declared is None:
             self.ask(FIRST_BYTES)
+        elif self.declared <= FIRST_BYTES and self.declared <= self.limit:
+            self.ask(self.declared)
         elif self.declared <= self.limit:
             self.ask(source.underway.first_room(caller, self.declared))
 
@@ -107,9 +109,9 @@ class Body:
     def book(self, size: int) -> None:
         """Take `size` bytes of the caller's share in place of those that it has. Raises
         Overloaded."""
-        if self.source is not None and size != self.booked:
+        if self.source is not None and (size > FIRST_BYTES or self.booked > FIRST_BYTES):
             self.source.underway.change(self.caller, self.booked, size)
-            self.booked = size
+        self.booked = size
 
     def place(self, slot: Slot) -> None:
         """Go on in this slot, with what has come already copied over."""

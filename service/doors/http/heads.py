@@ -80,15 +80,22 @@ ONCE: Final = frozenset(
 """Headers that decide something: what stands before this service may read another of two."""
 
 
-def said_in(headers: Headers) -> tuple[Said, bytes]:
-    """What headers say, and the request id. Raises MalformedRequest for one that comes twice."""
-    said, request_id = Said(), b""
+def check_once(headers: Headers) -> None:
+    """Raises MalformedRequest for a header of `ONCE` that comes twice."""
     seen: set[bytes] = set()
-    for name, value in headers:
+    for name, _ in headers:
         if name in ONCE:
             if name in seen:
                 raise MalformedRequest(f"the header {name.decode()} is given twice: send it once")
             seen.add(name)
+
+
+def said_in(headers: Headers) -> tuple[Said, bytes]:
+    """What headers say, and the request id. Raises MalformedRequest for one that comes twice."""
+    said, request_id = Said(), b""
+    if len(dict(headers)) < len(headers):
+        check_once(headers)
+    for name, value in headers:
         match name:
             case b"host":
                 said.host = value

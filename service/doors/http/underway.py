@@ -44,7 +44,8 @@ class Underway:
 
         A caller's only large body may have any room, and small ones count for nothing.
         """
-        before, after = (size if size > FIRST_BYTES else 0 for size in (before, after))
+        before = before if before > FIRST_BYTES else 0
+        after = after if after > FIRST_BYTES else 0
         others = self.by_caller.get(caller, 0) - before
         if after > before and others and others + after > self.limit // OF_ONE:
             raise self.too_much(others)
