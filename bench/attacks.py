@@ -177,7 +177,8 @@ MANY_VALUES: Final = Shot(
 
 def marks() -> Iterable[Shot]:
     for name in ids(20_000):
-        yield Shot("hand_over", {"id": name, "state": "leaving", "for_s": 60.0})
+        fields = {"id": name, "state": "leaving", "for_s": 60.0}
+        yield Shot("hand_over", fields, answer_bytes=2**12)
 
 
 def deep_prefixes() -> Iterable[Shot]:

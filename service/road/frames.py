@@ -127,14 +127,14 @@ class Reader:
         self.begin = 0
         self.end = 0
 
-    def receive(self, sock: socket.socket) -> int:
-        """Take in what has arrived, one read's worth; 0 at the end of the stream.
+    def receive(self, sock: socket.socket, most: int = BUFFER_BYTES) -> int:
+        """Take in `most` bytes of what has arrived; 0 at the end of the stream.
 
         Offsets that `frames` gave before are void afterwards. Raises BlockingIOError when nothing
         is there, and the socket's other errors.
         """
         self.compact()
-        count = sock.recv_into(self.window[self.end :] if self.end else self.window)
+        count = sock.recv_into(self.window[self.end : self.end + most])
         self.end += count
         return count
 

@@ -258,3 +258,11 @@ def test_every_session_has_an_arena_of_its_own() -> None:
     with session_and_caller(config()) as (_, one), session_and_caller(config()) as (_, other):
         one.map()[:4] = b"mine"
         assert other.map()[:4] == bytes(4)
+
+
+def test_one_read_takes_in_a_bounded_number_of_calls() -> None:
+    with session_and_caller(config(max_calls=1000)) as (session, caller):
+        caller.send(*(call_frame(number) for number in range(1, 801)))
+        counts = [len(session.read()) for _ in range(6)]
+    assert sum(counts) == 800, counts
+    assert max(counts) <= 256, "others have their turns while each may be refused"
