@@ -147,7 +147,8 @@ def test_long_work_reads_what_was_there_when_it_began(
         if isinstance(told, Exception):
             assert code(told) in ("unknown_sequence", "sequence_moving", "not_ready"), told
         elif long == "prefill":
-            assert np.array_equal(told.o, expected)
+            # slices follow the measured pace, so two calls may differ in their last bits
+            np.testing.assert_allclose(told.o, expected, atol=2e-6, rtol=2e-6)
         elif long == "fork":
             forked = await held(caller, "f39", LAYERS)
             assert all(np.array_equal(a, b) for a, b in zip(forked, before, strict=True))

@@ -85,7 +85,7 @@ def test_unknown_sequences_are_named(client: httpx.Client) -> None:
 
 
 def test_no_such_route(client: httpx.Client) -> None:
-    for path in ("/", "/v1", "/v1/sequences/", "/v1/sequences/a/b", "/v2/decode"):
+    for path in ("/v1", "/index.html", "/v1/sequences/", "/v1/sequences/a/b", "/v2/decode"):
         check_problem(client.get(path), 404, "not_found")
 
 

@@ -44,6 +44,8 @@ CONTROL_ROUTES = {
     "/v1/sequences": {"get", "post"},
     "/v1/sequences/{id}": {"get", "delete"},
     "/v1/sequences/{id}/truncate": {"post"},
+    "/v1/sequences/truncate": {"post"},
+    "/v1/sequences/commit": {"post"},
     "/v1/sequences/{id}/claim": {"post"},
     "/v1/sequences/{id}/hand-over": {"post"},
     "/v1/engines/{name}/drain": {"post"},
