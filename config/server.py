@@ -125,7 +125,8 @@ class ServerSettings(Section):
 
     max_inflight_bytes: Annotated[int, Field(ge=2**20)] = 2**30
     """Bodies and answers that one HTTP door holds at once, received, waiting or being sent: its
-    arena. What does not fit is answered 429. One largest body and one largest answer must fit."""
+    arena. What does not fit is answered 429. One largest body and one largest answer must fit. With
+    keys one namespace has half of it for bodies and half for answers."""
 
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
     """Open connections of one HTTP door. One more closes an idle one: first those that have shown

@@ -61,6 +61,7 @@ class Router:
         self.has_keys = has_keys
         self.draining = ""
         self.arena = DoorArena(limits)
+        self.answers = self.arena.answers
         self.members = Members(limits, has_keys, self.arena, metrics)
         self.homes = Homes(self.members)
         self.passing = Passing(self.homes)

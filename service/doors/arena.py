@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from config.server import ServerSettings
+from service.doors.answers import AnswerShares
 from service.doors.spare import SpareSlots
 from service.errors import AttndError, Overloaded
 from service.image.dtypes import Part
@@ -35,6 +36,7 @@ class DoorArena:
         self.own = OwnArena(Mapping(fd, size))
         self.mapping, self.slots = self.own.mapping, self.own.slots
         self.spare = SpareSlots()
+        self.answers = AnswerShares(self.limit)
 
     def take(self, size: int) -> Slot:
         """Raises ArenaFull when the memory may not grow for it."""

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Final
 
 from config.server import ServerSettings
+from service.doors.answers import AnswerShares
 from service.doors.arena import DoorArena, overloaded
 from service.doors.patience import GRACE_S, Patience, no_answer
 from service.doors.spare import SpareSlots
@@ -53,6 +54,7 @@ class Link:
         self.draining = ""
         """Why no more requests are taken; empty while they are."""
         self.spare = SpareSlots() if arena is None else arena.spare
+        self.answers = AnswerShares(limits.max_inflight_bytes) if arena is None else arena.answers
         self.patience = None if arena is not None else Patience()
         """A router has its own."""
         self.growing: asyncio.Task[int] | None = None
@@ -230,7 +232,7 @@ class Link:
         """As `call`, for as long as it takes."""
         room = (length if operation.gives else min(length, MOST_FIELDS)) + SPARE_BYTES
         room = max(room, self.needed.get(operation.name, 0))
-        slot = await self.slot(min(room, most), exactly=room > most)
+        slot = await self.answer_slot(tenant, min(room, most), exactly=room > most)
         while True:
             try:
                 engine = self.engine()
@@ -256,7 +258,16 @@ class Link:
                 raise AnswerTooLarge(answered.needed, most, LESS)
             if operation.gives and not operation.has_body:
                 self.needed[operation.name] = answered.needed + SPARE_BYTES
-            slot = await self.slot(answered.needed)
+            slot = await self.answer_slot(tenant, answered.needed)
+
+    async def answer_slot(self, tenant: Tenant, size: int, *, exactly: bool = False) -> Slot:
+        """A slot for an answer, of the share of its namespace. Raises Overloaded, NotReady."""
+        if self.has_keys:
+            self.answers.check(tenant.namespace, size)
+        slot = await self.slot(size, exactly=exactly)
+        if self.has_keys:
+            self.answers.count(tenant.namespace, slot)
+        return slot
 
     def trim(self) -> None:
         """Give memory that nobody uses back to the system."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from config.server import ServerSettings
+from service.doors.answers import AnswerShares
 from service.image.dtypes import Part
 from service.metrics import Metrics
 from service.operations.spec import Operation
@@ -20,6 +21,7 @@ class Upstream(Protocol):
     limits: ServerSettings
     draining: str
     """Why no more requests are taken; empty while they are."""
+    answers: AnswerShares
 
     async def connect(self, path: str, name: str, secret: str) -> None:
         """Meet what is called, as a door by the service's secret.

@@ -17,6 +17,7 @@ import pytest
 from http_messages import (
     HEAD_DIM,
     KV_HEADS,
+    LAYERS,
     PAGE_SIZE,
     PAGES,
     SAFETENSORS,
@@ -226,3 +227,39 @@ def read_in_parts(client: httpx.Client, rng: np.random.Generator) -> None:
         parts.append((tensors["k"][:count], tensors["v"][-count:]))
     np.testing.assert_array_equal(np.concatenate([one for one, _ in parts]), k)
     np.testing.assert_array_equal(np.concatenate([one for _, one in parts]), v)
+
+
+def test_answers_that_one_namespace_does_not_read_leave_room_for_those_of_others(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("\n".join(line_of(name, name, ["read", "append"]) for name in ("red", "blue")))
+    limits = {"max-inflight-bytes": 8, "max-body-bytes": 2, "max-answer-bytes": 4}
+    given = [text for name, n in limits.items() for text in (f"--server.{name}", str(n * MIB))]
+    forks = [f"fork-{number}" for number in range(80)]
+    fields = {"layer": 0, "sequences": forks}
+    body = write_body(SAFETENSORS, fields, {})
+    lines = (f"content-type: {SAFETENSORS}", f"content-length: {len(body)}", "host: localhost")
+    head = "\r\n".join(["POST /v1/gather HTTP/1.1", "authorization: Bearer red", *lines, "", ""])
+    with serving("--auth.keys-file", str(path), *given) as service, ExitStack() as stack:
+        for name in ("red", "blue"):
+            with service.client() as client:
+                client.headers["authorization"] = f"Bearer {name}"
+                create(client, "a")
+                n = PAGES * PAGE_SIZE // 8
+                for layer in range(LAYERS):
+                    append(client, layer, "a", *(rows(np.random.default_rng(1), n) for _ in "kv"))
+                create(client, *({"id": one, "parent": "a"} for one in forks))
+        red = stack.enter_context(service.client())
+        red.headers["authorization"] = "Bearer red"
+        for _ in range(8):
+            peer = stack.enter_context(service.connect())
+            peer.sendall(8 * (head.encode() + body))
+        wait_for(lambda: post(red, "/v1/gather", fields).status_code == 429, "a full share")
+        with service.client() as blue:
+            blue.headers["authorization"] = "Bearer blue"
+            assert post(blue, "/v1/gather", fields).status_code == 200
+        stack.close()
+        with service.client() as again:
+            again.headers["authorization"] = "Bearer red"
+            wait_for(lambda: post(again, "/v1/gather", fields).status_code == 200, "its share")

@@ -179,7 +179,9 @@ class Caller:
                 size = len(part)
             else:
                 written, size = await self.door.helper.json_of_image(slot, length, limit)
-                part = b"" if written is None else written.view(size)
+                if written is not None:
+                    self.door.link.answers.count(exchange.tenant.namespace, written)
+                    part = written.view(size)
         finally:
             self.door.give_back(slot)
         if size > limit:
