@@ -186,7 +186,9 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def is_idle(self) -> bool:
         """Whether it waits for a request's head, and all answers are sent."""
-        return self.exchange is None and not self.leaving and not self.intake.is_held
+        if self.exchange is not None or self.leaving:
+            return False
+        return not self.intake.is_held and not self.intake.ahead
 
     def welcome_body(self, exchange: Exchange, body: Body) -> None:
         """Somebody waits for the body: it may come now."""
