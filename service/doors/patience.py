@@ -32,7 +32,7 @@ class Patience:
 
     def begin(self, seconds: float) -> asyncio.Task[Any]:
         """The current task, which is cancelled when it has not ended by then."""
-        task = asyncio.current_task()
+        task = asyncio.current_task(self.loop)
         if task is None:
             raise RuntimeError("a call outside of any task: this is a bug")
         self.waiting[task] = self.loop.time() + seconds

@@ -31,6 +31,7 @@ MOST: Final = 512
 """Calls remembered at a time: some operations of all of a model's layers."""
 PLAIN: Final = frozenset({int, float, bool, str, list, tuple, type(None)})
 """Kinds that a key holds by value."""
+LISTS: Final = frozenset({list, tuple})
 LISTED: Final = frozenset({int, float, bool, str})
 """What the lists among a call's arguments may hold: `marshal` takes other kinds for bytes."""
 ROWS: Final = frozenset({"q", "k", "v", "mask"})
@@ -62,7 +63,8 @@ class Repeats(Generic[R]):
         key: list[object] = [build, len(args)]
         plain: list[object] = []
         rows: list[int] = []
-        for name, arg in chain(zip(parameters(build), args, strict=False), kwargs.items()):
+        named = zip(parameters(build), args, strict=False)
+        for name, arg in chain(named, kwargs.items()) if kwargs else named:
             kind = type(arg)
             if name in ROWS:
                 if arg is not None:
@@ -73,7 +75,7 @@ class Repeats(Generic[R]):
             elif name == "offsets":
                 continue
             elif kind in PLAIN:
-                if (kind is list or kind is tuple) and not LISTED.issuperset(map(type, arg)):
+                if kind in LISTS and not LISTED.issuperset(map(type, arg)):
                     return None
                 plain += (name, arg)
             elif kind is np.ndarray and arg.dtype.kind in "iuU":
@@ -82,7 +84,7 @@ class Repeats(Generic[R]):
                 return None
         if not rows:
             return None
-        if len(set(rows)) < len(rows):
+        if len(rows) > 1 and len(set(rows)) < len(rows):
             key += map(rows.index, rows)
         key.append(marshal.dumps(plain, 2))
         return tuple(key)
