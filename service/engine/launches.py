@@ -74,25 +74,27 @@ class Landed:
     num_rows: int = 0
     """Of queries."""
     cost: Cost | None = None
-    """Of what had the device alone, and took `seconds`."""
+    """Of all that had the device alone, and took `seconds`."""
     seconds: float = 0.0
+    num_jobs: int = 0
+    """That shared the launch."""
 
 
 def landed_of(launch: Launch, was_alone: bool) -> Landed | None:
-    """None where nothing attended. `was_alone`: nothing else was on the device; an estimate is for
-    one job."""
+    """None where nothing attended. `was_alone`: nothing else was on the device."""
     landed = Landed(seconds=launch.finished - launch.started)
-    num_grouped = 0
+    num_bytes = flops = 0.0
     for job in launch.jobs:
         work = job.work
         if isinstance(work, Grouped):
-            num_grouped += 1
-            landed.cost = work.cost
+            landed.num_jobs += 1
+            num_bytes += work.cost.num_bytes
+            flops += work.cost.flops
             for attend in work.attends:
                 landed.num_rows += attend.q.shape[0]
-    if num_grouped != 1 or not was_alone:
-        landed.cost = None
-    return landed if num_grouped else None
+    if was_alone:
+        landed.cost = Cost(num_bytes, flops)
+    return landed if landed.num_jobs else None
 
 
 class Launches:
@@ -201,6 +203,8 @@ class Launches:
             landed = landed_of(launch, not self._flying)
             if landed is not None:
                 self._landed.append(landed)
+                if landed.seconds > self._store.pace.slice_s:
+                    self.learn()  # before others like it are let in
 
     def _empty_group(self) -> None:
         self._group, self._group_s, self._sharing, self.is_closed = [], 0.0, None, False
@@ -214,12 +218,21 @@ class Launches:
 
     def learn(self) -> None:
         """Count the launches of attention since the last time; those that had the device alone
-        correct the estimates."""
+        correct the estimates. Jobs that share a launch may take less together than each alone, so
+        those only tell that estimates were too low."""
         landed, self._landed = self._landed, []
         for one in landed:
             self._metrics.batch(one.num_rows)
-            if one.cost is not None:
+            if one.cost is not None and self._tells(one, one.cost):
                 self._store.pace.correct("attend", one.cost, one.seconds)
+
+    def _tells(self, landed: Landed, cost: Cost) -> bool:
+        """Whether estimates are corrected by a launch: of one job always."""
+        pace = self._store.pace
+        if landed.num_jobs == 1:
+            return True
+        is_late = landed.seconds > max(pace.slice_s, pace.seconds("attend", cost))
+        return is_late and not pace.is_short(cost)
 
     def uses(self, names: set[str]) -> bool:
         """Whether what may yet be undone and run again reads or writes one of these sequences."""

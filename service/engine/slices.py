@@ -55,6 +55,10 @@ class Pace:
         """Whether it is more than one slice."""
         return self.seconds(kind, cost) > self.slice_s
 
+    def is_short(self, cost: Cost) -> bool:
+        """Whether it was first thought to take so little that calls and launches decide."""
+        return self._guess(cost) < self._short_s
+
     def knows(self, kind: str) -> bool:
         """Whether work of that kind was measured."""
         return kind in self._factors or kind in self._overheads
@@ -71,7 +75,7 @@ class Pace:
     def correct(self, kind: str, cost: Cost, measured_s: float) -> None:
         """Work of a known cost took `measured_s`."""
         overhead, guess = self._overheads.get(kind), self._guess(cost)
-        is_short, believed = guess < self._short_s, self.seconds(kind, cost)
+        is_short, believed = self.is_short(cost), self.seconds(kind, cost)
         if is_short:
             before = measured_s if overhead is None else overhead
             self._overheads[kind] = before + CORRECTION * (measured_s - before)

@@ -5,6 +5,7 @@ What is measured is CPU time of that thread, which other programs of a busy mach
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from engine_caller import Asked, Caller, Refused, outcome, with_engine
 from kernels import make_backend
 from kernels.backend import PoolGeometry
 from service.engine import turns
+from service.engine.engine import RATES
 from service.operations.common import MAX_SEQUENCES
 from service.operations.sequences import MAX_BATCH
 from service.watchdog import Watchdog
@@ -225,6 +227,28 @@ def test_no_operation_keeps_the_loop_much_longer_than_a_slice(
 ) -> None:
     found = longest(scenario, monkeypatch)
     assert found and max(found.values()) < MAX_S, found
+
+
+def test_launches_that_many_calls_share_become_as_short_as_a_slice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(RATES, "cpu", (4e10, 2e11))  # it is thought to be ten times as fast
+    names, count = ids(64), 1000
+    fields = {"layer": 0, "sequences": names}
+    asked = Asked("decode", fields, {"q": rows(64, 8)})
+
+    async def bursts(caller: Caller, passes: Passes) -> None:
+        await caller.call("create_sequences", {"sequences": [{"id": name} for name in names]})
+        for name in names:
+            one = {"layer": 0, "sequences": [name], "append_indptr": [0, count]}
+            await caller.call("append", one, **kv(count))
+        for _ in range(2):  # the first tells what such a launch takes
+            del passes.seconds[:]
+            await asyncio.gather(*(caller.submit(asked) for _ in range(24)))
+        passes.longest["decode"] = max(passes.seconds)
+
+    found = longest(bursts, monkeypatch)
+    assert found["decode"] < MAX_S, found
 
 
 def test_a_turn_that_is_too_long_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
