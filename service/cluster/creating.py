@@ -17,6 +17,7 @@ from service.cluster.underway import Wait
 from service.doors.problems import ProblemText
 from service.errors import (
     AttndError,
+    InvalidRequest,
     LostSequence,
     NotReady,
     Overloaded,
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 ELSEWHERE: Final = frozenset({429, 503, 507})
 """An engine that refuses like this may be passed over for another."""
 UNDO_S: Final = 10.0
+MAX_NEW: Final = 1000
+"""Sequences of a call: as many as one engine's reply may describe (`json_text.MAX_LISTS`)."""
+PLACED_AT_ONCE: Final = 128
+"""Sequences placed in one pass of the loop: about 5 ms."""
 
 
 class Failed(Exception):
@@ -47,8 +52,13 @@ class Failed(Exception):
 async def create(router: Router, call: Call, prepared: Prepared) -> tuple[Answered, Slot]:
     """Make sequences: forks where their parents are, others where their prefix and room are.
 
-    Raises SequenceExists, LostSequence and what engines refuse; then none is made.
+    Raises SequenceExists, LostSequence and what engines refuse; then none is made. Other calls have
+    their turns while many are placed.
     """
+    count = len(prepared.fields.sequences)
+    if count > MAX_NEW:
+        rule = f"at most {MAX_NEW} in a call to a cluster: send more calls"
+        raise InvalidRequest("sequences", f"{count} items", rule)
     new = news_of(call, prepared)
     if any(one.id is not None for one in new):
         router.members.check_all_answer()
@@ -60,7 +70,9 @@ async def create(router: Router, call: Call, prepared: Prepared) -> tuple[Answer
     while True:
         homes: list[Home] = []
         waits: list[Wait] = []
-        for one in new:
+        for number, one in enumerate(new, 1):
+            if number % PLACED_AT_ONCE == 0:
+                await asyncio.sleep(0)
             if one.ranks > 1:
                 homes.append(place_ranks(router, one, passed_over))
             elif one.parent is None:

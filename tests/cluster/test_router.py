@@ -43,6 +43,21 @@ def test_new_sequences_are_spread_and_ids_tell_their_engine(two_engines: LocalEn
     run(two_engines, check)
 
 
+def test_a_call_makes_at_most_a_thousand_sequences(
+    two_engines: LocalEngines,
+) -> None:
+    async def check(cluster: Cluster) -> None:
+        many = [{"id": f"many-{number}"} for number in range(1001)]
+        refused = await cluster.call("create_sequences", {"sequences": many})
+        assert (refused.status, refused.fields["field"]) == (422, "sequences")
+        made = await cluster.told("create_sequences", {"sequences": many[:-1]})
+        assert [one["id"] for one in made.fields["sequences"]] == [one["id"] for one in many[:-1]]
+        deleted = await cluster.told("delete_sequences", {"prefix": "many-"})
+        assert deleted.fields["num_deleted"] == 1000
+
+    run(two_engines, check)
+
+
 def test_a_batch_over_both_engines_gives_the_numbers_of_each_sequence_alone(
     two_engines: LocalEngines, rng: np.random.Generator
 ) -> None:
