@@ -36,7 +36,7 @@ ROAD_AT_ONCE: Final = 4000
 """Below the calls that one session may have in flight."""
 ARENA_BYTES: Final = 192 * 2**20
 SETUP_S: Final = 300.0
-MADE_AT_ONCE: Final = 2000
+MADE_AT_ONCE: Final = 1000
 Array = NDArray[Any]
 
 

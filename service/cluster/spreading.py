@@ -24,8 +24,8 @@ Answer = tuple[Answered, Slot]
 
 
 async def ask_everywhere(router: Router, call: Call, prepared: Prepared) -> Answer:
-    """Ask all engines, and join what they say."""
-    asked = prepared.fields.model_dump(exclude_unset=True)
+    """Ask all engines, and join what they say. `match` alone has token ids, and sends a tensor."""
+    asked = prepared.fields.model_dump(exclude_unset=True, exclude={"token_ids"})
     match call.operation.name:
         case "delete_sequences":
             return await delete_many(router, call, prepared)
@@ -52,8 +52,11 @@ async def ask_everywhere(router: Router, call: Call, prepared: Prepared) -> Answ
 
 async def match(router: Router, call: Call, prepared: Prepared, asked: dict[str, Any]) -> Answer:
     """The longest match of the engines that take new sequences, or of all where none does; only the
-    engine that has it gives a lease."""
+    engine that has it gives a lease. Token ids go to the engines as a tensor: a long list is not
+    written and read as JSON again."""
     arrays = call.arrays(prepared.layout)
+    if prepared.fields.ids_array is not None:
+        arrays["token_ids"] = prepared.fields.ids_array
     looked = asked | {"lease_s": 0.0}
     told = await ask_all(router, call, [looked] * len(router.members.engines), arrays)
     among = [one for one in told if one[0].takes_new] or told
