@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 PROC: Final = Path("/proc")
-MODULE: Final = re.compile(rb"(?:^|\0)-m\0([\w.]+)")
+MODULE: Final = re.compile(rb"(?:^|\0)(?:-m|[^\0]*/service/launch\.py)\0([\w.]+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from service.addresses import bind_addresses
 from service.cluster.doors import Doors, start_doors
 from service.cluster.local import LocalEngines, local_engines
 
-PAGES: Final = 1024
+PAGES: Final = 8192
 PAGE: Final = 4
 MOST_TOKENS: Final = 120
 MOST_SEQUENCES: Final = 10

@@ -25,8 +25,8 @@ from service.watchdog import Watchdog
 
 GEOMETRY = PoolGeometry(2, 65536, 16, 1, 8, dtype="fp32")
 PAGE = GEOMETRY.page_size
-MAX_S = 0.08
-"""A slice is 20 ms; a slow or busy processor may need some times as long."""
+MAX_S = 0.15
+"""A slice is 20 ms; a slow or busy processor may need several times as long."""
 ROOM_BYTES = 2**24
 ARENA_BYTES = 2**27
 MADE = 15_000
