@@ -367,7 +367,7 @@ def test_idle_connections_of_the_host_with_the_most_give_place_first(tmp_path: P
         assert is_open(alone)
         many = [stack.enter_context(running.connect()) for _ in range(8)]
         assert is_open(many[-1]) and is_open(alone)
-        assert not is_open(many[0])
+        assert not all(is_open(one) for one in many)  # those accepted at once are equally idle
 
 
 # clients that leave
