@@ -25,9 +25,9 @@ from service.cluster.settling import wait_for_move
 from service.cluster.spreading import ask_everywhere, ask_for_lease
 from service.cluster.underway import Prompts
 from service.doors.arena import DoorArena
-from service.doors.patience import GRACE_S, Patience, no_answer
 from service.doors.pieces import OneByOne
 from service.doors.problems import ProblemText
+from service.doors.timeouts import Timeouts
 from service.errors import InvalidRequest, NotReady
 from service.image.dtypes import Part
 from service.image.json_pieces import is_short
@@ -65,7 +65,7 @@ class Router:
         self.members = Members(limits, has_keys, self.arena, metrics)
         self.homes = Homes(self.members)
         self.passing = Passing(self.homes)
-        self.patience = Patience()
+        self.timeouts = Timeouts()
         self.prompts = Prompts()
         self.drains: dict[str, asyncio.Task[None]] = {}
         self.long_work = OneByOne()
@@ -129,7 +129,7 @@ class Router:
     def close(self) -> None:
         for name in list(self.drains):
             self.stop_draining(name)
-        self.patience.close()
+        self.timeouts.close()
         self.members.close()
         self.arena.close()
 
@@ -149,17 +149,11 @@ class Router:
         tenant.require(operation.scope, operation.name)  # before any engine is asked for an id
         image = request.view(length)
         call = Call(operation, image, most, deadline_us, request_id, tenant, request)
-        patience = (deadline_us * 1e-6 or self.limits.deadline_s) + GRACE_S
         request.hold()  # the image lies there until the call is over, also when nobody waits
-        task = self.patience.begin(patience)
         try:
-            return await self.route(call)
-        except asyncio.CancelledError:
-            if not self.patience.is_over(task):
-                raise
-            raise no_answer(patience) from None
+            with self.timeouts.limit(deadline_us * 1e-6 or self.limits.deadline_s):
+                return await self.route(call)
         finally:
-            self.patience.end(task)
             request.free()
 
     async def route(self, call: Call) -> Answer:

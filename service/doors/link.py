@@ -10,8 +10,8 @@ from typing import Final
 from config.server import ServerSettings
 from service.doors.answers import AnswerShares
 from service.doors.arena import DoorArena, overloaded
-from service.doors.patience import GRACE_S, Patience, no_answer
 from service.doors.spare import SpareSlots
+from service.doors.timeouts import Timeouts
 from service.errors import AnswerTooLarge, NotReady, Overloaded
 from service.image.dtypes import Part
 from service.metrics import Metrics
@@ -55,7 +55,7 @@ class Link:
         """Why no more requests are taken; empty while they are."""
         self.spare = SpareSlots() if arena is None else arena.spare
         self.answers = AnswerShares(limits.max_inflight_bytes) if arena is None else arena.answers
-        self.patience = None if arena is not None else Patience()
+        self.timeouts = None if arena is not None else Timeouts()
         """A router has its own."""
         self.growing: asyncio.Task[int] | None = None
         self.on_reached: Callable[[], object] | None = None
@@ -201,23 +201,15 @@ class Link:
         Raises AnswerTooLarge, Overloaded, NotReady, and DeadlineExceeded where the engine has said
         nothing `GRACE_S` after the deadline; what the engine refuses is an answer too.
         """
-        patience = self.patience
-        if patience is None:
+        timeouts = self.timeouts
+        if timeouts is None:
             return await self.exchange(
                 operation, request, length, most, deadline_us, request_id, tenant
             )
-        seconds = (deadline_us * 1e-6 or self.limits.deadline_s) + GRACE_S
-        task = patience.begin(seconds)
-        try:
+        with timeouts.limit(deadline_us * 1e-6 or self.limits.deadline_s):
             return await self.exchange(
                 operation, request, length, most, deadline_us, request_id, tenant
             )
-        except asyncio.CancelledError:
-            if not patience.is_over(task):
-                raise
-            raise no_answer(seconds) from None
-        finally:
-            patience.end(task)
 
     async def exchange(
         self,
@@ -278,8 +270,8 @@ class Link:
 
     def close(self) -> None:
         """End the session."""
-        if self.patience is not None:
-            self.patience.close()
+        if self.timeouts is not None:
+            self.timeouts.close()
         if self.arena is None:
             self.spare.free()
         if self.caller is not None:

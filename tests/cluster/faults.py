@@ -22,7 +22,8 @@ from typing import Any, Final
 import numpy as np
 
 from service.cluster.local import LocalEngines, local_engines
-from service.cluster.router import GRACE_S, Router
+from service.cluster.router import Router
+from service.doors.timeouts import GRACE_S
 from tests.cluster.cluster_calls import (
     ATOL,
     DIM,
