@@ -21,8 +21,8 @@ from service.cluster.answering import (
 from service.cluster.batches import cut, has_mask, join, row_sums
 from service.cluster.engine import Call, Engine, Told, problem_in, refusal_in
 from service.cluster.names import tags_of
-from service.cluster.ranks import Home, Ranks
 from service.cluster.settling import wait_for_move
+from service.cluster.sharded.ranks import Home, Ranks
 from service.doors.problems import ProblemText, document_of
 from service.errors import InvalidRequest, LostSequence, NotReady, SequenceMoving
 from service.image.dtypes import Array

@@ -12,7 +12,7 @@ from service.cluster.answering import each, longest, reply, unknown_in
 from service.cluster.engine import Call, Engine, Told, refusal_in
 from service.cluster.names import made_id, tags_of
 from service.cluster.placing import New, news_of, place_one, place_ranks
-from service.cluster.ranks import Home, Ranks
+from service.cluster.sharded.ranks import Home, Ranks
 from service.cluster.underway import Wait
 from service.doors.problems import ProblemText
 from service.errors import (

@@ -42,7 +42,7 @@ from service.cluster.handing import give_up, hand, part_there, tags_there
 from service.cluster.holding import move_holds
 from service.cluster.names import BETWEEN
 from service.cluster.settling import settle
-from service.core.shards import Shard
+from service.core.shards.layout import Shard
 from service.doors.problems import ProblemText
 from service.errors import NotReady
 from service.operations.prefix import LIST_NAMESPACES

@@ -7,9 +7,9 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
 from service.cluster.answering import each
-from service.cluster.dealt import Fields, whole_view
 from service.cluster.engine import Call, Engine, Told
 from service.cluster.finding import in_time
+from service.cluster.sharded.shard_replies import Fields, whole_view
 from service.errors import NotReady
 from service.image.dtypes import Array
 

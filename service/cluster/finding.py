@@ -11,7 +11,7 @@ from service.cluster.answering import MOVING, each, is_moving
 from service.cluster.engine import Call, Engine, Told
 from service.cluster.names import BETWEEN, Names, tags_of
 from service.cluster.polling import SILENT_S
-from service.cluster.ranks import Home, drop, unwaited
+from service.cluster.sharded.ranks import Home, drop, unwaited
 from service.doors.problems import ProblemText
 from service.errors import AttndError, LostSequence, NotReady, UnknownSequence
 from service.operations.rows import GATHER

@@ -18,7 +18,7 @@ from service.cluster.listed import Listed, read_members
 from service.cluster.names import BETWEEN, tags_of
 from service.cluster.polling import ASK_DEADLINE_S, Member, ask, look_at, poll, read_events
 from service.cluster.prefixes import Prefixes
-from service.cluster.ranks import Home, Ranks
+from service.cluster.sharded.ranks import Home, Ranks
 from service.doors.arena import DoorArena
 from service.doors.link import Link
 from service.doors.problems import ProblemText

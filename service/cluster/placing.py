@@ -15,7 +15,7 @@ from service.cluster.engine import Call, Engine
 from service.cluster.names import BETWEEN
 from service.cluster.placement import Load, choose
 from service.cluster.prefixes import chained_keys
-from service.cluster.ranks import Home
+from service.cluster.sharded.ranks import Home
 from service.cluster.underway import Underway, Wait
 from service.core.keys import Prefix, as_keys
 from service.errors import InvalidRequest, NotReady

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from service.core.errors import InvalidRequest, SequenceExists, SequenceTaken, UnknownSequence
 from service.core.sequences import SequenceBooks, refuse_twice
-from service.core.shards import WHOLE, Shard
+from service.core.shards.layout import WHOLE, Shard
 from service.core.values import NewSpec
 
 

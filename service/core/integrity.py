@@ -15,7 +15,7 @@ from service.core.named_integrity import check_named
 from service.core.namespaces import Namespace
 from service.core.nodes import Leaf, Links, Node
 from service.core.sequences import SequenceBooks
-from service.core.shards import held
+from service.core.shards.layout import held
 
 Pieces = Generator[None, None, None]
 TRIES: Final = 3

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.errors import InvalidRequest
-from service.core.shards import WHOLE, Shard, Whole
+from service.core.shards.layout import WHOLE, Shard, Whole
 
 if TYPE_CHECKING:
     from service.core.named import NamedPages

@@ -12,7 +12,7 @@ from service.core.errors import InvalidRequest
 from service.core.levels import Batch, CascadeLevel, Runs, cut_level
 from service.core.ragged import Int32, indptr, lens_of, ramps
 from service.core.segments import Segments, cut_segments
-from service.core.sharding import Sight, positions
+from service.core.shards.rows import Sight, positions
 from service.core.tree import PrefixTree
 
 CascadeMode = Literal["auto", "always", "never"]

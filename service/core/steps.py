@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.core.errors import IntegrityError, InvalidRequest
-from service.core.sharding import extend, grown
+from service.core.shards.rows import extend, grown
 from service.core.tree import PrefixTree, set_whole
 from service.core.values import Extension, Indices, Int32
 

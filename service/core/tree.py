@@ -22,7 +22,7 @@ from service.core.namespaces import Namespace
 from service.core.nodes import Leaf, Links
 from service.core.ragged import CsrTable, csr_table, indptr, token_slots
 from service.core.sequences import SequenceBooks
-from service.core.shards import WHOLE
+from service.core.shards.layout import WHOLE
 from service.core.sharing import Sharing, sharing_steps
 from service.core.values import (
     Extension,

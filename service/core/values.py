@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from service.core.keys import Prefix
 from service.core.nodes import Leaf
-from service.core.shards import WHOLE, Shard
+from service.core.shards.layout import WHOLE, Shard
 
 Int32 = NDArray[np.int32]
 Indices = NDArray[np.intp]

@@ -15,14 +15,14 @@ from kernels.backend import Attend, AttentionState, Mask, Scoring
 from kernels.tensor import Array, host_array
 from service.core.errors import InvalidRequest
 from service.core.ragged import lens_of
-from service.core.sharding import Sight, check_epochs, grown, has_shards, whole_lengths
+from service.core.shards.rows import Sight, check_epochs, grown, has_shards, whole_lengths
 from service.core.values import Extension
+from service.engine.handlers.shards.masks import shard_mask
 from service.engine.masks import ragged_mask
 from service.engine.place import AnswerLayout, answer_bytes
 from service.engine.plans import Planned
 from service.engine.request import Request
 from service.engine.rows import write_steps
-from service.engine.shard_masks import shard_mask
 from service.engine.slices import cut_attend, paced_spans, row_keys
 from service.engine.store import Store
 from service.engine.work import Cost, Counts, Grouped, Mode, Seconds, Sliced, Step, Steps, Work

@@ -11,6 +11,7 @@ import numpy as np
 
 from kernels.backend import NUMPY_DTYPES, Done, Int32
 from service.core.cutting import Cut
+from service.engine.handlers.shards.claims import cut_whole, held_after
 from service.engine.request import Request
 from service.engine.rows import refuse_shards
 from service.engine.sequences import (
@@ -19,7 +20,6 @@ from service.engine.sequences import (
     sequence_fields,
     view_bytes,
 )
-from service.engine.shards import cut_whole, held_after
 from service.engine.store import Store, StoreLost
 from service.engine.work import Answered, Cost, Seconds, Sliced, Step, Steps, Work
 

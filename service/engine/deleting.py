@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Final
 
-from service.core.sharding import check_epochs, epoch_of
+from service.core.shards.rows import check_epochs, epoch_of
 from service.engine.request import Request
 from service.engine.sequences import MADE_AT_ONCE, VIEW_BYTES
 from service.engine.store import Store

@@ -12,7 +12,7 @@ import numpy as np
 from kernels.backend import NUMPY_DTYPES, Array, Int32
 from service.core.keys import KEY_BYTES, Prefix
 from service.core.nodes import FOREVER, Leaf
-from service.core.shards import WHOLE, Shard, held
+from service.core.shards.layout import WHOLE, Shard, held
 from service.core.transfer import generation, names_of, slots_of
 from service.engine.request import Request
 from service.engine.rows import NUMBER_BYTES

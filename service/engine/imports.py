@@ -7,8 +7,8 @@ from functools import partial
 
 from kernels.backend import Done
 from service.core.nodes import Leaf
-from service.core.sharding import epoch_of
-from service.core.shards import WHOLE, Shard
+from service.core.shards.layout import WHOLE, Shard
+from service.core.shards.rows import epoch_of
 from service.core.transfer import fill, rename
 from service.core.values import NewSpec
 from service.engine.exports import (

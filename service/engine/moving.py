@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from service.core.errors import InvalidRequest
-from service.core.sharding import check_epochs
-from service.core.shards import WHOLE, Shard
+from service.core.shards.layout import WHOLE, Shard
+from service.core.shards.rows import check_epochs
 from service.core.transfer import generation
 from service.engine.leaving import Mark
 from service.engine.request import Request

@@ -11,7 +11,7 @@ import numpy as np
 
 from kernels.backend import Int32, Level, Plan
 from service.core.plan import CascadeMode, CascadePlan, explicit_levels, make_plan
-from service.core.sharding import Sight
+from service.core.shards.rows import Sight
 from service.core.tree import PrefixTree
 
 MAX_ENTRIES: Final = 1024

@@ -15,8 +15,8 @@ from service.core.errors import InvalidRequest
 from service.core.nodes import Leaf
 from service.core.ragged import indptr as prefix_sums
 from service.core.ragged import token_slots
-from service.core.sharding import check_epochs, has_shards, ranks_of
-from service.core.shards import held
+from service.core.shards.layout import held
+from service.core.shards.rows import check_epochs, has_shards, ranks_of
 from service.core.steps import extend_layers, undo_layers
 from service.core.tree import PrefixTree
 from service.core.values import Extension

@@ -11,8 +11,8 @@ import numpy as np
 
 from service.core.errors import InvalidRequest
 from service.core.keys import Prefix
-from service.core.sharding import check_epochs
-from service.core.shards import Shard
+from service.core.shards.layout import Shard
+from service.core.shards.rows import check_epochs
 from service.core.values import NewSpec, RowCopies, SequenceView
 from service.engine.moving import refuse_new
 from service.engine.prefix import most_tokens, prefix_of

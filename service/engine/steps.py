@@ -9,7 +9,7 @@ from typing import Any
 
 from kernels.backend import Scoring
 from kernels.lanes import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
-from service.core.sharding import Sight, check_epochs, grown, has_shards, whole_lengths
+from service.core.shards.rows import Sight, check_epochs, grown, has_shards, whole_lengths
 from service.core.steps import StepExtension, check_level, extend_layers, undo_layers
 from service.engine.attention import LOG2_E, counts_of
 from service.engine.plans import Planned

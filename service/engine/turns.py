@@ -11,6 +11,7 @@ from service.engine.cutting import truncate, truncate_sequences
 from service.engine.deleting import delete_sequence, delete_sequences
 from service.engine.events import events
 from service.engine.exports import export_sequence
+from service.engine.handlers.shards.claims import claim_shard
 from service.engine.imports import cancel_import, get_import, import_sequence
 from service.engine.moving import drain_engine, hand_over
 from service.engine.prefix import (
@@ -36,7 +37,6 @@ from service.engine.sequences import (
     list_sequences,
     page_table,
 )
-from service.engine.shards import claim_shard
 from service.engine.snapshot import snapshot
 from service.engine.states import merge, ragged_prefill
 from service.engine.status import engines, info, pool

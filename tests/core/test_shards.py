@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.core.shards import Shard
+from service.core.shards.layout import Shard
 
 
 @pytest.mark.parametrize("ranks", range(1, 5))

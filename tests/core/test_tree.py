@@ -13,8 +13,8 @@ from service.core.errors import (
     UnknownSequence,
 )
 from service.core.keys import Prefix
-from service.core.sharding import extend
-from service.core.shards import Shard
+from service.core.shards.layout import Shard
+from service.core.shards.rows import extend
 from service.core.transfer import generation
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec, SequenceView

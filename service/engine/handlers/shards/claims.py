@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from service.core.errors import InvalidRequest, SequenceTaken
 from service.core.nodes import Leaf
-from service.core.sharding import claim, epoch_of
+from service.core.shards.rows import claim, epoch_of
 from service.engine.request import Request
 from service.engine.rows import NUMBER_BYTES
 from service.engine.store import Store

@@ -1,6 +1,6 @@
 """Answers of the engines that a sequence's pages are dealt out over, made into those of the whole.
 
-Page i of a sequence lies at rank i mod `ranks`, the arithmetic of which is `service.core.shards`.
+Page i of a sequence lies at rank i mod `ranks`, the arithmetic of which is `service.core.shards.layout`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from kernels.states import merge_states
-from service.core.shards import held
+from service.core.shards.layout import held
 from service.image.dtypes import Array
 
 Fields = dict[str, Any]

@@ -14,10 +14,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Final
 
 from service.cluster.answering import each, reply
-from service.cluster.asking_ranks import asked
 from service.cluster.engine import Call, Engine, Told
-from service.cluster.epochs import MEND_S, Dealt
 from service.cluster.names import BETWEEN, Name
+from service.cluster.sharded.epochs import MEND_S, Dealt
+from service.cluster.sharded.operations import asked
 from service.doors.problems import ProblemText
 from service.errors import NotReady
 from service.image.dtypes import Array

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from service.cluster import members
 from service.cluster.local import LocalEngines
-from service.cluster.ranks import Ranks
+from service.cluster.sharded.ranks import Ranks
 from service.operations.rows import APPEND
 from service.tenants import OPEN
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.cluster.answering import each, longest, unknown_in
 from service.cluster.engine import Call, Engine, Told
-from service.cluster.epochs import MEND_S, TRIES, Dealt, ask_anew, is_stale, know, pause
+from service.cluster.sharded.epochs import MEND_S, TRIES, Dealt, ask_anew, is_stale, know, pause
 from service.doors.problems import ProblemText
 from service.errors import SequenceTaken
 from service.image.dtypes import Array
@@ -17,7 +17,7 @@ from service.operations.sequences import DELETE_SEQUENCES
 from service.operations.transfer import HAND_OVER
 
 if TYPE_CHECKING:
-    from service.cluster.ranks import Ranks
+    from service.cluster.sharded.ranks import Ranks
 
 
 async def delete(ranks: Ranks, call: Call, fields: dict[str, Any], _: Mapping[str, Array]) -> Told:

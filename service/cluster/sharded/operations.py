@@ -11,10 +11,9 @@ import numpy as np
 
 from service.cluster.answering import each, longest
 from service.cluster.batches import row_sums
-from service.cluster.dealt import gathered, has_all, one_state, whole_view
-from service.cluster.deleting_ranks import delete, delete_made
 from service.cluster.engine import Call, Told
-from service.cluster.epochs import (
+from service.cluster.sharded.deletion import delete, delete_made
+from service.cluster.sharded.epochs import (
     TRIES,
     Dealt,
     ask_anew,
@@ -25,6 +24,7 @@ from service.cluster.epochs import (
     pause,
     shard_of,
 )
+from service.cluster.sharded.shard_replies import gathered, has_all, one_state, whole_view
 from service.doors.problems import ProblemText
 from service.errors import (
     AttndError,
@@ -36,7 +36,7 @@ from service.image.dtypes import Array
 from service.operations.sequences import DELETE_SEQUENCES
 
 if TYPE_CHECKING:
-    from service.cluster.ranks import Ranks
+    from service.cluster.sharded.ranks import Ranks
 
 Fields = dict[str, Any]
 Arrays = Mapping[str, Array]

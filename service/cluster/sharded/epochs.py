@@ -24,7 +24,7 @@ from service.operations.sequences import CLAIM, GET_SEQUENCE, TRUNCATE
 from service.tenants import Tenant
 
 if TYPE_CHECKING:
-    from service.cluster.ranks import Ranks
+    from service.cluster.sharded.ranks import Ranks
 
 MEND_S: Final = 10.0
 TRIES: Final = 14
