@@ -1,6 +1,6 @@
 """Answers of the engines that a sequence's pages are dealt out over, made into those of the whole.
 
-Page i of a sequence lies at rank i mod `ranks`, the arithmetic of which is `service.core.shards.layout`.
+Page i of a sequence lies at rank i mod `ranks`: see `service.core.shards.layout`.
 """
 
 from __future__ import annotations
