@@ -111,7 +111,7 @@ ARROWS: Final = (
         "Ray only in the cluster's modules for it",
         PRODUCT,
         under("ray"),
-        but=("service/cluster/ray_*.py",),
+        but=("service/cluster/ray/*",),
     ),
     Arrow(
         "ZeroMQ and msgpack only in the ZeroMQ door",

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import oracle
-from cluster_calls import ATOL, DIM, HEADS, LAYERS, PAGE, Cluster, rows
+
+from tests.cluster.cluster_calls import ATOL, DIM, HEADS, LAYERS, PAGE, Cluster, rows
 
 Array = Any
 SCALE = DIM**-0.5

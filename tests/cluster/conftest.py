@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cluster_calls import SETTINGS
 
 from service.cluster.local import LocalEngines, local_engines
+from tests.cluster.cluster_calls import SETTINGS
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from cluster_book import SCALE, Book
-from cluster_calls import ATOL, HEADS, PAGE, Cluster, rows, run
 
 from service.cluster import finding
 from service.cluster.batching import refusal
@@ -18,6 +16,8 @@ from service.cluster.local import LocalEngines
 from service.doors.problems import ProblemText, document_of
 from service.errors import LengthMismatch, LostSequence, NotReady
 from service.image.json_text import dump_json
+from tests.cluster.cluster_book import SCALE, Book
+from tests.cluster.cluster_calls import ATOL, HEADS, PAGE, Cluster, rows, run
 
 
 def problem(error: Exception, done: Sequence[str] = ()) -> ProblemText:

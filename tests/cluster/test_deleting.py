@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster_book import Book
-from cluster_calls import PAGE, Cluster, run
-from test_draining import SOURCE, emptied, only_on
-from test_ranks_doors import another_door
 
 from service.cluster import draining, handing
 from service.cluster import engine as engines_of
 from service.cluster.engine import Call, Told
 from service.cluster.local import LocalEngines
+from tests.cluster.cluster_book import Book
+from tests.cluster.cluster_calls import PAGE, Cluster, run
+from tests.cluster.test_draining import SOURCE, emptied, only_on
+from tests.cluster.test_ranks_doors import another_door
 
 TARGET = "engine-2"
 NONE_LEFT = {"sequences": [], "next": None}

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster_book import Book
-from cluster_calls import ATOL, HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
-from test_ranks_doors import another_door, prefix_states
 
 from service.cluster import draining, families, handing
 from service.cluster.local import LocalEngines
 from service.operations.transfer import CANCEL_IMPORT
+from tests.cluster.cluster_book import Book
+from tests.cluster.cluster_calls import ATOL, HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
+from tests.cluster.test_ranks_doors import another_door, prefix_states
 
 Array = Any
 SOURCE = "engine-0"

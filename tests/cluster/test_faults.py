@@ -7,9 +7,9 @@ import os
 import signal
 
 import pytest
-from cluster_calls import SETTINGS, Cluster, run
 
 from service.cluster.local import local_engines
+from tests.cluster.cluster_calls import SETTINGS, Cluster, run
 from tests.cluster.faults import play
 
 KILLING_S = 8.0

@@ -5,10 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from cluster_calls import DIM, FLOAT, HEADS, LAYERS, PAGE, PAGES, Answer, Cluster, rows, run
 
 from service.cluster.local import LocalEngines
 from service.cluster.placement import FULL
+from tests.cluster.cluster_calls import (
+    DIM,
+    FLOAT,
+    HEADS,
+    LAYERS,
+    PAGE,
+    PAGES,
+    Answer,
+    Cluster,
+    rows,
+    run,
+)
 
 LENGTH = 5 * PAGE + 1
 

@@ -7,7 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster_calls import (
+from oracle import attend, visible
+
+from service.cluster.local import LocalEngines
+from service.cluster.router import Router
+from service.metrics import Metrics
+from tests.cluster.cluster_calls import (
     ATOL,
     DIM,
     FLOAT,
@@ -21,11 +26,6 @@ from cluster_calls import (
     rows,
     run,
 )
-from oracle import attend, visible
-
-from service.cluster.local import LocalEngines
-from service.cluster.router import Router
-from service.metrics import Metrics
 
 SCALE = DIM**-0.5
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster_book import Book
-from cluster_calls import PAGE, SETTINGS, Cluster, rows, run
 
 from service.cluster import finding, polling
 from service.cluster.local import LocalEngines, local_engines
 from service.cluster.router import Router
+from tests.cluster.cluster_book import Book
+from tests.cluster.cluster_calls import PAGE, SETTINGS, Cluster, rows, run
 
 STALL_S = 1.5
 

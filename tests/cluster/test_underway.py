@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster_calls import LAYERS, PAGE, Answer, Cluster, rows, run
 
 from service.cluster import placing, underway
 from service.cluster.engine import Call
@@ -16,6 +15,7 @@ from service.cluster.underway import LONGEST_S, MOST_VAIN, Prompts, Underway, Wa
 from service.operations.rows import APPEND, GATHER
 from service.operations.sequences import CREATE_SEQUENCES
 from service.tenants import tenant_of
+from tests.cluster.cluster_calls import LAYERS, PAGE, Answer, Cluster, rows, run
 
 LENGTH = 4 * PAGE
 LONG_S = 60.0

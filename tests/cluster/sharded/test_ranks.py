@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster_book import Book
-from cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +17,8 @@ from service.cluster.local import LocalEngines
 from service.cluster.sharded.ranks import Ranks
 from service.operations.rows import APPEND
 from service.tenants import OPEN
+from tests.cluster.cluster_book import Book
+from tests.cluster.cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
 
 Array = Any
 SCALE = DIM**-0.5

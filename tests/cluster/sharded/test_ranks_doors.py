@@ -9,10 +9,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from cluster_calls import ATOL, DIM, HEADS, LAYERS, PAGE, PAGES, SETTINGS, Cluster, rows, run
 
 from service.cluster.local import LocalEngines
 from service.cluster.router import Router
+from tests.cluster.cluster_calls import (
+    ATOL,
+    DIM,
+    HEADS,
+    LAYERS,
+    PAGE,
+    PAGES,
+    SETTINGS,
+    Cluster,
+    rows,
+    run,
+)
 
 Array = Any
 NAME = "book"
