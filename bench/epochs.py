@@ -16,8 +16,8 @@ import numpy as np
 
 from config.sections import Settings
 from config.settings import load_settings
-from service.cluster.local import LocalEngines, local_engines
-from service.cluster.router import Router
+from service.cluster.membership.local_engines import LocalEngines, local_engines
+from service.cluster.routing.router import Router
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST
 from service.image.writing import image

@@ -29,9 +29,9 @@ import numpy as np
 
 from bench.epochs import epochs
 from config.settings import load_settings
-from service.cluster.listed import Listed, write_members
-from service.cluster.names import made_id
-from service.cluster.router import Router
+from service.cluster.membership.members_file import Listed, write_members
+from service.cluster.routing.router import Router
+from service.cluster.routing.tags import made_id
 from service.doors.link import Link
 from service.doors.upstream import Upstream
 from service.image.json_text import dump_json

@@ -29,8 +29,8 @@ from service import __version__
 from service.addresses import Addresses, bind_addresses
 from service.cells import make_shared
 from service.checked_files import CheckedFiles
-from service.cluster.listed import engine_name, list_members
-from service.cluster.secret import SecretError, secret_of
+from service.cluster.membership.members_file import engine_name, list_members
+from service.cluster.membership.secret import SecretError, secret_of
 from service.doors.tls import TlsError
 from service.extras import how_to_install
 from service.key_command import key_command
@@ -119,7 +119,7 @@ def cluster_on_ray(settings: Settings) -> int:
         LOG.error("cannot start: --cluster needs Ray: %s", how_to_install("ray"))
         return 1
     let_ray_be_quiet()
-    from service.cluster.ray_main import serve_cluster
+    from service.cluster.ray.main import serve_cluster
 
     settings = settings.with_absolute_paths()
     os.chdir(HOME)  # Ray's workers import from the working directory of their driver first

@@ -382,7 +382,7 @@ def test_the_manifest_for_kuberay_has_settings_that_exist_and_doors_where_they_a
     application = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]
     given = [text for name, value in application["args"].items() for text in (f"--{name}", value)]
     settings = load_settings(given)
-    assert application["import_path"] == "service.cluster.ray_app:build"
+    assert application["import_path"] == "service.cluster.ray.app:build"
     assert front["spec"]["ports"][0]["targetPort"] == settings.server.port
     head = service["spec"]["rayClusterConfig"]["headGroupSpec"]
     assert settings.cluster.ingress_resource is not None

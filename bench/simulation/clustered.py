@@ -13,12 +13,12 @@ from bench.simulation.blocks import BlockPool
 from bench.simulation.calls import ACTORS, CallCosts, Replay, Service
 from bench.simulation.clock import Act, Clock
 from bench.simulation.trace import Request
-from service.cluster.engine import LATEST_WEIGHT
-from service.cluster.members import POLL_S
-from service.cluster.placement import Load, Pace, busy_until_s, choose
-from service.cluster.placing import worth_waiting_s
-from service.cluster.prefixes import Prefixes
-from service.cluster.underway import Underway
+from service.cluster.membership.engine import LATEST_WEIGHT
+from service.cluster.membership.members import POLL_S
+from service.cluster.placement.cost import Load, Pace, busy_until_s, choose
+from service.cluster.placement.inflight_prompts import Underway
+from service.cluster.placement.placer import worth_waiting_s
+from service.cluster.placement.prefixes import Prefixes
 
 ENGINE: Final = ACTORS.index("engine")
 WORK: Final = frozenset({"create", "prefill", "commit", "decode"})

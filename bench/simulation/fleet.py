@@ -15,7 +15,7 @@ from bench.simulation.clock import Clock
 from bench.simulation.gpu import GpuCosts, Model
 from bench.simulation.placing import Placing
 from bench.simulation.trace import BLOCK_TOKENS, Request
-from service.cluster.placement import Pace
+from service.cluster.placement.cost import Pace
 
 FP8: Final = Model()
 

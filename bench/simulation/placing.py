@@ -9,8 +9,8 @@ import numpy as np
 
 from bench.replay import PAGE
 from bench.simulation.trace import BLOCK_TOKENS
-from service.cluster.placement import Pace, Prompt, busy_until_s, fits
-from service.cluster.prefixes import EXPECTED_PAGES
+from service.cluster.placement.cost import Pace, Prompt, busy_until_s, fits
+from service.cluster.placement.prefixes import EXPECTED_PAGES
 
 PAGES: Final = BLOCK_TOKENS // PAGE
 """Pages of a block: the rule counts pages of 16 tokens."""

@@ -9,7 +9,7 @@ import sys
 def main() -> int:
     """Serve until drained; the process's exit status."""
     kind = sys.argv.pop(1)
-    from service.cluster.router import Router
+    from service.cluster.routing.router import Router
 
     if kind == "grpc":
         from service.doors.grpc.__main__ import main as serve

@@ -21,7 +21,7 @@ from bench.simulation.long import Links, Setting, long_rows
 from bench.simulation.placing import PAGES, Placing
 from bench.simulation.trace import BLOCK_TOKENS, Request, made_up, multiplied, num_distinct, split
 from bench.simulation.workers import Engine, Task, Worker
-from service.cluster.placement import Load, Pace, choose
+from service.cluster.placement.cost import Load, Pace, choose
 
 TRACE = made_up(300, seed=1)
 COSTS = CallCosts(

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.cluster.local import LocalEngines, local_engines
-from tests.cluster.cluster_calls import SETTINGS
+from service.cluster.membership.local_engines import LocalEngines, local_engines
+from tests.cluster.harness import SETTINGS
 
 
 @pytest.fixture(scope="module")

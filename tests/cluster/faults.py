@@ -21,10 +21,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from service.cluster.local import LocalEngines, local_engines
-from service.cluster.router import Router
+from service.cluster.membership.local_engines import LocalEngines, local_engines
+from service.cluster.routing.router import Router
 from service.doors.timeouts import GRACE_S
-from tests.cluster.cluster_calls import (
+from tests.cluster.harness import (
     ATOL,
     DIM,
     FLOAT,

@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
-from service.cluster.local import local_engines
-from tests.cluster.cluster_calls import SETTINGS, Cluster, run
+from service.cluster.membership.local_engines import local_engines
 from tests.cluster.faults import play
+from tests.cluster.harness import SETTINGS, Cluster, run
 
 KILLING_S = 8.0
 

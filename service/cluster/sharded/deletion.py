@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from service.cluster.answering import each, longest, unknown_in
-from service.cluster.engine import Call, Engine, Told
+from service.cluster.membership.engine import Call, Engine, Told
+from service.cluster.routing.replies import each, longest, unknown_in
 from service.cluster.sharded.epochs import MEND_S, TRIES, Dealt, ask_anew, is_stale, know, pause
 from service.doors.problems import ProblemText
 from service.errors import SequenceTaken

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from service.cluster.answering import each
-from service.cluster.engine import Told
+from service.cluster.membership.engine import Told
+from service.cluster.routing.replies import each
 from service.doors.problems import ProblemText
 from service.errors import SequenceTaken, UnknownSequence
 from service.operations.sequences import CLAIM, GET_SEQUENCE, TRUNCATE

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from service.cluster.answering import each, longest
-from service.cluster.batches import row_sums
-from service.cluster.engine import Call, Told
+from service.cluster.membership.engine import Call, Told
+from service.cluster.routing.batch_split import row_sums
+from service.cluster.routing.replies import each, longest
 from service.cluster.sharded.deletion import delete, delete_made
 from service.cluster.sharded.epochs import (
     TRIES,

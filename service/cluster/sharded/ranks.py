@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Final
 
-from service.cluster.answering import each, reply
-from service.cluster.engine import Call, Engine, Told
-from service.cluster.names import BETWEEN, Name
+from service.cluster.membership.engine import Call, Engine, Told
+from service.cluster.routing.replies import each, reply
+from service.cluster.routing.tags import BETWEEN, Name
 from service.cluster.sharded.epochs import MEND_S, Dealt
 from service.cluster.sharded.operations import asked
 from service.doors.problems import ProblemText

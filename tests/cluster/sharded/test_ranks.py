@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from service.cluster import members
-from service.cluster.local import LocalEngines
+from service.cluster.membership import members
+from service.cluster.membership.local_engines import LocalEngines
 from service.cluster.sharded.ranks import Ranks
 from service.operations.rows import APPEND
 from service.tenants import OPEN
-from tests.cluster.cluster_book import Book
-from tests.cluster.cluster_calls import DIM, HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
+from tests.cluster.checked_calls import Book
+from tests.cluster.harness import DIM, HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
 
 Array = Any
 SCALE = DIM**-0.5

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from service.cluster.local import LocalEngines
-from service.cluster.router import Router
-from tests.cluster.cluster_calls import (
+from service.cluster.membership.local_engines import LocalEngines
+from service.cluster.routing.router import Router
+from tests.cluster.harness import (
     ATOL,
     DIM,
     HEADS,

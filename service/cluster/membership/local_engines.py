@@ -1,0 +1,134 @@
+"""Engines of this host as processes of their own, for tests and measurements of a cluster."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from config.sections import Settings
+from service.addresses import listen_tcp
+from service.cells import make_shared
+from service.checked_files import CheckedFiles
+from service.cluster.membership.members_file import Listed, write_members
+from service.launch import command_of
+from service.processes import Child, Shared, start
+from service.road.listening import Listening, listen
+
+LOST_AFTER_S: Final = 1.0
+ENGINE: Final = command_of("service.engine")
+
+
+@dataclass(slots=True)
+class LocalEngines:
+    """The engines `engine-0`, `engine-1`, ..., and the file that names them."""
+
+    settings: Settings
+    folder: Path
+    lifeline: int
+    secret: str = field(default_factory=lambda: secrets.token_hex(32))
+    over_tcp: bool = False
+    """They are called over TCP, as those of other hosts are."""
+    host: str = "127.0.0.1"
+    """Where they listen then."""
+    listening: dict[str, Listening] = field(default_factory=dict)
+    entries: dict[str, socket.socket] = field(default_factory=dict)
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    files: CheckedFiles | None = None
+    """From the first start on."""
+
+    @property
+    def members(self) -> Path:
+        return self.folder / "members.json"
+
+    def add(self, listening: Listening | None = None) -> str:
+        """One more engine, which listens there, or in the folder; its name."""
+        name = f"engine-{len(self.listening)}"
+        own = listening or listen(self.folder / f"{name}.sock", private=False)
+        self.listening[name] = own
+        if self.over_tcp:
+            (self.entries[name],) = listen_tcp(self.host, 0, False)
+        self.start(name)
+        self.tell()
+        return name
+
+    def start(self, name: str) -> None:
+        """Start its process, for the first time or anew."""
+        if self.files is None:
+            self.files = CheckedFiles(self.settings)
+        else:
+            self.files.read_again()
+        cells = make_shared()
+        try:
+            shared = Shared(
+                settings=self.settings,
+                lifeline=self.lifeline,
+                engine_socket=str(self.listening[name].path),
+                url="",
+                secret=self.secret,
+                metrics={name: cells},
+                files=self.files,
+            )
+            entry = [self.entries[name]] if self.over_tcp else []
+            child = Child(name, ENGINE, (self.listening[name].sock, *entry))
+            self.processes[name] = start(child, shared)
+        finally:
+            os.close(cells)
+
+    def kill(self, name: str) -> None:
+        """End its process at once."""
+        self.processes[name].kill()
+        self.processes[name].wait()
+
+    def remove(self, name: str) -> None:
+        """Take an engine out of the cluster."""
+        listening = self.listening.pop(name)
+        self.tell()
+        self.kill(name)
+        listening.close()
+
+    def tell(self) -> None:
+        patience = LOST_AFTER_S if self.over_tcp else 0.0
+        members = [Listed(name, self.address(name), patience) for name in self.listening]
+        write_members(self.members, members)
+
+    def address(self, name: str) -> str:
+        if self.over_tcp:
+            return f"tcp:{self.host}:{self.entries[name].getsockname()[1]}"
+        return str(self.listening[name].path)
+
+    def close(self) -> None:
+        if self.files is not None:
+            os.close(self.files.fd)
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            process.wait()
+        for one in self.listening.values():
+            one.close()
+        for entry in self.entries.values():
+            entry.close()
+
+
+@contextmanager
+def local_engines(
+    count: int, settings: Settings, *, over_tcp: bool = False
+) -> Iterator[LocalEngines]:
+    """So many engines with these settings; they are killed in the end."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="attnd-cluster-"))
+        reading, writing = os.pipe()
+        stack.callback(os.close, reading)
+        stack.callback(os.close, writing)
+        engines = LocalEngines(settings, Path(folder), reading, over_tcp=over_tcp)
+        stack.callback(engines.close)
+        for _ in range(count):
+            engines.add()
+        yield engines

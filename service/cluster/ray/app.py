@@ -1,0 +1,105 @@
+"""The cluster as an application of Ray Serve: `serve run service.cluster.ray.app:build`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from ray.serve.deployment import Application
+
+from config.settings import Settings, load_settings
+from service.cluster.membership.secret import secret_of
+from service.cluster.placement.cost import Load, spread
+from service.cluster.ray.engine_replica import EngineReplica
+from service.cluster.ray.ingress_replica import IngressReplica
+
+HEALTH_CHECK_S: Final = 2.0
+MOST_SILENT_S: Final = 600.0
+"""Serve ends an engine whose actor has not answered for so long, and all it has. An actor that has
+died is known at once, without this."""
+LOAD: Final = ("free", "cached", "held", "queue_s")
+
+
+def build(arguments: Mapping[str, object] | None = None) -> Application:
+    """The application, by settings from a file, the environment, and arguments such as
+    `pool.num-pages=4096`. Raises SettingsError, SecretError."""
+    given = [
+        text for name, value in (arguments or {}).items() for text in (f"--{name}", str(value))
+    ]
+    return application(load_settings(given))
+
+
+def application(settings: Settings) -> Application:
+    cluster = settings.cluster
+    secret = secret_of(cluster)
+    engine = serve.deployment(
+        name="engine",
+        ray_actor_options={
+            "num_cpus": 1,
+            "num_gpus": 1 if settings.backend.kind == "cuda" else 0,
+        },
+        health_check_period_s=HEALTH_CHECK_S,
+        health_check_timeout_s=MOST_SILENT_S,
+        graceful_shutdown_timeout_s=cluster.drain_s + settings.server.drain_timeout_s,
+        **size(settings),
+    )(EngineReplica)
+    ingress = serve.deployment(
+        name="ingress",
+        num_replicas=cluster.ingresses,
+        max_replicas_per_node=1,
+        ray_actor_options={"num_cpus": 0, "resources": resources(settings)},
+        health_check_period_s=HEALTH_CHECK_S,
+        graceful_shutdown_timeout_s=settings.server.drain_timeout_s + 10.0,
+    )(IngressReplica)
+    return ingress.bind(settings, secret, engine.bind(settings, secret))
+
+
+def resources(settings: Settings) -> dict[str, float]:
+    """What a node must offer to have an ingress."""
+    name = settings.cluster.ingress_resource
+    return {} if name is None else {name: 0.01}
+
+
+def size(settings: Settings) -> dict[str, Any]:
+    """How many engines: as told, or between bounds, by what they have."""
+    cluster = settings.cluster
+    if cluster.max_engines is None:
+        return {"num_replicas": cluster.engines}
+    policy = AutoscalingPolicy(  # type: ignore[no-untyped-call]
+        policy_function=Policy,
+        policy_kwargs={"least_free": cluster.least_free, "most_queue_s": cluster.most_queue_s},
+    )
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=cluster.engines,
+            max_replicas=cluster.max_engines,
+            upscale_delay_s=cluster.grow_after_s,
+            downscale_delay_s=cluster.shrink_after_s,
+            metrics_interval_s=1.0,
+            look_back_period_s=2.0,
+            policy=policy,
+        )
+    }
+
+
+class Policy:
+    """Serve's autoscaling by free pages and queue time."""
+
+    def __init__(self, least_free: float, most_queue_s: float) -> None:
+        self.least_free = least_free
+        self.most_queue_s = most_queue_s
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        told = context.aggregated_metrics or {}
+        known = set.intersection(*(set(told.get(name, {})) for name in LOAD))
+        loads = [load_of({name: told[name][one] for name in LOAD}) for one in known]
+        if len(loads) < context.current_num_replicas:  # some are starting: decide when all tell
+            return context.target_num_replicas, {}
+        return spread(loads, self.least_free, self.most_queue_s), {}
+
+
+def load_of(told: Mapping[str, float]) -> Load:
+    """Serve's averages of what a replica told."""
+    return Load(int(told["free"]), int(told["cached"]), int(told["held"]), told["queue_s"])

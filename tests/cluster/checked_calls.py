@@ -1,0 +1,97 @@
+"""What sequences of a cluster must hold, and calls that are held against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import oracle
+
+from tests.cluster.harness import ATOL, DIM, HEADS, LAYERS, PAGE, Cluster, rows
+
+Array = Any
+SCALE = DIM**-0.5
+
+
+@dataclass
+class Book:
+    """What sequences hold, by layer; calls that must succeed, held against it."""
+
+    cluster: Cluster
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(3))
+    held: dict[str, list[tuple[Array, Array]]] = field(default_factory=dict)
+
+    async def create(self, name: str, **given: Any) -> None:
+        await self.cluster.told("create_sequences", {"sequences": [{"id": name} | given]})
+        none = rows(self.rng, 0)
+        self.held[name] = [(none, none)] * LAYERS
+
+    async def fork(self, parent: str, name: str, length: int | None = None) -> None:
+        asked = {"id": name, "parent": parent} | ({} if length is None else {"length": length})
+        await self.cluster.told("create_sequences", {"sequences": [asked]})
+        self.held[name] = [(k[:length], v[:length]) for k, v in self.held[parent]]
+
+    def grow(self, names: list[str], counts: list[int], layer: int) -> dict[str, Array]:
+        new = {"k": rows(self.rng, sum(counts)), "v": rows(self.rng, sum(counts))}
+        begin = 0
+        for name, count in zip(names, counts, strict=True):
+            part = slice(begin, begin + count)
+            k, v = self.held[name][layer]
+            both = np.concatenate((k, new["k"][part])), np.concatenate((v, new["v"][part]))
+            self.held[name][layer] = both
+            begin += count
+        return new
+
+    async def append(self, name: str, count: int) -> None:
+        for layer in range(LAYERS):
+            fields = {"layer": layer, "sequences": [name], "append_indptr": [0, count]}
+            told = await self.cluster.told("append", fields, **self.grow([name], [count], layer))
+            assert told.fields["lengths"] == [len(self.held[name][layer][0])]
+
+    async def attend(
+        self, names: list[str], counts: list[int], layer: int, *, appends: bool, **how: Any
+    ) -> None:
+        """A prefill where `causal` is said, else a decode; against the oracle."""
+        new = self.grow(names, counts, layer) if appends else {}
+        q = rows(self.rng, sum(counts), 2 * HEADS)
+        fields: dict[str, Any] = {"layer": layer, "sequences": names} | how
+        name = "prefill" if "causal" in how else "decode"
+        if name == "prefill":
+            fields["qo_indptr"] = [0, *np.cumsum(counts).tolist()]
+        told = await self.cluster.told(name, fields, q=q, **new)
+        begin = 0
+        for one, count in zip(names, counts, strict=True):
+            mine = slice(begin, begin + count)
+            k, v = self.held[one][layer]
+            seen = oracle.visible(
+                count,
+                len(k),
+                causal=bool(how.get("causal")),
+                window_left=how.get("window_left", -1),
+            )
+            o, lse = oracle.attend(q[mine], k, v, seen, sm_scale=SCALE)
+            unit = np.log(2) if how.get("lse_base") == "2" else 1.0
+            case = f"{one}, {counts} rows on {len(k)} tokens, {how}"
+            np.testing.assert_allclose(told.arrays["o"][mine], o, atol=ATOL, err_msg=case)
+            got = told.arrays["lse"][mine] * unit
+            np.testing.assert_allclose(got, lse, atol=ATOL, err_msg=case)
+            begin += count
+
+    async def truncate(self, name: str, length: int) -> None:
+        told = await self.cluster.told("truncate", {"id": name, "length": length})
+        assert told.fields["lengths"] == [length] * LAYERS
+        self.held[name] = [(k[:length], v[:length]) for k, v in self.held[name]]
+
+    async def check(self, name: str) -> None:
+        """What is told of a sequence, and all its rows."""
+        told = (await self.cluster.told("get_sequence", {"id": name})).fields
+        lengths = [len(k) for k, _ in self.held[name]]
+        pages = -(-max(lengths) // PAGE)
+        last = max(lengths) - max(pages - 1, 0) * PAGE
+        assert (told["lengths"], told["pages"], told["last_page_len"]) == (lengths, pages, last)
+        for layer in range(LAYERS):
+            fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
+            told_rows = (await self.cluster.told("gather", fields)).arrays
+            for part, want in zip("kv", self.held[name][layer], strict=True):
+                np.testing.assert_array_equal(told_rows[part], want, err_msg=f"{part}, {layer}")

@@ -1,0 +1,157 @@
+"""Calls to a router in the test's process, with numpy in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from config.settings import load_settings
+from service.cluster.membership.local_engines import LocalEngines
+from service.cluster.routing.router import Router
+from service.doors.problems import ProblemText, document_of
+from service.errors import AttndError
+from service.image.json_text import dump_json
+from service.image.reading import REQUEST, place, read_layout, split
+from service.image.writing import PROBLEM, RESPONSE, image
+from service.operations.table import BY_NAME
+from service.tenants import OPEN, Tenant
+
+BACKEND: Final = os.environ.get("TEST_BACKEND", "cpu")
+"""`TEST_BACKEND=cuda pytest -n 2 --dist loadfile tests/cluster` runs all of this on engines that
+share a GPU: half a GiB of it each, three a process."""
+ON_GPU: Final = BACKEND == "cuda"
+LAYERS: Final = 2
+HEADS: Final = 2
+DIM: Final = 64 if ON_GPU else 16
+FLOAT: Final = np.dtype(np.float16 if ON_GPU else np.float32)
+ATOL: Final = 2e-3 if ON_GPU else 2e-5
+"""By which `o` and `lse` of values of about 1 may be off."""
+PAGE: Final = 4
+PAGES: Final = 128
+SETTINGS: Final = load_settings(
+    [
+        *("--backend.kind", BACKEND),
+        *("--pool.num-layers", str(LAYERS)),
+        *("--pool.num-kv-heads", str(HEADS)),
+        *("--pool.head-dim", str(DIM)),
+        *("--pool.page-size", str(PAGE)),
+        *("--pool.num-pages", str(PAGES)),
+        *("--pool.dtype", "fp16" if ON_GPU else "fp32"),
+        *("--log.level", "warning"),
+        *("--server.deadline-s", "20"),
+    ]
+)
+WAIT_S: Final = 180.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """`status`, and what was told: the fields of an answer, or a problem's document."""
+
+    status: int
+    fields: dict[str, Any]
+    arrays: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Cluster:
+    """A router and its engines."""
+
+    router: Router
+    engines: LocalEngines
+
+    async def call(
+        self, name: str, fields: Any, tenant: Tenant = OPEN, deadline_s: float = 0.0, **arrays: Any
+    ) -> Answer:
+        router = self.router
+        slot, length = await router.lay(image(REQUEST, dump_json(fields), arrays))
+        us = int(deadline_s * 1e6)
+        try:
+            answered, place_of = await router.call(
+                BY_NAME[name], slot, length, 2**26, us, b"", tenant
+            )
+        except (AttndError, ProblemText) as error:
+            document = document_of(error, b"")
+            return Answer(document["status"], document, {})
+        finally:
+            router.give_back(slot)
+        whole = answered.image
+        header, start = split(whole) if len(whole) else (b"{}", 0)
+        key = PROBLEM if answered.status >= 400 else RESPONSE
+        layout = read_layout(header, len(whole) - start, key)
+        copied = {one: np.array(array) for one, array in place(whole, start, layout).items()}
+        router.give_back(place_of)
+        return Answer(answered.status, layout.fields, copied)
+
+    async def told(self, name: str, fields: Any, **arrays: Any) -> Answer:
+        """The answer of a call that must succeed."""
+        answer = await self.call(name, fields, **arrays)
+        assert answer.status < 300, answer
+        return answer
+
+    async def create(self, count: int, **fields: Any) -> list[str]:
+        made = await self.told("create_sequences", {"sequences": [dict(fields)] * count})
+        return [one["id"] for one in made.fields["sequences"]]
+
+    async def create_apart(self) -> list[str]:
+        """A sequence on each engine, however busy those are."""
+        made, engines = [], self.router.members.engines
+        for engine in engines:
+            for other in engines:
+                other.is_leaving = other is not engine
+            made += await self.create(1)
+        for engine in engines:
+            engine.is_leaving = False
+        return made
+
+    def home(self, name: str) -> str:
+        """The name of the engine that a sequence is on."""
+        tag = self.router.homes.names.tag(("default", name))
+        return self.router.members.by_tag[tag or ""].name
+
+    async def until(self, ready: Callable[[], bool], what: str) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not ready():
+                await asyncio.sleep(0.02)
+        assert ready(), what
+
+    async def free_pages(self) -> int:
+        return int((await self.told("pool", {})).fields["free"])
+
+
+def run(engines: LocalEngines, test: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
+    """Run a test against a router of its own; in the end no page may be left taken."""
+
+    async def main() -> None:
+        router = Router(SETTINGS.server)
+        cluster = Cluster(router, engines)
+        count = len(engines.listening)
+
+        def all_there() -> bool:
+            ended = [name for name, one in engines.processes.items() if one.poll() is not None]
+            assert not ended, f"could not start, or has died: {ended}"
+            return len(router.members.engines) == count
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(router.connect(str(engines.members), "test", engines.secret))
+                await cluster.until(all_there, "all engines")
+            await test(cluster)
+            await cluster.told("delete_sequences", {"prefix": ""})
+            await cluster.told("clear", {})
+            pool = (await cluster.told("pool", {})).fields
+            assert pool["free"] == pool["total"] == PAGES * count, pool
+            assert pool["integrity"] == "ok"
+        finally:
+            router.close()
+
+    asyncio.run(main())
+
+
+def rows(rng: np.random.Generator, count: int, heads: int = HEADS) -> Any:
+    return rng.standard_normal((count, heads, DIM)).astype(FLOAT)

@@ -1,0 +1,138 @@
+"""Which engine has which pages, by events; and the cluster's own events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from service.cluster.placement.inflight_prompts import Underway
+from service.cluster.placement.prefixes import (
+    EXPECTED_PAGES,
+    EXPECTED_S,
+    MOST_EXPECTED,
+    EventLog,
+    Prefixes,
+    chained_keys,
+)
+from service.core.keys import Prefix, root_key
+
+KEYS = [bytes([n]) * 16 for n in range(8)]
+
+
+def stored(*pages: int) -> dict[str, Any]:
+    keys = [KEYS[page].hex() for page in pages]
+    return {"id": 1, "type": "stored", "namespace": "default", "page_keys": keys}
+
+
+def removed(*pages: int) -> dict[str, Any]:
+    return stored(*pages) | {"type": "removed"}
+
+
+def test_what_an_engine_is_to_have_is_awaited_from_the_prompt_that_brings_it() -> None:
+    known, first, second = Prefixes(), Underway(), Underway()
+    known.take("a", stored(0, 1))
+    assert known.awaited("a", KEYS[:2]) == (2, None)
+    known.expect("a", KEYS[2:4], 10.0, first)
+    known.expect("a", KEYS[4:6], 10.0, second)
+    assert known.awaited("a", KEYS[:2]) == (2, None)
+    assert known.awaited("a", KEYS[:6]) == (2, first)
+    known.take("a", stored(2, 3))
+    assert known.awaited("a", KEYS[:6]) == (4, second)
+    assert known.awaited("a", []) == (0, None)
+
+
+def told(known: Prefixes) -> list[tuple[str, list[int]]]:
+    page = known.log.page(0, 100)
+    return [
+        (one["type"], [bytes.fromhex(key)[0] for key in one["page_keys"]]) for one in page["events"]
+    ]
+
+
+def test_the_match_is_how_far_each_engine_has_the_chain_from_its_beginning() -> None:
+    known = Prefixes()
+    known.take("a", stored(0, 1, 2, 3))
+    known.take("b", stored(0, 1))
+    known.take("c", stored(1, 2))
+    assert known.matched(iter(KEYS)) == {"a": 4, "b": 2}
+    known.take("a", removed(2))
+    assert known.matched(iter(KEYS)) == {"a": 2, "b": 2}
+    assert known.matched(iter(())) == {}
+
+
+def test_no_more_keys_are_made_than_somebody_has() -> None:
+    known = Prefixes()
+    known.take("a", stored(0))
+    made = []
+
+    def keys() -> Any:
+        for key in KEYS:
+            made.append(key)
+            yield key
+
+    known.matched(keys())
+    assert len(made) == 2
+
+
+def test_pages_are_expected_for_a_while_where_their_prompt_was_placed() -> None:
+    known = Prefixes()
+    known.take("a", stored(0, 1))
+    known.expect("a", KEYS[2:5], now=10.0)
+    assert known.matched(KEYS, 10.0 + EXPECTED_S / 2) == {"a": 5}
+    assert known.matched(KEYS, 10.0 + EXPECTED_S) == {"a": 2}
+    known.expect("b", KEYS[:3], now=12.0)
+    assert known.matched(KEYS, 12.0) == {"a": 2, "b": 3}, "the prompt placed last"
+    known.take("b", removed(2))
+    assert known.matched(KEYS, 12.0) == {"a": 2, "b": 2}, "the engine knows better"
+    known.take("b", stored(0, 1))
+    assert known.matched(KEYS, 100.0) == {"a": 2, "b": 2}
+    known.expect("b", (), now=100.0)
+    assert not known.expected, "what is over is forgotten"
+
+
+def test_what_is_expected_is_bounded() -> None:
+    known = Prefixes()
+    for prompt in range(2 * MOST_EXPECTED // EXPECTED_PAGES):
+        names = [(prompt * EXPECTED_PAGES + n).to_bytes(16) for n in range(EXPECTED_PAGES)]
+        known.expect("a", iter(names * 2), now=0.0)
+    assert len(known.expected) == MOST_EXPECTED
+    assert known.matched(names, 1.0) == {"a": EXPECTED_PAGES}, "the oldest go first"
+
+
+def test_a_lost_engine_has_nothing() -> None:
+    known = Prefixes()
+    known.take("a", stored(0, 1))
+    known.take("b", stored(0))
+    known.forget("a", "default")
+    assert known.matched(iter(KEYS)) == {"b": 1}
+
+
+def test_the_cluster_stores_with_the_first_engine_and_removes_with_the_last() -> None:
+    known = Prefixes()
+    known.take("a", stored(0, 1))
+    known.take("b", stored(0, 1))
+    known.take("a", removed(0))
+    known.take("b", removed(0))
+    known.take("b", stored(1) | {"type": "cleared"})
+    known.forget("a", "default")
+    assert told(known) == [("stored", [0, 1]), ("removed", [0]), ("removed", [1])]
+
+
+def test_numbers_of_another_door_are_too_old() -> None:
+    log = EventLog(most=3)
+    begin = log.newest
+    assert log.page(-1, 10) == {"events": [], "next": begin, "too_old": False}
+    for page in range(4):
+        log.add(stored(page))
+    assert log.page(begin + 3, 10)["events"] == [stored(3) | {"id": begin + 4}]
+    first = log.page(begin + 1, 1)
+    assert (len(first["events"]), first["next"], first["too_old"]) == (1, begin + 2, False)
+    for after in (0, begin, begin + 5, 7):
+        page = log.page(after, 10)
+        assert page["too_old"] and len(page["events"]) == 3 and page["next"] == begin + 4
+
+
+def test_keys_are_chained_as_the_engine_chains_them() -> None:
+    prefix = Prefix(token_ids=np.arange(10, dtype=np.uint32), cache_salt="s")
+    expected = prefix.keys_from(0, prefix.key_at(0, root_key("red", "s"), 4), 2, 4)
+    assert b"".join(chained_keys(prefix, "red", 4)) == expected

@@ -1,0 +1,129 @@
+"""Placement: which engine a new sequence goes to, by numbers alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from service.cluster.placement.cost import MOST_WORK_S, Load, Pace, busy_until_s, choose, spread
+
+PACE = Pace(page_s=1e-3, read_s=1e-6)
+IDLE = Load(free=1000, pace=PACE)
+
+
+def test_a_prompt_goes_where_its_longest_prefix_is() -> None:
+    loads = {"a": IDLE, "b": IDLE, "c": IDLE}
+    assert choose(loads, {"b": 10, "c": 7}, 20) == "b"
+
+
+def test_without_a_prefix_it_goes_where_least_is_held() -> None:
+    assert choose({"a": Load(free=500, held=500), "b": Load(free=800, held=200)}, {}, 20) == "b"
+
+
+def test_equal_engines_are_taken_by_room_and_then_by_name() -> None:
+    assert choose({"b": IDLE, "a": IDLE}, {}, 20) == "a"
+    assert choose({"a": Load(free=900), "b": Load(free=900, cached=50)}, {}, 20) == "b"
+
+
+def test_an_engine_that_is_too_full_is_passed_over_whatever_it_has_cached() -> None:
+    loads = {"a": Load(free=10, held=990), "b": IDLE}
+    assert choose(loads, {"a": 100}, 120) == "b"
+
+
+def test_when_all_are_too_full_the_cheapest_is_asked_all_the_same() -> None:
+    loads = {"a": Load(free=10, held=990), "b": Load(free=5, held=995)}
+    assert choose(loads, {}, 120) == "a"
+
+
+def test_a_prompt_waits_for_its_pages_no_longer_than_they_are_worth() -> None:
+    for queue_s, work_s in ((0.0, 30.0), (30.0, 0.0)):
+        busy = Load(free=10_000, queue_s=queue_s, work_s=work_s, pace=PACE)
+        loads = {"a": busy, "b": replace(IDLE, free=10_000)}
+        assert choose(loads, {"a": 100}, 1000) == "b", "100 ms of work are saved there"
+        assert choose(loads, {"a": 2000}, 2000) == "a", "2 s are"
+        loads["a"] = replace(busy, queue_s=0.0, work_s=1.5)
+        assert choose(loads, {"a": 100}, 1000) == "a"
+
+
+def test_an_engine_by_its_own_pace_is_charged_for_what_it_must_compute() -> None:
+    slow = replace(IDLE, pace=Pace(page_s=1e-2, read_s=0.0))
+    assert choose({"a": slow, "b": IDLE}, {}, 50) == "b"
+    behind = replace(IDLE, work_s=0.3)
+    assert choose({"a": slow, "b": behind}, {}, 50) == "b", "it is done sooner all the same"
+    assert choose({"a": slow, "b": behind}, {}, 20) == "a"
+
+
+def test_a_pace_that_a_busy_moment_has_told_keeps_no_engine_from_prompts() -> None:
+    usual, spoiled = Pace(1e-3, 1e-5, 1e-6), Pace(1e-3, 2e-4, 3e-5)
+    others = [usual, Pace(9e-4, 9e-6, 9e-7), spoiled, usual]
+    assert spoiled.near(others) == Pace(1e-3, 2e-5, 2e-6)
+    assert usual.near(others) == usual
+    assert spoiled.near([spoiled, usual]) == Pace(1e-3, 2e-5, 2e-6), "of two, the faster counts"
+    unasked = Pace(1e-7, 1e-9, 1e-10)
+    assert unasked.near([*others, unasked]) == Pace(5e-4, 5e-6, 5e-7)
+    assert usual.near([usual]) == usual
+
+
+def test_late_pages_of_a_long_prompt_take_longer() -> None:
+    pace = Pace(page_s=1e-3, pair_s=1e-5)
+    assert pace.span_s(0.0, 100) == pytest.approx(0.1 + 1e-5 * 100 * 100 / 2)
+    whole = pace.span_s(0.0, 300)
+    assert pace.span_s(0.0, 200) + pace.span_s(200.0, 300) == pytest.approx(whole)
+    assert pace.span_s(200.0, 300) > pace.span_s(0.0, 100)
+
+
+def test_what_is_held_weighs_as_much_as_it_takes_to_read_for_an_answer() -> None:
+    busy = replace(IDLE, free=500, held=500)
+    assert choose({"a": busy, "b": IDLE}, {"a": 20}, 40) == "a", "40 ms of 20 pages, 40 of reading"
+    slow = replace(busy, pace=replace(PACE, read_s=1e-3))
+    assert choose({"a": slow, "b": IDLE}, {"a": 20}, 40) == "b"
+
+
+def test_of_two_engines_with_a_beginning_the_longer_one_wins_unless_most_is_there_as_well() -> None:
+    loads = {"a": replace(IDLE, work_s=0.3), "b": IDLE}
+    assert choose(loads, {"a": 10}, 40) == "a"
+    assert choose(loads, {"a": 10, "b": 8}, 40) == "b"
+
+
+def test_an_engine_is_busy_for_what_it_was_given_and_never_thought_to_be_for_ever() -> None:
+    assert busy_until_s(5.0, 10.0, 2.0) == 12.0
+    assert busy_until_s(15.0, 10.0, 2.0) == 17.0
+    assert busy_until_s(15.0, 10.0, 1e9) == 10.0 + MOST_WORK_S
+
+
+def test_a_shared_beginning_does_not_draw_everything_to_one_engine() -> None:
+    work_s = {"a": 0.0, "b": 0.0}
+    for _ in range(400):
+        loads = {name: Load(free=10_000, work_s=some, pace=PACE) for name, some in work_s.items()}
+        chosen = choose(loads, {"a": 5}, 50)
+        work_s[chosen] += PACE.span_s(5.0 if chosen == "a" else 0.0, 50)
+    assert work_s["b"] > 0.9 * work_s["a"], work_s
+
+
+def test_what_was_promised_since_the_last_numbers_counts() -> None:
+    loads = {"a": Load(free=1000, promised=500), "b": Load(free=1000, held=20)}
+    assert choose(loads, {}, 10) == "b"
+
+
+def test_no_engine_is_a_bug() -> None:
+    with pytest.raises(ValueError, match="bug"):
+        choose({}, {}, 1)
+
+
+@pytest.mark.parametrize(
+    ("loads", "count"),
+    [
+        ([], 1),
+        ([Load(free=10, held=90)], 2),
+        ([Load(free=90, held=10, queue_s=1.0)], 2),
+        ([Load(free=50, held=50)], 1),
+        ([Load(free=100), Load(free=90, held=10)], 1),
+        ([Load(free=40, held=60), Load(free=40, held=60)], 2),
+        ([Load(free=100), Load(free=90, held=10, queue_s=0.4)], 2),
+    ],
+)
+def test_engines_are_added_for_want_of_pages_or_time_and_taken_away_with_room_to_spare(
+    loads: list[Load], count: int
+) -> None:
+    assert spread(loads, least_free=0.2, most_queue_s=0.5) == count

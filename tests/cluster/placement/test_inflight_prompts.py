@@ -1,0 +1,148 @@
+"""Prompts that begin alike: the second waits for pages that the first brings, if it is worth it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.cluster.membership.engine import Call
+from service.cluster.membership.local_engines import LocalEngines
+from service.cluster.placement.cost import inflight_prompts as underway
+from service.cluster.placement.cost import placer as placing
+from service.cluster.placement.inflight_prompts import LONGEST_S, MOST_VAIN, Prompts, Underway, Wait
+from service.operations.rows import APPEND, GATHER
+from service.operations.sequences import CREATE_SEQUENCES
+from service.tenants import tenant_of
+from tests.cluster.harness import LAYERS, PAGE, Answer, Cluster, rows, run
+
+LENGTH = 4 * PAGE
+LONG_S = 60.0
+
+
+def begun(prompts: Prompts) -> Underway:
+    one = Underway()
+    prompts.begin("default", "a", one)
+    assert prompts.computed_by(GATHER, "default", ["a"]) == []
+    assert prompts.computed_by(APPEND, "default", ["a", "other"]) == [one]
+    return one
+
+
+def call_of(space: str = "default", deadline_us: int = 0) -> Call:
+    tenant = tenant_of(space, ("append",))
+    return Call(CREATE_SEQUENCES, memoryview(b""), 0, deadline_us, bytes(16), tenant)
+
+
+async def waited(prompts: Prompts, *waits: Wait, space: str = "default") -> bool:
+    """Whether it took more than a turn of the loop."""
+    waiting = asyncio.ensure_future(prompts.wait(call_of(space), waits))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    had_to = not waiting.done()
+    prompts.end("default", ["a"])
+    async with asyncio.timeout(LONGEST_S):
+        await waiting
+    return had_to
+
+
+def test_what_has_begun_is_waited_for_until_it_is_committed() -> None:
+    async def check() -> None:
+        prompts = Prompts()
+        one = begun(prompts)
+        assert await waited(prompts, Wait(one, LONG_S))
+        assert not await waited(prompts, Wait(one, LONG_S)), "it is over"
+        assert not prompts.by_name
+        assert not await waited(prompts)
+
+    asyncio.run(check())
+
+
+def test_a_caller_that_makes_many_before_it_sends_rows_is_not_held_up() -> None:
+    async def check() -> None:
+        prompts, one = Prompts(), Underway()
+        prompts.begin("default", "a", one)
+        assert not await waited(prompts, Wait(one, LONG_S))
+
+    asyncio.run(check())
+
+
+def test_nobody_waits_again_soon_for_a_caller_that_commits_late() -> None:
+    async def check() -> None:
+        prompts = Prompts()
+        one = begun(prompts)
+        for _ in range(2 * MOST_VAIN):
+            await prompts.wait(call_of(), [Wait(one, 0.001)])
+        assert not prompts.num_vain, "its rows are on their way still"
+        one.num_calls -= 1
+        for _ in range(MOST_VAIN - 1):
+            await prompts.wait(call_of(), [Wait(one, 0.001)])
+        assert await waited(prompts, Wait(begun(prompts), LONG_S))
+        assert not prompts.num_vain, "it came in time"
+        one = begun(prompts)
+        one.num_calls -= 1
+        for _ in range(MOST_VAIN):
+            await prompts.wait(call_of(), [Wait(one, 0.001)])
+        assert not await waited(prompts, Wait(begun(prompts), LONG_S))
+        assert await waited(prompts, Wait(begun(prompts), LONG_S), space="other")
+
+    asyncio.run(check())
+
+
+def test_nobody_waits_for_more_than_half_of_what_the_caller_has_time_for() -> None:
+    async def check() -> None:
+        prompts, call = Prompts(), call_of(deadline_us=200_000)
+        async with asyncio.timeout(LONG_S):
+            await prompts.wait(call, [Wait(begun(prompts), LONG_S)])
+        assert 1 <= call.deadline_us <= 100_000, "the engine is told what is left"
+
+    asyncio.run(check())
+
+
+def test_what_never_ends_ends_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(underway, "LONGEST_S", 0.05)
+
+    async def check() -> None:
+        prompts = Prompts()
+        one, other = begun(prompts), Underway()
+        prompts.begin("default", "a", other)  # deleted, and made anew
+        await asyncio.sleep(0.03)
+        prompts.give_up("default", "a", one)
+        assert not other.ended.is_set()
+        async with asyncio.timeout(LONG_S):
+            await other.ended.wait()
+        assert not prompts.by_name
+
+    asyncio.run(check())
+
+
+async def appended(cluster: Cluster, name: str, layer: int, rng: np.random.Generator) -> None:
+    fields = {"layer": layer, "sequences": [name], "append_indptr": [0, LENGTH]}
+    await cluster.told("append", fields, k=rows(rng, LENGTH), v=rows(rng, LENGTH))
+
+
+def test_a_prompt_finds_the_pages_of_one_that_is_being_computed(
+    two_engines: LocalEngines, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing, "WORTH_WAITING", 1e9)
+    prefix: dict[str, Any] = {"token_ids": list(range(LENGTH))}
+
+    async def made(cluster: Cluster) -> Answer:
+        return await cluster.told("create_sequences", {"sequences": [{"prefix": prefix}]})
+
+    async def check(cluster: Cluster) -> None:
+        first, same = [(await made(cluster)).fields["sequences"][0] for _ in range(2)]
+        assert cluster.home(first["id"]) == cluster.home(same["id"])
+        await appended(cluster, first["id"], 0, rng)
+        second = asyncio.ensure_future(made(cluster))
+        for layer in range(1, LAYERS):
+            await asyncio.sleep(0.05)
+            assert not second.done(), "it waits"
+            await appended(cluster, first["id"], layer, rng)
+        await cluster.told("commit", {"id": first["id"]} | prefix)
+        (view,) = (await second).fields["sequences"]
+        assert view["cached_len"] == LENGTH
+        assert cluster.home(view["id"]) == cluster.home(first["id"])
+
+    run(two_engines, check)

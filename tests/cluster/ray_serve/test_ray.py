@@ -1,0 +1,294 @@
+"""The cluster on Ray, as one command: `python -m service --cluster`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from service.cluster.placement.cost import Load
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 240.0
+POOL = (
+    *("--backend.kind", "cpu"),
+    *("--pool.num-layers", "1"),
+    *("--pool.num-kv-heads", "1"),
+    *("--pool.head-dim", "4"),
+    *("--pool.num-pages", "64"),
+    *("--pool.dtype", "fp32"),
+    *("--log.level", "warning"),
+)
+
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+@contextmanager
+def served(*given: str, **environment: str) -> Iterator[httpx.Client]:
+    """A cluster of two engines, as soon as both are there."""
+    port = free_port()
+    command = [sys.executable, "-m", "service", "--cluster", "--cluster.engines", "2"]
+    command += ["--server.port", str(port), *POOL, *given]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as made:
+                wait_for(lambda: len(engines(made)) == 2)
+                yield made
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(WAIT_S) == 0
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    with served() as made:
+        yield made
+
+
+@dataclass
+class Nodes:
+    """A Ray of several nodes on this host (ray_nodes.py)."""
+
+    process: subprocess.Popen[str]
+
+    def tell(self, what: str) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == f"{what}\n"
+
+
+@contextmanager
+def several_nodes() -> Iterator[tuple[str, Nodes]]:
+    """Its address, and what adds nodes to its first one, which alone may have doors."""
+    command = [sys.executable, str(Path(__file__).with_name("ray_nodes.py"))]
+    pipe = subprocess.PIPE
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            yield process.stdout.readline().strip(), Nodes(process)
+        finally:
+            process.stdin.close()
+            process.wait(WAIT_S)
+
+
+def wait_for(ready: Callable[[], bool]) -> None:
+    ends = time.monotonic() + WAIT_S
+    while not ready():
+        assert time.monotonic() < ends, "waited in vain"
+        time.sleep(0.1)
+
+
+def engines(client: httpx.Client) -> list[dict[str, Any]]:
+    try:
+        answer = client.get("/v1/engines")
+    except httpx.TransportError:
+        return []
+    return list(answer.json()["engines"]) if answer.status_code == 200 else []
+
+
+def statuses(client: httpx.Client, names: list[str]) -> set[int]:
+    return {client.get(f"/v1/sequences/{name}").status_code for name in names}
+
+
+def engine_processes() -> list[int]:
+    """Those that the replicas of this test's cluster have started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_text()
+                parent = re.findall(r"^PPid:\t(\d+)$", (entry / "status").read_text(), re.M)[0]
+                of = Path(f"/proc/{parent}/cmdline").read_text()
+            except OSError:
+                continue
+            if "service.engine" in command and of.startswith("ray::"):
+                found.append(int(entry.name))
+    return found
+
+
+def fill_both(client: httpx.Client, names: list[str]) -> None:
+    """Make sequences until both engines have some: where the first go depends on who was busy."""
+    rows = {"dtype": "F32", "shape": [48, 1, 4], "data": [1.0] * 192}
+    while not all(one["sequences"] for one in engines(client)):
+        assert len(names) < 40, engines(client)
+        names.append(f"chat-{len(names)}")
+        made = client.post("/v1/sequences", json={"sequences": [{"id": names[-1]}]})
+        assert made.status_code == 201, made.text
+        body = {"layer": 0, "sequences": names[-1:], "append_indptr": [0, 48]}
+        client.post("/v1/append", json=body | {"tensors": {"k": rows, "v": rows}})
+        time.sleep(0.2)
+
+
+def test_two_engines_are_one_service_and_one_that_dies_comes_back(client: httpx.Client) -> None:
+    names = [f"chat-{n}" for n in range(6)]
+    made = client.post("/v1/sequences", json={"sequences": [{"id": name} for name in names]})
+    assert made.status_code == 201, made.text
+    rows = {"dtype": "F32", "shape": [6, 1, 4], "data": [float(n) for n in range(24)]}
+    body = {"layer": 0, "sequences": names, "tensors": {"k": rows, "v": rows}}
+    assert client.post("/v1/append", json=body).json()["lengths"] == [1] * 6
+    gathered = client.post("/v1/gather", json={"layer": 0, "sequences": names, "dtype": "fp32"})
+    assert gathered.json()["tensors"]["k"]["data"] == rows["data"]
+    fill_both(client, names)
+    before = {one["instance_id"] for one in engines(client)}
+    os.kill(engine_processes()[0], signal.SIGKILL)
+    answers = [client.get(f"/v1/sequences/{name}") for name in names]
+    assert {answer.status_code for answer in answers} == {200, 410}
+    lost = next(answer for answer in answers if answer.status_code == 410).json()
+    assert lost["code"] == "lost_sequence" and lost["sequences"][0] in names
+    wait_for(lambda: len(engines(client)) == 2)
+    after = {one["instance_id"] for one in engines(client)}
+    assert len(before & after) == 1, "the one that died is another one now"
+    told = client.get("/metrics").text
+    assert len(re.findall(r"^attnd_engine_up\{.*\} 1\.0$", told, re.M)) == 2
+    appended = re.search(r"^attnd_tokens_appended_total (\S+)$", told, re.M)
+    assert appended is not None and float(appended[1]) > 0, "as the engines have counted"
+
+
+@dataclass
+class Written:
+    """One sequence, and what it must hold."""
+
+    client: httpx.Client
+    name: str
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+    k: Any = field(default_factory=lambda: np.zeros((0, 1, 4), np.float32))
+
+    def post(self, route: str, body: dict[str, Any], **arrays: Any) -> Any:
+        tensors = {
+            name: {"dtype": "F32", "shape": rows.shape, "data": rows.ravel().tolist()}
+            for name, rows in arrays.items()
+        }
+        body = {"layer": 0, "sequences": [self.name]} | body
+        answer = self.client.post(route, json=body | ({"tensors": tensors} if tensors else {}))
+        assert answer.status_code == 200, answer.text
+        return answer.json().get("tensors")
+
+    def grow(self, count: int) -> Any:
+        new = self.rng.standard_normal((count, 1, 4)).astype(np.float32)
+        self.k = np.concatenate((self.k, new))
+        return new
+
+    def append(self, count: int) -> None:
+        new = self.grow(count)
+        self.post("/v1/append", {"append_indptr": [0, count]}, k=new, v=-new)
+
+    def check(self) -> None:
+        """A decode that appends, and all rows."""
+        new, q = self.grow(1), self.rng.standard_normal((1, 1, 4)).astype(np.float32)
+        told = self.post("/v1/decode", {}, q=q, k=new, v=-new)["o"]["data"]
+        weights = np.exp(self.k[:, 0] @ q[0, 0] / 2)
+        expected = weights @ -self.k[:, 0] / weights.sum()
+        np.testing.assert_allclose(told, expected, atol=2e-5)
+        rows = self.post("/v1/gather", {"dtype": "fp32"})
+        np.testing.assert_array_equal(rows["k"]["data"], self.k.ravel())
+
+
+def test_a_sequence_over_both_engines_stays_right_while_one_is_emptied(
+    client: httpx.Client,
+) -> None:
+    client.post("/v1/sequences/delete", json={"prefix": ""})
+    long, chat = Written(client, "long"), Written(client, "chat")
+    client.post("/v1/sequences", json={"sequences": [{"id": "long", "ranks": 2}]})
+    long.append(700)
+    long.append(500)
+    assert [one["sequences"] for one in engines(client)] == [1, 1]
+    long.check()
+    client.post("/v1/sequences", json={"sequences": [{"id": "chat"}]})
+    chat.append(40)
+    (leaving,) = [one["name"] for one in engines(client) if one["sequences"] == 2]
+    begun = client.post(f"/v1/engines/{leaving}/drain", json={})
+    assert begun.json() == {"name": leaving, "draining": True, "sequences": 2}
+    for _ in range(5):
+        long.check()
+        chat.check()
+    wait_for(
+        lambda: all(one["sequences"] == (1 + (one["name"] != leaving)) for one in engines(client))
+    )
+    long.check()
+    chat.check()
+    client.post(f"/v1/engines/{leaving}/drain", json={"stop": True})
+    long.check()
+    deleted = client.post("/v1/sequences/delete", json={"ids": ["long", "chat"]})
+    assert deleted.json() == {"num_deleted": 2}
+    assert [one["free"] for one in engines(client)] == [64, 64]
+
+
+def over_two_engines(client: httpx.Client, name: str) -> Written:
+    """A sequence that is right on both."""
+    made = client.post("/v1/sequences", json={"sequences": [{"id": name, "ranks": 2}]})
+    assert made.status_code == 201, made.text
+    written = Written(client, name)
+    written.append(100)
+    written.check()
+    return written
+
+
+@pytest.mark.filterwarnings("ignore")  # what Ray does as it is imported is its own
+def test_engines_of_two_nodes_are_one_service_and_a_node_that_is_lost_is_replaced() -> None:
+    from service.cluster.ray.app import HEALTH_CHECK_S
+
+    with several_nodes() as (address, nodes):
+        nodes.tell("add")
+        with served("--cluster.ingress-resource", "door", RAY_ADDRESS=address) as client:
+            names: list[str] = []
+            fill_both(client, names)
+            over_both = over_two_engines(client, "over-both")
+            there = {one["instance_id"] for one in engines(client)}
+            nodes.tell("directory")
+            time.sleep(3 * HEALTH_CHECK_S)
+            over_both.check()
+            assert {one["instance_id"] for one in engines(client)} == there
+            nodes.tell("kill")
+            wait_for(lambda: statuses(client, names) == {200, 410})  # 503 until it counts as lost
+            lost = client.get(f"/v1/sequences/{over_both.name}")
+            assert (lost.status_code, lost.json()["code"]) == (410, "lost_sequence")
+            assert len(engines(client)) == 1
+            nodes.tell("add")
+            wait_for(lambda: len(engines(client)) == 2)
+            assert len(there & {one["instance_id"] for one in engines(client)}) == 1
+            over_two_engines(client, "again")
+
+
+@pytest.mark.filterwarnings("ignore")  # what Ray does as it is imported is its own
+def test_the_policy_decides_when_all_engines_have_told() -> None:
+    from service.cluster.ray.app import Policy
+
+    def context(current: int, *loads: Load) -> Any:
+        fields = ("free", "cached", "held", "queue_s")
+        told = {name: {n: getattr(one, name) for n, one in enumerate(loads)} for name in fields}
+        return SimpleNamespace(
+            aggregated_metrics=told, current_num_replicas=current, target_num_replicas=current
+        )
+
+    policy = Policy(least_free=0.1, most_queue_s=0.25)
+    full, idle = Load(free=1, held=99), Load(free=100)
+    assert policy(context(1, full))[0] == 2
+    assert policy(context(2, full))[0] == 2, "the second has not told yet"
+    assert policy(context(2, idle, idle))[0] == 1
+    assert policy(context(1))[0] == 1

@@ -1,0 +1,149 @@
+"""Batches over several engines: cut by sequences, joined in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.cluster.routing.batch_split import cut, join
+from service.errors import InvalidRequest
+from service.operations.attention import DecodeFields, PrefillFields
+from service.operations.common import Fields
+from service.operations.prefix import CommitSequencesFields
+from service.operations.rows import AppendFields, GatherFields
+from service.operations.sequences import TruncateSequencesFields
+
+GROUPS = ([0, 3], [1], [2])
+
+
+def dumped(fields: Fields) -> dict[str, Any]:
+    return fields.model_dump(exclude_unset=True)
+
+
+def test_rows_go_with_their_sequences() -> None:
+    fields = AppendFields(
+        layer=1,
+        sequences=["a", "b", "c", "d"],
+        append_indptr=[0, 2, 2, 3, 6],
+        offsets=[5, 6, 7, 8],
+    )
+    k = np.arange(6.0).reshape(6, 1, 1)
+    pieces = cut(dumped(fields), {"k": k}, GROUPS)
+    assert [piece.fields["sequences"] for piece in pieces] == [["a", "d"], ["b"], ["c"]]
+    assert [piece.fields["append_indptr"] for piece in pieces] == [[0, 2, 5], [0, 0], [0, 1]]
+    assert [piece.fields["offsets"] for piece in pieces] == [[5, 8], [6], [7]]
+    rows = [piece.arrays["k"].ravel().tolist() for piece in pieces]
+    assert rows == [[0, 1, 3, 4, 5], [], [2]]
+    told = [({"lengths": [9, 11]}, {}), ({"lengths": [6]}, {}), ({"lengths": [8]}, {})]
+    assert join(pieces, told) == ({"lengths": [9, 6, 8, 11]}, {})
+
+
+def test_rows_of_many_layers_go_with_their_sequences() -> None:
+    fields = AppendFields(
+        layers=[0, 1], sequences=["a", "b", "c", "d"], append_indptr=[0, 2, 2, 3, 6]
+    )
+    k = np.arange(12.0).reshape(2, 6, 1, 1)
+    pieces = cut(dumped(fields), {"k": k}, GROUPS)
+    assert [piece.fields["layers"] for piece in pieces] == [[0, 1]] * 3
+    rows = [piece.arrays["k"][:, :, 0, 0].tolist() for piece in pieces]
+    assert rows == [[[0, 1, 3, 4, 5], [6, 7, 9, 10, 11]], [[], []], [[2], [8]]]
+
+
+def test_cuts_and_what_they_keep_go_with_their_sequences() -> None:
+    fields = TruncateSequencesFields(
+        sequences=["a", "b", "c", "d"],
+        lengths=[1, 2, 3, 4],
+        keep=[5, 6, 7, 8, 9],
+        keep_indptr=[0, 2, 2, 3, 5],
+    )
+    pieces = cut(dumped(fields), {}, GROUPS)
+    assert [piece.fields["lengths"] for piece in pieces] == [[1, 4], [2], [3]]
+    assert [piece.fields["keep"] for piece in pieces] == [[5, 6, 8, 9], [], [7]]
+    assert [piece.fields["keep_indptr"] for piece in pieces] == [[0, 2, 4], [0, 0], [0, 1]]
+    told = [({"sequences": [{"id": one} for one in ids]}, {}) for ids in ("ad", "b", "c")]
+    joined, _ = join(pieces, told)
+    assert [one["id"] for one in joined["sequences"]] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("kind", ["list", "tensor"])
+def test_names_to_commit_go_with_their_sequences(kind: str) -> None:
+    ids = [1, 2, 3, 4, 5, 6]
+    given: dict[str, Any] = {"token_ids": ids} if kind == "list" else {}
+    fields = CommitSequencesFields(
+        sequences=["a", "b", "c", "d"], names_indptr=[0, 2, 2, 3, 6], offsets=[8, 0, 4, 0], **given
+    )
+    arrays = {} if kind == "list" else {"token_ids": np.array(ids, np.uint32)}
+    pieces = cut(dumped(fields), arrays, GROUPS)
+    assert [piece.fields["offsets"] for piece in pieces] == [[8, 0], [0], [4]]
+    held = [piece.fields if kind == "list" else piece.arrays for piece in pieces]
+    assert [list(one["token_ids"]) for one in held] == [[1, 2, 4, 5, 6], [], [3]]
+    answers = [
+        {"committed_lens": [8, 9], "num_pages": [2, 3], "last_keys": ["x", None]},
+        {"committed_lens": [6], "num_pages": [1], "last_keys": ["y"]},
+        {"committed_lens": [7], "num_pages": [4], "last_keys": ["z"]},
+    ]
+    joined, _ = join(pieces, [(one, {}) for one in answers])
+    assert joined == {
+        "committed_lens": [8, 6, 7, 9],
+        "num_pages": [2, 1, 4, 3],
+        "last_keys": ["x", "y", "z", None],
+    }
+
+
+def test_fields_that_were_not_given_are_not_sent() -> None:
+    (piece, _) = cut(dumped(DecodeFields(layer=0, sequences=["a", "b"])), {}, ([0], [1]))
+    assert piece.fields == {"layer": 0, "sequences": ["a"]}
+
+
+def test_states_come_back_in_the_order_of_the_request() -> None:
+    fields = PrefillFields(layer=0, sequences=["a", "b", "c", "d"], qo_indptr=[0, 1, 3, 4, 6])
+    q = np.arange(6.0).reshape(6, 1, 1)
+    pieces = cut(dumped(fields), {"q": q}, GROUPS)
+    told = [
+        (
+            {"lse_base": "e", "levels": 1 + at, "cascade": at == 1},
+            {"o": 10 * piece.arrays["q"], "lse": piece.arrays["q"][:, :, 0]},
+        )
+        for at, piece in enumerate(pieces)
+    ]
+    joined, arrays = join(pieces, told)
+    assert joined == {"lse_base": "e", "levels": 3, "cascade": True}
+    np.testing.assert_array_equal(arrays["o"], 10 * q)
+    np.testing.assert_array_equal(arrays["lse"], q[:, :, 0])
+
+
+def test_gathered_rows_are_as_many_as_each_engine_tells() -> None:
+    pieces = cut(dumped(GatherFields(layer=0, sequences=["a", "b", "c", "d"])), {}, GROUPS)
+    rows = [np.array([[1.0], [2.0], [9.0]]), np.empty((0, 1)), np.array([[5.0]])]
+    told = [
+        ({"kv_indptr": [0, 2, 3]}, {"k": rows[0]}),
+        ({"kv_indptr": [0, 0]}, {"k": rows[1]}),
+        ({"kv_indptr": [0, 1]}, {"k": rows[2]}),
+    ]
+    fields, arrays = join(pieces, told)
+    assert fields == {"kv_indptr": [0, 2, 2, 3, 4]}
+    assert arrays["k"].ravel().tolist() == [1, 2, 5, 9]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_mask_is_cut_by_the_lengths_of_its_sequences(is_packed: bool) -> None:
+    qo, kv = np.array([2, 1, 0, 3]), np.array([5, 3, 9, 7], np.int32)
+    indptr = [0, *np.cumsum(qo).tolist()]
+    fields = PrefillFields(layer=0, sequences=["a", "b", "c", "d"], qo_indptr=indptr)
+    rng = np.random.default_rng(0)
+    parts = [
+        rng.integers(0, 2, rows * keys).astype(bool) for rows, keys in zip(qo, kv, strict=True)
+    ]
+    name = "packed_mask" if is_packed else "mask"
+    if is_packed:
+        parts = [np.packbits(part, bitorder="little") for part in parts]
+    arrays = {"q": np.zeros((6, 1, 1)), name: np.concatenate(parts)}
+    pieces = cut(dumped(fields), arrays, GROUPS, kv)
+    for piece, group in zip(pieces, GROUPS, strict=True):
+        np.testing.assert_array_equal(
+            piece.arrays[name], np.concatenate([parts[at] for at in group])
+        )
+    with pytest.raises(InvalidRequest, match=name):
+        cut(dumped(fields), arrays, GROUPS, kv + 8)

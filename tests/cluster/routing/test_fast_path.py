@@ -1,0 +1,110 @@
+"""Which calls a router passes on by their headers' bytes alone."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from service.cluster.routing.fast_path import REMEMBERED_BYTES, Passing, ids_in
+from service.cluster.routing.tags import Names
+from service.operations.table import BY_NAME
+
+HERE, THERE = "00000000", "11111111"
+
+
+def header(**fields: Any) -> bytes:
+    return json.dumps({"__metadata__": {"request": json.dumps(fields)}}).encode()
+
+
+def call(name: str = "decode", namespace: str = "") -> Any:
+    return SimpleNamespace(operation=BY_NAME[name], tenant=SimpleNamespace(namespace=namespace))
+
+
+@pytest.fixture
+def passing() -> Passing:
+    members = SimpleNamespace(by_tag={HERE: "here", THERE: "there"}, changes=0)
+    homes: Any = SimpleNamespace(members=members, names=Names())
+    return Passing(homes)
+
+
+def test_a_call_about_sequences_of_one_engine_goes_there(passing: Passing) -> None:
+    ids = (f"a.{HERE}", f"b.{HERE}")
+    assert passing.straight(call(), header(layer=0, sequences=ids)) == (ids, "here")
+    assert passing.straight(call("get_sequence"), header(id=f"c.{THERE}")) == (
+        (f"c.{THERE}",),
+        "there",
+    )
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [f"a.{HERE}", f"b.{THERE}"],
+        ["nobody-knows"],
+        [f"a.{HERE}", "nobody-knows"],
+        ["a.22222222"],
+        [f"a.{HERE}-{THERE}"],
+        [],
+    ],
+    ids=["two engines", "unknown", "one unknown", "lost engine", "over ranks", "none"],
+)
+def test_what_is_not_known_to_be_on_one_engine_is_looked_into(
+    passing: Passing, ids: list[str]
+) -> None:
+    assert passing.straight(call(), header(layer=0, sequences=ids)) is None
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"[]",
+        b"1",
+        b"{}",
+        b'{"__metadata__": 1}',
+        b'{"__metadata__": {"request": 1}}',
+        b'{"__metadata__": {"request": "[]"}}',
+        header(layer=0),
+        header(sequences=1),
+        header(sequences=[1]),
+        header(sequences={"a": 1}),
+        b'{"__metadata__": {"request": "' + b"[" * 100_000 + b'"}}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_header_that_is_not_right_is_looked_into(passing: Passing, bad: bytes) -> None:
+    assert ids_in(BY_NAME["decode"], bad) == ()
+    assert passing.straight(call(), bad) is None
+
+
+def test_operations_of_other_kinds_are_looked_into(passing: Passing) -> None:
+    for name in ("cascade", "create_sequences", "pool", "merge"):
+        assert passing.straight(call(name), header(sequences=[f"a.{HERE}"])) is None
+
+
+def test_what_was_found_is_forgotten_when_an_engine_goes_or_a_sequence_moves(
+    passing: Passing,
+) -> None:
+    text = header(layer=0, sequences=["mine"])
+    members: Any = passing.homes.members
+    passing.homes.names.learn(("", "mine"), HERE)
+    assert passing.straight(call(), text) == (("mine",), "here")
+    assert passing.straight(call(namespace="red"), text) is None, "of another namespace"
+    passing.homes.names.learn(("", "mine"), THERE)
+    assert passing.straight(call(), text) == (("mine",), "there")
+    del members.by_tag[THERE]
+    members.changes += 1
+    assert passing.straight(call(), text) is None
+
+
+def test_no_more_is_remembered_than_it_may(passing: Passing) -> None:
+    for number in range(40):
+        ids = [f"a.{HERE}", f"{number}{'x' * (REMEMBERED_BYTES // 32)}.{HERE}"]
+        assert passing.straight(call(), header(sequences=ids)) is not None
+        assert sum(len(key[2]) for key in passing.known) <= REMEMBERED_BYTES
+    assert passing.known

@@ -1,0 +1,55 @@
+"""Operations of all engines: one answer of many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from service.cluster.routing.joins import JOINS, shares
+from service.operations.status import PoolAnswer
+from service.operations.table import OPERATIONS
+
+BY_HAND = {"delete_sequences", "match_prefix", "evict", "events", "engines", "snapshot", "holds"}
+"""Asked of one engine after another, or answered from what is known."""
+
+
+def test_every_operation_of_all_engines_has_its_way_of_joining() -> None:
+    everywhere = {one.name for one in OPERATIONS if one.routed == "everywhere"}
+    assert everywhere == BY_HAND | JOINS.keys()
+
+
+def pool(referenced: int, sharing: float, integrity: str = "ok") -> dict[str, Any]:
+    counts = ("cached", "pinned", "total", "available", "leases", "sequences", "imports", "nodes")
+    numbers = dict.fromkeys(("free", *counts), 1)
+    told = {"referenced": referenced, "sharing_ratio": sharing, "integrity": integrity}
+    return numbers | told
+
+
+def test_pools_are_added_and_sharing_is_that_of_all_pages() -> None:
+    joined = JOINS["pool"]({}, [pool(1, 1.0), pool(3, 5.0, "a hole")])
+    assert (joined["free"], joined["available"], joined["referenced"]) == (2, 2, 4)
+    assert (joined["sharing_ratio"], joined["integrity"]) == (4.0, "a hole")
+    assert JOINS["pool"]({}, [pool(0, 1.0)])["sharing_ratio"] == 1.0
+    PoolAnswer.model_validate(joined)
+
+
+def listing(*ids: str, following: str | None = None) -> dict[str, Any]:
+    return {"sequences": [{"id": name} for name in ids], "next": following}
+
+
+def test_lists_are_one_by_id_with_the_same_page_size() -> None:
+    join = JOINS["list_sequences"]
+    joined = join({"limit": 3}, [listing("a", "d", "e", following="e"), listing("b", "c")])
+    assert joined == listing("a", "b", "c", following="c")
+    joined = join({"limit": 9}, [listing("a"), listing("b")])
+    assert joined == listing("a", "b")
+    assert join({"limit": 2}, [listing(), listing()]) == listing()
+
+
+def test_quotas_are_shared_out_and_add_up() -> None:
+    parts = shares("set_namespace", {"name": "red", "max_pages": 10, "reserved_pages": 2}, 3)
+    assert [part["max_pages"] for part in parts] == [4, 3, 3]
+    assert [part["reserved_pages"] for part in parts] == [1, 1, 0]
+    joined = JOINS["get_namespace"]({}, parts)
+    assert joined == {"name": "red", "max_pages": 10, "reserved_pages": 2}
+    unlimited = shares("set_namespace", {"name": "red", "max_pages": None}, 2)
+    assert JOINS["get_namespace"]({}, unlimited)["max_pages"] is None
