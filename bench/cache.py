@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from bench.machine import RESULTS, provenance, write_results
 from config.sections import CacheSettings
 from service.core.errors import OutOfPages
-from service.core.keys import Prefix
+from service.core.prefix.keys import Prefix
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 from service.engine.history import History

@@ -22,8 +22,8 @@ from typing import Final
 
 import numpy as np
 
-from service.core.allocator import PageAllocator
-from service.core.plan import CascadeMode, make_plan
+from service.core.plans.plan import CascadeMode, make_plan
+from service.core.pool.allocator import PageAllocator
 from service.core.tree import PrefixTree
 from service.core.values import Extension, Int32, NewSpec
 

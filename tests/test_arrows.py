@@ -260,6 +260,6 @@ def test_every_arrow_covers_a_module(arrow: Arrow) -> None:
     ],
 )
 def test_a_use_is_seen_however_it_is_written(source: str, name: str) -> None:
-    found = list(uses(source, "service/core/plan.py", "service.core.plan"))
+    found = list(uses(source, "service/core/plans/plan.py", "service.core.plans.plan"))
     assert name in [use.name for use in found], f"{source!r} gives {found}"
     assert all(use.line >= 1 for use in found)

@@ -12,9 +12,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.named import NamedPages
-from service.core.namespaces import Namespace
-from service.core.nodes import REFERENCED, Leaf, Node
+from service.core.pool.namespaces import Namespace
+from service.core.prefix.named_pages import NamedPages
+from service.core.prefix.nodes import REFERENCED, Leaf, Node
 from service.core.tree import PrefixTree
 
 Int32 = NDArray[np.int32]

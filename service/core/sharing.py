@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from service.core.nodes import Leaf, Node
-from service.core.sequences import SequenceBooks
+from service.core.prefix.nodes import Leaf, Node
+from service.core.sequences.books import SequenceBooks
 
 LEAVES_AT_ONCE: Final = 64
 

@@ -9,19 +9,20 @@ from collections.abc import Generator, Hashable, Sequence
 
 import numpy as np
 
-from service.core.allocator import PageAllocator
-from service.core.budget import Budget
-from service.core.cache import PrefixCache
-from service.core.creation import Start, first_lengths
-from service.core.cutting import Cuts
 from service.core.errors import IntegrityError, InvalidRequest, LengthMismatch
-from service.core.integrity import Pieces, integrity_steps, own_integrity_steps
-from service.core.keys import Prefix
-from service.core.named import NamedPages
-from service.core.namespaces import Namespace
-from service.core.nodes import Leaf, Links
-from service.core.ragged import CsrTable, csr_table, indptr, token_slots
-from service.core.sequences import SequenceBooks
+from service.core.integrity.checks import Pieces, integrity_steps, own_integrity_steps
+from service.core.plans.ragged import CsrTable, csr_table, indptr, token_slots
+from service.core.pool.allocator import PageAllocator
+from service.core.pool.budget import Budget
+from service.core.pool.namespaces import Namespace
+from service.core.prefix.cache import PrefixCache
+from service.core.prefix.keys import Prefix
+from service.core.prefix.named_pages import NamedPages
+from service.core.prefix.nodes import Leaf, Links
+from service.core.sequences.books import SequenceBooks
+from service.core.sequences.creation import Start, first_lengths
+from service.core.sequences.cuts import Cuts
+from service.core.sequences.views import view
 from service.core.shards.layout import WHOLE
 from service.core.sharing import Sharing, sharing_steps
 from service.core.values import (
@@ -33,7 +34,6 @@ from service.core.values import (
     SequenceView,
     row_copies,
 )
-from service.core.views import view
 
 # Named here because the class has a method called `list`.
 Leaves = list[Leaf]

@@ -14,7 +14,7 @@ import numpy as np
 from kernels.backend import Attend, AttentionState, Mask, Scoring
 from kernels.tensor import Array, host_array
 from service.core.errors import InvalidRequest
-from service.core.ragged import lens_of
+from service.core.plans.ragged import lens_of
 from service.core.shards.rows import Sight, check_epochs, grown, has_shards, whole_lengths
 from service.core.values import Extension
 from service.engine.handlers.shards.masks import shard_mask

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from kernels.backend import NUMPY_DTYPES, Done, Int32
-from service.core.cutting import Cut
+from service.core.sequences.cuts import Cut
 from service.engine.handlers.shards.claims import cut_whole, held_after
 from service.engine.request import Request
 from service.engine.rows import refuse_shards

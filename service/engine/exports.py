@@ -10,10 +10,10 @@ from typing import Any, Final
 import numpy as np
 
 from kernels.backend import NUMPY_DTYPES, Array, Int32
-from service.core.keys import KEY_BYTES, Prefix
-from service.core.nodes import FOREVER, Leaf
+from service.core.prefix.keys import KEY_BYTES, Prefix
+from service.core.prefix.nodes import FOREVER, Leaf
+from service.core.sequences.transfer import generation, names_of, slots_of
 from service.core.shards.layout import WHOLE, Shard, held
-from service.core.transfer import generation, names_of, slots_of
 from service.engine.request import Request
 from service.engine.rows import NUMBER_BYTES
 from service.engine.store import Store

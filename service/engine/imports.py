@@ -6,10 +6,10 @@ import time
 from functools import partial
 
 from kernels.backend import Done
-from service.core.nodes import Leaf
+from service.core.prefix.nodes import Leaf
+from service.core.sequences.transfer import fill, rename
 from service.core.shards.layout import WHOLE, Shard
 from service.core.shards.rows import epoch_of
-from service.core.transfer import fill, rename
 from service.core.values import NewSpec
 from service.engine.exports import (
     PartDigest,

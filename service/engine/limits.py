@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from service.core.namespaces import Namespace
+from service.core.pool.namespaces import Namespace
 from service.core.tree import PrefixTree
 from service.errors import OutOfSequences, Overloaded
 

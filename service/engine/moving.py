@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from service.core.errors import InvalidRequest
+from service.core.sequences.transfer import generation
 from service.core.shards.layout import WHOLE, Shard
 from service.core.shards.rows import check_epochs
-from service.core.transfer import generation
 from service.engine.leaving import Mark
 from service.engine.request import Request
 from service.engine.store import Store

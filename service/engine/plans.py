@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from kernels.backend import Int32, Level, Plan
-from service.core.plan import CascadeMode, CascadePlan, explicit_levels, make_plan
+from service.core.plans.plan import CascadeMode, CascadePlan, explicit_levels, make_plan
 from service.core.shards.rows import Sight
 from service.core.tree import PrefixTree
 

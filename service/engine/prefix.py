@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from service.core.errors import InvalidRequest
-from service.core.keys import Prefix, as_keys
-from service.core.nodes import FOREVER, Retention
+from service.core.prefix.keys import Prefix, as_keys
+from service.core.prefix.nodes import FOREVER, Retention
 from service.engine.moving import refuse_new
 from service.engine.request import Request
 from service.engine.rows import refuse_shards

@@ -12,9 +12,9 @@ import numpy as np
 
 from kernels.backend import NUMPY_DTYPES, Array, DType, Int32, Pending
 from service.core.errors import InvalidRequest
-from service.core.nodes import Leaf
-from service.core.ragged import indptr as prefix_sums
-from service.core.ragged import token_slots
+from service.core.plans.ragged import indptr as prefix_sums
+from service.core.plans.ragged import token_slots
+from service.core.prefix.nodes import Leaf
 from service.core.shards.layout import held
 from service.core.shards.rows import check_epochs, has_shards, ranks_of
 from service.core.steps import extend_layers, undo_layers

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from kernels.lanes import Lanes
-from service.core.budget import NO_LIMIT, EvictionPaused
+from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.engine.fair import FairQueue
 from service.engine.holds import Holds
 from service.engine.launches import Launches

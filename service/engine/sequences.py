@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from service.core.errors import InvalidRequest
-from service.core.keys import Prefix
+from service.core.prefix.keys import Prefix
 from service.core.shards.layout import Shard
 from service.core.shards.rows import check_epochs
 from service.core.values import NewSpec, RowCopies, SequenceView

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kernels.backend import Backend, DeviceLost, Int32, Pending, Tensor
 from service.core.errors import IntegrityError
-from service.core.namespaces import Namespace
+from service.core.pool.namespaces import Namespace
 from service.core.shards.rows import extend
 from service.core.steps import StepExtension, undo_layers
 from service.core.tree import PrefixTree

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from service.core.errors import SequenceExists
-from service.core.sequences import SequenceBooks
+from service.core.sequences.books import SequenceBooks
 from service.errors import UnknownImport
 from service.operations.sequences import ShardAnswer
 from service.operations.transfer import Header

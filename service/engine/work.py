@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeVar
 from kernels.backend import Attend, AttentionState, Done, Pending
 from kernels.lanes import Lane, Run
 from kernels.pending import StageSeconds
-from service.core.sequences import Watch
+from service.core.sequences.books import Watch
 from service.core.steps import StepExtension
 from service.core.values import Extension
 from service.engine.request import Request

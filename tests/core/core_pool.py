@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from service.core.plan import CascadePlan
+from service.core.plans.plan import CascadePlan
 from service.core.tree import PrefixTree
 from service.core.values import Int32, NewSpec, RowCopies
 

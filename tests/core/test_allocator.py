@@ -3,8 +3,8 @@
 import pytest
 from core_pool import int32
 
-from service.core.allocator import PageAllocator
 from service.core.errors import IntegrityError, OutOfPages
+from service.core.pool.allocator import PageAllocator
 
 
 def test_a_fresh_allocator_hands_out_pages_in_ascending_order() -> None:

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.core.budget import EvictionPaused
-from service.core.changes import Change, Cleared, Removed, Stored
 from service.core.errors import (
     CoreError,
     InvalidRequest,
@@ -18,9 +16,11 @@ from service.core.errors import (
     UnknownLease,
     UnknownPage,
 )
-from service.core.keys import Prefix, as_keys, root_key
-from service.core.nodes import Retention
-from service.core.plan import make_plan
+from service.core.plans.plan import make_plan
+from service.core.pool.budget import EvictionPaused
+from service.core.prefix.changes import Change, Cleared, Removed, Stored
+from service.core.prefix.keys import Prefix, as_keys, root_key
+from service.core.prefix.nodes import Retention
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from core_pool import TokenPool, int32
 
-from service.core import matching, segments
 from service.core.errors import InvalidRequest
-from service.core.keys import Prefix
 from service.core.outline import outline
-from service.core.plan import make_plan
+from service.core.plans import segments
+from service.core.plans.plan import make_plan
+from service.core.prefix import matching
+from service.core.prefix.keys import Prefix
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 
@@ -70,7 +71,7 @@ def test_a_call_finds_a_bounded_number_of_nodes(monkeypatch: pytest.MonkeyPatch)
     tree.extend(0, ["c"], int32(8))
     before = tree.allocator.num_free, tree.num_nodes
     monkeypatch.setattr(matching, "MOST_MATCHED", MOST)
-    monkeypatch.setattr("service.core.cache.MOST_MATCHED", MOST)
+    monkeypatch.setattr("service.core.prefix.cache.MOST_MATCHED", MOST)
     assert tree.cache.match("default", prompt(8)).num_pages == MOST
     assert tree.cache.use("default", prompt(8)) == MOST
     with pytest.raises(InvalidRequest, match="the first 3 tokens are cached"):

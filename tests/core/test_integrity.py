@@ -10,8 +10,8 @@ import pytest
 from core_pool import TokenPool, int32
 
 from service.core.errors import CoreError, IntegrityError
-from service.core.keys import Prefix
-from service.core.nodes import Leaf, Node
+from service.core.prefix.keys import Prefix
+from service.core.prefix.nodes import Leaf, Node
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
 

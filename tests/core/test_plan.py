@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.core.errors import InvalidRequest, UnknownSequence
-from service.core.levels import CascadeLevel
-from service.core.plan import explicit_levels, make_plan
+from service.core.plans.levels import CascadeLevel
+from service.core.plans.plan import explicit_levels, make_plan
 from service.core.values import NewSpec
 
 MODES = ("auto", "always", "never")

@@ -12,10 +12,10 @@ from service.core.errors import (
     SequenceExists,
     UnknownSequence,
 )
-from service.core.keys import Prefix
+from service.core.prefix.keys import Prefix
+from service.core.sequences.transfer import generation
 from service.core.shards.layout import Shard
 from service.core.shards.rows import extend
-from service.core.transfer import generation
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec, SequenceView
 

@@ -26,7 +26,7 @@ from service.core.errors import (
     SequenceExists,
     UnknownSequence,
 )
-from service.core.plan import make_plan
+from service.core.plans.plan import make_plan
 from service.core.values import NewSpec
 
 NUM_PAGES = 24

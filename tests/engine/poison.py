@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.core.allocator import PageAllocator
-from service.core.ragged import ramps
+from service.core.plans.ragged import ramps
+from service.core.pool.allocator import PageAllocator
 from service.engine.store import Store
 
 POISON = -77.0

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from service.core.changes import Change, Cleared, Removed, Stored
+from service.core.prefix.changes import Change, Cleared, Removed, Stored
 from service.engine.history import PAGES_AN_EVENT, History
 
 PAGE = 4

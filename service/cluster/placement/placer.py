@@ -17,7 +17,7 @@ from service.cluster.placement.inflight_prompts import Underway, Wait
 from service.cluster.placement.prefixes import chained_keys
 from service.cluster.routing.tags import BETWEEN
 from service.cluster.sharded.ranks import Home
-from service.core.keys import Prefix, as_keys
+from service.core.prefix.keys import Prefix, as_keys
 from service.errors import InvalidRequest, NotReady
 from service.image.dtypes import Array
 from service.operations.spec import Prepared

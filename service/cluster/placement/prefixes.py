@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, Final
 
 from service.cluster.placement.inflight_prompts import Underway
-from service.core.keys import Prefix, root_key
+from service.core.prefix.keys import Prefix, root_key
 
 MOST_EVENTS: Final = 16_384
 PAGES_AN_EVENT: Final = 128

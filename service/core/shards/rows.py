@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.errors import InvalidRequest, LengthMismatch, SequenceTaken
-from service.core.nodes import Leaf
-from service.core.ragged import Int32, ramps
+from service.core.plans.ragged import Int32, ramps
+from service.core.prefix.nodes import Leaf
 from service.core.shards.layout import held
 from service.core.tree import PrefixTree, set_whole
 from service.core.values import Extension

@@ -15,7 +15,7 @@ from service.cluster.placement.prefixes import (
     Prefixes,
     chained_keys,
 )
-from service.core.keys import Prefix, root_key
+from service.core.prefix.keys import Prefix, root_key
 
 KEYS = [bytes([n]) * 16 for n in range(8)]
 

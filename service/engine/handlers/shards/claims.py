@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from service.core.errors import InvalidRequest, SequenceTaken
-from service.core.nodes import Leaf
+from service.core.prefix.nodes import Leaf
 from service.core.shards.rows import claim, epoch_of
 from service.engine.request import Request
 from service.engine.rows import NUMBER_BYTES

@@ -13,7 +13,7 @@ import numpy as np
 from kernels.backend import Array, Int32, Mask
 from kernels.masks import make_mask
 from service.core.errors import InvalidRequest
-from service.core.ragged import lens_of
+from service.core.plans.ragged import lens_of
 from service.core.shards.rows import Sight, first_seen, positions, tokens_here
 from service.core.tree import PrefixTree
 from service.operations.common import check_mask_length

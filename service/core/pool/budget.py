@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from service.core.allocator import PageAllocator
 from service.core.errors import InvalidRequest, OutOfPages
-from service.core.named import NamedPages
-from service.core.namespaces import Namespace
-from service.core.nodes import Int32, Links, Node, named
+from service.core.pool.allocator import PageAllocator
+from service.core.pool.namespaces import Namespace
+from service.core.prefix.named_pages import NamedPages
+from service.core.prefix.nodes import Int32, Links, Node, named
 
 NO_LIMIT: Final = 2**63
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from service.core.budget import Budget
 from service.core.errors import InvalidRequest, KeyMismatch
-from service.core.keys import KEY_BYTES, Prefix
-from service.core.matching import MOST_MATCHED, Match, named_path, walk
-from service.core.named import equal_rows
-from service.core.namespaces import Root
-from service.core.nodes import Leaf, Links, Node, Retention, check_depth, named
-from service.core.sequences import SequenceBooks
+from service.core.pool.budget import Budget
+from service.core.pool.namespaces import Root
+from service.core.prefix.keys import KEY_BYTES, Prefix
+from service.core.prefix.matching import MOST_MATCHED, Match, named_path, walk
+from service.core.prefix.named_pages import equal_rows
+from service.core.prefix.nodes import Leaf, Links, Node, Retention, check_depth, named
+from service.core.sequences.books import SequenceBooks
 
 BATCHED: Final = {"offset": "offsets"}
 """Fields that are called otherwise in a call for many sequences."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from service.core.eviction_order import EvictionOrder
-from service.core.keys import root_key
-from service.core.nodes import Leaf, Node
+from service.core.pool.eviction_order import EvictionOrder
+from service.core.prefix.keys import root_key
+from service.core.prefix.nodes import Leaf, Node
 
 if TYPE_CHECKING:
-    from service.core.leases import Lease
+    from service.core.prefix.leases import Lease
 
 
 @dataclass(slots=True, eq=False)

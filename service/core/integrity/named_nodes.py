@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from service.core.errors import IntegrityError
-from service.core.eviction_order import OUT
-from service.core.named import NamedPages
-from service.core.nodes import CACHED, PINNED, REFERENCED, Name, Node, named
+from service.core.pool.eviction_order import OUT
+from service.core.prefix.named_pages import NamedPages
+from service.core.prefix.nodes import CACHED, PINNED, REFERENCED, Name, Node, named
 
 
 def check_named(node: Node, books: NamedPages) -> None:

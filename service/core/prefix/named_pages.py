@@ -5,12 +5,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.changes import Listener, Removed, Stored
-from service.core.eviction_order import OUT
-from service.core.keeping import Keeping
-from service.core.keys import KEY_BYTES, WORDS, Keys, Prefix, TokenIds, as_keys
-from service.core.namespaces import Root
-from service.core.nodes import CACHED, PINNED, REFERENCED, Int32, Name, Node, Retention, named
+from service.core.pool.eviction_order import OUT
+from service.core.pool.namespaces import Root
+from service.core.prefix.changes import Listener, Removed, Stored
+from service.core.prefix.keys import KEY_BYTES, WORDS, Keys, Prefix, TokenIds, as_keys
+from service.core.prefix.nodes import (
+    CACHED,
+    PINNED,
+    REFERENCED,
+    Int32,
+    Name,
+    Node,
+    Retention,
+    named,
+)
+from service.core.prefix.retention import Keeping
 
 
 class NamedPages:

@@ -7,10 +7,10 @@ from typing import Final
 
 import numpy as np
 
-from service.core.keys import Prefix
-from service.core.named import NamedPages
-from service.core.namespaces import Root
-from service.core.nodes import Int32, Links, Node, named
+from service.core.pool.namespaces import Root
+from service.core.prefix.keys import Prefix
+from service.core.prefix.named_pages import NamedPages
+from service.core.prefix.nodes import Int32, Links, Node, named
 
 MOST_MATCHED: Final = 1024
 """Nodes that one call finds: some milliseconds. A path has that many only where other sequences or

@@ -9,9 +9,9 @@ from typing import Literal
 import numpy as np
 
 from service.core.errors import InvalidRequest
-from service.core.levels import Batch, CascadeLevel, Runs, cut_level
-from service.core.ragged import Int32, indptr, lens_of, ramps
-from service.core.segments import Segments, cut_segments
+from service.core.plans.levels import Batch, CascadeLevel, Runs, cut_level
+from service.core.plans.ragged import Int32, indptr, lens_of, ramps
+from service.core.plans.segments import Segments, cut_segments
 from service.core.shards.rows import Sight, positions
 from service.core.tree import PrefixTree
 

@@ -17,8 +17,8 @@ from service.core.errors import InvalidRequest
 from service.core.shards.layout import WHOLE, Shard, Whole
 
 if TYPE_CHECKING:
-    from service.core.named import NamedPages
-    from service.core.namespaces import Namespace, Root
+    from service.core.pool.namespaces import Namespace, Root
+    from service.core.prefix.named_pages import NamedPages
 
 Int32 = NDArray[np.int32]
 

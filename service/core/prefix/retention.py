@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from service.core.nodes import CACHED, DEFAULT_PRIORITY, FOREVER, Name, Node, Retention, named
+from service.core.prefix.nodes import (
+    CACHED,
+    DEFAULT_PRIORITY,
+    FOREVER,
+    Name,
+    Node,
+    Retention,
+    named,
+)
 from service.core.timers import Timers
 
 SOFT_PIN: Final = 1000

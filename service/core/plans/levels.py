@@ -9,7 +9,14 @@ from typing import Final
 import numpy as np
 
 from service.core.errors import InvalidRequest
-from service.core.ragged import Int32, gather_pages, indptr, last_page_lens, lens_of, page_counts
+from service.core.plans.ragged import (
+    Int32,
+    gather_pages,
+    indptr,
+    last_page_lens,
+    lens_of,
+    page_counts,
+)
 from service.core.values import Indices
 
 MAX_INDICES: Final = 2**22

@@ -8,10 +8,10 @@ from hashlib import sha256
 import numpy as np
 
 from service.core.errors import SequenceExists
-from service.core.keys import Prefix
-from service.core.matching import named_path
-from service.core.nodes import FOREVER, Leaf, named
-from service.core.ragged import token_slots
+from service.core.plans.ragged import token_slots
+from service.core.prefix.keys import Prefix
+from service.core.prefix.matching import named_path
+from service.core.prefix.nodes import FOREVER, Leaf, named
 from service.core.tree import PrefixTree
 from service.core.values import Int32
 

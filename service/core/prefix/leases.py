@@ -7,9 +7,9 @@ from itertools import islice
 from typing import Final
 
 from service.core.errors import UnknownLease
-from service.core.named import NamedPages
-from service.core.namespaces import Namespace, Root
-from service.core.nodes import FOREVER, Links, Node, named
+from service.core.pool.namespaces import Namespace, Root
+from service.core.prefix.named_pages import NamedPages
+from service.core.prefix.nodes import FOREVER, Links, Node, named
 from service.core.timers import Timers
 
 ENDED_AT_ONCE: Final = 256

@@ -8,10 +8,10 @@ from typing import Final
 
 import numpy as np
 
-from service.core.budget import Budget
 from service.core.errors import IntegrityError, InvalidRequest
-from service.core.nodes import Leaf, Links, check_depth
-from service.core.sequences import SequenceBooks
+from service.core.pool.budget import Budget
+from service.core.prefix.nodes import Leaf, Links, check_depth
+from service.core.sequences.books import SequenceBooks
 from service.core.values import Int32, RowCopies, row_copies
 
 NO_PAGES: Final = np.empty(0, np.int32)

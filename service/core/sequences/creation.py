@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from service.core.errors import InvalidRequest, SequenceExists, SequenceTaken, UnknownSequence
-from service.core.sequences import SequenceBooks, refuse_twice
+from service.core.sequences.books import SequenceBooks, refuse_twice
 from service.core.shards.layout import WHOLE, Shard
 from service.core.values import NewSpec
 

@@ -7,14 +7,14 @@ from typing import Final
 
 import numpy as np
 
-from service.core.budget import Budget
 from service.core.errors import IntegrityError
-from service.core.integrity_sums import Sums
-from service.core.named import NamedPages
-from service.core.named_integrity import check_named
-from service.core.namespaces import Namespace
-from service.core.nodes import Leaf, Links, Node
-from service.core.sequences import SequenceBooks
+from service.core.integrity.named_nodes import check_named
+from service.core.integrity.sums import Sums
+from service.core.pool.budget import Budget
+from service.core.pool.namespaces import Namespace
+from service.core.prefix.named_pages import NamedPages
+from service.core.prefix.nodes import Leaf, Links, Node
+from service.core.sequences.books import SequenceBooks
 from service.core.shards.layout import held
 
 Pieces = Generator[None, None, None]

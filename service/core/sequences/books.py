@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.errors import InvalidRequest, UnknownSequence
-from service.core.namespaces import Namespace
-from service.core.nodes import FOREVER, Leaf
+from service.core.pool.namespaces import Namespace
+from service.core.prefix.nodes import FOREVER, Leaf
 from service.core.shards.layout import Shard, Whole
 from service.core.timers import Timers
 from service.core.values import NewSpec

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from service.core.nodes import FOREVER, Leaf
-from service.core.sequences import SequenceBooks
+from service.core.prefix.nodes import FOREVER, Leaf
+from service.core.sequences.books import SequenceBooks
 from service.core.values import SequenceView
 
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from heapq import heappop, heappush
 from typing import Final
 
-from service.core.nodes import Name, Node
+from service.core.prefix.nodes import Name, Node
 
 OUT: Final = 0
 QUEUED: Final = 1

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from service.core.allocator import PageAllocator
-from service.core.budget import Budget
 from service.core.errors import IntegrityError
-from service.core.nodes import CACHED, PINNED, Int32, Links, Node, named
-from service.core.sequences import SequenceBooks
+from service.core.pool.allocator import PageAllocator
+from service.core.pool.budget import Budget
+from service.core.prefix.nodes import CACHED, PINNED, Int32, Links, Node, named
+from service.core.sequences.books import SequenceBooks
 
 
 class Sums:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from service.core.budget import Budget
-from service.core.changes import Cleared
-from service.core.commits import DEFAULT, Commits, keep_path
 from service.core.errors import InvalidRequest, UnknownPage
-from service.core.keys import Prefix, root_key
-from service.core.leases import Held, Leases
-from service.core.matching import MOST_MATCHED, Match, named_path, walk
-from service.core.nodes import FOREVER, Links, Node, Retention, named
-from service.core.sequences import SequenceBooks
+from service.core.pool.budget import Budget
+from service.core.prefix.changes import Cleared
+from service.core.prefix.commits import DEFAULT, Commits, keep_path
+from service.core.prefix.keys import Prefix, root_key
+from service.core.prefix.leases import Held, Leases
+from service.core.prefix.matching import MOST_MATCHED, Match, named_path, walk
+from service.core.prefix.nodes import FOREVER, Links, Node, Retention, named
+from service.core.sequences.books import SequenceBooks
 
 
 class PrefixCache:
