@@ -32,8 +32,8 @@ from config.settings import load_settings
 from service.cluster.membership.members_file import Listed, write_members
 from service.cluster.routing.router import Router
 from service.cluster.routing.tags import made_id
-from service.doors.link import Link
-from service.doors.upstream import Upstream
+from service.doors.kit.link import Link
+from service.doors.kit.upstream import Upstream
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST
 from service.image.writing import image

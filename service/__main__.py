@@ -27,17 +27,17 @@ from config.settings import (
 )
 from service import __version__
 from service.addresses import Addresses, bind_addresses
-from service.cells import make_shared
-from service.checked_files import CheckedFiles
 from service.cluster.membership.members_file import engine_name, list_members
 from service.cluster.membership.secret import SecretError, secret_of
-from service.doors.tls import TlsError
+from service.doors.kit.tls import TlsError
 from service.extras import how_to_install
 from service.key_command import key_command
 from service.keys import KeysError
 from service.launch import HOME, command_of
 from service.logs import set_up_logs
-from service.processes import Child, Shared
+from service.processes.cells import make_shared
+from service.processes.checked_files import CheckedFiles
+from service.processes.handover import Child, Shared
 from service.road.listening import CannotListen
 from service.supervisor import ENGINE, MAIN, Supervisor
 
@@ -48,7 +48,7 @@ OTHER_FILES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """How the processes are started; `service/processes.py` says what they are handed."""
+    """How the processes are started; `service/processes/handover.py` says what they are handed."""
 
     engine: tuple[str, ...] = command_of("service.engine")
     door: tuple[str, ...] = command_of("service.doors.http")

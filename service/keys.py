@@ -12,7 +12,7 @@ from typing import Final
 
 from config.sections import AuthSettings
 from service.errors import Unauthorized
-from service.handed_files import ReadFile, from_disk, why_unreadable
+from service.processes.handed_files import ReadFile, from_disk, why_unreadable
 from service.tenants import SCOPES, Tenant, tenant_of
 
 LOG: Final = logging.getLogger("attnd.keys")

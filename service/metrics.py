@@ -1,6 +1,6 @@
 """What the service measures: the only importer of prometheus_client, one method per event.
 
-Every process counts in cells of its own (`service/cells.py`) and any of them renders the sum, so
+Every process counts in cells of its own (`service/processes/cells.py`) and any of them renders the sum, so
 that `/metrics` shows one service whichever door is asked. Names carry the prefix `attnd_` and base
 units. The blocks of labelled metrics are looked up once and kept: an event adds to a few cells, an
 answered attention call in all its parts costs some microseconds.
@@ -27,9 +27,9 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from service.cells import Cells, Key
-from service.elsewhere import Counts, Elsewhere, as_told
-from service.usage import Usage, usage
+from service.processes.cells import Cells, Key
+from service.processes.remote_counts import Counts, Elsewhere, as_told
+from service.processes.usage import Usage, usage
 
 SECONDS: Final = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
-from service.cells import Cells
-from service.processes import CANNOT_START, Child, Shared, start
+from service.processes.cells import Cells
+from service.processes.handover import CANNOT_START, Child, Shared, start
 
 LOG: Final = logging.getLogger("attnd.supervisor")
 ENGINE: Final = "engine"

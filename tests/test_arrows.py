@@ -184,7 +184,7 @@ ARROWS: Final = (
         "OpenTelemetry only in tracing",
         PRODUCT,
         under("opentelemetry"),
-        but=("service/doors/tracing.py",),
+        but=("service/doors/kit/tracing.py",),
     ),
     Arrow(
         "the environment is read in config/settings.py only",

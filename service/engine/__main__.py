@@ -10,7 +10,7 @@ import sys
 from typing import Final
 
 from config.settings import give_streams_queues_of_their_own, let_idle_threads_sleep
-from service.processes import CANNOT_START, Inherited, on_hang_up, receive
+from service.processes.handover import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.engine")
 NO_FULL_COLLECTION: Final = 2**31 - 1

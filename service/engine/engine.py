@@ -31,7 +31,6 @@ from service.engine.store import FATAL, Store
 from service.engine.telling import QUIET_S, Telling
 from service.engine.work import Job
 from service.errors import AttndError, NotReady, Overloaded, kind_of
-from service.handed_files import ReadFile, from_disk
 from service.image.dtypes import DTYPE_NAMES
 from service.keys import keys_of, read_again
 from service.metrics import Metrics
@@ -39,11 +38,12 @@ from service.operations.info import InfoAnswer, LimitsAnswer
 from service.operations.spec import Operation
 from service.operations.step import STEP
 from service.operations.table import BY_NUMBER
+from service.processes.handed_files import ReadFile, from_disk
+from service.processes.watchdog import Watchdog
 from service.road.admission import Admission
 from service.road.calls import STEP_ROUTE, AskedArena, Call, Cancel, Event, Ready
 from service.road.messages import State
 from service.tenants import Tenant
-from service.watchdog import Watchdog
 
 LOG: Final = logging.getLogger("attnd.engine")
 DRAINING: Final = "draining: admitted work is being finished, and no more is taken"

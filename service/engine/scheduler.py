@@ -28,7 +28,7 @@ from service.engine.turns import refuse_leaving, sharing_of, turn_of
 from service.engine.work import Alone, Job, Opened, Sliced
 from service.errors import Cancelled, DeadlineExceeded
 from service.metrics import Metrics
-from service.watchdog import Watchdog
+from service.processes.watchdog import Watchdog
 
 ABORT_S: Final = 2.0
 """How long steps may take to let go of the device when everything is given up."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from service.cluster.membership.local_engines import LocalEngines, local_engines
 from service.cluster.routing.router import Router
-from service.doors.timeouts import GRACE_S
+from service.doors.kit.timeouts import GRACE_S
 from tests.cluster.harness import (
     ATOL,
     DIM,

@@ -13,7 +13,7 @@ import numpy as np
 from config.settings import load_settings
 from service.cluster.membership.local_engines import LocalEngines
 from service.cluster.routing.router import Router
-from service.doors.problems import ProblemText, document_of
+from service.doors.kit.problems import ProblemText, document_of
 from service.errors import AttndError
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST, place, read_layout, split

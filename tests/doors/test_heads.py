@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.doors.http.chunks import Chunks
-from service.doors.http.heads import Head, HeadParser, SeenHead
+from service.doors.http.protocol.chunks import Chunks
+from service.doors.http.protocol.heads import Head, HeadParser, SeenHead
 from service.errors import AttndError, HeadersTooLarge, MalformedBody, MalformedRequest
 
 HEAD = b"POST /v1/a%20b?c=d HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * 50 + b"\r\n\r\n"

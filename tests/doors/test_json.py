@@ -132,7 +132,7 @@ def test_a_process_that_dies_is_started_again(door: Running, client: httpx.Clien
 def test_the_process_ends_when_it_has_nothing_to_do(
     door: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.doors.http.helper.IDLE_S", 0.05)
+    monkeypatch.setattr("service.doors.http.long_json.IDLE_S", 0.05)
     assert client.post("/v1/decode", json=long_request()).status_code == 200
     wait_for(lambda: door.door.helper.process is None, "its end")
     assert client.post("/v1/decode", json=long_request()).status_code == 200

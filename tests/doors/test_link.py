@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from config.server import ServerSettings
-from service.doors.link import Link
+from service.doors.kit.link import Link
 from service.errors import AnswerTooLarge, Overloaded
 from service.operations.table import BY_NAME
 from service.road.caller import Answered

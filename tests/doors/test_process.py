@@ -18,7 +18,7 @@ from scripted import WAIT_S, Engine, decode_body, receive_all, replies, request,
 
 from config.settings import load_settings
 from service.operations.table import BY_NAME
-from service.processes import Child, Shared, start
+from service.processes.handover import Child, Shared, start
 from service.road.admission import Admission
 from service.road.calls import SessionConfig
 

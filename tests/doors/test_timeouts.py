@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from service.doors.timeouts import GRACE_S, Timeouts
+from service.doors.kit.timeouts import GRACE_S, Timeouts
 from service.errors import DeadlineExceeded
 
 

@@ -21,7 +21,7 @@ from service.engine import turns
 from service.engine.engine import RATES
 from service.operations.common import MAX_SEQUENCES
 from service.operations.sequences import MAX_BATCH
-from service.watchdog import Watchdog
+from service.processes.watchdog import Watchdog
 
 GEOMETRY = PoolGeometry(2, 65536, 16, 1, 8, dtype="fp32")
 PAGE = GEOMETRY.page_size

@@ -24,11 +24,11 @@ from http_messages import HEAD_DIM, KIND, KV_HEADS, LAYERS, PAGE_SIZE, PAGES, PO
 from config.settings import Settings, load_settings
 from kernels import make_backend
 from kernels.backend import Backend
-from service.cells import make_shared
 from service.doors.http.server import Server, make_server
 from service.engine.engine import Engine
 from service.engine.pool import geometry
 from service.metrics import Metrics
+from service.processes.cells import make_shared
 from service.road.listening import listen
 
 WAIT_S: Final = 60.0

@@ -16,7 +16,7 @@ import pytest
 from http_messages import LAYERS, PAGE_SIZE, append, create, rows
 from http_service import Service, serving, wait_for
 
-from service.doors.http import events
+from service.doors.http.endpoints import events
 from service.keys import line_of
 
 IDS = list(range(3 * PAGE_SIZE))

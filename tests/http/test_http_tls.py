@@ -31,7 +31,7 @@ from http_process import START_S, process
 from http_service import WAIT_S, Service, serving, wait_for
 
 from config.settings import SettingsError, load_settings
-from service.doors.tls import Tls, TlsError
+from service.doors.kit.tls import Tls, TlsError
 
 HOST = "127.0.0.1"
 

@@ -10,8 +10,8 @@ import httpx
 from http_process import listening
 from http_service import WAIT_S, wait_for
 
-from service.doors.link import STALE_S
-from service.doors.timeouts import GRACE_S
+from service.doors.kit.link import STALE_S
+from service.doors.kit.timeouts import GRACE_S
 
 
 def test_a_stopped_engine_leaves_nobody_waiting_and_is_not_ready() -> None:

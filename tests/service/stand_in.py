@@ -11,7 +11,7 @@ import sys
 import time
 
 from service.logs import set_up_logs
-from service.processes import CANNOT_START, Inherited, receive
+from service.processes.handover import CANNOT_START, Inherited, receive
 
 LOG = logging.getLogger("attnd.stand_in")
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from service.cells import SIZE, Cells, make_shared
+from service.processes.cells import SIZE, Cells, make_shared
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITER = """
 import os, sys
-from service.cells import Cells
+from service.processes.cells import Cells
 cells = Cells(int(sys.argv[1]))
 cells.claim()
 block = cells.block(("requests", "decode", "ok"), 1)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.cells import Cells, make_shared
 from service.metrics import Metrics
+from service.processes.cells import Cells, make_shared
 
 ROOT = Path(__file__).resolve().parents[2]
 LABELS = {

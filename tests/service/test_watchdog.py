@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from service.metrics import Metrics
-from service.watchdog import LIMIT_S, LoopWatchdog, Watchdog
+from service.processes.watchdog import LIMIT_S, LoopWatchdog, Watchdog
 
 
 def slow_passes(metrics: Metrics) -> list[str]:

@@ -9,10 +9,10 @@ from typing import Final
 
 from config.sections import Settings
 from service.addresses import Addresses
-from service.cells import make_shared
-from service.checked_files import CheckedFiles
 from service.launch import command_of
-from service.processes import Child, Shared, start
+from service.processes.cells import make_shared
+from service.processes.checked_files import CheckedFiles
+from service.processes.handover import Child, Shared, start
 
 COMMAND: Final = command_of("service.cluster")
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from service.cluster.placement.cost import Load, Pace, busy_until_s
 from service.cluster.routing.tags import tag_of_instance
-from service.doors.arena import DoorArena
-from service.doors.link import Link
-from service.doors.problems import ProblemText
+from service.doors.kit.arena import DoorArena
+from service.doors.kit.link import Link
+from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
 from service.image.dtypes import Array
 from service.image.json_body import fields_text_of_image

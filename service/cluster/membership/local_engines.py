@@ -15,11 +15,11 @@ from typing import Final
 
 from config.sections import Settings
 from service.addresses import listen_tcp
-from service.cells import make_shared
-from service.checked_files import CheckedFiles
 from service.cluster.membership.members_file import Listed, write_members
 from service.launch import command_of
-from service.processes import Child, Shared, start
+from service.processes.cells import make_shared
+from service.processes.checked_files import CheckedFiles
+from service.processes.handover import Child, Shared, start
 from service.road.listening import Listening, listen
 
 LOST_AFTER_S: Final = 1.0

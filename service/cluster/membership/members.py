@@ -26,9 +26,9 @@ from service.cluster.membership.polling import (
 from service.cluster.placement.prefixes import Prefixes
 from service.cluster.routing.tags import BETWEEN, tags_of
 from service.cluster.sharded.ranks import Home, Ranks
-from service.doors.arena import DoorArena
-from service.doors.link import Link
-from service.doors.problems import ProblemText
+from service.doors.kit.arena import DoorArena
+from service.doors.kit.link import Link
+from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, NotReady
 from service.metrics import STATES, Metrics
 from service.operations.info import InfoAnswer

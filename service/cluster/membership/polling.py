@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from service.cluster.membership.engine import Engine, Told
 from service.cluster.placement.cost import Load, Pace
-from service.doors.problems import ProblemText
+from service.doors.kit.problems import ProblemText
 from service.errors import AttndError
 from service.metrics import STATES
 from service.operations.table import BY_NAME

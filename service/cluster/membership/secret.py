@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from config.cluster import ClusterSettings
-from service.handed_files import why_unreadable
+from service.processes.handed_files import why_unreadable
 
 SECRET_BYTES: Final = 32
 LEAST_CHARACTERS: Final = 32

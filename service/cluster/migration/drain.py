@@ -43,7 +43,7 @@ from service.cluster.migration.transfer import (
 from service.cluster.routing.replies import each
 from service.cluster.routing.tags import BETWEEN
 from service.core.shards.layout import Shard
-from service.doors.problems import ProblemText
+from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
 from service.operations.prefix import LIST_NAMESPACES
 from service.operations.sequences import (

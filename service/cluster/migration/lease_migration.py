@@ -25,7 +25,7 @@ from service.cluster.migration.transfer import (
     end_copy,
 )
 from service.cluster.routing.replies import each
-from service.doors.problems import ProblemText
+from service.doors.kit.problems import ProblemText
 from service.operations.prefix import HOLDS, PIN, RELEASE_LEASE, RENEW_LEASE, UNPIN
 from service.operations.sequences import CREATE_SEQUENCES
 from service.tenants import Tenant

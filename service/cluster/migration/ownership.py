@@ -10,7 +10,7 @@ from service.cluster.membership.engine import Engine, Told
 from service.cluster.migration.transfer import ASK_S, ask
 from service.cluster.routing.replies import each
 from service.cluster.routing.tags import tags_of
-from service.doors.problems import ProblemText
+from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
 from service.operations.sequences import GET_SEQUENCE
 from service.operations.transfer import CANCEL_IMPORT, HAND_OVER

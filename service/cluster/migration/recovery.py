@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from service.cluster.membership.engine import Call, Engine
 from service.cluster.routing.locator import ASK_DEADLINE_S, in_time, part_at
 from service.cluster.routing.replies import MOVING_PAUSE_S, each
-from service.doors.problems import ProblemText
+from service.doors.kit.problems import ProblemText
 from service.errors import AttndError
 from service.operations.sequences import GET_SEQUENCE
 from service.operations.spec import Operation

@@ -12,7 +12,7 @@ from service.cluster.membership.engine import Engine, Told
 from service.cluster.placement.cost import choose
 from service.cluster.placement.create import may_pass_over
 from service.cluster.routing.replies import each
-from service.doors.problems import ProblemText
+from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, NotReady
 from service.image.dtypes import Array
 from service.operations.prefix import COMMIT, MATCH

@@ -14,7 +14,7 @@ from service.cluster.placement.placer import New, news_of, place_one, place_rank
 from service.cluster.routing.replies import each, longest, reply, unknown_in
 from service.cluster.routing.tags import made_id, tags_of
 from service.cluster.sharded.ranks import Home, Ranks
-from service.doors.problems import ProblemText
+from service.doors.kit.problems import ProblemText
 from service.errors import (
     AttndError,
     InvalidRequest,

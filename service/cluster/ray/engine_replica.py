@@ -26,8 +26,8 @@ from service.cluster.migration.drain import drain, num_left
 from service.cluster.placement.cost import Load
 from service.cluster.ray.directory import REPORT_S, Place, directory
 from service.cluster.routing.router import Router
-from service.doors.arena import DoorArena
-from service.doors.link import Link
+from service.doors.kit.arena import DoorArena
+from service.doors.kit.link import Link
 from service.errors import NotReady
 from service.operations.table import BY_NAME
 from service.road.listening import CannotListen, Listening, listen

@@ -23,7 +23,7 @@ from service.cluster.routing.replies import (
 )
 from service.cluster.routing.tags import tags_of
 from service.cluster.sharded.ranks import Home, Ranks
-from service.doors.problems import ProblemText, document_of
+from service.doors.kit.problems import ProblemText, document_of
 from service.errors import InvalidRequest, LostSequence, NotReady, SequenceMoving
 from service.image.dtypes import Array
 from service.image.json_text import dump_json

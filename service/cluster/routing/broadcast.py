@@ -10,7 +10,7 @@ from service.cluster.routing.joins import IF_THERE, JOINS, ask_all, shares
 from service.cluster.routing.replies import each, longest, reply
 from service.cluster.routing.snapshots import joined
 from service.cluster.routing.tags import tag_in
-from service.doors.problems import ProblemText
+from service.doors.kit.problems import ProblemText
 from service.errors import InvalidRequest, UnknownLease
 from service.operations.prefix import MAX_HOLDS
 from service.operations.spec import Prepared

@@ -18,7 +18,7 @@ from service.cluster.routing.batch_calls import ask_parts
 from service.cluster.routing.joins import ask_all
 from service.cluster.routing.locator import ASK_DEADLINE_S
 from service.cluster.routing.replies import each, reply
-from service.doors.problems import ProblemText, document_of
+from service.doors.kit.problems import ProblemText, document_of
 from service.errors import InvalidRequest, LostSequence, UnknownSequence
 from service.image.json_text import dump_json
 from service.operations.sequences import DELETE_SEQUENCE, DELETE_SEQUENCES, MAX_LISTED

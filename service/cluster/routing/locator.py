@@ -12,7 +12,7 @@ from service.cluster.membership.polling import SILENT_S
 from service.cluster.routing.replies import MOVING, each, is_moving
 from service.cluster.routing.tags import BETWEEN, Names, tags_of
 from service.cluster.sharded.ranks import Home, drop, unwaited
-from service.doors.problems import ProblemText
+from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, LostSequence, NotReady, UnknownSequence
 from service.operations.rows import GATHER
 from service.operations.sequences import GET_SEQUENCE

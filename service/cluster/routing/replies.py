@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from service.cluster.membership.engine import Call, Engine
-from service.doors.arena import DoorArena
-from service.doors.link import LESS
-from service.doors.problems import ProblemText
+from service.doors.kit.arena import DoorArena
+from service.doors.kit.link import LESS
+from service.doors.kit.problems import ProblemText
 from service.errors import AnswerTooLarge
 from service.image.dtypes import Array
 from service.image.json_text import dump_json

@@ -1,6 +1,6 @@
 """A door's way to several engines: finds the engine of every call, and makes one answer of many.
 
-It has the interface of `Link` (`service/doors/upstream.py`), so the door in front of it cannot tell
+It has the interface of `Link` (`service/doors/kit/upstream.py`), so the door in front of it cannot tell
 a cluster from one engine. Nothing here could not be rebuilt from the engines.
 """
 
@@ -24,10 +24,10 @@ from service.cluster.routing.broadcast import ask_everywhere, ask_for_lease
 from service.cluster.routing.fast_path import Passing
 from service.cluster.routing.locator import Homes
 from service.cluster.routing.replies import is_moving, reply, with_room
-from service.doors.arena import DoorArena
-from service.doors.pieces import OneByOne
-from service.doors.problems import ProblemText
-from service.doors.timeouts import Timeouts
+from service.doors.kit.arena import DoorArena
+from service.doors.kit.pieces import OneByOne
+from service.doors.kit.problems import ProblemText
+from service.doors.kit.timeouts import Timeouts
 from service.errors import InvalidRequest, NotReady
 from service.image.dtypes import Part
 from service.image.json_pieces import is_short

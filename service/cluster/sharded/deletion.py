@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from service.cluster.membership.engine import Call, Engine, Told
 from service.cluster.routing.replies import each, longest, unknown_in
 from service.cluster.sharded.epochs import MEND_S, TRIES, Dealt, ask_anew, is_stale, know, pause
-from service.doors.problems import ProblemText
+from service.doors.kit.problems import ProblemText
 from service.errors import SequenceTaken
 from service.image.dtypes import Array
 from service.operations.sequences import DELETE_SEQUENCES

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from service.cluster.membership.engine import Told
 from service.cluster.routing.replies import each
-from service.doors.problems import ProblemText
+from service.doors.kit.problems import ProblemText
 from service.errors import SequenceTaken, UnknownSequence
 from service.operations.sequences import CLAIM, GET_SEQUENCE, TRUNCATE
 from service.tenants import Tenant

@@ -25,7 +25,7 @@ from service.cluster.sharded.epochs import (
     shard_of,
 )
 from service.cluster.sharded.shard_replies import gathered, has_all, one_state, whole_view
-from service.doors.problems import ProblemText
+from service.doors.kit.problems import ProblemText
 from service.errors import (
     AttndError,
     InvalidRequest,

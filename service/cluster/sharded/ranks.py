@@ -18,7 +18,7 @@ from service.cluster.routing.replies import each, reply
 from service.cluster.routing.tags import BETWEEN, Name
 from service.cluster.sharded.epochs import MEND_S, Dealt
 from service.cluster.sharded.operations import asked
-from service.doors.problems import ProblemText
+from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
 from service.image.dtypes import Array
 from service.image.reading import REQUEST, place, read_layout, split

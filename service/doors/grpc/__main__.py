@@ -10,10 +10,10 @@ import sys
 from importlib.util import find_spec
 from typing import Final
 
-from service.doors.link import Link
-from service.doors.upstream import MakeUpstream
+from service.doors.kit.link import Link
+from service.doors.kit.upstream import MakeUpstream
 from service.extras import how_to_install
-from service.processes import CANNOT_START, Inherited, on_hang_up, receive
+from service.processes.handover import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.grpc")
 NEEDS: Final = ("grpc", "google.protobuf")
@@ -33,12 +33,12 @@ def main(make_upstream: MakeUpstream = Link) -> int:
 
 def serve(inherited: Inherited, make_upstream: MakeUpstream) -> int:
     from service.doors.grpc.server import Server
-    from service.doors.tls import TlsError
-    from service.doors.tracing import TracingError
+    from service.doors.kit.tls import TlsError
+    from service.doors.kit.tracing import TracingError
     from service.keys import KeysError
     from service.logs import count_dropped
     from service.metrics import Metrics
-    from service.watchdog import LoopWatchdog
+    from service.processes.watchdog import LoopWatchdog
 
     settings, metrics = inherited.settings, Metrics(inherited.process, inherited.metrics)
     count_dropped(metrics.log_lines_dropped)

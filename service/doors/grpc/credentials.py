@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 
 from config.server import ServerSettings
-from service.doors.tls import Tls, make_tls
-from service.handed_files import ReadFile, from_disk
+from service.doors.kit.tls import Tls, make_tls
+from service.processes.handed_files import ReadFile, from_disk
 
 
 class Credentials:

@@ -10,8 +10,7 @@ import grpc
 from google.protobuf.json_format import ParseDict
 
 from config.server import ServerSettings
-from service.doors.gate import Gate
-from service.doors.grpc.entrance import Entrance, tenant_of
+from service.doors.grpc.admission import Entrance, tenant_of
 from service.doors.grpc.messages import (
     SERVICE,
     ModelStreamInferResponse,
@@ -21,17 +20,18 @@ from service.doors.grpc.messages import (
 )
 from service.doors.grpc.rpc import Rpc, problem_metadata, status_of
 from service.doors.grpc.tensors import read_request, write_answer
-from service.doors.ledger import Ledger
-from service.doors.link import QUIET_S, Link
+from service.doors.kit.authentication import Gate
+from service.doors.kit.ledger import Ledger
+from service.doors.kit.link import QUIET_S, Link
+from service.doors.kit.problems import ProblemText, document_of
+from service.doors.kit.request import CLIENT_GONE
+from service.doors.kit.tracing import Tracing
+from service.doors.kit.upstream import MakeUpstream
 from service.doors.oip import models
 from service.doors.oip.models import MODELS, Model, model_of
 from service.doors.oip.problems import error_text
 from service.doors.oip.request import NO_REGIONS, Call
 from service.doors.oip.statistics import statistics
-from service.doors.problems import ProblemText, document_of
-from service.doors.request import CLIENT_GONE
-from service.doors.tracing import Tracing
-from service.doors.upstream import MakeUpstream
 from service.errors import NotReady, NotSupported, RequestTimeout
 from service.image.json_body import fields_text_of_image
 from service.image.writing import PROBLEM

@@ -12,16 +12,16 @@ import grpc.aio
 
 from config.sections import Settings
 from config.server import ServerSettings
-from service.doors.gate import make_gate
 from service.doors.grpc.credentials import make_credentials
 from service.doors.grpc.door import GrpcDoor
-from service.doors.link import Link
-from service.doors.tls import HANDSHAKE_S
-from service.doors.tracing import make_tracing
-from service.doors.upstream import MakeUpstream
+from service.doors.kit.authentication import make_gate
+from service.doors.kit.link import Link
+from service.doors.kit.tls import HANDSHAKE_S
+from service.doors.kit.tracing import make_tracing
+from service.doors.kit.upstream import MakeUpstream
 from service.errors import NotReady
-from service.handed_files import ReadFile, from_disk
 from service.metrics import Metrics
+from service.processes.handed_files import ReadFile, from_disk
 from service.road.frames import FrameError
 
 LOG: Final = logging.getLogger("attnd.grpc")

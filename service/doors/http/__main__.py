@@ -9,9 +9,9 @@ import resource
 import sys
 from typing import Final
 
-from service.doors.link import Link
-from service.doors.upstream import MakeUpstream
-from service.processes import CANNOT_START, Inherited, on_hang_up, receive
+from service.doors.kit.link import Link
+from service.doors.kit.upstream import MakeUpstream
+from service.processes.handover import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.http")
 
@@ -28,12 +28,12 @@ def main(make_upstream: MakeUpstream = Link) -> int:
 
 def serve(inherited: Inherited, make_upstream: MakeUpstream) -> int:
     from service.doors.http.server import make_server
-    from service.doors.tls import TlsError
-    from service.doors.tracing import TracingError
+    from service.doors.kit.tls import TlsError
+    from service.doors.kit.tracing import TracingError
     from service.keys import KeysError
     from service.logs import count_dropped
     from service.metrics import Metrics
-    from service.watchdog import LoopWatchdog
+    from service.processes.watchdog import LoopWatchdog
 
     def watch(loop: asyncio.AbstractEventLoop) -> None:
         loop.add_reader(inherited.lifeline, os._exit, 1)

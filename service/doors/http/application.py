@@ -9,13 +9,13 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from service import __version__
-from service.doors.http.events import EventStream
+from service.doors.http.endpoints.events import EventStream
+from service.doors.http.endpoints.models import ModelPages
+from service.doors.http.endpoints.openapi import DESCRIPTION, document
+from service.doors.http.endpoints.operation import PathEndpoint
+from service.doors.http.endpoints.pages import Pages
+from service.doors.http.endpoints.regions import region_routes
 from service.doors.http.live.page import LivePage
-from service.doors.http.models import ModelPages
-from service.doors.http.openapi import DESCRIPTION, document
-from service.doors.http.operation import PathEndpoint
-from service.doors.http.pages import Pages
-from service.doors.http.regions import region_routes
 from service.operations.spec import Operation
 from service.operations.table import OPERATIONS
 

@@ -12,18 +12,18 @@ from typing import Final
 
 from config.sections import Settings
 from config.server import ServerSettings
-from service.doors.gate import Gate
 from service.doors.http.application import make_application
-from service.doors.http.exchange import Exchange
-from service.doors.http.helper import Helper
-from service.doors.http.hosts import HostRule
-from service.doors.http.protocol import Connection
-from service.doors.http.underway import Underway
-from service.doors.ledger import Ledger
-from service.doors.link import QUIET_S, Link
-from service.doors.pieces import OneByOne
-from service.doors.tracing import Tracing
-from service.doors.upstream import MakeUpstream
+from service.doors.http.long_json import Helper
+from service.doors.http.protocol.body_shares import Underway
+from service.doors.http.protocol.connection import Connection
+from service.doors.http.protocol.exchange import Exchange
+from service.doors.http.protocol.hosts import HostRule
+from service.doors.kit.authentication import Gate
+from service.doors.kit.ledger import Ledger
+from service.doors.kit.link import QUIET_S, Link
+from service.doors.kit.pieces import OneByOne
+from service.doors.kit.tracing import Tracing
+from service.doors.kit.upstream import MakeUpstream
 from service.errors import AttndError, NotReady, Overloaded
 from service.metrics import Metrics
 

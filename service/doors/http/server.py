@@ -16,17 +16,17 @@ from typing import Any, Final
 import uvicorn
 
 from config.sections import Settings
-from service.doors.gate import make_gate
 from service.doors.http.door import Door
-from service.doors.http.hosts import HostRule
-from service.doors.http.protocol import Connection
-from service.doors.link import Link
-from service.doors.tls import HANDSHAKE_S, Tls, make_tls
-from service.doors.tracing import make_tracing
-from service.doors.upstream import MakeUpstream
+from service.doors.http.protocol.connection import Connection
+from service.doors.http.protocol.hosts import HostRule
+from service.doors.kit.authentication import make_gate
+from service.doors.kit.link import Link
+from service.doors.kit.tls import HANDSHAKE_S, Tls, make_tls
+from service.doors.kit.tracing import make_tracing
+from service.doors.kit.upstream import MakeUpstream
 from service.errors import NotReady
-from service.handed_files import ReadFile, from_disk
 from service.metrics import Metrics
+from service.processes.handed_files import ReadFile, from_disk
 from service.road.frames import FrameError
 
 LOG: Final = logging.getLogger("attnd.http")

@@ -10,10 +10,10 @@ import sys
 from importlib.util import find_spec
 from typing import Final
 
-from service.doors.link import Link
-from service.doors.upstream import MakeUpstream
+from service.doors.kit.link import Link
+from service.doors.kit.upstream import MakeUpstream
 from service.extras import how_to_install
-from service.processes import CANNOT_START, Inherited, on_hang_up, receive
+from service.processes.handover import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.zmq")
 NEEDS: Final = ("zmq", "msgspec")

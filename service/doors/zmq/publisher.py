@@ -13,10 +13,10 @@ import zmq
 import zmq.asyncio
 
 from config.settings import Settings
-from service.doors.event_page import events_after
-from service.doors.link import Link
-from service.doors.problems import ProblemText
-from service.doors.upstream import MakeUpstream
+from service.doors.kit.event_page import events_after
+from service.doors.kit.link import Link
+from service.doors.kit.problems import ProblemText
+from service.doors.kit.upstream import MakeUpstream
 from service.doors.zmq.batches import END, payload, sequence
 from service.errors import AttndError, NotReady
 from service.operations.events import FROM_NOW

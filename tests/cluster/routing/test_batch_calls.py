@@ -13,7 +13,7 @@ from service.cluster.membership.engine import Engine
 from service.cluster.membership.local_engines import LocalEngines
 from service.cluster.routing import locator as finding
 from service.cluster.routing.batch_calls import refusal
-from service.doors.problems import ProblemText, document_of
+from service.doors.kit.problems import ProblemText, document_of
 from service.errors import LengthMismatch, LostSequence, NotReady
 from service.image.json_text import dump_json
 from tests.cluster.checked_calls import SCALE, Book

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from service.doors.asked import asked
 from service.doors.http.live.samples import COLUMNS, Samples
-from service.doors.problems import ProblemText
+from service.doors.kit.engine_calls import asked
+from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, NotReady
 from service.image.dtypes import Array
 from service.image.json_text import dump_json

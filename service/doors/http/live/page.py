@@ -11,20 +11,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from service.doors.http.answering import EXCHANGE, Receive, Scope, Send, begin_stream, finish
-from service.doors.http.entrance import still_holds
-from service.doors.http.events import HEADERS, KEEP_ALIVE, KEEP_ALIVE_S, happens, taken
-from service.doors.http.exchange import Exchange
+from service.doors.http.endpoints.events import HEADERS, KEEP_ALIVE, KEEP_ALIVE_S, happens, taken
+from service.doors.http.endpoints.pages import named
+from service.doors.http.endpoints.problems import wrong_method
+from service.doors.http.endpoints.responses import (
+    EXCHANGE,
+    Receive,
+    Scope,
+    Send,
+    begin_stream,
+    finish,
+)
 from service.doors.http.live.feed import Feed
 from service.doors.http.live.samples import Samples
-from service.doors.http.pages import named
-from service.doors.http.problems import wrong_method
-from service.doors.problems import ProblemText
+from service.doors.http.protocol.authentication import still_holds
+from service.doors.http.protocol.exchange import Exchange
+from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, InvalidRequest, NoSuchRoute
 
 if TYPE_CHECKING:
     from service.doors.http.door import Door
-    from service.doors.http.protocol import Connection
+    from service.doors.http.protocol.connection import Connection
 
 FILES: Final = Path(__file__).with_name("files")
 LIVE_STREAM: Final = "/live/stream"

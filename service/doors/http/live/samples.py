@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
-from service.cells import Key
 from service.image.json_text import dump_json
 from service.metrics import REASONS, SECONDS, STAGES, Metrics
 from service.operations.table import BY_NAME
+from service.processes.cells import Key
 
 PERIOD_S: Final = 1.0
 KEPT: Final = 300

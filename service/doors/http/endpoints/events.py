@@ -1,0 +1,211 @@
+"""Events as a stream: one poll of the engine for all who listen by equal keys, each at its pace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qsl
+
+from starlette.routing import Route
+
+from service.doors.http.endpoints.problems import wrong_method
+from service.doors.http.endpoints.responses import (
+    EXCHANGE,
+    Receive,
+    Scope,
+    Send,
+    begin_stream,
+    finish,
+)
+from service.doors.http.protocol.authentication import still_holds
+from service.doors.http.protocol.exchange import Exchange
+from service.doors.kit.event_page import events_after
+from service.doors.kit.problems import ProblemText
+from service.errors import AttndError, NotReady
+from service.image.json_text import dump_json
+from service.operations.common import refuse
+from service.operations.events import FROM_NOW
+from service.operations.query import number
+from service.tenants import Tenant
+
+if TYPE_CHECKING:
+    from service.doors.http.door import Door
+    from service.doors.http.protocol.connection import Connection
+
+PATH: Final = "/v1/events"
+POLL_S: Final = 0.05
+KEEP_ALIVE_S: Final = 15.0
+KEEP_ALIVE: Final = b": still here\n\n"
+KEPT: Final = 256
+"""Events that a door keeps for all listeners; who is further behind asks the engine."""
+AT_ONCE: Final = 16
+"""Events that are written before looking whether the client reads them."""
+HEADERS: Final = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Page:
+    """Events as a stream has them, and the number of the last."""
+
+    events: list[bytes]
+    next: int
+    too_old: bool
+
+
+class Feed:
+    """The newest events as one tenant sees them, up to number `newest`, while somebody listens."""
+
+    __slots__ = ("changed", "door", "events", "is_over", "listeners", "newest", "task", "tenant")
+
+    def __init__(self, door: Door, tenant: Tenant, newest: int) -> None:
+        self.door = door
+        self.tenant = tenant
+        self.newest = newest
+        self.events: deque[bytes] = deque(maxlen=KEPT)
+        self.listeners = 0
+        self.is_over = False
+        self.changed = asyncio.Event()
+        self.task = door.loop.create_task(self.poll())
+
+    async def poll(self) -> None:
+        """Until the service is no longer ready."""
+        try:
+            while True:
+                self.door.ready()
+                await self.look()
+                await asyncio.sleep(POLL_S)
+        except NotReady:
+            pass
+        finally:
+            self.is_over = True
+            self.changed.set()
+
+    async def look(self) -> None:
+        """Take in what is new; what cannot be asked now is asked again."""
+        try:
+            page = await page_after(self.door, self.tenant, self.newest)
+        except (AttndError, ProblemText):
+            return
+        if page.too_old:
+            self.events.clear()
+        if page.events:
+            self.events.extend(page.events)
+            self.newest = page.next
+            self.changed.set()
+            self.changed = asyncio.Event()
+
+    async def after(self, last: int) -> Page:
+        """Some of what follows an event. Raises AttndError, ProblemText."""
+        begin = len(self.events) - (self.newest - last)
+        if begin < 0 or last > self.newest:
+            return await page_after(self.door, self.tenant, last)
+        some = list(islice(self.events, begin, begin + AT_ONCE))
+        return Page(some, last + len(some), False)
+
+
+class EventStream:
+    """ASGI: the stream's endpoint, over one door."""
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+        self.feeds: dict[Tenant, Feed] = {}
+
+    def route(self) -> Route:
+        return Route(PATH, self, name="stream_events")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope[EXCHANGE]
+        exchange.op = "stream_events"
+        if exchange.method not in ("GET", "HEAD"):
+            raise wrong_method(exchange, ["GET", "HEAD"])
+        last = last_event(exchange)
+        self.door.ready()
+        page = await page_after(self.door, exchange.tenant, last)
+        connection = begin_stream(self.door, exchange, HEADERS, KEEP_ALIVE)
+        if exchange.method == "GET":
+            with suppress(AttndError, ProblemText):  # whoever comes again is told them then
+                await self.stream(connection, exchange, page)
+        finish(self.door, exchange, 200, "ok")
+
+    async def stream(self, connection: Connection, exchange: Exchange, page: Page) -> None:
+        """Write page after page until the service ends, or the key is none any more."""
+        tenant = exchange.tenant
+        feed = self.feeds.get(tenant)
+        if feed is None or feed.is_over:
+            feed = self.feeds[tenant] = Feed(self.door, tenant, page.next)
+        feed.listeners += 1
+        try:
+            while not feed.is_over and still_holds(self.door.gate, exchange):
+                if page.events or page.too_old:
+                    connection.send(b"", written(page))
+                    await taken(connection)
+                elif feed.newest <= page.next and not await happens(feed.changed, KEEP_ALIVE_S):
+                    connection.send(b"", [KEEP_ALIVE])
+                page = await feed.after(page.next)
+        finally:
+            feed.listeners -= 1
+            if not feed.listeners:
+                feed.task.cancel()
+                if self.feeds.get(tenant) is feed:
+                    del self.feeds[tenant]
+
+
+def last_event(exchange: Exchange) -> int:
+    """The number of the event after which the stream begins. Raises InvalidRequest."""
+    query = parse_qsl(exchange.query.decode("latin-1"), keep_blank_values=True)
+    given = dict(query)
+    if unknown := given.keys() - {"after"}:
+        refuse(min(unknown), given[min(unknown)], "this route has no such parameter")
+    text, name = given.get("after", str(FROM_NOW)), "after"
+    for key, value in exchange.head.headers if exchange.head else ():
+        if key == b"last-event-id" and value:
+            text, name = value.decode("latin-1"), "Last-Event-ID"
+    last = number(text)
+    if isinstance(last, str) or not FROM_NOW <= last < 2**53:
+        refuse(name, text, "must be the number of an event, or 0 for all that are kept")
+    return last
+
+
+async def page_after(door: Door, tenant: Tenant, last: int) -> Page:
+    """Events from the engine. Raises AttndError, ProblemText."""
+    told = await events_after(door.link, tenant, last)
+    return Page([event_text(event) for event in told["events"]], told["next"], told["too_old"])
+
+
+def event_text(event: dict[str, Any]) -> bytes:
+    return f"id: {event['id']}\nevent: {event['type']}\ndata: {dump_json(event)}\n\n".encode()
+
+
+def written(page: Page) -> list[bytes]:
+    """A page's bytes; when events before it are gone, that comes first."""
+    if not page.too_old:
+        return page.events
+    first = page.next - len(page.events)
+    told = f'id: {first}\nevent: too_old\ndata: {{"id":{first},"type":"too_old"}}\n\n'
+    return [told.encode(), *page.events]
+
+
+async def taken(connection: Connection) -> None:
+    """Return when the client has read most of what was sent; one that reads nothing for long is
+    left."""
+    patience, loop = connection.door.limits.idle_timeout_s, connection.loop
+    ends, unsent = loop.time() + patience, connection.unsent_bytes()
+    while connection.intake.is_held and not connection.transport.is_closing():
+        if (left := connection.unsent_bytes()) < unsent:
+            ends, unsent = loop.time() + patience, left
+        elif loop.time() > ends:
+            connection.transport.abort()
+        await asyncio.sleep(POLL_S)
+
+
+async def happens(event: asyncio.Event, seconds: float) -> bool:
+    """Whether it happens within so long."""
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return False
+    return True

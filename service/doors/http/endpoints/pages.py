@@ -1,0 +1,125 @@
+"""What the door answers itself: an index, health, metrics, the OpenAPI document and its page."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import fastapi_offline
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from service.doors.http.endpoints.index import index_page
+from service.doors.http.endpoints.responses import EXCHANGE
+from service.doors.http.protocol.exchange import JSON, Exchange
+from service.doors.kit.ledger import ELSEWHERE_S
+from service.errors import InvalidRequest, NoSuchRoute
+from service.image.json_text import dump_json
+
+if TYPE_CHECKING:
+    from service.doors.http.door import Door
+
+ASSETS: Final = Path(fastapi_offline.__file__).with_name("static")
+SCRIPT, STYLE, ICON = "swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"
+TYPES: Final = {SCRIPT: "text/javascript", STYLE: "text/css", ICON: "image/png"}
+INDEX_HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+A_DAY: Final = {"cache-control": "public, max-age=86400"}
+
+
+class Pages:
+    """The endpoints, over one door."""
+
+    def __init__(self, door: Door, document: Callable[[], dict[str, Any]]) -> None:
+        self.door = door
+        self.document = document
+
+    def routes(self) -> list[BaseRoute]:
+        gate = self.door.gate
+        open_docs = gate is not None and gate.auth.open_docs
+        pages = (
+            ("/", self.index, "index", True),
+            ("/health/live", self.live, "live", True),
+            ("/health/ready", self.ready, "ready", True),
+            ("/metrics", self.metrics, "metrics", self.has_open_metrics),
+            ("/openapi.json", self.openapi, "openapi", open_docs),
+            ("/docs", self.docs, "docs", open_docs),
+            ("/docs/{name}", self.asset, "docs", open_docs),
+        )
+        return [
+            Route(path, named(name, page, needs_no_key=is_open), methods=["GET"])
+            for path, page, name, is_open in pages
+        ]
+
+    @property
+    def has_open_metrics(self) -> bool:
+        gate = self.door.gate
+        return gate is not None and gate.auth.open_metrics
+
+    async def index(self, request: Request) -> HTMLResponse:
+        page = index_page(self.door.limits.live, has_keys=self.door.gate is not None)
+        return HTMLResponse(page, headers=INDEX_HEADERS)
+
+    async def live(self, request: Request) -> Response:
+        return Response(b'{"status":"live"}', media_type=JSON)
+
+    async def ready(self, request: Request) -> Response:
+        self.door.link.check_heard()
+        return Response(b'{"status":"ready"}', media_type=JSON)
+
+    async def metrics(self, request: Request) -> Response:
+        exchange: Exchange = request.scope[EXCHANGE]
+        if not self.has_open_metrics:
+            exchange.tenant.require("admin", "/metrics")
+        await asyncio.sleep(ELSEWHERE_S)
+        self.door.ledger.settle()
+        body, content_type = self.door.metrics.render()
+        return Response(body, headers={"content-type": content_type})
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(dump_json(self.document()), media_type=JSON)
+
+    async def docs(self, request: Request) -> HTMLResponse:
+        """Swagger UI, whose files lie beside it."""
+        return get_swagger_ui_html(
+            openapi_url="openapi.json",
+            title="attnd",
+            swagger_js_url=f"docs/{SCRIPT}",
+            swagger_css_url=f"docs/{STYLE}",
+            swagger_favicon_url=f"docs/{ICON}",
+        )
+
+    async def asset(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in TYPES:
+            raise NoSuchRoute(f"{request.url.path}: see /docs")
+        return Response(content(name), headers=A_DAY, media_type=TYPES[name])
+
+
+def named(
+    name: str, page: Callable[[Request], Any], *, needs_no_key: bool = False
+) -> Callable[[Request], Any]:
+    """The page, under its name in log and metrics. None of them takes a query."""
+
+    async def answer(request: Request) -> Any:
+        request.scope[EXCHANGE].op = name
+        if query := request.scope["query_string"]:
+            raise InvalidRequest("query", query.decode("latin-1"), "this route takes no parameters")
+        return await page(request)
+
+    answer.needs_no_key = needs_no_key  # type: ignore[attr-defined]
+    return answer
+
+
+@cache
+def content(name: str) -> bytes:
+    """A file of Swagger UI; whoever reads the page makes the door keep its 1.5 MB."""
+    return (ASSETS / name).read_bytes()

@@ -1,0 +1,37 @@
+"""An operation that a door asks of the engine by itself: fields to it, fields and tensors back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from service.doors.kit.problems import ProblemText
+from service.doors.kit.upstream import Upstream
+from service.image.dtypes import Array
+from service.image.json_body import fields_text_of_image
+from service.image.json_text import dump_json
+from service.image.reading import REQUEST, place, read_layout, split
+from service.image.writing import PROBLEM, RESPONSE, header
+from service.operations.spec import Operation
+from service.road.frames import NO_REQUEST_ID
+from service.tenants import Tenant
+
+
+async def asked(
+    link: Upstream, operation: Operation, fields: dict[str, Any], tenant: Tenant
+) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The answer's fields, and copies of its tensors. Raises AttndError, ProblemText."""
+    request, length = await link.lay([header(REQUEST, dump_json(fields), ())])
+    try:
+        most = link.limits.max_answer_bytes
+        answered, slot = await link.call(operation, request, length, most, 0, NO_REQUEST_ID, tenant)
+    finally:
+        link.give_back(request)
+    try:
+        if answered.status >= 400:
+            raise ProblemText(fields_text_of_image(answered.image, PROBLEM))
+        head, start = split(answered.image)
+        layout = read_layout(head, len(answered.image) - start, RESPONSE)
+        tensors = place(answered.image, start, layout)
+        return layout.fields, {name: tensor.copy() for name, tensor in tensors.items()}
+    finally:
+        link.give_back(slot)

@@ -1,0 +1,118 @@
+"""TLS for the doors: the certificate, and those that clients must show."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from typing import Final
+
+from config.server import ServerSettings
+from service.processes.handed_files import ReadFile, as_file, from_disk, why_unreadable
+
+LOG: Final = logging.getLogger("attnd.doors")
+HANDSHAKE_S: Final = 10.0
+"""A client that has not shaken hands by then is cut off."""
+
+
+MARKS: Final = {
+    "tls_cert": ("certificate", b"CERTIFICATE-----"),
+    "tls_key": ("private key", b"PRIVATE KEY-----"),
+    "tls_client_ca": ("certificate", b"CERTIFICATE-----"),
+}
+"""What the file of a setting holds, and how PEM says so."""
+ENCRYPTED: Final = b"ENCRYPTED"
+MISMATCH: Final = "key values mismatch: the key belongs to another certificate: name a pair"
+
+
+class TlsError(ValueError):
+    """The files cannot be used; one line that names the setting and the file."""
+
+
+class Tls:
+    """The context that connections are made with, and the files it came from."""
+
+    def __init__(
+        self, certificate: str, key: str, client_ca: str | None, read: ReadFile = from_disk
+    ) -> None:
+        """`read` gives the files' contents. Raises TlsError."""
+        self.certificate = certificate
+        self.key = key
+        self.read = read
+        self.pair = (b"", b"")
+        """Certificate and key as they were read last."""
+        self.context = self.context_of_files(client_ca)
+
+    def context_of_files(self, client_ca: str | None) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        self.load(context)
+        if client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            authorities = self.contents("tls_client_ca", client_ca)
+            try:
+                with as_file(authorities) as path:
+                    context.load_verify_locations(path)
+            except (OSError, ssl.SSLError) as error:
+                raise TlsError(f"server.tls_client_ca {client_ca}: {reason(error)}") from error
+        return context
+
+    def contents(self, setting: str, path: str) -> bytes:
+        """A file that holds what the setting is for. Raises TlsError."""
+        try:
+            data = self.read(path)
+        except OSError as error:
+            raise TlsError(f"server.{setting} {path}: {why_unreadable(error)}") from error
+        what, mark = MARKS[setting]
+        if mark not in data:
+            raise TlsError(
+                f"server.{setting} {path}: it has no {what}: name a PEM file, which has a line "
+                f"-----BEGIN {mark.decode()}"
+            )
+        return data
+
+    def load(self, context: ssl.SSLContext) -> None:
+        pair = self.contents("tls_cert", self.certificate), self.contents("tls_key", self.key)
+        if ENCRYPTED in pair[1]:
+            raise TlsError(
+                f"server.tls_key {self.key}: the key is encrypted, and nobody is there to type its "
+                f"password: name a plain one (openssl pkey -in {self.key} -out plain.pem)"
+            )
+        try:
+            with as_file(pair[0]) as chain, as_file(pair[1]) as key:
+                context.load_cert_chain(chain, key)
+            self.pair = pair
+        except (OSError, ssl.SSLError) as error:
+            files = f"server.tls_cert {self.certificate}, server.tls_key {self.key}"
+            raise TlsError(f"{files}: {reason(error)}") from error
+
+    def read_again(self) -> bool:
+        """Connections to come get the certificate that is in the files now. What cannot be used is
+        told in the log, and the certificate stays. Whether there is another one."""
+        before = self.pair
+        try:
+            self.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # half of a pair spoils a context
+            self.load(self.context)
+        except TlsError as error:
+            LOG.error("%s: the certificate stays as it was", error)
+            return False
+        if self.pair == before:
+            return False
+        LOG.info("the certificate was read again")
+        return True
+
+
+def make_tls(server: ServerSettings, read: ReadFile = from_disk) -> Tls | None:
+    """None where HTTP is spoken in the clear. Raises TlsError."""
+    if server.tls_cert is None or server.tls_key is None:
+        return None
+    return Tls(server.tls_cert, server.tls_key, server.tls_client_ca, read)
+
+
+def reason(error: Exception) -> str:
+    """What is wrong with a file, in one line."""
+    if isinstance(error, ssl.SSLError):
+        if error.reason == "KEY_VALUES_MISMATCH":
+            return MISMATCH
+        return (error.reason or "not a PEM file").lower().replace("_", " ")
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,0 +1,205 @@
+"""What the supervisor hands to the processes it starts, and how they take it over.
+
+`python -m service` starts one engine (`python -m service.engine`) and `server.http_workers` doors
+(`python -m service.doors.http`), and with `server.grpc_port` a gRPC door (`python -m
+service.doors.grpc`), which binds its port itself; with `cache.zmq_endpoint` a ZeroMQ door
+(`python -m service.doors.zmq`), which does likewise. The `__main__` of each begins with
+
+    inherited = receive()
+    set_up_logs(inherited.settings.log, inherited.process)
+    metrics = Metrics(inherited.process, inherited.metrics)
+
+and then serves on `inherited.sockets`, which listen already and do not block: the engine's own
+socket for the engine, HTTP's (TCP or Unix: look at `.family`) for a door. A door finds the engine
+at `inherited.engine_socket`; connecting works from the start and waits for the engine to accept.
+
+- `inherited.lifeline` becomes readable when the supervisor is gone: `os._exit(1)` at once.
+- SIGINT is ignored from the start. SIGHUP is kept until `on_hang_up` says what it does: keys and
+  certificates are read again. SIGTERM must be made "finish admitted work within
+  `server.drain_timeout_s`, then exit 0"; before that is set up it ends the process, which is right.
+  It may come twice, when somebody signals the whole group: the second one changes nothing.
+- Exit with `CANNOT_START` after one line of `LOG.error` that says why: the service then stops with
+  status 1 and says nothing more. Any other end that nobody asked for is told by the supervisor; a
+  door is then started again, with the engine the service ends.
+- The supervisor says where the service listens (`inherited.url`); the engine says `ready: ...`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from config.sections import Settings
+from service.processes.checked_files import CheckedFiles
+from service.processes.handed_files import HandedFiles, ReadFile, from_disk
+
+CANNOT_START: Final = 3
+"""A process's exit status: it has said in one line why it cannot serve; starting it again would
+not help."""
+
+PR_SET_PDEATHSIG: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process to be started: its name in logs and metrics, its command, what it listens on."""
+
+    process: str
+    command: tuple[str, ...]
+    sockets: tuple[socket.socket, ...]
+    worker: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What every process is given alike."""
+
+    settings: Settings
+    lifeline: int
+    """Read end of a pipe whose write end only the supervisor holds."""
+    engine_socket: str
+    url: str
+    secret: str
+    """By which the engine knows the service's own doors; nobody else is told."""
+    metrics: Mapping[str, int] = field(default_factory=dict)
+    """For each process by name, the shared memory it counts in (`service/metrics.py`)."""
+    files: CheckedFiles | None = None
+    """Key and certificate files; None: every process reads them from disk."""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """All that every process inherits."""
+        files = () if self.files is None else (self.files.fd,)
+        return (self.lifeline, *self.metrics.values(), *files)
+
+
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """What a process takes over from the supervisor; the file descriptors are its own now."""
+
+    settings: Settings
+    process: str
+    """`engine`, `http-0`, `grpc-0`, ...: its name in logs and metrics."""
+    worker: int
+    """Which door of several; 0 for the engine."""
+    sockets: tuple[socket.socket, ...]
+    lifeline: int
+    engine_socket: str
+    url: str
+    secret: str
+    metrics: Mapping[str, int]
+    read_file: ReadFile
+    """Gives the contents of key and certificate files."""
+
+
+def start(child: Child, shared: Shared) -> subprocess.Popen[bytes]:
+    """Start a process; it inherits the environment, standard error and what it is handed."""
+    sockets = [one.fileno() for one in child.sockets]
+    reading, writing = os.pipe()
+    try:
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(hand_over(child, shared, sockets))  # far below what a pipe holds
+        with interrupts_waiting():
+            return subprocess.Popen(
+                (*child.command, "--process", child.process, "--handover", str(reading)),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(reading, *shared.descriptors, *sockets),
+            )
+    finally:
+        os.close(reading)
+
+
+def hand_over(child: Child, shared: Shared, sockets: Sequence[int]) -> bytes:
+    """All that a process needs to know, as JSON."""
+    handed: dict[str, Any] = {
+        "settings": shared.settings.model_dump(mode="json"),
+        "process": child.process,
+        "worker": child.worker,
+        "sockets": sockets,
+        "lifeline": shared.lifeline,
+        "engine_socket": shared.engine_socket,
+        "url": shared.url,
+        "secret": shared.secret,
+        "metrics": dict(shared.metrics),
+        "files": None if shared.files is None else shared.files.fd,
+        "supervisor": os.getpid(),
+    }
+    return json.dumps(handed).encode()
+
+
+@contextmanager
+def interrupts_waiting() -> Iterator[None]:
+    """Ctrl-C goes to the whole foreground group: a process that has not got as far as ignoring it
+    would die with a traceback, so it starts with the signal blocked; and with SIGHUP too, by which
+    it would die as well."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def receive(argv: Sequence[str] | None = None) -> Inherited:
+    """Take over what the supervisor handed to this process; called first in its `__main__`.
+
+    A process started by hand, or whose supervisor has died meanwhile, ends here.
+    """
+    parser = argparse.ArgumentParser(description="started by `python -m service`, not by hand")
+    parser.add_argument("--process", required=True)
+    parser.add_argument("--handover", required=True, type=int)
+    handover = parser.parse_args(argv).handover
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    with os.fdopen(handover, "rb") as pipe:
+        handed = json.loads(pipe.read())
+    die_with(handed["supervisor"])
+    return Inherited(
+        settings=Settings.model_validate(handed["settings"]),
+        process=handed["process"],
+        worker=handed["worker"],
+        sockets=tuple(listening(own(fd)) for fd in handed["sockets"]),
+        lifeline=own(handed["lifeline"]),
+        engine_socket=handed["engine_socket"],
+        url=handed["url"],
+        secret=handed["secret"],
+        metrics={name: own(fd) for name, fd in handed["metrics"].items()},
+        read_file=from_disk if handed["files"] is None else HandedFiles(own(handed["files"])).read,
+    )
+
+
+def on_hang_up(act: Callable[[], object]) -> None:
+    """From now on SIGHUP has `act` called, also one that has come since the start."""
+    signal.signal(signal.SIGHUP, lambda *_: act())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+
+
+def listening(fd: int) -> socket.socket:
+    """The socket of that file descriptor, as Python is to see it."""
+    found = socket.socket(fileno=fd)
+    found.setblocking(False)
+    return found
+
+
+def own(fd: int) -> int:
+    """A file descriptor that was handed over goes no further."""
+    os.set_inheritable(fd, False)
+    return fd
+
+
+def die_with(supervisor: int) -> None:
+    """End when the supervisor does, even while busy: Linux sends the signal, elsewhere (and for a
+    supervisor that is gone already) the lifeline and this check must do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:
+        sys.exit(1)
