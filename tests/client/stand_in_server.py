@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from client_stub import SEQUENCE
+from tests.client.client_stub import SEQUENCE
 
 LENGTH = re.compile(rb"\r\ncontent-length: (\d+)", re.IGNORECASE)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from attnd import Session
 from attnd.torch import Slots, Step, TorchSession
-from running_service import ROOT, service
+from tests.client.running_service import ROOT, service
 
 LAYERS = 3
 HEADS = 4

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from attnd import AsyncClient, Client, Prefix, Session
-from client_stub import (
+from tests.client.client_stub import (
     KINDS,
     QUICK,
     SEQUENCE,

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from attnd import AsyncClient, Client, Retries
 from attnd.http import awaiting, blocking
-from client_stub import KINDS, SEQUENCE, Kind
+from tests.client.client_stub import KINDS, SEQUENCE, Kind
 from stand_in_server import BODY, HEAD, WHOLE, Peer, StandInServer, answering, once
 
 LENGTH = b"content-length: %d\r\n" % len(BODY)

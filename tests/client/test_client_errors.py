@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from attnd import Retries, errors
-from client_stub import Script, Scripted, ask, problem
+from tests.client.client_stub import Script, Scripted, ask, problem
 
 from service import errors as service
 from service.errors import KINDS as SERVICE_KINDS

@@ -12,7 +12,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 from attnd import images
-from client_stub import read_safetensors
+from tests.client.client_stub import read_safetensors
 
 from service.image.writing import image
 

@@ -20,7 +20,7 @@ from attnd import (
     UnknownLease,
     UnknownPage,
 )
-from running_service import connect, service
+from tests.client.running_service import connect, service
 
 PAGE = 16
 IDS = list(range(1000, 1000 + 4 * PAGE))

@@ -12,8 +12,8 @@ import attnd
 import pytest
 import trustme
 from attnd import AsyncClient, Client, NeverReady, Session, TimedOut
-from client_stub import KINDS, Kind
-from stand_in_engine import Answers, StandInEngine
+from tests.client.client_stub import KINDS, Kind
+from tests.session.stand_in_engine import Answers, StandInEngine
 from stand_in_server import Peer, StandInServer, answering, once
 
 

@@ -14,7 +14,7 @@ import pytest
 from attnd import AsyncClient, Client
 from attnd.http.again import HttpRepeat
 from attnd.repeats import MOST
-from client_stub import (
+from tests.client.client_stub import (
     KINDS,
     QUICK,
     Awaiting,

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from attnd import AsyncClient, CascadeLevel, Client, NewSequence, Session
-from client_stub import (
+from tests.client.client_stub import (
     KINDS,
     SEQUENCE,
     Awaiting,

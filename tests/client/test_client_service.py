@@ -27,7 +27,7 @@ from attnd.http.blocking import SocketTransport
 from attnd.http.messages import Request, Response
 from attnd.http.origin import origin_of
 from numpy.typing import NDArray
-from running_service import connect, service
+from tests.client.running_service import connect, service
 
 Array = NDArray[Any]
 LAYERS, KV_HEADS, QUERY_HEADS, HEAD_DIM = 2, 2, 8, 64

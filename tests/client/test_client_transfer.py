@@ -17,7 +17,7 @@ from attnd.http.blocking import Response, SocketTransport
 from attnd.http.messages import Request
 from attnd.http.origin import origin_of
 from numpy.typing import NDArray
-from running_service import connect, service
+from tests.client.running_service import connect, service
 
 LAYERS, LENGTH = 2, 150
 PART_BYTES = 2**16

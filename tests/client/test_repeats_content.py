@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 from attnd import AsyncClient, Client, Session
-from client_stub import QUICK, Awaiting, Blocking, Message, Script, Scripted, tensor_answer
-from stand_in_engine import Answers, Seen, StandInEngine
+from tests.client.client_stub import QUICK, Awaiting, Blocking, Message, Script, Scripted, tensor_answer
+from tests.session.stand_in_engine import Answers, Seen, StandInEngine
 
 ROWS = 6
 IDS = ("a", "b", "c", "d")

@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from attnd import NewSequence, Retries, Session
-from client_stub import SEQUENCE
-from stand_in_engine import (
+from tests.client.client_stub import SEQUENCE
+from tests.session.stand_in_engine import (
     Answers,
     Drop,
     Later,

@@ -16,7 +16,7 @@ import pytest
 from attnd import Retries, Session
 from attnd.repeats import MOST
 from attnd.road.again import RoadRepeat
-from stand_in_engine import Answers, Drop, Problem, Seen, StandInEngine, Step
+from tests.session.stand_in_engine import Answers, Drop, Problem, Seen, StandInEngine, Step
 
 QUICK = Retries(2, first_wait_s=0.01, max_wait_s=0.05)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from attnd import LengthMismatch, OutOfPages
 from attnd.torch import RankedTorchSession, TimeSliced, TorchSession
-from stepping import HEADS, LAYERS, Served, go_through, serve
+from tests.session.stepping import HEADS, LAYERS, Served, go_through, serve
 
 from kernels import cuda_devices
 

@@ -26,8 +26,8 @@ from attnd import (
     UnknownSequence,
 )
 from attnd.torch import Step, TorchSession
-from running_service import ROOT
-from stepping import (
+from tests.client.running_service import ROOT
+from tests.session.stepping import (
     HEADS,
     KILLED,
     LAYERS,
@@ -273,7 +273,7 @@ def test_others_work_goes_on_beside_an_open_step_and_its_sequences_wait(
 CALLER = """
 import os, signal, warnings
 warnings.simplefilter("ignore")
-from stepping import *
+from tests.session.stepping import *
 
 def come_to(phase):
     warnings.simplefilter("ignore")
@@ -458,7 +458,7 @@ def test_callers_killed_by_the_dozen_leak_nothing(served: Served, session: Torch
 ENGINE_GONE = """
 import os, signal, time, torch, warnings
 warnings.simplefilter("ignore", RuntimeWarning)
-from stepping import *
+from tests.session.stepping import *
 kind, path, service = sys.argv[1:]
 session = Served(kind, path).session()
 slots = decode_slots(session, 1)

@@ -14,7 +14,7 @@ import torch
 from attnd import Client, OutOfPages, Session
 from attnd.torch import TorchSession
 from attnd.transformers import AttndCache, pool_settings
-from running_service import ROOT, connect, service
+from tests.client.running_service import ROOT, connect, service
 from tiny_models import SIZES, Prompts, assert_same, generated, padded, prompts, random_tokens, tiny
 from transformers import (
     AutoConfig,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attnd import Client, Session
 from attnd.transformers import AttndCache
-from running_service import connect, service
+from tests.client.running_service import connect, service
 from tiny_models import (
     MODELS,
     Prompts,

@@ -11,7 +11,7 @@ import torch
 from attnd import OutOfPages, Session
 from attnd.torch import TimeSliced, TorchSession
 from attnd.transformers import AttndCache
-from running_service import connect, service
+from tests.client.running_service import connect, service
 from tiny_models import (
     MODELS,
     Prompts,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from running_service import POOL
+from tests.client.running_service import POOL
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
