@@ -27,7 +27,7 @@ from service.image.json_text import dump_json
 from service.image.reading import REQUEST
 from service.image.writing import image
 from service.operations.table import BY_NAME
-from service.road.caller import Answered, RoadCaller
+from service.road.caller_end.caller import Answered, RoadCaller
 
 HEADS: Final = Heads(num_qo=4, num_kv=1, dim=32)
 PAGE: Final = 16

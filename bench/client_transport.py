@@ -23,11 +23,11 @@ from typing import Any, Final
 
 import attnd
 import numpy as np
-from attnd import images
-from attnd.http.awaiting import LoopTransport
-from attnd.http.blocking import SocketTransport
+from attnd.http.async_transport import LoopTransport
+from attnd.http.blocking_transport import SocketTransport
 from attnd.http.messages import Request
 from attnd.http.origin import origin_of
+from attnd.wire import images
 from numpy.typing import NDArray
 
 from bench.machine import provenance

@@ -10,18 +10,19 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from attnd.wire.frames import NO_STAGES
+
 from service.image.json_text import dump_json
 from service.image.reading import place, read_layout, split
 from service.image.writing import RESPONSE, in_order, lay, shaped
 from service.image.writing import header as header_of
 from service.operations.table import BY_NAME, BY_NUMBER
-from service.road.admission import Admission
-from service.road.calls import Call, SessionConfig
-from service.road.frames import NO_STAGES
-from service.road.listening import listen
+from service.road.engine_end.admission import Admission
+from service.road.engine_end.calls import Call, SessionConfig
+from service.road.engine_end.listening import listen
+from service.road.engine_end.session import Session
 from service.road.messages import State
-from service.road.remote import tune
-from service.road.session import Session
+from service.road.tcp import tune
 
 INFO: dict[str, Any] = {
     "version": "0",

@@ -38,7 +38,7 @@ from service.logs import set_up_logs
 from service.processes.cells import make_shared
 from service.processes.checked_files import CheckedFiles
 from service.processes.handover import Child, Shared
-from service.road.listening import CannotListen
+from service.road.engine_end.listening import CannotListen
 from service.supervisor import ENGINE, MAIN, Supervisor
 
 LOG: Final = logging.getLogger("attnd")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from config.server import ServerSettings
-from service.road.listening import (
+from service.road.engine_end.listening import (
     CannotListen,
     Listening,
     default_path,

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from service.image.dtypes import Array
+from attnd.wire.dtypes import Array
+
 from service.image.reading import place, read_layout, split
 from service.image.writing import image
 

@@ -16,7 +16,7 @@ import pytest
 from bench.servers import attnd
 from config.settings import load_settings
 from service.errors import KINDS
-from service.road.listening import default_path
+from service.road.engine_end.listening import default_path
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 README: Final = (ROOT / "README.md").read_text(encoding="utf-8")

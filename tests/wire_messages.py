@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from service.image.dtypes import Array
+from attnd.wire.dtypes import Array
+
 from service.image.reading import place, read_layout, split
 
 

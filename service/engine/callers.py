@@ -17,13 +17,13 @@ from kernels.lanes import address_of
 from service.errors import NotReady, Overloaded, Unauthorized
 from service.operations.info import InfoAnswer
 from service.operations.table import BY_NAME
-from service.road.admission import Admission
 from service.road.arena import Pinning
-from service.road.calls import Call, Event, SessionConfig
-from service.road.listening import SpareDescriptor, accept, may_connect, turn_away
+from service.road.engine_end.admission import Admission
+from service.road.engine_end.calls import Call, Event, SessionConfig
+from service.road.engine_end.listening import SpareDescriptor, accept, may_connect, turn_away
+from service.road.engine_end.session import Session, Stages
 from service.road.messages import State
-from service.road.remote import tune
-from service.road.session import Session, Stages
+from service.road.tcp import tune
 
 LOG: Final = logging.getLogger("attnd.engine")
 GREETING_S: Final = 10.0

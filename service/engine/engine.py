@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Final
 
+from attnd.wire.dtypes import DTYPE_NAMES
+
 from config.settings import Settings, device_queues
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Backend
 from kernels.lanes import make_lanes
@@ -31,7 +33,6 @@ from service.engine.store import FATAL, Store
 from service.engine.telling import QUIET_S, Telling
 from service.engine.work import Job
 from service.errors import AttndError, NotReady, Overloaded, kind_of
-from service.image.dtypes import DTYPE_NAMES
 from service.keys import keys_of, read_again
 from service.metrics import Metrics
 from service.operations.info import InfoAnswer, LimitsAnswer
@@ -40,8 +41,8 @@ from service.operations.step import STEP
 from service.operations.table import BY_NUMBER
 from service.processes.handed_files import ReadFile, from_disk
 from service.processes.watchdog import Watchdog
-from service.road.admission import Admission
-from service.road.calls import STEP_ROUTE, AskedArena, Call, Cancel, Event, Ready
+from service.road.engine_end.admission import Admission
+from service.road.engine_end.calls import STEP_ROUTE, AskedArena, Call, Cancel, Event, Ready
 from service.road.messages import State
 from service.tenants import Tenant
 

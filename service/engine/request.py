@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from attnd.wire.dtypes import BOOL
+
 from kernels.tensor import PinnedArray
 from service.engine.place import Array, Place
-from service.image.dtypes import BOOL
 from service.image.json_pieces import Pieces
 from service.image.reading import placing, split
 from service.operations.info import InfoAnswer
 from service.operations.spec import Operation, Prepared, preparing
-from service.road.calls import Call
+from service.road.engine_end.calls import Call
 from service.tenants import OPEN, Tenant
 
 REMEMBERED_BYTES: Final = 16 * 2**10

@@ -17,9 +17,9 @@ from service.image.reading import MAX_HEADER_BYTES
 from service.operations.info import InfoAnswer
 from service.operations.spec import Operation, validate
 from service.operations.step import STEP, StepFields, check_step
-from service.road.calls import STEP_ROUTE, AskedArena, Call
-from service.road.session import Session
-from service.road.stepping import device_arena_frame, done_frame, opened_frame
+from service.road.engine_end.calls import STEP_ROUTE, AskedArena, Call
+from service.road.engine_end.session import Session
+from service.road.engine_end.stepping import device_arena_frame, done_frame, opened_frame
 from service.tenants import Tenant
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from attnd.wire.dtypes import DTYPES
+
 from kernels.backend import Scoring
 from kernels.lanes import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
 from service.core.shards.rows import Sight, check_epochs, grown, has_shards, whole_lengths
@@ -17,7 +19,6 @@ from service.engine.request import Request
 from service.engine.store import Store
 from service.engine.work import Counts, Mode, Opened, Seconds
 from service.errors import InvalidRequest
-from service.image.dtypes import DTYPES
 from service.operations.step import StepFields
 
 

@@ -7,8 +7,9 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from attnd.wire.dtypes import Part
+
 from service.errors import InvalidRequest, MalformedBody
-from service.image.dtypes import Part
 from service.image.json_tensors import cut_data, read_tensors, write_tensor
 from service.image.json_text import check_counts, dump_json, load_json
 from service.image.reading import (

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
+from attnd.wire.dtypes import DTYPE_NAMES, DTYPES, Array
 from pydantic_core import from_json, to_json
 
 from service.errors import InvalidRequest, MalformedBody
-from service.image.dtypes import DTYPE_NAMES, DTYPES, Array
 from service.image.json_text import dump_json
 from service.image.reading import MAX_RANK, MAX_TENSORS, are_counts, is_huge
 

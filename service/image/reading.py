@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from attnd.wire.dtypes import BOOL, DTYPES, Array, DType
 
 from service.errors import MalformedBody
-from service.image.dtypes import BOOL, DTYPES, Array, DType
 from service.image.json_pieces import Pieces, finish, loading
 
 MAX_HEADER_BYTES: Final = 2 * 2**20

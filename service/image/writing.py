@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Final
 
 import numpy as np
+from attnd.wire.dtypes import DTYPE_NAMES, Array, DType, Part
 
-from service.image.dtypes import DTYPE_NAMES, Array, DType, Part
 from service.image.json_text import dump_json
 
 Shaped = tuple[str, DType, tuple[int, ...]]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final, Literal, TypeVar, get_args
 
+from attnd.wire.dtypes import DTYPE_NAMES
 from pydantic import ValidationError
 
 from service.errors import invalid_fields, unknown_tensor
-from service.image.dtypes import DTYPE_NAMES
 from service.image.json_pieces import ITEMS, Pieces, finish
 from service.image.reading import Entry, Layout, reading_layout
 from service.operations.common import Entries, Fields, refuse, unchecked

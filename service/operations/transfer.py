@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
+from attnd.wire.dtypes import DTYPE_NAMES
 from pydantic import Field
 
-from service.image.dtypes import DTYPE_NAMES
 from service.operations.common import (
     Count,
     Counts,

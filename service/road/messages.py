@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from attnd.wire.frames import CHALLENGE, GROW, HELLO, NAMES, REFUSED, TENANT, FrameError, frame
+
 from service.errors import MalformedBody, problem
 from service.image.json_text import dump_json, load_json
-from service.road.frames import CHALLENGE, GROW, HELLO, NAMES, REFUSED, TENANT, FrameError, frame
 from service.tenants import Tenant, tenant_of
 
 VERSION: Final = 1

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import numpy as np
 import safetensors
 import safetensors.numpy
-from attnd import AsyncClient, Client, Retries, images
+from attnd import AsyncClient, Client, Retries
 from attnd.http.messages import Request, Response
+from attnd.wire import images
 from numpy.typing import NDArray
 
 Kind = Literal["sync", "async"]

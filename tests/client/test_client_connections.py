@@ -16,9 +16,11 @@ import attnd
 import numpy as np
 import pytest
 from attnd import AsyncClient, Client, Retries
-from attnd.http import awaiting, blocking
-from tests.client.client_stub import KINDS, SEQUENCE, Kind
+from attnd.http import async_transport as awaiting
+from attnd.http import blocking_transport as blocking
 from stand_in_server import BODY, HEAD, WHOLE, Peer, StandInServer, answering, once
+
+from tests.client.client_stub import KINDS, SEQUENCE, Kind
 
 LENGTH = b"content-length: %d\r\n" % len(BODY)
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from attnd import images
-from tests.client.client_stub import read_safetensors
+from attnd.wire import images
 
 from service.image.writing import image
+from tests.client.client_stub import read_safetensors
 
 
 def reply_body(fields: object, arrays: dict[str, np.ndarray]) -> bytes:

@@ -23,10 +23,11 @@ from attnd import (
     Session,
     merge_states,
 )
-from attnd.http.blocking import SocketTransport
+from attnd.http.blocking_transport import SocketTransport
 from attnd.http.messages import Request, Response
 from attnd.http.origin import origin_of
 from numpy.typing import NDArray
+
 from tests.client.running_service import connect, service
 
 Array = NDArray[Any]

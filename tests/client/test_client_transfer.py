@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from attnd import AsyncClient, Client, ImportOptions, Prefix, Session, copy_sequence
 from attnd.errors import ReplyLost
-from attnd.http.blocking import Response, SocketTransport
+from attnd.http.blocking_transport import Response, SocketTransport
 from attnd.http.messages import Request
 from attnd.http.origin import origin_of
 from numpy.typing import NDArray
+
 from tests.client.running_service import connect, service
 
 LAYERS, LENGTH = 2, 150

@@ -22,7 +22,7 @@ from service.doors.http.server import Server, make_server
 from service.errors import AnswerTooLarge, AttndError, Internal
 from service.metrics import Metrics
 from service.operations.table import BY_NAME, BY_NUMBER
-from service.road.calls import Call, Cancel, SessionConfig
+from service.road.engine_end.calls import Call, Cancel, SessionConfig
 from service.road.messages import State
 
 SAFETENSORS: Final = "application/vnd.safetensors"

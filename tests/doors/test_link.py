@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from attnd.wire.frames import NO_STAGES
 
 from config.server import ServerSettings
 from service.doors.kit.link import Link
 from service.errors import AnswerTooLarge, Overloaded
 from service.operations.table import BY_NAME
-from service.road.caller import Answered
-from service.road.frames import NO_STAGES
-from service.road.slots import Mapping, Slot, Slots
+from service.road.caller_end.caller import Answered
+from service.road.caller_end.slots import Mapping, Slot, Slots
 from service.tenants import OPEN
 
 MIB = 2**20

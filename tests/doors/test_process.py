@@ -19,8 +19,8 @@ from scripted import WAIT_S, Engine, decode_body, receive_all, replies, request,
 from config.settings import load_settings
 from service.operations.table import BY_NAME
 from service.processes.handover import Child, Shared, start
-from service.road.admission import Admission
-from service.road.calls import SessionConfig
+from service.road.engine_end.admission import Admission
+from service.road.engine_end.calls import SessionConfig
 
 SECRET = "by which the engine knows its doors"
 GOOD = request("/v1/decode", decode_body())

@@ -26,8 +26,8 @@ from service.image.reading import Layout, place, read_entry
 from service.image.writing import RESPONSE
 from service.metrics import Metrics
 from service.operations.table import BY_NAME
-from service.road.caller import Answered, RoadCaller
-from service.road.listening import listen
+from service.road.caller_end.caller import Answered, RoadCaller
+from service.road.engine_end.listening import listen
 
 T = TypeVar("T")
 ARENA_BYTES = 2**24

@@ -23,11 +23,11 @@ from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
+from attnd.wire import frames as f
 
 from service.image.writing import image
 from service.operations.common import ID_PATTERN
 from service.operations.table import BY_NAME
-from service.road import frames as f
 from tests.engine.hostile_caller import (
     ARENA_BYTES,
     SLOT_BYTES,

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from attnd.wire import frames as f
+
 from config.settings import EngineSettings, PoolSettings, ServerSettings, Settings
 from kernels import make_backend
 from service.engine.engine import Engine
 from service.engine.pool import geometry
 from service.metrics import Metrics
-from service.road import frames as f
-from service.road.listening import listen
+from service.road.engine_end.listening import listen
 from tests.image.image_fuzz import INFO
 from tests.road.frame_fuzz import hello
 

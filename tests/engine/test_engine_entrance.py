@@ -14,7 +14,7 @@ from engine_fakes import WAIT_S, FakeBackend
 from config.settings import ServerSettings, Settings
 from service.engine.callers import LEAST_UNGREETED
 from service.errors import NotReady
-from service.road.caller import RoadCaller
+from service.road.caller_end.caller import RoadCaller
 
 SECRET = "s" * 32
 SESSIONS = 2

@@ -25,7 +25,7 @@ from engine_caller import (
 from engine_fakes import GEOMETRY, FakeBackend
 
 from service.keys import line_of
-from service.road.caller import RoadCaller
+from service.road.caller_end.caller import RoadCaller
 
 IDS = "abcde"
 STEPS = 250

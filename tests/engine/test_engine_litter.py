@@ -9,7 +9,13 @@ from engine_caller import Caller, Refused, append, create, decode, delete, trunc
 from engine_fakes import GEOMETRY
 from engine_model import on_cpu
 
-OWN = ("service.engine.", "service.core.", "service.road.session", "service.road.arena", "kernels.")
+OWN = (
+    "service.engine.",
+    "service.core.",
+    "service.road.engine_end.session",
+    "service.road.arena",
+    "kernels.",
+)
 
 
 async def live(caller: Caller, name: str) -> None:

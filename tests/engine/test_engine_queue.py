@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 import pytest
+from attnd.wire.frames import HELLO
 from engine_caller import (
     Asked,
     Caller,
@@ -28,7 +29,6 @@ from engine_fakes import GEOMETRY, FakeBackend
 
 from service import __version__
 from service.errors import NotReady
-from service.road.frames import HELLO
 from service.road.messages import VERSION, Hello, message
 
 

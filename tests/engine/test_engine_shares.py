@@ -28,7 +28,7 @@ from config.settings import AuthSettings, EngineSettings, ServerSettings, Settin
 from service.engine import prefix, sequences, work
 from service.errors import NotReady
 from service.keys import line_of
-from service.road.caller import RoadCaller
+from service.road.caller_end.caller import RoadCaller
 
 PAGE = FakeBackend().geometry.page_size
 PROMPT = list(range(2 * PAGE))

@@ -33,7 +33,7 @@ from engine_long import SLICE_MS, let_go, long_prefill
 from service.engine import work
 from service.errors import NotReady
 from service.keys import line_of
-from service.road.caller import RoadCaller
+from service.road.caller_end.caller import RoadCaller
 
 KEYS = {
     "ours": ("ours", ["read", "append"]),

@@ -28,7 +28,7 @@ from service.metrics import Metrics
 from service.operations.spec import validate
 from service.operations.step import STEP, StepFields
 from service.operations.table import BY_NAME
-from service.road.calls import STEP_ROUTE, AskedArena, Call
+from service.road.engine_end.calls import STEP_ROUTE, AskedArena, Call
 from service.tenants import tenant_of
 
 SLOT = {"q": 4096, "k": 8192, "v": 12288, "o": 16384, "lse": 20480}

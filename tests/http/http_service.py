@@ -29,7 +29,7 @@ from service.engine.engine import Engine
 from service.engine.pool import geometry
 from service.metrics import Metrics
 from service.processes.cells import make_shared
-from service.road.listening import listen
+from service.road.engine_end.listening import listen
 
 WAIT_S: Final = 60.0
 SECRET: Final = "what the supervisor hands to its processes"

@@ -26,7 +26,7 @@ from http_service import WAIT_S, Service, serving, wait_for
 from config.settings import ServerSettings
 from service.addresses import bind_addresses
 from service.keys import line_of
-from service.road.listening import CannotListen
+from service.road.engine_end.listening import CannotListen
 
 KEYS = {
     "a-key-of-red": ("red", ["read", "append"]),

@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 from attnd import ServiceError, Session
-from attnd.call import Call
+from attnd.calls.call import Call
 from http_messages import (
     HEAD_DIM,
     JSON,

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from attnd.wire.dtypes import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from images import entry, pack, read_image, write_image
 
 from service.errors import MalformedBody
-from service.image.dtypes import DTYPES
 from service.image.reading import MAX_HEADER_BYTES, place, read_layout, split
 
 

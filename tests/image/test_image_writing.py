@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from attnd.wire.dtypes import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from images import read_image
 
-from service.image.dtypes import DTYPES
 from service.image.writing import header, image, in_order, lay, shaped, size, write
 
 ARRAYS: dict[str, Any] = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from attnd.wire.dtypes import DTYPES
 
 from service.errors import InvalidRequest
-from service.image.dtypes import DTYPES
 from service.operations.query import query_values
 from service.operations.spec import Operation
 from service.operations.table import BY_NAME, BY_NUMBER, OPERATIONS

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from stand_in import StandIn
 
-from service.road.caller import Answered, RoadCaller
+from service.road.caller_end.caller import Answered, RoadCaller
 
 Test = Callable[[RoadCaller], Awaitable[None]]
 

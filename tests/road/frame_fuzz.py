@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from service.road import frames as f
+from attnd.wire import frames as f
 
 ARENA_BYTES: Final = 2**16
 NUMBERS: Final = tuple(range(1, 16))

@@ -17,12 +17,13 @@ from collections import Counter
 from itertools import accumulate
 from typing import Any, Final
 
-from service.road import frames as f
-from service.road.admission import Admission
-from service.road.calls import Call, SessionConfig
+from attnd.wire import frames as f
+
+from service.road.engine_end.admission import Admission
+from service.road.engine_end.calls import Call, SessionConfig
+from service.road.engine_end.session import Session
 from service.road.messages import State
-from service.road.remote import proof
-from service.road.session import Session
+from service.road.tcp import proof
 from tests.road.frame_fuzz import NUMBERS, Conversation, conversation, with_images
 
 MAX_ARENA_BYTES: Final = 2**18

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.road import frames as f
-from service.road.calls import SessionConfig
+from attnd.wire import frames as f
+
+from service.road.engine_end.calls import SessionConfig
+from service.road.engine_end.session import Session
 from service.road.messages import VERSION, Hello, State, message
-from service.road.session import Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from service.road import frames as f
+from attnd.wire import frames as f
+
 from service.road.arena import PAGEABLE, Pinning
-from service.road.calls import Call, Cancel, SessionConfig
-from service.road.listening import accept, listen
+from service.road.engine_end.calls import Call, Cancel, SessionConfig
+from service.road.engine_end.listening import accept, listen
+from service.road.engine_end.session import Session
 from service.road.messages import State
-from service.road.session import Session
 
 Behave = Callable[[Call | Cancel], None]
 ROUTES = {"create_sequences": 1, "append": 7, "decode": 9, "pool": 15}

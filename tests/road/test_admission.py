@@ -6,15 +6,15 @@ import json
 from typing import Any
 
 import pytest
+from attnd.wire import frames as f
 from plain_caller import PlainCaller, call_frame, problem_of, session_and_caller
 from stand_in import LIMITS, ROUTES
 
 from service.keys import Key, Keys, line_of, read_line
-from service.road import frames as f
-from service.road.admission import Admission
-from service.road.calls import Call, SessionConfig
+from service.road.engine_end.admission import Admission
+from service.road.engine_end.calls import Call, SessionConfig
+from service.road.engine_end.session import Session
 from service.road.messages import Announced, announced
-from service.road.session import Session
 from service.tenants import NOBODY, OPEN, tenant_of
 
 SECRET = "told to the service's own processes only"

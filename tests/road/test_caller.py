@@ -8,16 +8,16 @@ import socket
 from pathlib import Path
 
 import pytest
+from attnd.wire import frames as f
 from caller_play import ARENA, Loops, ask, play, settled, until
 from stand_in import config, echo, standing_in
 
 from service.errors import InvalidRequest, Overloaded
-from service.road import frames as f
 from service.road.arena import Pinning
-from service.road.caller import RoadCaller
-from service.road.calls import Call, Cancel
+from service.road.caller_end.caller import RoadCaller
+from service.road.caller_end.slots import ArenaFull
+from service.road.engine_end.calls import Call, Cancel
 from service.road.messages import State
-from service.road.slots import ArenaFull
 
 
 def test_an_answer_comes_back_in_its_slot(loops: Loops, tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ import socket
 from pathlib import Path
 
 import pytest
+from attnd.wire import frames as f
 from caller_play import ARENA, Loops, ask, play, until
 from stand_in import listen_in, standing_in
 
 from service.errors import NotReady, Overloaded
-from service.road import frames as f
-from service.road.caller import RoadCaller
-from service.road.calls import Call, Cancel
-from service.road.listening import turn_away
+from service.road.caller_end.caller import RoadCaller
+from service.road.engine_end.calls import Call, Cancel
+from service.road.engine_end.listening import turn_away
 from service.road.messages import State
 
 

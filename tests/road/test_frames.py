@@ -6,8 +6,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-
-from service.road import frames as f
+from attnd.wire import frames as f
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from attnd.wire import frames as f
 
 from service.errors import Overloaded
-from service.road import frames as f
-from service.road.listening import (
+from service.road.engine_end.listening import (
     CannotListen,
     Peer,
     SpareDescriptor,

@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attnd.wire import frames as f
 from caller_play import Loops, ask, settled, until
 from plain_caller import PlainCaller
 from stand_in import StandIn, config, echo, standing_in
 
 from service.errors import NotReady
-from service.road import frames as f
-from service.road.admission import Admission
 from service.road.arena import PAGE, anonymous_file, seal
-from service.road.caller import RoadCaller
-from service.road.calls import Call, Cancel
+from service.road.caller_end.caller import RoadCaller
+from service.road.caller_end.shared_arena import OwnArena
+from service.road.caller_end.slots import Mapping
+from service.road.engine_end.admission import Admission
+from service.road.engine_end.calls import Call, Cancel
+from service.road.engine_end.session import Session
 from service.road.messages import VERSION, Hello, State, message
-from service.road.own import OwnArena
-from service.road.session import Session
-from service.road.slots import Mapping
 
 SECRET = "s" * 32
 RULES = replace(config(), admission=Admission(None, SECRET))

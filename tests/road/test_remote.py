@@ -11,15 +11,15 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from attnd.wire import frames as f
 
 from service.errors import NotReady
-from service.road import frames as f
-from service.road.admission import Admission
-from service.road.caller import RoadCaller
-from service.road.calls import Call, SessionConfig
+from service.road.caller_end.caller import RoadCaller
+from service.road.engine_end.admission import Admission
+from service.road.engine_end.calls import Call, SessionConfig
+from service.road.engine_end.session import Session
 from service.road.messages import State
-from service.road.remote import host_and_port, proof
-from service.road.session import Session
+from service.road.tcp import host_and_port, proof
 
 SECRET = "s" * 32
 CONFIG = SessionConfig(

@@ -7,10 +7,10 @@ from pathlib import Path
 from struct import Struct
 
 import pytest
+from attnd.wire import frames as f
 
 from service.operations.table import OPERATIONS
-from service.road import frames as f
-from service.road.calls import MAX_CALLS, MAX_OUTPUT_BYTES
+from service.road.engine_end.calls import MAX_CALLS, MAX_OUTPUT_BYTES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "road.md").read_text()
 

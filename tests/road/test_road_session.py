@@ -5,15 +5,15 @@ from __future__ import annotations
 import socket
 
 import pytest
+from attnd.wire import frames as f
 from plain_caller import call_frame, cancel_frame, problem_of, session_and_caller
 from stand_in import LIMITS, ROUTES, config
 
 from service.errors import InvalidRequest
-from service.road import frames as f
 from service.road.arena import Pinning
-from service.road.calls import Call, Cancel
+from service.road.engine_end.calls import Call, Cancel
+from service.road.engine_end.session import Session
 from service.road.messages import State, grow
-from service.road.session import Session
 
 SECONDS = (0.5, 0.25, 0.125, 1.0, 2.0, 4.0)
 

@@ -8,13 +8,13 @@ import socket
 import time
 
 import pytest
+from attnd.wire import frames as f
 from plain_caller import call_frame, problem_of, session_and_caller
 from stand_in import config
 
-from service.road import frames as f
-from service.road.calls import Call
+from service.road.engine_end.calls import Call
+from service.road.engine_end.session import Session
 from service.road.messages import grow
-from service.road.session import Session
 
 
 def calls(session: Session) -> list[Call]:

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from service.road.slots import ArenaFull, Mapping, Slot, Slots
+from service.road.caller_end.slots import ArenaFull, Mapping, Slot, Slots
 
 SIZE = 2**16
 

@@ -15,7 +15,7 @@ import pytest
 
 from config.server import ServerSettings
 from service.addresses import Addresses, bind_addresses
-from service.road.listening import CannotListen
+from service.road.engine_end.listening import CannotListen
 
 ROOT = Path(__file__).resolve().parents[2]
 

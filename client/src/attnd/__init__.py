@@ -3,9 +3,11 @@
 `merge_states` merges attention states here, with numpy, when they came from several services.
 """
 
-from attnd.attention import CascadeLevel, Options
+from attnd.calls.attention import CascadeLevel, Options
+from attnd.calls.control import NewSequence
+from attnd.calls.prefix import Prefix
+from attnd.calls.transfer import ExportHeader, ExportPart, ImportState
 from attnd.client import AsyncClient, Client
-from attnd.control import NewSequence
 from attnd.errors import (
     AnswerTooLarge,
     ArenaFull,
@@ -51,10 +53,8 @@ from attnd.errors import (
     UnknownSequence,
     UnsupportedMediaType,
 )
-from attnd.exchange import Retries
 from attnd.export_file import ExportFileError, InterruptedExport
 from attnd.moving import ImportOptions, copy_sequence
-from attnd.prefix import Prefix
 from attnd.results import (
     AppendResult,
     AttentionResult,
@@ -80,9 +80,9 @@ from attnd.results import (
     Snapshot,
     SnapshotTree,
 )
+from attnd.retries import Retries
 from attnd.session import Session
-from attnd.states import AttentionState, LseBase, empty_state, merge_state, merge_states
-from attnd.transfer import ExportHeader, ExportPart, ImportState
+from attnd.wire.states import AttentionState, LseBase, empty_state, merge_state, merge_states
 
 __version__ = "0.1.0"
 

@@ -15,16 +15,17 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
-from attnd import attention, control, moving, prefix, transfer
-from attnd.call import Call, Reply
-from attnd.closing import Users
+from attnd import moving
+from attnd.calls import attention, control, prefix, transfer
+from attnd.calls.call import Call, Reply
+from attnd.calls.prefix import FROM_NOW
+from attnd.dependents import Users
 from attnd.errors import AttndError, TransportError
-from attnd.exchange import Outcome, Retries, Send, Wait, first, repeated
-from attnd.http.again import HttpRepeat, add_array
-from attnd.http.awaiting import AsyncTransport, LoopTransport
-from attnd.http.blocking import SocketTransport, Transport
+from attnd.http.async_transport import AsyncTransport, LoopTransport
+from attnd.http.blocking_transport import SocketTransport, Transport
 from attnd.http.messages import reply_of, request_of
 from attnd.http.origin import Certificate, Verify, origin_of
+from attnd.http.replay import HttpRepeat, add_array
 from attnd.methods import (
     POLL_S,
     carry_out,
@@ -38,9 +39,9 @@ from attnd.methods import (
     wait_until_ready,
     with_self,
 )
-from attnd.prefix import FROM_NOW
-from attnd.repeats import Args, Kwargs, Repeats
+from attnd.replay import Args, Kwargs, Repeats
 from attnd.results import CacheEvent, SequenceInfo
+from attnd.retries import Outcome, Retries, Send, Wait, first, repeated
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -102,7 +103,7 @@ class Client:
     authorities in place of the system's (or an `ssl.SSLContext`; False trusts anybody), and `cert`
     a PEM file, or (certificate, key), for a service that asks clients for theirs.
     `timeout` bounds one attempt in seconds; `retries` says how often and how long to try again
-    where that is safe (see `attnd.exchange`). `transport` replaces the connections, for tests.
+    where that is safe (see `attnd.retries`). `transport` replaces the connections, for tests.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 
-from attnd import images
-from attnd.transfer import Array, ExportHeader, ExportPart
+from attnd.calls.transfer import Array, ExportHeader, ExportPart
+from attnd.wire import images
 
 MAGIC: Final = b"attnd export 1".ljust(16, b"\0")
 LENGTH_BYTES: Final = 8

@@ -18,10 +18,10 @@ from typing import (
     get_type_hints,
 )
 
-from attnd.call import Call, Reply
+from attnd.calls.call import Call, Reply
 from attnd.errors import AttndError, NeverReady, TransportError
-from attnd.exchange import Manner, Outcome, Retries, Send, Wait, first, repeated
 from attnd.results import CacheEvent, EventPage, Health, SequenceInfo, SequencePage
+from attnd.retries import Manner, Outcome, Retries, Send, Wait, first, repeated
 
 M = TypeVar("M", bound=Callable[..., Any])
 P = ParamSpec("P")

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, Final, Literal, Protocol, TypeVar, cast
 
-from attnd.call import Call
-from attnd.errors import AttndError, DigestMismatch, KeyMismatch
-from attnd.export_file import ExportFileError, ExportReader, write_header, write_part
-from attnd.prefix import commit
-from attnd.transfer import (
+from attnd.calls.call import Call
+from attnd.calls.prefix import commit
+from attnd.calls.transfer import (
     ExportHeader,
     ExportPart,
     ImportState,
@@ -27,6 +25,8 @@ from attnd.transfer import (
     export_part,
     import_part,
 )
+from attnd.errors import AttndError, DigestMismatch, KeyMismatch
+from attnd.export_file import ExportFileError, ExportReader, write_header, write_part
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnd.states import AttentionState, Float32, LseBase
+from attnd.wire.states import AttentionState, Float32, LseBase
 
 Array = NDArray[Any]
 Int32 = NDArray[np.int32]

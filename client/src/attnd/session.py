@@ -15,11 +15,12 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from attnd import attention, control, moving, prefix, transfer
-from attnd.call import Call, Reply
-from attnd.closing import Users
+from attnd import moving
+from attnd.calls import attention, control, prefix, transfer
+from attnd.calls.call import Call, Reply
+from attnd.calls.prefix import FROM_NOW
+from attnd.dependents import Users
 from attnd.errors import NotFound, NotSupported
-from attnd.exchange import Retries, Send
 from attnd.methods import (
     POLL_S,
     carry_out,
@@ -31,12 +32,12 @@ from attnd.methods import (
     wait_until_ready,
     with_self,
 )
-from attnd.prefix import FROM_NOW
-from attnd.repeats import Args, Kwargs, Places, Repeats
+from attnd.replay import Args, Kwargs, Places, Repeats
 from attnd.results import CacheEvent, Info, Meta, SequenceInfo
-from attnd.road.again import RoadRepeat, add_array
-from attnd.road.calling import HEALTH, attempt, health
+from attnd.retries import Retries, Send
+from attnd.road.attempts import HEALTH, attempt, health
 from attnd.road.connection import Connection
+from attnd.road.replay import RoadRepeat, add_array
 from attnd.steps.host import NUMPY, HostArena, numpy_view
 from attnd.steps.lane import Lane
 from attnd.steps.layout import A, Dtypes

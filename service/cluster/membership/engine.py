@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from attnd.wire.dtypes import Array
+from attnd.wire.frames import NO_REQUEST_ID
 
 from service.cluster.placement.cost import Load, Pace, busy_until_s
 from service.cluster.routing.tags import tag_of_instance
@@ -15,16 +17,14 @@ from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
 from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
-from service.image.dtypes import Array
 from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST, Layout, place, read_layout, split
 from service.image.writing import PROBLEM, RESPONSE, image
 from service.operations.info import InfoAnswer
 from service.operations.spec import Operation
-from service.road.caller import Answered
-from service.road.frames import NO_REQUEST_ID
-from service.road.slots import Slot
+from service.road.caller_end.caller import Answered
+from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 
 MOVING_S: Final = 2.0

@@ -20,7 +20,7 @@ from service.launch import command_of
 from service.processes.cells import make_shared
 from service.processes.checked_files import CheckedFiles
 from service.processes.handover import Child, Shared, start
-from service.road.listening import Listening, listen
+from service.road.engine_end.listening import Listening, listen
 
 LOST_AFTER_S: Final = 1.0
 ENGINE: Final = command_of("service.engine")

@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from attnd.wire.frames import FrameError
+
 from config.server import ServerSettings
 from service.cluster.membership.engine import Engine
 from service.cluster.membership.members_file import Listed, read_members
@@ -32,9 +34,8 @@ from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, NotReady
 from service.metrics import STATES, Metrics
 from service.operations.info import InfoAnswer
-from service.road.caller import RoadCaller
-from service.road.frames import FrameError
-from service.road.peer_process import PeerProcess
+from service.road.caller_end.caller import RoadCaller
+from service.road.caller_end.peer_process import PeerProcess
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 
 LOG: Final = logging.getLogger("attnd.cluster")

@@ -15,8 +15,8 @@ from service.doors.kit.problems import ProblemText
 from service.errors import AttndError
 from service.metrics import STATES
 from service.operations.table import BY_NAME
-from service.road.peer_process import PeerProcess
-from service.road.remote import is_remote
+from service.road.caller_end.peer_process import PeerProcess
+from service.road.tcp import is_remote
 from service.tenants import OPEN, Tenant, tenant_of
 
 if TYPE_CHECKING:

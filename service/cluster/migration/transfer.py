@@ -8,13 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from attnd.wire.dtypes import Array
+
 from service.cluster.membership.engine import Engine, Told
 from service.cluster.placement.cost import choose
 from service.cluster.placement.create import may_pass_over
 from service.cluster.routing.replies import each
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, NotReady
-from service.image.dtypes import Array
 from service.operations.prefix import COMMIT, MATCH
 from service.operations.spec import Operation
 from service.operations.transfer import CANCEL_IMPORT, EXPORT, IMPORT, MAX_BESIDE, Header

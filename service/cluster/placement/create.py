@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from attnd.wire.dtypes import Array
 
 from service.cluster.membership.engine import Call, Engine, Told, refusal_in
 from service.cluster.placement.inflight_prompts import Wait
@@ -23,11 +24,10 @@ from service.errors import (
     Overloaded,
     SequenceExists,
 )
-from service.image.dtypes import Array
 from service.operations.sequences import DELETE_SEQUENCES
 from service.operations.spec import Prepared
-from service.road.caller import Answered
-from service.road.slots import Slot
+from service.road.caller_end.caller import Answered
+from service.road.caller_end.slots import Slot
 
 if TYPE_CHECKING:
     from service.cluster.routing.router import Router

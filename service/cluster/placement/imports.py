@@ -14,8 +14,8 @@ from service.errors import NotReady, SequenceExists
 from service.operations.names import NamedPages
 from service.operations.spec import Prepared
 from service.operations.transfer import GET_IMPORT
-from service.road.caller import Answered
-from service.road.slots import Slot
+from service.road.caller_end.caller import Answered
+from service.road.caller_end.slots import Slot
 
 if TYPE_CHECKING:
     from service.cluster.routing.router import Router

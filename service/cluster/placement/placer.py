@@ -10,6 +10,7 @@ from itertools import islice, tee
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from attnd.wire.dtypes import Array
 
 from service.cluster.membership.engine import Call, Engine
 from service.cluster.placement.cost import Load, choose
@@ -19,7 +20,6 @@ from service.cluster.routing.tags import BETWEEN
 from service.cluster.sharded.ranks import Home
 from service.core.prefix.keys import Prefix, as_keys
 from service.errors import InvalidRequest, NotReady
-from service.image.dtypes import Array
 from service.operations.spec import Prepared
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
 from service.errors import NotReady
 from service.operations.table import BY_NAME
-from service.road.listening import CannotListen, Listening, listen
+from service.road.engine_end.listening import CannotListen, Listening, listen
 from service.tenants import OPEN, SCOPES, tenant_of
 
 LOG: Final = logging.getLogger("attnd.cluster")

@@ -21,7 +21,7 @@ from service.addresses import bind_addresses
 from service.cluster.membership.door_processes import start_doors
 from service.cluster.membership.members_file import write_members
 from service.cluster.ray.directory import REPORT_S, SILENT_S, Place, directory
-from service.road.remote import host_and_port
+from service.road.tcp import host_and_port
 
 SETTLE_S: Final = 3 * REPORT_S
 """A directory that is new has heard of all engines that run by then."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from attnd.wire.dtypes import Array
 
 from service.cluster.membership.engine import Call, Engine, Told, problem_in, refusal_in
 from service.cluster.migration.recovery import wait_for_move
@@ -25,15 +26,14 @@ from service.cluster.routing.tags import tags_of
 from service.cluster.sharded.ranks import Home, Ranks
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import InvalidRequest, LostSequence, NotReady, SequenceMoving
-from service.image.dtypes import Array
 from service.image.json_text import dump_json
 from service.image.reading import read_layout, split
 from service.image.writing import RESPONSE
 from service.operations.common import Int32
 from service.operations.sequences import GET_SEQUENCE
 from service.operations.spec import Prepared
-from service.road.caller import Answered
-from service.road.slots import Slot
+from service.road.caller_end.caller import Answered
+from service.road.caller_end.slots import Slot
 
 if TYPE_CHECKING:
     from service.cluster.routing.router import Router

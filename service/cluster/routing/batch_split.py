@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from attnd.wire.dtypes import Array
 from numpy.typing import NDArray
 
-from service.image.dtypes import Array
 from service.operations.common import Int32, check_mask_length
 
 Arrays = dict[str, Array]

@@ -14,8 +14,8 @@ from service.doors.kit.problems import ProblemText
 from service.errors import InvalidRequest, UnknownLease
 from service.operations.prefix import MAX_HOLDS
 from service.operations.spec import Prepared
-from service.road.caller import Answered
-from service.road.slots import Slot
+from service.road.caller_end.caller import Answered
+from service.road.caller_end.slots import Slot
 
 if TYPE_CHECKING:
     from service.cluster.routing.router import Router

@@ -23,8 +23,8 @@ from service.errors import InvalidRequest, LostSequence, UnknownSequence
 from service.image.json_text import dump_json
 from service.operations.sequences import DELETE_SEQUENCE, DELETE_SEQUENCES, MAX_LISTED
 from service.operations.spec import Prepared
-from service.road.caller import Answered
-from service.road.slots import Slot
+from service.road.caller_end.caller import Answered
+from service.road.caller_end.slots import Slot
 
 if TYPE_CHECKING:
     from service.cluster.routing.router import Router

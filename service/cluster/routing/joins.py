@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
+from attnd.wire.dtypes import Array
+
 from service.cluster.membership.engine import Call, Engine, Told
 from service.cluster.routing.locator import in_time
 from service.cluster.routing.replies import each
 from service.cluster.sharded.shard_replies import Fields, whole_view
 from service.errors import NotReady
-from service.image.dtypes import Array
 
 if TYPE_CHECKING:
     from service.cluster.routing.router import Router

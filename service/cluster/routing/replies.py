@@ -6,17 +6,18 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+from attnd.wire.dtypes import Array
+from attnd.wire.frames import NO_STAGES
+
 from service.cluster.membership.engine import Call, Engine
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import LESS
 from service.doors.kit.problems import ProblemText
 from service.errors import AnswerTooLarge
-from service.image.dtypes import Array
 from service.image.json_text import dump_json
 from service.image.writing import RESPONSE, image
-from service.road.caller import Answered
-from service.road.frames import NO_STAGES
-from service.road.slots import Slot
+from service.road.caller_end.caller import Answered
+from service.road.caller_end.slots import Slot
 
 MOVING: Final = "sequence_moving"
 FULL: Final = "out_of_pages"

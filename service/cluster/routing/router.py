@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
 from typing import Final
 
+from attnd.wire.dtypes import Part
+
 from config.server import ServerSettings
 from service.cluster.membership.engine import Call, refusal_in
 from service.cluster.membership.members import Members
@@ -29,14 +31,13 @@ from service.doors.kit.pieces import OneByOne
 from service.doors.kit.problems import ProblemText
 from service.doors.kit.timeouts import Timeouts
 from service.errors import InvalidRequest, NotReady
-from service.image.dtypes import Part
 from service.image.json_pieces import is_short
 from service.image.reading import LENGTH_BYTES, split
 from service.metrics import Metrics
 from service.operations.routing import Routing
 from service.operations.spec import Operation, Prepared, prepare, preparing
-from service.road.caller import Answered
-from service.road.slots import Slot
+from service.road.caller_end.caller import Answered
+from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 
 REMEMBERED_BYTES: Final = 16 * 2**10

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-
-from service.image.dtypes import Array
+from attnd.wire.dtypes import Array
 
 Fields = dict[str, Any]
 Arrays = Mapping[str, Array]

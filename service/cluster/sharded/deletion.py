@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from attnd.wire.dtypes import Array
+
 from service.cluster.membership.engine import Call, Engine, Told
 from service.cluster.routing.replies import each, longest, unknown_in
 from service.cluster.sharded.epochs import MEND_S, TRIES, Dealt, ask_anew, is_stale, know, pause
 from service.doors.kit.problems import ProblemText
 from service.errors import SequenceTaken
-from service.image.dtypes import Array
 from service.operations.sequences import DELETE_SEQUENCES
 from service.operations.transfer import HAND_OVER
 

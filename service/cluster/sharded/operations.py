@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from attnd.wire.dtypes import Array
 
 from service.cluster.membership.engine import Call, Told
 from service.cluster.routing.batch_split import row_sums
@@ -32,7 +33,6 @@ from service.errors import (
     LengthMismatch,
     SequenceTaken,
 )
-from service.image.dtypes import Array
 from service.operations.sequences import DELETE_SEQUENCES
 
 if TYPE_CHECKING:

@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Final
 
+from attnd.wire.dtypes import Array
+
 from service.cluster.membership.engine import Call, Engine, Told
 from service.cluster.routing.replies import each, reply
 from service.cluster.routing.tags import BETWEEN, Name
@@ -20,12 +22,11 @@ from service.cluster.sharded.epochs import MEND_S, Dealt
 from service.cluster.sharded.operations import asked
 from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
-from service.image.dtypes import Array
 from service.image.reading import REQUEST, place, read_layout, split
 from service.operations.sequences import DELETE_SEQUENCES, GET_SEQUENCE
 from service.operations.spec import Operation
-from service.road.caller import Answered
-from service.road.slots import Slot
+from service.road.caller_end.caller import Answered
+from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 
 MOST_REMEMBERED: Final = 2**16

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+from attnd.wire.dtypes import Array
 
 from kernels.states import merge_states
 from service.core.shards.layout import held
-from service.image.dtypes import Array
 
 Fields = dict[str, Any]
 LN2: Final = np.float32(math.log(2))

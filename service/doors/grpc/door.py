@@ -36,8 +36,8 @@ from service.errors import NotReady, NotSupported, RequestTimeout
 from service.image.json_body import fields_text_of_image
 from service.image.writing import PROBLEM
 from service.metrics import Metrics
-from service.road.caller import Answered
-from service.road.slots import Slot
+from service.road.caller_end.caller import Answered
+from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 
 UNGUARDED: Final = frozenset({"ServerLive", "ServerReady"})

@@ -9,6 +9,7 @@ from typing import Final
 
 import grpc
 import grpc.aio
+from attnd.wire.frames import FrameError
 
 from config.sections import Settings
 from config.server import ServerSettings
@@ -22,7 +23,6 @@ from service.doors.kit.upstream import MakeUpstream
 from service.errors import NotReady
 from service.metrics import Metrics
 from service.processes.handed_files import ReadFile, from_disk
-from service.road.frames import FrameError
 
 LOG: Final = logging.getLogger("attnd.grpc")
 DRAINING: Final = "draining: admitted work is being finished, and no more is taken"

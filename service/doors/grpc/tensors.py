@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
+from attnd.wire.dtypes import DType, Part
 
 from service.doors.grpc.messages import ModelInferResponse
 from service.doors.oip.answer import read_answer
@@ -24,7 +25,6 @@ from service.doors.oip.request import (
     refuse_regions,
 )
 from service.errors import InvalidRequest
-from service.image.dtypes import DType, Part
 from service.image.reading import MAX_TENSORS
 
 CONTENTS: Final = {

@@ -27,7 +27,7 @@ from service.doors.kit.problems import ProblemText
 from service.errors import Internal, Overloaded
 from service.image.json_text import dump_json
 from service.launch import command_of
-from service.road.slots import Slot
+from service.road.caller_end.slots import Slot
 
 if TYPE_CHECKING:
     from service.doors.http.door import Door

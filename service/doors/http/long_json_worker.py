@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from struct import Struct
 from typing import Any, Final
 
+from attnd.wire.dtypes import Part
+
 from service.errors import AttndError, Internal, problem
-from service.image.dtypes import Part
 from service.image.json_body import image_of_json, json_of_image
 from service.image.json_text import dump_json
 

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, Final
 
 import uvicorn
+from attnd.wire.frames import FrameError
 
 from config.sections import Settings
 from service.doors.http.door import Door
@@ -27,7 +28,6 @@ from service.doors.kit.upstream import MakeUpstream
 from service.errors import NotReady
 from service.metrics import Metrics
 from service.processes.handed_files import ReadFile, from_disk
-from service.road.frames import FrameError
 
 LOG: Final = logging.getLogger("attnd.http")
 DRAINING: Final = "draining: admitted work is being finished, and no more is taken"

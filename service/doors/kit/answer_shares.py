@@ -9,7 +9,7 @@ from typing import Final
 
 from service.doors.kit.spare_slots import MOST_BYTES
 from service.errors import Overloaded
-from service.road.slots import Slot
+from service.road.caller_end.slots import Slot
 
 OF_ONE: Final = 2
 """The answers of one namespace get half of the arena."""

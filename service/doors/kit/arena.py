@@ -11,14 +11,15 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
+from attnd.wire.dtypes import Part
+
 from config.server import ServerSettings
 from service.doors.kit.answer_shares import AnswerShares
 from service.doors.kit.spare_slots import SpareSlots
 from service.errors import AttndError, Overloaded
-from service.image.dtypes import Part
 from service.road.arena import PAGE, anonymous_file, pages, seal
-from service.road.own import OwnArena
-from service.road.slots import ArenaFull, Mapping, Slot
+from service.road.caller_end.shared_arena import OwnArena
+from service.road.caller_end.slots import ArenaFull, Mapping, Slot
 
 FIRST_BYTES: Final = 64 * 2**20
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from attnd.wire.dtypes import Array
+from attnd.wire.frames import NO_REQUEST_ID
+
 from service.doors.kit.problems import ProblemText
 from service.doors.kit.upstream import Upstream
-from service.image.dtypes import Array
 from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST, place, read_layout, split
 from service.image.writing import PROBLEM, RESPONSE, header
 from service.operations.spec import Operation
-from service.road.frames import NO_REQUEST_ID
 from service.tenants import Tenant
 
 

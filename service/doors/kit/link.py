@@ -7,17 +7,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
+from attnd.wire.dtypes import Part
+
 from config.server import ServerSettings
 from service.doors.kit.answer_shares import AnswerShares
 from service.doors.kit.arena import DoorArena, overloaded
 from service.doors.kit.spare_slots import SpareSlots
 from service.doors.kit.timeouts import Timeouts
 from service.errors import AnswerTooLarge, NotReady, Overloaded
-from service.image.dtypes import Part
 from service.metrics import Metrics
 from service.operations.spec import Operation
-from service.road.caller import Answered, RoadCaller
-from service.road.slots import ArenaFull, Slot
+from service.road.caller_end.caller import Answered, RoadCaller
+from service.road.caller_end.slots import ArenaFull, Slot
 from service.tenants import Tenant
 
 FIRST_ARENA_BYTES: Final = 64 * 2**20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from service.road.slots import ArenaFull, Slot
+from service.road.caller_end.slots import ArenaFull, Slot
 
 LEAST_BYTES: Final = 4 * 2**10
 MOST_BYTES: Final = 256 * 2**10

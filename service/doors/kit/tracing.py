@@ -9,10 +9,11 @@ import asyncio
 import time
 from typing import Any, Final
 
+from attnd.wire.frames import STAGES
+
 from service import __version__
 from service.doors.kit.request import Request
 from service.extras import how_to_install
-from service.road.frames import STAGES
 
 SAMPLED: Final = 1
 EXPORT_S: Final = 5.0

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from attnd.wire.dtypes import Part
+
 from config.server import ServerSettings
 from service.doors.kit.answer_shares import AnswerShares
-from service.image.dtypes import Part
 from service.metrics import Metrics
 from service.operations.spec import Operation
-from service.road.caller import Answered
-from service.road.slots import Slot
+from service.road.caller_end.caller import Answered
+from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
+from attnd.wire.dtypes import DTYPE_NAMES
+
 from service.doors.oip.datatypes import DATATYPES
 from service.doors.oip.request import Wanted
 from service.errors import InvalidRequest
-from service.image.dtypes import DTYPE_NAMES
 from service.image.json_body import fields_text
 from service.image.json_text import dump_json, load_json
 from service.image.reading import Entry, read_entry

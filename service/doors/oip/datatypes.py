@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from service.image.dtypes import DTYPES, DType
+from attnd.wire.dtypes import DTYPES, DType
 
 DATATYPES: Final = {
     "F64": "FP64",

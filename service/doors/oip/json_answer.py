@@ -7,12 +7,12 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from attnd.wire.dtypes import Part
 
 from service.doors.oip.answer import REMEMBERED_BYTES, Answer, Output, read_answer
 from service.doors.oip.json_request import BINARY_SIZE
 from service.doors.oip.models import VERSION
 from service.doors.oip.request import Wanted
-from service.image.dtypes import Part
 from service.image.json_tensors import write_data
 from service.image.json_text import dump_json
 

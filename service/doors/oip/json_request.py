@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
+from attnd.wire.dtypes import DTYPE_NAMES, Array, DType
 
 from service.doors.oip.models import Model
 from service.doors.oip.request import (
@@ -23,7 +24,6 @@ from service.doors.oip.request import (
     refuse_regions,
 )
 from service.errors import InvalidRequest, MalformedBody
-from service.image.dtypes import DTYPE_NAMES, Array, DType
 from service.image.json_body import MARK
 from service.image.json_tensors import convert_data, cut_data, read_data
 from service.image.json_text import check_counts, load_json

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from attnd.wire.dtypes import Part
+
 from service.doors.oip.json_answer import answer_parts
 from service.doors.oip.json_request import read_request
 from service.doors.oip.models import model_of
 from service.doors.oip.request import Wanted
-from service.image.dtypes import Part
 
 
 def image_of_request(

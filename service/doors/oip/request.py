@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from attnd.wire.dtypes import DType, Part
 
 from service.doors.oip.datatypes import DTYPES_BY_DATATYPE
 from service.doors.oip.models import NUMBERED, Model
 from service.errors import InvalidRequest, NotSupported, unknown_name
-from service.image.dtypes import DType, Part
 from service.image.json_body import dump_fields
 from service.image.json_text import load_json
 from service.image.reading import MAX_RANK, MAX_VALUES, REQUEST, are_counts, is_huge

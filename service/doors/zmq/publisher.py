@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import zmq
 import zmq.asyncio
+from attnd.wire.frames import FrameError
 
 from config.settings import Settings
 from service.doors.kit.event_page import events_after
@@ -20,7 +21,6 @@ from service.doors.kit.upstream import MakeUpstream
 from service.doors.zmq.batches import END, payload, sequence
 from service.errors import AttndError, NotReady
 from service.operations.events import FROM_NOW
-from service.road.frames import FrameError
 from service.tenants import OPEN, tenant_of
 
 LOG: Final = logging.getLogger("attnd.zmq")

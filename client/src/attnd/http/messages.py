@@ -10,11 +10,11 @@ from functools import lru_cache
 from typing import Any, Final, TypeVar
 from urllib.parse import quote, urlencode
 
-from attnd import images
-from attnd.call import Call, Reply
+from attnd.calls.call import Call, Reply
 from attnd.errors import ProtocolError, ServiceError, service_error
-from attnd.images import Bytes
 from attnd.results import Meta
+from attnd.wire import images
+from attnd.wire.images import Bytes
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from attnd import images
-from attnd.images import Array
 from attnd.road.arena import Arena, Slot, held_by
+from attnd.wire import images
+from attnd.wire.images import Array
 
 HEADER_ROOM: Final = 16 * 1024
 """Before the first array of an area: enough for some hundred sequences. A longer header is no

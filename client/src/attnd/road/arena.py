@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from attnd.images import Array
+from attnd.wire.images import Array
 
 ALIGNMENT: Final = 64
 """Every slot begins at a multiple of this."""

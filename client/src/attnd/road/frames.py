@@ -8,7 +8,7 @@ from struct import Struct
 from typing import Any, Final
 
 from attnd.errors import ProtocolError
-from attnd.images import dump_json
+from attnd.wire.images import dump_json
 
 VERSION: Final = 1
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnd import images
 from attnd.errors import ProtocolError, service_error
 from attnd.results import Meta
 from attnd.road import frames
 from attnd.road.frames import Answer
 from attnd.road.waiting import Waiting
+from attnd.wire import images
 
 if TYPE_CHECKING:
     from attnd.road.connection import Connection

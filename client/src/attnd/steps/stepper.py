@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar
 
-from attnd.arguments import plain_fields, sequence_ids, whole_numbers
+from attnd.calls.arguments import plain_fields, sequence_ids, whole_numbers
 from attnd.errors import ArenaFull, Overloaded
-from attnd.images import dump_json
 from attnd.results import Info
 from attnd.road import frames
 from attnd.road.connection import Connection
@@ -17,6 +16,7 @@ from attnd.steps.lane import Lane
 from attnd.steps.layout import A, Dtypes, Shapes
 from attnd.steps.slots import Arena, Room, Slots
 from attnd.steps.step import Step
+from attnd.wire.images import dump_json
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -10,7 +10,6 @@ from typing import Final, Self
 import torch
 
 from attnd import Session
-from attnd.images import dump_json
 from attnd.session import stepper_of
 from attnd.steps.host import HostArena
 from attnd.steps.lane import Lane
@@ -18,6 +17,7 @@ from attnd.steps.layout import NAMES
 from attnd.steps.stepper import Stepper, stepping
 from attnd.torch.arena import TORCH, DeviceArena, host_view
 from attnd.torch.placement import Placement, find_placement
+from attnd.wire.images import dump_json
 
 ECHOES: Final = 48
 """Hand-overs that are measured at the start, at least."""

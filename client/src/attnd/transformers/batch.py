@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnd.control import NewSequence
+from attnd.calls.control import NewSequence
 from attnd.errors import AttndError
 from attnd.transformers.columns import Bools, Columns, hide, mask_of, plan
 from attnd.transformers.release import delete

@@ -7,6 +7,8 @@ from dataclasses import asdict
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
+from attnd.wire.dtypes import Part
+
 from service.doors.http.endpoints.operation import INLINE_BYTES, JOIN_BYTES, LESS_JSON, ask
 from service.doors.http.endpoints.problems import wrong_method
 from service.doors.http.endpoints.responses import EXCHANGE, Receive, Scope, Send, answer, read_body
@@ -23,9 +25,8 @@ from service.errors import (
     InvalidRequest,
     MalformedBody,
 )
-from service.image.dtypes import Part
-from service.road.caller import Answered
-from service.road.slots import Slot
+from service.road.caller_end.caller import Answered
+from service.road.caller_end.slots import Slot
 
 if TYPE_CHECKING:
     from service.doors.http.door import Door

@@ -7,6 +7,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl
 
+from attnd.wire.dtypes import Part
+
 from service.doors.http.endpoints.problems import wrong_method
 from service.doors.http.endpoints.responses import (
     EXCHANGE,
@@ -19,16 +21,15 @@ from service.doors.http.endpoints.responses import (
 from service.doors.http.protocol.exchange import JSON, SAFETENSORS, Exchange
 from service.doors.kit.problems import ProblemText
 from service.errors import AnswerTooLarge, AttndError, Internal, MalformedBody
-from service.image.dtypes import Part
-from service.image.given import placing_fields
 from service.image.json_body import fields_text_of_image, image_of_json, json_of_image
 from service.image.json_text import dump_json
+from service.image.path_fields import placing_fields
 from service.image.reading import REQUEST
 from service.image.writing import PROBLEM, header
 from service.operations.query import query_values
 from service.operations.spec import Operation
-from service.road.caller import Answered
-from service.road.slots import Slot
+from service.road.caller_end.caller import Answered
+from service.road.caller_end.slots import Slot
 
 if TYPE_CHECKING:
     from service.doors.http.door import Door

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from attnd.wire.dtypes import Part
 from starlette.routing import Match
 
 from service.doors.http.endpoints.problems import Told, tell
@@ -14,8 +15,7 @@ from service.doors.http.protocol.exchange import PROBLEM, Exchange
 from service.doors.http.protocol.heads import Headers
 from service.doors.kit.request import CLIENT_GONE
 from service.errors import AttndError, Internal
-from service.image.dtypes import Part
-from service.road.slots import Slot
+from service.road.caller_end.slots import Slot
 
 if TYPE_CHECKING:
     from service.doors.http.door import Door
@@ -25,7 +25,7 @@ Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
-EXCHANGE: Final = "attnd.exchange"
+EXCHANGE: Final = "attnd.retries"
 """Where a scope carries the `Exchange`."""
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from attnd.wire.dtypes import Array
 
 from service.doors.http.live.samples import COLUMNS, Samples
 from service.doors.kit.engine_calls import asked
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, NotReady
-from service.image.dtypes import Array
 from service.image.json_text import dump_json
 from service.operations.snapshot import SNAPSHOT
 from service.operations.status import INFO

@@ -9,7 +9,7 @@ from service.doors.http.protocol.body_shares import FIRST_BYTES, GROWTH, Underwa
 from service.doors.http.protocol.chunks import Chunks
 from service.doors.http.protocol.client_gone import ClientGone
 from service.errors import AttndError, BodyTooLarge
-from service.road.slots import ArenaFull, Slot
+from service.road.caller_end.slots import ArenaFull, Slot
 
 NOTHING: Final = memoryview(b"")
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
+from attnd.wire.dtypes import Part
+
 from service.doors.http.endpoints.problems import tell
 from service.doors.http.endpoints.responses import answer_problem, run
 from service.doors.http.protocol.authentication import Entrance
@@ -23,7 +25,6 @@ from service.doors.http.protocol.half_closed import CONTINUE, Watch
 from service.doors.http.protocol.heads import Head
 from service.doors.http.protocol.intake import Intake
 from service.errors import AttndError, NotReady, RequestTimeout
-from service.image.dtypes import Part
 
 if TYPE_CHECKING:
     from service.doors.http.door import Door

@@ -10,17 +10,17 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from attnd import images
-from attnd.arguments import whole_numbers
-from attnd.call import Call
-from attnd.images import Array
-from attnd.repeats import Args, Expected, Kwargs, Places, given
+from attnd.calls.arguments import whole_numbers
+from attnd.calls.call import Call
+from attnd.replay import Args, Expected, Kwargs, Places, given
 from attnd.results import Meta
 from attnd.road.areas import ALIGNMENT, Area, Areas, Laid
 from attnd.road.arena import Arena, Held
-from attnd.road.calling import StageTimes, answer_room, read_answer
+from attnd.road.attempts import StageTimes, answer_room, read_answer
 from attnd.road.connection import Connection
 from attnd.road.frames import Answer
+from attnd.wire import images
+from attnd.wire.images import Array
 
 T = TypeVar("T")
 

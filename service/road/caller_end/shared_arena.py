@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from service.road.slots import Mapping, Slot, Slots
+from service.road.caller_end.slots import Mapping, Slot, Slots
 
 READ_BYTES: Final = 2**16
 

@@ -8,12 +8,12 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from attnd.arguments import Array, check_array, plain_fields
-from attnd.call import Call, Reply, Settled, no_recovery
+from attnd.calls.arguments import Array, check_array, plain_fields
+from attnd.calls.call import Call, Reply, Settled, no_recovery
+from attnd.calls.parsing import reads
 from attnd.errors import LengthMismatch, ServiceError
-from attnd.reading import reads
 from attnd.results import AttentionResult
-from attnd.states import AttentionState, LseBase
+from attnd.wire.states import AttentionState, LseBase
 
 T = TypeVar("T")
 

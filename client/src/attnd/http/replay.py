@@ -10,11 +10,11 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from attnd import images
-from attnd.arguments import whole_numbers
-from attnd.call import Call, Reply, no_recovery
+from attnd.calls.arguments import whole_numbers
+from attnd.calls.call import Call, Reply, no_recovery
 from attnd.http.messages import ROUTES, Request, Response, meta_of, reply_of
-from attnd.repeats import Args, Expected, Kwargs, Places, given
+from attnd.replay import Args, Expected, Kwargs, Places, given
+from attnd.wire import images
 
 T = TypeVar("T")
 

@@ -14,11 +14,12 @@ import secrets
 import socket
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from attnd.wire.frames import BUFFER_BYTES, FrameError, Reader
+
 from service.road.arena import anonymous_file, pages
-from service.road.frames import BUFFER_BYTES, FrameError, Reader
 
 if TYPE_CHECKING:
-    from service.road.calls import Call, Event
+    from service.road.engine_end.calls import Call, Event
 
 SCHEME: Final = "tcp:"
 NONCE_BYTES: Final = 32

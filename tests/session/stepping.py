@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from attnd import Session
 from attnd.torch import Slots, Step, TorchSession
+
 from tests.client.running_service import ROOT, service
 
 LAYERS = 3
@@ -119,7 +120,7 @@ def child(source: str, *arguments: str) -> subprocess.Popen[str]:
 
 KILLED = """
 import os, signal, time
-from attnd.images import dump_json
+from attnd.wire.images import dump_json
 from attnd.road.connection import Connection
 from attnd.road.stepping import arena_told, ask_arena
 

@@ -14,8 +14,9 @@ import attnd
 import numpy as np
 import pytest
 from attnd import Retries, Session
-from attnd.repeats import MOST
-from attnd.road.again import RoadRepeat
+from attnd.replay import MOST
+from attnd.road.replay import RoadRepeat
+
 from tests.session.stand_in_engine import Answers, Drop, Problem, Seen, StandInEngine, Step
 
 QUICK = Retries(2, first_wait_s=0.01, max_wait_s=0.05)

@@ -6,9 +6,10 @@ import os
 import socket
 from typing import Final
 
+from attnd.wire.frames import BUFFER_BYTES, FrameError, Reader
+
 from service.road.arena import Arena
-from service.road.calls import SessionConfig
-from service.road.frames import BUFFER_BYTES, FrameError, Reader
+from service.road.engine_end.calls import SessionConfig
 from service.road.messages import Hello
 
 CLOSE_ON_EXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)

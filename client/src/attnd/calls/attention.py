@@ -9,14 +9,11 @@ from typing import Any, Final, Literal, TypedDict, Unpack
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attnd.arguments import Indices, sequence_ids, whole_numbers
-from attnd.call import Call, Settled, no_recovery
-from attnd.control import indices
-from attnd.errors import ServiceError
-from attnd.reading import reads
-from attnd.results import AppendResult, AttentionResult, GatherResult, MergeResult
-from attnd.states import LseBase
-from attnd.tensor_calls import (
+from attnd.calls.arguments import Indices, sequence_ids, whole_numbers
+from attnd.calls.call import Call, Settled, no_recovery
+from attnd.calls.control import indices
+from attnd.calls.parsing import reads
+from attnd.calls.tensors import (
     attend,
     landed,
     lengths_after,
@@ -24,6 +21,9 @@ from attnd.tensor_calls import (
     state_bytes,
     tensor_call,
 )
+from attnd.errors import ServiceError
+from attnd.results import AppendResult, AttentionResult, GatherResult, MergeResult
+from attnd.wire.states import LseBase
 
 Array = NDArray[Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from attnd.arguments import (
+from attnd.calls.arguments import (
     Indices,
     plain,
     plain_fields,
@@ -17,10 +17,10 @@ from attnd.arguments import (
     whole_number,
     whole_numbers,
 )
-from attnd.call import Array, Call, Reply, Settled
+from attnd.calls.call import Array, Call, Reply, Settled
+from attnd.calls.parsing import reads
+from attnd.calls.prefix import Prefix, indptr_of
 from attnd.errors import ServiceError, UnknownSequence
-from attnd.prefix import Prefix, indptr_of
-from attnd.reading import reads
 from attnd.results import (
     EngineInfo,
     EnginePages,

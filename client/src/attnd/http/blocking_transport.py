@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from attnd.errors import ConnectionFailed, ReplyLost, TimedOut
 from attnd.http.messages import Request, Response
 from attnd.http.origin import KEEP_IDLE_S, MAX_CONNECTIONS, Origin, no_connection
-from attnd.http.reading import ResponseReader
+from attnd.http.responses import ResponseReader
 
 if TYPE_CHECKING:
     from ssl import SSLContext

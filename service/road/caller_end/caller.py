@@ -10,9 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from attnd.wire import frames as f
+
 from service.errors import NotReady
-from service.road import frames as f
-from service.road.greeting import greet, greet_remote
+from service.road.caller_end.greeting import greet, greet_remote
+from service.road.caller_end.peer_process import PeerProcess
+from service.road.caller_end.shared_arena import OwnArena
+from service.road.caller_end.slots import Mapping, Slot, Slots
 from service.road.messages import (
     VERSION,
     Announced,
@@ -24,10 +28,7 @@ from service.road.messages import (
     read_known,
 )
 from service.road.output import Output, Unread
-from service.road.own import OwnArena
-from service.road.peer_process import PeerProcess
-from service.road.remote import Filling, connected, is_remote
-from service.road.slots import Mapping, Slot, Slots
+from service.road.tcp import Filling, connected, is_remote
 from service.tenants import Tenant
 
 MAX_OUTPUT_BYTES: Final = 8 * 2**20

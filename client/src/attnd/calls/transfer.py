@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from attnd.arguments import plain_fields, sequence_id
-from attnd.call import Call, Reply, Settled
+from attnd.calls.arguments import plain_fields, sequence_id
+from attnd.calls.call import Call, Reply, Settled
+from attnd.calls.parsing import reads
+from attnd.calls.prefix import Prefix, nothing
 from attnd.errors import PartMismatch, SequenceExists, ServiceError, UnknownImport
-from attnd.prefix import Prefix, nothing
-from attnd.reading import reads
 from attnd.results import NO_META, Meta
 
 Array = NDArray[Any]

@@ -19,7 +19,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from attnd.call import Call, Reply, Settled
+from attnd.calls.call import Call, Reply, Settled
 from attnd.errors import (
     AttndError,
     ConnectionFailed,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from attnd.wire import frames as f
+
 from service.image.json_text import dump_json
-from service.road import frames as f
-from service.road.calls import STEP_ROUTE, AskedArena, Call, Ready
+from service.road.engine_end.calls import STEP_ROUTE, AskedArena, Call, Ready
 from service.road.messages import count, read_object
 
 if TYPE_CHECKING:
-    from service.road.session import Session
+    from service.road.engine_end.session import Session
 
 NOWHERE: Final = memoryview(b"")
 STEPPING: Final = (f.DEVICE, f.STEP, f.READY)

@@ -16,9 +16,9 @@ from typing import Any, Final, Generic, Self, TypeVar
 
 import numpy as np
 
-from attnd import images
-from attnd.call import Call, Reply
+from attnd.calls.call import Call, Reply
 from attnd.results import Meta
+from attnd.wire import images
 
 R = TypeVar("R")
 Args = tuple[Any, ...]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from attnd.wire.dtypes import Part
+
 from service.errors import InvalidRequest, MalformedBody
-from service.image.dtypes import Part
 from service.image.json_body import dump_fields
 from service.image.json_pieces import Pieces, is_short, loading
 from service.image.json_text import dump_json

@@ -7,12 +7,15 @@ import time
 from contextlib import suppress
 from typing import Any, Final
 
+from attnd.wire import frames as f
+
 from service.errors import AttndError, MalformedRequest, NoSuchRoute, Overloaded, Unauthorized
-from service.road import frames as f
-from service.road.admission import Standing
 from service.road.arena import ALIGNMENT, Arena, check_place
-from service.road.brought import Brought
-from service.road.calls import Call, Cancel, Event, SessionConfig
+from service.road.engine_end.admission import Standing
+from service.road.engine_end.calls import Call, Cancel, Event, SessionConfig
+from service.road.engine_end.door_arena import Brought
+from service.road.engine_end.problems import problem_image
+from service.road.engine_end.stepping import STEPPING, read_stepping
 from service.road.messages import (
     VERSION,
     Grown,
@@ -26,9 +29,7 @@ from service.road.messages import (
 )
 from service.road.messages import refusal as refused
 from service.road.output import Output, Unread
-from service.road.problems import problem_image
-from service.road.remote import Incoming
-from service.road.stepping import STEPPING, read_stepping
+from service.road.tcp import Incoming
 
 CallValues = tuple[int, int, int, int, int, int, int, int, bytes]
 Stages = tuple[float, ...]

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from service.road.admission import Admission
 from service.road.arena import PAGEABLE, Pinning
+from service.road.engine_end.admission import Admission
 from service.tenants import Tenant
 
 if TYPE_CHECKING:
-    from service.road.session import Session
+    from service.road.engine_end.session import Session
 
 MAX_CALLS: Final = 4096
 MAX_OUTPUT_BYTES: Final = 8 * 2**20

@@ -8,16 +8,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from attnd import images
-from attnd.call import Call, Reply
+from attnd.calls.call import Call, Reply
 from attnd.errors import ProtocolError, service_error
-from attnd.exchange import Send
 from attnd.results import Meta
+from attnd.retries import Send
 from attnd.road import frames
 from attnd.road.areas import Laid
 from attnd.road.arena import Arena
 from attnd.road.connection import Connection
 from attnd.road.frames import Answer
+from attnd.wire import images
 
 ANSWER_ROOM: Final = 16 * 1024
 """For what an answer has beside the arrays that can be foreseen."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from attnd.arguments import (
+from attnd.calls.arguments import (
     Indices,
     plain_fields,
     sequence_id,
@@ -18,9 +18,9 @@ from attnd.arguments import (
     whole_number,
     whole_numbers,
 )
-from attnd.call import Call, Reply, Settled
+from attnd.calls.call import Call, Reply, Settled
+from attnd.calls.parsing import reads
 from attnd.errors import ServiceError, UnknownLease, UnknownPage
-from attnd.reading import reads
 from attnd.results import (
     CacheEvent,
     CommitResult,

@@ -12,12 +12,13 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Final
 
+from attnd.wire import frames as f
+
 from service.errors import NotReady
-from service.road import frames as f
+from service.road.caller_end.peer_process import PeerProcess, ask_for_sender, receive
+from service.road.caller_end.slots import Mapping
 from service.road.messages import Hello, Welcome, message, read_known, read_object
-from service.road.peer_process import PeerProcess, ask_for_sender, receive
-from service.road.remote import NONCE_BYTES, engine_proof, mirror, proof
-from service.road.slots import Mapping
+from service.road.tcp import NONCE_BYTES, engine_proof, mirror, proof
 
 WELCOME_KEYS: Final = tuple(field.name for field in fields(Welcome) if field.name != "proof")
 MAX_DESCRIPTORS: Final = 4

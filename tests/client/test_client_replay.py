@@ -12,8 +12,9 @@ import attnd
 import numpy as np
 import pytest
 from attnd import AsyncClient, Client
-from attnd.http.again import HttpRepeat
-from attnd.repeats import MOST
+from attnd.http.replay import HttpRepeat
+from attnd.replay import MOST
+
 from tests.client.client_stub import (
     KINDS,
     QUICK,

@@ -13,7 +13,7 @@ import numpy as np
 
 from attnd.errors import ProtocolError, ReplyLost
 from attnd.http.messages import Response
-from attnd.images import Bytes
+from attnd.wire.images import Bytes
 
 SCRATCH_BYTES: Final = 16 * 1024
 """Received at once before the length is known: a small answer comes whole in one call."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from attnd.call import Reply
+from attnd.calls.call import Reply
 from attnd.errors import ProtocolError
 
 T = TypeVar("T")

@@ -6,11 +6,12 @@ import hmac
 from dataclasses import dataclass
 from typing import Final
 
+from attnd.wire.frames import FrameError
+
 from service.errors import Unauthorized
 from service.keys import Key, Keys
-from service.road.frames import FrameError
 from service.road.messages import Hello, read_announced
-from service.road.remote import engine_proof, proof
+from service.road.tcp import engine_proof, proof
 from service.tenants import NOBODY, OPEN, Tenant
 
 REMEDY: Final = "give it as api_key of the session, or as key in HELLO"
