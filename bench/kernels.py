@@ -25,10 +25,8 @@ import numpy as np
 ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.digests import digests_of, machine_of  # noqa: E402
 from bench.kernel_results import read_results, replaced  # noqa: E402
 from bench.kernel_rows import Case, build  # noqa: E402
-from bench.launches import row_launches  # noqa: E402
 from bench.machine import provenance, workloads, write_results  # noqa: E402
 from bench.row_plans import Row, level_of, row_levels  # noqa: E402
 from kernels.backend import Attend, Plan, PoolGeometry, Scoring  # noqa: E402
@@ -136,7 +134,7 @@ def run_facts() -> dict[str, Any]:
 
 
 def measure(row: Row, run: dict[str, Any]) -> Row:
-    """One result row, with the digests of what was measured."""
+    """One row of the results."""
     ms = timed(build(row))
     ceilings = run["ceilings"]
     floor = max(
@@ -152,8 +150,7 @@ def measure(row: Row, run: dict[str, Any]) -> Row:
     }
     if row["kind"] == "cascade":
         result["flat_ms"] = round(timed(build(row, flat=True)), 5)
-    machine = machine_of(run)
-    return result | {"digests": digests_of(row_launches(row, machine), machine)}
+    return result
 
 
 def timed(case: Case) -> float:

@@ -27,7 +27,6 @@ from bench.machine import RESULTS, workloads
 from bench.readme import DAGGER
 from bench.simulate import kept
 from bench.simulation.tables import short
-from bench.stale import stale_rows
 
 COLOURS: Final = {
     "decode": "#3b6ea5",
@@ -190,7 +189,7 @@ def draw_rack(rack: dict[str, Any], axes: Any) -> None:
 
 def main() -> None:
     results = read_results()
-    draw(results, stale_rows(results), KERNEL_RESULTS.with_suffix(".svg"))
+    draw(results, (), KERNEL_RESULTS.with_suffix(".svg"))
     road = json.loads(ROAD_RESULTS.read_text(encoding="utf-8"))
     draw_road(road, ROAD_RESULTS.with_suffix(".svg"))
     cache = json.loads(CACHE_RESULTS.read_text(encoding="utf-8"))

@@ -106,17 +106,12 @@ def told_of_run(run: dict[str, Any]) -> str:
 
 def kernels_now(results: dict[str, Any]) -> str:
     """The kernels' table, its stale rows those that are stale now. Needs CuPy, but no device."""
-    from bench.stale import stale_rows
-
-    return kernels_table(results, stale_rows(results), h100_now())
+    return kernels_table(results, {}, h100_now())
 
 
 def h100_now() -> Beside:
     """The same workloads on an H100, and what is stale of it."""
-    from bench.stale import stale_rows
-
-    results = read_results(H100_RESULTS)
-    return Beside(results, stale_rows(results))
+    return Beside(read_results(H100_RESULTS), {})
 
 
 def number(value: float | None, how: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench.cubin import sections
 from kernels.compile import Spec, compile_spec
 from kernels.cuda.attention.kernels import attend_kernels
 from kernels.cuda.common import structs
@@ -34,8 +34,18 @@ def test_a_struct_is_as_large_as_the_compiler_made_it(
     spec: Spec, entry: str, parts: tuple[np.dtype[np.void], ...]
 ) -> None:
     compiled = compile_spec(spec, "sm_80")
-    (bank,) = [s for s in sections(compiled.cubin) if s.name == f".nv.constant0.{entry}"]
-    assert bank.size == PARAMETERS_AT + sum(part.itemsize for part in parts)
+    size = section_sizes(compiled.cubin)[f".nv.constant0.{entry}"]
+    assert size == PARAMETERS_AT + sum(part.itemsize for part in parts)
+
+
+def section_sizes(elf: bytes) -> dict[str, int]:
+    """Bytes of each section of a 64-bit little-endian ELF file, by name."""
+    (begin,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", elf, begin + i * size) for i in range(count)]
+    names_at = headers[names_index][4]
+    names = [elf[names_at + header[0] :].split(b"\0", 1)[0].decode() for header in headers]
+    return {name: header[5] for name, header in zip(names, headers, strict=True)}
 
 
 def test_fields_are_those_of_the_declaration(
