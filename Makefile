@@ -80,7 +80,7 @@ bench: $(VENV)/.dev  ## Measure core, CPU cascade and service; tables go to the 
 	$(BIN)/python bench/cascade_cpu.py --out bench/results/cascade-cpu.json
 	$(BIN)/python -m bench.service
 	$(BIN)/python -m bench.fairness
-	$(BIN)/python -m bench.readme
+	$(BIN)/python -m bench.report
 
 lock: $(BIN)/python  ## Write deploy/locked: the image's packages with their hashes
 	$(call INSTALL,uv)

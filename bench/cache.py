@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.machine import RESULTS, provenance, write_results
+from bench.provenance import RESULTS, provenance, write_results
 from config.sections import CacheSettings
 from service.core.errors import OutOfPages
 from service.core.prefix.keys import Prefix

@@ -12,7 +12,7 @@ counts. What others disturb is measured again.
 
 Printed are throughput and latency of requests, token hit rate, small calls answered a second, and
 what a small call takes, asked of one service and of the cluster in turn. Between them requests from
-before those are played for the costs that bench.simulate is fed with.
+before those are played for the costs that simulation.__main__ is fed with.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from typing import Any, Final
 
 from attnd import Client
 
-from bench.calibrate import CALLERS, Calibration, clear, small_calls, url
-from bench.machine import RESULTS, provenance, write_results
-from bench.processes import Processes, undisturbed
-from bench.replay import POOL, Played, replay
-from bench.servers import Server, attnd
-from bench.simulation.trace import Request, made_up, num_distinct, read_trace, shortened, split
+from bench.cases.trace import Request, made_up, num_distinct, read_trace, shortened, split
+from bench.driver.calibration import CALLERS, Calibration, clear, small_calls, url
+from bench.driver.processes import Processes, undisturbed
+from bench.driver.replay import POOL, Played, replay
+from bench.driver.servers import Server, attnd
+from bench.provenance import RESULTS, provenance, write_results
 
 CLUSTER_RESULTS: Final = RESULTS / "cluster-cpu.json"
 CALIBRATION: Final = RESULTS / "calls-cpu.json"

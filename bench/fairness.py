@@ -21,11 +21,11 @@ from typing import Any, Final
 import numpy as np
 from attnd import Client
 
-from bench.load import Run
-from bench.loads import Decode, Heads, Load, Prefill, Ragged, fill
-from bench.machine import RESULTS, provenance, write_results
-from bench.servers import Server, attnd
-from bench.ways import Target, Worker
+from bench.cases.loads import Decode, Heads, Load, Prefill, Ragged, fill
+from bench.driver.connections import Run
+from bench.driver.servers import Server, attnd
+from bench.driver.ways import Target, Worker
+from bench.provenance import RESULTS, provenance, write_results
 
 HEADS: Final = Heads(num_qo=32, num_kv=8, dim=128)
 SMALL_KV: Final = 64

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench.machine import RESULTS
+from bench.provenance import RESULTS
 
 KERNEL_RESULTS: Final = RESULTS / "h200.json"
 H100_RESULTS: Final = RESULTS / "h100.json"

@@ -25,10 +25,10 @@ import numpy as np
 ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench.cases.kernel_calls import Case, build  # noqa: E402
+from bench.cases.kernel_plans import Row, level_of, row_levels  # noqa: E402
 from bench.kernel_results import read_results, replaced  # noqa: E402
-from bench.kernel_rows import Case, build  # noqa: E402
-from bench.machine import provenance, workloads, write_results  # noqa: E402
-from bench.row_plans import Row, level_of, row_levels  # noqa: E402
+from bench.provenance import provenance, workloads, write_results  # noqa: E402
 from kernels.backend import Attend, Plan, PoolGeometry, Scoring  # noqa: E402
 from kernels.cuda.attention.config import AttentionConfig  # noqa: E402
 from kernels.cuda.backend import CudaBackend  # noqa: E402

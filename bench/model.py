@@ -18,9 +18,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from bench.machine import RESULTS, provenance, write_results
+from bench.driver.servers import ROOT
+from bench.provenance import RESULTS, provenance, write_results
 from bench.road import NAMES, placed
-from bench.servers import ROOT
 from bench.steps import short
 
 RUNS: Final = {

@@ -3,7 +3,7 @@
     python -m bench.neighbours [--quick] [--only TEXT] [--before DIR] [--json FILE]
 
 The victim decodes one row every 2 ms in a namespace of its own, over a session or over HTTP. The
-attacks are in `bench/attacks.py`; each runs for a few seconds in a process of its own, against one
+attacks are in `bench/cases/attacks.py`; each runs for a few seconds in a process of its own, against one
 engine and against a cluster of two. The table shows what the victim waited and what the attacker
 got. On a quiet machine p99 must be at most 50 ms and the maximum at most 150 ms.
 """
@@ -26,10 +26,10 @@ from typing import Any, Final
 import numpy as np
 from attnd import Client, NewSequence, ServiceError, Session
 
-from bench.attacks import ATTACKS, HEADS, Attack, Door, Outcome, carry_out
-from bench.machine import provenance
-from bench.processes import children
-from bench.servers import ROOT, Server, attnd
+from bench.cases.attacks import ATTACKS, HEADS, Attack, Door, Outcome, carry_out
+from bench.driver.processes import children
+from bench.driver.servers import ROOT, Server, attnd
+from bench.provenance import provenance
 from service.keys import line_of, new_key
 from service.tenants import SCOPES
 

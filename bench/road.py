@@ -21,11 +21,11 @@ from typing import Any, Final
 
 from attnd import Client
 
-from bench.loads import Decode
-from bench.machine import RESULTS, provenance, write_results
-from bench.servers import ROOT, Server, attnd
+from bench.cases.loads import Decode
+from bench.driver.servers import ROOT, Server, attnd
+from bench.driver.ways import Target, Worker
+from bench.provenance import RESULTS, provenance, write_results
 from bench.steps import HEADS, LAYERS, PAGE_SIZE, short
-from bench.ways import Target, Worker
 
 SHAPES: Final = ((64, 4096), (16, 1024), (16, 128))
 STEPS: Final = 40
@@ -103,7 +103,7 @@ def measure_row(place: str, caller: int, batch: int, kv_len: int) -> tuple[dict[
 
 
 def by_steps(server: Server, device: int, batch: int, kv_len: int) -> dict[str, Any]:
-    """What `bench.road_caller` finds."""
+    """What `bench.driver.torch_steps` finds."""
     numbers = {
         "device": device,
         "batch": batch,
@@ -113,7 +113,7 @@ def by_steps(server: Server, device: int, batch: int, kv_len: int) -> dict[str, 
         "steps": STEPS,
     }
     asked = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "bench.road_caller", "--socket", server.socket, *asked]
+    command = [sys.executable, "-m", "bench.driver.torch_steps", "--socket", server.socket, *asked]
     told = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
     return found

@@ -23,13 +23,13 @@ from typing import Any, Final
 import numpy as np
 from attnd import Client
 
-from bench.load import Run, Sample
-from bench.loads import Decode, Heads, fill
-from bench.machine import RESULTS, provenance, write_results
-from bench.servers import Server, attnd, echo, road_echo
+from bench.cases.loads import Decode, Heads, fill
+from bench.driver.connections import Run, Sample
+from bench.driver.servers import Server, attnd, echo, road_echo
+from bench.driver.ways import Target, Worker
+from bench.provenance import RESULTS, provenance, write_results
 from bench.service_table import reached, table
 from bench.starting import start_figures
-from bench.ways import Target, Worker
 
 KV_LEN: Final = 64
 BATCHES: Final = (1, 16, 64)

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from bench.memory import family, memory
-from bench.servers import ROOT, attnd
+from bench.driver.memory import family, memory
+from bench.driver.servers import ROOT, attnd
 
 SETTLE_S: Final = 3.0
 """Between ready and the look at memory: what the start made has been let go by then."""

@@ -13,7 +13,7 @@ from typing import Final
 import httpx
 import pytest
 
-from bench.servers import attnd
+from bench.driver.servers import attnd
 from config.settings import load_settings
 from service.errors import KINDS
 from service.road.engine_end.listening import default_path

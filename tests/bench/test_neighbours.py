@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.attacks import ATTACKS, Attack
+from bench.cases.attacks import ATTACKS, Attack
+from bench.driver.servers import ROOT
 from bench.neighbours import Service, beside, running
-from bench.servers import ROOT
 
 SECONDS = 1.0
 MAX_MS = 900.0

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from bench.cache import exact_lru
-from bench.replay import PAGE, Called
-from bench.simulation.blocks import BlockPool
-from bench.simulation.calls import CallCosts, Replay, fit
-from bench.simulation.clock import Clock, Cores
-from bench.simulation.clustered import Clustered
-from bench.simulation.compare import compare
-from bench.simulation.fleet import Fleet, Simulation
-from bench.simulation.gpu import GpuCosts, Line, Model
-from bench.simulation.long import Links, Setting, long_rows
-from bench.simulation.placing import PAGES, Placing
-from bench.simulation.trace import BLOCK_TOKENS, Request, made_up, multiplied, num_distinct, split
-from bench.simulation.workers import Engine, Task, Worker
+from bench.cases.trace import BLOCK_TOKENS, Request, made_up, multiplied, num_distinct, split
+from bench.driver.replay import PAGE, Called
 from service.cluster.placement.cost import Load, Pace, choose
+from simulation.block_pool import BlockPool
+from simulation.calls import CallCosts, Replay, fit
+from simulation.clock import Clock, Cores
+from simulation.cluster import Clustered
+from simulation.comparison import compare
+from simulation.fleet import Fleet, Simulation
+from simulation.gpu_costs import GpuCosts, Line, Model
+from simulation.long_sequences import Links, Setting, long_rows
+from simulation.placement import PAGES, Placing
+from simulation.workers import Engine, Task, Worker
 
 TRACE = made_up(300, seed=1)
 COSTS = CallCosts(

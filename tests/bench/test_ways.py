@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from attnd import Client
 
-from bench.loads import Decode, Heads, fill
-from bench.memory import family, memory
-from bench.servers import Server, attnd, road_echo
-from bench.ways import Kind, Target, Worker
+from bench.cases.loads import Decode, Heads, fill
+from bench.driver.memory import family, memory
+from bench.driver.servers import Server, attnd, road_echo
+from bench.driver.ways import Kind, Target, Worker
 
 HEADS = Heads(num_qo=4, num_kv=2, dim=16)
 DECODE = Decode(("a",), HEADS, kv_len=4, count=3)

@@ -18,8 +18,8 @@ from http_service import Service, serving, wait_for
 from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 
-from bench.browser import browser, missing, network, prefers
 from service.keys import line_of
+from tests.browser import browser, missing, network, prefers
 
 HUNDRED_THOUSAND: Final = (
     *("--pool.num-pages", "100000"),

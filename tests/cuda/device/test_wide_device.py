@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from bench.wide_cases import Case, case_variant, groups
+from tests.cuda.wide_cases import Case, case_variant, groups
 
 pytestmark = pytest.mark.gpu
 BAR = {"fp16": 1e-3, "bf16": 1e-2}
@@ -30,7 +30,7 @@ def published_grid() -> Iterator[Case]:
 
 
 def states_are_right(case: Case) -> None:
-    from bench.wide_device import launch_errors
+    from tests.cuda.wide_device import launch_errors
 
     for error_o, error_lse in launch_errors(case, seed=1):
         assert error_o <= BAR[case.dtype], (error_o, case)
@@ -48,7 +48,7 @@ def test_layouts_dims_masks_windows_caps_and_splits_equal_the_oracle(case: Case)
 
 
 def test_items_without_keys_give_the_empty_state() -> None:
-    from bench.wide_device import Bench, load
+    from tests.cuda.wide_device import Bench, load
 
     case = Case("no keys", (40,), (300,), causal=False)
     variant = case_variant(case)

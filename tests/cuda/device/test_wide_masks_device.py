@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.wide_cases import Case, case_variant, groups
+from tests.cuda.wide_cases import Case, case_variant, groups
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
@@ -38,7 +38,7 @@ def seen_and_cut(bench: Any, item: Any, begin: int) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("case", MASKED, ids=str)
 def test_the_table_says_of_every_tile_whether_it_is_seen_and_cut(case: Case) -> None:
-    from bench.wide_device import Bench, load
+    from tests.cuda.wide_device import Bench, load
 
     variant = case_variant(case)
     bench = Bench(
@@ -59,7 +59,7 @@ def test_the_table_says_of_every_tile_whether_it_is_seen_and_cut(case: Case) -> 
 
 @pytest.mark.parametrize("mask", ["islands", "hidden"])
 def test_a_tile_that_is_not_visited_is_not_read(mask: str) -> None:
-    from bench.wide_device import Bench, load
+    from tests.cuda.wide_device import Bench, load
 
     shape = {"num_kv_heads": 1, "num_qo_heads": 4, "workers": 1}  # one worker: the run is not cut
     case = Case("not read", (32,), (4096,), mask=mask, causal=False, **shape)

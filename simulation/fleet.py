@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Final
 
-from bench.replay import PAGE
-from bench.simulation.blocks import BlockPool
-from bench.simulation.clock import Clock
-from bench.simulation.gpu import GpuCosts, Model
-from bench.simulation.placing import Placing
-from bench.simulation.trace import BLOCK_TOKENS, Request
+from bench.cases.trace import BLOCK_TOKENS, Request
+from bench.driver.replay import PAGE
 from service.cluster.placement.cost import Pace
+from simulation.block_pool import BlockPool
+from simulation.clock import Clock
+from simulation.gpu_costs import GpuCosts, Model
+from simulation.placement import Placing
 
 FP8: Final = Model()
 

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from bench.replay import PAGE, summary
-from bench.simulation.blocks import BlockPool
-from bench.simulation.calls import ACTORS, CallCosts, Replay, Service
-from bench.simulation.clock import Act, Clock
-from bench.simulation.trace import Request
+from bench.cases.trace import Request
+from bench.driver.replay import PAGE, summary
 from service.cluster.membership.engine import LATEST_WEIGHT
 from service.cluster.membership.members import POLL_S
 from service.cluster.placement.cost import Load, Pace, busy_until_s, choose
 from service.cluster.placement.inflight_prompts import Underway
 from service.cluster.placement.placer import worth_waiting_s
 from service.cluster.placement.prefixes import Prefixes
+from simulation.block_pool import BlockPool
+from simulation.calls import ACTORS, CallCosts, Replay, Service
+from simulation.clock import Act, Clock
 
 ENGINE: Final = ACTORS.index("engine")
 WORK: Final = frozenset({"create", "prefill", "commit", "decode"})

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from bench.cases.trace import Request, split
 from bench.cluster import WORKERS
-from bench.simulation.calls import CallCosts, Replay
-from bench.simulation.trace import Request, split
+from simulation.calls import CallCosts, Replay
 
 HELD_TO: Final = ("requests_per_s", "p50_ms", "p99_ms", "hit_rate")
 MOST_OFF: Final = 0.15

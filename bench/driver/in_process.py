@@ -14,10 +14,10 @@ from typing import Any, Final, Literal
 import cupy
 import numpy as np
 
-from bench.kernel_rows import fill_random, random_array
-from bench.load import Run, Sample
-from bench.loads import Decode, Request
-from bench.row_plans import level_of, row_levels
+from bench.cases.kernel_calls import fill_random, random_array
+from bench.cases.kernel_plans import level_of, row_levels
+from bench.cases.loads import Decode, Request
+from bench.driver.connections import Run, Sample
 from kernels.backend import NUMPY_DTYPES, Attend, Int32, Plan, PoolGeometry, Scoring
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.backend import CudaBackend

@@ -1,6 +1,6 @@
 """A bare echo of the road's frames: answers every CALL with an empty ANSWER, and touches no tensor.
 
-`python -m bench.road_echo PATH`. What it takes is what the socket, two processes and a loop in
+`python -m bench.driver.road_echo PATH`. What it takes is what the socket, two processes and a loop in
 Python take; what the engine takes beyond it and beyond its backend is its own.
 """
 
@@ -13,7 +13,7 @@ import socket
 import sys
 from typing import Final
 
-from bench.load import ANSWER, ANSWER_KIND, CALL, HEADER, HELLO_KIND, WELCOME_KIND
+from bench.driver.connections import ANSWER, ANSWER_KIND, CALL, HEADER, HELLO_KIND, WELCOME_KIND
 
 ROUTE: Final = 9
 ANSWER_PAYLOAD: Final = ANSWER.size - HEADER.size

@@ -65,7 +65,7 @@ def attnd(
 def echo() -> Iterator[Server]:
     """The bare echo under the server the service uses, with the same loop and parser."""
     port = free_port()
-    uvicorn = ("-m", "uvicorn", "bench.echo:app", "--port", str(port))
+    uvicorn = ("-m", "uvicorn", "bench.driver.http_echo:app", "--port", str(port))
     quiet = ("--log-level", "warning", "--no-access-log", "--lifespan", "off")
     with running((*uvicorn, "--loop", "uvloop", "--http", "httptools", *quiet), port) as server:
         yield server
@@ -77,7 +77,9 @@ def road_echo() -> Iterator[Server]:
     with TemporaryDirectory(prefix="attnd-bench-") as directory:
         path = Path(directory, "echo.sock")
         started = time.perf_counter()
-        process = subprocess.Popen([sys.executable, "-m", "bench.road_echo", str(path)], cwd=ROOT)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.driver.road_echo", str(path)], cwd=ROOT
+        )
         try:
             while not path.exists():
                 if process.poll() is not None:

@@ -1,4 +1,4 @@
-"""Draws results as pictures beside them, h200, road-h200, cache-cpu, simulation: `-m bench.plot`.
+"""Draws results as pictures beside them, h200, road-h200, cache-cpu, simulation: `-m bench.pictures`.
 
 Of the simulation: long sequences over many engines, and a lost rack, for light and for dark pages.
 Of the cache: hit rate against pool size, beside exact LRU and a cache without end. Of the road: a
@@ -23,10 +23,10 @@ import matplotlib.pyplot as plt
 
 from bench.cache import CACHE_RESULTS
 from bench.kernel_results import KERNEL_RESULTS, read_results
-from bench.machine import RESULTS, workloads
-from bench.readme import DAGGER
-from bench.simulate import kept
-from bench.simulation.tables import short
+from bench.provenance import RESULTS, workloads
+from bench.report import DAGGER
+from simulation.__main__ import kept
+from simulation.tables import short
 
 COLOURS: Final = {
     "decode": "#3b6ea5",

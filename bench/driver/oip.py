@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, Final
 
-from bench.load import Run, Sample, backend_seconds, loop
-from bench.loads import Half, Load, Request
+from bench.cases.loads import Half, Load, Request
+from bench.driver.connections import Run, Sample, backend_seconds, loop
 
 METHOD: Final = "/inference.GRPCInferenceService/ModelInfer"
 PATIENCE_S: Final = 120

@@ -1,4 +1,4 @@
-"""The tables of docs/simulation.md: `python -m bench.simulate --tables`."""
+"""The tables of docs/simulation.md: `python -m simulation.__main__ --tables`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 from typing import Any, Final
 
-from bench.machine import RESULTS
-from bench.simulation.calls import SPREAD
-from bench.simulation.fleet import Fleet
-from bench.simulation.gpu import GpuCosts
-from bench.simulation.long import PREFILL_CHUNK, Links
+from bench.provenance import RESULTS
+from simulation.calls import SPREAD
+from simulation.fleet import Fleet
+from simulation.gpu_costs import GpuCosts
+from simulation.long_sequences import PREFILL_CHUNK, Links
 
 CLUSTER: Final = RESULTS / "cluster-cpu.json"
 PAGE: Final = RESULTS.parents[1] / "docs" / "simulation.md"
@@ -238,7 +238,7 @@ TABLES: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
 
 def write_tables(results: dict[str, Any]) -> None:
     """Put the tables of what there is between their marks."""
-    from bench.readme import put
+    from bench.report import put
 
     text = put(PAGE.read_text(encoding="utf-8"), "assumed", assumed_table({}))
     for name, render in TABLES.items():

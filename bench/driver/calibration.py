@@ -1,4 +1,4 @@
-"""What calls cost on one service, for bench.simulate: measured in pieces, between the replays that
+"""What calls cost on one service, for simulation.__main__: measured in pieces, between the replays that
 a simulation with these costs is held to, on other requests.
 
 A piece is three measurements. Requests one at a time, with what each process used of a processor
@@ -19,11 +19,11 @@ from typing import Final
 
 from attnd import AsyncClient, Client
 
-from bench.processes import Processes, Result, Watched, undisturbed
-from bench.replay import Called, Played, replay
-from bench.servers import Server
-from bench.simulation.calls import ACTORS, CallCosts
-from bench.simulation.trace import Request
+from bench.cases.trace import Request
+from bench.driver.processes import Processes, Result, Watched, undisturbed
+from bench.driver.replay import Called, Played, replay
+from bench.driver.servers import Server
+from simulation.calls import ACTORS, CallCosts
 
 SLICE_S: Final = 0.02
 """`engine.slice_ms`, as the services are started with."""

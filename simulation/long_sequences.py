@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final, Self
 
-from bench.machine import RESULTS
-from bench.simulation.gpu import GpuCosts, Model
+from bench.provenance import RESULTS
+from simulation.gpu_costs import GpuCosts, Model
 
 LENGTHS: Final = (128 * 2**10, 512 * 2**10, 2**20, 4 * 2**20, 10 * 2**20)
 ENGINES: Final = (1, 2, 4, 8, 16, 32, 64)

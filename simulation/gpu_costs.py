@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from bench.kernel_results import read_results
-from bench.machine import RESULTS
+from bench.provenance import RESULTS
 
 ROAD: Final = RESULTS / "road-h200.json"
 FP8_ROW: Final = "decode/64x4k-fp8"

@@ -9,7 +9,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from bench.row_plans import (
+from bench.cases.kernel_plans import (
     SEED,
     Row,
     append_slots,

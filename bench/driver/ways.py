@@ -1,4 +1,4 @@
-"""Ways into the service, each driven in a process of its own: `Worker` here, `python -m bench.ways`
+"""Ways into the service, each driven in a process of its own: `Worker` here, `python -m bench.driver.ways`
 there. Ways of another version's client import that version's `attnd`.
 """
 
@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
-from bench import inference
-from bench.load import (
+from bench.cases.loads import Load, Request
+from bench.driver import oip as inference
+from bench.driver.connections import (
     BACKEND_STAGES,
     Caller,
     Connection,
@@ -32,8 +33,7 @@ from bench.load import (
     loop,
     timed,
 )
-from bench.loads import Load, Request
-from bench.servers import ROOT
+from bench.driver.servers import ROOT
 
 Kind = Literal[
     *("http", "client", "road", "session", "session_in_place"),
@@ -186,7 +186,7 @@ def make_way(target: Target, load: Load) -> Way:
     if target.kind == "oip_grpc":
         return inference.Rpc(target.port, load)
     if target.kind in ("kernels", "process"):
-        made: Way = importlib.import_module("bench.in_process").Alone(target.kind, load)
+        made: Way = importlib.import_module("bench.driver.in_process").Alone(target.kind, load)
         return made
     return Package(target, load)
 
@@ -202,7 +202,7 @@ class Worker:
         path = [str(self.root / "client" / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "bench.ways"],
+            [sys.executable, "-m", "bench.driver.ways"],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,

@@ -22,7 +22,7 @@ import numpy as np
 from attnd import Client, NewSequence, Prefix, ServiceError, Session
 from numpy.typing import NDArray
 
-from bench.loads import Heads
+from bench.cases.loads import Heads
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST
 from service.image.writing import image

@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from bench.replay import PAGE
-from bench.simulation.trace import BLOCK_TOKENS
+from bench.cases.trace import BLOCK_TOKENS
+from bench.driver.replay import PAGE
 from service.cluster.placement.cost import Pace, Prompt, busy_until_s, fits
 from service.cluster.placement.prefixes import EXPECTED_PAGES
 

@@ -1,11 +1,11 @@
 """Engines and clusters simulated, event by event, from measured tables and a trace.
 
-    python -m bench.simulate --trace FILE --compare            # beside what bench.cluster measured
-    python -m bench.simulate --trace FILE --cluster 16         # the router's rule, so many times
-    python -m bench.simulate --trace FILE --fleet [--engines 1200 1600 2000] [--per-s 10000]
-    python -m bench.simulate --trace FILE --rack 1600          # a rack is lost on the way
-    python -m bench.simulate --long                            # sequences over many engines
-    python -m bench.simulate --tables                          # into docs/simulation.md
+    python -m simulation.__main__ --trace FILE --compare            # beside what bench.cluster measured
+    python -m simulation.__main__ --trace FILE --cluster 16         # the router's rule, so many times
+    python -m simulation.__main__ --trace FILE --fleet [--engines 1200 1600 2000] [--per-s 10000]
+    python -m simulation.__main__ --trace FILE --rack 1600          # a rack is lost on the way
+    python -m simulation.__main__ --long                            # sequences over many engines
+    python -m simulation.__main__ --tables                          # into docs/simulation.md
 
 --compare tells whether the model of calls is within 15 % of one and of two real engines. Each of
 the others keeps its figures in bench/results/simulation.json. What is assumed stands in a table of
@@ -24,16 +24,16 @@ from typing import Any, Final
 
 import numpy as np
 
+from bench.cases.trace import Request, made_up, multiplied, read_trace, shortened
 from bench.cluster import CALIBRATION, CLUSTER_RESULTS, LONGEST, WORKERS
-from bench.machine import RESULTS, provenance, write_results
-from bench.simulation.calls import CallCosts
-from bench.simulation.clustered import Clustered
-from bench.simulation.compare import MOST_OFF, compare, replays
-from bench.simulation.fleet import Fleet, Outcome, Simulation, Told
-from bench.simulation.gpu import GpuCosts
-from bench.simulation.long import Links, Setting, long_rows
-from bench.simulation.tables import write_tables
-from bench.simulation.trace import Request, made_up, multiplied, read_trace, shortened
+from bench.provenance import RESULTS, provenance, write_results
+from simulation.calls import CallCosts
+from simulation.cluster import Clustered
+from simulation.comparison import MOST_OFF, compare, replays
+from simulation.fleet import Fleet, Outcome, Simulation, Told
+from simulation.gpu_costs import GpuCosts
+from simulation.long_sequences import Links, Setting, long_rows
+from simulation.tables import write_tables
 
 SIMULATION: Final = RESULTS / "simulation.json"
 SECONDS: Final = 45.0

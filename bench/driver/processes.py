@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from bench.servers import Server
+from bench.driver.servers import Server
 
 TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 SLEEPS: Final = re.compile(r"^voluntary_ctxt_switches:\s+(\d+)$", re.MULTILINE)

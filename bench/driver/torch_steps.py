@@ -1,4 +1,4 @@
-"""A model runner's side of steps: `python -m bench.road_caller`, a process of its own for each run.
+"""A model runner's side of steps: `python -m bench.driver.torch_steps`, a process of its own for each run.
 
 It fills sequences by prefill steps, then decodes: q, k and v are copied into the slots of a layer
 and o out of them, as projections would write and read them, and nothing else is computed. Prints
@@ -123,7 +123,7 @@ def fill(session: TorchSession, names: list[str], heads: int, layers: int, kv_le
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.road_caller")
+    parser = argparse.ArgumentParser(prog="python -m bench.driver.torch_steps")
     parser.add_argument("--socket", required=True)
     for name in ("device", "batch", "kv-len", "heads", "layers", "steps"):
         parser.add_argument(f"--{name}", type=int, required=True)

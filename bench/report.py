@@ -1,4 +1,4 @@
-"""Puts the measured tables into README.md from bench/results: `python -m bench.readme`.
+"""Puts the measured tables into README.md from bench/results: `python -m bench.report`.
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; without results, none.
 """
@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from bench import fairness, model, road, service, steps
 from bench.kernel_results import H100_RESULTS, KERNEL_RESULTS, read_results, run_of
-from bench.machine import RESULTS, workloads
-from bench.simulation.tables import fleet_table
+from bench.provenance import RESULTS, workloads
+from simulation.tables import fleet_table
 
 README: Final = RESULTS.parents[1] / "README.md"
 Render = Callable[[dict[str, Any]], str]

@@ -13,8 +13,8 @@ import numpy as np
 from attnd import AsyncClient, Prefix
 from numpy.typing import NDArray
 
-from bench.processes import Processes
-from bench.simulation.trace import Request
+from bench.cases.trace import Request
+from bench.driver.processes import Processes
 
 KINDS: Final = ("create", "prefill", "commit", "decode", "delete")
 KV_HEADS: Final = 2

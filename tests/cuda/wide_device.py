@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from bench.wide_cases import SMS, Case, case_variant, make_items, make_plan, mask_of
 from kernels.backend import Level, PoolGeometry
 from kernels.compile import Spec, compile_spec
 from kernels.cuda.attention.config import LOG2E
@@ -16,6 +15,7 @@ from kernels.cuda.common.structs import VISIBLE_PARAMS, WIDE_PARAMS, params
 from kernels.cuda.kv.tensor_maps import paged_maps, ragged_maps, ragged_shape
 from kernels.cuda.visible import table as visible
 from kernels.cuda.wide import variants as wide
+from tests.cuda.wide_cases import SMS, Case, case_variant, make_items, make_plan, mask_of
 
 
 class Bench:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from bench.simulation.clock import Act, Cores
+from simulation.clock import Act, Cores
 
 Piece = tuple[float, list[Act]]
 """Seconds of a processor, and what is done afterwards."""

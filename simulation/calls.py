@@ -1,4 +1,4 @@
-"""The replay of `bench.replay` simulated: caller, doors and engines share a machine's cores."""
+"""The replay of `bench.driver.replay` simulated: caller, doors and engines share a machine's cores."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.replay import DECODES, KINDS, PAGE, Called, summary
-from bench.simulation.blocks import BlockPool
-from bench.simulation.clock import Act, Clock, Cores
-from bench.simulation.trace import Request
-from bench.simulation.workers import Engine, Task, Worker
+from bench.cases.trace import Request
+from bench.driver.replay import DECODES, KINDS, PAGE, Called, summary
+from simulation.block_pool import BlockPool
+from simulation.clock import Act, Clock, Cores
+from simulation.workers import Engine, Task, Worker
 
 ACTORS: Final = ("caller", "door", "engine")
 """Whose seconds of processor a call takes, in this order."""
@@ -117,7 +117,7 @@ class Service:
 
 
 class Replay:
-    """Requests in a closed loop on services, as `bench.replay.replay` plays them."""
+    """Requests in a closed loop on services, as `bench.driver.replay.replay` plays them."""
 
     def __init__(
         self, costs: CallCosts, cores: float, pools: Sequence[int], seed: int | None = None
