@@ -1,9 +1,9 @@
 """What the service measures: the only importer of prometheus_client, one method per event.
 
-Every process counts in cells of its own (`service/processes/cells.py`) and any of them renders the sum, so
-that `/metrics` shows one service whichever door is asked. Names carry the prefix `attnd_` and base
-units. The blocks of labelled metrics are looked up once and kept: an event adds to a few cells, an
-answered attention call in all its parts costs some microseconds.
+Every process counts in its own cells (`service/processes/cells.py`), and any process renders the
+sum, so `/metrics` shows one service whichever door answers. Names carry the prefix `attnd_` and
+base units. The cells of labelled metrics are looked up once: an event adds to a few cells, and
+counting one attention call takes some microseconds.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any, Final
 import httpx
 import ml_dtypes
 import numpy as np
+import oracle
 import safetensors.numpy
 
 from kernels.backend import NUMPY_DTYPES
@@ -137,3 +138,28 @@ def check_common_headers(response: httpx.Response) -> None:
     assert response.headers["x-request-id"]
     stages = [entry.split(";")[0].strip() for entry in response.headers["server-timing"].split(",")]
     assert stages == ["queue", "plan", "copy-in", "kernel", "copy-out", "encode"]
+
+
+SCALE = HEAD_DIM**-0.5
+
+
+def check(
+    told: dict[str, Any], o: Any, lse: Any, what: str, names: tuple[str, str] = ("o", "lse")
+) -> None:
+    """A state is within the accuracy bar of `o`, `lse`; rows that see nothing are exact."""
+    told_o, told_lse = told[names[0]], told[names[1]]
+    assert told_o.dtype == WIRE_DTYPE and told_lse.dtype == np.float32, what
+    assert told_o.shape == o.shape and told_lse.shape == lse.shape, what
+    empty = np.isneginf(lse)
+    np.testing.assert_array_equal(np.isneginf(told_lse), empty, what)
+    np.testing.assert_array_equal(told_o[empty], 0, what)
+    np.testing.assert_allclose(
+        told_lse[~empty], lse[~empty], atol=LSE_TOLERANCE, rtol=0, err_msg=what
+    )
+    np.testing.assert_allclose(
+        told_o.astype(np.float64), o, atol=2 * O_TOLERANCE, rtol=2 * O_TOLERANCE, err_msg=what
+    )
+
+
+def seen(q: Any, k: Any, **rules: Any) -> Any:
+    return oracle.visible(len(q), len(k), **rules)

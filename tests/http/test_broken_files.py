@@ -15,9 +15,8 @@ import pytest
 import trustme
 from http_messages import create
 from http_process import START_S, Process, process
+from http_secrets import Files, trusting, write_files, write_keys
 from http_service import WAIT_S, wait_for
-from test_http_keys import write_keys
-from test_http_tls import Files, trusting, write_files
 
 METHOD = "/inference.GRPCInferenceService/ServerMetadata"
 RED = (("authorization", "Bearer a-key-of-red"),)

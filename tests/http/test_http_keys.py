@@ -21,23 +21,12 @@ from http_messages import (
     rows,
 )
 from http_process import listening, process
+from http_secrets import write_keys
 from http_service import WAIT_S, Service, serving, wait_for
 
 from config.settings import ServerSettings
 from service.addresses import bind_addresses
-from service.keys import line_of
 from service.road.engine_end.listening import CannotListen
-
-KEYS = {
-    "a-key-of-red": ("red", ["read", "append"]),
-    "a-key-of-blue": ("blue", ["read", "append"]),
-    "a-reader-of-red": ("red", ["read"]),
-    "an-operator": ("ops", ["admin"]),
-}
-
-
-def write_keys(path: Path, *names: str) -> None:
-    path.write_text("\n".join(line_of(name, *KEYS[name]) for name in names or KEYS))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -28,37 +27,11 @@ from http_messages import (
     write_body,
 )
 from http_process import START_S, process
+from http_secrets import HOST, Files, trusting, write_files
 from http_service import WAIT_S, Service, serving, wait_for
 
 from config.settings import SettingsError, load_settings
 from service.doors.kit.tls import Tls, TlsError
-
-HOST = "127.0.0.1"
-
-
-@dataclass(frozen=True)
-class Files:
-    """PEM files of an authority, of the service, and of a client."""
-
-    ca: str
-    cert: str
-    key: str
-    client: str
-
-    @property
-    def served(self) -> tuple[str, ...]:
-        return ("--server.tls-cert", self.cert, "--server.tls-key", self.key)
-
-
-def write_files(directory: Path, authority: trustme.CA) -> Files:
-    issued, client = authority.issue_cert(HOST), authority.issue_cert("caller@example.org")
-    files = Files(*(str(directory / name) for name in ("ca", "cert", "key", "client")))
-    authority.cert_pem.write_to_path(files.ca)
-    for index, blob in enumerate(issued.cert_chain_pems):
-        blob.write_to_path(files.cert, append=index > 0)
-    issued.private_key_pem.write_to_path(files.key)
-    client.private_key_and_cert_chain_pem.write_to_path(files.client)
-    return files
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +49,6 @@ def secured(files: Files) -> Iterator[Service]:
 def mutual(files: Files) -> Iterator[Service]:
     with serving(*files.served, "--server.tls-client-ca", files.ca) as running:
         yield running
-
-
-def trusting(files: Files, cert: str | None = None) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=files.ca)
-    if cert is not None:
-        context.load_cert_chain(cert)
-    return context
 
 
 def over_tls(service: Service, files: Files) -> ssl.SSLSocket:

@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 import pytest
+from http_secrets import write_keys
 from http_service import WAIT_S, serving, wait_for
-from test_http_keys import write_keys
 from triton_callers import grpc_door
 
 from service.doors.grpc import door as door_module

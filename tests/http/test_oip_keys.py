@@ -11,9 +11,8 @@ import pytest
 import tritonclient.grpc
 import trustme
 from http_messages import check_problem
+from http_secrets import KEYS, Files, write_files, write_keys
 from http_service import Service, serving
-from test_http_keys import KEYS, write_keys
-from test_http_tls import Files, write_files
 from triton_callers import Triton, grpc_client, grpc_door, http_client
 from tritonclient.utils import InferenceServerException
 

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import oracle
 import pytest
 import tritonclient.http
-from http_messages import HEAD_DIM, KV_HEADS, LAYERS, QO_HEADS, rows
-from test_http_numbers import SCALE, check, seen
-from triton_callers import Triton
-
-
-def fill(triton: Triton, rng: np.random.Generator, name: str, n: int) -> tuple[Any, Any]:
-    """A sequence of n tokens at every layer; its k and v at layer 1."""
-    triton.infer("create_sequences", sequences=[{"id": name}])
-    for layer in range(LAYERS):
-        k, v = rows(rng, n), rows(rng, n)
-        indptr = np.array([0, n], np.int32)
-        told, _ = triton.infer(
-            "append",
-            {"k": k, "v": v, "append_indptr": indptr},
-            layer=layer,
-            sequences=[name],
-            offsets=[0],
-        )
-        assert told == {"lengths": [n]}
-    return k, v
+from http_messages import HEAD_DIM, KV_HEADS, LAYERS, QO_HEADS, SCALE, check, rows, seen
+from triton_callers import Triton, fill
 
 
 def test_decode_appends_first_and_says_how_it_ran(triton: Triton, rng: np.random.Generator) -> None:

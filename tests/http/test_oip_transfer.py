@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from test_oip_numbers import fill
-from triton_callers import Triton
+from triton_callers import Triton, fill
 
 
 def test_a_sequence_goes_out_and_in_part_by_part(triton: Triton, rng: np.random.Generator) -> None:

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tritonclient.grpc
 import tritonclient.http
+from http_messages import LAYERS, rows
 from http_service import SECRET, WAIT_S, Service, wait_for
 from tritonclient.utils import np_to_triton_dtype
 
@@ -93,3 +95,20 @@ def grpc_door(service: Service) -> Iterator[Server]:
         thread.join(WAIT_S)
         assert not thread.is_alive(), "the gRPC door did not stop"
         assert not server.failed, server.failed
+
+
+def fill(triton: Triton, rng: np.random.Generator, name: str, n: int) -> tuple[Any, Any]:
+    """A sequence of n tokens at every layer; its k and v at layer 1."""
+    triton.infer("create_sequences", sequences=[{"id": name}])
+    for layer in range(LAYERS):
+        k, v = rows(rng, n), rows(rng, n)
+        indptr = np.array([0, n], np.int32)
+        told, _ = triton.infer(
+            "append",
+            {"k": k, "v": v, "append_indptr": indptr},
+            layer=layer,
+            sequences=[name],
+            offsets=[0],
+        )
+        assert told == {"lengths": [n]}
+    return k, v

@@ -1,7 +1,7 @@
 """A door's way to several engines: finds the engine of every call, and makes one answer of many.
 
-It has the interface of `Link` (`service/doors/kit/upstream.py`), so the door in front of it cannot tell
-a cluster from one engine. Nothing here could not be rebuilt from the engines.
+It has the interface of `Link` (`service/doors/kit/upstream.py`), so the door in front of it
+cannot tell a cluster from one engine. Nothing here could not be rebuilt from the engines.
 """
 
 from __future__ import annotations

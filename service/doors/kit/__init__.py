@@ -1,0 +1,1 @@
+"""What all doors share: authentication, the link to the engine, its arena, problems, tracing, TLS."""

@@ -1,0 +1,1 @@
+"""One HTTP/1.1 connection: heads, bodies, limits, authentication."""
