@@ -51,7 +51,7 @@ def test_sequences_that_were_made_stay_made_when_a_launch_behind_them_fails() ->
 
     async def scenario(caller: Caller) -> None:
         await three_sequences(caller)
-        backend.failures["attend"] = [None, RuntimeError("a bug"), RuntimeError("again")]
+        backend.failures["attend"] = [RuntimeError("a bug"), RuntimeError("again")]
         new = Asked("create_sequences", {"sequences": [{"id": "c"}]}, {})
         replies = await held_back(caller, backend, new, decode("a", new=True), append("c", 1))
         assert codes(replies) == ["ok", "internal", "ok"]
@@ -91,7 +91,7 @@ def test_an_operation_that_fails_in_a_shared_launch_takes_nobody_with_it(
         await three_sequences(caller)
         bug = RuntimeError("a bug")
         # The shared launch fails; run one by one, the second of them fails again.
-        backend.failures[stage] = [None, bug, None, bug, None]
+        backend.failures[stage] = [bug, None, bug, None]
         every = [
             decode("a", new=True),
             decode("b", new=True, seed=3),
@@ -208,8 +208,7 @@ def test_a_lost_device_refuses_everything_from_then_on_with_the_reason(
 
     async def scenario(caller: Caller) -> None:
         await three_sequences(caller)
-        script: list[Exception | None] = [DeviceLost("xid 79")]
-        backend.failures[stage] = script if stage == "append" else [None, *script]
+        backend.failures[stage] = [DeviceLost("xid 79")]
         every = [decode("a", new=True), append("b", 1), decode("b", sm_scale=0.5)]
         told = []
         caller.road.on_state = lambda state: told.append((state.state, "xid 79" in state.reason))
@@ -334,7 +333,7 @@ def test_what_was_short_and_is_long_when_it_is_run_again_is_run_all_the_same(
         backend.pace = caller.engine.store.pace
         wanted = await caller.submit(decode("b"))
         # launched together; then alone: the first in one slice, or failing in it
-        backend.failures["attend"] = [None, RuntimeError("a bug"), again]
+        backend.failures["attend"] = [RuntimeError("a bug"), again]
         replies = await held_back(caller, backend, decode("a", new=True), decode("b"))
         assert codes(replies) == ["ok" if again is None else "internal", "ok"]
         np.testing.assert_array_equal(replies[1].o, wanted.o)

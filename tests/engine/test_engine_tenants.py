@@ -21,6 +21,7 @@ from engine_caller import (
     decode,
     delete,
     gather,
+    no_turns,
     outcome,
     queries,
     truncate,
@@ -230,7 +231,7 @@ def test_a_key_that_is_taken_back_ends_its_sessions_and_a_changed_one_changes_th
 
 
 async def hold(caller: Caller, backend: FakeBackend) -> asyncio.Task[Any]:
-    """Keep the engine in a launch, so that what is sent now all waits when it comes out."""
+    """Keep a launch in flight, behind which barriers wait."""
     count = len(backend.launches)
     backend.gate.clear()
     task = caller.start(decode("held"))
@@ -249,14 +250,13 @@ def test_a_single_call_shares_its_launch_with_one_of_another_namespaces_many(
             await create(theirs, "b")
             await ours.submit(append("a", 5))
             await theirs.submit(append("b", 9, seed=5))
-            first = await hold(ours, backend)
-            many = [ours.start(decode("a", seed=number)) for number in range(100)]
-            await until(lambda: len(ours.road.pending) == 101)
-            single = theirs.start(decode("b"))
-            await until(lambda: len(theirs.road.pending) == 1)
             del backend.launches[:]
-            backend.gate.set()
-            await asyncio.gather(first, single, *many)
+            with no_turns(ours):
+                many = [ours.start(decode("a", seed=number)) for number in range(100)]
+                await until(lambda: ours.num_waiting == 100)
+                single = theirs.start(decode("b"))
+                await until(lambda: ours.num_waiting == 101)
+            await asyncio.gather(single, *many)
             sizes = [len(launch) for launch in backend.launches]
             assert sizes[0] <= 2, f"the single call waited in a launch of {sizes[0]}"
             assert sum(sizes) == 101
@@ -273,16 +273,16 @@ def test_two_busy_namespaces_share_launches(keys_file: str) -> None:
             await create(theirs, "b")
             await ours.submit(append("a", 5))
             await theirs.submit(append("b", 9, seed=5))
-            first = await hold(ours, backend)
-            every = [ours.start(decode("a", seed=number)) for number in range(30)]
-            every += [theirs.start(decode("b", seed=number)) for number in range(30)]
-            await until(lambda: len(ours.road.pending) + len(theirs.road.pending) == 61)
             del backend.launches[:]
-            backend.gate.set()
-            await asyncio.gather(first, *every)
+            with no_turns(ours):
+                every = [ours.start(decode("a", seed=number)) for number in range(30)]
+                every += [theirs.start(decode("b", seed=number)) for number in range(30)]
+                await until(lambda: ours.num_waiting == 60)
+            await asyncio.gather(*every)
             assert len(backend.launches) <= 2, [len(launch) for launch in backend.launches]
 
-    with_engine(backend, scenario, keys_file=keys_file, key="ours")
+    # a round of turns is a quarter of a slice: all of these have theirs in one
+    with_engine(backend, scenario, keys_file=keys_file, key="ours", slice_ms=2000.0)
 
 
 def test_a_full_queue_of_one_namespace_refuses_only_its_own(keys_file: str) -> None:
@@ -323,7 +323,7 @@ def test_slices_of_long_work_come_from_each_namespace_in_turn(keys_file: str) ->
             many = [ours.start(long_prefill(name, new=False)) for name in "1234"]
             await until(lambda: len(steps) == 1)
             single = theirs.start(long_prefill("b", new=False))
-            await until(lambda: len(theirs.road.pending) == 1)
+            await until(lambda: ours.engine.num_admitted == 5)
             beside = await let_go(backend, single)
             assert alone >= 5
             assert beside <= 2 * alone + 3, f"{beside} slices went by for {alone}"
