@@ -378,6 +378,6 @@ async def held_back(caller: Caller, backend: FakeBackend, *every: Asked) -> list
         tasks = [asyncio.create_task(outcome(caller.submit(asked))) for asked in every]
         await until(lambda: caller.num_waiting == len(every))
         del backend.launches[:], backend.calls[:]
-    await until(lambda: caller.num_waiting < len(every))
+    await until(lambda: caller.num_waiting < len(every) or tasks[0].done())
     backend.gate.set()
     return await asyncio.gather(*tasks)
