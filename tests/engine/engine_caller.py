@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from engine_fakes import GEOMETRY, WAIT_S, FakeBackend
 from images import read_image, write_image
 
 from config.settings import AuthSettings, EngineSettings, ServerSettings, Settings
@@ -28,6 +27,7 @@ from service.metrics import Metrics
 from service.operations.table import BY_NAME
 from service.road.caller_end.caller import Answered, RoadCaller
 from service.road.engine_end.listening import listen
+from tests.engine.engine_fakes import GEOMETRY, WAIT_S, FakeBackend
 
 T = TypeVar("T")
 ARENA_BYTES = 2**24

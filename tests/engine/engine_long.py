@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from engine_caller import Asked, Caller, append, create, queries, rows
-from engine_fakes import GEOMETRY, FakeBackend
+from tests.engine.engine_caller import Asked, Caller, append, create, queries, rows
+from tests.engine.engine_fakes import GEOMETRY, FakeBackend
 
 SLICE_MS = 0.001
 """Some hundred keys and rows are long then; a row over some keys is not."""

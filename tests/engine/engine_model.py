@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import oracle
-from engine_caller import Asked, Caller, Reply, queries, rows, with_engine
 
 from kernels import make_backend
 from kernels.backend import PoolGeometry
+from tests.engine.engine_caller import Asked, Caller, Reply, queries, rows, with_engine
 
 CPU_GEOMETRY = PoolGeometry(2, 96, 5, 2, 16, dtype="fp32")
 SCALE = CPU_GEOMETRY.head_dim**-0.5

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from engine_caller import Asked, Caller, Reply, rows
 
 from kernels.backend import PoolGeometry
+from tests.engine.engine_caller import Asked, Caller, Reply, rows
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import (
+
+from tests.engine.engine_caller import (
     Asked,
     Caller,
     Refused,
@@ -22,7 +23,7 @@ from engine_caller import (
     truncate,
     with_engine,
 )
-from engine_fakes import GEOMETRY, FakeBackend
+from tests.engine.engine_fakes import GEOMETRY, FakeBackend
 
 EVERY = {
     "create_sequences": Asked("create_sequences", {"sequences": [{}, {"parent": "a"}]}, {}),

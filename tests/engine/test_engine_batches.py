@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import (
+
+from kernels.backend import DType, Layout
+from service.engine.store import StoreLost
+from tests.engine.engine_caller import (
     Asked,
     Caller,
     Refused,
@@ -25,11 +28,8 @@ from engine_caller import (
     truncate,
     with_engine,
 )
-from engine_fakes import GEOMETRY, FakeBackend
-from engine_model import CPU_GEOMETRY, Model, indptr, on_cpu
-
-from kernels.backend import DType, Layout
-from service.engine.store import StoreLost
+from tests.engine.engine_fakes import GEOMETRY, FakeBackend
+from tests.engine.engine_model import CPU_GEOMETRY, Model, indptr, on_cpu
 
 PAGE = CPU_GEOMETRY.page_size
 NUM_LAYERS = CPU_GEOMETRY.num_layers

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from engine_caller import Asked, Caller, Refused, Reply, outcome, queries, with_engine
-from engine_fakes import FakeBackend
-from engine_model import CPU_GEOMETRY, Model, close, indptr, on_cpu
+
+from tests.engine.engine_caller import Asked, Caller, Refused, Reply, outcome, queries, with_engine
+from tests.engine.engine_fakes import FakeBackend
+from tests.engine.engine_model import CPU_GEOMETRY, Model, close, indptr, on_cpu
 
 
 @pytest.fixture(params=[20.0, 1e-6], ids=["whole", "sliced"])

@@ -11,8 +11,28 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from engine_caller import Asked, Caller, Refused, Reply, outcome, pool, queries, rows, until
-from engine_model import CPU_GEOMETRY, SCALE, Model, close, decode, indptr, on_cpu, prefill
+
+from tests.engine.engine_caller import (
+    Asked,
+    Caller,
+    Refused,
+    Reply,
+    outcome,
+    pool,
+    queries,
+    rows,
+    until,
+)
+from tests.engine.engine_model import (
+    CPU_GEOMETRY,
+    SCALE,
+    Model,
+    close,
+    decode,
+    indptr,
+    on_cpu,
+    prefill,
+)
 
 LAYERS = range(CPU_GEOMETRY.num_layers)
 

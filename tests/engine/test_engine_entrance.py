@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from engine_caller import ARENA_BYTES, Running, running_engine
-from engine_fakes import WAIT_S, FakeBackend
 
 from config.settings import ServerSettings, Settings
 from service.engine.callers import LEAST_UNGREETED
 from service.errors import NotReady
 from service.road.caller_end.caller import RoadCaller
+from tests.engine.engine_caller import ARENA_BYTES, Running, running_engine
+from tests.engine.engine_fakes import WAIT_S, FakeBackend
 
 SECRET = "s" * 32
 SESSIONS = 2

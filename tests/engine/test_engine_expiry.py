@@ -8,12 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import Asked, Caller, Refused, code, create, outcome, pool, queries, rows
-from engine_model import CPU_GEOMETRY, on_cpu
-from exported import ask_part, bring, export, grow, held
-from poison import has_poison, poison_freed_pages
 
 from service.engine import exports
+from tests.engine.engine_caller import (
+    Asked,
+    Caller,
+    Refused,
+    code,
+    create,
+    outcome,
+    pool,
+    queries,
+    rows,
+)
+from tests.engine.engine_model import CPU_GEOMETRY, on_cpu
+from tests.engine.exported import ask_part, bring, export, grow, held
+from tests.engine.poison import has_poison, poison_freed_pages
 
 LAYERS = CPU_GEOMETRY.num_layers
 LENGTH = 43

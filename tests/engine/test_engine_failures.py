@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import (
+
+from kernels.backend import DeviceLost, Unsupported
+from kernels.errors import NoMemory
+from service.engine.slices import Pace
+from service.engine.store import StoreLost
+from service.errors import NotReady
+from tests.engine.engine_caller import (
     Asked,
     Caller,
     Refused,
@@ -26,13 +32,7 @@ from engine_caller import (
     until,
     with_engine,
 )
-from engine_fakes import GEOMETRY, FakeBackend
-
-from kernels.backend import DeviceLost, Unsupported
-from kernels.errors import NoMemory
-from service.engine.slices import Pace
-from service.engine.store import StoreLost
-from service.errors import NotReady
+from tests.engine.engine_fakes import GEOMETRY, FakeBackend
 
 
 @pytest.fixture(autouse=True)

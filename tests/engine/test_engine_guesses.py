@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import (
+
+from service.keys import line_of
+from service.road.caller_end.caller import RoadCaller
+from tests.engine.engine_caller import (
     ARENA_BYTES,
     Asked,
     Caller,
@@ -22,10 +25,7 @@ from engine_caller import (
     truncate,
     with_engine,
 )
-from engine_fakes import GEOMETRY, FakeBackend
-
-from service.keys import line_of
-from service.road.caller_end.caller import RoadCaller
+from tests.engine.engine_fakes import GEOMETRY, FakeBackend
 
 IDS = "abcde"
 STEPS = 250

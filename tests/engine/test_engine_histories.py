@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import (
+
+from kernels.backend import Attend, Unsupported
+from tests.engine.engine_caller import (
     Asked,
     Caller,
     Reply,
@@ -23,9 +25,7 @@ from engine_caller import (
     pool,
     with_engine,
 )
-from engine_fakes import GEOMETRY, FakeBackend, Later, dense_row
-
-from kernels.backend import Attend, Unsupported
+from tests.engine.engine_fakes import GEOMETRY, FakeBackend, Later, dense_row
 
 MISHAPS: tuple[Any, ...] = (RuntimeError("a bug"), Unsupported("q", "odd", "not here"))
 REFUSED = ("internal", "invalid_request", "out_of_pages")

@@ -6,7 +6,8 @@ import asyncio
 
 import numpy as np
 import pytest
-from engine_caller import (
+
+from tests.engine.engine_caller import (
     Asked,
     Caller,
     append,
@@ -21,7 +22,7 @@ from engine_caller import (
     until,
     with_engine,
 )
-from engine_fakes import FakeBackend
+from tests.engine.engine_fakes import FakeBackend
 
 ONE_LIST = Asked(
     "merge", {}, {"o": np.ones((1, 1, 1, 4), np.float32), "lse": np.zeros((1, 1, 1), np.float32)}

@@ -5,9 +5,19 @@ from __future__ import annotations
 import gc
 
 import pytest
-from engine_caller import Caller, Refused, append, create, decode, delete, truncate, until
-from engine_fakes import GEOMETRY
-from engine_model import on_cpu
+
+from tests.engine.engine_caller import (
+    Caller,
+    Refused,
+    append,
+    create,
+    decode,
+    delete,
+    truncate,
+    until,
+)
+from tests.engine.engine_fakes import GEOMETRY
+from tests.engine.engine_model import on_cpu
 
 OWN = (
     "service.engine.",

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from engine_caller import (
+
+from tests.engine.engine_caller import (
     Asked,
     Caller,
     append,
@@ -21,8 +22,15 @@ from engine_caller import (
     until,
     with_engine,
 )
-from engine_fakes import FakeBackend
-from engine_long import ROWS, SLICE_MS, let_go, long_append, long_prefill, two_sequences
+from tests.engine.engine_fakes import FakeBackend
+from tests.engine.engine_long import (
+    ROWS,
+    SLICE_MS,
+    let_go,
+    long_append,
+    long_prefill,
+    two_sequences,
+)
 
 
 def test_a_decode_is_answered_while_a_slice_of_anothers_prefill_is_on_the_device() -> None:

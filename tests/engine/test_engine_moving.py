@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import Asked, Caller, Refused, create, outcome, pool
-from engine_model import CPU_GEOMETRY, on_cpu
-from exported import Exported, bring, export, grow, held
+
+from tests.engine.engine_caller import Asked, Caller, Refused, create, outcome, pool
+from tests.engine.engine_model import CPU_GEOMETRY, on_cpu
+from tests.engine.exported import Exported, bring, export, grow, held
 
 LAYERS = CPU_GEOMETRY.num_layers
 PAGE = CPU_GEOMETRY.page_size

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import Caller, Refused, pool, with_engine
-from engine_model import CPU_GEOMETRY
 
 from kernels import make_backend
+from tests.engine.engine_caller import Caller, Refused, pool, with_engine
+from tests.engine.engine_model import CPU_GEOMETRY
 
 PAGE = CPU_GEOMETRY.page_size
 PROMPT = list(range(100, 100 + 4 * PAGE))

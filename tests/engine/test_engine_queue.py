@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 from attnd.wire.frames import HELLO
-from engine_caller import (
+
+from service import __version__
+from service.errors import NotReady
+from service.road.messages import VERSION, Hello, message
+from tests.engine.engine_caller import (
     Asked,
     Caller,
     Refused,
@@ -25,11 +29,7 @@ from engine_caller import (
     until,
     with_engine,
 )
-from engine_fakes import GEOMETRY, FakeBackend
-
-from service import __version__
-from service.errors import NotReady
-from service.road.messages import VERSION, Hello, message
+from tests.engine.engine_fakes import GEOMETRY, FakeBackend
 
 
 async def blocked(caller: Caller, backend: FakeBackend) -> list[asyncio.Task[Reply]]:

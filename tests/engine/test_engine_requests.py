@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import Caller, Refused, append, code, create, decode, outcome, with_engine
-from engine_fakes import FakeBackend
 
 from config.settings import Settings
 from kernels.host_lanes import HostLanes
@@ -27,6 +25,17 @@ from service.engine.work import Job
 from service.metrics import Metrics
 from service.operations.spec import validate
 from service.operations.table import BY_NAME
+from tests.engine.engine_caller import (
+    Caller,
+    Refused,
+    append,
+    code,
+    create,
+    decode,
+    outcome,
+    with_engine,
+)
+from tests.engine.engine_fakes import FakeBackend
 
 
 def test_a_header_that_repeats_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:

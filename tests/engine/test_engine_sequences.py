@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import (
+
+from kernels.backend import DType, Layout
+from tests.engine.engine_caller import (
     Asked,
     Caller,
     Refused,
@@ -23,10 +25,8 @@ from engine_caller import (
     truncate,
     with_engine,
 )
-from engine_fakes import GEOMETRY, FakeBackend
-from engine_model import CPU_GEOMETRY, Model, indptr, on_cpu
-
-from kernels.backend import DType, Layout
+from tests.engine.engine_fakes import GEOMETRY, FakeBackend
+from tests.engine.engine_model import CPU_GEOMETRY, Model, indptr, on_cpu
 
 ROUNDING = {"fp32": 0.0, "fp16": 1e-3, "bf16": 1e-2, "fp8_e4m3": 0.07, "fp8_e5m2": 0.13}
 

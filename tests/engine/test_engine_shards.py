@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from engine_caller import Caller, Refused, queries, rows, with_engines
 
 from kernels import cuda_devices, make_backend
 from kernels.backend import NUMPY_DTYPES, PoolGeometry
 from kernels.states import merge_states
+from tests.engine.engine_caller import Caller, Refused, queries, rows, with_engines
 
 GEOMETRIES = {
     "cpu": PoolGeometry(2, 96, 5, 2, 16, dtype="fp32"),

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_caller import (
+
+from config.settings import AuthSettings, EngineSettings, ServerSettings, Settings
+from service.engine import prefix, sequences, work
+from service.errors import NotReady
+from service.keys import line_of
+from service.road.caller_end.caller import RoadCaller
+from tests.engine.engine_caller import (
     ARENA_BYTES,
     Asked,
     Caller,
@@ -21,14 +27,8 @@ from engine_caller import (
     running_engine,
     with_engine,
 )
-from engine_fakes import FakeBackend
-from test_engine_tenants import session
-
-from config.settings import AuthSettings, EngineSettings, ServerSettings, Settings
-from service.engine import prefix, sequences, work
-from service.errors import NotReady
-from service.keys import line_of
-from service.road.caller_end.caller import RoadCaller
+from tests.engine.engine_fakes import FakeBackend
+from tests.engine.test_engine_tenants import session
 
 PAGE = FakeBackend().geometry.page_size
 PROMPT = list(range(2 * PAGE))

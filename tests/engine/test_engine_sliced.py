@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import Asked, Caller, Reply, append, gather, queries, rows, until
-from engine_model import CPU_GEOMETRY, Model, decode, indptr, on_cpu, prefill
+
+from tests.engine.engine_caller import Asked, Caller, Reply, append, gather, queries, rows, until
+from tests.engine.engine_model import CPU_GEOMETRY, Model, decode, indptr, on_cpu, prefill
 
 RNG = np.random.default_rng(5)
 K, V = rows(21, 12, CPU_GEOMETRY), rows(22, 12, CPU_GEOMETRY)

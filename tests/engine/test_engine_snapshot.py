@@ -7,12 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_caller import Asked, Caller, Refused, append, create, delete, until, with_engine
-from engine_fakes import FakeBackend
-from test_engine_tenants import session
 
 from service.engine.snapshot import LEAST_S
 from service.keys import line_of
+from tests.engine.engine_caller import (
+    Asked,
+    Caller,
+    Refused,
+    append,
+    create,
+    delete,
+    until,
+    with_engine,
+)
+from tests.engine.engine_fakes import FakeBackend
+from tests.engine.test_engine_tenants import session
 
 
 def test_a_snapshot_agrees_with_the_pool() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_caller import Caller, with_engine
-from engine_fakes import FakeBackend
-from engine_model import CPU_GEOMETRY
 
 from kernels import make_backend
 from service.engine.selftest import SelfTestFailed
+from tests.engine.engine_caller import Caller, with_engine
+from tests.engine.engine_fakes import FakeBackend
+from tests.engine.engine_model import CPU_GEOMETRY
 
 
 class Wrong:

@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import (
+
+from service.engine import work
+from service.errors import NotReady
+from service.keys import line_of
+from service.road.caller_end.caller import RoadCaller
+from tests.engine.engine_caller import (
     ARENA_BYTES,
     Asked,
     Caller,
@@ -28,13 +33,8 @@ from engine_caller import (
     until,
     with_engine,
 )
-from engine_fakes import GEOMETRY, FakeBackend
-from engine_long import SLICE_MS, let_go, long_prefill
-
-from service.engine import work
-from service.errors import NotReady
-from service.keys import line_of
-from service.road.caller_end.caller import RoadCaller
+from tests.engine.engine_fakes import GEOMETRY, FakeBackend
+from tests.engine.engine_long import SLICE_MS, let_go, long_prefill
 
 KEYS = {
     "ours": ("ours", ["read", "append"]),

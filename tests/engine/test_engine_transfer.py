@@ -12,14 +12,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import Asked, Caller, Refused, code, create, delete, outcome, pool, truncate
-from engine_model import CPU_GEOMETRY, on_cpu
-from exported import Exported, ask_part, bring, export, grow, held, same
-from test_engine_prefix import PAGE, PROMPT, begin, check, keep
 
 from kernels.backend import DType, Layout, PoolGeometry
 from service.engine.exports import header_digest
 from service.operations.transfer import MAX_IDLE_S, Header
+from tests.engine.engine_caller import (
+    Asked,
+    Caller,
+    Refused,
+    code,
+    create,
+    delete,
+    outcome,
+    pool,
+    truncate,
+)
+from tests.engine.engine_model import CPU_GEOMETRY, on_cpu
+from tests.engine.exported import Exported, ask_part, bring, export, grow, held, same
+from tests.engine.test_engine_prefix import PAGE, PROMPT, begin, check, keep
 
 LAYERS = CPU_GEOMETRY.num_layers
 PAGE_BYTES = CPU_GEOMETRY.page_bytes

@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import (
+
+from service.engine import sequences
+from service.errors import NotReady
+from tests.engine.engine_caller import (
     Asked,
     Caller,
     Refused,
@@ -26,11 +29,8 @@ from engine_caller import (
     until,
     with_engine,
 )
-from engine_fakes import FakeBackend
-from engine_long import ROWS, SLICE_MS, long_append, long_prefill, two_sequences
-
-from service.engine import sequences
-from service.errors import NotReady
+from tests.engine.engine_fakes import FakeBackend
+from tests.engine.engine_long import ROWS, SLICE_MS, long_append, long_prefill, two_sequences
 
 
 async def cancelled(caller: Caller, task: asyncio.Task[Reply]) -> None:

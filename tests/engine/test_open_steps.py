@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_fakes import GEOMETRY, FakeBackend
 
 from config.settings import Settings
 from kernels.lanes import Owner, StepWork
@@ -30,6 +29,7 @@ from service.operations.step import STEP, StepFields
 from service.operations.table import BY_NAME
 from service.road.engine_end.calls import STEP_ROUTE, AskedArena, Call
 from service.tenants import tenant_of
+from tests.engine.engine_fakes import GEOMETRY, FakeBackend
 
 SLOT = {"q": 4096, "k": 8192, "v": 12288, "o": 16384, "lse": 20480}
 

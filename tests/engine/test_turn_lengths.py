@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_caller import Asked, Caller, Refused, outcome, with_engine
 
 from kernels import make_backend
 from kernels.backend import PoolGeometry
@@ -22,6 +21,7 @@ from service.engine.engine import RATES
 from service.operations.common import MAX_SEQUENCES
 from service.operations.sequences import MAX_BATCH
 from service.processes.watchdog import Watchdog
+from tests.engine.engine_caller import Asked, Caller, Refused, outcome, with_engine
 
 GEOMETRY = PoolGeometry(2, 65536, 16, 1, 8, dtype="fp32")
 PAGE = GEOMETRY.page_size
