@@ -30,7 +30,7 @@ from service.core.errors import OutOfPages
 from service.core.prefix.keys import Prefix
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
-from service.engine.history import History
+from service.engine.store.event_history import History
 
 CACHE_RESULTS: Final = RESULTS / "cache-cpu.json"
 BLOCK_TOKENS: Final = 512

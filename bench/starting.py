@@ -15,7 +15,7 @@ from bench.driver.servers import ROOT, attnd
 
 SETTLE_S: Final = 3.0
 """Between ready and the look at memory: what the start made has been let go by then."""
-ENGINE_IMPORTS: Final = "import service.engine.engine, kernels.cpu"
+ENGINE_IMPORTS: Final = "import service.engine.loop.engine, kernels.cpu"
 
 
 def start_figures(before: Path | None, repeats: int) -> dict[str, Any]:

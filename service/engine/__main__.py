@@ -32,9 +32,9 @@ def main() -> int:
 
 def serve(inherited: Inherited) -> int:
     """Make the backend, then the engine, and run it."""
-    from service.engine.engine import Engine
-    from service.engine.pool import backend_maker
-    from service.engine.store import FATAL
+    from service.engine.loop.engine import Engine
+    from service.engine.store.pool_size import backend_maker
+    from service.engine.store.store import FATAL
     from service.logs import count_dropped
     from service.metrics import Metrics
 

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Array, DType, PoolGeometry
-from service.engine.place import Place
-from service.engine.request import Request
-from service.engine.store import Store
-from service.engine.turns import turn_of
-from service.engine.work import Alone, Grouped, Seconds, Sliced
+from service.engine.handlers.table import turn_of
+from service.engine.loop.job import Alone, Grouped, Seconds, Sliced
+from service.engine.loop.place import Place
+from service.engine.loop.request import Request
+from service.engine.store.store import Store
 from service.image.reading import place, read_layout, split
 from service.operations.spec import validate
 from service.operations.table import BY_NAME

@@ -31,7 +31,7 @@ from service.core.prefix.keys import Prefix, as_keys, root_key
 from service.core.prefix.nodes import Retention
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec, RowCopies
-from service.engine.history import History
+from service.engine.store.event_history import History
 
 NUM_PAGES = 40
 PAGE_SIZE = 2

@@ -9,7 +9,7 @@ import pytest
 
 from service.core.plans.ragged import ramps
 from service.core.pool.allocator import PageAllocator
-from service.engine.store import Store
+from service.engine.store.store import Store
 
 POISON = -77.0
 

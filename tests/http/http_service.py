@@ -25,8 +25,8 @@ from config.settings import Settings, load_settings
 from kernels import make_backend
 from kernels.backend import Backend
 from service.doors.http.server import Server, make_server
-from service.engine.engine import Engine
-from service.engine.pool import geometry
+from service.engine.loop.engine import Engine
+from service.engine.store.pool_size import geometry
 from service.metrics import Metrics
 from service.processes.cells import make_shared
 from service.road.engine_end.listening import listen

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from service.engine.exports import header_digest
+from service.engine.handlers.exports import header_digest
 from service.errors import AttndError, InvalidRequest, MalformedBody
 from service.image.json_body import image_of_json
 from service.image.reading import place, split

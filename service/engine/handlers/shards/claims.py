@@ -7,10 +7,10 @@ from typing import Any, Final
 from service.core.errors import InvalidRequest, SequenceTaken
 from service.core.prefix.nodes import Leaf
 from service.core.shards.rows import claim, epoch_of
-from service.engine.request import Request
-from service.engine.rows import NUMBER_BYTES
-from service.engine.store import Store
-from service.engine.work import Answered, Seconds, Work
+from service.engine.handlers.rows import NUMBER_BYTES
+from service.engine.loop.job import Answered, Seconds, Work
+from service.engine.loop.request import Request
+from service.engine.store.store import Store
 
 EPOCH_BYTES: Final = 64
 """Room for an epoch in an answer."""

@@ -1,0 +1,67 @@
+"""What an engine does when it is emptied: it takes nothing new, and hands sequences over."""
+
+from __future__ import annotations
+
+from service.core.errors import InvalidRequest
+from service.core.sequences.transfer import generation
+from service.core.shards.layout import WHOLE, Shard
+from service.core.shards.rows import check_epochs
+from service.engine.loop.job import Answered, Seconds, Work
+from service.engine.loop.request import Request
+from service.engine.store.move_marks import Mark
+from service.engine.store.store import Store
+from service.errors import NotReady, SequenceChanged, SequenceMoving
+
+EMPTIED = "this engine is being emptied: it takes no new sequences"
+
+
+def drain_engine(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(256)
+    store.is_draining = not request.fields.stop
+    numbers = store.numbers()
+    told = {"name": request.fields.name, "draining": store.is_draining}
+    request.place.lay(told | {"sequences": numbers.sequences})
+    return Answered()
+
+
+def refuse_new(store: Store) -> None:
+    """Raises NotReady while the engine takes no new sequences."""
+    if store.is_draining:
+        raise NotReady(EMPTIED)
+
+
+def hand_over(store: Store, request: Request, _: Seconds) -> Work:
+    fields, leaving, tree = request.fields, store.leaving, store.tree
+    request.place.require(0)
+    name, mark = fields.id, leaving.marks.get(fields.id)
+    shown = request.tenant.shown(name)
+    if fields.state == "leaving":
+        if mark is not None:
+            raise SequenceMoving([shown], [shown] if mark.is_handed else [])
+        may_leave(store, request)
+        leaving.put(name, Mark(fields.for_s))
+    elif mark is None:
+        tree.books.leaf(name)  # an unknown sequence is refused as such, whatever the state
+        raise InvalidRequest("state", fields.state, "it is not leaving, or has not for too long")
+    elif fields.generation is not None:
+        present = generation(tree, tree.books.leaf(name), store.info.instance_id)
+        if fields.generation != present:
+            raise SequenceChanged(shown, present)
+        leaving.put(name, Mark(fields.for_s, is_handed=True))
+    else:
+        mark.is_handed = fields.state == "gone"
+        leaving.end(name)
+    request.place.lay({})
+    return Answered()
+
+
+def may_leave(store: Store, request: Request) -> None:
+    """Raises `InvalidRequest`, `SequenceTaken` for what is not here as it is believed to be."""
+    fields, tree = request.fields, store.tree
+    leaf = tree.books.leaf(fields.id)
+    part = WHOLE if fields.shard is None else Shard(fields.shard.rank, fields.shard.ranks)
+    if leaf.shard != part:
+        rule = "another part of it is here than the given shard, or all of it"
+        raise InvalidRequest("id", request.tenant.shown(fields.id), rule)
+    if not part.is_whole:
+        check_epochs(tree, (fields.id,), [fields.epoch])

@@ -1,0 +1,211 @@
+"""Exports: a sequence's header and names, and its rows as the pool stores them, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from hashlib import sha256
+from typing import Any, Final
+
+import numpy as np
+
+from kernels.backend import NUMPY_DTYPES, Array, Int32
+from service.core.prefix.keys import KEY_BYTES, Prefix
+from service.core.prefix.nodes import FOREVER, Leaf
+from service.core.sequences.transfer import generation, names_of, slots_of
+from service.core.shards.layout import WHOLE, Shard, held
+from service.engine.handlers.rows import NUMBER_BYTES
+from service.engine.loop.job import Answered, Cost, Seconds, Sliced, Step, Steps, Work
+from service.engine.loop.request import Request
+from service.engine.store.store import Store
+from service.errors import InvalidRequest, SequenceChanged
+from service.image.json_text import dump_json
+from service.image.writing import Shaped
+from service.operations.transfer import Header, Part
+
+MOVED_AT_ONCE: Final = 2 * 2**20
+"""Bytes of k and v that one step moves and digests: some milliseconds."""
+PART_ROOM: Final = 8 * 2**10
+"""Of a request or an answer, beside the k and v of a part."""
+TEXT_BYTES: Final = 2048
+"""Room for a header beside its lengths, or for what is said of a part."""
+SOME_DIGEST: Final = "0" * 64
+"""Stands for a digest that is not known yet."""
+
+
+def export_sequence(store: Store, request: Request, _: Seconds) -> Work:
+    fields = request.fields
+    leaf = store.tree.books.leaf(fields.id)
+    part = WHOLE if fields.shard is None else Shard(fields.shard.rank, fields.shard.ranks)
+    if not leaf.shard.is_whole and leaf.shard != part:
+        rule = "only a part of it is here: gather its rows instead"
+        raise InvalidRequest("id", request.tenant.shown(fields.id), rule)
+    store.leaving.prolong(fields.id)
+    here = part if leaf.shard.is_whole else WHOLE  # of what is here
+    header = header_of(store, leaf, fields.part_bytes, here)
+    if fields.part is None:
+        return tell_header(store, request, leaf, header)
+    if fields.generation != header.generation:
+        raise SequenceChanged(request.tenant.shown(fields.id), header.generation)
+    if fields.part >= header.num_parts:
+        raise InvalidRequest("part", fields.part, f"must be below num_parts = {header.num_parts}")
+    return read_part(store, request, leaf.table[here.rank :: here.ranks], header)
+
+
+def shared_len(store: Store, leaf: Leaf, other: Leaf) -> int:
+    """How many tokens are in full pages that two sequences have in common."""
+    counts = store.tree.books.num_pages[[leaf.index, other.index]]
+    num_pages = int(counts.min())
+    differ = np.flatnonzero(leaf.table[:num_pages] != other.table[:num_pages])
+    same = int(differ[0]) if differ.size else num_pages
+    return same * store.geometry.page_size
+
+
+def header_of(store: Store, leaf: Leaf, part_bytes: int, part: Shard) -> Header:
+    """What an export of a part of the sequence as it is now says first, without names of pages."""
+    info, books = store.info, store.tree.books
+    limits = info.limits
+    most = min(limits.max_answer_bytes, limits.max_body_bytes) - PART_ROOM
+    ttl_s = float(books.ttl_s[leaf.index])
+    header = Header(
+        generation=generation(store.tree, leaf, info.instance_id),
+        num_layers=info.num_layers,
+        page_size=info.page_size,
+        num_kv_heads=info.num_kv_heads,
+        head_dim=info.head_dim,
+        dtype=info.dtype,
+        layout=info.layout,
+        k_scale=info.k_scale,
+        v_scale=info.v_scale,
+        lengths=held(books.lengths[:, leaf.index], part.rank, part.ranks, info.page_size).tolist(),
+        ttl_s=None if ttl_s == FOREVER else ttl_s,
+        num_named=0,
+        cache_salt="",
+        part_bytes=min(part_bytes, max(1, most)),
+        num_parts=0,
+    )
+    return header.model_copy(update={"num_parts": header.count_parts()})
+
+
+def named_pages(prefix: Prefix | None) -> dict[str, Array]:
+    """The tensor that names pages, by token ids or by keys; none where they have no names."""
+    if prefix is None:
+        return {}
+    if prefix.token_ids is not None:
+        return {"token_ids": prefix.token_ids}
+    if prefix.page_keys is None:
+        raise RuntimeError("a prefix without names: this is a bug")
+    return {"page_keys": prefix.page_keys.view(np.uint8).reshape(-1, KEY_BYTES)}
+
+
+def header_digest(header: Header, names: dict[str, Array]) -> bytes:
+    """SHA-256 of the header as JSON with sorted keys, and of the names' bytes."""
+    document = header.model_dump()
+    digest = sha256(dump_json({name: document[name] for name in sorted(document)}).encode())
+    for name in sorted(names):
+        digest.update(np.ascontiguousarray(names[name]).view(np.uint8).data)
+    return digest.digest()
+
+
+class PartDigest:
+    """SHA-256 of the digest before, the part's number, and the digests of its k and of its v."""
+
+    def __init__(self, before: bytes, number: int) -> None:
+        self._whole = sha256(before + number.to_bytes(8, "little"))
+        self._halves = sha256(), sha256()
+
+    def update(self, k: Array, v: Array) -> None:
+        for half, rows in zip(self._halves, (k, v), strict=True):
+            half.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+
+    def digest(self) -> bytes:
+        for half in self._halves:
+            self._whole.update(half.digest())
+        return self._whole.digest()
+
+
+def tell_header(store: Store, request: Request, leaf: Leaf, header: Header) -> Work:
+    fields, books = request.fields, store.tree.books
+    shared = [shared_len(store, leaf, books.leaf(one)) for one in fields.beside or ()]
+    prefix = names_of(store.tree, leaf) if fields.shard is None else None
+    names = named_pages(prefix)
+    if prefix is not None:
+        num_named = prefix.num_pages(header.page_size)
+        update = {"num_named": num_named, "cache_salt": prefix.cache_salt}
+        header = header.model_copy(update=update)
+    shapes: tuple[Shaped, ...] = tuple((n, one.dtype, one.shape) for n, one in names.items())
+    numbers = 2 * len(header.lengths) + len(shared)
+    request.place.require(TEXT_BYTES + NUMBER_BYTES * numbers, shapes)
+    digest = header_digest(header, names).hex()
+    told = {"header": header.model_dump(), "digest": digest, "shared": shared}
+    if fields.shard is not None:
+        told |= whole_of(store, leaf)
+    laid = request.place.lay(told, shapes)
+    for name, place in laid.items():
+        place[...] = names[name]
+    return Answered()
+
+
+def whole_of(store: Store, leaf: Leaf) -> dict[str, Any]:
+    """What is known of the sequence that a part is exported of."""
+    if leaf.whole is not None:
+        return {"whole": leaf.whole.lengths.tolist(), "epoch": leaf.whole.epoch}
+    return {"whole": store.tree.books.lengths[:, leaf.index].tolist()}
+
+
+def spans_of(header: Header, part: Part) -> list[tuple[int, int, int]]:
+    """Layer, first token and the one after the last, for every layer that has rows in a part."""
+    start, stop = part.first_page * header.page_size, part.last_page * header.page_size
+    spans = [
+        (layer, start, min(stop, header.lengths[layer]))
+        for layer in range(part.first_layer, part.last_layer)
+    ]
+    return [(layer, first, last) for layer, first, last in spans if last > first]
+
+
+def count_rows(spans: Sequence[tuple[int, int, int]]) -> int:
+    return sum(last - first for _, first, last in spans)
+
+
+def pieces(
+    store: Store, table: Int32, spans: Sequence[tuple[int, int, int]], after: int = 0
+) -> Iterator[tuple[int, slice, Int32]]:
+    """Layer, rows of a part's tensors and their slots, a bounded number of rows at a time.
+
+    Rows of tokens before `after` are passed over.
+    """
+    at_once, begin = rows_at_once(store), 0
+    for layer, first, last in spans:
+        for start in range(max(first, after), last, at_once):
+            stop = min(start + at_once, last)
+            rows = slice(begin + start - first, begin + stop - first)
+            yield layer, rows, slots_of(store.tree, table, start, stop)
+        begin += last - first
+
+
+def rows_at_once(store: Store) -> int:
+    return max(1, MOVED_AT_ONCE // store.geometry.token_bytes)
+
+
+def read_part(store: Store, request: Request, table: Int32, header: Header) -> Work:
+    """One part's rows into the answer's place, and their digest when all are there."""
+    fields, geometry = request.fields, store.geometry
+    spans = spans_of(header, header.part(fields.part))
+    dtype = NUMPY_DTYPES[geometry.dtype]
+    shape = (count_rows(spans), geometry.num_kv_heads, geometry.head_dim)
+    shapes: tuple[Shaped, ...] = tuple((name, dtype, shape) for name in "kv")
+    remedy = "ask for a header with a smaller part_bytes"
+    request.place.require(TEXT_BYTES, shapes, remedy)
+    laid = request.place.lay({"header": None, "digest": SOME_DIGEST}, shapes)
+    k, v = laid["k"], laid["v"]
+    digest = PartDigest(bytes.fromhex(fields.before), fields.part)
+
+    def steps() -> Steps:
+        for layer, rows, slots in pieces(store, table, spans):
+            out = k[rows], v[rows]
+            cost = Cost(num_bytes=2.0 * (out[0].nbytes + out[1].nbytes))
+            yield Step(partial(store.backend.read_stored, layer, slots, out), "export", cost)
+            digest.update(*out)
+        request.place.lay({"header": None, "digest": digest.digest().hex()}, shapes)
+
+    return Sliced(steps(), lambda: None)

@@ -1,0 +1,230 @@
+"""Imports: a hidden sequence takes its pages at once, its rows part by part, and its name last."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from kernels.backend import Done
+from service.core.prefix.nodes import Leaf
+from service.core.sequences.transfer import fill, rename
+from service.core.shards.layout import WHOLE, Shard
+from service.core.shards.rows import epoch_of
+from service.core.values import NewSpec
+from service.engine.handlers.drain import refuse_new
+from service.engine.handlers.exports import (
+    PartDigest,
+    count_rows,
+    header_digest,
+    pieces,
+    rows_at_once,
+    spans_of,
+)
+from service.engine.handlers.prefix import ANSWER_BYTES, NO_COST, most_tokens, prefix_of
+from service.engine.loop.job import Answered, Cost, Seconds, Sliced, Step, Steps, Work
+from service.engine.loop.request import Request
+from service.engine.store.store import Store
+from service.engine.store.unfinished_imports import Unfinished
+from service.errors import (
+    DigestMismatch,
+    ImportExists,
+    InvalidRequest,
+    PartMismatch,
+    SequenceExists,
+)
+from service.operations.names import NamedPages
+from service.operations.sequences import ShardAnswer
+from service.operations.transfer import Header
+
+
+def import_sequence(store: Store, request: Request, _: Seconds) -> Work:
+    fields = request.fields
+    request.place.require(ANSWER_BYTES)
+    if fields.header is not None:
+        return begin(store, request, fields.header)
+    if fields.part is not None:
+        return receive(store, request)
+    return finish(store, request)
+
+
+def get_import(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(ANSWER_BYTES)
+    tell(request, store.imports.get(request.fields.id, request.tenant))
+    return Answered()
+
+
+def cancel_import(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(0)
+    ended = store.imports.get(request.fields.id, request.tenant)
+    store.tree.free((ended.hidden,))
+    store.imports.remove(ended)
+    request.place.lay({})
+    return Answered()
+
+
+def begin(store: Store, request: Request, header: Header) -> Work:
+    """Take the pages, all or none; or say how far the import is that was begun likewise."""
+    fields, tenant, tree = request.fields, request.tenant, store.tree
+    if fields.id in tree.books:
+        raise SequenceExists((tenant.shown(fields.id),))
+    digest = header_digest(header, request.tensors)
+    if digest.hex() != fields.digest:
+        raise DigestMismatch("header", fields.digest, digest.hex())
+    under_way = store.imports.find(fields.id)
+    if under_way is not None and (under_way.begun, under_way.shard) != (digest, fields.shard):
+        raise ImportExists(tenant.shown(fields.id))
+    if under_way is None:
+        refuse_new(store)
+        store.limits.refuse_sequences(tree, tenant.namespace, 1)
+        under_way = take_pages(store, request, header, digest)
+        store.imports.add(under_way)
+    touch(store, under_way)
+    tell(request, under_way)
+    return Answered()
+
+
+def take_pages(store: Store, request: Request, header: Header, digest: bytes) -> Unfinished:
+    """The hidden sequence, beginning with what is cached. Raises `OutOfPages`."""
+    fields, tree = request.fields, store.tree
+    size, prefix = header.page_size, None
+    if fields.share and header.num_named and fields.base is None:
+        names = NamedPages(cache_salt=header.cache_salt)
+        prefix = prefix_of(names, request.tensors, most_tokens(store))
+    namespace = request.tenant.namespace
+    new = Unfinished(fields.id, namespace, header, digest, digest, 0, 0, fields.idle_s, 0.0)
+    new.shard = fields.shard
+    length, part = None, fields.shard
+    shard = None if part is None else shard_of(part, header)
+    epoch = 0 if part is None else part.epoch
+    if fields.base is not None:
+        base = base_like(store, request, shard or WHOLE)
+        length = base.shard.whole_for(fields.base_len // size, size)
+        epoch = epoch_of(base)
+        shard = None  # that of its base
+    spec = NewSpec(new.hidden, fields.base, length, prefix, namespace, fields.idle_s, shard, epoch)
+    tree.create((spec,))
+    leaf = tree.books.leaf(new.hidden)
+    leaf.origin = None
+    try:
+        new.first_page = tree.describe(new.hidden).length // size
+        fill(tree, new.hidden, header.lengths)
+        if leaf.whole is not None and part is not None:
+            leaf.whole.lengths[:], leaf.whole.epoch = part.lengths, part.epoch
+    except BaseException:
+        tree.free((new.hidden,))
+        raise
+    new.next_part = first_wanted(header, new.first_page)
+    if new.next_part:
+        new.latest = None
+    return new
+
+
+def shard_of(part: ShardAnswer, header: Header) -> Shard:
+    """Raises `InvalidRequest` where the header's lengths are not those of this part."""
+    shard = Shard(part.rank, part.ranks)
+    here = [shard.held(length, header.page_size) for length in part.lengths]
+    if header.lengths != here:
+        rule = f"kv_len of the whole per layer: {here} of it would be here, not {header.lengths}"
+        raise InvalidRequest("shard.lengths", part.lengths, rule)
+    return shard
+
+
+def base_like(store: Store, request: Request, shard: Shard) -> Leaf:
+    """The base of an import. Raises `InvalidRequest` where it is not the same part of another."""
+    base = request.fields.base
+    leaf = store.tree.books.leaf(base)
+    if leaf.shard != shard:
+        raise InvalidRequest("base", request.tenant.shown(base), "is not the same part of another")
+    return leaf
+
+
+def first_wanted(header: Header, first_page: int) -> int:
+    """The first part with rows after the pages that are there already."""
+    if first_page * header.page_size >= max(header.lengths):
+        return header.num_parts
+    return first_page // header.pages_per_part * header.parts_per_run
+
+
+def receive(store: Store, request: Request) -> Work:
+    """One part: its digest first, then its rows into the pages that are its own."""
+    fields = request.fields
+    into = store.imports.get(fields.id, request.tenant)
+    header, number = into.header, fields.part
+    if number != into.next_part or number >= header.num_parts:
+        raise PartMismatch(number, into.next_part, header.num_parts)
+    spans = spans_of(header, header.part(number))
+    k, v = request.tensors["k"], request.tensors["v"]
+    if len(k) != count_rows(spans):
+        rule = f"part {number} has {count_rows(spans)} rows"
+        raise InvalidRequest("k.shape", list(k.shape), rule)
+    digest = PartDigest(digest_before(into, fields.before), number)
+    leaf = store.tree.books.leaf(into.hidden)
+
+    def steps() -> Steps:
+        at_once = rows_at_once(store)
+        for start in range(0, len(k), at_once):
+            digest.update(k[start : start + at_once], v[start : start + at_once])
+            yield Step(lambda: Done(None), "digest", NO_COST)
+        found = digest.digest()
+        if found.hex() != fields.digest:
+            raise DigestMismatch(f"part {number}", fields.digest, found.hex())
+        own = into.first_page * header.page_size
+        for layer, rows, slots in pieces(store, leaf.table, spans, own):
+            write = partial(store.backend.write_stored, layer, k[rows], v[rows], slots)
+            cost = Cost(num_bytes=2.0 * (k[rows].nbytes + v[rows].nbytes))
+            yield Step(write, "import", cost)
+        into.next_part, into.latest = number + 1, found
+        touch(store, into)
+        tell(request, into)
+
+    return Sliced(steps(), lambda: None, made=(into.hidden,))
+
+
+def digest_before(into: Unfinished, given: str | None) -> bytes:
+    """What the next part's digest was made upon."""
+    if into.latest is None:
+        if given is None:
+            rule = "must be given: the part before was passed over, as its pages are cached here"
+            raise InvalidRequest("before", None, rule)
+        return bytes.fromhex(given)
+    if given is not None and given != into.latest.hex():
+        raise DigestMismatch("before", given, into.latest.hex())
+    return into.latest
+
+
+def finish(store: Store, request: Request) -> Work:
+    """All parts are there: the sequence gets its name."""
+    fields, tenant = request.fields, request.tenant
+    if fields.id in store.tree.books:
+        raise SequenceExists((tenant.shown(fields.id),))
+    into = store.imports.get(fields.id, tenant)
+    num_parts = into.header.num_parts
+    if into.next_part < num_parts:
+        raise PartMismatch(num_parts, into.next_part, num_parts)
+    if into.latest is not None and fields.digest != into.latest.hex():
+        raise DigestMismatch("digest", fields.digest, into.latest.hex())
+    rename(store.tree, into.hidden, fields.id, into.header.ttl_s)
+    store.imports.remove(into)
+    tell(request, into, is_done=True)
+    return Answered()
+
+
+def touch(store: Store, into: Unfinished) -> None:
+    """Its time to live begins anew."""
+    store.tree.books.leaf(into.hidden)
+    into.expires_at = time.time() + into.idle_s
+
+
+def tell(request: Request, into: Unfinished, is_done: bool = False) -> None:
+    request.place.lay(
+        {
+            "id": request.tenant.shown(into.name),
+            "state": "done" if is_done else "receiving",
+            "next_part": into.next_part,
+            "num_parts": into.header.num_parts,
+            "cached_len": into.first_page * into.header.page_size,
+            "digest": None if into.latest is None else into.latest.hex(),
+            "expires_at": None if is_done else into.expires_at,
+            "epoch": None if into.shard is None else into.shard.epoch,
+        }
+    )

@@ -1,0 +1,291 @@
+"""Operations on the prefix cache: match, commit, leases, pins, evict, clear, and quotas."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Generator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from service.core.errors import InvalidRequest
+from service.core.prefix.keys import Prefix, as_keys
+from service.core.prefix.nodes import FOREVER, Retention
+from service.engine.handlers.drain import refuse_new
+from service.engine.handlers.rows import refuse_shards
+from service.engine.loop.job import Answered, Cost, Counts, Seconds, Sliced, Steps, Work, in_slices
+from service.engine.loop.request import Request
+from service.engine.store.store import Store
+from service.image.json_text import dump_json
+from service.operations.names import NamedPages
+from service.operations.prefix import MAX_HOLDS
+
+Array = np.ndarray[Any, Any]
+
+NO_COST: Final = Cost()
+ANSWER_BYTES: Final = 512
+COMMITTED_BYTES: Final = 96
+"""Room for one sequence in the answer to a commit of many."""
+HASHED_AT_ONCE: Final = 2**15
+"""Token ids that a commit hashes in its turn: some milliseconds. More are hashed in slices, before
+anything is changed."""
+EVICTED_AT_ONCE: Final = 256
+"""Pages that are evicted between two looks at the clock: up to a millisecond or two."""
+
+
+def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
+    """What is cached of a prompt, with a lease on it where one is wanted."""
+    fields, namespace = request.fields, request.tenant.namespace
+    request.place.require(ANSWER_BYTES)
+    prefix = prefix_of(fields, request.tensors, most_tokens(store))
+    cache = store.tree.cache
+    lease = None
+    if fields.lease_s and not store.is_draining:
+        store.limits.refuse_lease(store.tree, namespace)
+        lease_id = f"lease-{secrets.token_hex(10)}"
+        num_pages = cache.lease(namespace, prefix, lease_id, fields.lease_s)
+        if num_pages:
+            lease = {"id": lease_id, "expires_at": time.time() + fields.lease_s}
+    else:
+        num_pages = cache.use(namespace, prefix)
+    size = store.geometry.page_size
+    request.place.lay({"matched_len": num_pages * size, "num_pages": num_pages, "lease": lease})
+    return Answered(counts=looked_up(prefix, num_pages, size))
+
+
+def commit(store: Store, request: Request, _: Seconds) -> Work:
+    fields = request.fields
+    request.place.require(ANSWER_BYTES)
+    skipped = fields.offset // store.geometry.page_size
+    prefix = prefix_of(fields, request.tensors, most_tokens(store), skipped)
+    cache = store.tree.cache
+    if not store.tree.books.leaf(fields.id).shard.is_whole:
+        rule = "only a part of it is here, and the cache's keys are of pages one behind the other"
+        raise InvalidRequest("id", request.tenant.shown(fields.id), rule)
+
+    def finish(prefix: Prefix) -> None:
+        num_pages = cache.commit(fields.id, prefix, *retention(store, fields))
+        request.place.lay(
+            {
+                "committed_len": num_pages * store.geometry.page_size,
+                "num_pages": num_pages,
+                "last_key": last_key(store, fields.id, num_pages),
+            }
+        )
+
+    def steps(first: int, before: bytes) -> Steps:
+        finish((yield from in_slices(prefix.hashed(first, before, store.geometry.page_size))))
+
+    if prefix.token_ids is not None and prefix.token_ids.size > HASHED_AT_ONCE:
+        done, before = cache.committed(fields.id, prefix)
+        size = store.geometry.page_size
+        if prefix.skipped <= done < prefix.num_pages(size) - HASHED_AT_ONCE // size:
+            return Sliced(steps(done, before), lambda: None)
+    finish(prefix)
+    return Answered()
+
+
+def commit_sequences(store: Store, request: Request, _: Seconds) -> Work:
+    """All or none."""
+    fields, size = request.fields, store.geometry.page_size
+    ids, sums = fields.ids, fields.names_indptr
+    request.place.require(ANSWER_BYTES + COMMITTED_BYTES * len(ids))
+    refuse_shards(store.tree, ids, request.tenant, "a commit of many")
+    whole = prefix_of(fields, request.tensors, sums[-1])
+    offsets = fields.offsets or [0] * len(ids)
+    prefixes = [
+        part_of(whole, first, last, offset // size)
+        for first, last, offset in zip(sums, sums[1:], offsets, strict=False)
+    ]
+    pages = store.tree.cache.commit_all(ids, prefixes, *retention(store, fields))
+    request.place.lay(
+        {
+            "committed_lens": [count * size for count in pages],
+            "num_pages": pages,
+            "last_keys": [
+                last_key(store, name, count) for name, count in zip(ids, pages, strict=True)
+            ],
+        }
+    )
+    return Answered()
+
+
+def part_of(prefix: Prefix, first: int, last: int, skipped: int) -> Prefix:
+    """The ids or keys `first:last` of many, which begin behind `skipped` pages."""
+    if prefix.token_ids is not None:
+        return Prefix(prefix.token_ids[first:last], None, prefix.cache_salt, skipped)
+    keys = None if prefix.page_keys is None else prefix.page_keys[first:last]
+    return Prefix(None, keys, prefix.cache_salt, skipped)
+
+
+def retention(store: Store, fields: Any) -> list[Retention]:
+    """How long a commit keeps its pages, where it says so."""
+    if fields.priority is None:
+        return []
+    ends = FOREVER if fields.duration_s is None else store.now + fields.duration_s
+    return [Retention(fields.priority, ends)]
+
+
+def last_key(store: Store, name: str, num_pages: int) -> str | None:
+    """The key of the last of a sequence's first pages, which are committed."""
+    if not num_pages:
+        return None
+    leaf = store.tree.books.leaf(name)
+    return store.tree.cache.named.key_of(leaf.table.item(num_pages - 1)).hex()
+
+
+def renew_lease(store: Store, request: Request, _: Seconds) -> Work:
+    fields = request.fields
+    request.place.require(ANSWER_BYTES)
+    cache, namespace = store.tree.cache, request.tenant.namespace
+    if fields.page_key is not None and not cache.has_lease(namespace, fields.id):
+        key = bytes.fromhex(fields.page_key)
+        refuse_holding(store, namespace, key, fields.cache_salt)
+        store.limits.refuse_lease(store.tree, namespace)
+        cache.reopen(namespace, fields.id, key, fields.cache_salt, fields.lease_s)
+    else:
+        cache.renew_lease(namespace, fields.id, store.now + fields.lease_s)
+    request.place.lay({"id": fields.id, "expires_at": time.time() + fields.lease_s})
+    return Answered()
+
+
+def release_lease(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(0)
+    store.tree.cache.close_lease(request.tenant.namespace, request.fields.id)
+    request.place.lay({})
+    return Answered()
+
+
+def pin(store: Store, request: Request, _: Seconds) -> Work:
+    fields = request.fields
+    request.place.require(ANSWER_BYTES)
+    key, namespace = bytes.fromhex(fields.page_key), request.tenant.namespace
+    if fields.hard:
+        refuse_holding(store, namespace, key, fields.cache_salt)
+    pages = store.tree.cache.pin(namespace, key, fields.cache_salt, fields.soft_ttl_s)
+    request.place.lay({"num_pages": pages})
+    return Answered()
+
+
+def refuse_holding(store: Store, namespace: str, key: bytes, cache_salt: str) -> None:
+    """Raises UnknownPage; NotReady for a page of an engine that is being emptied."""
+    if store.is_draining:
+        store.tree.cache.chain(namespace, key, cache_salt)
+        refuse_new(store)
+
+
+def unpin(store: Store, request: Request, _: Seconds) -> Work:
+    fields = request.fields
+    request.place.require(0)
+    key = bytes.fromhex(fields.page_key)
+    store.tree.cache.unpin(request.tenant.namespace, key, fields.cache_salt)
+    request.place.lay({})
+    return Answered()
+
+
+def holds(store: Store, request: Request, _: Seconds) -> Work:
+    found = store.tree.cache.holds(request.tenant.namespace, MAX_HOLDS)
+    told = [
+        {
+            "lease": one.lease_id,
+            "left_s": None if one.lease_id is None else max(0.0, one.ends - store.now),
+            "page_key": one.key.hex(),
+            "cache_salt": one.root.cache_salt,
+            "num_pages": one.num_pages,
+        }
+        for one in found
+    ]
+    text = dump_json({"holds": told})
+    request.place.require(2 * len(text))  # quotes are escaped in the header
+    request.place.lay_text(text)
+    return Answered()
+
+
+def evict(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(ANSWER_BYTES)
+    return evicting(store, request, request.fields.num_pages)
+
+
+def clear(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(ANSWER_BYTES)
+    return evicting(store, request, store.geometry.num_pages, told=True)
+
+
+def evicting(store: Store, request: Request, count: int, told: bool = False) -> Work:
+    """Evict up to `count` pages of the caller's, some at a time."""
+    cache, namespace = store.tree.cache, request.tenant.namespace
+    evicted = cache.evict(namespace, min(count, EVICTED_AT_ONCE))
+    if evicted < EVICTED_AT_ONCE or evicted == count:
+        finish(store, request, evicted, told)
+        return Answered()
+
+    def pieces() -> Generator[None, None, int]:
+        done = evicted
+        while done < count:
+            some = cache.evict(namespace, min(count - done, EVICTED_AT_ONCE))
+            if some == 0:
+                break
+            done += some
+            yield
+        return done
+
+    def steps() -> Steps:
+        done = yield from in_slices(pieces())
+        finish(store, request, done, told)
+
+    return Sliced(steps(), lambda: None)
+
+
+def finish(store: Store, request: Request, evicted: int, told: bool) -> None:
+    if told:
+        store.tree.cache.cleared(request.tenant.namespace)
+    request.place.lay({"num_pages": evicted})
+
+
+def get_namespace(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(ANSWER_BYTES)
+    request.place.lay(store.namespace_fields(request.fields.name))
+    return Answered()
+
+
+def list_namespaces(store: Store, request: Request, _: Seconds) -> Work:
+    every = store.tree.budget.namespaces.values()
+    names = sorted(one.name for one in every if one.used or one.num_sequences)
+    request.place.require(ANSWER_BYTES + sum(len(name) + 3 for name in names))
+    request.place.lay({"namespaces": names})
+    return Answered()
+
+
+def set_namespace(store: Store, request: Request, _: Seconds) -> Work:
+    fields = request.fields
+    request.place.require(ANSWER_BYTES)
+    store.tree.budget.set_quota(fields.name, fields.max_pages, fields.reserved_pages)
+    request.place.lay(store.namespace_fields(fields.name))
+    return Answered()
+
+
+def most_tokens(store: Store) -> int:
+    """One more than the pool has room for: more of a prompt can neither be cached nor committed."""
+    return store.geometry.num_pages * store.geometry.page_size + 1
+
+
+def prefix_of(
+    fields: NamedPages, tensors: Mapping[str, Array], most: int, skipped: int = 0
+) -> Prefix:
+    """The prefix that fields or tensors name behind `skipped` pages, `most` tokens or keys of it.
+
+    Tensors are copied, as their owner may write on.
+    """
+    ids, keys = tensors.get("token_ids", fields.ids_array), tensors.get("page_keys")
+    if ids is not None:
+        return Prefix(np.array(ids[:most], np.uint32), None, fields.cache_salt, skipped)
+    keys = fields.keys_array if keys is None else keys
+    if keys is None:
+        raise RuntimeError("neither token ids nor page keys: this is a bug")
+    return Prefix(None, as_keys(keys[:most].tobytes()), fields.cache_salt, skipped)
+
+
+def looked_up(prefix: Prefix, num_pages: int, page_size: int) -> Counts:
+    """Tokens asked for in whole pages, and those of them that were there."""
+    return Counts(looked_up=prefix.num_pages(page_size) * page_size, found=num_pages * page_size)

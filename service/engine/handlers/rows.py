@@ -1,0 +1,196 @@
+"""Rows in and out of the pool: append, and gather, which reads them back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, cast
+
+import numpy as np
+
+from kernels.backend import NUMPY_DTYPES, Array, DType, Int32, Pending
+from service.core.errors import InvalidRequest
+from service.core.plans.ragged import indptr as prefix_sums
+from service.core.plans.ragged import token_slots
+from service.core.prefix.nodes import Leaf
+from service.core.shards.layout import held
+from service.core.shards.rows import check_epochs, has_shards, ranks_of
+from service.core.steps import extend_layers, undo_layers
+from service.core.tree import PrefixTree
+from service.core.values import Extension
+from service.engine.loop.job import (
+    AllOf,
+    Alone,
+    Answered,
+    Cost,
+    Counts,
+    Seconds,
+    Sliced,
+    Step,
+    Steps,
+    Work,
+)
+from service.engine.loop.request import Request
+from service.engine.loop.slices import even_spans, paced_spans
+from service.engine.store.store import Store, write_cost
+from service.image.writing import Shaped
+from service.tenants import Tenant
+
+NUMBER_BYTES: Final = 12
+"""Most that one int32 takes in JSON."""
+LAYERS_AT_ONCE: Final = 128
+"""Layers that one turn writes: each is a launch of its own."""
+ROWS_AT_ONCE: Final = 2**18
+"""Rows that one slice reads at most: their slots take some milliseconds."""
+PAGING: Final = "ask for fewer sequences, or for a part of each with start and stop"
+
+
+def append(store: Store, request: Request, seconds: Seconds) -> Work:
+    fields, rows = request.fields, (request.tensors["k"], request.tensors["v"])
+    ids, layers = fields.ids, fields.layers
+    request.place.require(64 + NUMBER_BYTES * len(ids))
+    counts = np.diff(fields.indptr(rows[0].shape[0 if layers is None else 1]))
+    check_epochs(store.tree, ids, fields.epochs)
+    if layers is not None:
+        return append_layers(store, request, counts, seconds)
+    extension = store.extend(fields.layer, ids, counts, fields.offset_array, seconds)
+    request.place.lay({"lengths": extension.lengths.tolist()})
+    counted = Counts(appended=extension.num_stored)
+    if store.is_long_write(rows):
+        steps = write_steps(store, extension, rows)
+        return Sliced(steps, lambda: store.undo(extension), counts=counted)
+    pending = store.write(extension, rows, seconds)
+    return Answered(extension, pending, counted)
+
+
+def append_layers(store: Store, request: Request, counts: Int32, seconds: Seconds) -> Work:
+    """Rows for many layers, k and v `[L, n, Hkv, D]`: all or none."""
+    fields, rows = request.fields, (request.tensors["k"], request.tensors["v"])
+    refuse_shards(store.tree, fields.ids, request.tenant, "an append for many layers")
+    started = time.monotonic()
+    every = extend_layers(store.tree, fields.layers, fields.ids, counts, fields.offset_array)
+    seconds.plan += time.monotonic() - started
+    request.place.lay({"lengths": every.first.lengths.tolist()})
+    counted = Counts(appended=every.first.num_stored * len(fields.layers))
+    parts = [(layer, k, v) for layer, k, v in zip(fields.layers, *rows, strict=True)]
+
+    def steps() -> Steps:
+        for layer, k, v in parts:
+            yield from write_steps(store, replace(every.first, layer=layer), (k, v))
+
+    if store.is_long_write(rows) or len(parts) > LAYERS_AT_ONCE:
+        return Sliced(steps(), lambda: undo_layers(store.tree, every), counts=counted)
+    started = time.monotonic()
+    try:
+        written = [store.backend.append(layer, k, v, every.first.slots) for layer, k, v in parts]
+    except BaseException:
+        undo_layers(store.tree, every)
+        raise
+    seconds.copy_in += time.monotonic() - started
+    return Answered(every, AllOf(tuple(written)), counted)
+
+
+def refuse_shards(tree: PrefixTree, ids: Sequence[str], tenant: Tenant, what: str) -> None:
+    """Raises `InvalidRequest` for sequences of which only a part is here."""
+    if has_shards(tree, ids):
+        leaves = tree.books.leaves(tree.books.indices(ids))
+        name = next(leaf.id for leaf in leaves if not leaf.shard.is_whole)
+        rule = f"is over several engines: {what} takes sequences that are on one"
+        raise InvalidRequest("sequences", tenant.shown(name), rule)
+
+
+def write_steps(store: Store, extension: Extension, rows: tuple[Array, Array]) -> Steps:
+    """The rows of an extension, some at a time."""
+    k, v = rows
+    cost = write_cost(rows)
+    for span in paced_spans(store.pace, "append", len(k), cost):
+        part = slice(span.first, span.last)
+        slots = extension.slots[part]
+        start = partial(store.backend.append, extension.layer, k[part], v[part], slots)
+        yield Step(start, "append", span.cost)
+
+
+def gather(store: Store, request: Request, seconds: Seconds) -> Work:
+    """Tokens `start:stop` of every sequence, dequantised."""
+    fields, geometry = request.fields, store.geometry
+    started = time.monotonic()
+    chosen = choose(store, fields)
+    seconds.plan += time.monotonic() - started
+    own = "fp16" if geometry.dtype.startswith("fp8") else geometry.dtype
+    dtype = cast(DType, fields.dtype or own)
+    shape = (chosen.num_rows, geometry.num_kv_heads, geometry.head_dim)
+    shapes: tuple[Shaped, ...] = tuple((name, NUMPY_DTYPES[dtype], shape) for name in "kv")
+    request.place.require(64 + NUMBER_BYTES * chosen.indptr.size, shapes, PAGING)
+    laid = request.place.lay({"kv_indptr": chosen.indptr.tolist()}, shapes)
+    out = (laid["k"], laid["v"])
+    cost = Cost(num_bytes=2.0 * (out[0].nbytes + out[1].nbytes))
+
+    def read(first: int, last: int) -> Pending[Any]:
+        part = (out[0][first:last], out[1][first:last])
+        slots = chosen.slots(first, last, geometry.page_size)
+        return store.backend.gather(fields.layer, slots, dtype, out=part)
+
+    def steps() -> Steps:
+        for span in paced_spans(store.pace, "gather", chosen.num_rows, cost):
+            pieces = -(-(span.last - span.first) // ROWS_AT_ONCE)
+            for part in even_spans(span.last - span.first, span.cost, pieces):
+                first, last = span.first + part.first, span.first + part.last
+                yield Step(partial(read, first, last), "gather", part.cost)
+
+    if store.pace.is_long("gather", cost) or chosen.num_rows > ROWS_AT_ONCE:
+        return Sliced(steps(), lambda: None)
+    return Alone(partial(read, 0, chosen.num_rows), lambda _: None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """Tokens `first[b]:first[b] + counts[b]` of each sequence; `indptr` [B+1] are their sums."""
+
+    leaves: Sequence[Leaf]
+    first: Int32
+    counts: Int32
+    indptr: Int32
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.indptr[-1])
+
+    def slots(self, begin: int, end: int, page_size: int) -> Int32:
+        """The slots of rows `begin:end`."""
+        if begin == end:
+            return np.empty(0, np.int32)
+        low = int(np.searchsorted(self.indptr, begin, "right")) - 1
+        high = int(np.searchsorted(self.indptr, end, "left"))
+        first, counts = self.first[low:high].copy(), self.counts[low:high].copy()
+        before = begin - int(self.indptr[low])
+        first[0] += before
+        counts[0] -= before
+        counts[-1] -= int(self.indptr[high]) - end
+        some = np.flatnonzero(counts)
+        tables = [self.leaves[low + at].table for at in some.tolist()]
+        return token_slots(tables, first[some], counts[some], page_size)
+
+
+def choose(store: Store, fields: Any) -> Chosen:
+    """Tokens `start:stop` of each sequence; no slot is looked up yet.
+
+    A stop beyond a sequence's end means its end. Raises `InvalidRequest` for more tokens than int32
+    counts.
+    """
+    start, stop = fields.start, fields.stop
+    if fields.epochs is not None or stop != 0:  # to read nothing is to ask which there are
+        check_epochs(store.tree, fields.ids, fields.epochs)
+    lengths, leaves = store.tree.read(fields.ids, fields.layer)
+    if has_shards(store.tree, fields.ids):
+        rank, ranks = ranks_of(leaves)
+        start = held(start, rank, ranks, store.geometry.page_size)
+        stop = None if stop is None else held(stop, rank, ranks, store.geometry.page_size)
+    first = np.minimum(start, lengths).astype(np.int32)
+    last = lengths if stop is None else np.minimum(stop, lengths)
+    counts = (last - first).astype(np.int32)
+    if int(counts.sum(dtype=np.int64)) > np.iinfo(np.int32).max:
+        rule = "together they hold more than 2**31 - 1 tokens"
+        raise InvalidRequest("sequences", len(fields.ids), rule)
+    return Chosen(leaves, first, counts, prefix_sums(counts))

@@ -1,0 +1,323 @@
+"""Operations on sequences themselves: made, cut, and looked at."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from service.core.errors import InvalidRequest
+from service.core.prefix.keys import Prefix
+from service.core.shards.layout import Shard
+from service.core.shards.rows import check_epochs
+from service.core.values import NewSpec, RowCopies, SequenceView
+from service.engine.handlers.drain import refuse_new
+from service.engine.handlers.prefix import most_tokens, prefix_of
+from service.engine.handlers.rows import NUMBER_BYTES
+from service.engine.loop.job import (
+    Answered,
+    Cost,
+    Counts,
+    Seconds,
+    Sliced,
+    Step,
+    Steps,
+    Work,
+    in_slices,
+    nothing_left,
+)
+from service.engine.loop.request import Request
+from service.engine.store.store import Store
+from service.engine.store.unfinished_imports import HIDDEN
+from service.errors import AnswerTooLarge
+from service.image.json_text import dump_json
+from service.tenants import Tenant
+
+MADE_AT_ONCE: Final = 32
+"""Sequences that are made or deleted between two looks at the clock: about a millisecond."""
+MAX_TABLE: Final = 2**18
+"""Pages of the tables that one answer spells out: they are some 100 ms of work, in slices."""
+SPELLED_AT_ONCE: Final = 4096
+"""Numbers that are spelled out between two looks at the clock: a millisecond or two."""
+NAMED_AT_ONCE: Final = 4096
+"""Token ids or keys of prefixes that are looked for between two looks at the clock, likewise."""
+VIEW_BYTES: Final = 320
+"""Room for one sequence in an answer, beside its ids and lengths."""
+LONGEST_ID: Final = 128
+NO_COST: Final = Cost()
+
+
+def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
+    new, tenant = request.fields.sequences, request.tenant
+    if any(one.parent is None and one.held is None for one in new):
+        refuse_new(store)
+    if dealt := [one.ranks for one in new if (one.ranks or 1) > 1]:
+        raise InvalidRequest("ranks", max(dealt), "must be at most 1, the engines that there are")
+    store.limits.refuse_sequences(store.tree, tenant.namespace, len(new))
+    fresh = fresh_ids(tenant, sum(one.id is None for one in new))
+    names = iter(fresh)
+    ids = [next(names) if one.id is None else one.id for one in new]
+    text = sum(map(len, ids)) + sum(len(one.parent or "") for one in new)
+    request.place.require(view_bytes(store) * len(new) + text)
+    made = Made(store, request, ids)
+    if len(new) <= MADE_AT_ONCE and made.is_short:
+        made.some(0, len(new))
+        return Answered(counts=made.lay())
+    # A list: what the answer is counted by is known when it is made.
+    return Sliced(made.steps(), made.undo, made=tuple(fresh), undo_steps=made.undo_steps)
+
+
+class Made:
+    """The sequences of one request, made some at a time; all or none."""
+
+    def __init__(self, store: Store, request: Request, ids: Sequence[str]) -> None:
+        self._store, self._request, self._ids = store, request, ids
+        self._most = most_tokens(store)
+        self._made: list[str] = []
+        self._views: list[str] = []
+        self._looked_up = self._found = 0
+
+    @property
+    def is_short(self) -> bool:
+        """Whether no more pages of prefixes are looked for than in a fraction of a slice."""
+        fields, tensors = self._request.fields, self._request.tensors
+        tokens = sum(map(len, tensors.values()))
+        named = [one.prefix for one in fields.sequences if one.prefix is not None]
+        tokens += sum(len(one.token_ids or one.page_keys or ()) for one in named)
+        return tokens <= NAMED_AT_ONCE and not any(one.held for one in fields.sequences)
+
+    def some(self, first: int, last: int) -> None:
+        """Make those from `first` to before `last`, all or none of them."""
+        store, tenant = self._store, self._request.tenant
+        specs = [self._spec(index) for index in range(first, last)]
+        ids = [spec.id for spec in specs]
+        store.limits.refuse_sequences(store.tree, tenant.namespace, len(specs))
+        store.imports.refuse_taken(ids)
+        refuse_uneven_parents(store, specs, tenant)
+        create(store, specs)
+        self._made += ids
+        for spec in specs:
+            self._add_view(spec)
+
+    def _spec(self, index: int) -> NewSpec:
+        one, tenant = self._request.fields.sequences[index], self._request.tenant
+        prefix = prefix_at(self._request, index, self._most)
+        if one.held is not None:
+            key = bytes.fromhex(one.held.page_key)
+            cache = self._store.tree.cache
+            prefix = cache.chain(tenant.namespace, key, one.held.cache_salt)
+        return NewSpec(
+            self._ids[index],
+            one.parent,
+            one.length,
+            prefix,
+            tenant.namespace,
+            one.ttl_s,
+            None if one.shard is None else Shard(one.shard.rank, one.shard.ranks),
+            one.epoch or 0,
+        )
+
+    def _add_view(self, spec: NewSpec) -> None:
+        """What the answer says of a sequence, as JSON, and what of its prefix was found."""
+        size = self._store.geometry.page_size
+        view = sequence_fields(self._store.tree.describe(spec.id), self._request.tenant)
+        cached = view["length"] if spec.prefix is not None else 0
+        self._found += cached
+        self._looked_up += 0 if spec.prefix is None else spec.prefix.num_pages(size) * size
+        self._views.append(dump_json(view | {"cached_len": cached}))
+
+    def lay(self) -> Counts:
+        """The answer, and how many tokens of prefixes were looked up and found."""
+        self._request.place.lay_text(f'{{"sequences":[{",".join(self._views)}]}}')
+        return Counts(looked_up=self._looked_up, found=self._found)
+
+    def steps(self) -> Steps:
+        yield from in_slices(self._pieces())
+        self.lay()
+        yield Step(nothing_left, "turn", NO_COST)  # the end of a long answer is a turn of its own
+
+    def _pieces(self) -> Generator[None, None, None]:
+        at_once = MADE_AT_ONCE if self.is_short else 1
+        for first in range(0, len(self._ids), at_once):
+            self.some(first, min(first + at_once, len(self._ids)))
+            yield
+
+    def undo(self) -> None:
+        """Delete what was made."""
+        for piece in self._undo_pieces():
+            del piece
+
+    def undo_steps(self) -> Steps:
+        """As `undo`, some at a time."""
+        yield from in_slices(self._undo_pieces())
+
+    def _undo_pieces(self) -> Generator[None, None, None]:
+        while self._made:
+            some, self._made = self._made[-MADE_AT_ONCE:], self._made[:-MADE_AT_ONCE]
+            self._store.tree.free(some)
+            yield
+
+
+def refuse_uneven_parents(store: Store, specs: Sequence[NewSpec], tenant: Tenant) -> None:
+    """A fork of all of a parent that some layers have more of would silently lose what they have.
+
+    Raises `InvalidRequest` where no length says that this is meant.
+    """
+    books = store.tree.books
+    for spec in specs:
+        if spec.parent is None or spec.length is not None or spec.parent not in books:
+            continue
+        lengths = books.lengths[:, books.leaf(spec.parent).index]
+        if lengths.min() != lengths.max():
+            least, most = int(lengths.min()), int(lengths.max())
+            rule = (
+                f"its layers hold {least} to {most} tokens, and a fork holds the same at each: "
+                f"append to the other layers first, or say length = {least}"
+            )
+            raise InvalidRequest("parent", tenant.shown(spec.parent), rule)
+
+
+def create(store: Store, specs: Sequence[NewSpec]) -> None:
+    """All or none."""
+    copies = store.tree.create(specs)
+    try:
+        copy_rows(store, copies)
+    except BaseException:
+        store.tree.free([spec.id for spec in specs])
+        raise
+
+
+def prefix_at(request: Request, index: int, most: int) -> Prefix | None:
+    """The prefix of one sequence to make, from its fields or its part of the tensor."""
+    fields, tensors = request.fields, request.tensors
+    one, spans = fields.sequences[index], fields.prefix_indptr
+    if one.prefix is None:
+        return None
+    if tensors and spans is not None:
+        tensors = {name: rows[spans[index] : spans[index + 1]] for name, rows in tensors.items()}
+    return prefix_of(one.prefix, tensors, most)
+
+
+def copy_rows(store: Store, copies: RowCopies) -> None:
+    if copies.src_pages.size:
+        store.backend.copy_rows(copies.src_pages, copies.dst_pages, copies.num_rows)
+
+
+def list_sequences(store: Store, request: Request, _: Seconds) -> Work:
+    """A page of the list; one more is looked up to know whether there are more."""
+    fields, tenant = request.fields, request.tenant
+    found = store.tree.list(fields.after or tenant.prefix, fields.limit + 1)
+    own = [view for view in found if is_shown(view.id, tenant)]
+    shown = [sequence_fields(view, tenant) for view in own[: fields.limit]]
+    following = shown[-1]["id"] if len(own) > fields.limit else None
+    request.place.require((view_bytes(store) + 2 * LONGEST_ID) * len(shown))
+    request.place.lay({"sequences": shown, "next": following})
+    return Answered()
+
+
+def is_shown(name: str, tenant: Tenant) -> bool:
+    """Whether a sequence is the tenant's, and is not being imported."""
+    return name.startswith(tenant.prefix) and not name.startswith(HIDDEN)
+
+
+def get_sequence(store: Store, request: Request, _: Seconds) -> Work:
+    request.place.require(view_bytes(store) + 2 * LONGEST_ID)
+    request.place.lay(sequence_fields(store.tree.describe(request.fields.id), request.tenant))
+    return Answered()
+
+
+def page_table(store: Store, request: Request, _: Seconds) -> Work:
+    """The flat table, and every level the tree has, however little its sharing would save.
+
+    Raises AnswerTooLarge for more than `MAX_TABLE` pages, before anything is planned.
+    """
+    ids, layer = request.fields.ids, request.fields.layer
+    check_epochs(store.tree, ids, None)
+    pages = -(-store.tree.lengths(ids, layer) // store.geometry.page_size)
+    if (count := int(pages.sum(dtype=np.int64))) > MAX_TABLE:
+        most = NUMBER_BYTES * MAX_TABLE
+        raise AnswerTooLarge(NUMBER_BYTES * count, most, "ask for the tables of fewer sequences")
+    table = store.tree.page_table(ids, layer)
+    one_row_each = np.arange(len(ids) + 1, dtype=np.int32)
+    plan = store.plans.sequences(ids, layer, one_row_each, causal=False, mode="always").plan
+    order = one_row_each[:-1] if plan.order is None else plan.order
+    numbers = table.kv_indices.size + 4 * len(ids)
+    numbers += sum(level.kv_indices.size + 4 * level.qo_indptr.size for level in plan.levels)
+    request.place.require(NUMBER_BYTES * numbers + 256)
+    levels = [{"qo_indptr": level.qo_indptr} | table_arrays(level) for level in plan.levels]
+    text = spelled(table_arrays(table) | {"levels": levels, "order": order})
+    if numbers <= SPELLED_AT_ONCE:
+        request.place.lay_text("".join(text))
+        return Answered()
+
+    def pieces() -> Generator[None, None, str]:
+        parts = []
+        for part in text:
+            parts.append(part)
+            yield
+        return "".join(parts)
+
+    def steps() -> Steps:
+        request.place.lay_text((yield from in_slices(pieces())))
+
+    return Sliced(steps(), lambda: None)
+
+
+def table_arrays(table: Any) -> dict[str, Any]:
+    """The three arrays of a CSR page table."""
+    names = ("kv_indptr", "kv_indices", "kv_last_page_len")
+    return {name: getattr(table, name) for name in names}
+
+
+def spelled(value: Any) -> Iterator[str]:
+    """JSON of objects, lists, and arrays of numbers, of which a bounded part at a time is spelled
+    out."""
+    match value:
+        case np.ndarray():
+            yield "["
+            for begin in range(0, value.size, SPELLED_AT_ONCE):
+                part = ",".join(map(str, value[begin : begin + SPELLED_AT_ONCE].tolist()))
+                yield part if begin == 0 else f",{part}"
+            yield "]"
+        case dict():
+            for number, (name, one) in enumerate(value.items()):
+                yield f'{"," if number else "{"}"{name}":'
+                yield from spelled(one)
+            yield "}"
+        case _:
+            yield "["
+            for number, one in enumerate(value):
+                yield "," if number else ""
+                yield from spelled(one)
+            yield "]"
+
+
+def sequence_fields(view: SequenceView, tenant: Tenant) -> dict[str, Any]:
+    shard = view.shard
+    part = {}
+    if not shard.is_whole:
+        known = {"epoch": view.epoch, "lengths": list(view.whole_lengths)}
+        part["shard"] = {"rank": shard.rank, "ranks": shard.ranks} | known
+    return {
+        "id": tenant.shown(view.id),
+        "length": view.length,
+        "lengths": list(view.lengths),
+        "pages": view.pages,
+        "last_page_len": view.last_page_len,
+        "parent": None if view.parent is None else tenant.shown(view.parent),
+        "ttl_s": view.ttl_s,
+        **part,
+    }
+
+
+def view_bytes(store: Store) -> int:
+    return VIEW_BYTES + 2 * NUMBER_BYTES * store.geometry.num_layers
+
+
+def fresh_ids(tenant: Tenant, count: int) -> list[str]:
+    """Ids that nobody else makes: 80 random bits each."""
+    letters = base64.b32encode(secrets.token_bytes(10 * count)).decode().lower()
+    return [f"{tenant.prefix}seq-{letters[at : at + 16]}" for at in range(0, len(letters), 16)]

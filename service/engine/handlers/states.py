@@ -1,0 +1,111 @@
+"""Attention that touches no pool: over keys sent along, and the merge of attention states."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from kernels.backend import AttentionState, Pending, RaggedAttend
+from service.engine.handlers.attention import FLOAT32, TEXT_BYTES, in_base, scoring, state_shapes
+from service.engine.handlers.masks import ragged_mask
+from service.engine.loop.job import Alone, Cost, Seconds, Sliced, Step, Steps, Work
+from service.engine.loop.request import Request
+from service.engine.loop.slices import (
+    cut_ragged,
+    paced_spans,
+    ragged_keys,
+)
+from service.engine.store.store import Store
+
+LN_2: Final = math.log(2.0)
+
+
+def ragged_prefill(store: Store, request: Request, _: Seconds) -> Work:
+    fields, tensors = request.fields, request.tensors
+    q = tensors["q"]
+    shapes = state_shapes(q)
+    request.place.require(TEXT_BYTES, shapes)
+    packed = "packed_mask" in tensors
+    given, mask = tensors.get("packed_mask" if packed else "mask"), None
+    if given is not None:
+        kv_lens = np.diff(fields.kv_indptr_array)
+        mask = ragged_mask(given, packed, fields.qo_indptr_array, kv_lens, None)
+    laid = request.place.lay({"lse_base": fields.lse_base, "levels": 1, "cascade": False}, shapes)
+    out = AttentionState(laid["o"], laid["lse"])
+    whole = RaggedAttend(
+        q=q,
+        k=tensors["k"],
+        v=tensors["v"],
+        qo_indptr=fields.qo_indptr_array,
+        kv_indptr=fields.kv_indptr_array,
+        causal=fields.causal,
+        scoring=scoring(q, fields),
+        mask=mask,
+        out=out,
+    )
+    cost = ragged_cost(whole)
+
+    def steps() -> Steps:
+        yield from ragged_steps(store, whole, cost)
+        in_base(laid["lse"], fields.lse_base)
+
+    if store.pace.is_long("ragged", cost):
+        return Sliced(steps(), lambda: None)
+    return Alone(
+        partial(store.backend.attend_ragged, whole), lambda _: in_base(laid["lse"], fields.lse_base)
+    )
+
+
+def ragged_steps(store: Store, whole: RaggedAttend, cost: Cost) -> Steps:
+    """Some rows at a time, with the keys that they may see."""
+    keys = ragged_keys(whole)
+    positions = whole.row_positions
+    row_bytes = (whole.k.nbytes + whole.v.nbytes) / max(whole.k.shape[0], 1)
+    fixed = Cost(num_bytes=row_bytes * float(keys.max(initial=0)))
+    for span in paced_spans(store.pace, "ragged", keys + 1, cost, fixed):
+        piece = cut_ragged(whole, positions, span)
+        yield Step(partial(store.backend.attend_ragged, piece), "ragged", span.cost)
+
+
+def ragged_cost(request: RaggedAttend) -> Cost:
+    _, heads, dim = request.q.shape
+    moved = 2.0 * request.q.nbytes + request.k.nbytes + request.v.nbytes
+    return Cost(moved, 4.0 * heads * dim * float(ragged_keys(request).sum()))
+
+
+def merge(store: Store, request: Request, _: Seconds) -> Work:
+    """Lists of states, each into one."""
+    fields = request.fields
+    o, lse = request.tensors["o"], request.tensors["lse"]
+    indptr = fields.indptr_array
+    if indptr is None:
+        lists, members = o.shape[:2]
+        indptr = np.arange(lists + 1, dtype=np.int32) * np.int32(members)
+        o, lse = o.reshape(lists * members, *o.shape[2:]), lse.reshape(lists * members, -1)
+    num_lists, (heads, dim) = indptr.size - 1, o.shape[1:]
+    shapes = (("lse", FLOAT32, (num_lists, heads)), ("o", o.dtype, (num_lists, heads, dim)))
+    request.place.require(TEXT_BYTES, shapes)
+    laid = request.place.lay({"lse_base": fields.lse_base}, shapes)
+    out = AttentionState(laid["o"], laid["lse"])
+    natural = lse * np.float32(LN_2) if fields.lse_base == "2" else lse
+    cost = Cost(num_bytes=float(o.nbytes + out.o.nbytes), flops=4.0 * o.size)
+
+    def start(first: int, last: int) -> Pending[Any]:
+        rows = slice(int(indptr[first]), int(indptr[last]))
+        part = indptr[first : last + 1] - indptr[first]
+        into = replace(out, o=out.o[first:last], lse=out.lse[first:last])
+        return store.backend.merge(o[rows], natural[rows], part, out=into)
+
+    def steps() -> Steps:
+        weights = np.diff(indptr).astype(np.int64) + 1
+        for span in paced_spans(store.pace, "merge", weights, cost):
+            yield Step(partial(start, span.first, span.last), "merge", span.cost)
+        in_base(laid["lse"], fields.lse_base)
+
+    if store.pace.is_long("merge", cost):
+        return Sliced(steps(), lambda: None)
+    return Alone(partial(start, 0, num_lists), lambda _: in_base(laid["lse"], fields.lse_base))

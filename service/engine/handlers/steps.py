@@ -1,0 +1,153 @@
+"""A step's turn: sequences extended at all its layers, one plan, and the lane that takes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attnd.wire.dtypes import DTYPES
+
+from kernels.backend import Scoring
+from kernels.lanes import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
+from service.core.shards.rows import Sight, check_epochs, grown, has_shards, whole_lengths
+from service.core.steps import StepExtension, check_level, extend_layers, undo_layers
+from service.engine.handlers.attention import LOG2_E, counts_of
+from service.engine.loop.job import Counts, Mode, Opened, Seconds
+from service.engine.loop.request import Request
+from service.engine.store.plan_cache import Planned
+from service.engine.store.store import Store
+from service.errors import InvalidRequest
+from service.operations.step import StepFields
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlace:
+    """Where a step runs, and how its caller is told that it has been accepted."""
+
+    lane: Lane
+    tell: Callable[[dict[str, Any]], None]
+
+
+def step(store: Store, request: Request, seconds: Seconds) -> Opened:
+    """Extend, plan, and start; the layers then follow their caller."""
+    fields, where = request.fields, request.step
+    if not isinstance(where, StepPlace):
+        raise RuntimeError("a step came without a lane: this is a bug")
+    check_places(store, fields, where.lane.arena_bytes)
+    started = time.monotonic()
+    if fields.op == "echo":
+        run = where.lane.begin(step_work(fields, None, None))
+        where.tell({"levels": 0, "cascade": False})
+        return Opened(run, lambda: None, where.lane)
+    sight = sight_of(store, fields)
+    extension = extend(store, fields)
+
+    def undo() -> None:
+        if extension is not None:
+            undo_layers(store.tree, extension)
+
+    try:
+        planned = store.plans.sequences(
+            fields.ids,
+            fields.layers[0],
+            fields.qo_indptr_array,
+            fields.causal and fields.op == "prefill",
+            fields.cascade,
+            sight,
+        )
+        slots = None if extension is None else extension.first.slots
+        run = where.lane.begin(step_work(fields, planned, slots, store.geometry.head_dim))
+    except BaseException:
+        undo()
+        raise
+    seconds.plan += time.monotonic() - started
+    where.tell({"levels": planned.num_levels, "cascade": planned.is_cascade})
+    return Opened(run, undo, where.lane, counts_of_step(store, fields, planned, extension))
+
+
+def extend(store: Store, fields: StepFields) -> StepExtension | None:
+    """Make room for the new tokens at every layer; None where there are none."""
+    if fields.append:
+        return extend_layers(
+            store.tree, fields.layers, fields.ids, fields.counts, fields.offset_array
+        )
+    check_level(store.tree, fields.layers, fields.ids)
+    return None
+
+
+def sight_of(store: Store, fields: StepFields) -> Sight | None:
+    """What a plan over shards must know, new tokens included; None for whole sequences.
+
+    Raises `LengthMismatch` where `offsets` are wrong, `SequenceTaken` for what was claimed.
+    """
+    tree, offsets = store.tree, fields.offset_array
+    check_epochs(tree, fields.ids, None)
+    sharded = has_shards(tree, fields.ids)
+    if not sharded and (fields.append or offsets is None):
+        return None
+    before = whole_lengths(tree, fields.layers[0], fields.ids, offsets)
+    if not sharded:
+        return None
+    if max(fields.windows) >= 0:
+        rule = "must be -1 in a step over shards: decode and prefill without a step take windows"
+        raise InvalidRequest("window_left", max(fields.windows), rule)
+    return Sight(grown(before, fields.counts) if fields.append else before, -1)
+
+
+def step_work(
+    fields: StepFields, planned: Planned | None, slots: Any, head_dim: int = 1
+) -> StepWork:
+    scale = head_dim**-0.5 if fields.sm_scale is None else fields.sm_scale
+    return StepWork(
+        layers=tuple(fields.layers),
+        slots=tuple(Slot(one.q, one.k, one.v, one.o, one.lse) for one in fields.slots or ()),
+        flags=fields.flags,
+        rows=fields.rows,
+        num_qo_heads=fields.num_qo_heads,
+        dtype=DTYPES[fields.dtype],
+        append_slots=slots,
+        plan=None if planned is None else planned.plan,
+        scorings=tuple(Scoring(scale, fields.logits_soft_cap, window) for window in fields.windows),
+        lse_scale=LOG2_E if fields.lse_base == "2" else 1.0,
+    )
+
+
+def check_places(store: Store, fields: StepFields, arena_bytes: int) -> None:
+    """The flags and every slot lie inside the arena."""
+    flags = LAYER_FLAGS * FLAG_BYTES * store.geometry.num_layers
+    check_place("flags", fields.flags, flags, arena_bytes)
+    if fields.op == "echo":
+        for slot in fields.slots or ():
+            check_place("slots", slot.lse, 4, arena_bytes)
+        return
+    g, size = store.geometry, DTYPES[fields.dtype].itemsize
+    query = fields.rows * fields.num_qo_heads * g.head_dim * size
+    stored = fields.rows * g.num_kv_heads * g.head_dim * size if fields.append else 0
+    lse = 4 * fields.rows * fields.num_qo_heads
+    sizes = {"q": query, "k": stored, "v": stored, "o": query, "lse": lse}
+    for number, slot in enumerate(fields.slots or ()):
+        for name, num_bytes in sizes.items():
+            check_place(f"slots.{number}.{name}", getattr(slot, name), num_bytes, arena_bytes)
+
+
+def check_place(field: str, place: int, num_bytes: int, arena_bytes: int) -> None:
+    if place + num_bytes > arena_bytes:
+        rule = f"{num_bytes} bytes from there: must lie in the arena of {arena_bytes} bytes"
+        raise InvalidRequest(field, place, rule)
+
+
+def counts_of_step(
+    store: Store, fields: StepFields, planned: Planned, extension: StepExtension | None
+) -> Counts:
+    """What all layers together add to the metrics."""
+    mode: Mode = "cascade" if planned.is_cascade else "flat"
+    one, layers = counts_of(store, planned, mode), len(fields.layers)
+    added = 0 if extension is None else extension.first.num_stored
+    return replace(
+        one,
+        appended=added * layers,
+        read_bytes=one.read_bytes * layers,
+        saved_bytes=one.saved_bytes * layers,
+    )

@@ -1,0 +1,189 @@
+"""What every operation does when its turn comes, and what must not run beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from service.engine.handlers.attention import cascade, decode, prefill
+from service.engine.handlers.delete import delete_sequence, delete_sequences
+from service.engine.handlers.drain import drain_engine, hand_over
+from service.engine.handlers.events import events
+from service.engine.handlers.exports import export_sequence
+from service.engine.handlers.imports import cancel_import, get_import, import_sequence
+from service.engine.handlers.prefix import (
+    clear,
+    commit,
+    commit_sequences,
+    evict,
+    get_namespace,
+    holds,
+    list_namespaces,
+    match_prefix,
+    pin,
+    release_lease,
+    renew_lease,
+    set_namespace,
+    unpin,
+)
+from service.engine.handlers.rows import append, gather
+from service.engine.handlers.sequences import (
+    create_sequences,
+    get_sequence,
+    list_sequences,
+    page_table,
+)
+from service.engine.handlers.shards.claims import claim_shard
+from service.engine.handlers.states import merge, ragged_prefill
+from service.engine.handlers.status import engines, info, pool
+from service.engine.handlers.steps import step
+from service.engine.handlers.truncate import truncate, truncate_sequences
+from service.engine.loop.job import Seconds, Work
+from service.engine.loop.request import Request
+from service.engine.store.snapshot import snapshot
+from service.engine.store.store import Store
+
+Names = Callable[[Request], Iterable[str]]
+
+
+def nothing(_: Request) -> Iterable[str]:
+    return ()
+
+
+def ids_of(request: Request) -> Iterable[str]:
+    return request.fields.ids  # type: ignore[no-any-return]
+
+
+def one_id(request: Request) -> Iterable[str]:
+    return (request.fields.id,)
+
+
+def appended_ids(request: Request) -> Iterable[str]:
+    """Attention writes to its sequences when k and v come along."""
+    return ids_of(request) if "k" in request.tensors else ()
+
+
+def level_ids(request: Request) -> Iterable[str]:
+    return {name for level in request.fields.levels for name in level.ids}
+
+
+def parents(request: Request) -> Iterable[str]:
+    return [new.parent for new in request.fields.sequences if new.parent is not None]
+
+
+def made(request: Request) -> Iterable[str]:
+    return [new.id for new in request.fields.sequences if new.id is not None]
+
+
+def import_base(request: Request) -> Iterable[str]:
+    return () if request.fields.base is None else (request.fields.base,)
+
+
+def named_ids(request: Request) -> Iterable[str]:
+    return request.fields.names  # type: ignore[no-any-return]
+
+
+def id_prefix(request: Request) -> str | None:
+    prefix = request.fields.prefix
+    return None if prefix is None else request.tenant.prefix + prefix
+
+
+def no_prefix(_: Request) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """`begin` gives a request its turn: it changes the tree, hands writes to the device, and says
+    what is left. Having raised, it has changed nothing.
+
+    `reads` and `writes` name the sequences that must stand still meanwhile. `is_barrier`: it gives
+    pages away or renames them, so everything before it must be settled for good. `is_attention`: it
+    may share a launch with its like. `sweeps`: it writes every sequence whose id begins like this.
+    `moves`: it is for sequences that leave, too, or looks for itself.
+    """
+
+    begin: Callable[[Store, Request, Seconds], Work]
+    reads: Names = nothing
+    writes: Names = nothing
+    is_barrier: bool = False
+    is_attention: bool = False
+    launches: bool = False
+    sweeps: Callable[[Request], str | None] = no_prefix
+    moves: bool = False
+
+
+TURNS: Final[dict[str, Turn]] = {
+    "create_sequences": Turn(create_sequences, parents, made, is_barrier=True),
+    "list_sequences": Turn(list_sequences),
+    "get_sequence": Turn(get_sequence, reads=one_id),
+    "delete_sequence": Turn(delete_sequence, writes=one_id, is_barrier=True),
+    "truncate": Turn(truncate, writes=one_id, is_barrier=True),
+    "truncate_sequences": Turn(truncate_sequences, writes=ids_of, is_barrier=True),
+    "claim": Turn(claim_shard, writes=one_id, is_barrier=True),
+    "page_table": Turn(page_table, reads=ids_of),
+    "append": Turn(append, ids_of, ids_of),
+    "gather": Turn(gather, reads=ids_of, launches=True),
+    "decode": Turn(decode, ids_of, appended_ids, is_attention=True),
+    "prefill": Turn(prefill, ids_of, appended_ids, is_attention=True),
+    "ragged_prefill": Turn(ragged_prefill, launches=True),
+    "cascade": Turn(cascade, reads=level_ids, is_attention=True),
+    "merge": Turn(merge, launches=True),
+    "info": Turn(info),
+    "pool": Turn(pool),
+    "engines": Turn(engines),
+    "step": Turn(step, ids_of, ids_of),
+    "delete_sequences": Turn(
+        delete_sequences, writes=named_ids, is_barrier=True, sweeps=id_prefix, moves=True
+    ),
+    "match_prefix": Turn(match_prefix, is_barrier=True),
+    "commit": Turn(commit, writes=one_id, is_barrier=True),
+    "commit_sequences": Turn(commit_sequences, writes=ids_of, is_barrier=True),
+    "renew_lease": Turn(renew_lease),
+    "release_lease": Turn(release_lease, is_barrier=True),
+    "pin": Turn(pin, is_barrier=True),
+    "unpin": Turn(unpin, is_barrier=True),
+    "evict": Turn(evict, is_barrier=True),
+    "clear": Turn(clear, is_barrier=True),
+    "get_namespace": Turn(get_namespace),
+    "set_namespace": Turn(set_namespace),
+    "events": Turn(events),
+    "export_sequence": Turn(export_sequence, reads=one_id, is_barrier=True, moves=True),
+    "import_sequence": Turn(import_sequence, import_base, one_id, is_barrier=True),
+    "get_import": Turn(get_import, reads=one_id),
+    "cancel_import": Turn(cancel_import, writes=one_id, is_barrier=True),
+    "snapshot": Turn(snapshot),
+    "hand_over": Turn(hand_over, writes=one_id, is_barrier=True, moves=True),
+    "drain_engine": Turn(drain_engine),
+    "list_namespaces": Turn(list_namespaces),
+    "holds": Turn(holds),
+}
+
+
+def turn_of(request: Request) -> Turn:
+    return TURNS[request.operation.name]
+
+
+def refuse_leaving(store: Store, request: Request) -> None:
+    """Raises SequenceMoving where a request is for a sequence that leaves this engine."""
+    turn = turn_of(request)
+    if not turn.moves:
+        store.leaving.check((*turn.reads(request), *turn.writes(request)), request)
+
+
+def sharing_of(request: Request, turn: Turn) -> Hashable | None:
+    """Requests with equal values may share a launch; None: it needs none.
+
+    Known before its turn, so that a launch that it does not share goes out before it changes
+    anything.
+    """
+    if not turn.is_attention:
+        return object() if turn.launches else None
+    sharing: Hashable | None = request.known.get("sharing")
+    if sharing is None:
+        fields, q = request.fields, request.tensors["q"]
+        window: Any = getattr(fields, "window_left", -1)
+        sharing = (q.dtype, q.shape[1:], fields.sm_scale, fields.logits_soft_cap, window)
+        request.known["sharing"] = sharing
+    return sharing

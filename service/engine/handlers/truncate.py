@@ -1,0 +1,135 @@
+"""Sequences are cut, one or many; tokens that are kept behind the cut move up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+
+from kernels.backend import NUMPY_DTYPES, Done, Int32
+from service.core.sequences.cuts import Cut
+from service.engine.handlers.rows import refuse_shards
+from service.engine.handlers.sequences import (
+    LONGEST_ID,
+    copy_rows,
+    sequence_fields,
+    view_bytes,
+)
+from service.engine.handlers.shards.claims import cut_whole, held_after
+from service.engine.loop.job import Answered, Cost, Seconds, Sliced, Step, Steps, Work
+from service.engine.loop.request import Request
+from service.engine.store.store import Store, StoreLost
+
+MOVES_AT_ONCE: Final = 32
+"""Moves of one slice, each of some rows at one layer: every one waits for the device."""
+
+Move = tuple[int, int, int]
+"""A layer, and the first and last of the rows that move there."""
+
+
+def truncate(store: Store, request: Request, _: Seconds) -> Work:
+    fields = request.fields
+    name, layer = fields.id, fields.layer
+    request.place.require(view_bytes(store) + 2 * LONGEST_ID)
+    leaf = store.tree.books.leaf(name)
+    length = held_after(store, leaf, fields)
+
+    def answer() -> None:
+        cut_whole(leaf, fields)
+        request.place.lay(sequence_fields(store.tree.describe(name), request.tenant))
+
+    if layer is not None:
+        store.tree.cut_layer(name, layer, length)
+        answer()
+        return Answered()
+    if fields.keep:
+        refuse_shards(store.tree, (name,), request.tenant, "a cut that keeps tokens behind it")
+    keep = np.array(fields.keep or (), np.int32)
+    cuts = store.tree.cuts.prepare((name,), (length,), (keep,))
+    return cut(store, cuts, answer)
+
+
+def truncate_sequences(store: Store, request: Request, _: Seconds) -> Work:
+    """All or none."""
+    fields = request.fields
+    ids = fields.ids
+    request.place.require((view_bytes(store) + 2 * LONGEST_ID) * len(ids))
+    refuse_shards(store.tree, ids, request.tenant, "a cut of many")
+    keeps = None
+    if fields.keep is not None:
+        keeps = np.split(np.array(fields.keep, np.int32), fields.keep_indptr[1:-1])
+
+    def answer() -> None:
+        views = [sequence_fields(store.tree.describe(name), request.tenant) for name in ids]
+        request.place.lay({"sequences": views})
+
+    return cut(store, store.tree.cuts.prepare(ids, fields.lengths, keeps, batch=True), answer)
+
+
+def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:
+    """Carry out cuts that were prepared. Rows move first, while their pages are still held."""
+    sources, targets = store.tree.cuts.moves(cuts)
+    if not sources.size:
+        finish(store, cuts)
+        answer()
+        return Answered()
+    begun = False
+
+    def move(moves: Sequence[Move]) -> Done[None]:
+        nonlocal begun
+        begun = True
+        for layer, first, last in moves:
+            move_rows(store, layer, sources[first:last], targets[first:last])
+        return Done(None)
+
+    def steps() -> Steps:
+        for moves, cost in move_plan(store, sources.size):
+            yield Step(partial(move, moves), "move", cost)
+        finish(store, cuts)
+        answer()
+
+    def undo() -> None:
+        if begun:
+            raise StoreLost("rows that a truncate keeps were moved in part")
+        store.tree.cuts.release(cuts)
+
+    return Sliced(steps(), undo, must_finish=lambda: begun)
+
+
+def move_plan(store: Store, num_rows: int) -> Iterator[tuple[list[Move], Cost]]:
+    """The moves of `num_rows` rows at every layer, in slices.
+
+    Within a layer rows move in their order, as a later one may come from where an earlier one was.
+    """
+    geometry = store.geometry
+    whole = Cost(num_bytes=4.0 * num_rows * geometry.token_bytes * geometry.num_layers)
+    pieces = max(store.pace.num_slices("move", whole), -(-geometry.num_layers // MOVES_AT_ONCE))
+    a_layer = min(num_rows, max(1, -(-pieces // geometry.num_layers)))
+    bounds = np.linspace(0, num_rows, a_layer + 1).astype(int).tolist()
+    layers = range(geometry.num_layers)
+    moves = [(layer, first, last) for layer in layers for first, last in pairwise(bounds)]
+    at_once = max(1, len(moves) // pieces)
+    for begin in range(0, len(moves), at_once):
+        some = moves[begin : begin + at_once]
+        yield some, Cost(num_bytes=whole.num_bytes * len(some) / len(moves))
+
+
+def move_rows(store: Store, layer: int, sources: Int32, targets: Int32) -> None:
+    """K and V of token slots to others, to the bit."""
+    geometry = store.geometry
+    shape = (sources.size, geometry.num_kv_heads, geometry.head_dim)
+    dtype: Any = NUMPY_DTYPES[geometry.dtype]
+    rows = (np.empty(shape, dtype), np.empty(shape, dtype))
+    store.backend.read_stored(layer, sources, rows).result()
+    store.backend.write_stored(layer, *rows, targets).result()
+
+
+def finish(store: Store, cuts: Sequence[Cut]) -> None:
+    copies = store.tree.cuts.finish(cuts)
+    try:
+        copy_rows(store, copies)
+    except Exception as error:
+        raise StoreLost("rows were lost in a truncate") from error

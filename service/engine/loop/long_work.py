@@ -1,0 +1,165 @@
+"""Long operations: their slices, one after another, each operation in its turn."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kernels.backend import Pending
+from service.engine.loop.fair import FairQueue
+from service.engine.loop.job import Job, Sliced, Step
+from service.engine.store.store import FATAL, Store
+from service.errors import Cancelled, DeadlineExceeded, Internal
+from service.metrics import Metrics
+
+LOG: Final = logging.getLogger("attnd.engine")
+CHANGED: Final = "a sequence changed while it was read, and what was read is void; see the log"
+
+
+@dataclass(slots=True, eq=False)
+class Slice:
+    """A piece that the device is at."""
+
+    job: Job
+    work: Sliced
+    step: Step
+    pending: Pending[Any]
+    started: float
+
+
+class Longs:
+    """Runs one slice at a time. `end` is told of every operation that is over, and how; `charge`
+    how long each slice took."""
+
+    def __init__(
+        self,
+        store: Store,
+        metrics: Metrics,
+        end: Callable[[Job, Exception | None], None],
+        charge: Callable[[Job, float], None],
+    ) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._end = end
+        self._charge = charge
+        self._queue: FairQueue[tuple[Job, Any]] = FairQueue()
+        """Jobs in turn, each with the result of its latest slice."""
+        self._slice: Slice | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._queue.count or self._slice)
+
+    @property
+    def slice_started(self) -> float | None:
+        """When the slice that the device is at went out, by `time.monotonic()`."""
+        return None if self._slice is None else self._slice.started
+
+    def begin(self, job: Job) -> None:
+        self._wait(job, None)
+
+    def advance(self) -> None:
+        """Take in the slice that is done, and start the next one."""
+        self._look()
+        if self._queue.count and self._slice is None:
+            self._start(*self._queue.pop())
+            self._look()  # where the device is the processor, it is done
+
+    def _look(self) -> None:
+        if self._slice is not None and self._slice.pending.done:
+            self._take_in(self._slice)
+
+    def stop_all(self, error: Exception) -> None:
+        """End every operation with `error`, undone."""
+        if self._slice is not None:
+            current, self._slice = self._slice, None
+            current.pending.result()
+            self._stop_or_finish(current.job, current.work, error)
+        while self._queue.count:
+            job, _ = self._queue.pop()
+            if isinstance(job.work, Sliced):
+                self._stop_or_finish(job, job.work, error)
+
+    def _stop_or_finish(self, job: Job, work: Sliced, error: Exception) -> None:
+        """End an operation; one that cannot be undone any more runs to its end."""
+        if work.must_finish():
+            work.run()
+            self._end(job, job.stopped_by)
+        else:
+            self._stop(job, work, error)
+
+    def _start(self, job: Job, result: Any) -> None:
+        """The next slice of a job, unless it is over or nobody wants it any more."""
+        work = job.work
+        if not isinstance(work, Sliced):
+            raise RuntimeError("a long operation without slices: this is a bug")
+        if (error := unwanted(job)) is not None and not work.must_finish():
+            self._metrics.rejected("cancelled" if job.cancelled else "deadline_exceeded")
+            self._stop(job, work, error)
+            return
+        if job.watch is not None and (changed := self._store.tree.books.changed(job.watch)):
+            LOG.error("%s changed during %s: this is a bug", changed, job.request.operation.name)
+            self._stop(job, work, Internal(CHANGED))
+            return
+        started = time.monotonic()
+        try:
+            step = work.steps.send(result)
+            self._slice = Slice(job, work, step, step.start(), started)
+            self._metrics.slices(1)
+        except StopIteration:
+            self._end(job, job.stopped_by)
+        except FATAL:
+            raise
+        except Exception as failure:
+            self._stop(job, work, failure)
+
+    def _take_in(self, current: Slice) -> None:
+        """A slice that is done: its time, and its result for the operation's next step."""
+        self._slice = None
+        try:
+            result = current.pending.result()
+        except FATAL:
+            raise
+        except Exception as error:
+            self._stop(current.job, current.work, error)
+            return
+        spent = time.monotonic() - current.started
+        self._store.pace.correct(current.step.kind, current.step.cost, spent)
+        current.job.seconds.kernel += spent
+        self._charge(current.job, spent)
+        self._queue.charge(current.job.request.tenant.namespace, spent)
+        self._wait(current.job, result)
+
+    def _wait(self, job: Job, result: Any) -> None:
+        """Its next slice comes after those of others."""
+        self._queue.append(job.request.tenant.namespace, (job, result))
+
+    def _stop(self, job: Job, work: Sliced, error: Exception) -> None:
+        """End an operation between two slices, as if it had never begun."""
+        work.steps.close()
+        if work.undo_steps is None:
+            work.undo()
+            self._end(job, error)
+            return
+        job.stopped_by, job.watch = error, None
+        job.work = Sliced(work.undo_steps(), do_nothing, made=work.made, must_finish=is_undoing)
+        self._wait(job, None)
+
+
+def do_nothing() -> None:
+    """Undoing is not undone."""
+
+
+def is_undoing() -> bool:
+    return True
+
+
+def unwanted(job: Job) -> Exception | None:
+    """Why a job is not to go on, if it is not."""
+    if job.cancelled:
+        return Cancelled("the caller took the operation back; it was undone")
+    if time.monotonic() > job.deadline:
+        return DeadlineExceeded("the deadline passed while it ran; it was stopped and undone")
+    return None

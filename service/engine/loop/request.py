@@ -1,0 +1,107 @@
+"""From a call's image to a request that the engine can run; calls that repeat are read once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from attnd.wire.dtypes import BOOL
+
+from kernels.tensor import PinnedArray
+from service.engine.loop.place import Array, Place
+from service.image.json_pieces import Pieces
+from service.image.reading import placing, split
+from service.operations.info import InfoAnswer
+from service.operations.spec import Operation, Prepared, preparing
+from service.road.engine_end.calls import Call
+from service.tenants import OPEN, Tenant
+
+REMEMBERED_BYTES: Final = 16 * 2**10
+"""Longest header that is remembered: bounds what `MOST_REMEMBERED` of them can hold."""
+MOST_REMEMBERED: Final = 512
+REPEATED_BYTES: Final = 2 * 2**10
+MOST_REPEATED: Final = 128
+"""A session's calls are remembered whole, places and all, up to so many with so long headers."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A checked operation, its tensors in place, where its answer goes, and whose it is.
+
+    Sequences in its fields are called what the tree calls them, see `Tenant`. It may serve again,
+    when a session sends the same header from the same place for an answer at the same place and for
+    the same tenant. `known` is what an operation works out from the header alone.
+    """
+
+    operation: Operation
+    fields: Any
+    tensors: dict[str, Array]
+    place: Place
+    tenant: Tenant = OPEN
+    known: dict[str, Any] = field(default_factory=dict)
+    step: Any = None
+    """A step's lane: `StepPlace`."""
+
+
+class RequestReader:
+    """Reads images for one engine, whose `info` the checks rest on."""
+
+    def __init__(self, info: InfoAnswer) -> None:
+        self._info = info
+        self._known: OrderedDict[tuple[int, bytes, int, Tenant], Prepared] = OrderedDict()
+        self._limit = info.limits.max_answer_bytes
+
+    def read(self, operation: Operation, call: Call) -> Request | Pieces[Request]:
+        """The request; what reads it in pieces, where that takes longer than some milliseconds.
+        Raises `Forbidden`, `MalformedBody`, `InvalidRequest`.
+
+        The header is copied before it is read: its writer may still be at it. Tensors are read
+        where they lie.
+        """
+        header, start = split(call.request)
+        repeated = call.session.repeated
+        tenant = call.tenant
+        key = (operation.number, call.at, header, tenant)
+        request: Request | None = repeated.get(key)
+        if request is not None:
+            return request
+        pieces = self._reading(operation, call, header, start)
+        try:
+            next(pieces)
+        except StopIteration as end:
+            made: Request = end.value
+            if len(header) <= REPEATED_BYTES and lie_still(made.tensors):
+                if len(repeated) >= MOST_REPEATED:
+                    repeated.clear()
+                repeated[key] = made
+            return made
+        return pieces
+
+    def _reading(
+        self, operation: Operation, call: Call, header: bytes, start: int
+    ) -> Pieces[Request]:
+        """A request that does not repeat one of the session's, in pieces."""
+        image, tenant, pinned = call.request, call.tenant, call.session.pinned
+        room = len(image) - start
+        key = (operation.number, header, room, tenant)
+        prepared = self._known.get(key)
+        if prepared is None:
+            prepared = yield from preparing(operation, header, room, self._info, tenant)
+            if len(header) <= REMEMBERED_BYTES:
+                self._known[key] = prepared
+                if len(self._known) > MOST_REMEMBERED:
+                    self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(key)
+        tensors = yield from placing(image, start, prepared.layout)
+        if pinned:
+            tensors = {name: array.view(PinnedArray) for name, array in tensors.items()}
+        answer = Place(call.answer, self._limit, pinned)
+        return Request(operation, prepared.fields, tensors, answer, tenant)
+
+
+def lie_still(tensors: Mapping[str, Array]) -> bool:
+    """Whether tensors are the arena's own bytes, with nothing in them to be checked."""
+    return all(one.base is not None and one.dtype != BOOL for one in tensors.values())

@@ -1,0 +1,111 @@
+"""The operation `snapshot`, and how often it may look at all there is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core.outline import Outline, outline, page_states
+from service.engine.loop.job import Answered, Seconds, Work
+from service.engine.loop.request import Request
+from service.image.json_text import dump_json
+from service.image.writing import Shaped, in_order, shaped
+from service.operations.common import refuse
+
+if TYPE_CHECKING:
+    from service.engine.store.store import Store
+
+LEAST_S: Final = 0.2
+"""Whoever asks sooner gets the last one again."""
+TREE_SHARE: Final = 0.02
+"""Of the engine's time, for looking at the tree: a large one is looked at less often."""
+NOT_TAKEN: Final = "the service takes no snapshots: set it to true"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """One moment, as it is answered."""
+
+    text: str
+    arrays: dict[str, NDArray[Any]]
+    shapes: tuple[Shaped, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Tree:
+    """The tree at one moment; the next look is due at `again`."""
+
+    outline: Outline
+    again: float
+
+
+class Snapshots:
+    """The last snapshot of a store."""
+
+    __slots__ = ("_last", "_store", "_taken", "_tree")
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._last: Snapshot | None = None
+        self._taken = 0.0
+        self._tree: Tree | None = None
+
+    def newest(self) -> Snapshot:
+        """A new one, or the last where that is young."""
+        now = self._store.now
+        if self._last is None or now - self._taken >= LEAST_S:
+            self._store.tree.books.is_watched = True
+            self._last, self._taken = self._take(now), now
+        return self._last
+
+    def _take(self, now: float) -> Snapshot:
+        store, tree = self._store, self._look(now)
+        states, step = page_states(store.tree)
+        numbers = store.numbers()
+        fields = {
+            "free": numbers.free,
+            "referenced": numbers.referenced,
+            "cached": numbers.cached,
+            "pinned": numbers.pinned,
+            "total": store.geometry.num_pages,
+            "leases": numbers.leases,
+            "sequences": numbers.sequences,
+            "nodes": numbers.nodes,
+            "evicted": store.tree.budget.num_evicted,
+            "page_step": step,
+            "namespaces": tree.namespaces,
+            "engines": [],
+        }
+        arrays: dict[str, NDArray[Any]] = {
+            "page_states": states,
+            "tree_parents": tree.parents,
+            "tree_pages": tree.pages,
+            "tree_totals": tree.totals,
+            "tree_sequences": tree.sequences,
+            "tree_idle_s": np.maximum(now - tree.used, 0.0).astype(np.float32),
+            "tree_states": tree.states,
+        }
+        return Snapshot(dump_json(fields), arrays, in_order(shaped(arrays)))
+
+    def _look(self, now: float) -> Outline:
+        tree = self._tree
+        if tree is None or now >= tree.again:
+            started = time.monotonic()
+            seen = outline(self._store.tree)
+            tree = self._tree = Tree(seen, now + (time.monotonic() - started) / TREE_SHARE)
+        return tree.outline
+
+
+def snapshot(store: Store, request: Request, _: Seconds) -> Work:
+    if store.snapshots is None:
+        refuse("server.live", False, NOT_TAKEN)
+    taken = store.snapshots.newest()
+    request.place.require(2 * len(taken.text), taken.shapes)  # quotes are escaped in the header
+    laid = request.place.lay_text(taken.text, taken.shapes)
+    for name, array in taken.arrays.items():
+        laid[name][...] = array
+    return Answered()

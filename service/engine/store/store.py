@@ -1,0 +1,216 @@
+"""The store: the prefix tree and the backend's pool as one thing, with the plans made for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kernels.backend import Backend, DeviceLost, Int32, Pending, Tensor
+from service.core.errors import IntegrityError
+from service.core.pool.namespaces import Namespace
+from service.core.shards.rows import extend
+from service.core.steps import StepExtension, undo_layers
+from service.core.tree import PrefixTree
+from service.core.values import Extension
+from service.engine.loop.job import Cost, Seconds
+from service.engine.loop.slices import Pace
+from service.engine.store.event_history import History
+from service.engine.store.limits import Limits
+from service.engine.store.move_marks import Leaving
+from service.engine.store.plan_cache import PlanCache
+from service.engine.store.snapshot import Snapshots
+from service.engine.store.unfinished_imports import UnfinishedImports
+from service.operations.info import InfoAnswer
+
+EXPIRY_S: Final = 2e-3
+"""Seconds that one round deletes sequences whose time is over."""
+ENDED_AT_ONCE: Final = 32
+"""Sequences that are looked at between two looks at the clock."""
+EVICTED_A_TURN: Final = 32
+"""Pages evicted ahead of need in one round of turns: a fraction of a millisecond."""
+
+
+class StoreLost(RuntimeError):
+    """Tree and pool no longer agree; nothing they hold can be trusted."""
+
+
+FATAL: Final = (DeviceLost, StoreLost, IntegrityError)
+"""After these nothing in the pool can be trusted."""
+
+
+@dataclass(slots=True)
+class PoolNumbers:
+    """Pages by their state, and counts; of the whole pool, or as one namespace sees it."""
+
+    free: int
+    referenced: int = 0
+    cached: int = 0
+    pinned: int = 0
+    leases: int = 0
+    sequences: int = 0
+    imports: int = 0
+    nodes: int = 0
+    available: int = 0
+    """Pages that one namespace could get now, evictions included."""
+
+
+class Store:
+    """Owned by one thread: nothing here is locked."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        pace: Pace,
+        info: InfoAnswer,
+        high_watermark: float = 1.0,
+        events_history: int = 0,
+        live: bool = True,
+    ) -> None:
+        """`events_history`: pages that the events kept for each namespace tell of; `live`: whether
+        snapshots may be taken."""
+        geometry = backend.geometry
+        self.info = info
+        self.backend = backend
+        self.geometry = geometry
+        self.pace = pace
+        self.num_qo_heads = geometry.num_kv_heads
+        """Of the queries that came last."""
+        self.limits = Limits(info.limits.max_sequences, info.limits.max_sequences)
+        self.tree = PrefixTree(geometry.num_pages, geometry.page_size, geometry.num_layers)
+        self.plans = PlanCache(self.tree)
+        self.history = History(geometry.page_size, events_history)
+        if self.history.is_kept:
+            self.tree.cache.named.listener = self.history.hear
+        self.imports = UnfinishedImports(self.tree.books)
+        self.leaving = Leaving(self.tree)
+        self.is_draining = False
+        self.counts: Callable[[], dict[str, list[float]]] = dict
+        """What the engine's metrics have counted."""
+        self.now = time.monotonic()
+        self.snapshots = Snapshots(self) if live else None
+        self._watermark = int(high_watermark * geometry.num_pages)
+
+    def extend(
+        self,
+        layer: int,
+        ids: Sequence[str],
+        counts: Int32,
+        offsets: Int32 | None,
+        seconds: Seconds,
+    ) -> Extension:
+        """Make room for `counts` [B] tokens; nothing is written there yet."""
+        started = time.monotonic()
+        extension = extend(self.tree, layer, ids, counts, offsets)
+        seconds.plan += time.monotonic() - started
+        return extension
+
+    def write(
+        self, extension: Extension, rows: tuple[Tensor, Tensor], seconds: Seconds
+    ) -> Pending[None]:
+        """Write `rows` (k and v [n, Hkv, D]) where the extension made room; undone if it fails."""
+        started = time.monotonic()
+        try:
+            pending = self.backend.append(extension.layer, *rows, extension.slots)
+        except BaseException:
+            self.undo(extension)
+            raise
+        seconds.copy_in += time.monotonic() - started
+        return pending
+
+    def undo(self, extension: Extension | StepExtension) -> None:
+        """Take back an extension; the tree renames what was planned for it."""
+        if isinstance(extension, StepExtension):
+            undo_layers(self.tree, extension)
+        else:
+            self.tree.undo(extension)
+
+    def is_long_write(self, rows: tuple[Tensor, Tensor]) -> bool:
+        """Whether writing `rows` is more than one slice."""
+        return self.pace.is_long("append", write_cost(rows))
+
+    def tick(self) -> None:
+        """Let time pass: leases, priorities and pins end, and room is made ahead of need."""
+        tree = self.tree
+        self.now = time.monotonic()
+        tree.tick(self.now)
+        if tree.allocator.num_referenced > self._watermark:
+            over = tree.allocator.num_referenced - self._watermark
+            tree.budget.evict_ahead(min(over, EVICTED_A_TURN))
+
+    @property
+    def next_end(self) -> float:
+        """When time alone will next change something, by `time.monotonic()`."""
+        return min(self.tree.next_end, self.leaving.ends.next_due)
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether the time of a sequence may be over."""
+        return self.tree.books.next_end <= self.now or self.leaving.ends.next_due <= self.now
+
+    def expire(self, is_held: Callable[[str], bool]) -> None:
+        """Delete the sequences that nobody has used for as long as they may live unused, and end
+        the marks of those that were moved, as far as that is done in a fraction of a slice.
+
+        A sequence that `is_held` says is in use was used just now. Nothing that was launched may be
+        unsettled.
+        """
+        books, marks, ends = self.tree.books, self.leaving.marks, time.monotonic() + EXPIRY_S
+        self.leaving.expire(self.now, is_held)
+        while books.next_end <= self.now and time.monotonic() < ends:
+            over = books.outlived(lambda name: name in marks or is_held(name), ENDED_AT_ONCE)
+            self.tree.free(over)
+            self.imports.forget(over)
+
+    def numbers(self, namespace: str | None = None) -> PoolNumbers:
+        """Of the whole pool (None), or as a namespace sees it."""
+        tree = self.tree
+        chosen: Iterable[Namespace] = tree.budget.namespaces.values()
+        free, available = tree.allocator.num_free, 0
+        if namespace is not None:
+            own = tree.budget.namespaces.get(namespace) or Namespace(namespace)
+            chosen, free = (own,), max(0, tree.budget.available(own))
+            available = tree.budget.obtainable(own)
+        imports = self.imports.count(namespace)
+        numbers = PoolNumbers(free, sequences=-imports, imports=imports, nodes=tree.num_nodes)
+        numbers.available = available
+        for one in chosen:
+            numbers.referenced += one.referenced
+            numbers.cached += one.cached
+            numbers.pinned += one.pinned
+            numbers.leases += one.num_leases
+            numbers.sequences += one.num_sequences
+        return numbers
+
+    def press(self, numbers: PoolNumbers) -> None:
+        """Let the namespaces know when what cannot be evicted passes the watermark, or no longer
+        does; `numbers` are the whole pool's."""
+        is_high = numbers.referenced + numbers.pinned > self._watermark
+        if is_high != self.history.is_high:
+            budget = self.tree.budget
+            known = budget.namespaces.items()
+            left = {
+                name: (max(0, budget.available(held)), budget.obtainable(held))
+                for name, held in known
+            }
+            self.history.press(is_high, left)
+
+    def namespace_fields(self, name: str) -> dict[str, Any]:
+        """A namespace's quota and use; one that nobody has met has neither."""
+        held = self.tree.budget.namespaces.get(name) or Namespace(name)
+        return {
+            "name": name,
+            "max_pages": held.max_pages,
+            "reserved_pages": held.reserved_pages,
+            "used": held.used,
+            "referenced": held.referenced,
+            "cached": held.cached,
+            "pinned": held.pinned,
+            "leases": held.num_leases,
+            "sequences": held.num_sequences - self.imports.count(name),
+        }
+
+
+def write_cost(rows: tuple[Tensor, Tensor]) -> Cost:
+    return Cost(num_bytes=2.0 * sum(part.nbytes for part in rows))

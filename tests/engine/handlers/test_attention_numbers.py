@@ -1,0 +1,217 @@
+"""The engine on the CPU backend against the dense oracle, and one way of asking against another.
+
+Everything runs twice: as one launch, and with every operation cut into slices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+
+from tests.engine.harness import (
+    Asked,
+    Caller,
+    Refused,
+    Reply,
+    outcome,
+    pool,
+    queries,
+    rows,
+    until,
+)
+from tests.engine.pool_model import (
+    CPU_GEOMETRY,
+    SCALE,
+    Model,
+    close,
+    decode,
+    indptr,
+    on_cpu,
+    prefill,
+)
+
+LAYERS = range(CPU_GEOMETRY.num_layers)
+
+
+@pytest.fixture(params=[20.0, 1e-6], ids=["whole", "sliced"])
+def slice_ms(request: pytest.FixtureRequest) -> float:
+    return float(request.param)
+
+
+@pytest.mark.parametrize("mode", ["auto", "always", "never"])
+def test_fork_then_decode_equals_the_oracle_however_it_runs(mode: str, slice_ms: float) -> None:
+    async def scenario(caller: Caller) -> None:
+        model = Model(caller)
+        names = await model.family()
+        for step in range(3):
+            for layer in LAYERS:
+                new = model.grow(names, [1] * len(names), layer)
+                asked = decode(names, step, layer=layer, cascade=mode, **new)
+                told = await caller.submit(asked)
+                one_each = indptr(*[1] * len(names))
+                wanted = model.expected(names, layer, asked.tensors["q"], one_each)
+                close(told, wanted, f"step {step}, layer {layer}")
+            assert told.fields["cascade"] == (told.fields["levels"] > 1)
+            if mode != "auto":
+                assert told.fields["cascade"] == (mode == "always")
+
+    on_cpu(scenario, slice_ms=slice_ms)
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"causal": True, "window_left": 6}])
+def test_prefill_over_forks_equals_the_oracle(
+    mode: str, how: dict[str, Any], slice_ms: float
+) -> None:
+    async def scenario(caller: Caller) -> None:
+        model = Model(caller)
+        names = await model.family()
+        lens = [3, 1, 0, 9, 2, 5, 2, 1, 4, 6]
+        new = model.grow(names, lens, 1)
+        given: dict[str, Any] = {"causal": False, "cascade": mode, "layer": 1} | how | new
+        asked = prefill(names, lens, 5, **given)
+        told = await caller.submit(asked)
+        close(told, model.expected(names, 1, asked.tensors["q"], indptr(*lens), **how))
+
+    on_cpu(scenario, slice_ms=slice_ms)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks_of_both_forms_reach_the_right_rows(
+    packed: bool, mode: str, causal: bool, slice_ms: float
+) -> None:
+    async def scenario(caller: Caller) -> None:
+        model = Model(caller)
+        names = await model.family()
+        lens = [3, 1, 0, 5, 2, 1, 2, 1, 4, 6]
+        rng = np.random.default_rng(3)
+        masks = [
+            rng.random((n, model.held[name, 0][0].shape[0])) < 0.5
+            for n, name in zip(lens, names, strict=True)
+        ]
+        if packed:
+            flat = np.concatenate([np.packbits(mask, bitorder="little") for mask in masks])
+        else:
+            flat = np.concatenate([mask.reshape(-1) for mask in masks])
+        kind = "packed_mask" if packed else "mask"
+        given: dict[str, Any] = {"causal": causal, "cascade": mode, kind: flat}
+        asked = prefill(names, lens, 5, **given)
+        told = await caller.submit(asked)
+        begin = indptr(*lens)
+        for b, name in enumerate(names):
+            mine = slice(begin[b], begin[b + 1])
+            k, v = model.held[name, 0]
+            seen = oracle.visible(lens[b], len(k), causal=causal, mask=masks[b])
+            wanted = oracle.attend(asked.tensors["q"][mine], k, v, seen, sm_scale=SCALE)
+            close((told.o[mine], told.lse[mine]), wanted, name)
+        refused = await outcome(caller.submit(asked.but(**{kind: flat[:-1]})))
+        assert isinstance(refused, Refused)
+        assert (refused.code, refused.problem["field"]) == ("invalid_request", kind)
+        assert str(flat.size) in refused.problem["rule"]
+
+    on_cpu(scenario, slice_ms=slice_ms)
+
+
+def test_two_interleaved_callers_get_the_numbers_they_get_alone(slice_ms: float) -> None:
+    async def client(caller: Caller, name: str, seed: int) -> list[Reply]:
+        model = Model(caller, seeds=iter(range(seed, seed + 10**6)))
+        await model.create(name)
+        await model.append(name, 17)
+        await model.create(f"{name}-fork", name, 9)
+        told = []
+        for step in range(6):
+            names = (name, f"{name}-fork")
+            for layer in LAYERS:
+                new = model.grow(names, [1, 1], layer)
+                told.append(await caller.submit(decode(names, step, layer=layer, **new)))
+        return told
+
+    async def together(caller: Caller) -> list[list[Reply]]:
+        async with caller.another() as other:
+            sessions = (caller, other, caller, other)
+            every = (client(one, f"c{at}", 100 * at) for at, one in enumerate(sessions))
+            return await asyncio.gather(*every)
+
+    shared = on_cpu(together, slice_ms=slice_ms)
+    for at in range(4):
+        alone = on_cpu(lambda caller, at=at: client(caller, f"c{at}", 100 * at))
+        for one, other in zip(alone, shared[at], strict=True):
+            np.testing.assert_allclose(one.o, other.o, atol=1e-6, rtol=0, err_msg=f"caller {at}")
+            np.testing.assert_allclose(one.lse, other.lse, atol=1e-6, rtol=0)
+
+
+def test_attention_that_shares_a_launch_has_the_numbers_it_has_alone(slice_ms: float) -> None:
+    async def scenario(caller: Caller) -> None:
+        model = Model(caller)
+        names = await model.family()
+        every = [
+            decode(names[:4], 1),
+            prefill(names[2:5], [2, 3, 1], 2, layer=1),
+            decode(names, 3, layer=1, cascade="always"),
+            prefill(["x"], [4], 4, causal=False),
+        ]
+        alone = [await caller.submit(each) for each in every]
+        together = await asyncio.gather(*(caller.submit(each) for each in every))
+        for at, (one, other) in enumerate(zip(alone, together, strict=True)):
+            np.testing.assert_allclose(one.o, other.o, atol=1e-6, rtol=0, err_msg=str(at))
+            np.testing.assert_allclose(one.lse, other.lse, atol=1e-6, rtol=0, err_msg=str(at))
+
+    on_cpu(scenario, slice_ms=slice_ms)
+
+
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"causal": True, "window_left": 2}])
+def test_ragged_prefill_equals_the_oracle_and_touches_no_page(
+    how: dict[str, Any], slice_ms: float
+) -> None:
+    async def scenario(caller: Caller) -> None:
+        before = await pool(caller)
+        lens, kv_lens = [3, 0, 2, 4], [5, 4, 0, 2]
+        q, k, v = queries(1, 9, CPU_GEOMETRY), rows(1, 11, CPU_GEOMETRY), rows(2, 11, CPU_GEOMETRY)
+        mask = np.random.default_rng(0).random(15 + 8) < 0.7
+        fields = {"qo_indptr": indptr(*lens), "kv_indptr": indptr(*kv_lens)} | how
+        asked = Asked("ragged_prefill", fields, {"q": q, "k": k, "v": v, "mask": mask})
+        told = await caller.submit(asked)
+        for mine, keys, bits in (
+            (slice(0, 3), slice(0, 5), mask[:15]),
+            (slice(5, 9), slice(9, 11), mask[15:]),
+        ):
+            seen = oracle.visible(mine.stop - mine.start, keys.stop - keys.start, mask=bits, **how)
+            wanted = oracle.attend(q[mine], k[keys], v[keys], seen, sm_scale=SCALE)
+            close((told.o[mine], told.lse[mine]), wanted)
+        assert (told.o[3:5] == 0).all()
+        assert (told.lse[3:5] == -np.inf).all()
+        assert await pool(caller) == before
+        for wrong, name in (
+            (asked.but(cascade="always"), "cascade"),
+            (asked.but(mask=mask[1:]), "mask.shape"),
+        ):
+            refused = await outcome(caller.submit(wrong))
+            assert isinstance(refused, Refused)
+            assert (refused.status, refused.problem["field"]) == (422, name)
+
+    on_cpu(scenario, slice_ms=slice_ms)
+
+
+def test_what_was_read_and_what_sharing_saved_is_counted_in_bytes(slice_ms: float) -> None:
+    async def scenario(caller: Caller) -> None:
+        model = Model(caller)
+        await model.create("a")
+        await model.append("a", 40)
+        await model.create("b", "a")
+        await model.append("b", 2)
+        for mode in ("never", "always"):
+            await caller.submit(decode(("a", "b"), 0, cascade=mode))
+        token = CPU_GEOMETRY.token_bytes
+        await until(lambda: caller.metric("attnd_kv_bytes_read_total") == (82 + 42) * token)
+        assert caller.metric("attnd_kv_bytes_saved_total") == 40 * token
+        assert caller.metric('attnd_cascade_batches_total{mode="cascade"}') == 1
+        assert caller.metric('attnd_cascade_batches_total{mode="flat"}') == 1
+        assert caller.metric("attnd_tokens_appended_total") == 84
+
+    on_cpu(scenario, slice_ms=slice_ms)

@@ -1,0 +1,302 @@
+"""The prefix cache through the engine: found again, held, pinned, evicted, and read back right."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels import make_backend
+from tests.engine.harness import Caller, Refused, pool, with_engine
+from tests.engine.pool_model import CPU_GEOMETRY
+
+PAGE = CPU_GEOMETRY.page_size
+PROMPT = list(range(100, 100 + 4 * PAGE))
+OTHER = PROMPT[: 2 * PAGE] + list(range(2 * PAGE))
+
+
+def content(tokens: list[int], layer: int) -> Any:
+    """K rows that only these tokens have at this layer: each depends on all before it."""
+    seeds = [hash((layer, *tokens[: end + 1])) % 2**32 for end in range(len(tokens))]
+    shape = (CPU_GEOMETRY.num_kv_heads, CPU_GEOMETRY.head_dim)
+    rows = [np.random.default_rng(seed).standard_normal(shape) for seed in seeds]
+    return np.array(rows, np.float32).reshape(len(tokens), *shape)
+
+
+async def begin(caller: Caller, name: str, tokens: list[int], **prefix: Any) -> int:
+    """A sequence from the cache, the rest of the prompt appended; how much was cached."""
+    named = {"prefix": {"token_ids": tokens} | prefix}
+    told = await caller.call("create_sequences", {"sequences": [{"id": name} | named]})
+    cached: int = told.fields["sequences"][0]["cached_len"]
+    for layer in range(CPU_GEOMETRY.num_layers):
+        k = content(tokens, layer)[cached:]
+        fields = {"layer": layer, "sequences": [name], "append_indptr": [0, len(k)]}
+        await caller.call("append", fields, k=k, v=-k)
+    return cached
+
+
+async def keep(caller: Caller, name: str, tokens: list[int], **fields: Any) -> int:
+    """Begin a sequence, commit it and delete it; how much was cached before."""
+    cached = await begin(caller, name, tokens)
+    await caller.call("commit", {"id": name, "token_ids": tokens} | fields)
+    await caller.call("delete_sequence", {"id": name})
+    return cached
+
+
+async def check(caller: Caller, name: str, tokens: list[int]) -> None:
+    """The sequence holds what its tokens say, at every layer."""
+    for layer in range(CPU_GEOMETRY.num_layers):
+        fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
+        told = await caller.call("gather", fields)
+        np.testing.assert_array_equal(told.tensors["k"], content(tokens, layer))
+        np.testing.assert_array_equal(told.tensors["v"], -content(tokens, layer))
+
+
+def with_pool(scenario: Any, **how: Any) -> Any:
+    return with_engine(make_backend("cpu", CPU_GEOMETRY), scenario, **how)
+
+
+def test_what_was_committed_is_found_by_the_next_prompt_with_the_same_beginning() -> None:
+    async def scenario(caller: Caller) -> None:
+        assert await keep(caller, "first", PROMPT) == 0
+        numbers = await pool(caller)
+        assert (numbers["cached"], numbers["referenced"], numbers["sequences"]) == (4, 0, 0)
+        assert await begin(caller, "again", [*PROMPT, 7]) == 4 * PAGE
+        assert await begin(caller, "branch", OTHER) == 2 * PAGE
+        await check(caller, "again", [*PROMPT, 7])
+        await check(caller, "branch", OTHER)
+        numbers = await pool(caller)
+        assert numbers["integrity"] == "ok"
+        assert (numbers["cached"], numbers["referenced"]) == (0, 4 + 1 + 2)
+        assert sum(numbers[name] for name in ("free", "referenced", "cached", "pinned")) == 96
+
+    with_pool(scenario)
+
+
+def test_token_ids_and_keys_come_as_tensors_too() -> None:
+    async def scenario(caller: Caller) -> None:
+        ids = np.array(PROMPT, np.uint32)
+        await begin(caller, "a", PROMPT)
+        await caller.call("commit", {"id": "a"}, token_ids=ids)
+        new = {"sequences": [{"id": "b", "prefix": {}}]}
+        told = await caller.call("create_sequences", new, token_ids=ids)
+        assert told.fields["sequences"][0]["cached_len"] == 4 * PAGE
+        two = {"sequences": [{"id": "c"}, {"id": "d", "prefix": {}}, {"prefix": {}}]}
+        two["prefix_indptr"] = [0, 0, 2 * PAGE, 4 * PAGE]  # type: ignore[assignment]
+        told = await caller.call("create_sequences", two, token_ids=ids)
+        lens = [one["cached_len"] for one in told.fields["sequences"]]
+        assert lens == [0, 2 * PAGE, 0], "the last one begins in the middle of the prompt"
+        keys = np.arange(64, dtype=np.uint8).reshape(4, 16)
+        await caller.call("commit", {"id": "c"}, page_keys=keys[:0])
+        for layer in range(CPU_GEOMETRY.num_layers):
+            k = content(PROMPT, layer)
+            fields = {"layer": layer, "sequences": ["c"], "append_indptr": [0, len(k)]}
+            await caller.call("append", fields, k=k, v=-k)
+        told = await caller.call("commit", {"id": "c"}, page_keys=keys)
+        assert told.fields["last_key"] == keys[3].tobytes().hex()
+        named = {"page_keys": [key.tobytes().hex() for key in keys]}
+        told = await caller.call("match_prefix", named)
+        assert told.fields["num_pages"] == 4
+
+    with_pool(scenario)
+
+
+def test_two_that_computed_the_same_prompt_share_one_copy_once_both_have_committed() -> None:
+    async def scenario(caller: Caller) -> None:
+        for name in ("a", "b"):
+            await begin(caller, name, [*PROMPT, 1])
+        assert (await pool(caller))["referenced"] == 10
+        for name in ("a", "b"):
+            told = await caller.call("commit", {"id": name, "token_ids": PROMPT})
+            assert told.fields["committed_len"] == 4 * PAGE
+        assert (await pool(caller))["referenced"] == 6
+        for name in ("a", "b"):
+            await check(caller, name, [*PROMPT, 1])
+
+    with_pool(scenario)
+
+
+def test_a_lease_holds_what_was_matched_until_it_ends_or_is_released() -> None:
+    async def scenario(caller: Caller) -> None:
+        await keep(caller, "a", PROMPT)
+        told = await caller.call("match_prefix", {"token_ids": OTHER})
+        assert told.fields["matched_len"] == 2 * PAGE
+        lease = told.fields["lease"]["id"]
+        evicted = await caller.call("evict", {"num_pages": 10})
+        assert evicted.fields == {"num_pages": 2}, "those that the lease does not hold"
+        assert (await pool(caller))["leases"] == 1
+        renewed = await caller.call("renew_lease", {"id": lease, "lease_s": 60.0})
+        assert renewed.fields["expires_at"] > told.fields["lease"]["expires_at"]
+        await caller.call("release_lease", {"id": lease})
+        assert (await caller.call("clear", {})).fields == {"num_pages": 2}
+        with pytest.raises(Refused, match="unknown lease") as refusal:
+            await caller.call("renew_lease", {"id": lease})
+        assert (refusal.value.status, refusal.value.code) == (404, "unknown_lease")
+
+    with_pool(scenario)
+
+
+def test_a_lease_of_a_scheduler_that_died_ends_by_itself() -> None:
+    async def scenario(caller: Caller) -> None:
+        await keep(caller, "a", PROMPT)
+        await caller.call("match_prefix", {"token_ids": PROMPT, "lease_s": 0.05})
+        assert (await pool(caller))["cached"] == 0
+        await asyncio.sleep(0.1)
+        assert (await pool(caller))["cached"] == 4
+
+    with_pool(scenario)
+
+
+def test_an_allocation_evicts_before_it_is_refused_and_a_refusal_says_who_holds_the_pages() -> None:
+    async def scenario(caller: Caller) -> None:
+        await keep(caller, "a", PROMPT)
+        held = await begin(caller, "held", OTHER)
+        assert held == 2 * PAGE
+        key = (await caller.call("commit", {"id": "held", "token_ids": OTHER})).fields["last_key"]
+        await caller.call("pin", {"page_key": key, "hard": True})
+        await caller.call("delete_sequence", {"id": "held"})
+        assert await begin(caller, "large", [1] * (90 * PAGE)) == 0
+        with pytest.raises(Refused) as refusal:
+            await begin(caller, "more", [2] * (5 * PAGE))
+        assert refusal.value.code == "out_of_pages"
+        assert refusal.value.problem["held"]["pinned"] == 4
+        assert refusal.value.problem["held"]["referenced"] == 90
+        assert (await pool(caller))["pinned"] == 4
+        await caller.call("unpin", {"page_key": key})
+        assert await begin(caller, "still", [2] * (4 * PAGE)) == 0
+
+    with_pool(scenario)
+
+
+def test_pages_go_ahead_of_need_above_the_watermark() -> None:
+    async def scenario(caller: Caller) -> None:
+        await keep(caller, "a", list(range(95 * PAGE)))
+        numbers = await pool(caller)
+        for _ in range(3):
+            numbers = await pool(caller)
+        assert numbers["free"] == 96 - int(0.9 * 96)
+        assert caller.metric('attnd_kv_pages{state="cached"}') == numbers["cached"]
+        assert caller.metric("attnd_pages_evicted_total") == 95 - numbers["cached"]
+
+    with_pool(scenario)
+
+
+def test_a_sequence_that_nobody_uses_is_deleted_when_its_time_is_over() -> None:
+    async def scenario(caller: Caller) -> None:
+        new = [{"id": "short", "ttl_s": 0.1}, {"id": "used", "ttl_s": 0.1}, {"id": "for good"}]
+        new[2]["id"] = "for-good"
+        told = await caller.call("create_sequences", {"sequences": new})
+        assert [one["ttl_s"] for one in told.fields["sequences"]] == [0.1, 0.1, None]
+        for _ in range(8):
+            await asyncio.sleep(0.03)
+            await caller.call("get_sequence", {"id": "used"})
+        told = await caller.call("list_sequences", {})
+        assert [one["id"] for one in told.fields["sequences"]] == ["for-good", "used"]
+
+    with_pool(scenario)
+
+
+def test_the_longest_times_to_live_are_no_trouble() -> None:
+    year = 365 * 86400.0
+
+    async def scenario(caller: Caller) -> None:
+        await caller.call("create_sequences", {"sequences": [{"id": "a", "ttl_s": year}]})
+        await begin(caller, "b", PROMPT)
+        fields = {"id": "b", "token_ids": PROMPT, "priority": 50, "duration_s": year}
+        key = (await caller.call("commit", fields)).fields["last_key"]
+        await caller.call("pin", {"page_key": key, "soft_ttl_s": year})
+        await asyncio.sleep(0.05)  # the engine waits for the first of these ends
+        assert (await pool(caller))["sequences"] == 2
+
+    with_pool(scenario)
+
+
+def test_many_sequences_are_deleted_at_once_by_id_or_by_how_their_ids_begin() -> None:
+    async def scenario(caller: Caller) -> None:
+        names = [f"run-1:{i}" for i in range(2000)] + ["run-2:0", "else"]
+        for first in range(0, len(names), 200):
+            new = [{"id": name} for name in names[first : first + 200]]
+            await caller.call("create_sequences", {"sequences": new})
+        told = await caller.call("delete_sequences", {"ids": ["else", "nobody"]})
+        assert told.fields == {"num_deleted": 1}
+        told = await caller.call("delete_sequences", {"prefix": "run-1:"})
+        assert told.fields == {"num_deleted": 2000}
+        told = await caller.call("list_sequences", {})
+        assert [one["id"] for one in told.fields["sequences"]] == ["run-2:0"]
+
+    with_pool(scenario)
+
+
+REFUSED: list[tuple[str, dict[str, Any], int, str, str]] = [
+    ("commit", {"id": "a", "page_keys": ["0" * 31]}, 422, "invalid_request", "page_keys"),
+    ("commit", {"id": "a", "token_ids": [*PROMPT, 1]}, 422, "invalid_request", "at most 20"),
+    ("commit", {"id": "a", "page_keys": ["0" * 32] * 5}, 422, "invalid_request", "at most 4"),
+    ("commit", {"id": "a", "token_ids": OTHER}, 409, "key_mismatch", "page 2"),
+    ("commit", {"id": "a", "token_ids": PROMPT, "cache_salt": "x"}, 409, "key_mismatch", "salt"),
+    ("commit", {"id": "a"}, 422, "invalid_request", "give either"),
+    ("commit", {"id": "b", "token_ids": []}, 404, "unknown_sequence", "b"),
+    ("commit", {"id": "a", "token_ids": [-1]}, 422, "invalid_request", "token_ids"),
+    (
+        "commit",
+        {"id": "a", "token_ids": PROMPT, "priority": 101},
+        422,
+        "invalid_request",
+        "priority",
+    ),
+    ("commit", {"id": "a", "token_ids": [], "duration_s": 1.0}, 422, "invalid_request", "priority"),
+    ("match_prefix", {"token_ids": [], "page_keys": []}, 422, "invalid_request", "either"),
+    ("match_prefix", {"token_ids": [], "lease_s": -1.0}, 422, "invalid_request", "lease_s"),
+    ("renew_lease", {"id": "lease-1"}, 404, "unknown_lease", "lease-1"),
+    ("release_lease", {"id": "lease-1"}, 404, "unknown_lease", "lease-1"),
+    ("pin", {"page_key": "0" * 32, "hard": True}, 404, "unknown_page", "0000"),
+    ("pin", {"page_key": "0" * 32}, 422, "invalid_request", "soft_ttl_s"),
+    ("unpin", {"page_key": "0" * 32}, 404, "unknown_page", "0000"),
+    ("set_namespace", {"name": "x", "reserved_pages": 97}, 422, "invalid_request", "reserved"),
+    ("set_namespace", {"name": "x", "max_pages": 1, "reserved_pages": 2}, 422, "invalid", "most"),
+    ("delete_sequences", {}, 422, "invalid_request", "ids or prefix"),
+    (
+        "create_sequences",
+        {"sequences": [{"parent": "a", "prefix": {"token_ids": []}}]},
+        422,
+        "invalid_request",
+        "not both",
+    ),
+    ("create_sequences", {"sequences": [{"prefix": {}}]}, 422, "invalid_request", "give either"),
+    ("create_sequences", {"sequences": [{"ttl_s": 0.0}]}, 422, "invalid_request", "ttl_s"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "status", "code", "told"), REFUSED)
+def test_what_is_wrong_is_told_and_changes_nothing(
+    name: str, fields: dict[str, Any], status: int, code: str, told: str
+) -> None:
+    async def scenario(caller: Caller) -> None:
+        await begin(caller, "a", PROMPT)
+        await caller.call("commit", {"id": "a", "token_ids": PROMPT})
+        before = await pool(caller)
+        with pytest.raises(Refused) as refusal:
+            await caller.call(name, fields)
+        assert refusal.value.status == status
+        assert refusal.value.code.startswith(code)
+        assert told in refusal.value.problem["detail"]
+        assert await pool(caller) == before
+
+    with_pool(scenario)
+
+
+def test_quotas_are_told_and_kept() -> None:
+    async def scenario(caller: Caller) -> None:
+        told = await caller.call("set_namespace", {"name": "default", "max_pages": 6})
+        assert told.fields["max_pages"] == 6
+        await keep(caller, "a", PROMPT)
+        assert await begin(caller, "b", [3] * (5 * PAGE)) == 0, "evicts its own"
+        told = await caller.call("get_namespace", {"name": "default"})
+        assert (told.fields["used"], told.fields["cached"], told.fields["referenced"]) == (6, 1, 5)
+        with pytest.raises(Refused) as refusal:
+            await begin(caller, "c", [4] * (2 * PAGE))
+        assert refusal.value.problem["total"] == 6
+        assert (await pool(caller))["total"] == 6
+
+    with_pool(scenario)

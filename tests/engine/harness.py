@@ -1,0 +1,383 @@
+"""An engine in a thread behind its socket, a caller on the road to it, and what to ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import socket
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from images import read_image, write_image
+
+from config.settings import AuthSettings, EngineSettings, ServerSettings, Settings
+from kernels.backend import PoolGeometry
+from service.engine.loop.engine import Engine
+from service.image.json_body import fields_text, read_header
+from service.image.reading import Layout, place, read_entry
+from service.image.writing import RESPONSE
+from service.metrics import Metrics
+from service.operations.table import BY_NAME
+from service.road.caller_end.caller import Answered, RoadCaller
+from service.road.engine_end.listening import listen
+from tests.engine.fake_backend import GEOMETRY, WAIT_S, FakeBackend
+
+T = TypeVar("T")
+ARENA_BYTES = 2**24
+ROOM_BYTES = 2**17
+"""Of an answer, beside as much as the request takes."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An operation with its fields and tensors, not sent yet."""
+
+    name: str
+    fields: dict[str, Any]
+    tensors: dict[str, Any]
+
+    def but(self, name: str | None = None, **fields: Any) -> Asked:
+        """The same with other fields; arrays replace tensors, None takes one away."""
+        tensors = dict(self.tensors)
+        for key in [key for key in fields if key in tensors or isinstance(fields[key], np.ndarray)]:
+            tensors[key] = fields.pop(key)
+        tensors = {key: value for key, value in tensors.items() if value is not None}
+        return Asked(name or self.name, self.fields | fields, tensors)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer, copied out of the arena."""
+
+    status: int
+    fields: dict[str, Any]
+    tensors: dict[str, Any]
+    stages: tuple[float, ...]
+
+    @property
+    def o(self) -> Any:
+        return self.tensors["o"]
+
+    @property
+    def lse(self) -> Any:
+        return self.tensors["lse"]
+
+
+def read_reply(told: Answered) -> Reply:
+    """An answer of any size: the service's own images are not held to the limits of requests."""
+    whole = bytes(told.image)
+    document, start = read_header(whole)
+    room = len(whole) - start
+    names = [name for name in document if name != "__metadata__"]
+    layout = Layout({}, tuple(read_entry(name, document[name], room)[0] for name in names))
+    fields = json.loads(fields_text(document, RESPONSE))
+    return Reply(told.status, fields, place(whole, start, layout), told.stages)
+
+
+class Refused(Exception):
+    """A problem for an answer."""
+
+    def __init__(self, status: int, problem: dict[str, Any], needed: int) -> None:
+        super().__init__(problem["detail"])
+        self.status = status
+        self.code: str = problem["code"]
+        self.problem = problem
+        self.needed = needed
+
+
+class Caller:
+    """One session with an engine that runs in this process."""
+
+    def __init__(self, running: Running, road: RoadCaller) -> None:
+        self.running = running
+        self.road = road
+
+    @property
+    def engine(self) -> Engine:
+        return self.running.engine
+
+    @property
+    def state(self) -> str:
+        return self.engine.state.state
+
+    @property
+    def num_waiting(self) -> int:
+        """Operations whose turn has not come."""
+        return self.engine.scheduler.num_waiting
+
+    async def submit(
+        self, asked: Asked, *, deadline_s: float = 0.0, room: int | None = None
+    ) -> Reply:
+        """The answer of an operation, for which there are `room` bytes. Raises `Refused`."""
+        image = write_image(asked.fields, asked.tensors)
+        request = self.road.take(len(image))
+        answer = self.road.take(len(image) + ROOM_BYTES if room is None else room)
+        request.view(len(image))[:] = image
+        number, deadline_us = BY_NAME[asked.name].number, int(deadline_s * 1e6)
+        try:
+            told = await self.road.call(
+                number, request, len(image), answer, deadline_us=deadline_us
+            )
+            if told.status >= 400:
+                problem = read_image(bytes(told.image), "problem").fields
+                raise Refused(told.status, problem, told.needed)
+            return read_reply(told)
+        finally:
+            request.free()
+            answer.free()
+
+    async def call(self, name: str, fields: dict[str, Any], **tensors: Any) -> Reply:
+        return await self.submit(Asked(name, fields, tensors))
+
+    def start(self, asked: Asked, **how: Any) -> asyncio.Task[Reply]:
+        """The same as a task whose frame is sent at the next turn of the loop."""
+        return asyncio.create_task(self.submit(asked, **how))
+
+    @asynccontextmanager
+    async def another(self) -> AsyncIterator[Caller]:
+        """A second session with the same engine."""
+        road = await RoadCaller.connect(self.running.path, ARENA_BYTES)
+        try:
+            yield Caller(self.running, road)
+        finally:
+            road.close()
+
+    def metric(self, line: str) -> float:
+        """The value of the metric whose line begins so."""
+        text = self.running.metrics.render()[0].decode()
+        found = [float(one.split()[-1]) for one in text.splitlines() if one.startswith(line)]
+        assert len(found) == 1, f"{line} is there {len(found)} times"
+        return found[0]
+
+
+@dataclass
+class Running:
+    """An engine and its thread; `error` is what ended it."""
+
+    engine: Engine
+    path: str
+    metrics: Metrics
+    error: BaseException | None = None
+    thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self.run, name="engine")
+        self.thread.start()
+
+    def run(self) -> None:
+        try:
+            self.engine.run()
+        except BaseException as error:
+            self.error = error
+
+    def stop(self) -> None:
+        if self.thread.is_alive():
+            self.engine.drain()
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive(), "the engine does not end"
+
+
+def with_engine(
+    backend: Any,
+    scenario: Callable[[Caller], Coroutine[Any, Any, T]],
+    *,
+    slice_ms: float = 20.0,
+    max_sequences: int = 65536,
+    ends: type[BaseException] | None = None,
+    arena_bytes: int = ARENA_BYTES,
+    keys_file: str | None = None,
+    key: str = "",
+    **server: Any,
+) -> T:
+    """Run a scenario with a caller of a ready engine, and drain it; it is to end with `ends`.
+
+    The caller shows `key`, where there is a `keys_file`.
+    """
+
+    async def run(running: Running) -> T:
+        road = await RoadCaller.connect(running.path, arena_bytes, key=key)
+        try:
+            async with asyncio.timeout(6 * WAIT_S):
+                return await scenario(Caller(running, road))
+        finally:
+            if isinstance(backend, FakeBackend):
+                backend.let_all()
+            road.close()
+
+    engine_settings = EngineSettings(slice_ms=slice_ms, max_sequences=max_sequences)
+    settings = Settings(
+        server=ServerSettings(**server),
+        engine=engine_settings,
+        auth=AuthSettings(keys_file=keys_file),
+    )
+    with running_engine(backend, settings, ends) as running:
+        return asyncio.run(run(running))
+
+
+@contextmanager
+def running_engine(
+    backend: Any,
+    settings: Settings,
+    ends: type[BaseException] | None = None,
+    secret: str = "",
+    remote: socket.socket | None = None,
+) -> Iterator[Running]:
+    """An engine in a thread, drained at the end; it is to end with `ends`. `secret` and `remote`
+    are for its doors, those of other hosts connect to `remote`."""
+    with tempfile.TemporaryDirectory(prefix="attnd-test-") as directory:
+        listening = listen(Path(directory) / "engine.sock", private=True)
+        metrics = Metrics()
+        try:
+            engine = Engine(listening.sock, settings, backend, metrics, secret, remote)
+        except BaseException:
+            listening.close()
+            raise
+        running = Running(engine, str(listening.path), metrics)
+        try:
+            yield running
+        finally:
+            running.stop()
+            listening.close()
+            backend.close()
+            gc.unfreeze()
+    if running.error is not None and (ends is None or not isinstance(running.error, ends)):
+        raise running.error
+    assert ends is None or running.error is not None, "the engine ended well"
+
+
+def with_engines(
+    backends: Sequence[Any],
+    scenario: Callable[[list[Caller]], Coroutine[Any, Any, T]],
+    slice_ms: float = 20.0,
+) -> T:
+    """Run a scenario with a caller of each of several engines, which end well."""
+    settings = Settings(engine=EngineSettings(slice_ms=slice_ms))
+
+    async def run(engines: list[Running]) -> T:
+        roads = [await RoadCaller.connect(one.path, ARENA_BYTES) for one in engines]
+        try:
+            async with asyncio.timeout(6 * WAIT_S):
+                return await scenario([Caller(*pair) for pair in zip(engines, roads, strict=True)])
+        finally:
+            for road in roads:
+                road.close()
+
+    with ExitStack() as stack:
+        engines = [stack.enter_context(running_engine(one, settings)) for one in backends]
+        return asyncio.run(run(engines))
+
+
+async def until(met: Callable[[], bool]) -> None:
+    """Wait for something another thread does."""
+    async with asyncio.timeout(WAIT_S):
+        while not met():
+            await asyncio.sleep(0.001)
+
+
+async def outcome(awaitable: Awaitable[T]) -> T | Exception:
+    """The result, or the exception, as a value."""
+    try:
+        return await awaitable
+    except Exception as error:
+        return error
+
+
+def code(told: Any) -> str:
+    """`ok`, or the error's code."""
+    if isinstance(told, Reply):
+        return "ok"
+    assert isinstance(told, Refused), told
+    return told.code
+
+
+async def create(caller: Caller, *names: str, parent: str | None = None) -> None:
+    new = [{"id": name} | ({"parent": parent} if parent else {}) for name in names]
+    await caller.call("create_sequences", {"sequences": new})
+
+
+async def pool(caller: Caller) -> dict[str, Any]:
+    return (await caller.call("pool", {})).fields
+
+
+async def length(caller: Caller, name: str, layer: int = 0) -> int:
+    told: int = (await caller.call("get_sequence", {"id": name})).fields["lengths"][layer]
+    return told
+
+
+def rows(seed: int, n: int, geometry: PoolGeometry = GEOMETRY, dtype: Any = np.float32) -> Any:
+    """k or v [n, Hkv, D]."""
+    shape = (n, geometry.num_kv_heads, geometry.head_dim)
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def queries(seed: int, n: int, geometry: PoolGeometry = GEOMETRY, dtype: Any = np.float32) -> Any:
+    """q [n, 2 * Hkv, D]."""
+    shape = (n, 2 * geometry.num_kv_heads, geometry.head_dim)
+    return np.random.default_rng(1000 + seed).standard_normal(shape).astype(dtype)
+
+
+def append(name: str, n: int, layer: int = 0, seed: int = 0, **fields: Any) -> Asked:
+    fields = {"layer": layer, "sequences": [name], "append_indptr": [0, n]} | fields
+    return Asked("append", fields, {"k": rows(seed, n), "v": rows(seed + 1, n)})
+
+
+def decode(*names: str, layer: int = 0, seed: int = 0, new: bool = False, **fields: Any) -> Asked:
+    """A decode of fp32 rows; with `new`, of k and v appended first."""
+    count = len(names)
+    tensors = {"q": queries(seed, count)}
+    if new:
+        tensors |= {"k": rows(seed + 2, count), "v": rows(seed + 3, count)}
+    return Asked("decode", {"layer": layer, "sequences": list(names)}, tensors).but(**fields)
+
+
+def gather(*names: str, layer: int = 0, dtype: str = "fp32") -> Asked:
+    return Asked("gather", {"layer": layer, "sequences": list(names), "dtype": dtype}, {})
+
+
+def delete(name: str) -> Asked:
+    return Asked("delete_sequence", {"id": name}, {})
+
+
+def truncate(name: str, length: int) -> Asked:
+    return Asked("truncate", {"id": name, "length": length}, {})
+
+
+async def three_sequences(caller: Caller) -> None:
+    """`a` of 5 tokens and `b` of 9, both at layer 0, and `held`, which is empty."""
+    await create(caller, "a", "b", "held")
+    await caller.submit(append("a", 5))
+    await caller.submit(append("b", 9, seed=5))
+
+
+@contextmanager
+def no_turns(caller: Caller) -> Iterator[None]:
+    """The engine receives calls, and gives turns to none of them before the end of the block."""
+    scheduler = caller.engine.scheduler
+    setattr(scheduler, "round", lambda: None)  # noqa: B010
+    try:
+        yield
+    finally:
+        delattr(scheduler, "round")
+
+
+async def held_back(caller: Caller, backend: FakeBackend, *every: Asked) -> list[Any]:
+    """The outcomes of operations that the engine has all received before the first has its turn.
+
+    Results of a `late` backend come after the first turn.
+    """
+    if backend.late:
+        backend.gate.clear()
+    with no_turns(caller):
+        tasks = [asyncio.create_task(outcome(caller.submit(asked))) for asked in every]
+        await until(lambda: caller.num_waiting == len(every))
+        del backend.launches[:], backend.calls[:]
+    await until(lambda: caller.num_waiting < len(every) or tasks[0].done())
+    backend.gate.set()
+    return await asyncio.gather(*tasks)

@@ -1,0 +1,343 @@
+"""What happens when a launch fails: nobody else is harmed, and what failed leaves no trace."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.backend import DeviceLost, Unsupported
+from kernels.errors import NoMemory
+from service.engine.loop.slices import Pace
+from service.engine.store.store import StoreLost
+from service.errors import NotReady
+from tests.engine.fake_backend import GEOMETRY, FakeBackend
+from tests.engine.harness import (
+    Asked,
+    Caller,
+    Refused,
+    append,
+    code,
+    create,
+    decode,
+    held_back,
+    length,
+    outcome,
+    pool,
+    three_sequences,
+    truncate,
+    until,
+    with_engine,
+)
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Bugs are logged with their tracebacks; these are made on purpose."""
+    with caplog.at_level(logging.CRITICAL, logger="attnd.engine"):
+        yield
+
+
+def codes(told: list[Any]) -> list[str]:
+    return [code(one) for one in told]
+
+
+def test_sequences_that_were_made_stay_made_when_a_launch_behind_them_fails() -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        backend.failures["attend"] = [RuntimeError("a bug"), RuntimeError("again")]
+        new = Asked("create_sequences", {"sequences": [{"id": "c"}]}, {})
+        replies = await held_back(caller, backend, new, decode("a", new=True), append("c", 1))
+        assert codes(replies) == ["ok", "internal", "ok"]
+        assert [await length(caller, name) for name in ("a", "c")] == [5, 1]
+
+    with_engine(backend, scenario)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("stage", ["attend", "result"])
+def test_a_launch_that_fails_takes_back_every_page_and_length(stage: str, late: bool) -> None:
+    backend = FakeBackend(late=late)
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        before = await pool(caller)
+        backend.failures[stage] = [RuntimeError("a bug in the kernel")]
+        told = await outcome(caller.submit(decode("a", "b", "held", new=True)))
+        assert isinstance(told, Refused)
+        assert (told.status, told.code) == (500, "internal")
+        assert "kernel" not in str(told), "a bug's own words are for the log"
+        assert await pool(caller) == before
+        assert [await length(caller, name) for name in ("a", "b", "held")] == [5, 9, 0]
+        assert (await caller.submit(append("held", 1))).fields == {"lengths": [1]}
+
+    with_engine(backend, scenario)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("stage", ["attend", "result"])
+def test_an_operation_that_fails_in_a_shared_launch_takes_nobody_with_it(
+    stage: str, late: bool
+) -> None:
+    backend = FakeBackend(late=late)
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        bug = RuntimeError("a bug")
+        # The shared launch fails; run one by one, the second of them fails again.
+        backend.failures[stage] = [bug, None, bug, None]
+        every = [
+            decode("a", new=True),
+            decode("b", new=True, seed=3),
+            append("held", 2),
+            decode("a", new=True, seed=4),
+        ]
+        replies = await held_back(caller, backend, *every)
+        assert codes(replies) == ["ok", "internal", "ok", "ok"]
+        assert replies[2].fields == {"lengths": [2]}
+        assert [await length(caller, name) for name in ("a", "b", "held")] == [7, 9, 2]
+        assert (await pool(caller))["integrity"] == "ok"
+
+    with_engine(backend, scenario)
+
+
+def test_a_launch_that_fails_behind_another_in_flight_is_taken_back_with_what_came_on_top() -> None:
+    every = [
+        decode("a", new=True),
+        decode("a", new=True, seed=4, sm_scale=0.5),
+        append("a", 1, seed=8),
+    ]
+
+    async def expected(caller: Caller) -> Any:
+        await three_sequences(caller)
+        for each in every:
+            await caller.submit(each)
+        return await caller.submit(decode("a", seed=6))
+
+    wanted = with_engine(FakeBackend(), expected)
+    backend = FakeBackend(late=True)
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        backend.failures["result"] = [None, RuntimeError("a bug"), None]
+        backend.gate.clear()
+        del backend.calls[:]
+        tasks = []
+        for asked, calls in zip(every, (2, 4, 5), strict=True):
+            tasks.append(asyncio.create_task(outcome(caller.submit(asked))))
+            await until(lambda calls=calls: len(backend.calls) == calls)
+        backend.gate.set()
+        replies = await asyncio.gather(*tasks)
+        assert codes(replies) == ["ok"] * 3, replies
+        assert backend.calls[5:8] == ["append", "attend", "append"]
+        assert await length(caller, "a") == 8
+        kept = await caller.submit(decode("a", seed=6))
+        np.testing.assert_array_equal(kept.o, wanted.o)
+
+    with_engine(backend, scenario)
+
+
+def test_a_launch_that_fails_while_its_caller_is_gone_is_run_again_for_the_others() -> None:
+    backend = FakeBackend(late=True)
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        backend.gate.clear()
+        count = len(backend.launches)
+        backend.failures["result"] = [RuntimeError("a bug")]
+        async with caller.another() as other:
+            gone = asyncio.create_task(outcome(other.submit(decode("b", new=True))))
+            await until(lambda: len(backend.launches) > count)
+        kept = caller.start(append("b", 1))
+        await until(lambda: backend.calls[-1] == "append")
+        assert isinstance(await gone, NotReady)
+        backend.gate.set()
+        # what ran is not taken back by its caller's death, and here it succeeds the second time
+        assert (await kept).fields == {"lengths": [11]}
+        assert (await pool(caller))["integrity"] == "ok"
+
+    with_engine(backend, scenario)
+
+
+def test_what_a_backend_does_not_support_is_an_invalid_request_and_changes_nothing() -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        before = await pool(caller)
+        backend.failures["attend"] = [Unsupported("logits_soft_cap", 3.0, "is not built here")]
+        told = await outcome(caller.submit(decode("held", new=True)))
+        assert isinstance(told, Refused)
+        assert (told.status, told.code) == (422, "invalid_request")
+        found = tuple(told.problem[key] for key in ("field", "value", "rule"))
+        assert found == ("logits_soft_cap", 3.0, "is not built here")
+        assert await pool(caller) == before
+
+    with_engine(backend, scenario)
+
+
+def test_a_device_without_memory_for_a_call_is_overloaded_and_changes_nothing() -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        before = await pool(caller)
+        backend.failures["attend"] = [NoMemory("the device has no 100 bytes left: try again")]
+        told = await outcome(caller.submit(decode("held", new=True)))
+        assert isinstance(told, Refused)
+        assert (told.status, told.code) == (429, "overloaded")
+        assert told.problem["retry_after_s"] == 1.0
+        assert await pool(caller) == before
+        assert code(await outcome(caller.submit(decode("held", new=True)))) == "ok"
+
+    with_engine(backend, scenario)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("stage", ["append", "attend", "result"])
+def test_a_lost_device_refuses_everything_from_then_on_with_the_reason(
+    stage: str, late: bool
+) -> None:
+    backend = FakeBackend(late=late)
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        backend.failures[stage] = [DeviceLost("xid 79")]
+        every = [decode("a", new=True), append("b", 1), decode("b", sm_scale=0.5)]
+        told = []
+        caller.road.on_state = lambda state: told.append((state.state, "xid 79" in state.reason))
+        replies = await held_back(caller, backend, *every)
+        assert codes(replies) == ["not_ready"] * 3
+        assert all(reply.status == 503 and "xid 79" in str(reply) for reply in replies)
+        assert (caller.state, "xid 79" in caller.engine.state.reason) == ("lost", True)
+        await until(lambda: bool(caller.road.lost))
+        assert told == [("lost", True)]
+        with pytest.raises(NotReady):
+            await caller.call("pool", {})
+
+    with_engine(backend, scenario, ends=DeviceLost)
+
+
+def test_a_failed_row_copy_takes_a_fork_back() -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await all_layers(caller, 6)
+        before = await pool(caller)
+        backend.failures["copy_rows"] = [RuntimeError("a bug")]
+        assert code(await outcome(create(caller, "b", parent="a"))) == "internal"
+        assert await pool(caller) == before
+
+    with_engine(backend, scenario)
+
+
+def test_a_device_that_is_lost_in_a_fork_ends_the_engine() -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await all_layers(caller, 6)
+        backend.failures["copy_rows"] = [DeviceLost("gone")]
+        assert code(await outcome(create(caller, "b", parent="a"))) == "not_ready"
+
+    with_engine(backend, scenario, ends=DeviceLost)
+
+
+def test_a_failed_row_copy_of_a_truncate_cannot_be_taken_back_so_the_pool_is_lost() -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await all_layers(caller, 8)
+        await create(caller, "b", parent="a")
+        backend.failures["copy_rows"] = [RuntimeError("a bug")]
+        assert code(await outcome(caller.submit(truncate("b", 6)))) == "not_ready"
+        assert caller.state == "lost"
+
+    with_engine(backend, scenario, ends=StoreLost)
+
+
+async def all_layers(caller: Caller, tokens: int) -> None:
+    """`a` of so many tokens at every layer."""
+    await create(caller, "a")
+    for layer in range(GEOMETRY.num_layers):
+        await caller.submit(append("a", tokens, layer=layer))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_refusals_of_the_core_reach_the_caller_and_change_nothing(late: bool) -> None:
+    backend = FakeBackend(late=late)
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        before = await pool(caller)
+        masked = decode("a").but("prefill", qo_indptr=[0, 1], mask=np.ones(6, bool))
+        cases = [
+            (decode("nobody", new=True), "unknown_sequence"),
+            (append("a", 1, offsets=[4]), "length_mismatch"),
+            (append("a", 1000), "out_of_pages"),
+            (decode("a", new=True, offsets=[4]), "length_mismatch"),
+            (masked, "invalid_request"),
+        ]
+        for asked, wanted in cases:
+            told = await outcome(caller.submit(asked))
+            assert code(told) == wanted, (asked.name, told)
+            if wanted == "length_mismatch":
+                assert isinstance(told, Refused)
+                assert told.problem["lengths"] == {"a": 5}
+        together = await held_back(caller, backend, *(asked for asked, _ in cases))
+        assert codes(together) == [wanted for _, wanted in cases]
+        assert await pool(caller) == before
+        await until(lambda: caller.metric("attnd_out_of_pages_total") == 2)
+
+    with_engine(backend, scenario)
+
+
+def test_appended_rows_of_an_undone_operation_are_not_counted() -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await create(caller, "a")
+        backend.failures["attend"] = [RuntimeError("a bug")]
+        assert code(await outcome(caller.submit(decode("a", new=True)))) == "internal"
+        await caller.submit(append("a", 3))
+        await until(lambda: caller.metric("attnd_tokens_appended_total") == 3)
+
+    with_engine(backend, scenario)
+
+
+class Slower(FakeBackend):
+    """The first launch that it is told to fail makes everything long from then on."""
+
+    pace: Pace
+
+    def _failure(self, name: str) -> Exception | None:
+        error = super()._failure(name)
+        if error is not None:
+            self.pace.slice_s = 1e-12
+        return error
+
+
+@pytest.mark.parametrize("again", [None, RuntimeError("again")])
+def test_what_was_short_and_is_long_when_it_is_run_again_is_run_all_the_same(
+    again: Exception | None,
+) -> None:
+    backend = Slower()
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        backend.pace = caller.engine.store.pace
+        wanted = await caller.submit(decode("b"))
+        # launched together; then alone: the first in one slice, or failing in it
+        backend.failures["attend"] = [RuntimeError("a bug"), again]
+        replies = await held_back(caller, backend, decode("a", new=True), decode("b"))
+        assert codes(replies) == ["ok" if again is None else "internal", "ok"]
+        np.testing.assert_array_equal(replies[1].o, wanted.o)
+        assert await length(caller, "a") == (6 if again is None else 5)
+        assert (await pool(caller))["integrity"] == "ok"
+
+    with_engine(backend, scenario)

@@ -1,0 +1,290 @@
+"""Open steps on lanes that a test moves by hand: who waits, who goes on, what aborts undo."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from config.settings import Settings
+from kernels.lanes import Owner, StepWork
+from service.core.values import NewSpec
+from service.engine.handlers.steps import StepPlace
+from service.engine.loop.engine import make_info
+from service.engine.loop.job import Job
+from service.engine.loop.place import Place
+from service.engine.loop.request import Request
+from service.engine.loop.scheduler import Scheduler
+from service.engine.loop.session_lanes import SessionLanes
+from service.engine.loop.slices import Pace
+from service.engine.store.store import Store
+from service.errors import Forbidden
+from service.metrics import Metrics
+from service.operations.spec import validate
+from service.operations.step import STEP, StepFields
+from service.operations.table import BY_NAME
+from service.road.engine_end.calls import STEP_ROUTE, AskedArena, Call
+from service.tenants import tenant_of
+from tests.engine.fake_backend import GEOMETRY, FakeBackend
+
+SLOT = {"q": 4096, "k": 8192, "v": 12288, "o": 16384, "lse": 20480}
+
+
+@dataclass(eq=False)
+class HandRun:
+    """Done when the test says so, or at the second release: a stream takes its time."""
+
+    work: StepWork
+    done: bool = False
+    released: int = 0
+
+    def layer(self, layer: int) -> None:
+        raise ValueError("flags say so")
+
+    def release(self) -> None:
+        self.released += 1
+        self.done = self.done or self.released > 1
+
+
+@dataclass(eq=False)
+class HandLane:
+    arena_bytes: int = 2**16
+    told: dict[str, Any] = field(default_factory=dict)
+    runs: list[HandRun] = field(default_factory=list)
+    freed: int = 0
+
+    def begin(self, work: StepWork) -> HandRun:
+        self.runs.append(HandRun(work))
+        return self.runs[-1]
+
+    def free_caller(self) -> None:
+        self.freed += 1
+
+    def clear(self) -> None: ...
+
+
+class HandLanes:
+    deep = 2
+    polled = True
+
+    def __init__(self) -> None:
+        self.owners: list[Owner] = []
+
+    def open(self, arena: memoryview, arena_bytes: int, owner: Owner) -> HandLane:
+        self.owners.append(owner)
+        return HandLane()
+
+    def close(self, lane: object) -> None: ...
+
+    def unpin(self, memory: memoryview) -> None: ...
+
+
+class Rig:
+    """A scheduler over two sequences of four tokens, and what it has answered."""
+
+    def __init__(self) -> None:
+        backend = FakeBackend()
+        self.store = Store(backend, Pace(4e9, 2e10, 0.02), make_info(backend, Settings()))
+        self.store.tree.create([NewSpec("a"), NewSpec("b")])
+        self.answered: list[Job] = []
+        self.opened: list[dict[str, Any]] = []
+        self.scheduler = Scheduler(self.store, Metrics(), self.answered.append, HandLanes())
+
+    def step(self, lane: HandLane, *names: str, seconds: float = 30.0, **fields: Any) -> Job:
+        layers = list(range(GEOMETRY.num_layers))
+        given: dict[str, Any] = {"op": "decode", "layers": layers, "slots": [SLOT]}
+        given |= {"sequences": list(names)} if names else {}
+        heads = {"num_qo_heads": GEOMETRY.num_kv_heads, "dtype": "F32"}
+        request = Request(STEP, validate(StepFields, given | heads | fields), {}, Place())
+        request.step = StepPlace(lane, self.opened.append)
+        return self.admit(request, seconds)
+
+    def ask(self, name: str, seconds: float = 30.0, **fields: Any) -> Job:
+        operation = BY_NAME[name]
+        request = Request(operation, validate(operation.fields, fields), {}, Place())
+        return self.admit(request, seconds)
+
+    def admit(self, request: Request, seconds: float) -> Job:
+        now = time.monotonic()
+        job = Job(request, None, now, now + seconds)
+        self.scheduler.admit(job)
+        self.scheduler.round()
+        return job
+
+    def rounds(self, count: int = 3) -> None:
+        for _ in range(count):
+            self.scheduler.round()
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.store.tree.describe(name).length for name in "ab"]
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_a_step_is_accepted_at_once_and_answered_when_its_lane_is_through(rig: Rig) -> None:
+    lane = HandLane()
+    job = rig.step(lane, "a", "b")
+    assert rig.opened == [{"levels": 1, "cascade": False}]
+    assert (rig.answered, rig.lengths) == ([], [1, 1])
+    lane.runs[0].done = True
+    rig.rounds()
+    assert rig.answered == [job] and job.error is None
+    assert not rig.scheduler.busy
+
+
+def test_an_echo_is_waited_for_though_it_has_no_sequence(rig: Rig) -> None:
+    lane = HandLane()
+    job = rig.step(lane, op="echo")
+    assert rig.scheduler.busy, "nobody looks after the lane"
+    lane.runs[0].done = True
+    rig.rounds()
+    assert rig.answered == [job] and job.error is None
+    assert not rig.scheduler.busy
+
+
+def test_two_steps_may_be_on_a_lane_and_a_third_waits(rig: Rig) -> None:
+    lane = HandLane()
+    jobs = [rig.step(lane, "a") for _ in range(3)]
+    assert (len(lane.runs), rig.lengths) == (2, [2, 0])
+    lane.runs[0].done = True
+    rig.rounds()
+    assert (len(lane.runs), rig.lengths) == (3, [3, 0])
+    for run in lane.runs:
+        run.done = True
+    rig.rounds()
+    assert rig.answered == jobs
+
+
+def test_another_lane_waits_for_the_sequences_and_works_on_others(rig: Rig) -> None:
+    mine, theirs = HandLane(), HandLane()
+    rig.step(mine, "a")
+    held, free = rig.step(theirs, "a"), rig.step(theirs, "b")
+    assert [run.work.rows for run in theirs.runs] == [1]
+    cut = rig.ask("truncate", id="a", length=0)
+    assert rig.answered == []
+    theirs.runs[0].done = True
+    rig.rounds()
+    assert rig.answered == [free]
+    mine.runs[0].done = True
+    rig.rounds()
+    assert len(theirs.runs) == 2, "the held step follows the first"
+    theirs.runs[1].done = True
+    rig.rounds()
+    assert [one.error for one in rig.answered] == [None] * 4
+    assert rig.answered[-2:] == [held, cut], "the truncation came after the held step"
+    assert rig.lengths == [0, 1]
+
+
+def test_a_deadline_aborts_the_step_and_those_behind_it_latest_first(rig: Rig) -> None:
+    lane = HandLane()
+    first, second = rig.step(lane, "a", "b"), rig.step(lane, "b")
+    waiting = rig.ask("get_sequence", id="a")
+    first.deadline = time.monotonic() - 1.0
+    rig.rounds(1)
+    assert rig.answered == [] and [run.released for run in lane.runs] == [1, 1]
+    rig.rounds()
+    codes = [type(one.error).__name__ for one in rig.answered]
+    assert rig.answered == [second, first, waiting]
+    assert codes == ["Cancelled", "DeadlineExceeded", "NoneType"]
+    assert rig.lengths == [0, 0]
+    rig.store.tree.check_integrity()
+
+
+def test_the_caller_of_an_aborted_step_is_freed_until_it_starts_afresh(rig: Rig) -> None:
+    lane = HandLane()
+    job = rig.step(lane, "a")
+    rig.scheduler.cancel(job)
+    rig.rounds()
+    assert type(job.error).__name__ == "Cancelled"
+    time.sleep(0.01)
+    rig.rounds(1)
+    assert lane.freed > 0
+    refused = rig.step(lane, "a")
+    assert "DEVICE" in str(refused.error)
+    rig.scheduler.steps.forget(lane)
+    rig.step(lane, "a")
+    assert (len(lane.runs), rig.lengths) == (2, [1, 0])
+
+
+def test_a_step_whose_turn_has_not_come_is_taken_back_alone(rig: Rig) -> None:
+    lane = HandLane()
+    rig.step(lane, "a")
+    waiting = rig.step(HandLane(), "a")
+    rig.scheduler.cancel(waiting)
+    assert rig.answered == [waiting] and rig.lengths == [1, 0]
+    lane.runs[0].done = True
+    rig.rounds()
+    assert len(rig.answered) == 2
+
+
+def test_what_a_lane_refuses_is_undone(rig: Rig) -> None:
+    lane = HandLane()
+    lane.begin = refuse  # type: ignore[method-assign, assignment]
+    job = rig.step(lane, "a")
+    assert job.error is not None and rig.lengths == [0, 0]
+
+
+def refuse(work: StepWork) -> HandRun:
+    from kernels.backend import Unsupported
+
+    raise Unsupported("dtype", str(work.dtype), "another one")
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "o", "lse", "flags"])
+def test_places_outside_the_arena_are_refused(rig: Rig, name: str) -> None:
+    far = {"slots": [SLOT | {name: 2**16}]} if name != "flags" else {"flags": 2**16}
+    job = rig.step(HandLane(), "a", **far)
+    assert "arena" in str(job.error) and rig.lengths == [0, 0]
+
+
+def test_everything_is_given_up_undone(rig: Rig) -> None:
+    lane = HandLane()
+    jobs = [rig.step(lane, "a"), rig.step(lane, "a", "b")]
+    rig.scheduler.give_up(RuntimeError("the end"))
+    assert sorted(map(id, rig.answered)) == sorted(map(id, jobs))
+    assert rig.lengths == [0, 0] and not rig.scheduler.busy
+
+
+class FakeSession:
+    """As much of a session as its lane needs."""
+
+    def __init__(self) -> None:
+        self.arena = SimpleNamespace(memory=memoryview(bytearray(2**16)), size=2**16)
+        self.pid, self.live, self.closed, self.ended = 1, dict[int, Call](), False, ""
+        self.uid, self.tenants = 1000, {0: tenant_of("team", ["read"])}
+        self.sent: list[bytes] = []
+        self.send = self.sent.append
+
+
+@pytest.mark.parametrize("scopes", [["read"], ["append"], ["read", "append"]], ids=str)
+def test_a_step_stays_in_its_keys_namespace_and_scopes(rig: Rig, scopes: list[Any]) -> None:
+    made = HandLanes()
+    lanes = SessionLanes(made, rig.scheduler.steps, rig.store.info)
+    session: Any = FakeSession()
+    lanes.asked(AskedArena(session, 2**16))
+    assert len(session.sent) == 1
+    assert [(owner.namespace, owner.uid) for owner in made.owners] == [("team", 1000)]
+    fields = {"op": "decode", "sequences": ["a"], "layers": [0], "slots": [SLOT], "num_qo_heads": 2}
+    tenant = tenant_of("team", scopes)
+
+    def read(**more: Any) -> Any:
+        described = memoryview(json.dumps(fields | more).encode())
+        nowhere = memoryview(b"")
+        call = Call(session, 1, STEP_ROUTE, 1.0, described, nowhere, b"", tenant, (0, 0, 0, 0))
+        return lanes.read(STEP, call).fields.ids
+
+    if "read" in scopes:
+        assert read(append=False) == ("team/a",)
+    if scopes == ["read", "append"]:
+        assert read() == ("team/a",)
+    else:
+        with pytest.raises(Forbidden):
+            read()

@@ -1,0 +1,327 @@
+"""The queue in front of the turns: order, bounds, deadlines, cancellation, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+from attnd.wire.frames import HELLO
+
+from service import __version__
+from service.errors import NotReady
+from service.road.messages import VERSION, Hello, message
+from tests.engine.fake_backend import GEOMETRY, FakeBackend
+from tests.engine.harness import (
+    Asked,
+    Caller,
+    Refused,
+    Reply,
+    append,
+    code,
+    create,
+    decode,
+    delete,
+    length,
+    outcome,
+    pool,
+    truncate,
+    until,
+    with_engine,
+)
+
+
+async def blocked(caller: Caller, backend: FakeBackend) -> list[asyncio.Task[Reply]]:
+    """A launch that is not done until the gate opens, and a barrier: what comes now waits."""
+    backend.gate.clear()
+    count = len(backend.launches)
+    first = caller.start(decode("a"))
+    await until(lambda: len(backend.launches) > count)
+    barrier = caller.start(truncate("empty", 0))
+    await until(lambda: caller.num_waiting == 1)
+    return [first, barrier]
+
+
+def heard(caller: Caller, data: bytes) -> bytes:
+    """What a new connection that says `data` is told before the engine closes it."""
+    told = b""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(5)
+        sock.connect(caller.running.path)
+        if data:
+            sock.sendall(data)
+        while part := sock.recv(4096):
+            told += part
+    return told
+
+
+async def two_sequences(caller: Caller) -> None:
+    """`a` of three tokens, and `empty`."""
+    await create(caller, "a", "empty")
+    for layer in range(GEOMETRY.num_layers):
+        await caller.submit(append("a", 3, layer=layer))
+
+
+def test_a_full_queue_refuses_with_a_time_to_retry_and_admitted_work_finishes() -> None:
+    backend = FakeBackend(late=True)
+
+    async def scenario(caller: Caller) -> None:
+        await two_sequences(caller)
+        first = await blocked(caller, backend)
+        waiting = [caller.start(decode("a")) for _ in range(2)]
+        await until(lambda: caller.num_waiting == 3)
+        with pytest.raises(Refused) as caught:
+            await caller.submit(decode("a"))
+        assert (caught.value.status, caught.value.code) == (429, "overloaded")
+        assert 0.05 <= caught.value.problem["retry_after_s"] <= 30
+        assert caller.metric('attnd_rejected_total{reason="overloaded"}') == 1
+        assert caller.metric("attnd_inflight") == 4
+        backend.gate.set()
+        for reply in await asyncio.gather(*first, *waiting):
+            assert reply.status == 200
+        await until(lambda: caller.metric("attnd_inflight") == 0)
+
+    with_engine(backend, scenario, queue_depth=3)
+
+
+def test_a_full_queue_still_takes_what_frees_pages() -> None:
+    backend = FakeBackend(late=True)
+
+    async def scenario(caller: Caller) -> None:
+        await two_sequences(caller)
+        await create(caller, "gone")
+        first = await blocked(caller, backend)
+        waiting = [caller.start(decode("a"))]
+        await until(lambda: caller.num_waiting == 2)
+        refused: list[Asked] = [
+            decode("a"),
+            append("a", 1),
+            Asked("create_sequences", {"sequences": [{}]}, {}),
+            Asked("get_sequence", {"id": "a"}, {}),
+            Asked("pool", {}, {}),
+        ]
+        for asked in refused:
+            assert code(await outcome(caller.submit(asked))) == "overloaded", asked.name
+        freeing = [caller.start(truncate("a", 2)), caller.start(delete("gone"))]
+        await until(lambda: caller.num_waiting == 4)
+        backend.gate.set()
+        told = await asyncio.gather(*first, *waiting, *freeing)
+        assert [reply.status for reply in told] == [200, 200, 200, 200, 204]
+        assert await length(caller, "a") == 2
+        assert code(await outcome(caller.submit(delete("gone")))) == "unknown_sequence"
+
+    with_engine(backend, scenario, queue_depth=2)
+
+
+def test_an_operation_cancelled_before_its_turn_leaves_no_trace() -> None:
+    backend = FakeBackend(late=True)
+
+    async def scenario(caller: Caller) -> None:
+        await two_sequences(caller)
+        first = await blocked(caller, backend)
+        before = list(backend.calls)
+        task = caller.start(append("a", 5))
+        await until(lambda: caller.num_waiting == 2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: caller.num_waiting == 1)  # it takes no room in the queue any more
+        backend.gate.set()
+        await asyncio.gather(*first)
+        assert await length(caller, "a") == 3
+        assert backend.calls == before
+        assert caller.metric('attnd_rejected_total{reason="cancelled"}') == 1
+
+    with_engine(backend, scenario)
+
+
+def test_an_operation_cancelled_while_the_round_before_it_runs_leaves_no_trace() -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await two_sequences(caller)
+        backend.gate.clear()
+        first = caller.start(decode("a"))
+        await until(lambda: backend.calls[-1] == "attend")
+        # The engine takes these at once, and the word that takes one of them back with them.
+        second = caller.start(decode("a"))
+        doomed = caller.start(append("a", 5, seed=9))
+        third = caller.start(decode("a", sm_scale=2.0))
+        await until(lambda: len(caller.road.pending) == 4)
+        doomed.cancel()
+        await asyncio.sleep(0.01)
+        backend.gate.set()
+        await asyncio.gather(first, second, third)
+        assert await length(caller, "a") == 3
+
+    with_engine(backend, scenario)
+
+
+def test_cancelling_an_operation_that_runs_lets_it_finish_and_nobody_is_told() -> None:
+    backend = FakeBackend(late=True)
+
+    async def scenario(caller: Caller) -> None:
+        await create(caller, "a")
+        backend.gate.clear()
+        task = caller.start(decode("a", new=True))
+        await until(lambda: backend.calls[-2:] == ["append", "attend"])
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        backend.gate.set()
+        assert await length(caller, "a") == 1
+
+    with_engine(backend, scenario)
+
+
+def test_an_operation_whose_deadline_passed_before_its_turn_does_not_run() -> None:
+    backend = FakeBackend(late=True)
+
+    async def scenario(caller: Caller) -> None:
+        await two_sequences(caller)
+        first = await blocked(caller, backend)
+        late = asyncio.create_task(outcome(caller.submit(append("a", 5), deadline_s=0.01)))
+        in_time = caller.start(append("a", 1), deadline_s=60.0)
+        await until(lambda: caller.num_waiting == 3)
+        await asyncio.sleep(0.03)
+        backend.gate.set()
+        await asyncio.gather(*first)
+        refused = await late
+        assert isinstance(refused, Refused)
+        assert (refused.status, refused.code) == (504, "deadline_exceeded")
+        assert (await in_time).fields == {"lengths": [4]}
+        assert caller.metric('attnd_rejected_total{reason="deadline_exceeded"}') == 1
+
+    with_engine(backend, scenario)
+
+
+def test_operations_run_in_the_order_they_came() -> None:
+    backend = FakeBackend(late=True)
+
+    async def scenario(caller: Caller) -> None:
+        await two_sequences(caller)
+        first = await blocked(caller, backend)
+        tasks = []
+        for n in (1, 2, 3):
+            tasks.append(caller.start(append("a", n, seed=n)))
+            await asyncio.sleep(0)
+        backend.gate.set()
+        await asyncio.gather(*first)
+        replies = [reply.fields for reply in await asyncio.gather(*tasks)]
+        assert replies == [{"lengths": [4]}, {"lengths": [6]}, {"lengths": [9]}]
+
+    with_engine(backend, scenario)
+
+
+def test_a_drain_answers_all_that_was_admitted_and_refuses_the_rest() -> None:
+    backend = FakeBackend(late=True)
+
+    async def scenario(caller: Caller) -> None:
+        await two_sequences(caller)
+        first = await blocked(caller, backend)
+        waiting = [caller.start(decode("a", new=True)) for _ in range(5)]
+        await until(lambda: caller.num_waiting == 6)
+        caller.engine.drain()
+        await until(lambda: caller.road.state.state == "draining")
+        with pytest.raises(Refused, match="draining") as caught:
+            await caller.submit(decode("a"))
+        assert (caught.value.status, caught.value.code) == (503, "not_ready")
+        backend.gate.set()
+        replies = await asyncio.gather(*first, *waiting)
+        assert len(replies) == 7
+        await until(lambda: not caller.running.thread.is_alive())
+        await until(lambda: bool(caller.road.lost))
+        with pytest.raises(NotReady):
+            await caller.submit(decode("a"))
+
+    with_engine(backend, scenario)
+
+
+def test_a_drain_that_takes_too_long_refuses_what_did_not_run_and_what_is_not_done() -> None:
+    backend = FakeBackend(late=True)
+
+    async def scenario(caller: Caller) -> None:
+        await two_sequences(caller)
+        first, barrier = await blocked(caller, backend)
+        waiting = asyncio.create_task(outcome(caller.submit(append("a", 1))))
+        await until(lambda: caller.num_waiting == 2)
+        caller.engine.drain()
+        told = await asyncio.gather(waiting, outcome(barrier), outcome(first))
+        assert [code(one) for one in told] == ["not_ready"] * 3
+        assert "before the operation's turn came" in str(told[0])
+        assert "while" in str(told[2])
+
+    with_engine(backend, scenario, drain_timeout_s=0.05)
+
+
+def test_two_sessions_share_an_engine_and_each_is_answered_its_own() -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await create(caller, "a")
+        async with caller.another() as other:
+            assert await pool(other) == await pool(caller)
+            tasks: list[Any] = []
+            for n in range(1, 6):
+                tasks += [caller.start(append("a", n)), other.start(decode("a", seed=n))]
+            await asyncio.gather(*tasks)
+            assert await length(other, "a") == 15
+            assert caller.metric("attnd_sessions") == 2
+
+    with_engine(backend, scenario)
+
+
+def test_the_death_of_a_caller_takes_its_waiting_calls_out() -> None:
+    backend = FakeBackend(late=True)
+
+    async def scenario(caller: Caller) -> None:
+        await two_sequences(caller)
+        first = await blocked(caller, backend)
+        async with caller.another() as other:
+            doomed = [asyncio.create_task(outcome(other.submit(append("a", 2)))) for _ in range(3)]
+            await until(lambda: caller.num_waiting == 4)
+        assert all(isinstance(told, NotReady) for told in await asyncio.gather(*doomed))
+        await until(lambda: caller.num_waiting == 1)
+        kept = caller.start(append("a", 1))
+        await until(lambda: caller.num_waiting == 2)
+        backend.gate.set()
+        await asyncio.gather(*first)
+        assert (await kept).fields == {"lengths": [4]}
+        assert caller.metric('attnd_rejected_total{reason="cancelled"}') == 3
+
+    with_engine(backend, scenario)
+
+
+def test_a_connection_that_is_one_too_many_is_told_so_and_one_that_ends_makes_room() -> None:
+    async def scenario(caller: Caller) -> None:
+        async with caller.another():
+            hello = message(HELLO, Hello(VERSION, "third", False, 4096))
+            assert b"server.max_sessions" in heard(caller, hello)
+        await until(lambda: caller.engine.callers.count == 1)
+        async with caller.another() as again:
+            await pool(again)
+
+    with_engine(FakeBackend(), scenario, max_sessions=2)
+
+
+def test_bytes_that_are_no_frame_end_their_session_and_no_other() -> None:
+    async def scenario(caller: Caller) -> None:
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x01\x00\x00\x00\x10\x00\x00\x00" * 9):
+            assert b"malformed_request" in heard(caller, garbage)
+        assert (await pool(caller))["integrity"] == "ok"
+
+    with_engine(FakeBackend(), scenario)
+
+
+def test_info_tells_the_geometry_and_the_backend() -> None:
+    async def scenario(caller: Caller) -> None:
+        info = (await caller.call("info", {})).fields
+        told = [info[name] for name in ("num_layers", "num_pages", "page_size", "backend")]
+        assert told == [2, 32, 4, "fake"]
+        assert info["unsupported"] == ["nothing"]
+        assert info["limits"]["queue_depth"] == 7
+        line = f'attnd_build_info{{backend="fake",version="{__version__}"}}'
+        assert caller.metric(line) == 1
+
+    with_engine(FakeBackend(), scenario, queue_depth=7)

@@ -1,0 +1,133 @@
+"""Requests: headers that repeat are checked once, and nothing of one that is over is kept."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from config.settings import Settings
+from kernels.host_lanes import HostLanes
+from service.engine.loop import request as requests
+from service.engine.loop.engine import make_info
+from service.engine.loop.job import Job
+from service.engine.loop.place import Place
+from service.engine.loop.request import Request
+from service.engine.loop.scheduler import Scheduler
+from service.engine.loop.slices import Pace
+from service.engine.store.store import Store
+from service.metrics import Metrics
+from service.operations.spec import validate
+from service.operations.table import BY_NAME
+from tests.engine.fake_backend import FakeBackend
+from tests.engine.harness import (
+    Caller,
+    Refused,
+    append,
+    code,
+    create,
+    decode,
+    outcome,
+    with_engine,
+)
+
+
+def test_a_header_that_repeats_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    preparing = requests.preparing
+
+    def counted(operation: Any, *rest: Any) -> Any:
+        checked.append(operation.name)
+        return preparing(operation, *rest)
+
+    monkeypatch.setattr(requests, "preparing", counted)
+
+    async def scenario(caller: Caller) -> None:
+        await create(caller, "a")
+        for seed in range(5):
+            told = await caller.submit(decode("a", seed=seed, new=True))
+        assert checked.count("decode") == 1
+        await caller.submit(decode("a", layer=1))
+        assert checked.count("decode") == 2
+        assert np.isfinite(told.lse).all()
+
+    with_engine(FakeBackend(), scenario)
+
+
+def test_what_a_remembered_header_cannot_show_is_checked_each_time() -> None:
+    async def scenario(caller: Caller) -> None:
+        await create(caller, "a")
+        one = append("a", 1, offsets=[0])
+        told = [code(await outcome(caller.submit(one))) for _ in range(2)]
+        assert told == ["ok", "length_mismatch"]
+        mask = np.ones(2, bool)
+        masked = decode("a").but("prefill", qo_indptr=[0, 1], mask=mask[:1])
+        assert code(await outcome(caller.submit(masked))) == "ok"
+        broken = np.frombuffer(b"\x02", bool)
+        refused = await outcome(caller.submit(masked.but(mask=broken)))
+        assert isinstance(refused, Refused)
+        assert refused.code == "malformed_body"
+        await caller.submit(append("a", 1))
+        assert code(await outcome(caller.submit(masked))) == "invalid_request"
+        assert code(await outcome(caller.submit(masked.but(mask=mask)))) == "ok"
+
+    with_engine(FakeBackend(), scenario)
+
+
+@pytest.fixture
+def uncollected(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Without the garbage collector, and without records that keep tracebacks."""
+    gc.collect()
+    gc.disable()
+    try:
+        with caplog.at_level(logging.CRITICAL, logger="attnd.engine"):
+            yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("slice_ms", [20.0, 1e-6], ids=["whole", "sliced"])
+@pytest.mark.parametrize(
+    "end", ["ok", "unknown_sequence", "internal", "deadline_exceeded", "cancelled"]
+)
+def test_no_tensor_of_a_request_that_is_over_is_kept(
+    end: str, slice_ms: float, uncollected: None
+) -> None:
+    backend = FakeBackend()
+    info = make_info(backend, Settings())
+    store = Store(backend, Pace(4e9, 2e10, slice_ms / 1e3), info)
+    answered: list[Job] = []
+    scheduler = Scheduler(store, Metrics(), answered.append, HostLanes(store.backend))
+
+    def ask(name: str, fields: dict[str, Any], **tensors: Any) -> Job:
+        operation = BY_NAME[name]
+        request = Request(operation, validate(operation.fields, fields), tensors, Place())
+        now = time.monotonic()
+        late = name == "decode" and end == "deadline_exceeded"
+        return Job(request, None, now, now - 1 if late else now + 60)
+
+    def run(job: Job) -> weakref.ref[Any]:
+        """A weak reference to the job's q, when the job is answered."""
+        scheduler.admit(job)
+        if end == "cancelled" and job.request.operation.name == "decode":
+            scheduler.cancel(job)
+        while scheduler.busy:
+            scheduler.round()
+        return weakref.ref(job.request.tensors.get("q", answered))  # type: ignore[arg-type]
+
+    scheduler.admit(ask("create_sequences", {"sequences": [{"id": "a"}]}))
+    scheduler.round()
+    backend.failures["attend"] = [RuntimeError("a bug")] if end == "internal" else []
+    asked = decode("b" if end == "unknown_sequence" else "a", new=True)
+    q = run(ask(asked.name, asked.fields, **asked.tensors))
+    codes = ["ok" if job.error is None else type(job.error).__name__ for job in answered]
+    assert codes[0] == "ok"
+    assert (codes[1] == "ok") == (end == "ok"), codes
+    del answered[:], backend.launches[:], asked
+    assert q() is None, "something still refers to the tensors"

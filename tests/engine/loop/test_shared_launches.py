@@ -1,0 +1,190 @@
+"""Which operations share a launch, and in what order launches see what came before."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tests.engine.fake_backend import FakeBackend
+from tests.engine.harness import (
+    Asked,
+    Caller,
+    append,
+    code,
+    decode,
+    delete,
+    gather,
+    held_back,
+    queries,
+    three_sequences,
+    truncate,
+    until,
+    with_engine,
+)
+
+ONE_LIST = Asked(
+    "merge", {}, {"o": np.ones((1, 1, 1, 4), np.float32), "lse": np.zeros((1, 1, 1), np.float32)}
+)
+
+
+def sizes(backend: FakeBackend) -> list[list[int]]:
+    return [[attend.plan.positions.size for attend in launch] for launch in backend.launches]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_waiting_attention_of_one_kind_is_one_launch_with_the_same_numbers_as_alone(
+    late: bool,
+) -> None:
+    backend = FakeBackend(late=late)
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        every = [decode("a"), decode("a", "b", seed=1), decode("b", layer=1, seed=2), decode("b")]
+        alone = [await caller.submit(each) for each in every]
+        together = await held_back(caller, backend, *every)
+        assert sizes(backend) == [[1, 2, 1, 1]]
+        for one, other in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(one.o, other.o)
+            np.testing.assert_array_equal(one.lse, other.lse)
+
+    with_engine(backend, scenario)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_another_scoring_or_dtype_is_another_launch_and_replies_keep_their_order(
+    late: bool,
+) -> None:
+    backend = FakeBackend(late=late)
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        half = queries(0, 1, dtype=np.float16)
+        every = [decode("a"), decode("b"), decode("a", sm_scale=0.5), decode("b", q=half)]
+        replies = await held_back(caller, backend, *every)
+        assert sizes(backend) == [[1, 1], [1], [1]]
+        assert replies[3].o.dtype == np.float16
+
+    with_engine(backend, scenario)
+
+
+@pytest.mark.parametrize("option", [{"window_left": 2}, {"logits_soft_cap": 3.0}])
+def test_every_scoring_option_parts_launches(option: dict[str, float]) -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        await held_back(caller, backend, decode("a"), decode("a", **option), decode("a"))
+        assert sizes(backend) == [[1], [1], [1]]
+
+    with_engine(backend, scenario)
+
+
+def test_an_append_between_decodes_does_not_part_them_and_each_sees_its_own_length() -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        before = await caller.submit(decode("a"))
+        replies = await held_back(caller, backend, decode("a"), append("a", 2), decode("a"))
+        assert sizes(backend) == [[1, 1]]
+        np.testing.assert_array_equal(replies[0].lse, before.lse)
+        assert (replies[2].lse > before.lse).all()
+        assert replies[1].fields == {"lengths": [7]}
+
+    with_engine(backend, scenario)
+
+
+@pytest.mark.parametrize(
+    "barrier",
+    [
+        truncate("b", 0),
+        delete("b"),
+        Asked("create_sequences", {"sequences": [{"id": "c", "parent": "b", "length": 0}]}, {}),
+        gather("a"),
+        ONE_LIST,
+    ],
+    ids=lambda asked: asked.name,
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_what_changes_or_reads_pages_parts_launches(barrier: Asked, late: bool) -> None:
+    backend = FakeBackend(late=late)
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        replies = await held_back(caller, backend, decode("a"), barrier, decode("a"))
+        assert [code(reply) for reply in replies] == ["ok"] * 3, replies
+        assert sizes(backend) == [[1], [1]]
+
+    with_engine(backend, scenario)
+
+
+def test_a_launch_of_its_own_sees_the_appends_before_it_and_not_those_after() -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        every = [append("a", 2), gather("a"), append("a", 1, seed=3), ONE_LIST, gather("a")]
+        replies = await held_back(caller, backend, *every)
+        assert backend.calls == ["append", "gather", "append", "merge", "gather"]
+        assert [replies[at].fields for at in (0, 2)] == [{"lengths": [7]}, {"lengths": [8]}]
+        first, second = (replies[at].tensors["k"] for at in (1, 4))
+        assert (first.shape[0], second.shape[0]) == (7, 8)
+        np.testing.assert_array_equal(second[:7], first)
+        assert (replies[3].o == 1).all()
+
+    with_engine(backend, scenario)
+
+
+def test_two_launches_are_in_flight_while_more_wait_and_never_three() -> None:
+    backend = FakeBackend(late=True)
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        del backend.launches[:]
+        backend.gate.clear()
+        tasks = [caller.start(decode("a", sm_scale=1.0 + at)) for at in range(4)]
+        await until(lambda: len(backend.launches) == 2)
+        await asyncio.sleep(0.05)
+        assert len(backend.launches) == 2
+        backend.gate.set()
+        await asyncio.gather(*tasks)
+        assert len(backend.launches) == 4
+
+    with_engine(backend, scenario)
+
+
+def test_turns_are_given_while_a_launch_is_in_flight_and_answers_keep_their_order() -> None:
+    backend = FakeBackend(late=True)
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        backend.gate.clear()
+        count = len(backend.launches)
+        first = caller.start(decode("a"))
+        await until(lambda: len(backend.launches) > count)
+        del backend.calls[:]
+        second = caller.start(append("a", 1))
+        await until(lambda: backend.calls == ["append"])
+        await asyncio.sleep(0.01)
+        assert not second.done()
+        backend.gate.set()
+        assert (await second).fields == {"lengths": [6]}
+        assert first.done()
+
+    with_engine(backend, scenario)
+
+
+def test_the_stages_of_a_call_are_told_with_its_answer() -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await three_sequences(caller)
+        told = await caller.submit(decode("a", new=True))
+        queue, plan, copy_in, *_ = told.stages
+        assert len(told.stages) == 6
+        assert min(queue, plan, copy_in) > 0
+        assert max(told.stages) < 5
+
+    with_engine(backend, scenario)

@@ -1,0 +1,303 @@
+"""Attention cut into pieces has the numbers of the whole; pieces are about as long as a slice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+
+from kernels import make_backend
+from kernels.backend import Attend, AttentionState, Backend, PoolGeometry, RaggedAttend, Scoring
+from kernels.tensor import host_array
+from service.core.tree import PrefixTree
+from service.core.values import NewSpec
+from service.engine.handlers.masks import ragged_mask
+from service.engine.loop.job import Cost
+from service.engine.loop.slices import (
+    Pace,
+    Span,
+    cut_attend,
+    cut_ragged,
+    even_spans,
+    ragged_keys,
+    row_keys,
+)
+from service.engine.store.plan_cache import PlanCache, Planned
+
+GEOMETRY = PoolGeometry(1, 256, 4, 2, 8, dtype="fp32")
+Rng = np.random.Generator
+ROUNDS = 12
+
+
+@dataclass
+class Forest:
+    """Random sequences with shared prefixes, written into a poisoned pool."""
+
+    backend: Backend
+    tree: PrefixTree
+    ids: list[str]
+
+    def lengths(self) -> Any:
+        return self.tree.lengths(self.ids, 0)
+
+
+def forest(rng: Rng) -> Forest:
+    tree = PrefixTree(GEOMETRY.num_pages, GEOMETRY.page_size, 1)
+    backend = make_backend("cpu", GEOMETRY, poison=True)
+    names: list[str] = []
+    for at in range(int(rng.integers(2, 9))):
+        parent = str(rng.choice(names)) if names and rng.random() < 0.7 else None
+        copies = tree.create([NewSpec(f"s{at}", parent)])
+        backend.copy_rows(copies.src_pages, copies.dst_pages, copies.num_rows)
+        names.append(f"s{at}")
+        count = np.array([rng.integers(0, 14)], np.int32)
+        extension = tree.extend(0, names[-1:], count)
+        k, v = rng.standard_normal((2, int(count[0]), 2, 8)).astype(np.float32)
+        backend.append(0, k, v, extension.slots)
+    chosen = rng.permutation(names)[: rng.integers(1, len(names) + 1)].tolist()
+    return Forest(backend, tree, chosen)
+
+
+def indptr(lens: Any) -> Any:
+    return np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
+
+
+def any_attend(rng: Rng, made: Forest) -> tuple[Attend, Planned, Any]:
+    """Attention with random levels, order, causality, window and mask; its rows per sequence."""
+    lens = rng.integers(0, 6, len(made.ids))
+    qo_indptr, n = indptr(lens), int(lens.sum())
+    mode = rng.choice(["always", "never"])
+    causal = bool(rng.random() < 0.5)
+    planned = PlanCache(made.tree).sequences(made.ids, 0, qo_indptr, causal, mode)
+    mask = None
+    if rng.random() < 0.5:
+        bits = rng.random(int((lens * made.lengths()).sum())) < 0.6
+        mask = ragged_mask(bits, False, qo_indptr, made.lengths(), planned.plan.order)
+    scoring = Scoring(0.3, float(rng.choice([0.0, 5.0])), int(rng.choice([-1, 0, 3])))
+    q = rng.standard_normal((n, 4, 8)).astype(np.float32)
+    return Attend(0, q, planned.plan, scoring, mask, empty_state(q)), planned, lens
+
+
+def empty_state(q: Any) -> AttentionState:
+    return AttentionState(np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, np.float32))
+
+
+def in_pieces(backend: Backend, whole: Attend, spans: list[Span]) -> AttentionState:
+    """The answer of `whole`, piece by piece."""
+    out = empty_state(whole.q)
+    for span in spans:
+        piece, rows = cut_attend(replace(whole, out=out), span)
+        state = backend.attend([piece]).result()[0]
+        if piece.out is None:
+            host_array(out.o)[rows] = host_array(state.o)
+            host_array(out.lse)[rows] = host_array(state.lse)
+    return out
+
+
+def same(one: AttentionState, other: AttentionState, case: str) -> None:
+    for name in ("o", "lse"):
+        wanted = getattr(other, name)
+        np.testing.assert_allclose(
+            getattr(one, name), wanted, atol=2e-6, rtol=2e-6, err_msg=f"{name}: {case}"
+        )
+
+
+def random_spans(rng: Rng, n: int) -> list[Span]:
+    """Runs that cover rows 0 to n."""
+    cuts = np.unique(np.concatenate(([0], rng.integers(0, n + 1, 4), [n]))).tolist()
+    if len(cuts) == 1:
+        return [Span(0, 0, Cost())]
+    return [Span(a, b, Cost()) for a, b in pairwise(cuts)]
+
+
+def test_pieces_of_attention_over_pages_have_the_numbers_of_the_whole(rng: Rng) -> None:
+    for _ in range(ROUNDS):
+        made = forest(rng)
+        whole, *_ = any_attend(rng, made)
+        wanted = made.backend.attend([whole]).result()[0]
+        n = whole.plan.positions.size
+        spans = random_spans(rng, n)
+        same(in_pieces(made.backend, whole, spans), wanted, f"{spans}")
+        one_by_one = [Span(at, at + 1, Cost()) for at in range(n)]
+        same(in_pieces(made.backend, whole, one_by_one), wanted, "row by row")
+
+
+def test_pieces_of_explicit_levels_have_the_numbers_of_the_whole(rng: Rng) -> None:
+    for _ in range(ROUNDS):
+        made = forest(rng)
+        n = int(rng.integers(1, 9))
+        apart = [name for name in made.tree.books if name.parent is None and name.start == 0]
+        ids = [leaf.id for leaf in apart] or made.ids[:1]
+        levels = []
+        for name in ids[:3]:
+            bounds = np.sort(rng.integers(0, n + 1, 2)).astype(np.int32)
+            levels.append(((name,), bounds))
+        planned = PlanCache(made.tree).levels(levels, 0, bool(rng.random() < 0.5), n)
+        q = rng.standard_normal((n, 4, 8)).astype(np.float32)
+        whole = Attend(0, q, planned.plan, Scoring(0.3), None, empty_state(q))
+        wanted = made.backend.attend([whole]).result()[0]
+        same(in_pieces(made.backend, whole, random_spans(rng, n)), wanted, f"{levels}")
+
+
+def test_pieces_of_attention_equal_the_oracle(rng: Rng) -> None:
+    for causal, window in ((False, -1), (True, -1), (True, 2), (False, 3)):
+        tree = PrefixTree(GEOMETRY.num_pages, GEOMETRY.page_size, 1)
+        backend = make_backend("cpu", GEOMETRY, poison=True)
+        ids, kv_lens, lens = ["a", "b", "c"], np.array([9, 0, 13], np.int32), [4, 2, 6]
+        tree.create([NewSpec(name) for name in ids])
+        k, v = rng.standard_normal((2, 22, 2, 8)).astype(np.float32)
+        backend.append(0, k, v, tree.extend(0, ids, kv_lens).slots)
+        planned = PlanCache(tree).sequences(ids, 0, indptr(lens), causal, "never")
+        q = rng.standard_normal((12, 4, 8)).astype(np.float32)
+        whole = Attend(0, q, planned.plan, Scoring(0.3, 0.0, window))
+        out = in_pieces(backend, whole, random_spans(rng, 12))
+        at, kv_at = indptr(lens), indptr(kv_lens)
+        for b in range(3):
+            mine, keys = slice(at[b], at[b + 1]), slice(kv_at[b], kv_at[b + 1])
+            seen = oracle.visible(lens[b], int(kv_lens[b]), causal=causal, window_left=window)
+            o, lse = oracle.attend(q[mine], k[keys], v[keys], seen, sm_scale=0.3)
+            np.testing.assert_allclose(host_array(out.o)[mine], o, atol=1e-5)
+            np.testing.assert_allclose(host_array(out.lse)[mine], lse, atol=1e-5)
+
+
+def any_ragged(rng: Rng) -> RaggedAttend:
+    batch = int(rng.integers(1, 6))
+    lens, kv_lens = rng.integers(0, 7, batch), rng.integers(0, 9, batch)
+    q = rng.standard_normal((int(lens.sum()), 4, 8)).astype(np.float32)
+    k, v = rng.standard_normal((2, int(kv_lens.sum()), 2, 8)).astype(np.float32)
+    mask = None
+    if rng.random() < 0.5:
+        bits = rng.random(int((lens * kv_lens).sum())) < 0.6
+        mask = ragged_mask(bits, False, indptr(lens), kv_lens.astype(np.int32), None)
+    return RaggedAttend(
+        q=q,
+        k=k,
+        v=v,
+        qo_indptr=indptr(lens),
+        kv_indptr=indptr(kv_lens),
+        causal=bool(rng.random() < 0.5),
+        scoring=Scoring(0.3, 0.0, int(rng.choice([-1, 0, 3]))),
+        mask=mask,
+        out=empty_state(q),
+    )
+
+
+def test_pieces_of_ragged_attention_have_the_numbers_of_the_whole(rng: Rng) -> None:
+    backend = make_backend("cpu", GEOMETRY, poison=True)
+    for _ in range(4 * ROUNDS):
+        whole = any_ragged(rng)
+        wanted = backend.attend_ragged(whole).result()
+        out = empty_state(whole.q)
+        spans = random_spans(rng, len(whole.q))
+        for span in spans:
+            piece = cut_ragged(replace(whole, out=out), whole.row_positions, span)
+            assert len(piece.k) <= len(whole.k)
+            backend.attend_ragged(piece).result()
+        same(out, wanted, f"{spans} of {whole.qo_indptr} over {whole.kv_indptr}")
+
+
+def test_the_keys_of_rows_are_those_that_the_oracle_shows_them(rng: Rng) -> None:
+    for _ in range(ROUNDS):
+        made = forest(rng)
+        whole, planned, lens = any_attend(rng, made)
+        keys = row_keys(whole.plan, GEOMETRY.page_size, whole.scoring.window_left)
+        assert keys.max(initial=0) <= planned.max_keys
+        causal = any(level.causal for level in whole.plan.levels)
+        how = {"causal": causal, "window_left": whole.scoring.window_left}
+        wanted: list[int] = []
+        for count, held in zip(lens.tolist(), made.lengths().tolist(), strict=True):
+            wanted += oracle.visible(count, held, **how).sum(axis=1).tolist()
+        order = slice(None) if whole.plan.order is None else whole.plan.order
+        np.testing.assert_array_equal(keys, np.array(wanted, int)[order], f"{how}")
+
+
+def test_the_keys_of_ragged_rows_are_those_that_the_oracle_shows_them(rng: Rng) -> None:
+    for _ in range(ROUNDS):
+        whole = any_ragged(rng)
+        wanted: list[int] = []
+        for lens, kv_lens in zip(np.diff(whole.qo_indptr), np.diff(whole.kv_indptr), strict=True):
+            how = {"causal": whole.causal, "window_left": whole.scoring.window_left}
+            wanted += oracle.visible(int(lens), int(kv_lens), **how).sum(axis=1).tolist()
+        keys = ragged_keys(whole)
+        assert keys.tolist() == wanted
+
+
+def test_spans_cover_every_row_once_in_order_and_share_the_cost(rng: Rng) -> None:
+    cost = Cost(1e6, 3e6)
+    for _ in range(20 * ROUNDS):
+        rows, number = int(rng.integers(0, 40)), int(rng.integers(1, 60))
+        spans = even_spans(rows, cost, number)
+        assert 1 <= len(spans) <= max(number, 1), (rows, number)
+        covered = [row for span in spans for row in range(span.first, span.last)]
+        assert covered == list(range(rows)), (rows, number)
+        assert rows == 0 or all(span.last > span.first for span in spans)
+        assert sum(span.cost.flops for span in spans) == pytest.approx(cost.flops)
+        assert sum(span.cost.num_bytes for span in spans) == pytest.approx(cost.num_bytes)
+
+
+# Pace.
+
+
+def test_an_estimate_is_bytes_and_flops_at_the_devices_rates() -> None:
+    pace = Pace(1e9, 1e12, slice_s=0.02)
+    assert pace.seconds("attend", Cost(1e6, 2e9)) == pytest.approx(1e-3 + 2e-3)
+    assert not pace.is_long("attend", Cost(2e7 - 1))
+    assert pace.is_long("attend", Cost(2e7 + 1))
+
+
+def test_work_is_cut_into_slices_of_about_the_length_asked_for() -> None:
+    pace = Pace(1e9, 1e12, slice_s=0.02)
+    assert pace.num_slices("append", Cost(1e6)) == 1
+    assert pace.num_slices("append", Cost(2e8)) == 10
+    # What every piece pays again is part of its length, but at most half of it.
+    assert pace.num_slices("attend", Cost(2.05e8), Cost(5e6)) == pytest.approx(14, abs=1)
+    assert pace.num_slices("attend", Cost(1e9), Cost(1e8)) == 9
+
+
+@pytest.mark.parametrize("factor", [0.02, 1.0, 50.0])
+def test_estimates_come_to_what_is_measured_whatever_the_first_guess(factor: float) -> None:
+    pace, cost = Pace(1e9, 1e12, slice_s=0.02), Cost(5e7)
+    for _ in range(60):
+        pace.correct("attend", cost, 0.05 * factor)
+    assert pace.seconds("attend", cost) == pytest.approx(0.05 * factor, rel=0.1)
+    assert pace.seconds("append", cost) == pytest.approx(0.05), "each kind has its own rate"
+
+
+def test_work_that_is_told_to_take_no_time_leaves_an_estimate() -> None:
+    pace = Pace(1e9, 1e12, 0.01)
+    for _ in range(3000):
+        pace.correct("attend", Cost(num_bytes=1e8), 0.0)
+    assert pace.seconds("attend", Cost(num_bytes=1e8)) > 0
+
+
+@pytest.mark.parametrize("cost", [Cost(1e4, 2e4), Cost(4e6, 1e6)], ids=["tiny", "small"])
+def test_what_small_calls_cost_does_not_cut_large_work_to_shreds(cost: Cost) -> None:
+    pace = Pace(4e9, 2e10, slice_s=0.02)
+    for _ in range(1000):  # milliseconds of calls for some microseconds of work
+        pace.correct("attend", cost, 0.005)
+    large = Cost(4e8, 2e9)
+    assert pace.num_slices("attend", large) <= 50, "0.2 s of work at 20 ms a slice"
+
+
+def test_a_launch_that_takes_a_whole_slice_is_learnt_from_however_short_it_was_thought() -> None:
+    pace, cost = Pace(4e9, 2e10, slice_s=0.02), Cost(4e6, 1e6)
+    for _ in range(20):
+        pace.correct("attend", cost, 0.05)
+    assert pace.is_long("attend", cost)
+
+
+def test_a_rate_that_a_busy_host_has_spoiled_comes_back_whatever_the_pieces_are_then() -> None:
+    pace, whole = Pace(4e9, 2e10, slice_s=0.02), Cost(4e8, 2e9)
+    for _ in range(40):
+        pace.correct("attend", Cost(4e6, 1e6), 0.05)
+    assert pace.num_slices("attend", whole) > 100, "it is to be spoiled"
+    for _ in range(3):
+        count = pace.num_slices("attend", whole)
+        for _ in range(count):  # 0.2 s in all, and half a millisecond for each call
+            piece = Cost(whole.num_bytes / count, whole.flops / count)
+            pace.correct("attend", piece, 0.2 / count + 5e-4)
+    assert pace.num_slices("attend", whole) <= 15, "0.2 s of work at 20 ms a slice"

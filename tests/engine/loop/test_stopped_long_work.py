@@ -1,0 +1,261 @@
+"""Long work that is stopped between two slices leaves no trace, whatever it was and stopped it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.engine.handlers import sequences
+from service.errors import NotReady
+from tests.engine.fake_backend import FakeBackend
+from tests.engine.harness import (
+    Asked,
+    Caller,
+    Refused,
+    Reply,
+    append,
+    code,
+    decode,
+    delete,
+    gather,
+    length,
+    outcome,
+    pool,
+    truncate,
+    until,
+    with_engine,
+)
+from tests.engine.long_calls import ROWS, SLICE_MS, long_append, long_prefill, two_sequences
+
+
+async def cancelled(caller: Caller, task: asyncio.Task[Reply]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await caller.call("info", {})  # frames keep their order: the engine has read the other, too
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline", "death"])
+@pytest.mark.parametrize("long", [long_prefill, long_append], ids=["prefill", "append"])
+@pytest.mark.parametrize("done", [1, 3])
+def test_what_stops_between_two_slices_is_undone(
+    long: Callable[[str], Asked], end: str, done: int
+) -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await two_sequences(caller)
+        known, before = await caller.submit(decode("a", "b")), await pool(caller)
+        steps = backend.step_by_step()
+        async with caller.another() as other:
+            deadline_s = 0.6 if end == "deadline" else 0.0
+            task = asyncio.create_task(other.submit(long("a"), deadline_s=deadline_s))
+            for at in range(done):
+                await until(lambda at=at: len(steps) == at + 1)
+                if at + 1 < done:
+                    steps[at].set()
+            held = asyncio.create_task(outcome(caller.submit(append("a", 1))))
+            await until(lambda: caller.num_waiting == 1)
+            if end == "cancel":
+                await cancelled(other, task)
+            elif end == "deadline":
+                await asyncio.sleep(0.65)
+            else:
+                other.road.close()
+                await until(lambda: caller.engine.callers.count == 1)
+            assert caller.num_waiting == 1, "its sequences were let go while the device was at it"
+            assert await length(caller, "b") == 5
+            backend.let_all()
+            if end != "cancel":
+                told = await outcome(task)
+                assert isinstance(told, NotReady if end == "death" else Refused)
+                if end == "deadline":
+                    assert (told.status, "undone" in str(told)) == (504, True)  # type: ignore[attr-defined]
+        appended = await held
+        assert isinstance(appended, Reply)
+        assert appended.fields == {"lengths": [21]}, "it began from what the long one left"
+        await caller.submit(truncate("a", 20))
+        assert await pool(caller) == before
+        again = await caller.submit(decode("a", "b"))
+        np.testing.assert_array_equal(again.o, known.o)
+
+    with_engine(backend, scenario, slice_ms=SLICE_MS)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), None])
+def test_a_slice_that_fails_undoes_the_whole_and_no_other_operation(
+    error: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await two_sequences(caller)
+        before = await pool(caller)
+        backend.failures["attend"] = [None, None, RuntimeError("a bug")]
+        if error is not None:
+            backend.failures = {"result": [None, None, error]}
+        tasks = [caller.start(long_prefill("a")), caller.start(append("b", 1))]
+        told = await asyncio.gather(*(outcome(task) for task in tasks))
+        assert [code(one) for one in told] == ["internal", "ok"]
+        await caller.submit(truncate("b", 5))
+        assert await pool(caller) == before
+        backend.failures = {}
+        assert (await caller.submit(long_prefill("a"))).status == 200
+
+    with caplog.at_level("CRITICAL", logger="attnd.engine"):
+        with_engine(backend, scenario, slice_ms=SLICE_MS)
+
+
+def test_a_long_append_that_does_not_fit_or_says_wrong_offsets_changes_nothing() -> None:
+    backend = FakeBackend()
+
+    async def scenario(caller: Caller) -> None:
+        await two_sequences(caller)
+        before = await pool(caller)
+        for asked, wanted in (
+            (append("a", 1000), "out_of_pages"),
+            (append("a", ROWS, offsets=[19]), "length_mismatch"),
+            (long_prefill("a", offsets=[19]), "length_mismatch"),
+            (long_prefill("zz"), "unknown_sequence"),
+        ):
+            assert code(await outcome(caller.submit(asked))) == wanted
+        assert await pool(caller) == before
+
+    with_engine(backend, scenario, slice_ms=SLICE_MS)
+
+
+# Long creates: slices of so many sequences, made by the engine itself.
+
+
+class Interrupted(FakeBackend):
+    """Stops in some of its copies of rows until it is told to go on."""
+
+    def __init__(self, *stops: int) -> None:
+        super().__init__()
+        self.at = {stop: threading.Event() for stop in stops}
+        self.go_on = {stop: threading.Event() for stop in stops}
+
+    def copy_rows(self, *args: Any) -> None:
+        super().copy_rows(*args)
+        number = self.calls.count("copy_rows")
+        if number in self.at:
+            self.at[number].set()
+            assert self.go_on[number].wait(20), "nobody let the copy go on"
+
+
+async def stopped_create(
+    caller: Caller,
+    backend: Interrupted,
+    stop: Callable[[Caller, asyncio.Task[Reply]], Awaitable[None]],
+) -> None:
+    """A create of many forks that is stopped while its second slice runs, as if it never were."""
+    await two_sequences(caller)
+    before = await pool(caller)
+    new = [{"parent": "b"} if at % 2 else {"id": f"n{at}", "parent": "b"} for at in range(16)]
+    async with caller.another() as other:
+        task = asyncio.create_task(
+            other.submit(Asked("create_sequences", {"sequences": new}, {}), deadline_s=0.6)
+        )
+        await until(backend.at[2].is_set)
+        await stop(other, task)
+        backend.go_on[2].set()
+        await asyncio.gather(task, return_exceptions=True)
+        while await pool(caller) != before:  # or the test is ended for its time
+            await asyncio.sleep(0.001)
+        listed = (await caller.call("list_sequences", {})).fields["sequences"]
+        assert [view["id"] for view in listed] == ["a", "b"]
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline", "death"])
+def test_a_long_create_that_is_stopped_made_nothing(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequences, "MADE_AT_ONCE", 4)
+    backend = Interrupted(2)
+
+    async def scenario(caller: Caller) -> None:
+        async def stop(other: Caller, task: asyncio.Task[Reply]) -> None:
+            if end == "deadline":
+                await asyncio.sleep(0.65)
+            elif end == "cancel":
+                task.cancel()
+                await asyncio.sleep(0.05)
+            else:
+                other.road.close()
+                await asyncio.sleep(0.05)
+
+        await stopped_create(caller, backend, stop)
+
+    with_engine(backend, scenario)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_sequence_of_a_long_create_cannot_be_changed_before_all_are_made(
+    stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequences, "MADE_AT_ONCE", 4)
+    backend = Interrupted(2, 4)
+
+    async def scenario(caller: Caller) -> None:
+        await two_sequences(caller)
+        async with caller.another() as other:
+            new: list[dict[str, str]] = [{"parent": "b"} for _ in range(20)]
+            task = asyncio.create_task(outcome(other.call("create_sequences", {"sequences": new})))
+            await until(backend.at[2].is_set)
+            listing = asyncio.create_task(caller.call("list_sequences", {}))
+            await asyncio.sleep(0.05)
+            backend.go_on[2].set()
+            names = [view["id"] for view in (await listing).fields["sequences"]]
+            fresh = next(name for name in names if name.startswith("seq-"))
+            await until(backend.at[4].is_set)
+            deleting = asyncio.create_task(outcome(caller.submit(delete(fresh))))
+            await asyncio.sleep(0.05)
+            if stopped:
+                other.road.close()
+                await asyncio.sleep(0.05)
+            backend.go_on[4].set()
+            assert code(await deleting) == ("unknown_sequence" if stopped else "ok")
+            assert isinstance(await task, NotReady if stopped else Reply)
+        info = await pool(caller)
+        assert (info["sequences"], info["integrity"]) == (2 if stopped else 21, "ok")
+
+    with_engine(backend, scenario)
+
+
+@pytest.mark.parametrize("bad", [{"id": "b"}, {"parent": "zz"}])
+def test_a_long_create_of_which_a_late_one_is_refused_made_nothing(
+    bad: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequences, "MADE_AT_ONCE", 4)
+
+    async def scenario(caller: Caller) -> None:
+        await two_sequences(caller)
+        before = await pool(caller)
+        new: list[dict[str, str]] = [{"parent": "b"} for _ in range(11)]
+        told = await outcome(caller.call("create_sequences", {"sequences": [*new, bad]}))
+        assert code(told) in ("sequence_exists", "unknown_sequence")
+        assert await pool(caller) == before
+
+    with_engine(FakeBackend(), scenario)
+
+
+def test_three_thousand_sequences_are_made_in_slices_and_in_order() -> None:
+    async def scenario(caller: Caller) -> None:
+        new = [{"id": f"s{at}"} for at in range(3000)]
+        told = await caller.submit(
+            Asked("create_sequences", {"sequences": new}, {}), room=3000 * 1400
+        )
+        assert [view["id"] for view in told.fields["sequences"]] == [one["id"] for one in new]
+        await until(lambda: caller.metric("attnd_slices_total") >= 3)
+        info = await pool(caller)
+        assert (info["sequences"], info["integrity"]) == (3000, "ok")
+        told = await caller.submit(decode(*[f"s{at}" for at in range(0, 3000, 100)], new=True))
+        assert np.isfinite(told.lse).all()
+        assert (await caller.submit(gather("s100"))).fields == {"kv_indptr": [0, 1]}
+
+    with_engine(FakeBackend(), scenario)

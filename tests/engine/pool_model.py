@@ -1,0 +1,106 @@
+"""What the pool should hold, as plain arrays, and what attention over it must be, by the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import oracle
+
+from kernels import make_backend
+from kernels.backend import PoolGeometry
+from tests.engine.harness import Asked, Caller, Reply, queries, rows, with_engine
+
+CPU_GEOMETRY = PoolGeometry(2, 96, 5, 2, 16, dtype="fp32")
+SCALE = CPU_GEOMETRY.head_dim**-0.5
+Array = Any
+
+
+@dataclass
+class Model:
+    """K and V of every sequence at every layer."""
+
+    caller: Caller
+    held: dict[tuple[str, int], tuple[Array, Array]] = field(default_factory=dict)
+    seeds: Iterator[int] = field(default_factory=lambda: iter(range(10**6)))
+
+    async def create(self, name: str, parent: str | None = None, length: int | None = None) -> None:
+        new = {"id": name, "parent": parent, "length": length}
+        await self.caller.call("create_sequences", {"sequences": [new]})
+        for layer in range(CPU_GEOMETRY.num_layers):
+            k, v = self.held[parent, layer] if parent else (rows(0, 0, CPU_GEOMETRY),) * 2
+            self.held[name, layer] = (k[:length], v[:length])
+
+    def grow(self, names: Sequence[str], lens: list[int], layer: int) -> dict[str, Array]:
+        """k and v to append, taken as appended."""
+        seed = next(self.seeds)
+        k, v = (rows(2 * seed + part, sum(lens), CPU_GEOMETRY) for part in (0, 1))
+        begin = 0
+        for name, count in zip(names, lens, strict=True):
+            held = self.held[name, layer]
+            new = (k[begin : begin + count], v[begin : begin + count])
+            self.held[name, layer] = (
+                np.concatenate((held[0], new[0])),
+                np.concatenate((held[1], new[1])),
+            )
+            begin += count
+        return {"k": k, "v": v}
+
+    async def append(self, name: str, count: int) -> None:
+        for layer in range(CPU_GEOMETRY.num_layers):
+            fields = {"layer": layer, "sequences": [name], "append_indptr": [0, count]}
+            await self.caller.call("append", fields, **self.grow((name,), [count], layer))
+
+    def expected(self, names: Sequence[str], layer: int, q: Array, at: Any, **how: Any) -> Any:
+        """The oracle's o and lse, for rows `at` of q over each sequence."""
+        states = []
+        for b, name in enumerate(names):
+            k, v = self.held[name, layer]
+            mine = q[at[b] : at[b + 1]]
+            seen = oracle.visible(len(mine), len(k), **how)
+            states.append(oracle.attend(mine, k, v, seen, sm_scale=SCALE))
+        return tuple(np.concatenate(part) for part in zip(*states, strict=True))
+
+    async def family(self) -> list[str]:
+        """Eight sequences below a trunk of 12 and two branches, one more that shares nothing."""
+        await self.create("trunk")
+        await self.append("trunk", 12)
+        for branch in ("x", "y"):
+            await self.create(branch, "trunk")
+            await self.append(branch, 11)
+            for leaf in range(3):
+                await self.create(f"{branch}{leaf}", branch, 23 - leaf)
+                await self.append(f"{branch}{leaf}", 1 + leaf)
+        await self.create("lone")
+        await self.append("lone", 7)
+        await self.create("empty")
+        return ["x0", "y1", "x1", "lone", "y0", "x2", "empty", "y2", "x", "trunk"]
+
+
+def indptr(*lens: int) -> list[int]:
+    sums: list[int] = np.cumsum([0, *lens]).tolist()
+    return sums
+
+
+def prefill(names: Sequence[str], lens: list[int], seed: int, **fields: Any) -> Asked:
+    """Causal and at layer 0 unless told otherwise."""
+    given = {"layer": 0, "sequences": list(names), "qo_indptr": indptr(*lens), "causal": True}
+    q = queries(seed, sum(lens), CPU_GEOMETRY)
+    return Asked("prefill", given, {"q": q}).but(**fields)
+
+
+def decode(names: Sequence[str], seed: int, **fields: Any) -> Asked:
+    q = queries(seed, len(names), CPU_GEOMETRY)
+    return Asked("decode", {"layer": 0, "sequences": list(names)}, {"q": q}).but(**fields)
+
+
+def close(told: Reply | tuple[Array, Array], wanted: tuple[Array, Array], case: str = "") -> None:
+    o, lse = (told.o, told.lse) if isinstance(told, Reply) else told
+    np.testing.assert_allclose(o, wanted[0], atol=1e-5, rtol=0, err_msg=f"o {case}")
+    np.testing.assert_allclose(lse, wanted[1], atol=1e-5, rtol=0, err_msg=f"lse {case}")
+
+
+def on_cpu(scenario: Any, geometry: PoolGeometry = CPU_GEOMETRY, **how: Any) -> Any:
+    return with_engine(make_backend("cpu", geometry, poison=True), scenario, **how)

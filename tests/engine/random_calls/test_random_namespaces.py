@@ -1,0 +1,131 @@
+"""Random histories of two namespaces that use, and guess, the same ids: each is alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.keys import line_of
+from service.road.caller_end.caller import RoadCaller
+from tests.engine.fake_backend import GEOMETRY, FakeBackend
+from tests.engine.harness import (
+    ARENA_BYTES,
+    Asked,
+    Caller,
+    Refused,
+    append,
+    delete,
+    gather,
+    outcome,
+    pool,
+    truncate,
+    with_engine,
+)
+
+IDS = "abcde"
+STEPS = 250
+
+
+class Guesser:
+    """One namespace's caller, and what it knows to hold at layer 0: rows of k by id."""
+
+    def __init__(self, caller: Caller, seed: int) -> None:
+        self.caller = caller
+        self.random = random.Random(seed)
+        self.held: dict[str, Any] = {}
+        self.unknown = 0
+
+    async def run(self) -> None:
+        acts = (self.create, self.fork, self.append, self.append, self.truncate, self.delete)
+        for _ in range(STEPS):
+            await self.random.choice((*acts, self.gather, self.list))()
+
+    async def ask(self, asked: Asked, *named: str) -> Any:
+        """The reply, or None for a refusal; the ids that are unknown must be those."""
+        told = await outcome(self.caller.submit(asked))
+        missing = [name for name in named if name not in self.held]
+        if missing:
+            assert isinstance(told, Refused) and told.status == 404, (asked, told)
+            assert told.problem["sequences"] == missing
+            self.unknown += 1
+            return None
+        if isinstance(told, Refused):
+            assert told.code in ("out_of_pages", "sequence_exists"), (asked, told)
+            return None
+        return told
+
+    def some(self) -> str:
+        return self.random.choice(IDS)
+
+    async def create(self) -> None:
+        name = self.some()
+        told = await self.ask(Asked("create_sequences", {"sequences": [{"id": name}]}, {}))
+        assert (told is None) == (name in self.held)
+        if told is not None:
+            self.held[name] = np.zeros((0, GEOMETRY.num_kv_heads, GEOMETRY.head_dim), np.float32)
+
+    async def fork(self) -> None:
+        name, parent = self.some(), self.some()
+        new = {"id": name, "parent": parent}
+        if name in self.held or (name == parent and parent not in self.held):
+            return
+        if await self.ask(Asked("create_sequences", {"sequences": [new]}, {}), parent):
+            self.held[name] = self.held[parent]
+
+    async def append(self) -> None:
+        name, count = self.some(), self.random.randrange(1, 6)
+        asked = append(name, count, seed=self.random.randrange(10**6))
+        for layer in range(GEOMETRY.num_layers):
+            if not await self.ask(asked.but(layer=layer), name):
+                return
+        self.held[name] = np.concatenate((self.held[name], asked.tensors["k"]))
+
+    async def truncate(self) -> None:
+        name = self.some()
+        length = self.random.randrange(len(self.held.get(name, ())) + 1)
+        if await self.ask(truncate(name, length), name):
+            self.held[name] = self.held[name][:length]
+
+    async def delete(self) -> None:
+        name = self.some()
+        if await self.ask(delete(name), name):
+            del self.held[name]
+
+    async def gather(self) -> None:
+        name = self.some()
+        told = await self.ask(gather(name), name)
+        if told is not None:
+            np.testing.assert_array_equal(told.tensors["k"], self.held[name])
+
+    async def list(self) -> None:
+        told = await self.ask(Asked("list_sequences", {}, {}))
+        lengths = {one["id"]: one["length"] for one in told.fields["sequences"]}
+        assert lengths == {name: len(k) for name, k in self.held.items()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_namespace_finds_what_it_would_find_alone(seed: int, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("\n".join(line_of(name, name, ["read", "append"]) for name in "xy"))
+
+    async def scenario(first: Caller) -> None:
+        road = await RoadCaller.connect(first.running.path, ARENA_BYTES, key="y")
+        try:
+            callers = (first, Caller(first.running, road))
+            both = [Guesser(caller, 10 * seed + at) for at, caller in enumerate(callers)]
+            await asyncio.gather(*(one.run() for one in both))
+            assert min(one.unknown for one in both) > 20, "nobody guessed"
+            assert (await pool(first))["integrity"] == "ok"
+            for one in both:
+                for name in list(one.held):
+                    await one.caller.submit(delete(name))
+            assert (await pool(first))["free"] == GEOMETRY.num_pages
+        finally:
+            road.close()
+
+    with_engine(FakeBackend(), scenario, keys_file=str(keys), key="x")

@@ -1,0 +1,105 @@
+"""The operation `snapshot`: one moment of the whole pool, not too often, and for operators only."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.engine.store.snapshot import LEAST_S
+from service.keys import line_of
+from tests.engine.fake_backend import FakeBackend
+from tests.engine.harness import (
+    Asked,
+    Caller,
+    Refused,
+    append,
+    create,
+    delete,
+    until,
+    with_engine,
+)
+from tests.engine.loop.test_namespaces import session
+
+
+def test_a_snapshot_agrees_with_the_pool() -> None:
+    async def scenario(caller: Caller) -> None:
+        await create(caller, "a")
+        await caller.submit(append("a", 9))
+        told = await caller.call("snapshot", {})
+        pool = (await caller.call("pool", {})).fields
+        for name in ("free", "referenced", "cached", "pinned", "total", "sequences", "leases"):
+            assert told.fields[name] == pool[name], name
+        states = told.tensors["page_states"]
+        assert np.bincount(states, minlength=4).tolist() == [pool["free"], 3, 0, 0]
+        assert told.fields["namespaces"] == ["default"]
+        assert told.tensors["tree_totals"].tolist() == [3, 3]
+        assert told.tensors["tree_parents"].tolist() == [-1, 0]
+        assert (told.tensors["tree_idle_s"] < 5.0).all()
+
+    with_engine(FakeBackend(), scenario)
+
+
+def test_who_asks_too_soon_gets_the_last_one_again() -> None:
+    async def scenario(caller: Caller) -> None:
+        first = await caller.call("snapshot", {})
+        await create(caller, "a")
+        again = await caller.call("snapshot", {})
+        assert again.fields == first.fields and again.fields["sequences"] == 0
+        await asyncio.sleep(LEAST_S)
+        assert (await caller.call("snapshot", {})).fields["sequences"] == 1
+        await caller.submit(delete("a"))
+
+    with_engine(FakeBackend(), scenario)
+
+
+def test_an_answer_that_does_not_fit_says_what_would() -> None:
+    async def scenario(caller: Caller) -> None:
+        with pytest.raises(Refused) as told:
+            await caller.submit(Asked("snapshot", {}, {}), room=64)
+        reply = await caller.submit(Asked("snapshot", {}, {}), room=told.value.needed)
+        assert reply.fields["free"] == 32
+
+    with_engine(FakeBackend(), scenario)
+
+
+def test_a_service_that_shows_nothing_live_takes_no_snapshots() -> None:
+    async def scenario(caller: Caller) -> None:
+        with pytest.raises(Refused) as told:
+            await caller.call("snapshot", {})
+        assert (told.value.status, told.value.problem["field"]) == (422, "server.live")
+
+    with_engine(FakeBackend(), scenario, live=False)
+
+
+def test_watching_is_not_seen_in_the_latencies() -> None:
+    async def scenario(caller: Caller) -> None:
+        await create(caller, "a")
+        await caller.call("info", {})
+        for _ in range(3):
+            await caller.call("snapshot", {})
+        await caller.call("info", {})
+        await until(lambda: caller.metric("attnd_queue_duration_seconds_count") == 3)
+
+    with_engine(FakeBackend(), scenario)
+
+
+def test_it_takes_the_scope_admin_and_names_no_sequence(tmp_path: Path) -> None:
+    keys = {"user": ("ours", ["read", "append"]), "operator": ("ops", ["admin"])}
+    path = tmp_path / "keys"
+    path.write_text("\n".join(line_of(key, *held) for key, held in keys.items()))
+
+    async def scenario(user: Caller) -> None:
+        await create(user, "secret")
+        await user.submit(append("secret", 5))
+        with pytest.raises(Refused) as refused:
+            await user.call("snapshot", {})
+        assert (refused.value.status, refused.value.code) == (403, "forbidden")
+        async with session(user, "operator") as operator:
+            told = await operator.call("snapshot", {})
+            assert told.fields["namespaces"] == ["ours"] and told.fields["referenced"] == 2
+            assert "secret" not in str(told)
+
+    with_engine(FakeBackend(), scenario, keys_file=str(path), key="user")
