@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.cluster.test_ranks_doors import another_door, prefix_states
 
 from service.cluster.membership.local_engines import LocalEngines
 from service.cluster.migration import drain as draining
@@ -18,6 +17,7 @@ from service.cluster.migration import ownership as handing
 from service.operations.transfer import CANCEL_IMPORT
 from tests.cluster.checked_calls import Book
 from tests.cluster.harness import ATOL, HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
+from tests.cluster.sharded.test_ranks_doors import another_door, prefix_states
 
 Array = Any
 SOURCE = "engine-0"

@@ -10,8 +10,8 @@ import pytest
 
 from service.cluster.membership.engine import Call
 from service.cluster.membership.local_engines import LocalEngines
-from service.cluster.placement.cost import inflight_prompts as underway
-from service.cluster.placement.cost import placer as placing
+from service.cluster.placement import inflight_prompts as underway
+from service.cluster.placement import placer as placing
 from service.cluster.placement.inflight_prompts import LONGEST_S, MOST_VAIN, Prompts, Underway, Wait
 from service.operations.rows import APPEND, GATHER
 from service.operations.sequences import CREATE_SEQUENCES

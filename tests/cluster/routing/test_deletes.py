@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.cluster.test_ranks_doors import another_door
 
 from service.cluster.membership import engine as engines_of
 from service.cluster.membership.engine import Call, Told
@@ -18,6 +17,7 @@ from service.cluster.migration import ownership as handing
 from tests.cluster.checked_calls import Book
 from tests.cluster.harness import PAGE, Cluster, run
 from tests.cluster.migration.test_drain import SOURCE, emptied, only_on
+from tests.cluster.sharded.test_ranks_doors import another_door
 
 TARGET = "engine-2"
 NONE_LEFT = {"sequences": [], "next": None}
