@@ -25,7 +25,8 @@ TEST_EXTRAS := $(EXTRA)$(if $(findstring cuda,$(EXTRA)),,$(COMMA)dev-cpu),dev,ex
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run run-cluster test lint types arrows check bench lock clean
+.PHONY: help setup run run-cluster test lint types arrows check bench bench-stale simulate lock
+.PHONY: clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -74,13 +75,19 @@ arrows: $(VENV)/.dev  ## What may import what
 
 check: lint types arrows  ## lint, types, arrows
 
-bench: $(VENV)/.dev  ## Measure core, CPU cascade and service; tables go to the README
-	mkdir -p bench/results
-	$(BIN)/python -m bench.core --write
-	$(BIN)/python bench/cascade_cpu.py --out bench/results/cascade-cpu.json
+bench: $(VENV)/.dev  ## Measure core, cascade and service without a GPU
+	$(BIN)/python -m bench.core
+	$(BIN)/python -m bench.cascade_cpu
 	$(BIN)/python -m bench.service
 	$(BIN)/python -m bench.fairness
 	$(BIN)/python -m bench.report
+
+bench-stale:  ## Changes of the kernels since each results file was measured
+	@for file in bench/results/*.json; do echo "$$file"; git diff --stat --stat-width=100 \
+	  "$$(sed -n 's/^ "commit": "\(.*\)",$$/\1/p' $$file)" -- kernels | tail -n 1; done
+
+simulate: $(VENV)/.dev  ## Simulate a cluster and thousands of engines, TRACE=FILE
+	$(BIN)/python -m simulation $(if $(TRACE),--trace $(TRACE) --tables,--quick) $(ARGS)
 
 lock: $(BIN)/python  ## Write deploy/locked: the image's packages with their hashes
 	$(call INSTALL,uv)

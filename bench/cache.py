@@ -1,18 +1,16 @@
-"""How well the prefix cache remembers, and what it costs: a trace of prompts replayed on the core.
+"""Hit rate and CPU time of the prefix cache: a trace of prompts replayed on the core.
 
-    python -m bench.cache --trace FILE [--page-size 16] [--sizes 0.01 0.05 0.2] [--write]
+    python -m bench.cache [--trace FILE] [--page-size 16] [--sizes 0.01 0.05 0.2] [--quick]
 
-FILE has one request a line, `{"hash_ids": [...]}`: the prompt's blocks of 512 tokens, where equal
-ids mean equal prompts up to there (the format of Mooncake's published traces). Every request
-begins from the cache, gets the rest of its pages, is committed and deleted. Beside the token hit
-rate stand those of an exact LRU over the same pages and of a cache without end. What lies in a page
-is known from its block alone, so every hit is checked by what is in the pages.
+FILE is in the format of Mooncake's published traces: a request a line with the prompt's blocks of
+512 tokens, where equal ids mean equal prompts up to there. Every request starts from the cache,
+appends the rest of its pages, is committed and deleted. The table compares the token hit rate with
+an exact LRU over the same pages and with an unbounded cache. A block determines the content of its
+pages, so the replay checks every hit.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,7 +22,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.provenance import RESULTS, provenance, write_results
+from bench.cases.trace import BLOCK_TOKENS, generated_trace, read_trace
+from bench.provenance import RESULTS, Results, command_line, provenance, publish
+from bench.tables import table as markdown
+from bench.tables import with_stamp
 from config.sections import CacheSettings
 from service.core.errors import OutOfPages
 from service.core.prefix.keys import Prefix
@@ -33,7 +34,6 @@ from service.core.values import NewSpec
 from service.engine.store.event_history import History
 
 CACHE_RESULTS: Final = RESULTS / "cache-cpu.json"
-BLOCK_TOKENS: Final = 512
 SIZES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 PROMPT_TOKENS: Final = 100_000
 TIMED_PAGE_SIZE: Final = 16
@@ -48,7 +48,7 @@ Requests = Sequence[Blocks]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One pool size: hit rates, what was checked, and microseconds of CPU for one page."""
+    """One pool size: hit rates, checked hits, and microseconds of CPU a page."""
 
     share: float
     num_pages: int
@@ -62,25 +62,19 @@ class Row:
     free_us: float
 
 
-def read_trace(path: Path) -> list[Blocks]:
-    """The blocks of every request, in order."""
-    with path.open(encoding="utf-8") as lines:
-        return [np.array(json.loads(line)["hash_ids"], np.int64) for line in lines]
-
-
 def pages_of(blocks: Blocks, per_block: int) -> Blocks:
-    """A number for every page of a prompt, equal where the prompt is equal up to there."""
+    """A number for each page of a prompt; equal numbers mean equal prompts up to there."""
     return (blocks[:, np.newaxis] * per_block + np.arange(per_block)).ravel()
 
 
 def token_ids(pages: Blocks, page_size: int) -> NDArray[np.uint32]:
-    """Ids that only these pages have."""
+    """Token ids that are unique to these pages."""
     ids = (pages[:, np.newaxis] * page_size + np.arange(page_size)) % (1 << 32)
     return ids.astype(np.uint32).ravel()
 
 
 def endless(requests: Requests) -> float:
-    """The hit rate of a cache that forgets nothing."""
+    """The hit rate of an unbounded cache."""
     seen: set[int] = set()
     hits = total = 0
     for blocks in requests:
@@ -92,10 +86,10 @@ def endless(requests: Requests) -> float:
 
 
 def exact_lru(requests: Requests, per_block: int, capacity: int) -> float:
-    """The hit rate of a list of pages in the order of their last use, the oldest of which goes.
+    """The hit rate of an LRU list of pages.
 
-    A chain is used from its end to its beginning, so its end goes first; of one that is longer than
-    the cache, the beginning is kept.
+    A prompt uses its pages from the last to the first, so its end is evicted first. Of a prompt
+    longer than the cache, the first pages are kept.
     """
     order: OrderedDict[int, None] = OrderedDict()
     hits = total = 0
@@ -115,7 +109,7 @@ def exact_lru(requests: Requests, per_block: int, capacity: int) -> float:
 
 
 class Replay:
-    """Replays requests on a tree of `num_pages`; what lies in page p is `held[p]`."""
+    """Replays requests on a tree of `num_pages`; `held[p]` is the content of page p."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.tree = PrefixTree(num_pages, page_size, 1)
@@ -125,14 +119,14 @@ class Replay:
         self.pages: dict[str, int] = dict.fromkeys(self.spent, 0)
         self.hits = self.total = self.too_long = 0
 
-    def timed(self, what: str, pages: int, call: Callable[[], Any]) -> None:
+    def timed(self, phase: str, pages: int, call: Callable[[], Any]) -> None:
         begun = time.process_time()
         call()
-        self.spent[what] += time.process_time() - begun
-        self.pages[what] += pages
+        self.spent[phase] += time.process_time() - begun
+        self.pages[phase] += pages
 
     def request(self, pages: Blocks) -> None:
-        """One prompt, from its match to its deletion."""
+        """One prompt, from match to delete."""
         tree, ids = self.tree, token_ids(pages, self.page_size)
         whole = Prefix(ids)
         self.timed("begin", pages.size, lambda: tree.create([NewSpec("r", prefix=whole)]))
@@ -148,7 +142,7 @@ class Replay:
         self.timed("free", stop, lambda: tree.free(["r"]))
 
     def append(self, table: Any, cached: int, pages: Blocks) -> int:
-        """The rest of the prompt, as much of it as there are pages for; how many it has then."""
+        """Appends the rest of the prompt, as far as pages suffice; returns its number of pages."""
         tree, stop = self.tree, pages.size
         room = tree.allocator.num_free + tree.budget.namespace("default").cached
         if stop - cached > room:
@@ -158,14 +152,14 @@ class Replay:
         try:
             self.timed("append", stop - cached, lambda: tree.extend(0, ["r"], count))
         except OutOfPages as error:
-            raise RuntimeError(f"{room} pages could be had: this is a bug") from error
+            raise RuntimeError(f"{room} pages were available: this is a bug") from error
         leaf = tree.books.leaf("r")
         self.held[leaf.table[cached:stop]] = pages[cached:stop]
         return stop
 
 
 def replay(requests: Requests, share: float, page_size: int) -> Row:
-    """The whole trace on a pool of that share of its distinct pages."""
+    """The whole trace on a pool that holds `share` of its distinct pages."""
     per_block = BLOCK_TOKENS // page_size
     distinct = len({one for blocks in requests for one in blocks.tolist()}) * per_block
     num_pages = max(1, int(share * distinct))
@@ -173,7 +167,7 @@ def replay(requests: Requests, share: float, page_size: int) -> Row:
     for blocks in requests:
         run.request(pages_of(blocks, per_block))
     run.tree.check_integrity()
-    us = {what: 1e6 * run.spent[what] / max(1, run.pages[what]) for what in run.spent}
+    us = {phase: 1e6 * run.spent[phase] / max(1, run.pages[phase]) for phase in run.spent}
     return Row(
         share,
         num_pages,
@@ -181,12 +175,12 @@ def replay(requests: Requests, share: float, page_size: int) -> Row:
         round(exact_lru(requests, per_block, num_pages), 4),
         run.hits,
         run.too_long,
-        *(round(us[what], 3) for what in ("begin", "append", "commit", "free")),
+        *(round(us[phase], 3) for phase in ("begin", "append", "commit", "free")),
     )
 
 
 def microseconds(call: Callable[[], object], restore: Callable[[], object], repeats: int) -> float:
-    """The median time of a call, in microseconds; `restore` puts things back after each."""
+    """The median microseconds of a call; `restore` undoes its effect after each."""
     spent = []
     for _ in range(repeats):
         begun = time.perf_counter()
@@ -197,7 +191,7 @@ def microseconds(call: Callable[[], object], restore: Callable[[], object], repe
 
 
 def long_prompt(page_size: int = TIMED_PAGE_SIZE) -> dict[str, float]:
-    """Match and create for a prompt of 100k tokens, all of which is cached."""
+    """Match and create for a prompt of 100k cached tokens."""
     ids = np.random.default_rng(0).integers(0, 1 << 17, PROMPT_TOKENS, dtype=np.uint32)
     tree = PrefixTree(PROMPT_TOKENS // page_size + 1, page_size, 1)
     tree.create([NewSpec("r")])
@@ -205,24 +199,24 @@ def long_prompt(page_size: int = TIMED_PAGE_SIZE) -> dict[str, float]:
     tree.cache.commit("r", Prefix(ids))
     tree.free(["r"])
     keys = tree.cache.named.keys[tree.cache.match("default", Prefix(ids)).table()].copy()
-    told = {}
+    times = {}
     for name, prefix in (("token_ids", Prefix(ids)), ("page_keys", Prefix(None, keys))):
         create = [NewSpec("r", prefix=prefix)]
-        told[f"match and create, 100k tokens by {name}"] = microseconds(
+        times[f"match and create, 100k tokens by {name}"] = microseconds(
             lambda create=create: tree.create(create),  # type: ignore[misc]
             lambda: tree.free(["r"]),
             REPEATS,
         )
-    return told
+    return times
 
 
-def many_pages(page_size: int = TIMED_PAGE_SIZE) -> dict[str, float]:
-    """Commit and evict of one page beside a million cached pages, with the history of events."""
-    tree = PrefixTree(CACHED_PAGES + REPEATS * 2, page_size, 1)
+def many_pages(num_cached: int, page_size: int = TIMED_PAGE_SIZE) -> dict[str, float]:
+    """Commit and evict of one page beside `num_cached` pages, with the event history kept."""
+    tree = PrefixTree(num_cached + REPEATS * 2, page_size, 1)
     tree.cache.named.listener = History(page_size, EVENTS_HISTORY).hear
     rng = np.random.default_rng(1)
     one = np.array([NODE_PAGES * page_size], np.int32)
-    for _ in range(CACHED_PAGES // NODE_PAGES):
+    for _ in range(num_cached // NODE_PAGES):
         tree.create([NewSpec("r")])
         tree.extend(0, ["r"], one)
         ids = rng.integers(0, 1 << 32, NODE_PAGES * page_size, dtype=np.uint32)
@@ -241,29 +235,53 @@ def many_pages(page_size: int = TIMED_PAGE_SIZE) -> dict[str, float]:
     }
 
 
+def table(results: Results) -> str:
+    """Hit rates by pool size beside exact LRU and an unbounded cache, then single times."""
+    rows = []
+    for row in results["rows"]:
+        rates = (row["hit_rate"], row["lru_hit_rate"], results["endless"])
+        times = (row[name] for name in ("begin_us", "append_us", "commit_us", "free_us"))
+        rows.append(
+            (
+                f"{row['share']:.0%}",
+                f"{row['num_pages']:,}",
+                *(f"{rate:.3f}" for rate in rates),
+                f"{row['hits_checked']:,}",
+                ", ".join(f"{us:.2f}" for us in times),
+            )
+        )
+    head = ("pool, of distinct pages", "pages", "hit rate", "exact LRU", "unbounded")
+    head += ("hits checked", "begin, append, commit, delete: µs a page")
+    single = [(name, f"{us:.1f}") for name, us in results["times_us"].items()]
+    text = f"{markdown(head, rows)}\n\n{markdown(('call', 'median µs'), single)}"
+    return with_stamp(text, results, f"{results['trace']}, pages of {results['page_size']} tokens")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--trace", type=Path, required=True)
+    parser = command_line(__doc__ or "")
+    parser.add_argument("--trace", type=Path, help="without it a trace is generated")
     parser.add_argument("--page-size", type=int, default=16, choices=(16, 32, 64, 128, 256, 512))
     parser.add_argument("--sizes", type=float, nargs="+", default=SIZES)
-    parser.add_argument("--write", action="store_true", help="keep the figures")
-    args = parser.parse_args()
-    requests = read_trace(args.trace)
+    chosen = parser.parse_args()
+    count = 300 if chosen.quick else 3000
+    trace = read_trace(chosen.trace) if chosen.trace else generated_trace(count)
+    requests = [np.array(request.blocks, np.int64) for request in trace]
     best = endless(requests)
-    print(f"{len(requests)} requests, endless cache {best:.4f}")
+    print(f"{len(requests)} requests, unbounded cache {best:.4f}")
     rows = []
-    for share in args.sizes:
-        row = replay(requests, share, args.page_size)
+    for share in chosen.sizes:
+        row = replay(requests, share, chosen.page_size)
         print(f"{share:6.1%} {row.num_pages:8d} pages: {row}", flush=True)
         rows.append(asdict(row))
-    times = long_prompt() | many_pages()
-    for name, us in times.items():
-        print(f"{us:9.1f} us  {name}")
-    if args.write:
-        about = provenance(["numpy"])
-        about["command"] = about["command"].replace(str(args.trace), args.trace.name)
-        results = {"trace": args.trace.name, "page_size": args.page_size, "endless": round(best, 4)}
-        write_results(CACHE_RESULTS, about | results | {"rows": rows, "times_us": times})
+    cached = 20_000 if chosen.quick else CACHED_PAGES
+    results = provenance(["numpy"]) | {
+        "trace": chosen.trace.name if chosen.trace else "a generated trace",
+        "page_size": chosen.page_size,
+        "endless": round(best, 4),
+        "rows": rows,
+        "times_us": long_prompt() | many_pages(cached),
+    }
+    publish(results, table(results), CACHE_RESULTS, chosen)
 
 
 if __name__ == "__main__":

@@ -1,36 +1,34 @@
-"""Cascade against flat decode on the CPU backend: sequences that share a long prefix.
+"""Cascade and flat decode on the CPU backend, of sequences that share a long prefix.
 
-    python bench/cascade_cpu.py [--threads N] [--dtype fp32 ...] [--out FILE]
+    python -m bench.cascade_cpu [--threads N] [--quick] [--out FILE]
 
-The same KV, in the same shuffled pages, is attended twice: flat (each sequence reads its whole
-KV) and as a cascade (the shared pages are read once). Before both, the ceilings of the machine are
-measured in the same process: a float32 matrix product, and reading memory.
+The same KV in the same shuffled pages is attended twice: flat (each sequence reads its whole KV)
+and as a cascade (the shared pages are read once). The machine's ceilings, a float32 matrix product
+and a read of memory, are measured first in the same process.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from bench.provenance import RESULTS, Results, command_line, provenance, publish
+from bench.tables import table as markdown
+from bench.tables import with_stamp
 from kernels import make_backend
-from kernels.backend import NUMPY_DTYPES, Attend, DType, Level, Plan, PoolGeometry, Scoring
+from kernels.backend import Attend, DType, Level, Plan, PoolGeometry, Scoring
 
-PAGE_SIZE = 16
-REPEATS = 9
+CASCADE_RESULTS: Final = RESULTS / "cascade-cpu.json"
+DTYPES: Final[tuple[DType, ...]] = ("fp32", "fp16")
+PAGE_SIZE: Final = 16
+REPEATS: Final = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Case:
         return f"{self.sequences} x ({self.shared} shared + {self.own}), {heads}"
 
 
-CASES = (Case(32, 4096, 64), Case(32, 4096, 64, num_kv_heads=32), Case(8, 1024, 64))
+CASES: Final = (Case(32, 4096, 64), Case(32, 4096, 64, num_kv_heads=32), Case(8, 1024, 64))
 
 
 def int32(values: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -57,7 +55,7 @@ def int32(values: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def plans(case: Case, pages: np.ndarray[Any, Any]) -> tuple[Plan, Plan]:
-    """The flat and the cascade plan over the same pages."""
+    """A flat and a cascade plan over the same pages."""
     common, each = case.shared // PAGE_SIZE, case.own // PAGE_SIZE
     shared, own = pages[:common], pages[common:].reshape(case.sequences, each)
     rows, full = np.arange(case.sequences + 1), np.full(case.sequences, PAGE_SIZE)
@@ -100,7 +98,7 @@ def median_ms(run: Callable[[], object]) -> float:
 
 
 def measure(case: Case, dtype: DType) -> dict[str, Any]:
-    """Median milliseconds of both, and how far apart their results are."""
+    """Median milliseconds of both, and the largest difference of their results."""
     rng = np.random.default_rng(0)
     num_pages = (case.shared + case.sequences * case.own) // PAGE_SIZE
     geometry = PoolGeometry(1, num_pages, PAGE_SIZE, case.num_kv_heads, case.head_dim, "NHD", dtype)
@@ -141,34 +139,39 @@ def ceilings() -> dict[str, float]:
     }
 
 
+def table(results: Results) -> str:
+    """Milliseconds of flat and cascade decode."""
+    rows = [
+        (
+            row["case"],
+            row["dtype"],
+            f"{row['flat_ms']:.1f}",
+            f"{row['cascade_ms']:.1f}",
+            f"**{row['speedup']:.1f} x**",
+        )
+        for row in results["rows"]
+    ]
+    head = ("sequences", "dtype", "flat ms", "cascade ms", "faster")
+    return with_stamp(markdown(head, rows), results)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__ or "")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", nargs="+", choices=list(NUMPY_DTYPES), default=["fp32", "fp16"])
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    report = {
-        "device": f"{platform.processor() or platform.machine()}, {options.threads} threads",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "command": "python bench/cascade_cpu.py " + " ".join(sys.argv[1:]),
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    results: Results = provenance(["torch"]) | {
+        "device": f"{platform.processor() or platform.machine()}, {chosen.threads} threads",
         "ceilings": ceilings(),
         "rows": [],
     }
-    print(json.dumps({k: v for k, v in report.items() if k != "rows"}))
-    for case in CASES:
-        for dtype in options.dtype:
+    for case in CASES[-1:] if chosen.quick else CASES:
+        for dtype in DTYPES:
             row = measure(case, dtype)
-            report["rows"].append(row)
-            print(
-                f"{row['case']:44} {dtype:9} flat {row['flat_ms']:9.2f} ms  "
-                f"cascade {row['cascade_ms']:8.2f} ms  {row['speedup']:6.2f}x  "
-                f"flat reads {row['flat_gb_per_s']:5.2f} GB/s"
-            )
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+            results["rows"].append(row)
+            times = f"flat {row['flat_ms']:9.2f} ms  cascade {row['cascade_ms']:8.2f} ms"
+            print(f"{row['case']:44} {dtype:9} {times}  {row['speedup']:6.2f}x", flush=True)
+    publish(results, table(results), CASCADE_RESULTS, chosen)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ counts. What others disturb is measured again.
 
 Printed are throughput and latency of requests, token hit rate, small calls answered a second, and
 what a small call takes, asked of one service and of the cluster in turn. Between them requests from
-before those are played for the costs that simulation.__main__ is fed with.
+before those are played for the costs that the simulation is fed with.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from attnd import Client
 
-from bench.cases.trace import Request, made_up, num_distinct, read_trace, shortened, split
+from bench.cases.trace import Request, generated_trace, num_distinct, read_trace, shortened, split
 from bench.driver.calibration import CALLERS, Calibration, clear, small_calls, url
 from bench.driver.processes import Processes, undisturbed
 from bench.driver.replay import POOL, Played, replay
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="keep the figures")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # an engine is one thread here, as it is simulated
-    trace = read_trace(args.trace) if args.trace else made_up(args.made_up)
+    trace = read_trace(args.trace) if args.trace else generated_trace(args.made_up)
     played = shortened(trace, LONGEST)
     others, requests = played[: -args.requests], played[-args.requests :]
     if len(others) < CALIBRATED_WITH:

@@ -1,33 +1,30 @@
-"""How long the core takes on the host: allocator, forks, a decode step's share, cold plans.
+"""CPU time of the core: page allocator, forks, its share of a decode step, cold plans.
 
-    python -m bench.core [--repeats 200] [--write]
+    python -m bench.core [--quick] [--out FILE]
 
-Prints the median and the fastest of many repeats, in microseconds; `--write` keeps them in
-bench/results/core.json. Pages hold 16 tokens, batches are 256 sequences unless a row says more.
+Prints the median and the fastest of many repeats in microseconds, and writes them to
+bench/results/core.json. Pages hold 16 tokens; batches have 256 sequences unless a row says more.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from bench.provenance import RESULTS, Results, command_line, provenance, publish
+from bench.tables import table as markdown
+from bench.tables import with_stamp
 from service.core.plans.plan import CascadeMode, make_plan
 from service.core.pool.allocator import PageAllocator
 from service.core.tree import PrefixTree
 from service.core.values import Extension, Int32, NewSpec
 
-RESULTS: Final = Path(__file__).parent / "results" / "core.json"
+CORE_RESULTS: Final = RESULTS / "core.json"
 PAGE_SIZE: Final = 16
 BATCH: Final = 256
 NUM_PAGES: Final = 1 << 18
@@ -36,7 +33,7 @@ ONE_EACH: Final[Int32] = np.ones(BATCH, dtype=np.int32)
 ROWS: Final[Int32] = np.arange(BATCH + 1, dtype=np.int32)
 
 Case = tuple[Callable[[], object], Callable[[], object]]
-"""What is timed, and what puts things back after it."""
+"""The call to time, and the call that undoes its effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +46,11 @@ class Row:
 
 
 def nothing() -> None:
-    """Where a call leaves nothing to put back."""
+    """For a call that leaves nothing to undo."""
 
 
 def timed(name: str, case: Case, repeats: int, per: int = 1) -> Row:
-    """Time `repeats` calls, each of which does its work `per` times."""
+    """Times `repeats` calls, each of which repeats its work `per` times."""
     call, restore = case
     seconds = []
     for _ in range(repeats + 3):
@@ -66,7 +63,7 @@ def timed(name: str, case: Case, repeats: int, per: int = 1) -> Row:
 
 
 def tree_of(ids: list[str], tokens: int, parent: str | None = None) -> PrefixTree:
-    """One layer; every sequence `tokens` long, after a 4k prefix if there is a parent."""
+    """One layer of sequences of `tokens` tokens, behind a shared prefix of 4k with a parent."""
     tree = PrefixTree(NUM_PAGES, PAGE_SIZE, 1)
     if parent is not None:
         tree.create([NewSpec(parent)])
@@ -77,7 +74,7 @@ def tree_of(ids: list[str], tokens: int, parent: str | None = None) -> PrefixTre
 
 
 def three_levels() -> PrefixTree:
-    """A 4k root, 32 nodes of 512, and the 256 sequences with 64 of their own."""
+    """A root of 4k tokens, 32 nodes of 512, and 256 sequences with 64 of their own."""
     tree = tree_of([f"node-{i}" for i in range(32)], 512, "root")
     tree.create([NewSpec(name, f"node-{i // 8}") for i, name in enumerate(IDS)])
     tree.extend(0, IDS, 64 * ONE_EACH)
@@ -90,7 +87,7 @@ def allocate_and_free(count: int) -> Case:
 
 
 def long_fork(length: int) -> Case:
-    """A fork of 128k tokens, the last page copied."""
+    """A fork of a sequence of 128k tokens."""
     tree = PrefixTree(NUM_PAGES, PAGE_SIZE, 1)
     tree.create([NewSpec("parent")])
     tree.extend(0, ["parent"], np.array([1 << 17], dtype=np.int32))
@@ -98,7 +95,7 @@ def long_fork(length: int) -> Case:
 
 
 def decode_step(tokens: int) -> Case:
-    """One token for each of 256 sequences, undone after."""
+    """One token for each of 256 sequences."""
     tree = tree_of(IDS, tokens)
     done: list[Extension] = []
 
@@ -131,24 +128,24 @@ def measure(repeats: int) -> Iterator[Row]:
     yield timed("integrity check, 288 sequences", (three.check_integrity, nothing), repeats // 10)
 
 
+def table(results: Results) -> str:
+    """Microseconds of each call."""
+    rows = [
+        (row["name"], f"{row['median_us']:.2f}", f"{row['fastest_us']:.2f}")
+        for row in results["rows"]
+    ]
+    return with_stamp(markdown(("call", "median µs", "fastest µs"), rows), results)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--repeats", type=int, default=200)
-    parser.add_argument("--write", action="store_true", help="keep the figures")
-    args = parser.parse_args()
+    chosen = command_line(__doc__ or "").parse_args()
     rows = []
     print(f"{'median us':>12}{'fastest us':>12}")
-    for row in measure(args.repeats):
+    for row in measure(20 if chosen.quick else 200):
         rows.append(asdict(row))
         print(f"{row.median_us:12.3f}{row.fastest_us:12.3f}  {row.name}", flush=True)
-    if args.write:
-        about = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": " ".join(["python -m bench.core", *sys.argv[1:]]),
-            "machine": f"{platform.processor() or platform.machine()}, {platform.system()}",
-            "versions": {"python": platform.python_version(), "numpy": np.__version__},
-        }
-        RESULTS.write_text(json.dumps(about | {"rows": rows}, indent=2) + "\n")
+    results = provenance(["numpy"]) | {"rows": rows}
+    publish(results, table(results), CORE_RESULTS, chosen)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from bench.driver.connections import Run
 from bench.driver.servers import Server, attnd
 from bench.driver.ways import Target, Worker
 from bench.provenance import RESULTS, provenance, write_results
+from bench.tables import measured
 
 HEADS: Final = Heads(num_qo=32, num_kv=8, dim=128)
 SMALL_KV: Final = 64
@@ -142,7 +143,7 @@ def table(results: Mapping[str, Any]) -> str:
             "|---" * 9 + "|",
             *map(line, results["rows"]),
             "",
-            f"{results['machine']}; {results['date'][:10]}; `{results['command']}`; 8 KiB decodes "
+            measured(results)[:-1] + "; 8 KiB decodes "
             f"over {SMALL_KV} tokens, slices of {results['slice_ms']:g} ms; at most "
             f"{results['most_slices']} slices are required.",
         ]

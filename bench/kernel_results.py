@@ -1,41 +1,31 @@
-"""The file of the kernels' measurements: rows, and what each was measured on.
+"""The results of the CUDA kernels: the file, rows measured again, and the table.
 
-A document's own date, device, ceilings and so on are those of every row that has no `run` of its
-own.
+The date, device and ceilings of the file hold for every row without a `run` of its own.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from bench.provenance import RESULTS
+from bench.provenance import RESULTS, Results, workloads
+from bench.tables import measured, number, table
 
 KERNEL_RESULTS: Final = RESULTS / "h200.json"
 H100_RESULTS: Final = RESULTS / "h100.json"
 RUN: Final = (
-    "date",
-    "machine",
-    "command",
-    "versions",
-    "device",
-    "arch",
-    "multiprocessors",
-    "ceilings",
+    *("commit", "date", "machine", "command", "versions"),
+    *("device", "arch", "multiprocessors", "ceilings"),
 )
-"""What is told of a run, once for all rows of a document or by a row that is of another run."""
-Results = dict[str, Any]
-
-
-def read_results(path: Path = KERNEL_RESULTS) -> Results:
-    document: Results = json.loads(path.read_text(encoding="utf-8"))
-    return document
+"""The fields of a run: stored once for the file, or by a row that another run measured."""
+HEAD: Final = (
+    *("workload", "ms", "TB/s", "TFLOP/s", "roofline", "required", "flat ms"),
+    *("FlashInfer 0.7.2 ms", "H100: ms", "roofline"),
+)
 
 
 def run_of(results: Results, row: dict[str, Any]) -> dict[str, Any]:
-    """What a row was measured on."""
+    """The run that measured a row."""
     own: dict[str, Any] = row.get("run", {})
     return {name: results[name] for name in RUN if name in results} | own
 
@@ -43,8 +33,59 @@ def run_of(results: Results, row: dict[str, Any]) -> dict[str, Any]:
 def replaced(
     old: Results, run: dict[str, Any], rows: Sequence[dict[str, Any]], cpu: dict[str, Any]
 ) -> Results:
-    """`old` with the rows and CPU figures of another run instead of its own of the same names."""
-    figures = {name: figure | {"run": run} for name, figure in cpu.items()}
-    measured = {row["name"]: row | {"run": run} for row in rows}
-    kept = [measured.pop(row["name"], row) for row in old["rows"]]
-    return old | {"cpu_us": old["cpu_us"] | figures, "rows": [*kept, *measured.values()]}
+    """`old` with the rows and CPU times of another run in place of those of the same name."""
+    times = {name: one | {"run": run} for name, one in cpu.items()}
+    new = {row["name"]: row | {"run": run} for row in rows}
+    kept = [new.pop(row["name"], row) for row in old["rows"]]
+    return old | {"cpu_us": old["cpu_us"] | times, "rows": [*kept, *new.values()]}
+
+
+def kernels_table(results: Results, h100: Results) -> str:
+    """Every workload beside what it must reach, FlashInfer's time and an H100's."""
+    rows = {row["name"]: row for row in results["rows"]}
+    others = {row["name"]: row for row in h100["rows"]}
+    cells = []
+    for workload in workloads():
+        name = workload["name"]
+        row, other = rows.get(name, {}), others.get(name, {})
+        cells.append(
+            (
+                name,
+                number(row.get("ms"), ".4f"),
+                number(row.get("tbps"), ".2f"),
+                number(row.get("tflops"), ".0f"),
+                number(row.get("roofline"), ".3f"),
+                number(workload.get("at_least"), ""),
+                number(row.get("flat_ms"), ".4f"),
+                number(workload.get("flashinfer_ms"), ".4f"),
+                number(other.get("ms"), ".4f"),
+                number(other.get("roofline"), ".3f"),
+            )
+        )
+    cpu = [
+        (batch, f"{times['cold_plan_us']:.0f}", f"{times['cached_launch_us']:.0f}")
+        for batch, times in results["cpu_us"].items()
+    ]
+    cpu_head = ("CPU of a decode call, µs", "plan, cold", "launch, plan cached")
+    parts = [table(HEAD, cells), table(cpu_head, cpu), *runs(results), stamp(h100)]
+    return "\n\n".join(parts)
+
+
+def runs(results: Results) -> Iterator[str]:
+    """The stamp of the file, then those of rows that another run measured, with their names."""
+    yield stamp(results)
+    names: dict[str, list[str]] = {}
+    entries = [(row["name"], row) for row in results["rows"]]
+    entries += [(f"CPU, {batch}", times) for batch, times in results["cpu_us"].items()]
+    for name, entry in entries:
+        if "run" in entry:
+            names.setdefault(stamp(run_of(results, entry)), []).append(name)
+    for line, of_run in names.items():
+        yield f"{', '.join(of_run)}: {line}"
+
+
+def stamp(run: dict[str, Any]) -> str:
+    """Device, date, commit, command and ceilings of a run."""
+    ceilings = run["ceilings"]
+    read, matmul = f"{ceilings['read_tbps']:.2f} TB/s read", f"{ceilings['matmul_tflops']:.0f}"
+    return measured(run, f"ceilings of the same run: {read}, {matmul} TFLOP/s")

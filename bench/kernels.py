@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 from bench.cases.kernel_calls import Case, build  # noqa: E402
 from bench.cases.kernel_plans import Row, level_of, row_levels  # noqa: E402
-from bench.kernel_results import read_results, replaced  # noqa: E402
-from bench.provenance import provenance, workloads, write_results  # noqa: E402
+from bench.kernel_results import replaced  # noqa: E402
+from bench.provenance import provenance, read_results, workloads, write_results  # noqa: E402
 from kernels.backend import Attend, Plan, PoolGeometry, Scoring  # noqa: E402
 from kernels.cuda.attention.config import AttentionConfig  # noqa: E402
 from kernels.cuda.backend import CudaBackend  # noqa: E402

@@ -22,6 +22,7 @@ from bench.driver.servers import ROOT
 from bench.provenance import RESULTS, provenance, write_results
 from bench.road import NAMES, placed
 from bench.steps import short
+from bench.tables import measured
 
 RUNS: Final = {
     "mps": ("mps", 0, "eager,sdpa,static"),
@@ -72,7 +73,7 @@ def table(results: Mapping[str, Any]) -> str:
             where = NAMES[row["place"]]
             lines.append(f"| {where} | {row['shared']} | {label} | {' | '.join(cells)} |")
     told = (
-        f"{results['device']}; {results['date'][:10]}; `{results['command']}`; a Llama of 1.2 B "
+        measured(results)[:-1] + "; a Llama of 1.2 B "
         "parameters with random weights in bf16, 32 prompts of about 2k tokens after the shared "
         "ones, 64 new tokens each."
     )

@@ -3,7 +3,7 @@
     python -m bench.neighbours [--quick] [--only TEXT] [--before DIR] [--json FILE]
 
 The victim decodes one row every 2 ms in a namespace of its own, over a session or over HTTP. The
-attacks are in `bench/cases/attacks.py`; each runs for a few seconds in a process of its own, against one
+attacks are in bench/cases/attacks.py; each runs for a few seconds in its own process, against one
 engine and against a cluster of two. The table shows what the victim waited and what the attacker
 got. On a quiet machine p99 must be at most 50 ms and the maximum at most 150 ms.
 """

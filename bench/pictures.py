@@ -1,4 +1,4 @@
-"""Draws results as pictures beside them, h200, road-h200, cache-cpu, simulation: `-m bench.pictures`.
+"""Draws results as pictures beside them: h200, road-h200, cache-cpu, simulation.
 
 Of the simulation: long sequences over many engines, and a lost rack, for light and for dark pages.
 Of the cache: hit rate against pool size, beside exact LRU and a cache without end. Of the road: a
@@ -10,8 +10,7 @@ measured with other kernels than those here, as in the README.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -22,10 +21,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 from bench.cache import CACHE_RESULTS
-from bench.kernel_results import KERNEL_RESULTS, read_results
-from bench.provenance import RESULTS, workloads
-from bench.report import DAGGER
-from simulation.__main__ import kept
+from bench.kernel_results import KERNEL_RESULTS
+from bench.provenance import RESULTS, read_results, workloads
 from simulation.tables import short
 
 COLOURS: Final = {
@@ -81,12 +78,11 @@ def picture(
         plt.close(figure)
 
 
-def draw(results: dict[str, Any], stale: Container[str], path: Path) -> None:
+def draw_kernels(results: dict[str, Any], path: Path) -> None:
     """The picture of a results file's rows, in their order, as SVG at `path`."""
     known = {row["name"]: row for row in workloads()}
     rows = results["rows"][::-1]  # the first row is the topmost
     names = [row["name"] for row in rows]
-    labels = [f"{DAGGER} {name}" if name in stale else name for name in names]
     heights = range(len(rows))
     with picture(path, (7.2, 0.22 * len(rows) + 0.9)) as (axes,):
         colours = [COLOURS.get(name.split("/")[0], OTHER) for name in names]
@@ -98,7 +94,7 @@ def draw(results: dict[str, Any], stale: Container[str], path: Path) -> None:
             marks = [(value, h) for value, h in zip(values, heights, strict=True) if value]
             axes.plot([x for x, _ in marks], [y for _, y in marks], **style)
         axes.set(xlim=(0, 1.08), xlabel="fraction of the roofline", ylim=(-0.7, len(rows) - 0.3))
-        axes.set_yticks(heights, labels)
+        axes.set_yticks(heights, names)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)
         axes.set_title(f"attnd on one {results['device']}", loc="left", fontsize=9)
@@ -187,18 +183,11 @@ def draw_rack(rack: dict[str, Any], axes: Any) -> None:
     axes.set_title(f"{lost['engines']} of {lost['of']:,} engines lost", loc="left", fontsize=9)
 
 
-def main() -> None:
-    results = read_results()
-    draw(results, (), KERNEL_RESULTS.with_suffix(".svg"))
-    road = json.loads(ROAD_RESULTS.read_text(encoding="utf-8"))
-    draw_road(road, ROAD_RESULTS.with_suffix(".svg"))
-    cache = json.loads(CACHE_RESULTS.read_text(encoding="utf-8"))
-    draw_cache(cache, CACHE_RESULTS.with_suffix(".svg"))
-    simulated = kept()
-    if "long" in simulated:
-        for dark, name in ((False, "simulation.svg"), (True, "simulation-dark.svg")):
-            draw_simulation(simulated, RESULTS / name, dark)
-
-
-if __name__ == "__main__":
-    main()
+def draw_all() -> None:
+    """Every picture, beside its results."""
+    draw_kernels(read_results(KERNEL_RESULTS), KERNEL_RESULTS.with_suffix(".svg"))
+    draw_road(read_results(ROAD_RESULTS), ROAD_RESULTS.with_suffix(".svg"))
+    draw_cache(read_results(CACHE_RESULTS), CACHE_RESULTS.with_suffix(".svg"))
+    simulated = read_results(RESULTS / "simulation.json")
+    for dark, name in ((False, "simulation.svg"), (True, "simulation-dark.svg")):
+        draw_simulation(simulated, RESULTS / name, dark)

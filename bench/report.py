@@ -1,204 +1,213 @@
-"""Puts the measured tables into README.md from bench/results: `python -m bench.report`.
+"""Writes bench/RESULTS.md and the pictures beside the results: `python -m bench.report`.
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; without results, none.
+Every table of bench/RESULTS.md comes from a file in bench/results. `--no-pictures` needs no
+matplotlib.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Final
 
-from bench import fairness, model, road, service, steps
-from bench.kernel_results import H100_RESULTS, KERNEL_RESULTS, read_results, run_of
-from bench.provenance import RESULTS, workloads
-from simulation.tables import fleet_table
+from bench import cache, cascade_cpu, core, fairness, model, road, service, steps
+from bench.kernel_results import H100_RESULTS, KERNEL_RESULTS, kernels_table
+from bench.provenance import RESULTS, Results, read_results
+from bench.tables import table, with_stamp
+from simulation.tables import cluster_table, fleet_table
 
-README: Final = RESULTS.parents[1] / "README.md"
-Render = Callable[[dict[str, Any]], str]
-DAGGER: Final = "†"
-STALE: Final = (
-    f"{DAGGER} Measured with other machine code or other work arrays than those of the kernels "
-    "here, or not measured yet: `python -m bench.stale` says why."
-)
+WIDTH: Final = 100
+REPORT: Final = RESULTS.with_name("RESULTS.md")
+HEAD: Final = """# Results
+
+Generated from `bench/results` by `python -m bench.report`; do not edit. [README.md](README.md) says
+what each benchmark measures and how to run it. The line below a table names the device, the date,
+the commit and the command of the measurement. `make bench-stale` lists changes of kernels since.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """What another device gave, and which of its rows are stale."""
+class Section:
+    """A table of the report: its question, the command that prints it today, file and renderer."""
 
-    results: dict[str, Any]
-    stale: Mapping[str, str]
+    title: str
+    command: str
+    text: str
+    file: Path
+    render: Callable[[Results], str]
+    picture: str = ""
+
+    def markdown(self) -> str:
+        """The section with its table; the commit of the file is that of all its parts."""
+        parts = [f"## {self.title}", f"`{self.command}`. {self.text}"]
+        if self.picture:
+            parts.append(self.picture)
+        return "\n\n".join([*parts, self.render(read_results(self.file))])
 
 
-NOTHING: Final = Beside({"rows": []}, {})
+def of_part(name: str, render: Callable[[Any], str]) -> Callable[[Results], str]:
+    """Renders one part of a file that holds several runs."""
+    return lambda results: render({"commit": results["commit"]} | results[name])
 
 
-def kernels_table(
-    results: dict[str, Any], stale: Mapping[str, str], other: Beside = NOTHING
-) -> str:
-    """Every row of workloads.json beside the figures to beat, those in `stale` with a dagger, and
-    what an H100 gave."""
-    asked = {row["name"]: row for row in workloads()}
-    measured = {row["name"]: row for row in results["rows"]}
-    measured_other = {row["name"]: row for row in other.results["rows"]}
-    lines = [
-        "| workload | ms | TB/s | TFLOP/s | roofline | asked | flat ms | FlashInfer 0.7.2 ms |"
-        " H100: ms | roofline |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name in asked | measured:
-        row, wanted = measured.get(name, {}), asked.get(name, {})
-        cells = [
-            number(of.get(key), how)
-            for of, key, how in (
-                (row, "ms", ".4f"),
-                (row, "tbps", ".2f"),
-                (row, "tflops", ".0f"),
-                (row, "roofline", ".3f"),
-                (wanted, "at_least", ""),
-                (row, "flat_ms", ".4f"),
-                (wanted, "flashinfer_ms", ".4f"),
-                (measured_other.get(name, {}), "ms", ".4f"),
-                (measured_other.get(name, {}), "roofline", ".3f"),
+def ranks_table(results: Mapping[str, Any]) -> str:
+    """Decode steps of sequences that are sharded over two GPUs, beside half of them on one."""
+    rows = []
+    for row in results["rows"]:
+        one, two, times, half = row["one"], row["ranked"], row["times_half"], row["half"]
+        rows.append(
+            (
+                f"{row['batch']} x {row['kv_len'] // 1024}k",
+                f"{half[0]} x {half[1] // 1024}k",
+                f"{one['steps']:.1f}, {one['graph']:.1f}",
+                f"{two['steps']:.1f}, {two['graph']:.1f}",
+                f"{times['steps']:.3f} x, {times['graph']:.3f} x",
+                f"{row['floor_us']:.1f}",
+                f"{row['error']['o']:.1e}, {row['error']['lse']:.1e}",
             )
-        ]
-        if name in other.stale:
-            cells[-2] = f"{DAGGER} {cells[-2]}"
-        marked = f"{DAGGER} {name}" if name in stale else name
-        lines.append(f"| {' | '.join([marked, *cells])} |")
-    if stale or other.stale:
-        lines += ["", STALE]
-    cpu = ["| CPU of a decode call, µs | plan, cold | launch, plan cached |", "|---|---|---|"]
-    for batch, times in results["cpu_us"].items():
-        cpu.append(f"| {batch} | {times['cold_plan_us']:.0f} | {times['cached_launch_us']:.0f} |")
-    runs = kernel_runs(results)
-    if other.results["rows"]:
-        runs += ["", told_of_run(other.results)]
-    return "\n".join([*lines, "", *cpu, "", *runs])
-
-
-def kernel_runs(results: dict[str, Any]) -> list[str]:
-    """What the kernels were measured on; names before it where that is not true of all."""
-    lines = [told_of_run(results)]
-    others: dict[str, list[str]] = {}
-    for name, entry in [(row["name"], row) for row in results["rows"]] + [
-        (f"CPU, {batch}", times) for batch, times in results["cpu_us"].items()
-    ]:
-        if "run" in entry:
-            others.setdefault(told_of_run(run_of(results, entry)), []).append(name)
-    for told, names in others.items():
-        lines += ["", f"{', '.join(names)}: {told}"]
-    return lines
-
-
-def told_of_run(run: dict[str, Any]) -> str:
-    """Device, date, command and ceilings of a run of the kernels."""
-    ceilings = run["ceilings"]
-    return (
-        f"{run['device']}; {run['date'][:10]}; `{run['command']}`; ceilings of the same run: "
-        f"{ceilings['read_tbps']:.2f} TB/s read, {ceilings['matmul_tflops']:.0f} TFLOP/s."
-    )
-
-
-def kernels_now(results: dict[str, Any]) -> str:
-    """The kernels' table, its stale rows those that are stale now. Needs CuPy, but no device."""
-    return kernels_table(results, {}, h100_now())
-
-
-def h100_now() -> Beside:
-    """The same workloads on an H100, and what is stale of it."""
-    return Beside(read_results(H100_RESULTS), {})
-
-
-def number(value: float | None, how: str) -> str:
-    """A number in a format, or nothing."""
-    return "" if value is None else format(value, how)
-
-
-def cascade_table(results: dict[str, Any]) -> str:
-    """Cascade and flat decode of the same KV on the CPU backend."""
-    lines = ["| sequences | dtype | flat ms | cascade ms | faster |", "|---|---|---|---|---|"]
-    for row in results["rows"]:
-        lines.append(
-            f"| {row['case']} | {row['dtype']} | {row['flat_ms']:.1f} | {row['cascade_ms']:.1f}"
-            f" | **{row['speedup']:.1f}×** |"  # noqa: RUF001
         )
-    told = f"{results['device']}; {results['date'][:10]}; `{results['command'].strip()}`."
-    return "\n".join([*lines, "", told])
-
-
-def core_table(results: dict[str, Any]) -> str:
-    """The core's share of a step, in microseconds."""
-    lines = ["| what | median µs | fastest µs |", "|---|---|---|"]
-    for row in results["rows"]:
-        lines.append(f"| {row['name']} | {row['median_us']:.2f} | {row['fastest_us']:.2f} |")
-    told = f"{results['machine']}; {results['date'][:10]}; `{results['command']}`."
-    return "\n".join([*lines, "", told])
-
-
-def cache_table(results: dict[str, Any]) -> str:
-    """Hit rates by pool size beside exact LRU and a cache without end, and times."""
-    lines = [
-        "| pool, of distinct pages | pages | hit rate | exact LRU | without end | hits checked |"
-        " begin, append, commit, delete: µs a page |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in results["rows"]:
-        rates = (row["hit_rate"], row["lru_hit_rate"], results["endless"])
-        cells = [f"{row['share']:.0%}", f"{row['num_pages']:,}", *(f"{one:.3f}" for one in rates)]
-        cells.append(f"{row['hits_checked']:,}")
-        cells.append(", ".join(f"{row[name]:.2f}" for name in CACHE_TIMES))
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| what | median µs |", "|---|---|"]
-    lines += [f"| {name} | {us:.1f} |" for name, us in results["times_us"].items()]
-    told = (
-        f"{results['machine']}; {results['date'][:10]}; `{results['command']}`; {results['trace']}"
+    head = ("over two GPUs", "half of it, on one", "one: steps, graph µs", "two: steps, graph µs")
+    head += ("beside the half", "floor µs", "error of o, lse")
+    note = (
+        f"the median step's share of a layer: {results['layers']} layers, 32/8 heads of 128, fp16, "
+        "k and v appended; floor: a GPU's KV at torch's read rate in the same run"
     )
-    return "\n".join([*lines, "", f"{told}, pages of {results['page_size']} tokens."])
+    return with_stamp(table(head, rows), results, note)
 
 
-CACHE_TIMES: Final = ("begin_us", "append_us", "commit_us", "free_us")
-TABLES: Final[dict[str, tuple[Path, Render]]] = {
-    "service": (RESULTS / "service-cpu.json", service.table),
-    "fairness": (RESULTS / "fairness-cpu.json", fairness.table),
-    "steps": (RESULTS / "service-h200.json", steps.table),
-    "road": (RESULTS / "road-h200.json", road.table),
-    "model": (RESULTS / "model-h200.json", model.table),
-    "cascade_cpu": (RESULTS / "cascade-cpu.json", cascade_table),
-    "cache": (RESULTS / "cache-cpu.json", cache_table),
-    "core": (RESULTS / "core.json", core_table),
-    "simulation": (RESULTS / "simulation.json", lambda results: fleet_table(results["fleet"])),
-    "kernels": (KERNEL_RESULTS, kernels_now),
-}
+def svg(name: str, alt: str) -> str:
+    return f"![{alt}](results/{name}.svg)"
+
+
+SECTIONS: Final = (
+    Section(
+        "Ways into the service",
+        "python -m bench.service",
+        "Milliseconds of a decode on the CPU backend beyond the backend's own time, by each way "
+        'in, and of a bare echo of the same kind. "In place": arrays from `session.empty`. '
+        '"Before": the single-process service that this one replaced. The machine had eight idle '
+        "cores; on two cores shared by caller, door and engine, times are 1.5 to 2 times as long.",
+        RESULTS / "service-cpu.json",
+        service.table,
+    ),
+    Section(
+        "Short calls beside long work",
+        "python -m bench.fairness",
+        "Small decodes of one client beside another client that sends only long prefills, which "
+        "the engine cuts into slices (`engine.slice_ms`).",
+        RESULTS / "fairness-cpu.json",
+        fairness.table,
+    ),
+    Section(
+        "A decode step on a GPU from host memory",
+        "python -m bench.service --backend cuda",
+        "Layer by layer from host memory and back, by each way in, beside the same kernels alone "
+        "and the backend in one process.",
+        RESULTS / "service-h200.json",
+        steps.table,
+    ),
+    Section(
+        "A decode step that stays on the GPU",
+        "python -m bench.road",
+        "The same step by `attnd.torch.TorchSession`, by the place of the calling process.",
+        RESULTS / "road-h200.json",
+        road.table,
+        svg("road-h200", "A layer's time by the caller's place, beside the kernels alone and HTTP"),
+    ),
+    Section(
+        "A transformers model",
+        "python -m bench.model",
+        "Tokens a second of `generate()`, beside transformers' own attention and caches in the "
+        'same run. "Graphs": the model\'s decode step is recorded as one CUDA graph.',
+        RESULTS / "model-h200.json",
+        model.table,
+    ),
+    Section(
+        "Shared prefixes on the CPU",
+        "python -m bench.cascade_cpu",
+        "Decode of sequences with a common prefix: as a cascade, which reads the prefix once, and "
+        "flat.",
+        RESULTS / "cascade-cpu.json",
+        cascade_cpu.table,
+    ),
+    Section(
+        "The prefix cache on a published trace",
+        "python -m bench.cache --trace FILE",
+        "Token hit rate by pool size, and the CPU time of each operation.",
+        RESULTS / "cache-cpu.json",
+        cache.table,
+        svg("cache-cpu", "Hit rate by pool size, beside exact LRU and an unbounded cache"),
+    ),
+    Section(
+        "A cluster on a published trace",
+        "python -m bench.cluster --trace FILE",
+        "The same requests on one service, on two with a perfect split, and on a cluster of two.",
+        RESULTS / "cluster-cpu.json",
+        cluster_table,
+    ),
+    Section(
+        "Thousands of engines, simulated",
+        "python -m simulation --trace FILE --fleet",
+        "[docs/simulation.md](../docs/simulation.md) lists the assumptions and has all tables: "
+        "sequences of ten million tokens, a lost rack, and the simulation beside measurements.",
+        RESULTS / "simulation.json",
+        of_part("fleet", fleet_table),
+        svg("simulation", "Attention of a token by engines; first tokens while a rack is lost"),
+    ),
+    Section(
+        "The core",
+        "python -m bench.core",
+        "The CPU's share of every step: pages, forks, plans.",
+        RESULTS / "core.json",
+        core.table,
+    ),
+    Section(
+        "Sequences sharded over two GPUs",
+        "git show 997f327:bench/ranks.py",
+        "The script answered its question and was deleted; [docs/ranks.md](../docs/ranks.md) "
+        "draws the conclusions, and the simulation takes the link's latency from these figures.",
+        RESULTS / "ranks-h200.json",
+        ranks_table,
+    ),
+    Section(
+        "CUDA kernels",
+        "python -m bench.kernels",
+        "On an H200, beside FlashInfer 0.7.2 on the same kind of machine, and on an H100, whose "
+        'memory is a third slower. "Roofline" is the fraction of the machine\'s ceiling that a '
+        'workload reaches, "required" the least that it must reach on an H200.',
+        KERNEL_RESULTS,
+        lambda results: kernels_table(results, read_results(H100_RESULTS)),
+        svg("h200", "Roofline fraction of every workload, beside FlashInfer's"),
+    ),
+)
+
+
+def report() -> str:
+    """The text of bench/RESULTS.md."""
+    text = "\n\n".join([HEAD.rstrip(), *(section.markdown() for section in SECTIONS)])
+    return "\n".join(map(wrapped, text.split("\n"))) + "\n"
+
+
+def wrapped(line: str) -> str:
+    """A line of prose in lines of at most 100 columns; tables and pictures stay as they are."""
+    if len(line) <= WIDTH or line.startswith(("|", "!")):
+        return line
+    return fill(line, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def main() -> None:
-    text = README.read_text(encoding="utf-8")
-    for name, (path, render) in TABLES.items():
-        if not path.exists():
-            continue
-        results = json.loads(path.read_text(encoding="utf-8"))
-        try:
-            table = render(results)
-        except ModuleNotFoundError as error:
-            print(f"table {name} stays as it is: it needs {error.name}, which is not installed")
-            continue
-        text = put(text, name, table)
-    README.write_text(text, encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--no-pictures", action="store_true", help="write only the tables")
+    chosen = parser.parse_args()
+    REPORT.write_text(report(), encoding="utf-8")
+    print(f"wrote {REPORT}")
+    if not chosen.no_pictures:
+        from bench.pictures import draw_all
 
-
-def put(text: str, name: str, table: str) -> str:
-    """`text` with `table` between its marks; ValueError when the marks are not there once."""
-    begin, end = f"<!-- table:{name} -->", f"<!-- /table:{name} -->"
-    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    changed, count = pattern.subn(lambda _: f"{begin}\n{table}\n{end}", text)
-    if count != 1:
-        raise ValueError(f"README.md has {count} places for table {name}")
-    return changed
+        draw_all()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from bench.driver.servers import ROOT, Server, attnd
 from bench.driver.ways import Target, Worker
 from bench.provenance import RESULTS, provenance, write_results
 from bench.steps import HEADS, LAYERS, PAGE_SIZE, short
+from bench.tables import measured
 
 SHAPES: Final = ((64, 4096), (16, 1024), (16, 128))
 STEPS: Final = 40
@@ -150,7 +151,7 @@ def table(results: Mapping[str, Any]) -> str:
             f"{graph:.1f} | {best / alone:.2f} x, + {best - alone:.0f} | {row['http_us']:.0f} |"
         )
     told = (
-        f"{results['device']}; {results['date'][:10]}; `{results['command']}`; the median step's "
+        measured(results)[:-1] + "; the median step's "
         f"share of a layer: {results['layers']} layers, {HEADS.num_qo}/{HEADS.num_kv} heads of "
         f"{HEADS.dim}, fp16, k and v appended, copies of q, k, v and o by the caller included."
     )

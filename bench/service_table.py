@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from bench.tables import measured
+
 COSTS: Final = {
     "session_in_place": "Session, in place",
     "session": "Session",
@@ -71,7 +73,7 @@ def told(results: Mapping[str, Any]) -> str:
     start = results["start"]
     processes = ", ".join(f"{one['name']} {one['pss']:.0f}" for one in start["processes"])
     return (
-        f"{results['machine']}; {results['date'][:10]}; `{results['command']}`; kv_len "
+        measured(results)[:-1] + "; kv_len "
         f"{results['kv_len']}, fp16, one layer. Medians beyond the backend's own time, which "
         f"stands beside them. Start to ready {start['ready_s']:.1f} s ({start['imports_s']:.1f} s "
         f"of it the engine's imports), idle {start['pss_mib']:.0f} MiB with the default pool "

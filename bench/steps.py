@@ -23,6 +23,7 @@ from bench.driver.connections import Run
 from bench.driver.servers import Server, attnd
 from bench.driver.ways import Kind, Target, Worker
 from bench.provenance import RESULTS, provenance, write_results
+from bench.tables import measured
 
 HEADS: Final = Heads(num_qo=32, num_kv=8, dim=128)
 LAYERS: Final = 32
@@ -199,7 +200,7 @@ def table(results: Mapping[str, Any]) -> str:
             cells.append(f"{ms:.3f}" if name == "kernels" else f"{ms:.3f} ({ms / kernels:.2f} x)")
         lines.append(f"| {row['batch']} x {row['kv_len']} | {' | '.join(cells)} |")
     told = (
-        f"{results['device']}; {results['date'][:10]}; `{results['command']}`; a layer's share of "
+        measured(results)[:-1] + "; a layer's share of "
         f"the median step: {LAYERS} layers, {HEADS.num_qo}/{HEADS.num_kv} heads of {HEADS.dim}, "
         "fp16, k and v appended; in brackets beside the kernels."
     )

@@ -1,11 +1,11 @@
 """Engines and clusters simulated, event by event, from measured tables and a trace.
 
-    python -m simulation.__main__ --trace FILE --compare            # beside what bench.cluster measured
-    python -m simulation.__main__ --trace FILE --cluster 16         # the router's rule, so many times
-    python -m simulation.__main__ --trace FILE --fleet [--engines 1200 1600 2000] [--per-s 10000]
-    python -m simulation.__main__ --trace FILE --rack 1600          # a rack is lost on the way
-    python -m simulation.__main__ --long                            # sequences over many engines
-    python -m simulation.__main__ --tables                          # into docs/simulation.md
+    python -m simulation --trace FILE --compare            # beside what bench.cluster measured
+    python -m simulation --trace FILE --cluster 16         # the router's rule, so many times
+    python -m simulation --trace FILE --fleet [--engines 1200 1600 2000] [--per-s 10000]
+    python -m simulation --trace FILE --rack 1600          # a rack is lost on the way
+    python -m simulation --long                            # sequences over many engines
+    python -m simulation --tables                          # into docs/simulation.md
 
 --compare tells whether the model of calls is within 15 % of one and of two real engines. Each of
 the others keeps its figures in bench/results/simulation.json. What is assumed stands in a table of
@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from bench.cases.trace import Request, made_up, multiplied, read_trace, shortened
+from bench.cases.trace import Request, generated_trace, multiplied, read_trace, shortened
 from bench.cluster import CALIBRATION, CLUSTER_RESULTS, LONGEST, WORKERS
 from bench.provenance import RESULTS, provenance, write_results
 from simulation.calls import CallCosts
@@ -188,8 +188,12 @@ def main() -> None:
     parser.add_argument("--rack", type=int, metavar="ENGINES")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--tables", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="a small run of everything, not kept")
     args = parser.parse_args()
-    trace = read_trace(args.trace) if args.trace else made_up(args.made_up)
+    if args.quick:
+        args.compare = args.fleet = args.long = True
+        args.cluster, args.engines, args.per_s, args.rack = 1, (80,), 100.0, 80
+    trace = read_trace(args.trace) if args.trace else generated_trace(args.made_up)
     about = provenance(["numpy"])
     if args.trace:
         about["command"] = about["command"].replace(str(args.trace), args.trace.name)
@@ -211,7 +215,7 @@ def main() -> None:
         fleet, links = Fleet(), Links.measured()
         setting = Setting(GpuCosts.measured(fp8=True), fleet.model, links, fleet.pool_bytes)
         found["long"] = about | {"rows": [asdict(row) for row in long_rows(setting)]}
-    if found:
+    if found and not args.quick:
         write_results(SIMULATION, kept() | found)
     if args.tables:
         write_tables(kept())

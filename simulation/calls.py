@@ -1,4 +1,4 @@
-"""The replay of `bench.driver.replay` simulated: caller, doors and engines share a machine's cores."""
+"""The replay of bench.driver.replay, simulated: caller, doors and engines share a machine."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from bench.kernel_results import read_results
-from bench.provenance import RESULTS
+from bench.kernel_results import KERNEL_RESULTS
+from bench.provenance import RESULTS, read_results
 
 ROAD: Final = RESULTS / "road-h200.json"
 FP8_ROW: Final = "decode/64x4k-fp8"
@@ -55,7 +55,7 @@ class GpuCosts:
     @classmethod
     def measured(cls, *, fp8: bool) -> Self:
         """From bench/results/h200.json and road-h200.json."""
-        rows = {row["name"]: row for row in read_results()["rows"]}
+        rows = {row["name"]: row for row in read_results(KERNEL_RESULTS)["rows"]}
         road = json.loads(ROAD.read_text(encoding="utf-8"))["rows"]
         decode = Line.through(points(rows, "decode/", "tbps", but=("fp8", "page1")))
         if fp8:

@@ -1,12 +1,14 @@
-"""The tables of docs/simulation.md: `python -m simulation.__main__ --tables`."""
+"""The tables of docs/simulation.md: `python -m simulation --tables`."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, Final
 
 from bench.provenance import RESULTS
+from bench.tables import measured
 from simulation.calls import SPREAD
 from simulation.fleet import Fleet
 from simulation.gpu_costs import GpuCosts
@@ -38,7 +40,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def provenance_of(results: dict[str, Any]) -> str:
-    return f"\n\n{results['machine']}; {results['date'][:10]}; `{results['command']}`."
+    return f"\n\n{measured(results)}"
 
 
 def compare_table(results: dict[str, Any]) -> str:
@@ -236,14 +238,22 @@ TABLES: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
 }
 
 
+def put(text: str, name: str, content: str) -> str:
+    """`text` with `content` between the marks of a table; ValueError unless they are there once."""
+    begin, end = f"<!-- table:{name} -->", f"<!-- /table:{name} -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    changed, count = pattern.subn(lambda _: f"{begin}\n{content}\n{end}", text)
+    if count != 1:
+        raise ValueError(f"{PAGE.name} has {count} places for table {name}, expected 1")
+    return changed
+
+
 def write_tables(results: dict[str, Any]) -> None:
     """Put the tables of what there is between their marks."""
-    from bench.report import put
-
     text = put(PAGE.read_text(encoding="utf-8"), "assumed", assumed_table({}))
     for name, render in TABLES.items():
         if name in results:
-            text = put(text, name, render(results[name]))
+            text = put(text, name, render({"commit": results["commit"]} | results[name]))
     if CLUSTER.exists():
         measured = json.loads(CLUSTER.read_text(encoding="utf-8"))
         text = put(text, "cluster", cluster_table(measured))

@@ -41,7 +41,9 @@ def read_trace(path: Path) -> list[Request]:
     ]
 
 
-def made_up(count: int, seed: int = 0, per_s: float = 4.0, families: int = 40) -> list[Request]:
+def generated_trace(
+    count: int, seed: int = 0, per_s: float = 4.0, families: int = 40
+) -> list[Request]:
     """Chats that grow: each request goes on with one of `families`, or begins it anew."""
     rng = np.random.default_rng(seed)
     chats: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What calls cost on one service, for simulation.__main__: measured in pieces, between the replays that
+"""What calls cost on one service, for the simulation: measured in pieces, between the replays that
 a simulation with these costs is held to, on other requests.
 
 A piece is three measurements. Requests one at a time, with what each process used of a processor

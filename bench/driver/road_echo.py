@@ -1,7 +1,7 @@
 """A bare echo of the road's frames: answers every CALL with an empty ANSWER, and touches no tensor.
 
-`python -m bench.driver.road_echo PATH`. What it takes is what the socket, two processes and a loop in
-Python take; what the engine takes beyond it and beyond its backend is its own.
+`python -m bench.driver.road_echo PATH`. Its time is that of the socket, two processes and a loop in
+Python.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Final
 
-ROOT: Final = Path(__file__).resolve().parents[1]
+ROOT: Final = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 40.0
 

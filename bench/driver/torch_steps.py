@@ -1,4 +1,4 @@
-"""A model runner's side of steps: `python -m bench.driver.torch_steps`, a process of its own for each run.
+"""A model runner's side of steps: `python -m bench.driver.torch_steps`, a process for each run.
 
 It fills sequences by prefill steps, then decodes: q, k and v are copied into the slots of a layer
 and o out of them, as projections would write and read them, and nothing else is computed. Prints

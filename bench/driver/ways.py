@@ -1,5 +1,6 @@
-"""Ways into the service, each driven in a process of its own: `Worker` here, `python -m bench.driver.ways`
-there. Ways of another version's client import that version's `attnd`.
+"""Ways into the service, each driven by a process: `Worker` starts `python -m bench.driver.ways`.
+
+Ways by another version's client import that version's `attnd`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from bench.cache import exact_lru
-from bench.cases.trace import BLOCK_TOKENS, Request, made_up, multiplied, num_distinct, split
+from bench.cases.trace import (
+    BLOCK_TOKENS,
+    Request,
+    generated_trace,
+    multiplied,
+    num_distinct,
+    split,
+)
 from bench.driver.replay import PAGE, Called
 from service.cluster.placement.cost import Load, Pace, choose
 from simulation.block_pool import BlockPool
@@ -23,7 +30,7 @@ from simulation.long_sequences import Links, Setting, long_rows
 from simulation.placement import PAGES, Placing
 from simulation.workers import Engine, Task, Worker
 
-TRACE = made_up(300, seed=1)
+TRACE = generated_trace(300, seed=1)
 COSTS = CallCosts(
     {
         kind: [[1e-3, 0.0, 0.0], [1e-3, 0.0, 0.0], [2e-3, 1e-6, 1e-8]]

@@ -1,0 +1,29 @@
+"""Markdown tables of results, and the stamp below each: device, date, commit and command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; every row has as many cells as `head`."""
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def measured(results: Mapping[str, Any], note: str = "") -> str:
+    """The line below a table: where, when, at which commit and by which command it was measured."""
+    device = results.get("device") or results["machine"]
+    stamp = f"{device}; {results['date'][:10]}; commit {results['commit']}; `{results['command']}`"
+    return f"{stamp}; {note}." if note else f"{stamp}."
+
+
+def with_stamp(text: str, results: Mapping[str, Any], note: str = "") -> str:
+    """A table with the line `measured` below it."""
+    return f"{text}\n\n{measured(results, note)}"
+
+
+def number(value: float | None, form: str) -> str:
+    """A number in a format; an empty cell for None."""
+    return "" if value is None else format(value, form)
