@@ -38,10 +38,14 @@ def command_of(module: str) -> tuple[str, ...]:
 
 
 def import_from_home() -> None:
-    """Put the service's packages first on the import path of this process."""
-    home = str(HOME)
-    if sys.path[:1] != [home]:
-        sys.path.insert(0, home)
+    """Put the service's packages first on the import path of this process.
+
+    In a clone the package `attnd`, whose wire formats the service uses, is that of the clone.
+    """
+    client = HOME / "client/src"
+    paths = [str(HOME), *([str(client)] if client.is_dir() else [])]
+    if sys.path[: len(paths)] != paths:
+        sys.path[:0] = paths
 
 
 def attnd(argv: Sequence[str] | None = None) -> int:

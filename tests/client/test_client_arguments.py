@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from attnd import AsyncClient, Client, Prefix, Session
+
 from tests.client.client_stub import (
     KINDS,
     QUICK,

@@ -11,6 +11,7 @@ import attnd
 import numpy as np
 import pytest
 from attnd import AsyncClient, Client, Prefix, Session
+
 from tests.client.running_service import POOL, service
 
 LAYERS, HEADS, DIM = (int(POOL[name]) for name in ("num-layers", "num-kv-heads", "head-dim"))

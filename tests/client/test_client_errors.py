@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from attnd import Retries, errors
-from tests.client.client_stub import Script, Scripted, ask, problem
 
 from service import errors as service
 from service.errors import KINDS as SERVICE_KINDS
 from service.errors import problem as service_problem
+from tests.client.client_stub import Script, Scripted, ask, problem
 
 
 def caught(error: Exception, headers: dict[str, str] | None = None) -> errors.ServiceError:

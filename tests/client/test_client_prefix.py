@@ -20,6 +20,7 @@ from attnd import (
     UnknownLease,
     UnknownPage,
 )
+
 from tests.client.running_service import connect, service
 
 PAGE = 16

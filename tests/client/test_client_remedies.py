@@ -12,9 +12,10 @@ import attnd
 import pytest
 import trustme
 from attnd import AsyncClient, Client, NeverReady, Session, TimedOut
+from stand_in_server import Peer, StandInServer, answering, once
+
 from tests.client.client_stub import KINDS, Kind
 from tests.session.stand_in_engine import Answers, StandInEngine
-from stand_in_server import Peer, StandInServer, answering, once
 
 
 def outcome(kind: Kind, url: str, call: Callable[[Any], Any], **options: Any) -> BaseException:

@@ -9,6 +9,7 @@ import attnd
 import numpy as np
 import pytest
 from attnd import Retries
+
 from tests.client.client_stub import (
     KINDS,
     SEQUENCE,

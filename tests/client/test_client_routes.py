@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from attnd import AsyncClient, CascadeLevel, Client, NewSequence, Session
+
 from tests.client.client_stub import (
     KINDS,
     SEQUENCE,

@@ -12,9 +12,9 @@ import pytest
 import torch
 from attnd import LengthMismatch, OutOfPages
 from attnd.torch import RankedTorchSession, TimeSliced, TorchSession
-from tests.session.stepping import HEADS, LAYERS, Served, go_through, serve
 
 from kernels import cuda_devices
+from tests.session.stepping import HEADS, LAYERS, Served, go_through, serve
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PAGE = 16

@@ -26,6 +26,8 @@ from attnd import (
     UnknownSequence,
 )
 from attnd.torch import Step, TorchSession
+
+from kernels import cuda_devices
 from tests.client.running_service import ROOT
 from tests.session.stepping import (
     HEADS,
@@ -40,8 +42,6 @@ from tests.session.stepping import (
     prefill,
     serve,
 )
-
-from kernels import cuda_devices
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -14,7 +14,6 @@ import torch
 from attnd import Client, OutOfPages, Session
 from attnd.torch import TorchSession
 from attnd.transformers import AttndCache, pool_settings
-from tests.client.running_service import ROOT, connect, service
 from tiny_models import SIZES, Prompts, assert_same, generated, padded, prompts, random_tokens, tiny
 from transformers import (
     AutoConfig,
@@ -30,6 +29,8 @@ from transformers import (
     Qwen2MoeForCausalLM,
     T5Config,
 )
+
+from tests.client.running_service import ROOT, connect, service
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +300,7 @@ def test_sequences_of_a_collected_cache_are_deleted(session: Session) -> None:
 
 def test_sequences_of_a_process_that_ends_are_deleted(session: Session, socket: str) -> None:
     program = (
-        "import sys; sys.path.insert(0, 'tests/client')\n"
+        "import sys; sys.path[:0] = ['tests/models', '.']\n"
         "from attnd import Session; from attnd.transformers import AttndCache\n"
         "from tiny_models import generated, prompts, tiny\n"
         "session, model = Session(sys.argv[1]), tiny()\n"

@@ -10,7 +10,6 @@ import pytest
 import torch
 from attnd import Client, Session
 from attnd.transformers import AttndCache
-from tests.client.running_service import connect, service
 from tiny_models import (
     MODELS,
     Prompts,
@@ -21,6 +20,8 @@ from tiny_models import (
     random_tokens,
     tiny,
 )
+
+from tests.client.running_service import connect, service
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import torch
 from attnd import OutOfPages, Session
 from attnd.torch import TimeSliced, TorchSession
 from attnd.transformers import AttndCache
-from tests.client.running_service import connect, service
 from tiny_models import (
     MODELS,
     Prompts,
@@ -22,6 +21,8 @@ from tiny_models import (
     random_tokens,
     tiny,
 )
+
+from tests.client.running_service import connect, service
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from tests.client.running_service import POOL
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -20,6 +19,8 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+
+from tests.client.running_service import POOL
 
 VOCABULARY: Final = 128
 LAYERS, KV_HEADS, HEAD_DIM = (

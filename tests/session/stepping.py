@@ -108,7 +108,7 @@ def decode_slots(session: TorchSession, batch: int) -> Slots:
 
 def child(source: str, *arguments: str) -> subprocess.Popen[str]:
     """A caller in a process of its own; it prints a line when it has come to its point."""
-    head = "import sys\nsys.path[:0] = ['tests/client', 'client/src', '.', 'tests']\n"
+    head = "import sys\nsys.path[:0] = ['client/src', '.', 'tests']\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + source, *arguments],
         cwd=ROOT,

@@ -11,7 +11,16 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 from attnd import AsyncClient, Client, Session
-from tests.client.client_stub import QUICK, Awaiting, Blocking, Message, Script, Scripted, tensor_answer
+
+from tests.client.client_stub import (
+    QUICK,
+    Awaiting,
+    Blocking,
+    Message,
+    Script,
+    Scripted,
+    tensor_answer,
+)
 from tests.session.stand_in_engine import Answers, Seen, StandInEngine
 
 ROWS = 6

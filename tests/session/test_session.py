@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from attnd import NewSequence, Retries, Session
+
 from tests.client.client_stub import SEQUENCE
 from tests.session.stand_in_engine import (
     Answers,

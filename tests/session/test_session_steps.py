@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attnd import InvalidRequest, NewSequence, NotSupported, OutOfPages, Session
+
 from tests.session.stepping import HEADS, LAYERS, Served, serve
 
 KV_HEADS, DIM = 2, 64

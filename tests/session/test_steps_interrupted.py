@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from attnd import AttndError, NewSequence, Session, TimedOut
 from attnd.torch import RankedTorchSession, TorchSession
+
 from tests.session.stepping import HEADS, LAYERS, Served, serve
 
 ERRORS = [KeyboardInterrupt, TimeoutError, asyncio.CancelledError, TimedOut, MemoryError]
