@@ -188,7 +188,7 @@ def with_engine(
     backend: Any,
     scenario: Callable[[Caller], Coroutine[Any, Any, T]],
     *,
-    slice_ms: float = 20.0,
+    slice_ms: float = 1000.0,
     max_sequences: int = 65536,
     ends: type[BaseException] | None = None,
     arena_bytes: int = ARENA_BYTES,
@@ -198,7 +198,7 @@ def with_engine(
 ) -> T:
     """Run a scenario with a caller of a ready engine, and drain it; it is to end with `ends`.
 
-    The caller shows `key`, where there is a `keys_file`.
+    All that a test sends has its turn in one round, unless `slice_ms` is short. The caller shows `key`, where there is a `keys_file`.
     """
 
     async def run(running: Running) -> T:

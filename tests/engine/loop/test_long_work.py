@@ -63,17 +63,18 @@ def test_between_two_slices_everyone_who_waits_has_a_turn() -> None:
 
     async def scenario(caller: Caller) -> None:
         await two_sequences(caller)
+        gates = backend.step_by_step()
         async with caller.another() as other:
             long = caller.start(long_prefill("a"))
-            answered = 0
-            while not long.done():
-                await other.submit(decode("b"))
-                answered += 1
-        launches = [launch[0].q.shape[0] for launch in backend.launches]
-        sliced = [at for at, count in enumerate(launches) if count > 1]
-        between = launches[sliced[0] : sliced[-1]].count(1)
-        assert between >= 2, launches
-        assert answered >= between
+            for _ in range(4):
+                await until(lambda: len(gates) % 2 == 1)  # a slice is on the device
+                short = other.start(decode("b"))
+                await until(lambda: len(gates) % 2 == 0)
+                gates[-1].set()
+                assert (await short).status == 200
+                assert not long.done()
+                gates[-2].set()
+            await let_go(backend, long)
 
     with_engine(backend, scenario, slice_ms=SLICE_MS)
 

@@ -281,8 +281,7 @@ def test_two_busy_namespaces_share_launches(keys_file: str) -> None:
             await asyncio.gather(*every)
             assert len(backend.launches) <= 2, [len(launch) for launch in backend.launches]
 
-    # a round of turns is a quarter of a slice: all of these have theirs in one
-    with_engine(backend, scenario, keys_file=keys_file, key="ours", slice_ms=2000.0)
+    with_engine(backend, scenario, keys_file=keys_file, key="ours")
 
 
 def test_a_full_queue_of_one_namespace_refuses_only_its_own(keys_file: str) -> None:

@@ -132,7 +132,7 @@ def test_the_check_of_the_pool_lets_others_have_their_turns(
 ) -> None:
     create(client, "a", *(f"s{i}" for i in range(300)))
     append(client, 0, "a", rows(rng, 5), rows(rng, 5))
-    tree = service.engine.store.store.tree
+    tree = service.engine.store.tree
     true_steps = type(tree).integrity_steps
     goes_on, steps = threading.Event(), [0]
 
