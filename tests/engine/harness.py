@@ -198,7 +198,8 @@ def with_engine(
 ) -> T:
     """Run a scenario with a caller of a ready engine, and drain it; it is to end with `ends`.
 
-    All that a test sends has its turn in one round, unless `slice_ms` is short. The caller shows `key`, where there is a `keys_file`.
+    All that a test sends has its turn in one round, unless `slice_ms` is short. The caller shows
+    `key`, where there is a `keys_file`.
     """
 
     async def run(running: Running) -> T:

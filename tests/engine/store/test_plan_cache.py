@@ -7,8 +7,8 @@ import pytest
 
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
-from service.engine.store.plan_cache import PlanCache
 from service.engine.store import plan_cache as plans
+from service.engine.store.plan_cache import PlanCache
 
 IDS = ("a", "b")
 ONE_EACH = np.array([0, 1, 2], dtype=np.int32)
