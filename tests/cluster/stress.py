@@ -187,6 +187,15 @@ class Caller:
         if length > one.length:
             one.length, one.more = length, 0
 
+    async def list_sequences(self) -> list[str]:
+        """All ids. An engine that is slow to respond for a moment makes the list a 503: retry."""
+        while True:
+            code, told = await self.ask("GET", "/v1/sequences?limit=1000")
+            if code == "ok":
+                return [one["id"] for one in told["sequences"]]
+            assert code in AGAIN | {"broken"}, told
+            await asyncio.sleep(0.1)
+
     async def read(self, some: Sequence[Written]) -> bool:
         """All rows of a batch; whether they were answered."""
         if not some:
@@ -316,8 +325,8 @@ async def play(
             for caller, one in every:
                 while not await caller.read([one]):
                     await asyncio.sleep(0.1)
-        listed = (await client.get("/v1/sequences", params={"limit": 1000})).json()["sequences"]
-        found = [one["id"] for one in listed if not one["id"].startswith("moving.")]
+            listed = await operator.list_sequences()
+        found = [name for name in listed if not name.startswith("moving.")]
         assert found == sorted(one.id for _, one in every)
         outcomes["rows"] = sum(one.length for _, one in every)
         await client.post("/v1/sequences/delete", json={"prefix": ""})
