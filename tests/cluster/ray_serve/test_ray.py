@@ -23,7 +23,7 @@ import pytest
 
 from service.cluster.placement.cost import Load
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 240.0
 POOL = (
     *("--backend.kind", "cpu"),
