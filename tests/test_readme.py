@@ -123,18 +123,6 @@ def test_the_readme_shows_the_defaults_of_the_settings() -> None:
         assert shown == [one.removesuffix(".0") for one in expected][: len(shown)], names
 
 
-MARKDOWN: Final = [
-    path for path in ROOT.glob("**/*.md") if not {".venv", "build"} & set(path.parts)
-]
-
-
-@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_line_of_a_page_is_longer_than_100_columns(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert [number for number, line in enumerate(lines, 1) if len(line) > 100] == []
-    assert path != ROOT / "README.md" or len(lines) <= 200
-
-
 def table_rows(page: str, section: str) -> list[list[str]]:
     """The cells of the first table under a heading of a page, its head left out."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8").split(f"\n## {section}\n")[1]
