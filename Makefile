@@ -25,8 +25,8 @@ TEST_EXTRAS := $(EXTRA)$(if $(findstring cuda,$(EXTRA)),,$(COMMA)dev-cpu),dev,ex
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run run-cluster test lint types arrows check bench bench-stale simulate lock
-.PHONY: clean
+.PHONY: help setup run run-cluster test test-long test-timing test-all lint types arrows check
+.PHONY: bench bench-stale simulate lock clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -60,8 +60,18 @@ run-cluster: $(VENV)/.ray-$(EXTRA)  ## Serve two CPU engines as one, on Ray
 	@exec $(BIN)/python -m service --cluster --cluster.engines 2 --backend.kind cpu $(ARGS)
 
 # One torch thread a process: two test processes on two cores must not fight over them.
-test: $(VENV)/.dev  ## Run all the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test: $(VENV)/.dev  ## Run the fast tests
+	$(PYTEST) -n 2 --dist loadfile -m "not long and not timing" $(ARGS)
+
+test-long: $(VENV)/.dev  ## Run the long tests
+	$(PYTEST) -n 2 --dist loadfile -m "long and not timing" $(ARGS)
+
+test-timing: $(VENV)/.dev  ## Run the tests that need a quiet machine, one at a time
+	$(PYTEST) -n 0 -m timing $(ARGS)
+
+test-all: test test-long test-timing  ## Run all the tests
 
 lint: $(VENV)/.dev  ## ruff: rules and format
 	$(BIN)/ruff check .

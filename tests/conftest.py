@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kernels import cuda_devices, make_backend
 from kernels.backend import Backend, PoolGeometry
 
+pytest_plugins = ["harness.retry"]
+
 
 @dataclass(slots=True)
 class Backends:
