@@ -6,11 +6,13 @@ device machine with pytest, hypothesis, numpy, ml_dtypes, torch and cupy alone.
 
 from __future__ import annotations
 
+import re
 import secrets
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import pytest
@@ -21,6 +23,21 @@ from kernels import cuda_devices, make_backend
 from kernels.backend import Backend, PoolGeometry
 
 pytest_plugins = ["harness.retry"]
+LONG_FILE: Final = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.long", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files of which `-m` selects nothing, before they import Ray or transformers."""
+    if collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    selected = config.getoption("markexpr")
+    if "not long" in selected:
+        return True if LONG_FILE.search(text) else None
+    for mark in ("long", "timing"):
+        if selected.startswith(mark) and f"mark.{mark}" not in text:
+            return True
+    return None
 
 
 @dataclass(slots=True)

@@ -22,6 +22,8 @@ import fastapi
 import httpx
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT: Final = Path(__file__).resolve().parents[1]
 SOURCES: Final = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 TREES: Final = ("service", "kernels", "config", "client")

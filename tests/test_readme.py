@@ -61,6 +61,7 @@ def test_every_link_leads_to_a_file_and_its_heading(page: str) -> None:
         assert not anchor or anchor in anchors(target), f"{page}: {path}#{anchor}"
 
 
+@pytest.mark.long
 def test_the_curl_of_the_readme_gives_what_it_should() -> None:
     command = re.search(r'make run ARGS="(.+?)"', README)
     assert command
@@ -87,6 +88,7 @@ def test_the_curl_of_the_readme_gives_what_it_should() -> None:
     assert ratio and pool["sharing_ratio"] == float(ratio[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("index", [0, 1], ids=["client", "session"])
 def test_the_python_of_the_readme_runs(index: int, capsys: pytest.CaptureFixture[str]) -> None:
     source = blocks("python")[index]

@@ -15,6 +15,8 @@ from bench.cases.attacks import ATTACKS, Attack
 from bench.driver.servers import ROOT
 from bench.neighbours import Service, beside, running
 
+pytestmark = pytest.mark.long
+
 SECONDS = 1.0
 MAX_MS = 900.0
 """What a machine that is busy with other tests may add is generous; a wait of old is longer yet."""

@@ -12,6 +12,8 @@ from service.cluster.membership.local_engines import local_engines
 from tests.cluster.faults import play
 from tests.cluster.harness import SETTINGS, Cluster, run
 
+pytestmark = pytest.mark.long
+
 KILLING_S = 8.0
 
 

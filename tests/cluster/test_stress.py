@@ -11,6 +11,8 @@ import pytest
 
 from tests.cluster.stress import Service, client_of, play, served, until_ready
 
+pytestmark = pytest.mark.long
+
 SECONDS = 12.0
 LONGEST_STALL_S = 4.0
 

@@ -6,6 +6,7 @@ import pytest
 from cache_model import run
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # half a minute of CPU time, more on a busy machine
 def test_any_history_leaves_what_pages_in_a_dict_would_be() -> None:
     over = run(100_000, seed=2026, check_every=100)

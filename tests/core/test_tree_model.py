@@ -290,11 +290,12 @@ class TreeAgainstLists(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(900)  # half a minute of CPU time, more on a busy machine
-def test_any_history_of_changes_leaves_what_lists_in_a_dict_would_hold() -> None:
+@pytest.mark.parametrize("examples", [20, pytest.param(500, marks=pytest.mark.long)])
+def test_any_history_of_changes_leaves_what_lists_in_a_dict_would_hold(examples: int) -> None:
     run_state_machine_as_test(
         TreeAgainstLists,
         settings=settings(
-            max_examples=500,
+            max_examples=examples,
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -32,6 +32,8 @@ from transformers import (
 
 from tests.client.running_service import ROOT, connect, service
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def socket(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -19,6 +19,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+pytestmark = pytest.mark.long
+
 
 def bools(*rows: str) -> NDArray[np.bool_]:
     """Rows of columns: `x` is stored or visible."""

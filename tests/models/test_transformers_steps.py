@@ -24,6 +24,8 @@ from tiny_models import (
 
 from tests.client.running_service import connect, service
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

@@ -13,6 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from supervised import WAIT_S, Service, kill, supervised, wait_until_gone
 
+pytestmark = pytest.mark.long
+
 CPU = ("--backend.kind", "cpu", "--pool.num-pages", "64")
 
 

@@ -81,6 +81,7 @@ def test_a_signal_to_the_process_and_to_its_group_counts_once(path: Path) -> Non
     assert service.messages("warning", "error") == []
 
 
+@pytest.mark.long
 def test_what_does_not_finish_is_killed_after_the_drain_and_the_service_still_ends_with_0(
     path: Path,
 ) -> None:
@@ -111,6 +112,7 @@ def test_an_engine_that_cannot_start_says_why_in_one_line_and_the_service_ends_w
     assert service.messages("warning", "error") == ["no such device"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -161,6 +163,7 @@ def test_when_a_door_is_killed_it_is_started_again_and_the_others_do_not_notice(
     assert service.messages("warning") == ["http-0 was killed by SIGKILL: starting it again"]
 
 
+@pytest.mark.long
 def test_a_door_that_dies_of_every_start_ends_the_service_with_1(path: Path) -> None:
     with supervised(door="die", socket=path) as service:
         assert service.status() == 1

@@ -435,6 +435,7 @@ def test_a_pin_that_has_no_room_elsewhere_stays_until_there_is(
     run(three_engines, test)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [SOURCE, "engine-1"])
 def test_an_engine_that_dies_meanwhile_takes_only_its_own_along(
     mortal_engines: LocalEngines, victim: str

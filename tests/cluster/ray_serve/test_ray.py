@@ -35,7 +35,10 @@ POOL = (
     *("--log.level", "warning"),
 )
 
-pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
+]
 
 
 def free_port() -> int:

@@ -16,7 +16,10 @@ from config.settings import load_settings
 from service.cluster.membership.members_file import read_members
 from service.cluster.ray.directory import SILENT_S, Place
 
-pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="attnd[ray] is not installed")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(find_spec("ray") is None, reason="attnd[ray] is not installed"),
+]
 
 
 @pytest.fixture

@@ -245,6 +245,7 @@ def test_a_door_that_knows_nothing_finds_all_parts_and_mends_what_another_left(
     run(two_engines, test)
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_takes_its_sequences_along_and_nothing_else(
     mortal_engines: LocalEngines,
 ) -> None:

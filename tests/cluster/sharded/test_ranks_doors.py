@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 from service.cluster.membership.local_engines import LocalEngines
 from service.cluster.routing.router import Router
@@ -252,6 +253,7 @@ async def gone(door: Cluster, left: int) -> None:
     await door.until(lambda: len(door.router.members.engines) == left, "it is gone")
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_under_two_doors_leaves_nothing_behind(
     mortal_engines: LocalEngines,
 ) -> None:

@@ -14,6 +14,8 @@ from kernels.cuda.attention.kernels import attend_kernels
 from kernels.cuda.common.kernel import HEAD_DIMS
 from kernels.cuda.specs import service_specs
 
+pytestmark = pytest.mark.long
+
 # (compute, storage): every code path of the formats, the rest differ in a constant
 FORMATS: tuple[tuple[DType, DType], ...] = (("fp16", "fp16"), ("fp16", "fp8_e4m3"))
 WORST: tuple[tuple[DType, DType], ...] = (("bf16", "fp8_e5m2"),)

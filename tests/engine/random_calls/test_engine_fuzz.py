@@ -8,6 +8,8 @@ import pytest
 
 from tests.engine.random_calls.hostile_calls import run
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("part", range(4))
 def test_an_engine_survives_what_callers_do(part: int) -> None:

@@ -272,6 +272,7 @@ def test_what_no_header_can_carry_is_no_key_and_is_not_shown(key: str) -> None:
     assert key == "" or key not in str(refused.value)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(KIND != "cpu", reason="the same for every backend")
 def test_sighup_has_the_file_read_again_by_every_process(tmp_path: Path) -> None:
     path = tmp_path / "keys"

@@ -170,6 +170,7 @@ def test_a_client_that_hangs_up_leaves_nothing(secured: Service, files: Files) -
     wait_for(lambda: door.active == 0, "the request to end")
 
 
+@pytest.mark.long
 def test_a_renewed_certificate_is_served_after_sighup(tmp_path: Path) -> None:
     first, second = trustme.CA(), trustme.CA()
     files = write_files(tmp_path, first)

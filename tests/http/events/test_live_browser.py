@@ -21,6 +21,8 @@ from selenium.webdriver.common.by import By
 from service.keys import line_of
 from tests.browser import browser, missing, network, prefers
 
+pytestmark = pytest.mark.long
+
 HUNDRED_THOUSAND: Final = (
     *("--pool.num-pages", "100000"),
     *("--pool.num-layers", "1"),

@@ -224,6 +224,7 @@ def test_a_subscriber_knows_what_is_cached_and_asks_for_what_it_missed(tmp_path:
             assert late.replay(0) == 4
 
 
+@pytest.mark.long
 def test_the_service_runs_the_publisher_as_a_process_of_its_own(tmp_path: Path) -> None:
     with listening(*endpoints(tmp_path)) as (running, url), subscribed(tmp_path) as one:
         running.find("events that subscribers missed over ZeroMQ at .*/replay")

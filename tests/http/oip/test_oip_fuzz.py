@@ -14,6 +14,8 @@ import pytest
 from http_messages import LAYERS, QO_HEADS, append, create, rows
 from http_service import Service, serving
 
+pytestmark = pytest.mark.long
+
 CASES = 500
 PATH = "/v2/models/{}/infer"
 ODD: tuple[Any, ...] = (

@@ -7,10 +7,13 @@ import signal
 import socket
 from contextlib import suppress
 
+import pytest
 import tritonclient.grpc
 from http_process import listening, process
 from http_service import WAIT_S, wait_for
 from tritonclient.utils import InferenceServerException
+
+pytestmark = pytest.mark.long
 
 
 def is_ready(port: int) -> bool:

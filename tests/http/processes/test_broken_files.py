@@ -18,6 +18,8 @@ from http_process import START_S, Process, process
 from http_secrets import Files, trusting, write_files, write_keys
 from http_service import WAIT_S, wait_for
 
+pytestmark = pytest.mark.long
+
 METHOD = "/inference.GRPCInferenceService/ServerMetadata"
 RED = (("authorization", "Bearer a-key-of-red"),)
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 from http_messages import LAYERS, PAGE_SIZE, PAGES, append, ask, check_problem, create, rows
 from http_process import listening
 from http_service import WAIT_S
+
+pytestmark = pytest.mark.long
 
 IDS = list(range(2 * PAGE_SIZE))
 NAMED = {"token_ids": IDS}

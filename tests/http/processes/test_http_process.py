@@ -59,6 +59,7 @@ def check_libraries(running: Process) -> None:
     assert "libtorch" not in main and "numpy" not in main
 
 
+@pytest.mark.long
 def test_sigterm_under_load_loses_no_admitted_request() -> None:
     answered: list[int] = []
     odd: list[str] = []
@@ -101,6 +102,7 @@ def test_sigterm_under_load_loses_no_admitted_request() -> None:
     assert {entry["code"] for entry in done} <= {"ok", "not_ready", "length_mismatch"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_either_signal_ends_an_idle_service_cleanly(how: signal.Signals) -> None:
     with listening() as (running, url), socket.create_connection(address(url), WAIT_S) as idle:
@@ -114,6 +116,7 @@ def address(url: str) -> tuple[str, int]:
     return host, int(port)
 
 
+@pytest.mark.long
 def test_it_listens_on_a_unix_socket_for_its_own_user(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -161,6 +164,7 @@ def test_a_bad_setting_stops_the_start_and_is_named(argument: str, value: str, n
     assert named in line
 
 
+@pytest.mark.long
 def test_what_cannot_be_bound_or_made_stops_the_start_with_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -187,6 +191,7 @@ def test_the_version_is_told_without_a_service() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"attnd {__version__}\n", "")
 
 
+@pytest.mark.long
 def test_two_workers_count_as_one_service(rng: np.random.Generator) -> None:
     asked = 24
     with listening("--server.http-workers", "2") as (running, url):

@@ -26,6 +26,8 @@ from http_messages import (
 from http_process import Process, is_alive, is_ready, listening
 from http_service import WAIT_S, needs_a_slow_device, wait_for
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:

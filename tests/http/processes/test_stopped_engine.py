@@ -7,11 +7,14 @@ import signal
 import time
 
 import httpx
+import pytest
 from http_process import listening
 from http_service import WAIT_S, wait_for
 
 from service.doors.kit.link import STALE_S
 from service.doors.kit.timeouts import GRACE_S
+
+pytestmark = pytest.mark.long
 
 
 def test_a_stopped_engine_leaves_nobody_waiting_and_is_not_ready() -> None:

@@ -23,6 +23,8 @@ from http_messages import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.long
+
 RNG = np.random.default_rng(11)
 KV, Q = rows(RNG, 1), rows(RNG, 1, QO_HEADS)
 LSE = np.zeros((1, QO_HEADS), np.float32)
