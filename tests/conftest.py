@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kernels import cuda_devices, make_backend
 from kernels.backend import Backend, PoolGeometry
 
-pytest_plugins = ["harness.retry"]
+pytest_plugins = ["tests.harness.retry"]
 LONG_FILE: Final = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.long", re.MULTILINE)
 
 
