@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.core.errors import IntegrityError, InvalidRequest
+from service.core.sequences.books import Ids
 from service.core.shards.rows import extend, grown
 from service.core.tree import PrefixTree, set_whole
 from service.core.values import Extension, Indices, Int32
@@ -27,7 +28,7 @@ class StepExtension:
 def extend_layers(
     tree: PrefixTree,
     layers: Sequence[int],
-    ids: Sequence[str],
+    ids: Ids,
     counts: Int32,
     offsets: Int32 | None = None,
 ) -> StepExtension:
@@ -46,18 +47,18 @@ def extend_layers(
     return StepExtension(first, others)
 
 
-def check_level(tree: PrefixTree, layers: Sequence[int], ids: Sequence[str]) -> None:
+def check_level(tree: PrefixTree, layers: Sequence[int], ids: Ids) -> None:
     """Every sequence has the same length at each of the layers, so that one plan serves them."""
     if not 0 <= min(layers) <= max(layers) < tree.num_layers:
         raise InvalidRequest("layers", list(layers), f"0 to {tree.num_layers - 1}")
-    index = tree.books.distinct_indices(ids)
-    lengths = tree.books.lengths[np.ix_(np.array(layers, np.intp), index)]
+    batch = tree.books.look_up_distinct(ids)
+    lengths = tree.books.lengths[np.ix_(np.array(layers, np.intp), batch.indices)]
     uneven = (lengths != lengths[0]).any(axis=0)
     if uneven.any():
         at = int(uneven.argmax())
         low, high = int(lengths[:, at].min()), int(lengths[:, at].max())
         rule = f"has {low} to {high} tokens at the step's layers: all must have as many"
-        raise InvalidRequest("sequences", ids[at], rule)
+        raise InvalidRequest("sequences", batch.ids[at], rule)
 
 
 def undo_layers(tree: PrefixTree, extension: StepExtension) -> None:

@@ -19,7 +19,7 @@ from service.core.prefix.cache import PrefixCache
 from service.core.prefix.keys import Prefix
 from service.core.prefix.named_pages import NamedPages
 from service.core.prefix.nodes import Leaf, Links
-from service.core.sequences.books import SequenceBooks
+from service.core.sequences.books import Ids, SequenceBooks
 from service.core.sequences.creation import Start, first_lengths
 from service.core.sequences.cuts import Cuts
 from service.core.sequences.views import view
@@ -109,12 +109,12 @@ class PrefixTree:
                 copies.append((source, page, num_rows))
         return row_copies(copies)
 
-    def free(self, ids: Sequence[str]) -> None:
+    def free(self, ids: Ids) -> None:
         """Forget sequences; pages that nothing else holds become free. All or none.
 
         Raises `UnknownSequence`, `InvalidRequest` where an id comes twice.
         """
-        leaves = self.books.leaves(self.books.distinct_indices(ids))
+        leaves = self.books.leaves(self.books.look_up_distinct(ids).indices)
         for leaf in leaves:
             self._drop_pages(leaf, leaf.start)
             self._links.detach(leaf, leaf.parent)
@@ -148,7 +148,7 @@ class PrefixTree:
         self.books.renew(leaf)
 
     def extend(
-        self, layer: int, ids: Sequence[str], counts: Int32, offsets: Int32 | None = None
+        self, layer: int, ids: Ids, counts: Int32, offsets: Int32 | None = None
     ) -> Extension:
         """Add `counts` [B] tokens to sequences at one layer, with pages where needed; all or none.
 
@@ -158,13 +158,14 @@ class PrefixTree:
         `ids`), `OutOfPages`.
         """
         self._check_layer(layer)
-        index = self.books.distinct_indices(ids)
+        batch = self.books.look_up_distinct(ids)
+        index = batch.indices
         held = self.books.lengths[layer]  # a row of its own: one index is ten times as fast as two
         before = held[index]
         if counts.shape != before.shape or (counts < 0).any():
             raise InvalidRequest("counts", counts, f"{before.size} numbers, none negative")
         if offsets is not None and not np.array_equal(offsets, before):
-            raise LengthMismatch(dict(zip(ids, before.tolist(), strict=True)))
+            raise LengthMismatch(dict(zip(batch.ids, before.tolist(), strict=True)))
         # In 64 bits until it is known that the pool has that many slots.
         wanted = before + counts.astype(np.int64)
         missing = -(-wanted // self.page_size) - self.books.num_pages[index]
@@ -211,27 +212,27 @@ class PrefixTree:
         if extension.whole_before is not None:
             set_whole(extension.leaves, layer, extension.whole_before)
 
-    def lengths(self, ids: Sequence[str], layer: int) -> Int32:
+    def lengths(self, ids: Ids, layer: int) -> Int32:
         """kv_len at `layer`, int32 [B]. Raises `UnknownSequence` with every unknown id."""
         self._check_layer(layer)
-        held: Int32 = self.books.lengths[layer][self.books.indices(ids)]
+        held: Int32 = self.books.lengths[layer][self.books.look_up(ids).indices]
         return held
 
-    def read(self, ids: Sequence[str], layer: int) -> tuple[Int32, Leaves]:
+    def read(self, ids: Ids, layer: int) -> tuple[Int32, Leaves]:
         """kv_len at `layer`, int32 [B], and the leaves, which must be left as they are.
 
         Raises `UnknownSequence` with every unknown id.
         """
         self._check_layer(layer)
-        index = self.books.indices(ids)
+        index = self.books.look_up(ids).indices
         return self.books.lengths[layer][index], self.books.leaves(index)
 
-    def page_table(self, ids: Sequence[str], layer: int) -> CsrTable:
+    def page_table(self, ids: Ids, layer: int) -> CsrTable:
         """The sequences' pages at `layer`, in the order of `ids`."""
         lengths, leaves = self.read(ids, layer)
         return csr_table([leaf.table for leaf in leaves], lengths, self.page_size)
 
-    def slots(self, ids: Sequence[str], layer: int) -> tuple[Int32, Int32]:
+    def slots(self, ids: Ids, layer: int) -> tuple[Int32, Int32]:
         """Token kv_indptr [B+1] and token slots [kv_indptr[B]], in the order of `ids`; int32.
 
         Tokens of all sequences together must be fewer than 2**31.
@@ -241,10 +242,10 @@ class PrefixTree:
         start = np.zeros_like(lengths)
         return indptr(lengths), token_slots(tables, start, lengths, self.page_size)
 
-    def plan_key(self, ids: Sequence[str], layer: int) -> Hashable:
+    def plan_key(self, ids: Ids, layer: int) -> Hashable:
         """Equal keys, equal plans (for equal queries); the same at each layer of a decode step."""
         self._check_layer(layer)
-        index = self.books.indices(ids)
+        index = self.books.look_up(ids).indices
         return self.books.serials[index].tobytes(), self.books.lengths[layer][index].tobytes()
 
     def describe(self, name: str) -> SequenceView:

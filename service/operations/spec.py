@@ -122,7 +122,9 @@ class Prepared:
     operation: Operation
     fields: Any
     layout: Layout
-    """Where the tensors lie; its own fields are empty, those above are the checked ones."""
+    """Where the tensors are; its own fields are empty, those above are the checked ones."""
+    known: dict[str, Any] = field(default_factory=dict)
+    """Whatever the engine derives from the header alone, for all requests of that header."""
 
 
 def prepare(

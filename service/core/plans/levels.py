@@ -44,7 +44,7 @@ class CascadeLevel:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class PlanBatch:
     """Sequences in plan order: page tables, kv_len [B], and rows as `qo_indptr` [B+1]; int32.
 
     `first` [B] is where the first row of each stands; None: they are the last of their sequence.
@@ -75,7 +75,7 @@ class Runs:
     end: Int32
 
 
-def cut_level(batch: Batch, runs: Runs, causal: bool) -> CascadeLevel:
+def cut_level(batch: PlanBatch, runs: Runs, causal: bool) -> CascadeLevel:
     """The level of `runs`; sequences in none of them get a segment without pages."""
     mark = np.zeros(batch.size + 1, dtype=bool)
     mark[0] = mark[-1] = mark[runs.first] = mark[runs.last] = True
@@ -104,7 +104,7 @@ def cut_level(batch: Batch, runs: Runs, causal: bool) -> CascadeLevel:
     )
 
 
-def _hides(batch: Batch, bounds: Indices, end: Int32, tokens: Int32) -> bool:
+def _hides(batch: PlanBatch, bounds: Indices, end: Int32, tokens: Int32) -> bool:
     """Whether some row comes before the last of its segment's `tokens`, which stop at `end`."""
     qo_lens = lens_of(batch.qo_indptr)
     if qo_lens.size == 0:

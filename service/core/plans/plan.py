@@ -9,9 +9,10 @@ from typing import Literal
 import numpy as np
 
 from service.core.errors import InvalidRequest
-from service.core.plans.levels import Batch, CascadeLevel, Runs, cut_level
+from service.core.plans.levels import CascadeLevel, PlanBatch, Runs, cut_level
 from service.core.plans.ragged import Int32, indptr, lens_of, ramps
 from service.core.plans.segments import Segments, cut_segments
+from service.core.sequences.books import Ids
 from service.core.shards.rows import Sight, positions
 from service.core.tree import PrefixTree
 
@@ -43,7 +44,7 @@ class CascadePlan:
 
 def make_plan(
     tree: PrefixTree,
-    ids: Sequence[str],
+    ids: Ids,
     layer: int,
     qo_indptr: Int32,
     causal: bool,
@@ -78,7 +79,7 @@ def make_plan(
         kv_lens, qo_lens = kv_lens[places], qo_lens[places]
         stands = None if stands is None else stands[order]
     tables = [leaf.table for leaf in leaves]
-    batch = Batch(tree.page_size, tables, kv_lens, indptr(qo_lens), _first(stands, qo_lens))
+    batch = PlanBatch(tree.page_size, tables, kv_lens, indptr(qo_lens), _first(stands, qo_lens))
     runs = [_flat_runs(batch)] if segments is None else _runs(segments, batch)
     cut = [cut_level(batch, level, hides) for level in runs]
     # A level without keys adds nothing, but one level there must be.
@@ -96,7 +97,7 @@ def make_plan(
 def explicit_levels(
     tree: PrefixTree,
     layer: int,
-    levels: Sequence[tuple[Sequence[str], Int32]],
+    levels: Sequence[tuple[Ids, Int32]],
     causal: bool,
     num_rows: int | None = None,
 ) -> CascadePlan:
@@ -134,13 +135,13 @@ def _first(stands: Int32 | None, qo_lens: Int32) -> Int32 | None:
     return first
 
 
-def _flat_runs(batch: Batch) -> Runs:
+def _flat_runs(batch: PlanBatch) -> Runs:
     """Every sequence by itself."""
     places = np.arange(batch.size, dtype=np.int32)
     return Runs(places, places + 1, np.zeros_like(places), batch.kv_lens)
 
 
-def _runs(segments: Segments, batch: Batch) -> list[Runs]:
+def _runs(segments: Segments, batch: PlanBatch) -> list[Runs]:
     """The segments of each level, shared ones first."""
     if not segments.shared:
         return [_flat_runs(batch)]
@@ -165,12 +166,12 @@ def _runs(segments: Segments, batch: Batch) -> list[Runs]:
 
 
 def _explicit_batch(
-    tree: PrefixTree, layer: int, ids: Sequence[str], qo_indptr: Int32, num_rows: int
-) -> Batch:
+    tree: PrefixTree, layer: int, ids: Ids, qo_indptr: Int32, num_rows: int
+) -> PlanBatch:
     """One explicit level; rows before and after it belong to an empty sequence at each end."""
     nothing = np.zeros(1, dtype=np.int32)
     kv_lens, leaves = tree.read(ids, layer)
-    return Batch(
+    return PlanBatch(
         tree.page_size,
         [nothing, *(leaf.table for leaf in leaves), nothing],
         np.concatenate((nothing, kv_lens, nothing)),
@@ -181,8 +182,8 @@ def _explicit_batch(
 def _check_disjoint(
     tree: PrefixTree,
     layer: int,
-    levels: Sequence[tuple[Sequence[str], Int32]],
-    batches: Sequence[Batch],
+    levels: Sequence[tuple[Ids, Int32]],
+    batches: Sequence[PlanBatch],
 ) -> None:
     """Raises `InvalidRequest` where a row sees a page by two levels.
 
@@ -200,7 +201,7 @@ def _check_disjoint(
     if twice.any():
         row = int(np.argmax(twice))
         names = [
-            ids[int(np.searchsorted(at, row, "right")) - 1]
+            tree.books.look_up(ids).ids[int(np.searchsorted(at, row, "right")) - 1]
             for ids, at in levels
             if at[0] <= row < at[-1]
         ]
@@ -208,7 +209,7 @@ def _check_disjoint(
         raise InvalidRequest("levels", names, rule)
 
 
-def _flat_tokens(batches: Sequence[Batch]) -> int:
+def _flat_tokens(batches: Sequence[PlanBatch]) -> int:
     """Keys read if every run of rows that attend the same sequences read them by itself."""
     runs = np.unique(np.concatenate([batch.qo_indptr for batch in batches]))[:-1]
     places = [np.searchsorted(batch.qo_indptr, runs, "right") - 1 for batch in batches]

@@ -54,7 +54,7 @@ class Commits:
 
         Raises `InvalidRequest` where their pages lie in too many nodes for one turn.
         """
-        leaves = self._books.leaves(self._books.distinct_indices(names))
+        leaves = self._books.leaves(self._books.look_up_distinct(names).indices)
         check_depth(leaves)
         claims: dict[Node, Prefix] = {}
         plans = []

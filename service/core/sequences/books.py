@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -21,18 +22,31 @@ Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-LookedUp = tuple[Sequence[str], Indices, bool]
-"""Ids, their columns, and whether none comes twice."""
-
 _FIRST_CAPACITY = 64
-MOST_LOOKED_UP: Final = 128
-"""Batches whose columns are remembered until a sequence comes or goes."""
 ENDED_AT_ONCE: Final = 1024
 """Sequences that are looked at in one round of those whose time may be over."""
 LEAST_UNSORTED: Final = 1024
 """Names to be sorted in are not cleaned up among fewer."""
 GONE: Final = -1
 """The serial of a column without a sequence."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Sequences of one call, looked up: `indices` are their columns, in the order of `ids`.
+
+    `version` is the books' when they were looked up: once a sequence was added, renamed or removed
+    since, a batch is looked up again.
+    """
+
+    ids: Sequence[str]
+    indices: Indices
+    is_distinct: bool
+    version: int
+
+
+Ids = Sequence[str] | Batch
+"""Sequences by their ids; a batch spares their look-up."""
 
 
 class Watch(NamedTuple):
@@ -59,7 +73,6 @@ class SequenceBooks:
         "_index_of",
         "_is_sorted",
         "_leaves",
-        "_looked_up",
         "_mortal",
         "_next_serial",
         "_sorted",
@@ -74,13 +87,13 @@ class SequenceBooks:
         "serials",
         "ttl_s",
         "used",
+        "version",
     )
 
     def __init__(self, num_layers: int) -> None:
         self._index_of: dict[str, int] = {}
         self._leaves: list[Leaf] = []
         self._free: list[int] = []
-        self._looked_up: dict[int, LookedUp] = {}
         self._sorted: list[str] = []
         self._unsorted: list[str] = []
         self._is_sorted = True
@@ -88,7 +101,7 @@ class SequenceBooks:
         self._mortal: Timers[Leaf] = Timers()
         self.now = 0.0
         self.is_watched = False
-        self.num_shards = self.num_changes = 0
+        self.num_shards = self.num_changes = self.version = 0
         self.lengths: Int32 = np.zeros((num_layers, _FIRST_CAPACITY), dtype=np.int32)
         self.num_pages: Int32 = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
         self.last_page: Int32 = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
@@ -176,39 +189,35 @@ class SequenceBooks:
         self.serials[leaf.index] = self._next_serial
         self._next_serial += 1
 
-    def indices(self, ids: Sequence[str]) -> Indices:
-        """Columns of `ids`, in their order. Raises `UnknownSequence` with every unknown id."""
-        return self._look_up(ids)[1]
+    def look_up(self, ids: Ids) -> Batch:
+        """The columns of `ids`, which count as used now.
 
-    def distinct_indices(self, ids: Sequence[str]) -> Indices:
-        """As `indices`, for operations that change each sequence once.
-
-        Raises `InvalidRequest` where an id comes twice.
+        Raises `UnknownSequence` with every unknown id.
         """
-        _, indices, are_distinct = self._look_up(ids)
-        if not are_distinct:
-            refuse_twice(ids)
-        return indices
-
-    def _look_up(self, ids: Sequence[str]) -> LookedUp:
-        """Whose columns these are; a tuple that comes again, as with the layers of a step, is found
-        by what it is."""
-        found = self._looked_up.get(id(ids))
-        if found is None or found[0] is not ids:
-            try:
-                indices = np.fromiter(map(self._index_of.__getitem__, ids), np.intp, len(ids))
-            except KeyError:
-                unknown = [name for name in ids if name not in self._index_of]
-                raise UnknownSequence(unknown) from None
-            indices.flags.writeable = False
-            found = ids, indices, len(set(ids)) == len(ids)
-            if type(ids) is tuple:
-                if len(self._looked_up) >= MOST_LOOKED_UP:
-                    self._looked_up.clear()
-                self._looked_up[id(ids)] = found
+        if isinstance(ids, Batch):
+            batch = ids if ids.version == self.version else self._find(ids.ids)
+        else:
+            batch = self._find(ids)
         if self.is_watched or self._mortal.next_due < FOREVER:
-            self.used[found[1]] = self.now
-        return found
+            self.used[batch.indices] = self.now
+        return batch
+
+    def look_up_distinct(self, ids: Ids) -> Batch:
+        """As `look_up`, for operations that change each sequence once.
+
+        Raises `InvalidRequest` for a duplicate id.
+        """
+        batch = self.look_up(ids)
+        if not batch.is_distinct:
+            refuse_twice(batch.ids)
+        return batch
+
+    def _find(self, ids: Sequence[str]) -> Batch:
+        try:
+            indices = np.fromiter(map(self._index_of.__getitem__, ids), np.intp, len(ids))
+        except KeyError:
+            raise UnknownSequence([name for name in ids if name not in self._index_of]) from None
+        return Batch(ids, indices, len(set(ids)) == len(ids), self.version)
 
     def leaf(self, name: str) -> Leaf:
         """Raises `UnknownSequence`."""
@@ -264,7 +273,7 @@ class SequenceBooks:
             self._unsorted.append(come)
             if len(self._unsorted) > LEAST_UNSORTED + 2 * len(self):
                 self._unsorted = [name for name in set(self._unsorted) if name in self._index_of]
-        self._looked_up.clear()
+        self.version += 1
 
     def _names(self) -> list[str]:
         """All names in order. What is in order already is not sorted again."""

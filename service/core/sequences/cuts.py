@@ -75,7 +75,7 @@ class Cuts:
         `batch`: a refusal says whose length or token it is about. Raises `UnknownSequence`,
         `InvalidRequest`, `OutOfPages`.
         """
-        leaves = self._books.leaves(self._books.distinct_indices(ids))
+        leaves = self._books.leaves(self._books.look_up_distinct(ids).indices)
         cuts, wanted = [], []
         for at, (leaf, length) in enumerate(zip(leaves, lengths, strict=True)):
             keep = NO_PAGES if keeps is None else keeps[at]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from service.core.errors import InvalidRequest, LengthMismatch, SequenceTaken
 from service.core.plans.ragged import Int32, ramps
 from service.core.prefix.nodes import Leaf
+from service.core.sequences.books import Ids
 from service.core.shards.layout import held
 from service.core.tree import PrefixTree, set_whole
 from service.core.values import Extension
@@ -36,15 +37,15 @@ class Sight(NamedTuple):
         return self.lengths.tobytes(), self.window_left
 
 
-def has_shards(tree: PrefixTree, ids: Sequence[str]) -> bool:
+def has_shards(tree: PrefixTree, ids: Ids) -> bool:
     """Whether only a part of one of the sequences is here. Raises `UnknownSequence`."""
     books = tree.books
     if not books.num_shards:
         return False
-    return any(not leaf.shard.is_whole for leaf in books.leaves(books.indices(ids)))
+    return any(not leaf.shard.is_whole for leaf in books.leaves(books.look_up(ids).indices))
 
 
-def check_epochs(tree: PrefixTree, ids: Sequence[str], epochs: Sequence[int] | None) -> None:
+def check_epochs(tree: PrefixTree, ids: Ids, epochs: Sequence[int] | None) -> None:
     """Every sequence is in the epoch that its caller believes; 0 stands for none, as does None.
 
     Raises `UnknownSequence`, `SequenceTaken` with those that are in another.
@@ -52,7 +53,7 @@ def check_epochs(tree: PrefixTree, ids: Sequence[str], epochs: Sequence[int] | N
     books = tree.books
     if epochs is None and not books.num_shards:
         return
-    leaves = books.leaves(books.indices(ids))
+    leaves = books.leaves(books.look_up(ids).indices)
     given = epochs or [0] * len(leaves)
     pairs = [(leaf, epoch_of(leaf), one) for leaf, one in zip(leaves, given, strict=True)]
     if taken := {leaf.id: epoch for leaf, epoch, one in pairs if epoch != one}:
@@ -77,7 +78,7 @@ def claim(leaf: Leaf, epoch: int) -> int:
     return before
 
 
-def whole_lengths(tree: PrefixTree, layer: int, ids: Sequence[str], offsets: Int32 | None) -> Int32:
+def whole_lengths(tree: PrefixTree, layer: int, ids: Ids, offsets: Int32 | None) -> Int32:
     """`offsets` [B], kv_len of the whole sequences, if they agree with what is held here.
 
     Raises `InvalidRequest` where they are missing, `LengthMismatch` with what is held.
@@ -93,7 +94,7 @@ def whole_lengths(tree: PrefixTree, layer: int, ids: Sequence[str], offsets: Int
         if leaf.whole is not None and leaf.whole.epoch:
             is_same = is_same and int(leaf.whole.lengths[layer]) == offset
     if not is_same:
-        raise LengthMismatch(dict(zip(ids, lengths.tolist(), strict=True)))
+        raise LengthMismatch(dict(zip((leaf.id for leaf in leaves), lengths.tolist(), strict=True)))
     return offsets
 
 
@@ -110,7 +111,7 @@ def grown(before: Int32, counts: Int32) -> Int32:
 def extend(
     tree: PrefixTree,
     layer: int,
-    ids: Sequence[str],
+    ids: Ids,
     counts: Int32,
     offsets: Int32 | None = None,
 ) -> Extension:

@@ -15,6 +15,7 @@ from kernels.backend import Attend, AttentionState, Mask, Scoring
 from kernels.tensor import Array, host_array
 from service.core.errors import InvalidRequest
 from service.core.plans.ragged import lens_of
+from service.core.sequences.books import Batch
 from service.core.shards.rows import Sight, check_epochs, grown, has_shards, whole_lengths
 from service.core.values import Extension
 from service.engine.handlers.masks import ragged_mask
@@ -54,20 +55,21 @@ def paged(store: Store, request: Request, seconds: Seconds, *, causal: bool) -> 
     q, qo_indptr, known = tensors["q"], fields.qo_indptr_array, known_of(request)
     request.place.require_bytes(known.answer_bytes)
     rows = (tensors["k"], tensors["v"]) if "k" in tensors else None
-    sight = sight_of(store, request)
+    batch = store.look_up(request)
+    sight = sight_of(store, request, batch)
     extension, writing = None, False
     if rows is not None:
         added = np.diff(qo_indptr)
-        extension = store.extend(fields.layer, fields.ids, added, fields.offset_array, seconds)
+        extension = store.extend(fields.layer, batch, added, fields.offset_array, seconds)
         writing = store.is_long_write(rows)
         if not writing:
             store.write(extension, rows, seconds)  # read before the attention behind it is done
     try:
         started = time.monotonic()
         planned = store.plans.sequences(
-            fields.ids, fields.layer, qo_indptr, causal, fields.cascade, sight
+            batch, fields.layer, qo_indptr, causal, fields.cascade, sight
         )
-        mask = pooled_mask(store, request, planned, sight)
+        mask = pooled_mask(store, request, batch, planned, sight)
         repeated = repeated_of(store, request, planned, known.kind)
         seconds.plan += time.monotonic() - started
         laid = request.place.lay_out(repeated.answer)
@@ -136,18 +138,18 @@ def repeated_of(store: Store, request: Request, planned: Planned, kind: Hashable
     return made
 
 
-def sight_of(store: Store, request: Request) -> Sight | None:
+def sight_of(store: Store, request: Request, batch: Batch) -> Sight | None:
     """What plans over shards must know, appended rows included; None for whole sequences.
 
     Asked for before rows are appended. Raises `LengthMismatch` where `offsets` are wrong, and
     `SequenceTaken` where `epochs` are.
     """
     fields, appends = request.fields, "k" in request.tensors
-    check_epochs(store.tree, fields.ids, fields.epochs)
-    sharded = has_shards(store.tree, fields.ids)
+    check_epochs(store.tree, batch, fields.epochs)
+    sharded = has_shards(store.tree, batch)
     if not sharded and (appends or fields.offset_array is None):
         return None
-    before = whole_lengths(store.tree, fields.layer, fields.ids, fields.offset_array)
+    before = whole_lengths(store.tree, fields.layer, batch, fields.offset_array)
     if not sharded:
         return None
     added = lens_of(fields.qo_indptr_array)
@@ -155,21 +157,21 @@ def sight_of(store: Store, request: Request) -> Sight | None:
 
 
 def pooled_mask(
-    store: Store, request: Request, planned: Planned, sight: Sight | None
+    store: Store, request: Request, batch: Batch, planned: Planned, sight: Sight | None
 ) -> Mask | None:
     """The request's mask over the whole kv_len, appended rows included."""
     tensors, fields = request.tensors, request.fields
     packed = "packed_mask" in tensors
     given = tensors.get("packed_mask" if packed else "mask")
     if sight is not None:
-        mask = shard_mask(store.tree, fields, sight, given)
+        mask = shard_mask(store.tree, fields, batch, sight, given)
         order = planned.plan.order
         if mask is None or order is None:
             return mask
         return Mask(mask.bits, mask.row_offsets[order])
     if given is None:
         return None
-    kv_lens = store.tree.lengths(fields.ids, fields.layer)
+    kv_lens = store.tree.lengths(batch, fields.layer)
     return ragged_mask(given, packed, fields.qo_indptr_array, kv_lens, planned.plan.order)
 
 

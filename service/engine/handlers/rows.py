@@ -15,6 +15,7 @@ from service.core.errors import InvalidRequest
 from service.core.plans.ragged import indptr as prefix_sums
 from service.core.plans.ragged import token_slots
 from service.core.prefix.nodes import Leaf
+from service.core.sequences.books import Batch, Ids
 from service.core.shards.layout import held
 from service.core.shards.rows import check_epochs, has_shards, ranks_of
 from service.core.steps import extend_layers, undo_layers
@@ -52,10 +53,11 @@ def append(store: Store, request: Request, seconds: Seconds) -> Work:
     ids, layers = fields.ids, fields.layers
     request.place.require(64 + NUMBER_BYTES * len(ids))
     counts = np.diff(fields.indptr(rows[0].shape[0 if layers is None else 1]))
-    check_epochs(store.tree, ids, fields.epochs)
+    batch = store.look_up(request)
+    check_epochs(store.tree, batch, fields.epochs)
     if layers is not None:
-        return append_layers(store, request, counts, seconds)
-    extension = store.extend(fields.layer, ids, counts, fields.offset_array, seconds)
+        return append_layers(store, request, batch, counts, seconds)
+    extension = store.extend(fields.layer, batch, counts, fields.offset_array, seconds)
     request.place.lay({"lengths": extension.lengths.tolist()})
     counted = Counts(appended=extension.num_stored)
     if store.is_long_write(rows):
@@ -65,12 +67,14 @@ def append(store: Store, request: Request, seconds: Seconds) -> Work:
     return Answered(extension, pending, counted)
 
 
-def append_layers(store: Store, request: Request, counts: Int32, seconds: Seconds) -> Work:
+def append_layers(
+    store: Store, request: Request, batch: Batch, counts: Int32, seconds: Seconds
+) -> Work:
     """Rows for many layers, k and v `[L, n, Hkv, D]`: all or none."""
     fields, rows = request.fields, (request.tensors["k"], request.tensors["v"])
-    refuse_shards(store.tree, fields.ids, request.tenant, "an append for many layers")
+    refuse_shards(store.tree, batch, request.tenant, "an append for many layers")
     started = time.monotonic()
-    every = extend_layers(store.tree, fields.layers, fields.ids, counts, fields.offset_array)
+    every = extend_layers(store.tree, fields.layers, batch, counts, fields.offset_array)
     seconds.plan += time.monotonic() - started
     request.place.lay({"lengths": every.first.lengths.tolist()})
     counted = Counts(appended=every.first.num_stored * len(fields.layers))
@@ -92,10 +96,10 @@ def append_layers(store: Store, request: Request, counts: Int32, seconds: Second
     return Answered(every, AllOf(tuple(written)), counted)
 
 
-def refuse_shards(tree: PrefixTree, ids: Sequence[str], tenant: Tenant, what: str) -> None:
+def refuse_shards(tree: PrefixTree, ids: Ids, tenant: Tenant, what: str) -> None:
     """Raises `InvalidRequest` for sequences of which only a part is here."""
     if has_shards(tree, ids):
-        leaves = tree.books.leaves(tree.books.indices(ids))
+        leaves = tree.books.leaves(tree.books.look_up(ids).indices)
         name = next(leaf.id for leaf in leaves if not leaf.shard.is_whole)
         rule = f"is over several engines: {what} takes sequences that are on one"
         raise InvalidRequest("sequences", tenant.shown(name), rule)
@@ -180,10 +184,11 @@ def choose(store: Store, fields: Any) -> Chosen:
     counts.
     """
     start, stop = fields.start, fields.stop
+    batch = store.tree.books.look_up(fields.ids)
     if fields.epochs is not None or stop != 0:  # to read nothing is to ask which there are
-        check_epochs(store.tree, fields.ids, fields.epochs)
-    lengths, leaves = store.tree.read(fields.ids, fields.layer)
-    if has_shards(store.tree, fields.ids):
+        check_epochs(store.tree, batch, fields.epochs)
+    lengths, leaves = store.tree.read(batch, fields.layer)
+    if has_shards(store.tree, batch):
         rank, ranks = ranks_of(leaves)
         start = held(start, rank, ranks, store.geometry.page_size)
         stop = None if stop is None else held(stop, rank, ranks, store.geometry.page_size)

@@ -234,17 +234,17 @@ def page_table(store: Store, request: Request, _: Seconds) -> Work:
 
     Raises AnswerTooLarge for more than `MAX_TABLE` pages, before anything is planned.
     """
-    ids, layer = request.fields.ids, request.fields.layer
+    ids, layer = store.look_up(request), request.fields.layer
     check_epochs(store.tree, ids, None)
     pages = -(-store.tree.lengths(ids, layer) // store.geometry.page_size)
     if (count := int(pages.sum(dtype=np.int64))) > MAX_TABLE:
         most = NUMBER_BYTES * MAX_TABLE
         raise AnswerTooLarge(NUMBER_BYTES * count, most, "ask for the tables of fewer sequences")
     table = store.tree.page_table(ids, layer)
-    one_row_each = np.arange(len(ids) + 1, dtype=np.int32)
+    one_row_each = np.arange(ids.indices.size + 1, dtype=np.int32)
     plan = store.plans.sequences(ids, layer, one_row_each, causal=False, mode="always").plan
     order = one_row_each[:-1] if plan.order is None else plan.order
-    numbers = table.kv_indices.size + 4 * len(ids)
+    numbers = table.kv_indices.size + 4 * ids.indices.size
     numbers += sum(level.kv_indices.size + 4 * level.qo_indptr.size for level in plan.levels)
     request.place.require(NUMBER_BYTES * numbers + 256)
     levels = [{"qo_indptr": level.qo_indptr} | table_arrays(level) for level in plan.levels]

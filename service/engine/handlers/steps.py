@@ -11,6 +11,7 @@ from attnd.wire.dtypes import DTYPES
 
 from kernels.backend import Scoring
 from kernels.lanes import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
+from service.core.sequences.books import Batch
 from service.core.shards.rows import Sight, check_epochs, grown, has_shards, whole_lengths
 from service.core.steps import StepExtension, check_level, extend_layers, undo_layers
 from service.engine.handlers.attention import LOG2_E, counts_of
@@ -41,8 +42,9 @@ def step(store: Store, request: Request, seconds: Seconds) -> Opened:
         run = where.lane.begin(step_work(fields, None, None))
         where.tell({"levels": 0, "cascade": False})
         return Opened(run, lambda: None, where.lane)
-    sight = sight_of(store, fields)
-    extension = extend(store, fields)
+    batch = store.tree.books.look_up(fields.ids)
+    sight = sight_of(store, fields, batch)
+    extension = extend(store, fields, batch)
 
     def undo() -> None:
         if extension is not None:
@@ -50,7 +52,7 @@ def step(store: Store, request: Request, seconds: Seconds) -> Opened:
 
     try:
         planned = store.plans.sequences(
-            fields.ids,
+            batch,
             fields.layers[0],
             fields.qo_indptr_array,
             fields.causal and fields.op == "prefill",
@@ -67,27 +69,25 @@ def step(store: Store, request: Request, seconds: Seconds) -> Opened:
     return Opened(run, undo, where.lane, counts_of_step(store, fields, planned, extension))
 
 
-def extend(store: Store, fields: StepFields) -> StepExtension | None:
+def extend(store: Store, fields: StepFields, batch: Batch) -> StepExtension | None:
     """Make room for the new tokens at every layer; None where there are none."""
     if fields.append:
-        return extend_layers(
-            store.tree, fields.layers, fields.ids, fields.counts, fields.offset_array
-        )
-    check_level(store.tree, fields.layers, fields.ids)
+        return extend_layers(store.tree, fields.layers, batch, fields.counts, fields.offset_array)
+    check_level(store.tree, fields.layers, batch)
     return None
 
 
-def sight_of(store: Store, fields: StepFields) -> Sight | None:
+def sight_of(store: Store, fields: StepFields, batch: Batch) -> Sight | None:
     """What a plan over shards must know, new tokens included; None for whole sequences.
 
     Raises `LengthMismatch` where `offsets` are wrong, `SequenceTaken` for what was claimed.
     """
     tree, offsets = store.tree, fields.offset_array
-    check_epochs(tree, fields.ids, None)
-    sharded = has_shards(tree, fields.ids)
+    check_epochs(tree, batch, None)
+    sharded = has_shards(tree, batch)
     if not sharded and (fields.append or offsets is None):
         return None
-    before = whole_lengths(tree, fields.layers[0], fields.ids, offsets)
+    before = whole_lengths(tree, fields.layers[0], batch, offsets)
     if not sharded:
         return None
     if max(fields.windows) >= 0:

@@ -32,7 +32,8 @@ class Request:
 
     Sequences in its fields are called what the tree calls them, see `Tenant`. It may serve again,
     when a session sends the same header from the same place for an answer at the same place and for
-    the same tenant. `known` is what an operation works out from the header alone.
+    the same tenant. `known` is what operations derive from the header alone: all requests of that
+    header share it.
     """
 
     operation: Operation
@@ -99,7 +100,7 @@ class RequestReader:
         if pinned:
             tensors = {name: array.view(PinnedArray) for name, array in tensors.items()}
         answer = Place(call.answer, self._limit, pinned)
-        return Request(operation, prepared.fields, tensors, answer, tenant)
+        return Request(operation, prepared.fields, tensors, answer, tenant, prepared.known)
 
 
 def lie_still(tensors: Mapping[str, Array]) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from kernels.backend import Int32, Level, Plan
 from service.core.plans.plan import CascadeMode, CascadePlan, explicit_levels, make_plan
+from service.core.sequences.books import Ids
 from service.core.shards.rows import Sight
 from service.core.tree import PrefixTree
 
@@ -51,7 +52,7 @@ class PlanCache:
 
     def sequences(
         self,
-        ids: Sequence[str],
+        ids: Ids,
         layer: int,
         qo_indptr: Int32,
         causal: bool,
@@ -68,7 +69,7 @@ class PlanCache:
 
     def levels(
         self,
-        levels: Sequence[tuple[Sequence[str], Int32]],
+        levels: Sequence[tuple[Ids, Int32]],
         layer: int,
         causal: bool,
         num_rows: int,

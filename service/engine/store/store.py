@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kernels.backend import Backend, DeviceLost, Int32, Pending, Tensor
 from service.core.errors import IntegrityError
 from service.core.pool.namespaces import Namespace
+from service.core.sequences.books import Batch
 from service.core.shards.rows import extend
 from service.core.steps import StepExtension, undo_layers
 from service.core.tree import PrefixTree
 from service.core.values import Extension
 from service.engine.loop.job import Cost, Seconds
+from service.engine.loop.request import Request
 from service.engine.loop.slices import Pace
 from service.engine.store.event_history import History
 from service.engine.store.limits import Limits
@@ -92,10 +94,19 @@ class Store:
         self.snapshots = Snapshots(self) if live else None
         self._watermark = int(high_watermark * geometry.num_pages)
 
+    def look_up(self, request: Request) -> Batch:
+        """A request's sequences; requests that repeat a header share the batch.
+
+        Raises `UnknownSequence`.
+        """
+        batch = self.tree.books.look_up(request.known.get("batch") or request.fields.ids)
+        request.known["batch"] = batch
+        return batch
+
     def extend(
         self,
         layer: int,
-        ids: Sequence[str],
+        ids: Batch,
         counts: Int32,
         offsets: Int32 | None,
         seconds: Seconds,

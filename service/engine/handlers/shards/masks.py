@@ -14,6 +14,7 @@ from kernels.backend import Array, Int32, Mask
 from kernels.masks import make_mask
 from service.core.errors import InvalidRequest
 from service.core.plans.ragged import lens_of
+from service.core.sequences.books import Ids
 from service.core.shards.rows import Sight, first_seen, positions, tokens_here
 from service.core.tree import PrefixTree
 from service.operations.common import check_mask_length
@@ -21,18 +22,18 @@ from service.operations.common import check_mask_length
 MOST_BYTES: Final = 256 * 2**20
 
 
-def shard_mask(tree: PrefixTree, fields: Any, sight: Sight, given: Array | None) -> Mask | None:
+def shard_mask(
+    tree: PrefixTree, fields: Any, ids: Ids, sight: Sight, given: Array | None
+) -> Mask | None:
     """What rows of a decode or prefill must have a mask for, in the order of the request's rows."""
-    at = (tree, fields.ids, fields.layer, fields.qo_indptr_array, sight)
+    at = (tree, ids, fields.layer, fields.qo_indptr_array, sight)
     if given is not None:
         return own_mask(*at, given)
     hides = getattr(fields, "causal", False) and bool((lens_of(fields.qo_indptr_array) > 1).any())
     return window_mask(*at) if hides and sight.window_left >= 0 else None
 
 
-def window_mask(
-    tree: PrefixTree, ids: tuple[str, ...], layer: int, qo_indptr: Int32, sight: Sight
-) -> Mask:
+def window_mask(tree: PrefixTree, ids: Ids, layer: int, qo_indptr: Int32, sight: Sight) -> Mask:
     """What the window leaves causal rows, in the order of the request's rows.
 
     Bits begin with the first page that any row's window may reach. Raises `InvalidRequest` where
@@ -55,7 +56,7 @@ def window_mask(
 
 def own_mask(
     tree: PrefixTree,
-    ids: tuple[str, ...],
+    ids: Ids,
     layer: int,
     qo_indptr: Int32,
     sight: Sight,
