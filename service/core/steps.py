@@ -9,8 +9,7 @@ import numpy as np
 
 from service.core.errors import IntegrityError, InvalidRequest
 from service.core.sequences.books import Ids
-from service.core.shards.rows import extend, grown
-from service.core.tree import PrefixTree, set_whole
+from service.core.tree import PrefixTree
 from service.core.values import Extension, Indices, Int32
 
 
@@ -32,18 +31,15 @@ def extend_layers(
     counts: Int32,
     offsets: Int32 | None = None,
 ) -> StepExtension:
-    """`sharding.extend` at each of `layers`, where every sequence has one length; all or none.
+    """`PrefixTree.extend` at each of `layers`, where every sequence has one length; all or none.
 
     Raises `InvalidRequest` where lengths differ from layer to layer, and as `extend`.
     """
     check_level(tree, layers, ids)
-    first = extend(tree, layers[0], ids, counts, offsets)
+    first = tree.extend(layers[0], ids, counts, offsets)
     others = np.array(layers[1:], np.intp)
     if others.size:
         tree.books.lengths[np.ix_(others, columns(first))] = first.lengths
-    if first.whole_before is not None:
-        for layer in layers[1:]:
-            set_whole(first.leaves, layer, grown(first.whole_before, counts))
     return StepExtension(first, others)
 
 
@@ -74,9 +70,6 @@ def undo_layers(tree: PrefixTree, extension: StepExtension) -> None:
         if not (tree.books.lengths[where] == first.lengths).all():
             raise IntegrityError("a step was to be undone whose sequences changed since")
         tree.books.lengths[where] = first.before
-    if first.whole_before is not None:
-        for layer in others.tolist():
-            set_whole(first.leaves, layer, first.whole_before)
     tree.undo(first)
 
 

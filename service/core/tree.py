@@ -20,10 +20,9 @@ from service.core.prefix.keys import Prefix
 from service.core.prefix.named_pages import NamedPages
 from service.core.prefix.nodes import Leaf, Links
 from service.core.sequences.books import Ids, SequenceBooks
-from service.core.sequences.creation import Start, first_lengths
+from service.core.sequences.creation import first_lengths
 from service.core.sequences.cuts import Cuts
 from service.core.sequences.views import view
-from service.core.shards.layout import WHOLE
 from service.core.sharing import Sharing, sharing_steps
 from service.core.values import (
     Extension,
@@ -88,20 +87,20 @@ class PrefixTree:
 
         Raises `InvalidRequest`, `SequenceExists`, `UnknownSequence` (parents), `OutOfPages`.
         """
-        starts = first_lengths(self.books, new, self.page_size)
-        num_tails = sum(start.length % self.page_size > 0 for start in starts)
+        lengths = first_lengths(self.books, new)
+        num_tails = sum(length % self.page_size > 0 for length in lengths)
         owner = self.budget.namespace(new[0].namespace) if new else None
         fresh = np.empty(0, np.int32) if owner is None else self.budget.take(owner, num_tails)
         copies: list[tuple[int, int, int]] = []
         written_from: dict[int, int] = {}
-        for spec, start in zip(new, starts, strict=True):
-            full, num_rows = divmod(start.length, self.page_size)
+        for spec, length in zip(new, lengths, strict=True):
+            full, num_rows = divmod(length, self.page_size)
             tail = fresh[len(copies) : len(copies) + (num_rows > 0)]
             parent = None if spec.parent is None else self.books.leaf(spec.parent)
             if spec.prefix is not None:
                 self._add_cached(spec, spec.prefix)
                 continue
-            self._add(spec, parent, start, tail)
+            self._add(spec, parent, length, tail)
             if parent is not None and num_rows:
                 # A parent of this very call has no rows yet: they come from where its own do.
                 page, source = int(tail[0]), int(parent.table[full])
@@ -209,14 +208,21 @@ class PrefixTree:
             self._drop_pages(leaf, int(books.num_pages[leaf.index]) - count)
             # The next extension may reach the same length on other pages.
             books.renew(leaf)
-        if extension.whole_before is not None:
-            set_whole(extension.leaves, layer, extension.whole_before)
+        if extension.after_undo is not None:
+            extension.after_undo()
 
     def lengths(self, ids: Ids, layer: int) -> Int32:
         """kv_len at `layer`, int32 [B]. Raises `UnknownSequence` with every unknown id."""
         self._check_layer(layer)
         held: Int32 = self.books.lengths[layer][self.books.look_up(ids).indices]
         return held
+
+    def check_lengths(self, ids: Ids, layer: int, offsets: Int32) -> None:
+        """Raises `UnknownSequence`, and `LengthMismatch` where kv_len is not `offsets` [B]."""
+        lengths = self.lengths(ids, layer)
+        if not np.array_equal(offsets, lengths):
+            names = self.books.look_up(ids).ids
+            raise LengthMismatch(dict(zip(names, lengths.tolist(), strict=True)))
 
     def read(self, ids: Ids, layer: int) -> tuple[Int32, Leaves]:
         """kv_len at `layer`, int32 [B], and the leaves, which must be left as they are.
@@ -309,14 +315,14 @@ class PrefixTree:
         if not 0 <= layer < self.num_layers:
             raise InvalidRequest("layer", layer, f"0 to {self.num_layers - 1}")
 
-    def _add(self, spec: NewSpec, parent: Leaf | None, start: Start, tail: Int32) -> None:
+    def _add(self, spec: NewSpec, parent: Leaf | None, length: int, tail: Int32) -> None:
         """A new sequence with `parent`'s full pages up to its first length, then `tail`."""
-        full = start.length // self.page_size
+        full = length // self.page_size
         shared = tail[:0] if parent is None else parent.table[:full]
         node = None if parent is None else self._links.node_ending_at(parent, full)
         table = np.concatenate((shared, tail))
         owner = self.budget.namespace(spec.namespace)
-        leaf = self.books.add(spec, owner, start.length, table, start.shard, start.whole_length)
+        leaf = self.books.add(spec, owner, length, table)
         self._links.attach(leaf, node)
 
     def _add_cached(self, spec: NewSpec, prefix: Prefix) -> None:
@@ -326,7 +332,7 @@ class PrefixTree:
         table = found.table()
         owner = self.budget.namespace(spec.namespace)
         length = found.num_pages * self.page_size
-        self._links.attach(self.books.add(spec, owner, length, table, WHOLE), node)
+        self._links.attach(self.books.add(spec, owner, length, table), node)
 
     def _drop_pages(self, leaf: Leaf, keep: int) -> None:
         """Release the leaf's own pages after the first `keep` of its table."""
@@ -370,13 +376,6 @@ def all_of(steps: Generator[None, None, Sharing]) -> Sharing:
         except StopIteration as end:
             result: Sharing = end.value
             return result
-
-
-def set_whole(leaves: Sequence[Leaf], layer: int, lengths: Int32) -> None:
-    """What shards know of their sequences' kv_len at a layer, int32 [B]."""
-    for leaf, length in zip(leaves, lengths.tolist(), strict=True):
-        if leaf.whole is not None:
-            leaf.whole.lengths[layer] = length
 
 
 def owner_of(leaves: Leaves) -> Namespace:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from service.core.prefix.keys import Prefix
 from service.core.prefix.nodes import Leaf
-from service.core.shards.layout import WHOLE, Shard
+
+if TYPE_CHECKING:
+    from service.core.shards.layout import Shard
 
 Int32 = NDArray[np.int32]
 Indices = NDArray[np.intp]
@@ -25,8 +27,7 @@ class NewSpec:
     """A sequence to make: empty, a fork of `parent` at `length` (None: all of it), or beginning
     with as much of `prefix` as is cached in its `namespace`. `ttl_s`: seconds it lives unused.
 
-    `shard` says which pages of an empty one come here (None: all), in which `epoch`; a fork has its
-    parent's, `epoch` must be the parent's too, and `length` counts tokens of the whole parent.
+    `shard` says which pages of it come here (None: all); `length` counts the tokens in them.
     """
 
     id: str
@@ -36,7 +37,6 @@ class NewSpec:
     namespace: str = DEFAULT_NAMESPACE
     ttl_s: float | None = None
     shard: Shard | None = None
-    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ class Extension:
     `slots` int32 [sum(counts)] are token slots (`page * page_size + offset`) in row order;
     `lengths` int32 [B] is kv_len after. The rest is the tree's own: the leaves of the sequences
     and their lengths before; the leaves that got pages, how many, and how many they have since; and
-    of shards the lengths of the whole sequences before.
+    what `PrefixTree.undo` calls last.
     """
 
     slots: Int32
@@ -78,11 +78,11 @@ class Extension:
     grown: list[Leaf]
     num_new_pages: Int32
     num_pages: Int32
-    whole_before: Int32 | None = None
+    after_undo: Callable[[], None] | None = None
 
     @property
     def num_stored(self) -> int:
-        """Tokens that are stored here: all, but for shards."""
+        """Tokens that have a slot; all of them, unless sequences are shards."""
         return int(np.count_nonzero(self.slots >= 0))
 
 
@@ -92,8 +92,7 @@ class SequenceView:
 
     `pages` is the size of its page table and `last_page_len` the tokens in the last one, at the
     longest layer. `parent` is the id it was forked off, which may be gone by now. `ttl_s` is how
-    long it lives unused (None: for good). Of a `shard`, numbers are of what is held here, but for
-    `whole_lengths`, which are the sequence's in its `epoch`.
+    long it lives unused (None: for good). Of a `shard`, numbers are of what is held here.
     """
 
     id: str
@@ -103,6 +102,4 @@ class SequenceView:
     last_page_len: int
     parent: str | None
     ttl_s: float | None = None
-    shard: Shard = WHOLE
-    epoch: int = 0
-    whole_lengths: tuple[int, ...] = ()
+    shard: Shard | None = None

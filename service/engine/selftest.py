@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Array, DType, PoolGeometry
-from service.engine.handlers.table import turn_of
+from service.engine.handlers.table import begin_turn
 from service.engine.loop.job import Alone, Grouped, Seconds, Sliced
 from service.engine.loop.place import Place
 from service.engine.loop.request import Request
@@ -106,7 +106,7 @@ def run(store: Store, name: str, fields: dict[str, Any], **tensors: Array) -> di
     """One operation from its turn to its answer's tensors."""
     operation, answer = BY_NAME[name], Place()
     request = Request(operation, validate(operation.fields, fields), tensors, answer)
-    work = turn_of(request).begin(store, request, Seconds())
+    work = begin_turn(store, request, Seconds())
     match work:
         case Grouped(attends, finish):
             finish(store.backend.attend(attends).result())

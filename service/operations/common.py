@@ -72,6 +72,9 @@ Cap = Annotated[float, Field(ge=0.0, le=SCALE_LARGEST), AfterValidator(check_cap
 DType = Literal["fp32", "fp16", "bf16"]
 
 
+SHARD_FIELDS: Final = ("shard", "epoch", "epochs")
+
+
 class Fields(BaseModel):
     """Base of all fields and answers: strict, closed, immutable, finite numbers only."""
 
@@ -90,6 +93,12 @@ class Fields(BaseModel):
     def is_ragged(self) -> bool:
         """Whether the tensors have their ragged shapes."""
         return False
+
+    @property
+    def is_for_shards(self) -> bool:
+        """Whether a field is given that only shards have."""
+        held = self.__dict__
+        return any(held.get(name) is not None for name in SHARD_FIELDS)
 
     def within(self, prefix: str) -> Self:
         """The same fields, with `prefix` before every sequence's name in them."""

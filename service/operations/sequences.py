@@ -107,6 +107,10 @@ class CreateFields(Fields):
     """Which ids or keys of the tensor are whose: prefix sums over the sequences. May be absent for
     a single one."""
 
+    @property
+    def is_for_shards(self) -> bool:
+        return any(new.is_for_shards for new in self.sequences)
+
 
 class ListFields(Fields):
     after: SequenceId | None = None

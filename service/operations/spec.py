@@ -123,6 +123,8 @@ class Prepared:
     fields: Any
     layout: Layout
     """Where the tensors are; its own fields are empty, those above are the checked ones."""
+    is_for_shards: bool = False
+    """Whether a field is given that only shards have."""
     known: dict[str, Any] = field(default_factory=dict)
     """Whatever the engine derives from the header alone, for all requests of that header."""
 
@@ -157,7 +159,7 @@ def preparing(
     if len(header) > LONG_BYTES:
         yield
     named = yield from fields.naming(tenant.prefix)
-    return Prepared(operation, named, Layout({}, layout.entries))
+    return Prepared(operation, named, Layout({}, layout.entries), fields.is_for_shards)
 
 
 Model = TypeVar("Model", bound=Fields)

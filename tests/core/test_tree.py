@@ -13,9 +13,6 @@ from service.core.errors import (
     UnknownSequence,
 )
 from service.core.prefix.keys import Prefix
-from service.core.sequences.transfer import generation
-from service.core.shards.layout import Shard
-from service.core.shards.rows import extend
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec, SequenceView
 
@@ -523,29 +520,3 @@ def test_an_extension_that_others_share_is_not_undone(change) -> None:
     with pytest.raises(IntegrityError, match="was to be undone"):
         pool.tree.undo(extension)
     pool.tree.check_integrity()
-
-
-@pytest.mark.parametrize(("length", "is_right"), [(-1, False), (9, True), (10, False), (12, False)])
-def test_a_fork_of_a_shard_is_no_longer_than_the_whole_sequence(length, is_right) -> None:
-    """Ranks 0 of 2, pages of 4: of 9 tokens 5 are here, and of 12 tokens 8 would be."""
-    tree = PrefixTree(16, 4, 1)
-    tree.create([NewSpec("a", shard=Shard(0, 2))])
-    extend(tree, 0, ["a"], int32(9), int32(0))
-    if is_right:
-        tree.create([NewSpec("b", "a", length)])
-        assert tree.describe("b").length == 5
-        return
-    with pytest.raises(InvalidRequest, match="0 to 9, the length of the parent's whole sequence"):
-        tree.create([NewSpec("b", "a", length)])
-
-
-def test_the_generation_of_a_shard_changes_with_the_whole_sequence() -> None:
-    """Tokens that another rank stores change nothing here but what is known of the whole."""
-    tree = PrefixTree(16, 4, 1)
-    tree.create([NewSpec("a", shard=Shard(0, 2))])
-    extend(tree, 0, ["a"], int32(4), int32(0))
-    leaf = tree.books.leaf("a")
-    before = generation(tree, leaf, "i")
-    extend(tree, 0, ["a"], int32(2), int32(4))
-    assert tree.describe("a").length == 4
-    assert generation(tree, leaf, "i") != before

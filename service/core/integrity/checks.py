@@ -15,7 +15,6 @@ from service.core.pool.namespaces import Namespace
 from service.core.prefix.named_pages import NamedPages
 from service.core.prefix.nodes import Leaf, Links, Node
 from service.core.sequences.books import SequenceBooks
-from service.core.shards.layout import held
 
 Pieces = Generator[None, None, None]
 TRIES: Final = 3
@@ -133,11 +132,8 @@ def check_leaf(leaf: Leaf, books: SequenceBooks, page_size: int) -> None:
         )
     if leaf.parent is not None and leaf not in leaf.parent.children:
         raise IntegrityError(f"{where} is unknown to its parent")
-    if leaf.whole is not None:
-        rank, ranks = leaf.shard.rank, leaf.shard.ranks
-        if not np.array_equal(held(leaf.whole.lengths, rank, ranks, page_size), lengths):
-            known = leaf.whole.lengths.tolist()
-            raise IntegrityError(f"{where}, rank {rank}, has {lengths.tolist()} of {known} tokens")
+    if leaf.shard is not None:
+        leaf.shard.check(where, lengths, page_size)
     if pages and books.last_page[leaf.index] != leaf.table[pages - 1]:
         last = int(books.last_page[leaf.index])
         raise IntegrityError(f"{where} ends in {leaf.table[pages - 1]}, its books say {last}")

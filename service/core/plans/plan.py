@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -13,8 +13,10 @@ from service.core.plans.levels import CascadeLevel, PlanBatch, Runs, cut_level
 from service.core.plans.ragged import Int32, indptr, lens_of, ramps
 from service.core.plans.segments import Segments, cut_segments
 from service.core.sequences.books import Ids
-from service.core.shards.rows import Sight, positions
 from service.core.tree import PrefixTree
+
+if TYPE_CHECKING:
+    from service.core.shards.rows import ShardView
 
 CascadeMode = Literal["auto", "always", "never"]
 
@@ -49,11 +51,11 @@ def make_plan(
     qo_indptr: Int32,
     causal: bool,
     mode: CascadeMode,
-    sight: Sight | None = None,
+    shards: ShardView | None = None,
 ) -> CascadePlan:
     """The plan for rows `qo_indptr[b]:qo_indptr[b+1]` attending all of sequence `ids[b]`.
 
-    `sight` is for sequences of which only a part is here.
+    `shards` is for sequences of which this engine holds a part only.
 
     `always` gives every stretch of pages that several sequences see a segment of its own, `auto`
     those that save more than they cost, `never` none.
@@ -69,8 +71,8 @@ def make_plan(
     # The only row of a sequence is its last: no key comes after it.
     hides = causal and bool((qo_lens > 1).any())
     stands = None
-    if sight is not None:
-        stands = positions(leaves, sight, qo_lens, tree.page_size, hides)
+    if shards is not None:
+        stands = shards.positions(leaves, qo_lens, tree.page_size, hides)
     order = None
     if segments is not None and segments.shared and segments.order != list(range(len(leaves))):
         places = np.array(segments.order, dtype=np.intp)

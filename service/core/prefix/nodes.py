@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.errors import InvalidRequest
-from service.core.shards.layout import WHOLE, Shard, Whole
 
 if TYPE_CHECKING:
     from service.core.pool.namespaces import Namespace, Root
     from service.core.prefix.named_pages import NamedPages
+    from service.core.shards.layout import Shard
 
 Int32 = NDArray[np.int32]
 
@@ -106,8 +106,8 @@ class Leaf:
     `table` is the sequence's whole page table, shared pages first, in a buffer that grows by
     doubling; what is valid of it is `num_pages` in the sequence's books. Pages from `start` on are
     the leaf's own. `index` is the sequence's place in the books; `origin` the id it was forked off;
-    `owner` the namespace that its pages count for; `shard` which of the sequence's pages are here,
-    and `whole` what is known of all of it where those are not all.
+    `owner` the namespace that its pages count for; `shard` which of the sequence's pages are here
+    (None: all).
     """
 
     id: str
@@ -117,8 +117,7 @@ class Leaf:
     parent: Node | None
     start: int
     table: Int32
-    shard: Shard = WHOLE
-    whole: Whole | None = None
+    shard: Shard | None = None
 
     def push(self, held: int, pages: Int32) -> None:
         """Put `pages` after the first `held` of the table."""

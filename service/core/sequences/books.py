@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from service.core.errors import InvalidRequest, UnknownSequence
 from service.core.pool.namespaces import Namespace
 from service.core.prefix.nodes import FOREVER, Leaf
-from service.core.shards.layout import Shard, Whole
 from service.core.timers import Timers
 from service.core.values import NewSpec
 
@@ -64,8 +63,7 @@ class SequenceBooks:
     touching tables; `serials` int64 names the state of a sequence's written pages (see `renew`).
     `ttl_s` float64 is how long a sequence lives unused, `used` when it was used last, and `now` the
     time. Batches are used only while some sequence has an end, or somebody watches (`is_watched`).
-    `num_shards` counts the sequences of which only a part is here; `num_changes` grows whenever a
-    sequence comes, goes, or gets other pages.
+    `num_changes` grows whenever a sequence comes, goes, or gets other pages.
     """
 
     __slots__ = (
@@ -83,7 +81,6 @@ class SequenceBooks:
         "now",
         "num_changes",
         "num_pages",
-        "num_shards",
         "serials",
         "ttl_s",
         "used",
@@ -101,7 +98,7 @@ class SequenceBooks:
         self._mortal: Timers[Leaf] = Timers()
         self.now = 0.0
         self.is_watched = False
-        self.num_shards = self.num_changes = self.version = 0
+        self.num_changes = self.version = 0
         self.lengths: Int32 = np.zeros((num_layers, _FIRST_CAPACITY), dtype=np.int32)
         self.num_pages: Int32 = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
         self.last_page: Int32 = np.zeros(_FIRST_CAPACITY, dtype=np.int32)
@@ -118,32 +115,19 @@ class SequenceBooks:
     def __iter__(self) -> Iterator[Leaf]:
         return (self._leaves[index] for index in self._index_of.values())
 
-    def add(
-        self,
-        spec: NewSpec,
-        owner: Namespace,
-        length: int,
-        table: Int32,
-        shard: Shard,
-        whole_length: int = 0,
-    ) -> Leaf:
-        """A new sequence, `length` tokens at every layer, with all of `table` as its page table;
-        `whole_length` counts those of all of a shard's sequence.
+    def add(self, spec: NewSpec, owner: Namespace, length: int, table: Int32) -> Leaf:
+        """A new sequence, `length` tokens at every layer, with all of `table` as its page table.
 
         Its leaf hangs nowhere yet.
         """
         if not self._free:
             self._add_column()
         index = self._free.pop()
-        leaf = Leaf(spec.id, index, spec.parent, owner, None, 0, table, shard)
+        leaf = Leaf(spec.id, index, spec.parent, owner, None, 0, table, spec.shard)
         self._leaves[index : index + 1] = [leaf]
         self._index_of[spec.id] = index
         owner.leaves.add(leaf)
         self.num_changes += 1
-        if not shard.is_whole:
-            self.num_shards += 1
-            whole = np.full(len(self.lengths), whole_length, np.int32)
-            leaf.whole = Whole(whole, spec.epoch)
         self._names_changed(spec.id)
         self.lengths[:, index] = length
         self.set_num_pages(leaf, table.size)
@@ -170,7 +154,6 @@ class SequenceBooks:
         del self._index_of[leaf.id]
         leaf.owner.leaves.discard(leaf)
         self.num_changes += 1
-        self.num_shards -= not leaf.shard.is_whole
         leaf.table = leaf.table[:0].copy()  # the leaf stays in its column until another comes
         self._free.append(leaf.index)
         self._names_changed()

@@ -20,8 +20,8 @@ def generation(tree: PrefixTree, leaf: Leaf, instance_id: str) -> str:
     """32 hex digits that change whenever a sequence's tokens do, and when the pool starts anew."""
     books = tree.books
     state = [books.serials[leaf.index].tobytes(), books.lengths[:, leaf.index].tobytes()]
-    if leaf.whole is not None:
-        state.append(leaf.whole.lengths.tobytes())
+    if leaf.shard is not None:
+        state.append(leaf.shard.lengths.tobytes())
     return sha256(b"".join((instance_id.encode(), *state))).hexdigest()[:32]
 
 

@@ -14,9 +14,6 @@ def view(books: SequenceBooks, leaf: Leaf, page_size: int) -> SequenceView:
     last_page_len = max(lengths) - max(pages - 1, 0) * page_size
     ttl_s = float(books.ttl_s[leaf.index])
     ends = None if ttl_s == FOREVER else ttl_s
-    whole, epoch = (), 0
-    if leaf.whole is not None:
-        whole, epoch = tuple(leaf.whole.lengths.tolist()), leaf.whole.epoch
     return SequenceView(
         leaf.id,
         min(lengths),
@@ -26,6 +23,4 @@ def view(books: SequenceBooks, leaf: Leaf, page_size: int) -> SequenceView:
         leaf.origin,
         ends,
         leaf.shard,
-        epoch,
-        whole,
     )

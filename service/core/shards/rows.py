@@ -1,6 +1,6 @@
-"""What an engine does with its shards of sequences: which rows it stores, and what rows see there.
+"""Shards in batches: who may use them, which rows they store, and which keys a row sees there.
 
-Callers count in tokens of the whole sequence, the books in tokens that are held here.
+Callers count tokens of whole sequences, the books those that this engine holds.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ from service.core.errors import InvalidRequest, LengthMismatch, SequenceTaken
 from service.core.plans.ragged import Int32, ramps
 from service.core.prefix.nodes import Leaf
 from service.core.sequences.books import Ids
-from service.core.shards.layout import held
-from service.core.tree import PrefixTree, set_whole
-from service.core.values import Extension
+from service.core.shards.layout import ShardLayout, held
+from service.core.steps import StepExtension
+from service.core.steps import extend_layers as extend_whole_layers
+from service.core.tree import PrefixTree
+from service.core.values import Extension, NewSpec
 
 Int64 = NDArray[np.int64]
 ELSEWHERE: Final = -1
 """The token slot of a row that another rank stores."""
+WHOLE: Final = ShardLayout(0, 1)
+"""All pages: a sequence that is not sharded."""
 
 
-class Sight(NamedTuple):
-    """What it takes to plan in whole sequences: their kv_len, int32 [B], and the window."""
+class ShardView(NamedTuple):
+    """What a plan over shards needs: kv_len of the whole sequences, int32 [B], and the window."""
 
     lengths: Int32
     window_left: int
@@ -36,70 +40,90 @@ class Sight(NamedTuple):
         """Equal for equal plans of equal queries over equal sequences."""
         return self.lengths.tobytes(), self.window_left
 
+    def positions(self, leaves: Sequence[Leaf], qo_lens: Int32, size: int, hides: bool) -> Int32:
+        """The position of each query row among the tokens held here, int32 [n].
+
+        With `hides` that is the last token that the row may see. Without, rows see all tokens after
+        it too, and each stands `window_left` after the first token in its window.
+        """
+        at, rank, ranks = self._rows(leaves, qo_lens)
+        if hides or self.window_left < 0:
+            stands = held(at + 1, rank, ranks, size) - 1
+        else:
+            stands = held(at - self.window_left, rank, ranks, size) + self.window_left
+        return np.asarray(stands, np.int32)
+
+    def first_seen(self, leaves: Sequence[Leaf], qo_lens: Int32, size: int) -> Int64:
+        """The first of the tokens held here in each row's window, int64 [n]."""
+        at, rank, ranks = self._rows(leaves, qo_lens)
+        first: Int64 = held(at - max(self.window_left, 0), rank, ranks, size)
+        return first if self.window_left >= 0 else np.zeros_like(first)
+
+    def _rows(self, leaves: Sequence[Leaf], qo_lens: Int32) -> tuple[Int64, Int64, Int64]:
+        """Position in its whole sequence, rank and ranks of each query row."""
+        rank, ranks = ranks_of(leaves)
+        at = ramps(self.lengths - qo_lens, qo_lens).astype(np.int64)
+        return at, np.repeat(rank, qo_lens), np.repeat(ranks, qo_lens)
+
+
+def leaves_of(tree: PrefixTree, ids: Ids) -> list[Leaf]:
+    """Raises `UnknownSequence`."""
+    return tree.books.leaves(tree.books.look_up(ids).indices)
+
 
 def has_shards(tree: PrefixTree, ids: Ids) -> bool:
-    """Whether only a part of one of the sequences is here. Raises `UnknownSequence`."""
-    books = tree.books
-    if not books.num_shards:
-        return False
-    return any(not leaf.shard.is_whole for leaf in books.leaves(books.look_up(ids).indices))
+    """Whether one of the sequences is a shard. Raises `UnknownSequence`."""
+    return any(leaf.shard is not None for leaf in leaves_of(tree, ids))
 
 
 def check_epochs(tree: PrefixTree, ids: Ids, epochs: Sequence[int] | None) -> None:
-    """Every sequence is in the epoch that its caller believes; 0 stands for none, as does None.
+    """Checks that every sequence is in the epoch that its caller believes; None: 0 for each.
 
-    Raises `UnknownSequence`, `SequenceTaken` with those that are in another.
+    Raises `UnknownSequence`, and `SequenceTaken` with the sequences that are in another.
     """
-    books = tree.books
-    if epochs is None and not books.num_shards:
-        return
-    leaves = books.leaves(books.look_up(ids).indices)
-    given = epochs or [0] * len(leaves)
-    pairs = [(leaf, epoch_of(leaf), one) for leaf, one in zip(leaves, given, strict=True)]
-    if taken := {leaf.id: epoch for leaf, epoch, one in pairs if epoch != one}:
+    leaves = leaves_of(tree, ids)
+    pairs = zip(leaves, epochs or [0] * len(leaves), strict=True)
+    if taken := {leaf.id: epoch_of(leaf) for leaf, epoch in pairs if epoch_of(leaf) != epoch}:
         raise SequenceTaken(taken)
 
 
 def epoch_of(leaf: Leaf) -> int:
-    return 0 if leaf.whole is None else leaf.whole.epoch
+    return 0 if leaf.shard is None else leaf.shard.epoch
 
 
-def claim(leaf: Leaf, epoch: int) -> int:
-    """Let nobody of an earlier epoch change or read a shard any more; the epoch before.
+def layout_of(leaf: Leaf) -> ShardLayout:
+    return WHOLE if leaf.shard is None else leaf.shard.layout
 
-    Raises `SequenceTaken` where it is not an earlier one, `InvalidRequest` for a whole sequence.
-    """
-    if leaf.whole is None:
-        raise InvalidRequest("id", leaf.id, "is whole: only a part of a sequence has epochs")
-    before = leaf.whole.epoch
-    if epoch <= before:
-        raise SequenceTaken({leaf.id: before})
-    leaf.whole.epoch = epoch
-    return before
+
+def ranks_of(leaves: Sequence[Leaf]) -> tuple[Int64, Int64]:
+    """Rank and number of ranks of each, int64 [B]."""
+    pairs = np.array([(layout.rank, layout.ranks) for layout in map(layout_of, leaves)], np.int64)
+    rank, ranks = pairs.reshape(-1, 2).T
+    return rank, ranks
 
 
 def whole_lengths(tree: PrefixTree, layer: int, ids: Ids, offsets: Int32 | None) -> Int32:
-    """`offsets` [B], kv_len of the whole sequences, if they agree with what is held here.
+    """`offsets` [B], kv_len of the whole sequences, once they agree with what is held here.
 
     Raises `InvalidRequest` where they are missing, `LengthMismatch` with what is held.
     """
     lengths, leaves = tree.read(ids, layer)
     if offsets is None:
-        leaf = next(leaf for leaf in leaves if not leaf.shard.is_whole)
-        which = f"of sequence {leaf.id} rank {leaf.shard.rank} of {leaf.shard.ranks} is here"
-        raise InvalidRequest("offsets", None, f"must be given: {which}, which does not tell kv_len")
+        name, layout = next((leaf.id, leaf.shard.layout) for leaf in leaves if leaf.shard)
+        which = f"this engine holds rank {layout.rank} of {layout.ranks} of sequence {name}"
+        raise InvalidRequest("offsets", None, f"must be given: {which}, not all of its tokens")
     rank, ranks = ranks_of(leaves)
     is_same = np.array_equal(held(offsets, rank, ranks, tree.page_size), lengths)
     for leaf, offset in zip(leaves, offsets.tolist(), strict=True):
-        if leaf.whole is not None and leaf.whole.epoch:
-            is_same = is_same and int(leaf.whole.lengths[layer]) == offset
+        if leaf.shard is not None and leaf.shard.epoch:
+            is_same = is_same and int(leaf.shard.lengths[layer]) == offset
     if not is_same:
         raise LengthMismatch(dict(zip((leaf.id for leaf in leaves), lengths.tolist(), strict=True)))
     return offsets
 
 
 def grown(before: Int32, counts: Int32) -> Int32:
-    """kv_len of whole sequences that get `counts` more. Raises `InvalidRequest` beyond int32."""
+    """kv_len of sequences that get `counts` more tokens. Raises `InvalidRequest` beyond int32."""
     after = before + counts.astype(np.int64)
     if after.size and int(after.max()) > np.iinfo(np.int32).max:
         raise InvalidRequest(
@@ -109,70 +133,87 @@ def grown(before: Int32, counts: Int32) -> Int32:
 
 
 def extend(
-    tree: PrefixTree,
-    layer: int,
-    ids: Ids,
-    counts: Int32,
-    offsets: Int32 | None = None,
+    tree: PrefixTree, layer: int, ids: Ids, counts: Int32, offsets: Int32 | None = None
 ) -> Extension:
-    """`PrefixTree.extend`, where `counts` and `offsets` [B] are those of the whole sequences.
+    """`PrefixTree.extend` where `counts` and `offsets` [B] are those of the whole sequences.
 
     So are the `slots` of the extension: `ELSEWHERE` for rows that other ranks store. Its lengths
     are what is held here.
     """
-    if not has_shards(tree, ids):
-        return tree.extend(layer, ids, counts, offsets)
     before = whole_lengths(tree, layer, ids, offsets)
-    rank, ranks = ranks_of(tree.read(ids, layer)[1])
-    size, after = tree.page_size, grown(before, counts)
+    extension = tree.extend(layer, ids, held_counts(tree, ids, before, counts))
+    return of_whole(tree, extension, [layer], before, counts)
+
+
+def extend_layers(
+    tree: PrefixTree,
+    layers: Sequence[int],
+    ids: Ids,
+    counts: Int32,
+    offsets: Int32 | None = None,
+) -> StepExtension:
+    """`extend` at each of `layers`, where every sequence has one length; all or none."""
+    before = whole_lengths(tree, layers[0], ids, offsets)
+    every = extend_whole_layers(tree, layers, ids, held_counts(tree, ids, before, counts))
+    return replace(every, first=of_whole(tree, every.first, layers, before, counts))
+
+
+def held_counts(tree: PrefixTree, ids: Ids, before: Int32, counts: Int32) -> Int32:
+    """How many of the tokens that whole sequences get are stored here, int32 [B]."""
+    rank, ranks = ranks_of(leaves_of(tree, ids))
+    after, size = grown(before, counts), tree.page_size
     added = held(after, rank, ranks, size) - held(before, rank, ranks, size)
-    extension = tree.extend(layer, ids, added.astype(np.int32))
-    pages = ramps(before, counts) // size
+    return np.asarray(added, np.int32)
+
+
+def of_whole(
+    tree: PrefixTree, extension: Extension, layers: Sequence[int], before: Int32, counts: Int32
+) -> Extension:
+    """The extension with a slot for every row of the whole sequences, whose new lengths are noted
+    at `layers` until it is undone."""
+    rank, ranks = ranks_of(extension.leaves)
+    pages = ramps(before, counts) // tree.page_size
     slots = np.full(pages.size, ELSEWHERE, np.int32)
     slots[pages % np.repeat(ranks, counts) == np.repeat(rank, counts)] = extension.slots
-    set_whole(extension.leaves, layer, after)
-    return replace(extension, slots=slots, whole_before=before)
 
+    def note(lengths: Int32) -> None:
+        for leaf, length in zip(extension.leaves, lengths.tolist(), strict=True):
+            if leaf.shard is not None:
+                leaf.shard.lengths[list(layers)] = length
 
-def positions(
-    leaves: Sequence[Leaf], sight: Sight, qo_lens: Int32, size: int, hides: bool
-) -> Int32:
-    """Where each query row stands among the tokens that are held here, int32 [n].
-
-    With `hides` that is the last one that it may see. Without, rows see all that follows, and each
-    stands `window_left` after the first one that its window leaves it.
-    """
-    at, rank, ranks = _rows(leaves, sight, qo_lens)
-    if hides or sight.window_left < 0:
-        stands = held(at + 1, rank, ranks, size) - 1
-    else:
-        stands = held(at - sight.window_left, rank, ranks, size) + sight.window_left
-    return np.asarray(stands, np.int32)
-
-
-def first_seen(leaves: Sequence[Leaf], sight: Sight, qo_lens: Int32, size: int) -> Int64:
-    """The first of the tokens held here that each row's window leaves it, int64 [n]."""
-    at, rank, ranks = _rows(leaves, sight, qo_lens)
-    first: Int64 = held(at - max(sight.window_left, 0), rank, ranks, size)
-    return first if sight.window_left >= 0 else np.zeros_like(first)
+    note(grown(before, counts))
+    return replace(extension, slots=slots, after_undo=lambda: note(before))
 
 
 def tokens_here(leaf: Leaf, length: int, size: int) -> Int64:
     """Which of the whole sequence's first `length` tokens are held here, in order."""
-    token = np.arange(length, dtype=np.int64)
-    here: Int64 = token[token // size % leaf.shard.ranks == leaf.shard.rank]
+    layout, token = layout_of(leaf), np.arange(length, dtype=np.int64)
+    here: Int64 = token[token // size % layout.ranks == layout.rank]
     return here
 
 
-def ranks_of(leaves: Sequence[Leaf]) -> tuple[Int64, Int64]:
-    """Rank and ranks of each, int64 [B]."""
-    pairs = np.array([(leaf.shard.rank, leaf.shard.ranks) for leaf in leaves], np.int64)
-    rank, ranks = pairs.reshape(-1, 2).T
-    return rank, ranks
+def as_shards(tree: PrefixTree, specs: Sequence[NewSpec], epochs: Sequence[int]) -> list[NewSpec]:
+    """The specs with the shards of forks, whose `length` is then what is held here.
 
-
-def _rows(leaves: Sequence[Leaf], sight: Sight, qo_lens: Int32) -> tuple[Int64, Int64, Int64]:
-    """Position in its whole sequence, rank and ranks of each query row."""
-    rank, ranks = ranks_of(leaves)
-    at = ramps(sight.lengths - qo_lens, qo_lens).astype(np.int64)
-    return at, np.repeat(rank, qo_lens), np.repeat(ranks, qo_lens)
+    `epochs` are those that callers believe the parents to be in. A parent may come earlier in
+    `specs`. Raises `SequenceTaken`, `InvalidRequest`.
+    """
+    made: dict[str, NewSpec] = {}
+    for spec, epoch in zip(specs, epochs, strict=True):
+        made[spec.id] = spec
+        if spec.parent is None or (spec.parent not in made and spec.parent not in tree.books):
+            continue
+        parent = made.get(spec.parent) or tree.books.leaf(spec.parent)
+        shard = parent.shard
+        present = 0 if shard is None else shard.epoch
+        if epoch != present:
+            raise SequenceTaken({spec.parent: present})
+        if spec.shard is not None:
+            rule = "a fork has the shard of its parent: leave it out"
+            raise InvalidRequest("shard", spec.id, rule)
+        if shard is not None:
+            length = spec.length
+            if length is not None:
+                length = shard.layout.held(length, tree.page_size)
+            made[spec.id] = replace(spec, shard=shard.fork(spec.length), length=length)
+    return list(made.values())

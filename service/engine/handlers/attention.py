@@ -7,20 +7,16 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from kernels.backend import Attend, AttentionState, Mask, Scoring
 from kernels.tensor import Array, host_array
-from service.core.errors import InvalidRequest
-from service.core.plans.ragged import lens_of
 from service.core.sequences.books import Batch
-from service.core.shards.rows import Sight, check_epochs, grown, has_shards, whole_lengths
 from service.core.values import Extension
 from service.engine.handlers.masks import ragged_mask
 from service.engine.handlers.rows import write_steps
-from service.engine.handlers.shards.masks import shard_mask
 from service.engine.loop.job import Cost, Counts, Grouped, Mode, Seconds, Sliced, Step, Steps, Work
 from service.engine.loop.place import AnswerLayout, answer_bytes
 from service.engine.loop.request import Request
@@ -28,6 +24,9 @@ from service.engine.loop.slices import cut_attend, paced_spans, row_keys
 from service.engine.store.plan_cache import Planned
 from service.engine.store.store import Store
 from service.image.writing import Shaped
+
+if TYPE_CHECKING:
+    from service.engine.handlers.shards.batch import ShardBatch
 
 LOG2_E: Final = math.log2(math.e)
 TEXT_BYTES: Final = 128
@@ -41,35 +40,47 @@ MOST_KINDS: Final = 8
 """Kinds of queries that a plan keeps what is repeated for."""
 
 
-def decode(store: Store, request: Request, seconds: Seconds) -> Work:
-    return paged(store, request, seconds, causal=False)
+def decode(
+    store: Store, request: Request, seconds: Seconds, shards: ShardBatch | None = None
+) -> Work:
+    return paged(store, request, seconds, False, shards)
 
 
-def prefill(store: Store, request: Request, seconds: Seconds) -> Work:
-    return paged(store, request, seconds, causal=request.fields.causal)
+def prefill(
+    store: Store, request: Request, seconds: Seconds, shards: ShardBatch | None = None
+) -> Work:
+    return paged(store, request, seconds, request.fields.causal, shards)
 
 
-def paged(store: Store, request: Request, seconds: Seconds, *, causal: bool) -> Work:
+def paged(
+    store: Store, request: Request, seconds: Seconds, causal: bool, shards: ShardBatch | None
+) -> Work:
     """Append the rows that came along, plan, and attend."""
     fields, tensors = request.fields, request.tensors
     q, qo_indptr, known = tensors["q"], fields.qo_indptr_array, known_of(request)
     request.place.require_bytes(known.answer_bytes)
     rows = (tensors["k"], tensors["v"]) if "k" in tensors else None
     batch = store.look_up(request)
-    sight = sight_of(store, request, batch)
     extension, writing = None, False
     if rows is not None:
+        extend = store.extend if shards is None else shards.extend
         added = np.diff(qo_indptr)
-        extension = store.extend(fields.layer, batch, added, fields.offset_array, seconds)
+        extension = extend(fields.layer, batch, added, fields.offset_array, seconds)
         writing = store.is_long_write(rows)
         if not writing:
             store.write(extension, rows, seconds)  # read before the attention behind it is done
+    elif shards is None and fields.offset_array is not None:
+        store.tree.check_lengths(batch, fields.layer, fields.offset_array)
     try:
         started = time.monotonic()
+        view = None if shards is None else shards.view
         planned = store.plans.sequences(
-            batch, fields.layer, qo_indptr, causal, fields.cascade, sight
+            batch, fields.layer, qo_indptr, causal, fields.cascade, view
         )
-        mask = pooled_mask(store, request, batch, planned, sight)
+        if shards is None:
+            mask = pooled_mask(store, request, batch, planned)
+        else:
+            mask = shards.mask(planned)
         repeated = repeated_of(store, request, planned, known.kind)
         seconds.plan += time.monotonic() - started
         laid = request.place.lay_out(repeated.answer)
@@ -138,37 +149,11 @@ def repeated_of(store: Store, request: Request, planned: Planned, kind: Hashable
     return made
 
 
-def sight_of(store: Store, request: Request, batch: Batch) -> Sight | None:
-    """What plans over shards must know, appended rows included; None for whole sequences.
-
-    Asked for before rows are appended. Raises `LengthMismatch` where `offsets` are wrong, and
-    `SequenceTaken` where `epochs` are.
-    """
-    fields, appends = request.fields, "k" in request.tensors
-    check_epochs(store.tree, batch, fields.epochs)
-    sharded = has_shards(store.tree, batch)
-    if not sharded and (appends or fields.offset_array is None):
-        return None
-    before = whole_lengths(store.tree, fields.layer, batch, fields.offset_array)
-    if not sharded:
-        return None
-    added = lens_of(fields.qo_indptr_array)
-    return Sight(grown(before, added) if appends else before, fields.window_left)
-
-
-def pooled_mask(
-    store: Store, request: Request, batch: Batch, planned: Planned, sight: Sight | None
-) -> Mask | None:
+def pooled_mask(store: Store, request: Request, batch: Batch, planned: Planned) -> Mask | None:
     """The request's mask over the whole kv_len, appended rows included."""
     tensors, fields = request.tensors, request.fields
     packed = "packed_mask" in tensors
     given = tensors.get("packed_mask" if packed else "mask")
-    if sight is not None:
-        mask = shard_mask(store.tree, fields, batch, sight, given)
-        order = planned.plan.order
-        if mask is None or order is None:
-            return mask
-        return Mask(mask.bits, mask.row_offsets[order])
     if given is None:
         return None
     kv_lens = store.tree.lengths(batch, fields.layer)
@@ -217,10 +202,6 @@ def cascade(store: Store, request: Request, seconds: Seconds) -> Work:
     request.place.require(TEXT_BYTES, shapes)
     started = time.monotonic()
     levels = [(level.ids, level.qo_indptr_array) for level in fields.levels]
-    check_epochs(store.tree, list({name: 0 for ids, _ in levels for name in ids}), None)
-    if fields.causal and has_shards(store.tree, levels[-1][0]):
-        rule = "must be false over shards: where their rows stand is not known here"
-        raise InvalidRequest("causal", True, rule)
     planned = store.plans.levels(levels, fields.layer, fields.causal, q.shape[0])
     seconds.plan += time.monotonic() - started
     laid = request.place.lay_text(answer_text(fields.lse_base, planned), shapes)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Final
 
-from service.core.shards.rows import check_epochs, epoch_of
 from service.engine.handlers.sequences import MADE_AT_ONCE, VIEW_BYTES
 from service.engine.loop.job import Answered, Seconds, Sliced, Steps, Work, in_slices
 from service.engine.loop.request import Request
@@ -19,19 +18,28 @@ ID_BYTES: Final = 4
 
 def delete_sequence(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(0)
-    check_epochs(store.tree, (request.fields.id,), None)
     store.tree.free((request.fields.id,))
     request.place.lay({})
     return Answered()
 
 
-def delete_sequences(store: Store, request: Request, _: Seconds) -> Work:
-    """Those there are of many, some at a time."""
-    names, skipped = chosen(store, request)
+def delete_sequences(
+    store: Store,
+    request: Request,
+    _: Seconds,
+    count: Callable[[Sequence[str]], int] = len,
+    skips: Callable[[Sequence[str]], Collection[str]] = lambda _: (),
+) -> Work:
+    """Those there are of many, some at a time.
+
+    `count` says for how many sequences some ids stand, `skips` which ones to leave where the
+    request skips those that cannot be deleted.
+    """
+    names, skipped = chosen(store, request, skips)
     told = {} if skipped is None else {"skipped": [request.tenant.shown(one) for one in skipped]}
     request.place.require(VIEW_BYTES + sum(len(one) + ID_BYTES for one in skipped or ()))
     if len(names) <= MADE_AT_ONCE:
-        deleted = num_whole(store, names)
+        deleted = count(names)
         store.tree.free(names)
         request.place.lay({"num_deleted": deleted} | told)
         return Answered()
@@ -41,7 +49,7 @@ def delete_sequences(store: Store, request: Request, _: Seconds) -> Work:
         deleted = 0
         for begin in range(0, len(names), MADE_AT_ONCE):
             some = [name for name in names[begin : begin + MADE_AT_ONCE] if name in books]
-            deleted += num_whole(store, some)
+            deleted += count(some)
             store.tree.free(some)
             yield
         return deleted
@@ -53,7 +61,9 @@ def delete_sequences(store: Store, request: Request, _: Seconds) -> Work:
     return Sliced(steps(), lambda: None)
 
 
-def chosen(store: Store, request: Request) -> tuple[list[str], list[str] | None]:
+def chosen(
+    store: Store, request: Request, skips: Callable[[Sequence[str]], Collection[str]]
+) -> tuple[list[str], list[str] | None]:
     """The sequences to delete, and those to be skipped, where any are. Raises SequenceMoving."""
     fields, books, leaving = request.fields, store.tree.books, store.leaving
     if fields.prefix is None:
@@ -64,14 +74,6 @@ def chosen(store: Store, request: Request) -> tuple[list[str], list[str] | None]
     if not fields.skip:
         leaving.check(names, request)
         return names, None
-    skipped = leaving.marks.keys() & names if leaving else set()
-    if books.num_shards:
-        skipped |= {name for name in names if epoch_of(books.leaf(name))}
+    skipped = (leaving.marks.keys() & names if leaving else set()) | set(skips(names))
     kept = [name for name in names if name not in skipped]
     return kept, sorted(skipped)[:MAX_LISTED]
-
-
-def num_whole(store: Store, names: Sequence[str]) -> int:
-    """How many sequences these are, where one that is dealt out counts for its first page."""
-    books = store.tree.books
-    return sum(books.leaf(name).shard.rank == 0 for name in names)

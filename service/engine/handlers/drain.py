@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from service.core.errors import InvalidRequest
 from service.core.sequences.transfer import generation
-from service.core.shards.layout import WHOLE, Shard
-from service.core.shards.rows import check_epochs
 from service.engine.loop.job import Answered, Seconds, Work
 from service.engine.loop.request import Request
 from service.engine.store.move_marks import Mark
@@ -38,7 +36,7 @@ def hand_over(store: Store, request: Request, _: Seconds) -> Work:
     if fields.state == "leaving":
         if mark is not None:
             raise SequenceMoving([shown], [shown] if mark.is_handed else [])
-        may_leave(store, request)
+        tree.books.leaf(name)
         leaving.put(name, Mark(fields.for_s))
     elif mark is None:
         tree.books.leaf(name)  # an unknown sequence is refused as such, whatever the state
@@ -53,15 +51,3 @@ def hand_over(store: Store, request: Request, _: Seconds) -> Work:
         leaving.end(name)
     request.place.lay({})
     return Answered()
-
-
-def may_leave(store: Store, request: Request) -> None:
-    """Raises `InvalidRequest`, `SequenceTaken` for what is not here as it is believed to be."""
-    fields, tree = request.fields, store.tree
-    leaf = tree.books.leaf(fields.id)
-    part = WHOLE if fields.shard is None else Shard(fields.shard.rank, fields.shard.ranks)
-    if leaf.shard != part:
-        rule = "another part of it is here than the given shard, or all of it"
-        raise InvalidRequest("id", request.tenant.shown(fields.id), rule)
-    if not part.is_whole:
-        check_epochs(tree, (fields.id,), [fields.epoch])

@@ -13,7 +13,6 @@ from kernels.backend import NUMPY_DTYPES, Array, Int32
 from service.core.prefix.keys import KEY_BYTES, Prefix
 from service.core.prefix.nodes import FOREVER, Leaf
 from service.core.sequences.transfer import generation, names_of, slots_of
-from service.core.shards.layout import WHOLE, Shard, held
 from service.engine.handlers.rows import NUMBER_BYTES
 from service.engine.loop.job import Answered, Cost, Seconds, Sliced, Step, Steps, Work
 from service.engine.loop.request import Request
@@ -36,20 +35,15 @@ SOME_DIGEST: Final = "0" * 64
 def export_sequence(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
     leaf = store.tree.books.leaf(fields.id)
-    part = WHOLE if fields.shard is None else Shard(fields.shard.rank, fields.shard.ranks)
-    if not leaf.shard.is_whole and leaf.shard != part:
-        rule = "only a part of it is here: gather its rows instead"
-        raise InvalidRequest("id", request.tenant.shown(fields.id), rule)
     store.leaving.prolong(fields.id)
-    here = part if leaf.shard.is_whole else WHOLE  # of what is here
-    header = header_of(store, leaf, fields.part_bytes, here)
+    header = header_of(store, leaf, fields.part_bytes)
     if fields.part is None:
         return tell_header(store, request, leaf, header)
     if fields.generation != header.generation:
         raise SequenceChanged(request.tenant.shown(fields.id), header.generation)
     if fields.part >= header.num_parts:
         raise InvalidRequest("part", fields.part, f"must be below num_parts = {header.num_parts}")
-    return read_part(store, request, leaf.table[here.rank :: here.ranks], header)
+    return read_part(store, request, leaf.table, header)
 
 
 def shared_len(store: Store, leaf: Leaf, other: Leaf) -> int:
@@ -61,8 +55,8 @@ def shared_len(store: Store, leaf: Leaf, other: Leaf) -> int:
     return same * store.geometry.page_size
 
 
-def header_of(store: Store, leaf: Leaf, part_bytes: int, part: Shard) -> Header:
-    """What an export of a part of the sequence as it is now says first, without names of pages."""
+def header_of(store: Store, leaf: Leaf, part_bytes: int) -> Header:
+    """What an export of the sequence as it is now says first, without names of pages."""
     info, books = store.info, store.tree.books
     limits = info.limits
     most = min(limits.max_answer_bytes, limits.max_body_bytes) - PART_ROOM
@@ -77,7 +71,7 @@ def header_of(store: Store, leaf: Leaf, part_bytes: int, part: Shard) -> Header:
         layout=info.layout,
         k_scale=info.k_scale,
         v_scale=info.v_scale,
-        lengths=held(books.lengths[:, leaf.index], part.rank, part.ranks, info.page_size).tolist(),
+        lengths=books.lengths[:, leaf.index].tolist(),
         ttl_s=None if ttl_s == FOREVER else ttl_s,
         num_named=0,
         cache_salt="",
@@ -127,7 +121,7 @@ class PartDigest:
 def tell_header(store: Store, request: Request, leaf: Leaf, header: Header) -> Work:
     fields, books = request.fields, store.tree.books
     shared = [shared_len(store, leaf, books.leaf(one)) for one in fields.beside or ()]
-    prefix = names_of(store.tree, leaf) if fields.shard is None else None
+    prefix = names_of(store.tree, leaf)
     names = named_pages(prefix)
     if prefix is not None:
         num_named = prefix.num_pages(header.page_size)
@@ -137,20 +131,13 @@ def tell_header(store: Store, request: Request, leaf: Leaf, header: Header) -> W
     numbers = 2 * len(header.lengths) + len(shared)
     request.place.require(TEXT_BYTES + NUMBER_BYTES * numbers, shapes)
     digest = header_digest(header, names).hex()
-    told = {"header": header.model_dump(), "digest": digest, "shared": shared}
-    if fields.shard is not None:
-        told |= whole_of(store, leaf)
+    told: dict[str, Any] = {"header": header.model_dump(), "digest": digest, "shared": shared}
+    if leaf.shard is not None:
+        told |= {"whole": leaf.shard.lengths.tolist(), "epoch": leaf.shard.epoch}
     laid = request.place.lay(told, shapes)
     for name, place in laid.items():
         place[...] = names[name]
     return Answered()
-
-
-def whole_of(store: Store, leaf: Leaf) -> dict[str, Any]:
-    """What is known of the sequence that a part is exported of."""
-    if leaf.whole is not None:
-        return {"whole": leaf.whole.lengths.tolist(), "epoch": leaf.whole.epoch}
-    return {"whole": store.tree.books.lengths[:, leaf.index].tolist()}
 
 
 def spans_of(header: Header, part: Part) -> list[tuple[int, int, int]]:

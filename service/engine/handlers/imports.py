@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kernels.backend import Done
-from service.core.prefix.nodes import Leaf
 from service.core.sequences.transfer import fill, rename
-from service.core.shards.layout import WHOLE, Shard
-from service.core.shards.rows import epoch_of
 from service.core.values import NewSpec
 from service.engine.handlers.drain import refuse_new
 from service.engine.handlers.exports import (
@@ -33,15 +31,17 @@ from service.errors import (
     SequenceExists,
 )
 from service.operations.names import NamedPages
-from service.operations.sequences import ShardAnswer
 from service.operations.transfer import Header
 
+if TYPE_CHECKING:
+    from service.core.shards.layout import Shard
 
-def import_sequence(store: Store, request: Request, _: Seconds) -> Work:
+
+def import_sequence(store: Store, request: Request, _: Seconds, shard: Shard | None = None) -> Work:
     fields = request.fields
     request.place.require(ANSWER_BYTES)
     if fields.header is not None:
-        return begin(store, request, fields.header)
+        return begin(store, request, fields.header, shard)
     if fields.part is not None:
         return receive(store, request)
     return finish(store, request)
@@ -62,7 +62,7 @@ def cancel_import(store: Store, request: Request, _: Seconds) -> Work:
     return Answered()
 
 
-def begin(store: Store, request: Request, header: Header) -> Work:
+def begin(store: Store, request: Request, header: Header, shard: Shard | None) -> Work:
     """Take the pages, all or none; or say how far the import is that was begun likewise."""
     fields, tenant, tree = request.fields, request.tenant, store.tree
     if fields.id in tree.books:
@@ -76,14 +76,16 @@ def begin(store: Store, request: Request, header: Header) -> Work:
     if under_way is None:
         refuse_new(store)
         store.limits.refuse_sequences(tree, tenant.namespace, 1)
-        under_way = take_pages(store, request, header, digest)
+        under_way = take_pages(store, request, header, digest, shard)
         store.imports.add(under_way)
     touch(store, under_way)
     tell(request, under_way)
     return Answered()
 
 
-def take_pages(store: Store, request: Request, header: Header, digest: bytes) -> Unfinished:
+def take_pages(
+    store: Store, request: Request, header: Header, digest: bytes, shard: Shard | None
+) -> Unfinished:
     """The hidden sequence, beginning with what is cached. Raises `OutOfPages`."""
     fields, tree = request.fields, store.tree
     size, prefix = header.page_size, None
@@ -93,23 +95,14 @@ def take_pages(store: Store, request: Request, header: Header, digest: bytes) ->
     namespace = request.tenant.namespace
     new = Unfinished(fields.id, namespace, header, digest, digest, 0, 0, fields.idle_s, 0.0)
     new.shard = fields.shard
-    length, part = None, fields.shard
-    shard = None if part is None else shard_of(part, header)
-    epoch = 0 if part is None else part.epoch
-    if fields.base is not None:
-        base = base_like(store, request, shard or WHOLE)
-        length = base.shard.whole_for(fields.base_len // size, size)
-        epoch = epoch_of(base)
-        shard = None  # that of its base
-    spec = NewSpec(new.hidden, fields.base, length, prefix, namespace, fields.idle_s, shard, epoch)
+    length = None if fields.base is None else fields.base_len // size * size
+    spec = NewSpec(new.hidden, fields.base, length, prefix, namespace, fields.idle_s, shard)
     tree.create((spec,))
     leaf = tree.books.leaf(new.hidden)
     leaf.origin = None
     try:
         new.first_page = tree.describe(new.hidden).length // size
         fill(tree, new.hidden, header.lengths)
-        if leaf.whole is not None and part is not None:
-            leaf.whole.lengths[:], leaf.whole.epoch = part.lengths, part.epoch
     except BaseException:
         tree.free((new.hidden,))
         raise
@@ -117,25 +110,6 @@ def take_pages(store: Store, request: Request, header: Header, digest: bytes) ->
     if new.next_part:
         new.latest = None
     return new
-
-
-def shard_of(part: ShardAnswer, header: Header) -> Shard:
-    """Raises `InvalidRequest` where the header's lengths are not those of this part."""
-    shard = Shard(part.rank, part.ranks)
-    here = [shard.held(length, header.page_size) for length in part.lengths]
-    if header.lengths != here:
-        rule = f"kv_len of the whole per layer: {here} of it would be here, not {header.lengths}"
-        raise InvalidRequest("shard.lengths", part.lengths, rule)
-    return shard
-
-
-def base_like(store: Store, request: Request, shard: Shard) -> Leaf:
-    """The base of an import. Raises `InvalidRequest` where it is not the same part of another."""
-    base = request.fields.base
-    leaf = store.tree.books.leaf(base)
-    if leaf.shard != shard:
-        raise InvalidRequest("base", request.tenant.shown(base), "is not the same part of another")
-    return leaf
 
 
 def first_wanted(header: Header, first_page: int) -> int:

@@ -9,11 +9,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from service.core.errors import InvalidRequest
 from service.core.prefix.keys import Prefix, as_keys
 from service.core.prefix.nodes import FOREVER, Retention
 from service.engine.handlers.drain import refuse_new
-from service.engine.handlers.rows import refuse_shards
 from service.engine.loop.job import Answered, Cost, Counts, Seconds, Sliced, Steps, Work, in_slices
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
@@ -60,9 +58,6 @@ def commit(store: Store, request: Request, _: Seconds) -> Work:
     skipped = fields.offset // store.geometry.page_size
     prefix = prefix_of(fields, request.tensors, most_tokens(store), skipped)
     cache = store.tree.cache
-    if not store.tree.books.leaf(fields.id).shard.is_whole:
-        rule = "only a part of it is here, and the cache's keys are of pages one behind the other"
-        raise InvalidRequest("id", request.tenant.shown(fields.id), rule)
 
     def finish(prefix: Prefix) -> None:
         num_pages = cache.commit(fields.id, prefix, *retention(store, fields))
@@ -91,7 +86,6 @@ def commit_sequences(store: Store, request: Request, _: Seconds) -> Work:
     fields, size = request.fields, store.geometry.page_size
     ids, sums = fields.ids, fields.names_indptr
     request.place.require(ANSWER_BYTES + COMMITTED_BYTES * len(ids))
-    refuse_shards(store.tree, ids, request.tenant, "a commit of many")
     whole = prefix_of(fields, request.tensors, sums[-1])
     offsets = fields.offsets or [0] * len(ids)
     prefixes = [

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
@@ -15,11 +15,8 @@ from service.core.errors import InvalidRequest
 from service.core.plans.ragged import indptr as prefix_sums
 from service.core.plans.ragged import token_slots
 from service.core.prefix.nodes import Leaf
-from service.core.sequences.books import Batch, Ids
-from service.core.shards.layout import held
-from service.core.shards.rows import check_epochs, has_shards, ranks_of
+from service.core.sequences.books import Batch
 from service.core.steps import extend_layers, undo_layers
-from service.core.tree import PrefixTree
 from service.core.values import Extension
 from service.engine.loop.job import (
     AllOf,
@@ -37,7 +34,9 @@ from service.engine.loop.request import Request
 from service.engine.loop.slices import even_spans, paced_spans
 from service.engine.store.store import Store, write_cost
 from service.image.writing import Shaped
-from service.tenants import Tenant
+
+if TYPE_CHECKING:
+    from service.engine.handlers.shards.batch import ShardBatch
 
 NUMBER_BYTES: Final = 12
 """Most that one int32 takes in JSON."""
@@ -48,16 +47,18 @@ ROWS_AT_ONCE: Final = 2**18
 PAGING: Final = "ask for fewer sequences, or for a part of each with start and stop"
 
 
-def append(store: Store, request: Request, seconds: Seconds) -> Work:
+def append(
+    store: Store, request: Request, seconds: Seconds, shards: ShardBatch | None = None
+) -> Work:
     fields, rows = request.fields, (request.tensors["k"], request.tensors["v"])
     ids, layers = fields.ids, fields.layers
     request.place.require(64 + NUMBER_BYTES * len(ids))
     counts = np.diff(fields.indptr(rows[0].shape[0 if layers is None else 1]))
     batch = store.look_up(request)
-    check_epochs(store.tree, batch, fields.epochs)
     if layers is not None:
         return append_layers(store, request, batch, counts, seconds)
-    extension = store.extend(fields.layer, batch, counts, fields.offset_array, seconds)
+    extend = store.extend if shards is None else shards.extend
+    extension = extend(fields.layer, batch, counts, fields.offset_array, seconds)
     request.place.lay({"lengths": extension.lengths.tolist()})
     counted = Counts(appended=extension.num_stored)
     if store.is_long_write(rows):
@@ -72,7 +73,6 @@ def append_layers(
 ) -> Work:
     """Rows for many layers, k and v `[L, n, Hkv, D]`: all or none."""
     fields, rows = request.fields, (request.tensors["k"], request.tensors["v"])
-    refuse_shards(store.tree, batch, request.tenant, "an append for many layers")
     started = time.monotonic()
     every = extend_layers(store.tree, fields.layers, batch, counts, fields.offset_array)
     seconds.plan += time.monotonic() - started
@@ -96,15 +96,6 @@ def append_layers(
     return Answered(every, AllOf(tuple(written)), counted)
 
 
-def refuse_shards(tree: PrefixTree, ids: Ids, tenant: Tenant, what: str) -> None:
-    """Raises `InvalidRequest` for sequences of which only a part is here."""
-    if has_shards(tree, ids):
-        leaves = tree.books.leaves(tree.books.look_up(ids).indices)
-        name = next(leaf.id for leaf in leaves if not leaf.shard.is_whole)
-        rule = f"is over several engines: {what} takes sequences that are on one"
-        raise InvalidRequest("sequences", tenant.shown(name), rule)
-
-
 def write_steps(store: Store, extension: Extension, rows: tuple[Array, Array]) -> Steps:
     """The rows of an extension, some at a time."""
     k, v = rows
@@ -116,11 +107,14 @@ def write_steps(store: Store, extension: Extension, rows: tuple[Array, Array]) -
         yield Step(start, "append", span.cost)
 
 
-def gather(store: Store, request: Request, seconds: Seconds) -> Work:
+def gather(
+    store: Store, request: Request, seconds: Seconds, shards: ShardBatch | None = None
+) -> Work:
     """Tokens `start:stop` of every sequence, dequantised."""
     fields, geometry = request.fields, store.geometry
+    span = (fields.start, fields.stop) if shards is None else shards.held_span()
     started = time.monotonic()
-    chosen = choose(store, fields)
+    chosen = choose(store, fields, *span)
     seconds.plan += time.monotonic() - started
     own = "fp16" if geometry.dtype.startswith("fp8") else geometry.dtype
     dtype = cast(DType, fields.dtype or own)
@@ -177,21 +171,13 @@ class Chosen:
         return token_slots(tables, first[some], counts[some], page_size)
 
 
-def choose(store: Store, fields: Any) -> Chosen:
-    """Tokens `start:stop` of each sequence; no slot is looked up yet.
+def choose(store: Store, fields: Any, start: Any, stop: Any) -> Chosen:
+    """Tokens `start:stop`, numbers or int64 [B], of each sequence; no slot is looked up yet.
 
     A stop beyond a sequence's end means its end. Raises `InvalidRequest` for more tokens than int32
     counts.
     """
-    start, stop = fields.start, fields.stop
-    batch = store.tree.books.look_up(fields.ids)
-    if fields.epochs is not None or stop != 0:  # to read nothing is to ask which there are
-        check_epochs(store.tree, batch, fields.epochs)
-    lengths, leaves = store.tree.read(batch, fields.layer)
-    if has_shards(store.tree, batch):
-        rank, ranks = ranks_of(leaves)
-        start = held(start, rank, ranks, store.geometry.page_size)
-        stop = None if stop is None else held(stop, rank, ranks, store.geometry.page_size)
+    lengths, leaves = store.tree.read(fields.ids, fields.layer)
     first = np.minimum(start, lengths).astype(np.int32)
     last = lengths if stop is None else np.minimum(stop, lengths)
     counts = (last - first).astype(np.int32)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from service.core.errors import InvalidRequest
 from service.core.prefix.keys import Prefix
-from service.core.shards.layout import Shard
-from service.core.shards.rows import check_epochs
 from service.core.values import NewSpec, RowCopies, SequenceView
 from service.engine.handlers.drain import refuse_new
 from service.engine.handlers.prefix import most_tokens, prefix_of
@@ -50,19 +48,29 @@ LONGEST_ID: Final = 128
 NO_COST: Final = Cost()
 
 
-def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
+Specs = list[NewSpec]
+
+
+def create_sequences(
+    store: Store,
+    request: Request,
+    _: Seconds,
+    as_shards: Callable[[Specs, int], Specs] | None = None,
+) -> Work:
+    """`as_shards` turns specs, of which the first is the n-th of the request, into those of
+    shards."""
     new, tenant = request.fields.sequences, request.tenant
     if any(one.parent is None and one.held is None for one in new):
         refuse_new(store)
-    if dealt := [one.ranks for one in new if (one.ranks or 1) > 1]:
-        raise InvalidRequest("ranks", max(dealt), "must be at most 1, the engines that there are")
+    if ranks := [one.ranks for one in new if (one.ranks or 1) > 1]:
+        raise InvalidRequest("ranks", max(ranks), "must be at most 1, the number of engines")
     store.limits.refuse_sequences(store.tree, tenant.namespace, len(new))
     fresh = fresh_ids(tenant, sum(one.id is None for one in new))
     names = iter(fresh)
     ids = [next(names) if one.id is None else one.id for one in new]
     text = sum(map(len, ids)) + sum(len(one.parent or "") for one in new)
     request.place.require(view_bytes(store) * len(new) + text)
-    made = Made(store, request, ids)
+    made = Made(store, request, ids, as_shards)
     if len(new) <= MADE_AT_ONCE and made.is_short:
         made.some(0, len(new))
         return Answered(counts=made.lay())
@@ -73,8 +81,15 @@ def create_sequences(store: Store, request: Request, _: Seconds) -> Work:
 class Made:
     """The sequences of one request, made some at a time; all or none."""
 
-    def __init__(self, store: Store, request: Request, ids: Sequence[str]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        request: Request,
+        ids: Sequence[str],
+        as_shards: Callable[[Specs, int], Specs] | None,
+    ) -> None:
         self._store, self._request, self._ids = store, request, ids
+        self._as_shards = as_shards
         self._most = most_tokens(store)
         self._made: list[str] = []
         self._views: list[str] = []
@@ -93,6 +108,8 @@ class Made:
         """Make those from `first` to before `last`, all or none of them."""
         store, tenant = self._store, self._request.tenant
         specs = [self._spec(index) for index in range(first, last)]
+        if self._as_shards is not None:
+            specs = self._as_shards(specs, first)
         ids = [spec.id for spec in specs]
         store.limits.refuse_sequences(store.tree, tenant.namespace, len(specs))
         store.imports.refuse_taken(ids)
@@ -116,8 +133,6 @@ class Made:
             prefix,
             tenant.namespace,
             one.ttl_s,
-            None if one.shard is None else Shard(one.shard.rank, one.shard.ranks),
-            one.epoch or 0,
         )
 
     def _add_view(self, spec: NewSpec) -> None:
@@ -235,7 +250,6 @@ def page_table(store: Store, request: Request, _: Seconds) -> Work:
     Raises AnswerTooLarge for more than `MAX_TABLE` pages, before anything is planned.
     """
     ids, layer = store.look_up(request), request.fields.layer
-    check_epochs(store.tree, ids, None)
     pages = -(-store.tree.lengths(ids, layer) // store.geometry.page_size)
     if (count := int(pages.sum(dtype=np.int64))) > MAX_TABLE:
         most = NUMBER_BYTES * MAX_TABLE
@@ -296,12 +310,7 @@ def spelled(value: Any) -> Iterator[str]:
 
 
 def sequence_fields(view: SequenceView, tenant: Tenant) -> dict[str, Any]:
-    shard = view.shard
-    part = {}
-    if not shard.is_whole:
-        known = {"epoch": view.epoch, "lengths": list(view.whole_lengths)}
-        part["shard"] = {"rank": shard.rank, "ranks": shard.ranks} | known
-    return {
+    fields = {
         "id": tenant.shown(view.id),
         "length": view.length,
         "lengths": list(view.lengths),
@@ -309,8 +318,10 @@ def sequence_fields(view: SequenceView, tenant: Tenant) -> dict[str, Any]:
         "last_page_len": view.last_page_len,
         "parent": None if view.parent is None else tenant.shown(view.parent),
         "ttl_s": view.ttl_s,
-        **part,
     }
+    if view.shard is not None:
+        fields["shard"] = view.shard.describe()
+    return fields
 
 
 def view_bytes(store: Store) -> int:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnd.wire.dtypes import DTYPES
 
 from kernels.backend import Scoring
 from kernels.lanes import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
 from service.core.sequences.books import Batch
-from service.core.shards.rows import Sight, check_epochs, grown, has_shards, whole_lengths
 from service.core.steps import StepExtension, check_level, extend_layers, undo_layers
 from service.engine.handlers.attention import LOG2_E, counts_of
 from service.engine.loop.job import Counts, Mode, Opened, Seconds
@@ -21,6 +20,9 @@ from service.engine.store.plan_cache import Planned
 from service.engine.store.store import Store
 from service.errors import InvalidRequest
 from service.operations.step import StepFields
+
+if TYPE_CHECKING:
+    from service.engine.handlers.shards.batch import ShardBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +33,9 @@ class StepPlace:
     tell: Callable[[dict[str, Any]], None]
 
 
-def step(store: Store, request: Request, seconds: Seconds) -> Opened:
+def step(
+    store: Store, request: Request, seconds: Seconds, shards: ShardBatch | None = None
+) -> Opened:
     """Extend, plan, and start; the layers then follow their caller."""
     fields, where = request.fields, request.step
     if not isinstance(where, StepPlace):
@@ -43,8 +47,7 @@ def step(store: Store, request: Request, seconds: Seconds) -> Opened:
         where.tell({"levels": 0, "cascade": False})
         return Opened(run, lambda: None, where.lane)
     batch = store.tree.books.look_up(fields.ids)
-    sight = sight_of(store, fields, batch)
-    extension = extend(store, fields, batch)
+    extension = extend(store, fields, batch, shards)
 
     def undo() -> None:
         if extension is not None:
@@ -57,7 +60,7 @@ def step(store: Store, request: Request, seconds: Seconds) -> Opened:
             fields.qo_indptr_array,
             fields.causal and fields.op == "prefill",
             fields.cascade,
-            sight,
+            None if shards is None else shards.view,
         )
         slots = None if extension is None else extension.first.slots
         run = where.lane.begin(step_work(fields, planned, slots, store.geometry.head_dim))
@@ -69,31 +72,17 @@ def step(store: Store, request: Request, seconds: Seconds) -> Opened:
     return Opened(run, undo, where.lane, counts_of_step(store, fields, planned, extension))
 
 
-def extend(store: Store, fields: StepFields, batch: Batch) -> StepExtension | None:
+def extend(
+    store: Store, fields: StepFields, batch: Batch, shards: ShardBatch | None
+) -> StepExtension | None:
     """Make room for the new tokens at every layer; None where there are none."""
     if fields.append:
-        return extend_layers(store.tree, fields.layers, batch, fields.counts, fields.offset_array)
+        extend = extend_layers if shards is None else shards.extend_layers
+        return extend(store.tree, fields.layers, batch, fields.counts, fields.offset_array)
     check_level(store.tree, fields.layers, batch)
+    if shards is None and fields.offset_array is not None:
+        store.tree.check_lengths(batch, fields.layers[0], fields.offset_array)
     return None
-
-
-def sight_of(store: Store, fields: StepFields, batch: Batch) -> Sight | None:
-    """What a plan over shards must know, new tokens included; None for whole sequences.
-
-    Raises `LengthMismatch` where `offsets` are wrong, `SequenceTaken` for what was claimed.
-    """
-    tree, offsets = store.tree, fields.offset_array
-    check_epochs(tree, batch, None)
-    sharded = has_shards(tree, batch)
-    if not sharded and (fields.append or offsets is None):
-        return None
-    before = whole_lengths(tree, fields.layers[0], batch, offsets)
-    if not sharded:
-        return None
-    if max(fields.windows) >= 0:
-        rule = "must be -1 in a step over shards: decode and prefill without a step take windows"
-        raise InvalidRequest("window_left", max(fields.windows), rule)
-    return Sight(grown(before, fields.counts) if fields.append else before, -1)
 
 
 def step_work(

@@ -34,7 +34,6 @@ from service.engine.handlers.sequences import (
     list_sequences,
     page_table,
 )
-from service.engine.handlers.shards.claims import claim_shard
 from service.engine.handlers.states import merge, ragged_prefill
 from service.engine.handlers.status import engines, info, pool
 from service.engine.handlers.steps import step
@@ -45,6 +44,7 @@ from service.engine.store.snapshot import snapshot
 from service.engine.store.store import Store
 
 Names = Callable[[Request], Iterable[str]]
+Begin = Callable[[Store, Request, Seconds], Work]
 
 
 def nothing(_: Request) -> Iterable[str]:
@@ -93,6 +93,10 @@ def no_prefix(_: Request) -> None:
     return None
 
 
+def for_shards_only(store: Store, request: Request, _: Seconds) -> Work:
+    raise RuntimeError("a request for shards came to the plain handler: this is a bug")
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """`begin` gives a request its turn: it changes the tree, hands writes to the device, and says
@@ -104,7 +108,7 @@ class Turn:
     `moves`: it is for sequences that leave, too, or looks for itself.
     """
 
-    begin: Callable[[Store, Request, Seconds], Work]
+    begin: Begin
     reads: Names = nothing
     writes: Names = nothing
     is_barrier: bool = False
@@ -121,7 +125,7 @@ TURNS: Final[dict[str, Turn]] = {
     "delete_sequence": Turn(delete_sequence, writes=one_id, is_barrier=True),
     "truncate": Turn(truncate, writes=one_id, is_barrier=True),
     "truncate_sequences": Turn(truncate_sequences, writes=ids_of, is_barrier=True),
-    "claim": Turn(claim_shard, writes=one_id, is_barrier=True),
+    "claim": Turn(for_shards_only, writes=one_id, is_barrier=True),
     "page_table": Turn(page_table, reads=ids_of),
     "append": Turn(append, ids_of, ids_of),
     "gather": Turn(gather, reads=ids_of, launches=True),
@@ -163,6 +167,21 @@ TURNS: Final[dict[str, Turn]] = {
 
 def turn_of(request: Request) -> Turn:
     return TURNS[request.operation.name]
+
+
+def begin_turn(store: Store, request: Request, seconds: Seconds) -> Work:
+    """Give a request its turn.
+
+    The first request with a field for shards brings in their handlers; from then on these have a
+    look at every request, and pass on those for whole sequences.
+    """
+    name = request.operation.name
+    if request.is_for_shards and not store.shard_handlers:
+        from service.engine.handlers.shards.table import SHARD_HANDLERS
+
+        store.shard_handlers = SHARD_HANDLERS
+    begin = store.shard_handlers.get(name) or TURNS[name].begin
+    return begin(store, request, seconds)
 
 
 def refuse_leaving(store: Store, request: Request) -> None:

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from kernels.backend import NUMPY_DTYPES, Done, Int32
 from service.core.sequences.cuts import Cut
-from service.engine.handlers.rows import refuse_shards
 from service.engine.handlers.sequences import (
     LONGEST_ID,
     copy_rows,
     sequence_fields,
     view_bytes,
 )
-from service.engine.handlers.shards.claims import cut_whole, held_after
 from service.engine.loop.job import Answered, Cost, Seconds, Sliced, Step, Steps, Work
 from service.engine.loop.request import Request
 from service.engine.store.store import Store, StoreLost
+
+if TYPE_CHECKING:
+    from service.engine.handlers.shards.sequences import ShardCut
 
 MOVES_AT_ONCE: Final = 32
 """Moves of one slice, each of some rows at one layer: every one waits for the device."""
@@ -30,23 +31,21 @@ Move = tuple[int, int, int]
 """A layer, and the first and last of the rows that move there."""
 
 
-def truncate(store: Store, request: Request, _: Seconds) -> Work:
+def truncate(store: Store, request: Request, _: Seconds, shards: ShardCut | None = None) -> Work:
     fields = request.fields
     name, layer = fields.id, fields.layer
     request.place.require(view_bytes(store) + 2 * LONGEST_ID)
-    leaf = store.tree.books.leaf(name)
-    length = held_after(store, leaf, fields)
+    length = fields.length if shards is None else shards.held_length
 
     def answer() -> None:
-        cut_whole(leaf, fields)
+        if shards is not None:
+            shards.note()
         request.place.lay(sequence_fields(store.tree.describe(name), request.tenant))
 
     if layer is not None:
         store.tree.cut_layer(name, layer, length)
         answer()
         return Answered()
-    if fields.keep:
-        refuse_shards(store.tree, (name,), request.tenant, "a cut that keeps tokens behind it")
     keep = np.array(fields.keep or (), np.int32)
     cuts = store.tree.cuts.prepare((name,), (length,), (keep,))
     return cut(store, cuts, answer)
@@ -57,7 +56,6 @@ def truncate_sequences(store: Store, request: Request, _: Seconds) -> Work:
     fields = request.fields
     ids = fields.ids
     request.place.require((view_bytes(store) + 2 * LONGEST_ID) * len(ids))
-    refuse_shards(store.tree, ids, request.tenant, "a cut of many")
     keeps = None
     if fields.keep is not None:
         keeps = np.split(np.array(fields.keep, np.int32), fields.keep_indptr[1:-1])

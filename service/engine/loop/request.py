@@ -42,6 +42,8 @@ class Request:
     place: Place
     tenant: Tenant = OPEN
     known: dict[str, Any] = field(default_factory=dict)
+    is_for_shards: bool = False
+    """Whether a field is given that only shards have."""
     step: Any = None
     """A step's lane: `StepPlace`."""
 
@@ -100,7 +102,15 @@ class RequestReader:
         if pinned:
             tensors = {name: array.view(PinnedArray) for name, array in tensors.items()}
         answer = Place(call.answer, self._limit, pinned)
-        return Request(operation, prepared.fields, tensors, answer, tenant, prepared.known)
+        return Request(
+            operation,
+            prepared.fields,
+            tensors,
+            answer,
+            tenant,
+            prepared.known,
+            prepared.is_for_shards,
+        )
 
 
 def lie_still(tensors: Mapping[str, Array]) -> bool:

@@ -17,7 +17,7 @@ from typing import Final
 
 from kernels.lanes import Lanes
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
-from service.engine.handlers.table import refuse_leaving, sharing_of, turn_of
+from service.engine.handlers.table import begin_turn, refuse_leaving, sharing_of, turn_of
 from service.engine.loop.errors import refusal_of
 from service.engine.loop.fair import FairQueue
 from service.engine.loop.job import Alone, Job, Opened, Sliced
@@ -259,7 +259,7 @@ class Scheduler:
                 self.steps.check(job.request.step.lane)
             if self._store.leaving:
                 refuse_leaving(self._store, job.request)
-            job.work = turn_of(job.request).begin(self._store, job.request, job.seconds)
+            job.work = begin_turn(self._store, job.request, job.seconds)
         except (*FATAL, EvictionPaused):
             raise
         except Exception as error:

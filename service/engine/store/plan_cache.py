@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from kernels.backend import Int32, Level, Plan
 from service.core.plans.plan import CascadeMode, CascadePlan, explicit_levels, make_plan
 from service.core.sequences.books import Ids
-from service.core.shards.rows import Sight
 from service.core.tree import PrefixTree
+
+if TYPE_CHECKING:
+    from service.core.shards.rows import ShardView
 
 MAX_ENTRIES: Final = 1024
 MAX_INDICES: Final = 4 * 2**20
@@ -57,14 +59,14 @@ class PlanCache:
         qo_indptr: Int32,
         causal: bool,
         mode: CascadeMode,
-        sight: Sight | None = None,
+        shards: ShardView | None = None,
     ) -> Planned:
         """Query rows `qo_indptr` [B+1] over all that is here of sequences `ids`, shared prefixes
-        once; `sight` where that is not all there is."""
-        seen = None if sight is None else sight.key
-        key = (self._tree.plan_key(ids, layer), qo_indptr.tobytes(), causal, mode, seen)
+        once; `shards` where that is not all there is."""
+        view = None if shards is None else shards.key
+        key = (self._tree.plan_key(ids, layer), qo_indptr.tobytes(), causal, mode, view)
         return self._get(
-            key, lambda: make_plan(self._tree, ids, layer, qo_indptr, causal, mode, sight)
+            key, lambda: make_plan(self._tree, ids, layer, qo_indptr, causal, mode, shards)
         )
 
     def levels(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kernels.backend import Backend, DeviceLost, Int32, Pending, Tensor
 from service.core.errors import IntegrityError
 from service.core.pool.namespaces import Namespace
 from service.core.sequences.books import Batch
-from service.core.shards.rows import extend
 from service.core.steps import StepExtension, undo_layers
 from service.core.tree import PrefixTree
 from service.core.values import Extension
@@ -25,6 +24,9 @@ from service.engine.store.plan_cache import PlanCache
 from service.engine.store.snapshot import Snapshots
 from service.engine.store.unfinished_imports import UnfinishedImports
 from service.operations.info import InfoAnswer
+
+if TYPE_CHECKING:
+    from service.engine.handlers.table import Begin
 
 EXPIRY_S: Final = 2e-3
 """Seconds that one round deletes sequences whose time is over."""
@@ -88,6 +90,8 @@ class Store:
         self.imports = UnfinishedImports(self.tree.books)
         self.leaving = Leaving(self.tree)
         self.is_draining = False
+        self.shard_handlers: Mapping[str, Begin] = {}
+        """What handles requests once the engine holds shards, by operation."""
         self.counts: Callable[[], dict[str, list[float]]] = dict
         """What the engine's metrics have counted."""
         self.now = time.monotonic()
@@ -113,7 +117,7 @@ class Store:
     ) -> Extension:
         """Make room for `counts` [B] tokens; nothing is written there yet."""
         started = time.monotonic()
-        extension = extend(self.tree, layer, ids, counts, offsets)
+        extension = self.tree.extend(layer, ids, counts, offsets)
         seconds.plan += time.monotonic() - started
         return extension
 

@@ -15,7 +15,7 @@ from kernels.masks import make_mask
 from service.core.errors import InvalidRequest
 from service.core.plans.ragged import lens_of
 from service.core.sequences.books import Ids
-from service.core.shards.rows import Sight, first_seen, positions, tokens_here
+from service.core.shards.rows import ShardView, tokens_here
 from service.core.tree import PrefixTree
 from service.operations.common import check_mask_length
 
@@ -23,31 +23,31 @@ MOST_BYTES: Final = 256 * 2**20
 
 
 def shard_mask(
-    tree: PrefixTree, fields: Any, ids: Ids, sight: Sight, given: Array | None
+    tree: PrefixTree, fields: Any, ids: Ids, view: ShardView, given: Array | None
 ) -> Mask | None:
-    """What rows of a decode or prefill must have a mask for, in the order of the request's rows."""
-    at = (tree, ids, fields.layer, fields.qo_indptr_array, sight)
+    """The mask that a decode or prefill over shards needs, if any, for the request's rows."""
+    at = (tree, ids, fields.layer, fields.qo_indptr_array, view)
     if given is not None:
         return own_mask(*at, given)
     hides = getattr(fields, "causal", False) and bool((lens_of(fields.qo_indptr_array) > 1).any())
-    return window_mask(*at) if hides and sight.window_left >= 0 else None
+    return window_mask(*at) if hides and view.window_left >= 0 else None
 
 
-def window_mask(tree: PrefixTree, ids: Ids, layer: int, qo_indptr: Int32, sight: Sight) -> Mask:
+def window_mask(tree: PrefixTree, ids: Ids, layer: int, qo_indptr: Int32, view: ShardView) -> Mask:
     """What the window leaves causal rows, in the order of the request's rows.
 
     Bits begin with the first page that any row's window may reach. Raises `InvalidRequest` where
     they would be too many.
     """
     leaves, qo_lens, size = tree.read(ids, layer)[1], lens_of(qo_indptr), tree.page_size
-    last = positions(leaves, sight, qo_lens, size, hides=True).astype(np.int64)
-    base = max(int(last.min(initial=0)) - sight.window_left, 0) // size * size
+    last = view.positions(leaves, qo_lens, size, hides=True).astype(np.int64)
+    base = max(int(last.min(initial=0)) - view.window_left, 0) // size * size
     width = max(1, -(-(int(last.max(initial=0)) + 1 - base) // 8))
     if last.size * width > MOST_BYTES:
         rule = f"over shards takes a mask of {last.size * width} bytes, {MOST_BYTES} at most"
-        raise InvalidRequest("window_left", sight.window_left, f"{rule}: send fewer rows at once")
+        raise InvalidRequest("window_left", view.window_left, f"{rule}: send fewer rows at once")
     bits = np.full((last.size, width), 0xFF, np.uint8)
-    hidden = np.maximum(first_seen(leaves, sight, qo_lens, size) - base, 0)
+    hidden = np.maximum(view.first_seen(leaves, qo_lens, size) - base, 0)
     for row, (full, rest) in enumerate(zip(*np.divmod(hidden, 8), strict=True)):
         bits[row, :full] = 0
         bits[row, full : full + 1] = 0xFF << int(rest) & 0xFF
@@ -59,7 +59,7 @@ def own_mask(
     ids: Ids,
     layer: int,
     qo_indptr: Int32,
-    sight: Sight,
+    view: ShardView,
     given: Array,
 ) -> Mask:
     """The columns that are held here of a caller's mask over whole sequences, and of its window.
@@ -68,10 +68,10 @@ def own_mask(
     """
     kv_lens, leaves = tree.read(ids, layer)
     qo_lens, packed = lens_of(qo_indptr), given.dtype == np.uint8
-    check_mask_length(given.size, packed, qo_lens, sight.lengths)
-    first, row, begin = first_seen(leaves, sight, qo_lens, tree.page_size), 0, 0
+    check_mask_length(given.size, packed, qo_lens, view.lengths)
+    first, row, begin = view.first_seen(leaves, qo_lens, tree.page_size), 0, 0
     parts = [np.zeros(0, np.bool_)]
-    for leaf, rows, length in zip(leaves, qo_lens.tolist(), sight.lengths.tolist(), strict=True):
+    for leaf, rows, length in zip(leaves, qo_lens.tolist(), view.lengths.tolist(), strict=True):
         area = rows * length
         end = begin + (-(-area // 8) if packed else area)
         part = given.reshape(-1)[begin:end]

@@ -1,0 +1,151 @@
+"""Attention, append and gather over batches with shards: what differs from whole sequences."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from kernels.backend import Int32, Mask
+from service.core.errors import InvalidRequest
+from service.core.plans.ragged import lens_of
+from service.core.sequences.books import Batch, Ids
+from service.core.shards import rows as core
+from service.core.shards.layout import held
+from service.core.shards.rows import (
+    ShardView,
+    check_epochs,
+    grown,
+    has_shards,
+    leaves_of,
+    whole_lengths,
+)
+from service.core.tree import PrefixTree
+from service.core.values import Extension
+from service.engine.handlers import attention, rows, steps
+from service.engine.handlers.shards.masks import shard_mask
+from service.engine.loop.job import Opened, Seconds, Work
+from service.engine.loop.request import Request
+from service.engine.store.plan_cache import Planned
+from service.engine.store.store import Store
+from service.tenants import Tenant
+
+
+class ShardBatch:
+    """The sequences of one request, of which some are shards.
+
+    `view` is what plans need, with the tokens that the request appends; None where nothing is
+    planned.
+    """
+
+    extend_layers = staticmethod(core.extend_layers)
+
+    def __init__(self, store: Store, request: Request, view: ShardView | None = None) -> None:
+        self.view = view
+        self._store, self._request = store, request
+
+    def extend(
+        self, layer: int, ids: Batch, counts: Int32, offsets: Int32 | None, seconds: Seconds
+    ) -> Extension:
+        """As `Store.extend`, in tokens of whole sequences."""
+        started = time.monotonic()
+        extension = core.extend(self._store.tree, layer, ids, counts, offsets)
+        seconds.plan += time.monotonic() - started
+        return extension
+
+    def mask(self, planned: Planned) -> Mask | None:
+        """The request's mask and window over the tokens held here, for the plan's rows."""
+        tensors, fields = self._request.tensors, self._request.fields
+        given = tensors.get("packed_mask", tensors.get("mask"))
+        if self.view is None:
+            raise RuntimeError("a mask over shards without a view: this is a bug")
+        mask, order = (
+            shard_mask(self._store.tree, fields, fields.ids, self.view, given),
+            planned.plan.order,
+        )
+        if mask is None or order is None:
+            return mask
+        return Mask(mask.bits, mask.row_offsets[order])
+
+    def held_span(self) -> tuple[Any, Any]:
+        """`start` and `stop` of a gather among the tokens held here, int64 [B] or None."""
+        fields, size = self._request.fields, self._store.geometry.page_size
+        rank, ranks = core.ranks_of(leaves_of(self._store.tree, fields.ids))
+        stop = None if fields.stop is None else held(fields.stop, rank, ranks, size)
+        return held(fields.start, rank, ranks, size), stop
+
+
+def append(store: Store, request: Request, seconds: Seconds) -> Work:
+    fields = request.fields
+    check_epochs(store.tree, fields.ids, fields.epochs)
+    if fields.layers is not None:
+        refuse_shards(store.tree, fields.ids, request.tenant, "an append for many layers")
+    if not has_shards(store.tree, fields.ids):
+        return rows.append(store, request, seconds)
+    return rows.append(store, request, seconds, ShardBatch(store, request))
+
+
+def gather(store: Store, request: Request, seconds: Seconds) -> Work:
+    fields = request.fields
+    if fields.epochs is not None or fields.stop != 0:  # a gather of no rows asks which ids exist
+        check_epochs(store.tree, fields.ids, fields.epochs)
+    if not has_shards(store.tree, fields.ids):
+        return rows.gather(store, request, seconds)
+    return rows.gather(store, request, seconds, ShardBatch(store, request))
+
+
+def decode(store: Store, request: Request, seconds: Seconds) -> Work:
+    return attention.decode(store, request, seconds, paged_batch(store, request))
+
+
+def prefill(store: Store, request: Request, seconds: Seconds) -> Work:
+    return attention.prefill(store, request, seconds, paged_batch(store, request))
+
+
+def paged_batch(store: Store, request: Request) -> ShardBatch | None:
+    """None where no sequence is a shard.
+
+    Raises `LengthMismatch` where `offsets` are wrong, and `SequenceTaken` where `epochs` are.
+    """
+    fields, tree = request.fields, store.tree
+    check_epochs(tree, fields.ids, fields.epochs)
+    if not has_shards(tree, fields.ids):
+        return None
+    lengths = whole_lengths(tree, fields.layer, fields.ids, fields.offset_array)
+    if "k" in request.tensors:
+        lengths = grown(lengths, lens_of(fields.qo_indptr_array))
+    return ShardBatch(store, request, ShardView(lengths, fields.window_left))
+
+
+def cascade(store: Store, request: Request, seconds: Seconds) -> Work:
+    fields = request.fields
+    names = list({name: 0 for level in fields.levels for name in level.ids})
+    check_epochs(store.tree, names, None)
+    if fields.causal and has_shards(store.tree, fields.levels[-1].ids):
+        rule = "must be false over shards: this engine does not know the rows' positions"
+        raise InvalidRequest("causal", True, rule)
+    return attention.cascade(store, request, seconds)
+
+
+def step(store: Store, request: Request, seconds: Seconds) -> Opened:
+    fields, tree = request.fields, store.tree
+    if fields.op == "echo":
+        return steps.step(store, request, seconds)
+    check_epochs(tree, fields.ids, None)
+    if not has_shards(tree, fields.ids):
+        return steps.step(store, request, seconds)
+    lengths = whole_lengths(tree, fields.layers[0], fields.ids, fields.offset_array)
+    if max(fields.windows) >= 0:
+        rule = "must be -1 in a step over shards: decode and prefill without a step take windows"
+        raise InvalidRequest("window_left", max(fields.windows), rule)
+    if fields.append:
+        lengths = grown(lengths, np.asarray(fields.counts, np.int32))
+    return steps.step(store, request, seconds, ShardBatch(store, request, ShardView(lengths, -1)))
+
+
+def refuse_shards(tree: PrefixTree, ids: Ids, tenant: Tenant, operation: str) -> None:
+    """Raises `InvalidRequest` for an operation that needs whole sequences."""
+    if shards := [leaf.id for leaf in leaves_of(tree, ids) if leaf.shard is not None]:
+        rule = f"is over several engines: {operation} takes sequences that are on one"
+        raise InvalidRequest("sequences", tenant.shown(shards[0]), rule)

@@ -1,0 +1,136 @@
+"""Shards are made, claimed, cut and deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from service.core.errors import InvalidRequest, SequenceTaken
+from service.core.prefix.nodes import Leaf
+from service.core.shards.layout import Shard, ShardLayout
+from service.core.shards.rows import as_shards, check_epochs, epoch_of, layout_of
+from service.core.values import NewSpec
+from service.engine.handlers import delete, prefix, sequences, truncate
+from service.engine.handlers.rows import NUMBER_BYTES
+from service.engine.handlers.shards.batch import refuse_shards
+from service.engine.loop.job import Answered, Seconds, Work
+from service.engine.loop.request import Request
+from service.engine.store.store import Store
+
+EPOCH_BYTES: Final = 64
+"""Room for an epoch in an answer."""
+
+
+def create_sequences(store: Store, request: Request, seconds: Seconds) -> Work:
+    num_layers = store.geometry.num_layers
+
+    def with_shards(specs: list[NewSpec], first: int) -> list[NewSpec]:
+        new = request.fields.sequences[first : first + len(specs)]
+        for index, one in enumerate(new):
+            if one.shard is not None and one.shard.ranks > 1:
+                layout = ShardLayout(one.shard.rank, one.shard.ranks)
+                shard = Shard(layout, np.zeros(num_layers, np.int32), one.epoch or 0)
+                specs[index] = replace(specs[index], shard=shard)
+        return as_shards(store.tree, specs, [one.epoch or 0 for one in new])
+
+    return sequences.create_sequences(store, request, seconds, with_shards)
+
+
+def claim(store: Store, request: Request, _: Seconds) -> Work:
+    """Start a new epoch; answers the one before, and the lengths of the whole sequence."""
+    fields = request.fields
+    request.place.require(EPOCH_BYTES + NUMBER_BYTES * store.geometry.num_layers)
+    shard = store.tree.books.leaf(fields.id).shard
+    if shard is None:
+        raise InvalidRequest("id", fields.id, "is whole: only shards have epochs")
+    before = shard.claim(fields.id, fields.epoch)
+    request.place.lay({"epoch": before, "lengths": shard.lengths.tolist()})
+    return Answered()
+
+
+class ShardCut:
+    """A truncation of a shard's whole sequence to `fields.length`, all layers or `fields.layer`.
+
+    `held_length` is how many tokens are to be kept here. Raises `SequenceTaken`, and
+    `InvalidRequest` beyond the whole sequence's length.
+    """
+
+    def __init__(self, shard: Shard, name: str, fields: Any, page_size: int) -> None:
+        self._shard, self._fields = shard, fields
+        if (fields.epoch or 0) < shard.epoch:
+            raise SequenceTaken({name: shard.epoch})
+        layer = fields.layer
+        self._layers = slice(None) if layer is None else slice(layer, layer + 1)
+        longest = int(shard.lengths[self._layers].min())
+        if not 0 <= fields.length <= longest:
+            rule = f"0 to {longest}, the sequence's length"
+            raise InvalidRequest("length", fields.length, rule)
+        self.held_length = shard.layout.held(fields.length, page_size)
+
+    def note(self) -> None:
+        """Once it is cut: the new length and epoch."""
+        self._shard.epoch = self._fields.epoch or 0
+        self._shard.lengths[self._layers] = self._fields.length
+
+
+def truncate_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
+    fields = request.fields
+    shard = store.tree.books.leaf(fields.id).shard
+    if shard is None:
+        if fields.epoch:
+            raise SequenceTaken({fields.id: 0})
+        return truncate.truncate(store, request, seconds)
+    cut = ShardCut(shard, fields.id, fields, store.geometry.page_size)
+    if fields.keep:
+        what = "a cut that keeps tokens behind it"
+        refuse_shards(store.tree, (fields.id,), request.tenant, what)
+    return truncate.truncate(store, request, seconds, cut)
+
+
+def truncate_sequences(store: Store, request: Request, seconds: Seconds) -> Work:
+    refuse_shards(store.tree, request.fields.ids, request.tenant, "a cut of many")
+    return truncate.truncate_sequences(store, request, seconds)
+
+
+def delete_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
+    check_epochs(store.tree, (request.fields.id,), None)
+    return delete.delete_sequence(store, request, seconds)
+
+
+def delete_sequences(store: Store, request: Request, seconds: Seconds) -> Work:
+    """A sharded sequence counts once, at rank 0; those that a door has claimed can be skipped."""
+    leaf = store.tree.books.leaf
+
+    def count(names: Sequence[str]) -> int:
+        return sum(layout_of(leaf(name)).rank == 0 for name in names)
+
+    def claimed(names: Sequence[str]) -> list[str]:
+        return [name for name in names if epoch_of(leaf(name))]
+
+    return delete.delete_sequences(store, request, seconds, count, claimed)
+
+
+def page_table(store: Store, request: Request, seconds: Seconds) -> Work:
+    check_epochs(store.tree, request.fields.ids, None)
+    return sequences.page_table(store, request, seconds)
+
+
+def commit(store: Store, request: Request, seconds: Seconds) -> Work:
+    leaf = store.tree.books.leaf(request.fields.id)
+    refuse_shard(request, leaf, "the prefix cache needs all pages")
+    return prefix.commit(store, request, seconds)
+
+
+def commit_sequences(store: Store, request: Request, seconds: Seconds) -> Work:
+    refuse_shards(store.tree, request.fields.ids, request.tenant, "a commit of many")
+    return prefix.commit_sequences(store, request, seconds)
+
+
+def refuse_shard(request: Request, leaf: Leaf, reason: str) -> None:
+    if leaf.shard is not None:
+        layout = leaf.shard.layout
+        rule = f"this engine holds pages of rank {layout.rank} of {layout.ranks} only: {reason}"
+        raise InvalidRequest("id", request.tenant.shown(leaf.id), rule)

@@ -1,0 +1,70 @@
+"""Shards move between engines: exports, imports, and transfers of ownership."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from service.core.errors import InvalidRequest
+from service.core.shards.layout import Shard, ShardLayout
+from service.core.shards.rows import WHOLE, check_epochs, layout_of
+from service.engine.handlers import drain, exports, imports
+from service.engine.handlers.shards.sequences import refuse_shard
+from service.engine.loop.job import Seconds, Work
+from service.engine.loop.request import Request
+from service.engine.store.store import Store
+from service.operations.sequences import ShardAnswer
+from service.operations.transfer import Header
+
+
+def export_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
+    fields = request.fields
+    leaf = store.tree.books.leaf(fields.id)
+    if fields.shard is None:
+        refuse_shard(request, leaf, "gather its rows instead, or export this shard")
+    else:
+        check_layout(store, request, fields.id, ShardLayout(fields.shard.rank, fields.shard.ranks))
+    return exports.export_sequence(store, request, seconds)
+
+
+def import_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
+    """A new shard knows its epoch and the whole's lengths from the beginning."""
+    fields, shard = request.fields, None
+    if fields.header is not None:
+        if fields.shard is not None:
+            shard = shard_of(fields.shard, fields.header)
+        if fields.base is not None:
+            layout = WHOLE if shard is None else shard.layout
+            check_layout(store, request, fields.base, layout, "base")
+    return imports.import_sequence(store, request, seconds, shard)
+
+
+def shard_of(given: ShardAnswer, header: Header) -> Shard:
+    """Raises `InvalidRequest` where the header's lengths are not those of this shard."""
+    layout = ShardLayout(given.rank, given.ranks)
+    here = [layout.held(length, header.page_size) for length in given.lengths]
+    if header.lengths != here:
+        rule = f"kv_len of the whole per layer: {here} of it would be here, not {header.lengths}"
+        raise InvalidRequest("shard.lengths", given.lengths, rule)
+    return Shard(layout, np.array(given.lengths, np.int32), given.epoch)
+
+
+def hand_over(store: Store, request: Request, seconds: Seconds) -> Work:
+    fields = request.fields
+    if fields.state == "leaving" and fields.id not in store.leaving.marks:
+        layout = WHOLE
+        if fields.shard is not None:
+            layout = ShardLayout(fields.shard.rank, fields.shard.ranks)
+        check_layout(store, request, fields.id, layout)
+        if fields.shard is not None:
+            check_epochs(store.tree, (fields.id,), [fields.epoch])
+    return drain.hand_over(store, request, seconds)
+
+
+def check_layout(
+    store: Store, request: Request, name: str, layout: ShardLayout, field: str = "id"
+) -> None:
+    """Raises `UnknownSequence`, and `InvalidRequest` where other pages of a sequence are here."""
+    here = layout_of(store.tree.books.leaf(name))
+    if here != layout:
+        rule = f"this engine holds rank {here.rank} of {here.ranks}, expected {layout.rank} of "
+        raise InvalidRequest(field, request.tenant.shown(name), f"{rule}{layout.ranks}")

@@ -1,0 +1,71 @@
+"""Which tokens of a whole sequence a shard holds, and what its tree knows of the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.core.errors import InvalidRequest
+from service.core.sequences.transfer import generation
+from service.core.shards.layout import Shard, ShardLayout
+from service.core.shards.rows import as_shards, extend
+from service.core.tree import PrefixTree
+from service.core.values import Int32, NewSpec
+
+
+@pytest.mark.parametrize("ranks", range(1, 5))
+def test_the_least_whole_sequence_for_full_pages_of_a_shard(ranks: int) -> None:
+    for rank in range(ranks):
+        layout = ShardLayout(rank, ranks)
+        assert layout.whole_for(0, 4) == 0
+        for pages in range(1, 6):
+            whole = layout.whole_for(pages, 4)
+            assert layout.held(whole, 4) == 4 * pages
+            assert layout.held(whole - 1, 4) < 4 * pages
+
+
+def int32(*values: int) -> Int32:
+    return np.array(values, np.int32)
+
+
+@pytest.fixture
+def tree() -> PrefixTree:
+    """With sequence a, of which rank 0 of 2 is here; pages of 4."""
+    tree = PrefixTree(16, 4, 1)
+    tree.create([NewSpec("a", shard=Shard(ShardLayout(0, 2), int32(0)))])
+    return tree
+
+
+@pytest.mark.parametrize(("length", "is_right"), [(-1, False), (9, True), (10, False), (12, False)])
+def test_a_fork_of_a_shard_is_no_longer_than_the_whole_sequence(
+    tree: PrefixTree, length: int, is_right: bool
+) -> None:
+    """Of 9 tokens 5 are here, and of 12 tokens 8 would be."""
+    extend(tree, 0, ["a"], int32(9), int32(0))
+    if is_right:
+        tree.create(as_shards(tree, [NewSpec("b", "a", length)], [0]))
+        assert tree.describe("b").length == 5
+        return
+    with pytest.raises(InvalidRequest, match="0 to 9, the length of the whole parent"):
+        as_shards(tree, [NewSpec("b", "a", length)], [0])
+
+
+def test_the_generation_of_a_shard_changes_with_the_whole_sequence(tree: PrefixTree) -> None:
+    """Tokens that another rank stores change nothing here but what is known of the whole."""
+    extend(tree, 0, ["a"], int32(4), int32(0))
+    leaf = tree.books.leaf("a")
+    before = generation(tree, leaf, "i")
+    extend(tree, 0, ["a"], int32(2), int32(4))
+    assert tree.describe("a").length == 4
+    assert generation(tree, leaf, "i") != before
+
+
+def test_an_extension_that_is_undone_leaves_the_length_of_the_whole_as_it_was(
+    tree: PrefixTree,
+) -> None:
+    extension = extend(tree, 0, ["a"], int32(6), int32(0))
+    assert (tree.describe("a").length, extension.slots.tolist()[4:]) == (4, [-1, -1])
+    tree.undo(extension)
+    shard = tree.describe("a").shard
+    assert shard is not None and shard.lengths.tolist() == [0]
+    tree.check_integrity()
