@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from hashlib import sha256
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from service.image.json_text import dump_json
 from service.image.writing import Shaped
 from service.operations.transfer import Header, Part
 
+if TYPE_CHECKING:
+    from service.core.shards.layout import ShardLayout
+
 MOVED_AT_ONCE: Final = 2 * 2**20
 """Bytes of k and v that one step moves and digests: some milliseconds."""
 PART_ROOM: Final = 8 * 2**10
@@ -32,18 +35,22 @@ SOME_DIGEST: Final = "0" * 64
 """Stands for a digest that is not known yet."""
 
 
-def export_sequence(store: Store, request: Request, _: Seconds) -> Work:
+def export_sequence(
+    store: Store, request: Request, _: Seconds, part: ShardLayout | None = None
+) -> Work:
+    """All pages of a sequence that are here, or those of one `part` of a whole sequence."""
     fields = request.fields
     leaf = store.tree.books.leaf(fields.id)
     store.leaving.prolong(fields.id)
-    header = header_of(store, leaf, fields.part_bytes)
+    header = header_of(store, leaf, fields.part_bytes, part)
     if fields.part is None:
-        return tell_header(store, request, leaf, header)
+        return tell_header(store, request, leaf, header, part)
     if fields.generation != header.generation:
         raise SequenceChanged(request.tenant.shown(fields.id), header.generation)
     if fields.part >= header.num_parts:
         raise InvalidRequest("part", fields.part, f"must be below num_parts = {header.num_parts}")
-    return read_part(store, request, leaf.table, header)
+    table = leaf.table if part is None else leaf.table[part.rank :: part.ranks]
+    return read_part(store, request, table, header)
 
 
 def shared_len(store: Store, leaf: Leaf, other: Leaf) -> int:
@@ -55,12 +62,15 @@ def shared_len(store: Store, leaf: Leaf, other: Leaf) -> int:
     return same * store.geometry.page_size
 
 
-def header_of(store: Store, leaf: Leaf, part_bytes: int) -> Header:
+def header_of(store: Store, leaf: Leaf, part_bytes: int, part: ShardLayout | None) -> Header:
     """What an export of the sequence as it is now says first, without names of pages."""
     info, books = store.info, store.tree.books
     limits = info.limits
     most = min(limits.max_answer_bytes, limits.max_body_bytes) - PART_ROOM
     ttl_s = float(books.ttl_s[leaf.index])
+    lengths = books.lengths[:, leaf.index].tolist()
+    if part is not None:
+        lengths = [part.held(length, info.page_size) for length in lengths]
     header = Header(
         generation=generation(store.tree, leaf, info.instance_id),
         num_layers=info.num_layers,
@@ -71,7 +81,7 @@ def header_of(store: Store, leaf: Leaf, part_bytes: int) -> Header:
         layout=info.layout,
         k_scale=info.k_scale,
         v_scale=info.v_scale,
-        lengths=books.lengths[:, leaf.index].tolist(),
+        lengths=lengths,
         ttl_s=None if ttl_s == FOREVER else ttl_s,
         num_named=0,
         cache_salt="",
@@ -118,10 +128,12 @@ class PartDigest:
         return self._whole.digest()
 
 
-def tell_header(store: Store, request: Request, leaf: Leaf, header: Header) -> Work:
+def tell_header(
+    store: Store, request: Request, leaf: Leaf, header: Header, part: ShardLayout | None
+) -> Work:
     fields, books = request.fields, store.tree.books
     shared = [shared_len(store, leaf, books.leaf(one)) for one in fields.beside or ()]
-    prefix = names_of(store.tree, leaf)
+    prefix = names_of(store.tree, leaf) if part is None else None
     names = named_pages(prefix)
     if prefix is not None:
         num_named = prefix.num_pages(header.page_size)
@@ -134,6 +146,8 @@ def tell_header(store: Store, request: Request, leaf: Leaf, header: Header) -> W
     told: dict[str, Any] = {"header": header.model_dump(), "digest": digest, "shared": shared}
     if leaf.shard is not None:
         told |= {"whole": leaf.shard.lengths.tolist(), "epoch": leaf.shard.epoch}
+    elif part is not None:
+        told["whole"] = books.lengths[:, leaf.index].tolist()
     laid = request.place.lay(told, shapes)
     for name, place in laid.items():
         place[...] = names[name]

@@ -21,8 +21,11 @@ def export_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
     leaf = store.tree.books.leaf(fields.id)
     if fields.shard is None:
         refuse_shard(request, leaf, "gather its rows instead, or export this shard")
-    else:
-        check_layout(store, request, fields.id, ShardLayout(fields.shard.rank, fields.shard.ranks))
+        return exports.export_sequence(store, request, seconds)
+    layout = ShardLayout(fields.shard.rank, fields.shard.ranks)
+    if leaf.shard is None:
+        return exports.export_sequence(store, request, seconds, layout)
+    check_layout(store, request, fields.id, layout)
     return exports.export_sequence(store, request, seconds)
 
 
