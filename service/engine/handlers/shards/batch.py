@@ -60,10 +60,8 @@ class ShardBatch:
         given = tensors.get("packed_mask", tensors.get("mask"))
         if self.view is None:
             raise RuntimeError("a mask over shards without a view: this is a bug")
-        mask, order = (
-            shard_mask(self._store.tree, fields, fields.ids, self.view, given),
-            planned.plan.order,
-        )
+        ids, order = self._store.look_up(self._request), planned.plan.order
+        mask = shard_mask(self._store.tree, fields, ids, self.view, given)
         if mask is None or order is None:
             return mask
         return Mask(mask.bits, mask.row_offsets[order])
@@ -77,11 +75,11 @@ class ShardBatch:
 
 
 def append(store: Store, request: Request, seconds: Seconds) -> Work:
-    fields = request.fields
-    check_epochs(store.tree, fields.ids, fields.epochs)
+    fields, batch = request.fields, store.look_up(request)
+    check_epochs(store.tree, batch, fields.epochs)
     if fields.layers is not None:
-        refuse_shards(store.tree, fields.ids, request.tenant, "an append for many layers")
-    if not has_shards(store.tree, fields.ids):
+        refuse_shards(store.tree, batch, request.tenant, "an append for many layers")
+    if not has_shards(store.tree, batch):
         return rows.append(store, request, seconds)
     return rows.append(store, request, seconds, ShardBatch(store, request))
 
@@ -108,11 +106,11 @@ def paged_batch(store: Store, request: Request) -> ShardBatch | None:
 
     Raises `LengthMismatch` where `offsets` are wrong, and `SequenceTaken` where `epochs` are.
     """
-    fields, tree = request.fields, store.tree
-    check_epochs(tree, fields.ids, fields.epochs)
-    if not has_shards(tree, fields.ids):
+    fields, tree, batch = request.fields, store.tree, store.look_up(request)
+    check_epochs(tree, batch, fields.epochs)
+    if not has_shards(tree, batch):
         return None
-    lengths = whole_lengths(tree, fields.layer, fields.ids, fields.offset_array)
+    lengths = whole_lengths(tree, fields.layer, batch, fields.offset_array)
     if "k" in request.tensors:
         lengths = grown(lengths, lens_of(fields.qo_indptr_array))
     return ShardBatch(store, request, ShardView(lengths, fields.window_left))
