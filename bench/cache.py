@@ -229,9 +229,10 @@ def many_pages(num_cached: int, page_size: int = TIMED_PAGE_SIZE) -> dict[str, f
     todo = iter(zip(names, map(Prefix, prompts), strict=True))
     committed = microseconds(lambda: tree.cache.commit(*next(todo)), lambda: None, REPEATS)
     evicted = microseconds(lambda: tree.cache.evict("default", 1), lambda: None, REPEATS)
+    cached = "a million" if num_cached == 10**6 else f"{num_cached:,}"
     return {
-        "commit of one page beside a million": committed,
-        "evict of one page of a million": evicted,
+        f"commit of one page beside {cached}": committed,
+        f"evict of one page of {cached}": evicted,
     }
 
 
@@ -250,8 +251,8 @@ def table(results: Results) -> str:
                 ", ".join(f"{us:.2f}" for us in times),
             )
         )
-    head = ("pool, of distinct pages", "pages", "hit rate", "exact LRU", "unbounded")
-    head += ("hits checked", "begin, append, commit, delete: µs a page")
+    head = ["pool, of distinct pages", "pages", "hit rate", "exact LRU", "unbounded"]
+    head += ["hits checked", "begin, append, commit, delete: µs a page"]
     single = [(name, f"{us:.1f}") for name, us in results["times_us"].items()]
     text = f"{markdown(head, rows)}\n\n{markdown(('call', 'median µs'), single)}"
     return with_stamp(text, results, f"{results['trace']}, pages of {results['page_size']} tokens")

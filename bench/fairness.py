@@ -1,15 +1,15 @@
-"""Small decodes beside one neighbour's long work: what they wait, with it and without.
+"""Small decodes of one client, alone and beside another client's long work.
 
-`python -m bench.fairness` prints a table and writes bench/results/fairness-cpu.json. One caller
-decodes 8 KiB over 64 tokens, one call after another; another one sends 46 MiB prefills or long
-ragged prefills back to back, over HTTP or over the road. Long work is cut into slices of
-`engine.slice_ms`; the 99th percentile of the small decodes is to be within five of them.
-`--before DIR` measures another version in the same run, over HTTP.
+    python -m bench.fairness [--quick] [--before DIR] [--out FILE]
+
+One client decodes 8 KiB over 64 tokens, call after call; another sends prefills of 46 MiB or long
+ragged prefills back to back, over HTTP or over the road. The engine cuts long work into slices of
+`engine.slice_ms`; the 99th percentile of the small decodes must stay within five of them.
+`--before DIR` measures another checkout in the same run.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,11 +22,13 @@ import numpy as np
 from attnd import Client
 
 from bench.cases.loads import Decode, Heads, Load, Prefill, Ragged, fill
-from bench.driver.connections import Run
+from bench.driver.calls import Run
 from bench.driver.servers import Server, attnd
-from bench.driver.ways import Target, Worker
-from bench.provenance import RESULTS, provenance, write_results
-from bench.tables import measured
+from bench.driver.ways import Target
+from bench.driver.worker import Worker
+from bench.provenance import RESULTS, Results, command_line, provenance, publish
+from bench.tables import table as markdown
+from bench.tables import with_stamp
 
 HEADS: Final = Heads(num_qo=32, num_kv=8, dim=128)
 SMALL_KV: Final = 64
@@ -34,15 +36,15 @@ PREFILL_ROWS: Final = 46 * 2**20 // (HEADS.num_qo * HEADS.dim * 2)
 PREFILL_KV: Final = 1024
 RAGGED: Final = Ragged(Heads(num_qo=1, num_kv=1, dim=64), num_rows=16384)
 SLICE_MS: Final = 20.0
-MOST_SLICES: Final = 5
+MAX_SLICES: Final = 5
 AHEAD_S: Final = 1.0
-"""The neighbour has begun that long before."""
+"""Seconds by which the neighbour starts earlier."""
 PACKAGES: Final = ("attnd", "uvicorn", "torch", "numpy")
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A service under measurement and the ways into it."""
+    """A service with its loads and the ways into it."""
 
     name: str
     targets: Mapping[str, Target]
@@ -50,24 +52,8 @@ class Version:
     neighbours: Mapping[str, Load]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--quick", action="store_true", help="a rough look, written only with --out"
-    )
-    parser.add_argument("--before", type=Path, metavar="DIR", help="another version, beside it")
-    parser.add_argument("--out", type=Path, help="where to write, in place of bench/results")
-    chosen = parser.parse_args(argv)
-    told = provenance(PACKAGES)
-    rows = list(measure(chosen.before, 5.0 if chosen.quick else 20.0))
-    results = told | {"slice_ms": SLICE_MS, "most_slices": MOST_SLICES, "rows": rows}
-    print(f"\n{table(results)}")
-    if chosen.out or not chosen.quick:
-        write_results(chosen.out or RESULTS / "fairness-cpu.json", results)
-
-
 def measure(before: Path | None, seconds: float) -> Iterator[dict[str, Any]]:
-    """A row for each version, way and neighbour; the one without neighbour comes first."""
+    """A row for each version, way and neighbour."""
     with ExitStack() as stack:
         small, long = stack.enter_context(Worker()), stack.enter_context(Worker())
         pool = HEADS.pool()
@@ -83,12 +69,12 @@ def measure(before: Path | None, seconds: float) -> Iterator[dict[str, Any]]:
                     small.open("small", target, one.small)
                     long.open("long", target, load)
                     row |= beside(small, long, seconds)
-                    print(line(row), flush=True)
+                    print(*cells(row), flush=True)
                     yield row
 
 
 def version(name: str, server: Server) -> Version:
-    """Fill the pool of a service."""
+    """Fill the pool of a version's service."""
     targets = {"http": Target("http", server.port)}
     if server.socket:
         targets["road"] = Target("road", socket=server.socket)
@@ -101,11 +87,11 @@ def version(name: str, server: Server) -> Version:
 
 def beside(small: Worker, long: Worker, seconds: float) -> dict[str, float]:
     """The small decodes alone, then beside the neighbour; and the neighbour's own calls."""
-    most = 1_000_000
-    alone = small.loop("small", most, seconds / 4)
-    long.begin("loop", "long", most, seconds + AHEAD_S)
+    unlimited = 1_000_000
+    alone = small.loop("small", unlimited, seconds / 4)
+    long.begin("loop", "long", unlimited, seconds + AHEAD_S)
     time.sleep(AHEAD_S)
-    run = small.loop("small", most, seconds)
+    run = small.loop("small", unlimited, seconds)
     neighbour: Run = long.end()
     p50, p99 = percentiles(run)
     alone_p50, alone_p99 = percentiles(alone)
@@ -121,33 +107,37 @@ def beside(small: Worker, long: Worker, seconds: float) -> dict[str, float]:
 
 
 def percentiles(run: Run) -> tuple[float, float]:
-    """The 50th and the 99th, in milliseconds."""
+    """The 50th and the 99th percentile, in milliseconds."""
     p50, p99 = np.percentile([sample.seconds for sample in run.samples], (50, 99))
     return round(float(p50) * 1e3, 3), round(float(p99) * 1e3, 3)
 
 
-def line(row: Mapping[str, Any]) -> str:
+def cells(row: Mapping[str, Any]) -> Sequence[str]:
     """One row of the table."""
-    cells = [row["version"], row["way"], row["neighbour"], f"{row['neighbour_s']:.2f}"]
-    cells += [f"{row[name]:.2f}" for name in ("alone_p50_ms", "alone_p99_ms", "p50_ms")]
-    return f"| {' | '.join(cells)} | **{row['p99_ms']:.1f}** | {row['p99_slices']:.1f} |"
+    times = [f"{row[name]:.2f}" for name in ("alone_p50_ms", "alone_p99_ms", "p50_ms")]
+    names = [row["version"], row["way"], row["neighbour"], f"{row['neighbour_s']:.2f}"]
+    return [*names, *times, f"**{row['p99_ms']:.1f}**", f"{row['p99_slices']:.1f}"]
 
 
-def table(results: Mapping[str, Any]) -> str:
-    """The results as Markdown, with where, when and how they were measured."""
-    cells = ("version", "way", "neighbour sends", "s each", "alone p50 ms", "alone p99 ms")
-    head = f"| {' | '.join((*cells, 'beside it p50 ms', 'p99 ms', 'p99 in slices'))} |"
-    return "\n".join(
-        [
-            head,
-            "|---" * 9 + "|",
-            *map(line, results["rows"]),
-            "",
-            measured(results)[:-1] + "; 8 KiB decodes "
-            f"over {SMALL_KV} tokens, slices of {results['slice_ms']:g} ms; at most "
-            f"{results['most_slices']} slices are required.",
-        ]
+def table(results: Results) -> str:
+    """The small decodes' waits, in milliseconds and in slices."""
+    head = ["version", "way", "neighbour sends", "s each", "alone p50 ms", "alone p99 ms"]
+    head += ["beside it p50 ms", "p99 ms", "p99 in slices"]
+    note = (
+        f"8 KiB decodes over {SMALL_KV} tokens, slices of {results['slice_ms']:g} ms; p99 must be "
+        f"at most {results['most_slices']} slices"
     )
+    return with_stamp(markdown(head, map(cells, results["rows"])), results, note)
+
+
+def main() -> None:
+    chosen = command_line(__doc__ or "", before=True).parse_args()
+    results = provenance(PACKAGES) | {
+        "slice_ms": SLICE_MS,
+        "most_slices": MAX_SLICES,
+        "rows": list(measure(chosen.before, 5.0 if chosen.quick else 20.0)),
+    }
+    publish(results, table(results), RESULTS / "fairness-cpu.json", chosen)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,33 @@
-"""Tokens a second of a transformers model served by attnd: `python -m bench.model`.
+"""Tokens a second of a transformers model on attnd: `python -m bench.model`.
 
-`generate()` of a Llama of 1.2 B parameters with random weights in bf16, 32 prompts of about 2k
-tokens, with and without 8k tokens before them that all share, under MPS on the engine's GPU and on
-another one; beside what transformers has itself in the same run. The runs are those of
+`generate()` of a Llama of 1.2 B parameters with random weights in bf16, of 32 prompts of about 2k
+tokens, with and without a common prefix of 8k tokens, under MPS on the engine's GPU and on another
+one, beside transformers' own attention in the same run. Each run is one of
 examples/transformers_generate.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from bench.driver.servers import ROOT
-from bench.provenance import RESULTS, provenance, write_results
-from bench.road import NAMES, placed
-from bench.steps import short
-from bench.tables import measured
+from bench.gpu_steps import PLACES, placed
+from bench.provenance import (
+    RESULTS,
+    ROOT,
+    Results,
+    command_line,
+    device_name,
+    provenance,
+    publish,
+)
+from bench.tables import table as markdown
+from bench.tables import with_stamp
 
 RUNS: Final = {
     "mps": ("mps", 0, "eager,sdpa,static"),
@@ -30,34 +35,30 @@ RUNS: Final = {
     "mps_shared": ("mps", 8192, "sdpa,static"),
     "other_gpu_shared": ("other_gpu", 8192, "sdpa,static"),
 }
-"""Where the model is, tokens that its prompts share, and what is timed beside: eager attention has
-no room for the scores of 10k tokens."""
+"""The model's place, its prompts' common tokens, and transformers' ways: the scores of 10k tokens
+do not fit for eager attention."""
 EXAMPLE: Final = ROOT / "examples" / "transformers_generate.py"
 OPTIONS: Final = ("--backend", "cuda", "--dtype", "bf16", "--size", "1b")
 PACKAGES: Final = ("attnd", "attnd-client", "torch", "transformers")
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
-    """One of RUNS; what it prints goes to this process's own output."""
+    """One of RUNS; its output goes to the terminal."""
     place, shared, beside = RUNS[name]
     began = time.monotonic()
     with placed(place) as gpu, TemporaryDirectory(prefix="attnd-model-") as directory:
         out = Path(directory, "times.json")
-        asked = ["--shared", str(shared), "--beside", beside, "--rounds", str(rounds)]
+        options = ["--shared", str(shared), "--beside", beside, "--rounds", str(rounds)]
         placing = ["--gpu", str(gpu), "--out", str(out)]
-        subprocess.run([sys.executable, str(EXAMPLE), *OPTIONS, *asked, *placing], check=True)
+        subprocess.run([sys.executable, str(EXAMPLE), *OPTIONS, *options, *placing], check=True)
         ways = json.loads(out.read_text(encoding="utf-8"))
     print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     return {"name": name, "place": place, "shared": shared, "rounds": rounds, "ways": ways}
 
 
-def table(results: Mapping[str, Any]) -> str:
+def table(results: Results) -> str:
     """Tokens a second of every way at every place, beside the best of transformers' own."""
-    lines = [
-        "| model's place | shared tokens | way | tokens/s, prefill left out | beside transformers' "
-        "fastest | with the prefill | beside the fastest |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for row in results["rows"]:
         ways = row["ways"]
         own = [speed for name, speed in ways.items() if not name.startswith("attnd")]
@@ -66,40 +67,31 @@ def table(results: Mapping[str, Any]) -> str:
             if name == "attnd, prefix shared" and not row["shared"]:
                 continue  # the same as without
             label = name if row["shared"] else name.replace(" shared,", "")
-            cells = [
-                f"{speed[rate]:.0f} | {speed[rate] / best[rate]:.2f} x"
-                for rate in ("decode", "whole")
-            ]
-            where = NAMES[row["place"]]
-            lines.append(f"| {where} | {row['shared']} | {label} | {' | '.join(cells)} |")
-    told = (
-        measured(results)[:-1] + "; a Llama of 1.2 B "
-        "parameters with random weights in bf16, 32 prompts of about 2k tokens after the shared "
-        "ones, 64 new tokens each."
+            cells = [PLACES[row["place"]], str(row["shared"]), label]
+            for rate in ("decode", "whole"):
+                cells += [f"{speed[rate]:.0f}", f"{speed[rate] / best[rate]:.2f} x"]
+            rows.append(cells)
+    head = ["model's place", "shared tokens", "way", "tokens/s, prefill excluded"]
+    head += ["beside transformers' fastest", "with the prefill", "beside the fastest"]
+    note = (
+        "a Llama of 1.2 B parameters with random weights in bf16, 32 prompts of about 2k tokens "
+        "after the shared ones, 64 new tokens each"
     )
-    return "\n".join([*lines, "", told])
-
-
-def device_name() -> str:
-    """Of the first GPU, asked by a process of its own: this one opens no device."""
-    ask = "import torch; print(torch.cuda.get_device_name())"
-    return subprocess.run(
-        [sys.executable, "-c", ask], check=True, stdout=subprocess.PIPE, text=True
-    ).stdout.strip()
+    return with_stamp(markdown(head, rows), results, note)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.model")
+    parser = command_line(__doc__ or "")
     parser.add_argument("--runs", default=",".join(RUNS), help="comma-separated")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    results = provenance(PACKAGES) | {"device": device_name(), "rows": []}
-    path = asked.out or RESULTS / f"model-{short(results['device'])}.json"
-    for name in asked.runs.split(","):
-        results["rows"].append(measure(name, asked.rounds))
-        write_results(path, results)
-    print(f"\n{table(results)}")
+    chosen = parser.parse_args()
+    # a process of its own asks for the name, because this one must not open a device
+    ask = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
+    device = subprocess.run(ask, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    results: Results = provenance(PACKAGES) | {"device": device, "rows": []}
+    for name in chosen.runs.split(","):
+        results["rows"].append(measure(name, 1 if chosen.quick else chosen.rounds))
+    publish(results, table(results), RESULTS / f"model-{device_name(device)}.json", chosen)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from attnd import Client, NewSequence, ServiceError, Session
 
 from bench.cases.attacks import ATTACKS, HEADS, Attack, Door, Outcome, carry_out
 from bench.driver.processes import children
-from bench.driver.servers import ROOT, Server, attnd
-from bench.provenance import provenance
+from bench.driver.servers import Server, attnd
+from bench.provenance import ROOT, provenance
 from service.keys import line_of, new_key
 from service.tenants import SCOPES
 

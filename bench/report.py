@@ -13,7 +13,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, Final
 
-from bench import cache, cascade_cpu, core, fairness, model, road, service, steps
+from bench import cache, cascade_cpu, core, fairness, gpu_steps, model, service
 from bench.kernel_results import H100_RESULTS, KERNEL_RESULTS, kernels_table
 from bench.provenance import RESULTS, Results, read_results
 from bench.tables import table, with_stamp
@@ -69,8 +69,8 @@ def ranks_table(results: Mapping[str, Any]) -> str:
                 f"{row['error']['o']:.1e}, {row['error']['lse']:.1e}",
             )
         )
-    head = ("over two GPUs", "half of it, on one", "one: steps, graph µs", "two: steps, graph µs")
-    head += ("beside the half", "floor µs", "error of o, lse")
+    head = ["over two GPUs", "half of it, on one", "one: steps, graph µs", "two: steps, graph µs"]
+    head += ["beside the half", "floor µs", "error of o, lse"]
     note = (
         f"the median step's share of a layer: {results['layers']} layers, 32/8 heads of 128, fp16, "
         "k and v appended; floor: a GPU's KV at torch's read rate in the same run"
@@ -107,14 +107,14 @@ SECTIONS: Final = (
         "Layer by layer from host memory and back, by each way in, beside the same kernels alone "
         "and the backend in one process.",
         RESULTS / "service-h200.json",
-        steps.table,
+        gpu_steps.table,
     ),
     Section(
         "A decode step that stays on the GPU",
-        "python -m bench.road",
+        "python -m bench.service --backend cuda",
         "The same step by `attnd.torch.TorchSession`, by the place of the calling process.",
         RESULTS / "road-h200.json",
-        road.table,
+        gpu_steps.placed_table,
         svg("road-h200", "A layer's time by the caller's place, beside the kernels alone and HTTP"),
     ),
     Section(

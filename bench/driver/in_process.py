@@ -1,13 +1,15 @@
-"""Decode steps on a GPU without a service: the kernels alone, and the backend called by its owner.
+"""Decode steps on a GPU without a service: the kernels alone, and the backend in this process.
 
-`kernels`: append and attention of every layer, captured in a CUDA graph on tensors of the device;
-the device's own clock. `process`: what a program pays that calls the backend itself, with host
-arrays, and waits for the answer of each layer before it goes on.
+`kernels`: append and attention of every layer as a CUDA graph over tensors on the device, timed by
+the device's clock. `process`: a program that calls the backend itself with host arrays and waits
+for each layer's result.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Final, Literal
 
@@ -17,50 +19,42 @@ import numpy as np
 from bench.cases.kernel_calls import fill_random, random_array
 from bench.cases.kernel_plans import level_of, row_levels
 from bench.cases.loads import Decode, Request
-from bench.driver.connections import Run, Sample
+from bench.driver.calls import Call, Sample
 from kernels.backend import NUMPY_DTYPES, Attend, Int32, Plan, PoolGeometry, Scoring
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.backend import CudaBackend
 
 POOL_LAYERS: Final = 8
-"""Layers in turn: many times the cache, a fraction of the service's pool beside it."""
+"""Layers of the pool, used in turn: many times the cache's size."""
 PAGE_SIZE: Final = 16
 Shape = tuple[int, int, int, int, int]
 
 
 class Alone:
-    """The steps of a `Decode` that appends, over sequences of its `kv_len`, again and again."""
+    """The steps of a `Decode` that appends, over sequences of `kv_len` tokens."""
 
     def __init__(self, kind: Literal["kernels", "process"], load: Decode) -> None:
         heads = load.heads
         shape = (len(load.names), load.kv_len + 1, heads.num_qo, heads.num_kv, heads.dim)
         self._load = load
         self._requests = load.requests()
+        self.num_requests = len(self._requests)
+        self._layer_share = Sample(0.0, 0.0)
         self._scoring = Scoring(heads.dim**-0.5)
         self._backend, self._plan, self._slots = placed(shape)
         self._graph = self._capture() if kind == "kernels" else None
 
-    def loop(self, count: int, limit_s: float) -> Run:
+    @contextmanager
+    def connected(self) -> Iterator[Call]:
+        yield self._call if self._graph is None else self._replay
+
+    def _call(self, turn: int) -> Sample:
+        """One layer with host arrays."""
+        number = turn % self.num_requests
         started = time.perf_counter()
-        samples: list[Sample] = []
-        step = self._step if self._graph is None else self._replay
-        step()
-        while len(samples) < count and time.perf_counter() - started < limit_s:
-            samples += step()
-        return Run(tuple(samples), time.perf_counter() - started)
-
-    def crowd(self, connections: int, limit_s: float) -> float:
-        raise RuntimeError("one process has no connections")
-
-    def _step(self) -> list[Sample]:
-        """All layers, one after another, with host arrays."""
-        samples = []
-        for number, request in enumerate(self._requests):
-            started = time.perf_counter()
-            self._layer(number % POOL_LAYERS, request)
-            seconds = time.perf_counter() - started
-            samples.append(Sample(seconds, seconds))
-        return samples
+        self._layer(number % POOL_LAYERS, self._requests[number])
+        seconds = time.perf_counter() - started
+        return Sample(seconds, seconds)
 
     def _layer(self, layer: int, request: Request) -> None:
         tensors = request.tensors
@@ -68,22 +62,23 @@ class Alone:
         attend = Attend(layer, tensors["q"], self._plan, self._scoring)
         self._backend.attend([attend]).result()
 
-    def _replay(self) -> list[Sample]:
-        """A whole step by the graph; every layer's share of it."""
+    def _replay(self, turn: int) -> Sample:
+        """A layer's share of a step, whose graph is launched in the turn of its first layer."""
         if self._graph is None:
             raise RuntimeError("no graph was captured: this is a bug")
-        graph, stream, _ = self._graph
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record(stream)
-        graph.launch(stream)
-        end.record(stream)
-        end.synchronize()
-        layers = len(self._requests)
-        seconds = cupy.cuda.get_elapsed_time(begin, end) / 1e3 / layers
-        return [Sample(seconds, seconds)] * layers
+        if turn % self.num_requests == 0:
+            graph, stream, _ = self._graph
+            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+            begin.record(stream)
+            graph.launch(stream)
+            end.record(stream)
+            end.synchronize()
+            seconds = cupy.cuda.get_elapsed_time(begin, end) / 1e3 / self.num_requests
+            self._layer_share = Sample(seconds, seconds)
+        return self._layer_share
 
     def _capture(self) -> tuple[Any, Any, object]:
-        """The step's graph, its stream, and the tensors that it reads and writes."""
+        """The step's graph, its stream, and its tensors, which must live as long."""
         backend, load, heads = self._backend, self._load, self._load.heads
         config = AttentionConfig(backend.kv, heads.num_qo, "fp16", self._scoring, False)
         device_plan = backend.attention.make([(0, self._plan)], config)
@@ -113,7 +108,7 @@ class Alone:
 
 @lru_cache(maxsize=1)
 def placed(shape: Shape) -> tuple[CudaBackend, Plan, Int32]:
-    """A pool of random KV, the plan of a decode over it, and the slots of its last tokens.
+    """A pool of random KV, a decode's plan, and the slots of the last tokens.
 
     `shape` is batch, kv_len, query heads, KV heads, head_dim.
     """

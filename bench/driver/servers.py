@@ -1,12 +1,12 @@
-"""Servers under measurement: started as processes of their own on free ports, and stopped.
+"""Servers under measurement, each a process on a free port.
 
-A server may be the service of another version's folder; where that has no sessions, `socket` is
-empty.
+A server may be the service of another checkout. Its `socket` is empty if it has no sessions.
 """
 
 from __future__ import annotations
 
 import http.client
+import os
 import signal
 import socket
 import subprocess
@@ -19,21 +19,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Final
 
-ROOT: Final = Path(__file__).resolve().parents[2]
+from bench.provenance import ROOT
+
 START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 40.0
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A process that answers on 127.0.0.1; `ready_s` from its start to its first ready answer."""
+    """A process that serves 127.0.0.1; `ready_s` is the time from its start until it was ready."""
 
     port: int
     pid: int
     ready_s: float
     socket: str = ""
     grpc_port: int = 0
-    """Of the gRPC door, where there is one."""
 
 
 @contextmanager
@@ -44,8 +44,10 @@ def attnd(
     grpc: bool = False,
     reads_log: bool = True,
 ) -> Iterator[Server]:
-    """The service on a backend, with further command line options; `grpc`: with all doors of the
-    Open Inference Protocol; not `reads_log`: its log goes to a pipe that nobody reads."""
+    """The service of a checkout with a backend and further options.
+
+    `grpc` adds a gRPC door. Without `reads_log` its log goes to a pipe that no process reads.
+    """
     port = free_port()
     arguments = ["-m", "service", "--server.port", str(port), "--backend.kind", kind, *options]
     with TemporaryDirectory(prefix="attnd-bench-") as directory:
@@ -63,9 +65,9 @@ def attnd(
 
 @contextmanager
 def echo() -> Iterator[Server]:
-    """The bare echo under the server the service uses, with the same loop and parser."""
+    """The bare HTTP echo on uvicorn, with the service's event loop and parser."""
     port = free_port()
-    uvicorn = ("-m", "uvicorn", "bench.driver.http_echo:app", "--port", str(port))
+    uvicorn = ("-m", "uvicorn", "bench.driver.echoes:app", "--port", str(port))
     quiet = ("--log-level", "warning", "--no-access-log", "--lifespan", "off")
     with running((*uvicorn, "--loop", "uvloop", "--http", "httptools", *quiet), port) as server:
         yield server
@@ -78,7 +80,7 @@ def road_echo() -> Iterator[Server]:
         path = Path(directory, "echo.sock")
         started = time.perf_counter()
         process = subprocess.Popen(
-            [sys.executable, "-m", "bench.driver.road_echo", str(path)], cwd=ROOT
+            [sys.executable, "-m", "bench.driver.echoes", str(path)], cwd=ROOT
         )
         try:
             while not path.exists():
@@ -94,11 +96,14 @@ def road_echo() -> Iterator[Server]:
 def running(
     arguments: Sequence[str], port: int, root: Path = ROOT, reads_log: bool = True
 ) -> Iterator[Server]:
-    """`python *arguments` until the end of the block; then SIGTERM, and its exit is awaited."""
+    """`python *arguments` until the end of the block, then SIGTERM and a wait for its exit."""
+    environment = os.environ | {"PYTHONPATH": str(root / "client" / "src")}
     with TemporaryFile() as log:
         started = time.perf_counter()
         stderr = log if reads_log else subprocess.PIPE
-        process = subprocess.Popen([sys.executable, *arguments], cwd=root, stderr=stderr)
+        process = subprocess.Popen(
+            [sys.executable, *arguments], cwd=root, env=environment, stderr=stderr
+        )
         try:
             wait_ready(process, port)
             yield Server(port, process.pid, time.perf_counter() - started)
@@ -113,7 +118,7 @@ def running(
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and SIGKILL when that does not end it in time."""
+    """SIGTERM, then SIGKILL if the process runs on for STOP_TIMEOUT_S."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(STOP_TIMEOUT_S)
@@ -123,7 +128,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
-    """Return at the first 200 of /health/ready; RuntimeError when the process ends before."""
+    """Wait for a 200 of /health/ready; RuntimeError if the process ends before."""
     ends = time.perf_counter() + START_TIMEOUT_S
     while time.perf_counter() < ends:
         if process.poll() is not None:
@@ -144,7 +149,7 @@ def wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,8 +1,7 @@
-"""A model runner's side of steps: `python -m bench.driver.torch_steps`, a process for each run.
+"""A model runner's steps by TorchSession: `python -m bench.driver.torch_steps`.
 
-It fills sequences by prefill steps, then decodes: q, k and v are copied into the slots of a layer
-and o out of them, as projections would write and read them, and nothing else is computed. Prints
-one JSON object.
+Fills sequences by prefill steps, then decodes. A layer copies q, k and v into its slots and o out
+of them, as a model's projections would write and read them. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from attnd.torch import RankedStep, RankedTorchSession, Step, TorchSession
+from attnd.torch import Step, TorchSession
 
 CHUNK: Final = 1024
 FILLED_AT_ONCE: Final = 8
@@ -25,20 +24,10 @@ WARM_STEPS: Final = 8
 
 
 class Runner:
-    """Decode steps of a batch, on tensors of a model's own.
+    """Decode steps of a batch, on the model's own tensors."""
 
-    `kv_len` is what every sequence holds at first, where steps have to say so.
-    """
-
-    def __init__(
-        self,
-        session: TorchSession | RankedTorchSession,
-        names: list[str],
-        heads: int,
-        layers: int,
-        kv_len: int = 0,
-    ) -> None:
-        self.session, self.names, self.layers, self.kv_len = session, names, layers, kv_len
+    def __init__(self, session: TorchSession, names: list[str], heads: int, layers: int) -> None:
+        self.session, self.names, self.layers = session, names, layers
         self.slots: Any = session.slots(len(names), heads, rotation=2)
         self.q, self.k, self.v = (
             torch.randn(part.shape, device=session.device, dtype=torch.float32).to(part.dtype)
@@ -46,15 +35,11 @@ class Runner:
         )
         self.o = torch.zeros_like(self.q)
 
-    def step(self) -> Step | RankedStep:
-        """The next one, described to the engine or engines."""
-        if isinstance(self.session, TorchSession):
-            return self.session.step(self.names, self.slots)
-        held = [self.kv_len] * len(self.names)
-        self.kv_len += 1
-        return self.session.step(self.names, self.slots, held)
+    def step(self) -> Step[torch.Tensor]:
+        """Describe the next step to the engine."""
+        return self.session.step(self.names, self.slots)
 
-    def go_through(self) -> None:
+    def run_layers(self) -> None:
         """All layers, on the current stream."""
         for layer in range(self.layers):
             self.slots.q(layer).copy_(self.q)
@@ -63,8 +48,8 @@ class Runner:
             self.o.copy_(self.slots.attend(layer))
 
     def measure(self, run: Callable[[], None], steps: int) -> dict[str, float]:
-        """Microseconds of a layer, by the device's clock, of steps that are said one ahead."""
-        events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        """Microseconds of a layer by the device's clock; each step is described one ahead."""
+        events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]  # type: ignore[no-untyped-call]
         ahead = self.step()
         torch.cuda.synchronize()
         host, last = 0.0, ahead
@@ -90,23 +75,20 @@ class Runner:
         }
 
     def captured(self) -> Callable[[], None]:
-        """`go_through` as a CUDA graph."""
+        """`run_layers`, as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.go_through()
+            self.run_layers()
         return graph.replay
 
     def error(self) -> float:
-        """The last layer's o against the ordinary operation over the same tokens."""
-        layer, session = self.layers - 1, self.session
-        if not isinstance(session, TorchSession):
-            raise TypeError("the ordinary operation is one engine's")
-        told = session.session.decode(layer, self.names, self.q.cpu().numpy())
-        return float(np.abs(told.o.astype(np.float32) - self.o.float().cpu().numpy()).max())
+        """The largest difference of the last layer's o from `decode` over the same tokens."""
+        reply = self.session.session.decode(self.layers - 1, self.names, self.q.cpu().numpy())
+        return float(np.abs(reply.o.astype(np.float32) - self.o.float().cpu().numpy()).max())
 
 
 def fill(session: TorchSession, names: list[str], heads: int, layers: int, kv_len: int) -> None:
-    """Random tokens, by prefill steps."""
+    """Fill sequences with random tokens by prefill steps."""
     some = min(FILLED_AT_ONCE, len(names))
     chunk = min(CHUNK, kv_len)
     slots = session.slots(some * chunk, heads)
@@ -115,7 +97,9 @@ def fill(session: TorchSession, names: list[str], heads: int, layers: int, kv_le
     for first in range(0, len(names), some):
         for _ in range(kv_len // chunk):
             indptr = list(range(0, some * chunk + 1, chunk))
-            step: Step = session.step(names[first : first + some], slots, qo_indptr=indptr)
+            step: Step[torch.Tensor] = session.step(
+                names[first : first + some], slots, qo_indptr=indptr
+            )
             with step:
                 for layer in range(layers):
                     step.attend(layer)
@@ -127,28 +111,28 @@ def main() -> None:
     parser.add_argument("--socket", required=True)
     for name in ("device", "batch", "kv-len", "heads", "layers", "steps"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    asked = parser.parse_args()
-    names = [f"s{number}" for number in range(asked.batch)]
+    chosen = parser.parse_args()
+    names = [f"s{number}" for number in range(chosen.batch)]
     warnings.simplefilter("ignore", RuntimeWarning)
     arena = 256 * 2**20
-    torch.cuda.set_device(asked.device)
+    torch.cuda.set_device(chosen.device)
     with TorchSession(
-        asked.socket, timeout=120.0, device=asked.device, arena_bytes=arena
+        chosen.socket, timeout=120.0, device=chosen.device, arena_bytes=arena
     ) as session:
         plain = session.session
         for name in names:
             plain.create_sequence(name)
-        fill(session, names, asked.heads, asked.layers, asked.kv_len)
-        runner = Runner(session, names, asked.heads, asked.layers)
+        fill(session, names, chosen.heads, chosen.layers, chosen.kv_len)
+        runner = Runner(session, names, chosen.heads, chosen.layers)
         found: dict[str, Any] = {
             "placement": session.placement.kind,
             "hand_over_us": round(session.placement.hand_over_us, 2),
-            "steps": runner.measure(runner.go_through, asked.steps),
-            "graph": runner.measure(runner.captured(), asked.steps),
+            "steps": runner.measure(runner.run_layers, chosen.steps),
+            "graph": runner.measure(runner.captured(), chosen.steps),
         }
         found["error"] = runner.error()
         for name in names:
-            plain.truncate(name, asked.kv_len)
+            plain.truncate(name, chosen.kv_len)
     print(json.dumps(found))
 
 

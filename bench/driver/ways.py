@@ -1,56 +1,39 @@
-"""Ways into the service, each driven by a process: `Worker` starts `python -m bench.driver.ways`.
-
-Ways by another version's client import that version's `attnd`.
-"""
+"""Ways into the service: raw HTTP, raw frames, the client package, the Open Inference Protocol."""
 
 from __future__ import annotations
 
 import importlib
-import os
-import pickle
-import subprocess
-import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 from bench.cases.loads import Load, Request
-from bench.driver import oip as inference
-from bench.driver.connections import (
-    BACKEND_STAGES,
-    Caller,
-    Connection,
-    FrameConnection,
-    Run,
-    Sample,
-    crowd,
-    framed,
-    loop,
-    timed,
-)
-from bench.driver.servers import ROOT
+from bench.driver import oip
+from bench.driver.calls import BACKEND_STAGES, Call, Sample, Way
+from bench.driver.raw import FrameConnection, HttpConnection, http_request
 
 Kind = Literal[
-    *("http", "client", "road", "session", "session_in_place"),
-    *("oip_http", "oip_grpc"),
-    *("kernels", "process"),
+    "http",
+    "client",
+    "road",
+    "session",
+    "session_in_place",
+    "oip_http",
+    "oip_grpc",
+    "kernels",
+    "process",
 ]
-WARM_S: Final = 0.3
-"""Every loop begins with each of its requests once, untimed, or with as many as this allows."""
+ALONE: Final = ("kernels", "process")
+"""Decode steps on a GPU without a service: bench/driver/in_process.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where calls go and how: HTTP's port and the engine's socket, whichever the way needs.
+    """A way and its address: a port of HTTP or gRPC, or the engine's socket.
 
-    `path` overrides the operation's, for an echo. `oip_http` goes to HTTP's port,
-    `oip_grpc` to the port that it names.
+    `path` replaces the operation's path, for an echo.
     """
 
     kind: Kind
@@ -59,73 +42,53 @@ class Target:
     path: str = ""
 
 
-class Way(Protocol):
-    """A load that is sent one way."""
-
-    def loop(self, count: int, limit_s: float) -> Run: ...
-
-    def crowd(self, connections: int, limit_s: float) -> float: ...
-
-
-class Raw:
-    """Bytes laid out once, over plain sockets."""
+class RawWay:
+    """Bytes that are prepared once, over plain sockets."""
 
     def __init__(self, target: Target, load: Load) -> None:
         requests = load.requests()
+        self.num_requests = len(requests)
         self._target = target
         self._operation = requests[0].operation
-        self._images = [request.image() for request in requests]
         self._answer_bytes = max(request.answer_bytes for request in requests)
-        path = target.path or requests[0].path
         if target.kind == "oip_http":
-            self._framed = [inference.framed(request) for request in requests]
+            self._requests = [oip.http_request(request) for request in requests]
+        elif target.kind == "http":
+            path = target.path or requests[0].path
+            self._requests = [http_request(path, request.image()) for request in requests]
         else:
-            self._framed = [framed(path, image) for image in self._images]
+            self._requests = [request.image() for request in requests]
 
-    def connect(self) -> tuple[Caller, Sequence[bytes]]:
-        target = self._target
-        if target.kind in ("http", "oip_http"):
-            return Connection(target.port, self._answer_bytes), self._framed
-        made = FrameConnection(target.socket, self._operation, self._images, self._answer_bytes)
-        return made, made.frames
-
-    def loop(self, count: int, limit_s: float) -> Run:
-        caller, requests = self.connect()
-        num = len(requests)
-        try:
-            loop(lambda turn: timed(caller, requests[turn]), num, WARM_S)
-            return loop(lambda turn: timed(caller, requests[turn % num]), count, limit_s)
-        finally:
-            caller.close()
-
-    def crowd(self, connections: int, limit_s: float) -> float:
-        with ExitStack() as stack:
-            callers: list[Caller] = []
-            requests: Sequence[bytes] = ()
-            for _ in range(connections):
-                caller, requests = self.connect()
-                stack.callback(caller.close)
-                callers.append(caller)
-            return crowd(callers, requests, limit_s)
+    @contextmanager
+    def connected(self) -> Iterator[Call]:
+        target, requests, size = self._target, self._requests, self._answer_bytes
+        if target.kind == "road":
+            with closing(
+                FrameConnection(target.socket, self._operation, requests, size)
+            ) as session:
+                yield session.call
+        else:
+            with closing(HttpConnection(target.port, requests, size)) as connection:
+                yield connection.call
 
 
-class Package:
-    """Decodes by `attnd.Client` or `attnd.Session`, whichever version's this process imports."""
+class PackageWay:
+    """Decodes by `attnd.Client` or `attnd.Session` of the version that this process imports."""
 
     def __init__(self, target: Target, load: Load) -> None:
         self._target = target
         self._requests = load.requests()
+        self.num_requests = len(self._requests)
 
     @contextmanager
-    def connected(self) -> Iterator[Callable[[int], Sample]]:
-        """A client of its own, and a function that makes the call of a turn."""
+    def connected(self) -> Iterator[Call]:
         attnd, target = importlib.import_module("attnd"), self._target
         if target.kind == "client":
             client: Any = attnd.Client(f"http://127.0.0.1:{target.port}")
         else:
             client = attnd.Session(target.socket)
         empty = client.empty if target.kind == "session_in_place" else None
-        calls = [arguments(request, empty) for request in self._requests]
+        calls = [decode_arguments(request, empty) for request in self._requests]
         decode, num, clock = client.decode, len(calls), time.perf_counter
 
         def call(turn: int) -> Sample:
@@ -136,37 +99,11 @@ class Package:
             return Sample(seconds, backend_of(answer.meta.timings))
 
         with client:
-            loop(call, num, WARM_S)
             yield call
 
-    def loop(self, count: int, limit_s: float) -> Run:
-        with self.connected() as call:
-            return loop(call, count, limit_s)
 
-    def crowd(self, connections: int, limit_s: float) -> float:
-        begin = threading.Barrier(connections)
-
-        def one(index: int) -> tuple[float, int, float]:
-            """When it began, how many calls it made, when it ended."""
-            try:
-                with self.connected() as call:
-                    begin.wait()
-                    started, count = time.perf_counter(), 0
-                    while time.perf_counter() - started < limit_s:
-                        call(index + count)
-                        count += 1
-                    return started, count, time.perf_counter()
-            except BaseException:
-                begin.abort()
-                raise
-
-        with ThreadPoolExecutor(connections) as pool:
-            starts, counts, ends = zip(*pool.map(one, range(connections)), strict=True)
-        return float(sum(counts) / (max(ends) - min(starts)))
-
-
-def arguments(request: Request, empty: Any) -> tuple[int, list[str], dict[str, Any]]:
-    """What `decode` takes; with `empty`, tensors in the arena already."""
+def decode_arguments(request: Request, empty: Any) -> tuple[int, list[str], dict[str, Any]]:
+    """Layer, names and tensors of a decode; the tensors are in the arena with `empty`."""
     tensors = dict(request.tensors)
     if empty is not None:
         for name, tensor in request.tensors.items():
@@ -176,104 +113,18 @@ def arguments(request: Request, empty: Any) -> tuple[int, list[str], dict[str, A
 
 
 def backend_of(timings: Any) -> float:
-    """Seconds of the backend's stages, however a client spells them."""
+    """Seconds of the backend's stages; older clients spell them with hyphens."""
     stages = {name.replace("-", "_"): seconds for name, seconds in timings.items()}
     return float(sum(stages.get(name, 0.0) for name in BACKEND_STAGES))
 
 
 def make_way(target: Target, load: Load) -> Way:
+    """The way of a target's kind."""
     if target.kind in ("http", "road", "oip_http"):
-        return Raw(target, load)
+        return RawWay(target, load)
     if target.kind == "oip_grpc":
-        return inference.Rpc(target.port, load)
-    if target.kind in ("kernels", "process"):
+        return oip.GrpcWay(target.port, load)
+    if target.kind in ALONE:  # which imports CuPy
         made: Way = importlib.import_module("bench.driver.in_process").Alone(target.kind, load)
         return made
-    return Package(target, load)
-
-
-@dataclass(slots=True)
-class Worker:
-    """A process that drives ways. `root`: the version whose client package it imports."""
-
-    root: Path = ROOT
-    process: subprocess.Popen[bytes] = field(init=False)
-
-    def __post_init__(self) -> None:
-        path = [str(self.root / "client" / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "bench.driver.ways"],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-
-    def open(self, name: str, target: Target, load: Load) -> None:
-        """Prepare a way under a name; another one of that name is forgotten."""
-        self.ask("open", name, target, load)
-
-    def loop(self, name: str, count: int, limit_s: float) -> Run:
-        run: Run = self.ask("loop", name, count, limit_s)
-        return run
-
-    def crowd(self, name: str, connections: int, limit_s: float) -> float:
-        """Requests a second."""
-        per_second: float = self.ask("crowd", name, connections, limit_s)
-        return per_second
-
-    def ask(self, *command: Any) -> Any:
-        self.begin(*command)
-        return self.end()
-
-    def begin(self, *command: Any) -> None:
-        """Send a command; `end` is to be called before the next one."""
-        if self.process.stdin is None:
-            raise RuntimeError("a worker without its pipe: this is a bug")
-        pickle.dump(command, self.process.stdin)
-        self.process.stdin.flush()
-
-    def end(self) -> Any:
-        """The result of the command begun last; raises RuntimeError with the worker's traceback."""
-        if self.process.stdout is None:
-            raise RuntimeError("a worker without its pipe: this is a bug")
-        failed, result = pickle.load(self.process.stdout)
-        if failed:
-            raise RuntimeError(f"in a worker: {result}")
-        return result
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-        self.process.wait()
-
-
-def main() -> None:
-    """Carry out commands from standard input until it ends."""
-    commands, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed is no result
-    ways: dict[str, Way] = {}
-    while True:
-        try:
-            verb, name, *rest = pickle.load(commands)
-        except EOFError:
-            return
-        try:
-            if verb == "open":
-                ways.pop(name, None)
-                ways[name] = make_way(*rest)
-            result = None if verb == "open" else getattr(ways[name], verb)(*rest)
-            answer: tuple[bool, object] = (False, result)
-        except Exception:
-            answer = (True, traceback.format_exc())
-        pickle.dump(answer, results)
-        results.flush()
-
-
-if __name__ == "__main__":
-    main()
+    return PackageWay(target, load)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from bench.cases.attacks import ATTACKS, Attack
-from bench.driver.servers import ROOT
 from bench.neighbours import Service, beside, running
+from bench.provenance import ROOT
 
 pytestmark = pytest.mark.long
 

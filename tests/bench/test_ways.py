@@ -1,4 +1,4 @@
-"""Ways into the service, driven by a process of their own: against the bare echoes and for real."""
+"""Every way into the service, driven by a process of its own; and the report of its figures."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import pytest
 from attnd import Client
 
 from bench.cases.loads import Decode, Heads, fill
-from bench.driver.memory import family, memory
 from bench.driver.servers import Server, attnd, road_echo
-from bench.driver.ways import Kind, Target, Worker
+from bench.driver.startup import family, memory
+from bench.driver.ways import Kind, Target
+from bench.driver.worker import Worker
+from bench.report import REPORT, report
 
 HEADS = Heads(num_qo=4, num_kv=2, dim=16)
 DECODE = Decode(("a",), HEADS, kv_len=4, count=3)
@@ -28,24 +30,10 @@ def service() -> Iterator[Server]:
         yield server
 
 
-def test_frames_are_answered_by_their_echo_without_any_backend(worker: Worker) -> None:
-    with road_echo() as server:
-        worker.open("echo", Target("road", socket=server.socket), DECODE)
-        run = worker.loop("echo", 50, 30.0)
-        per_second = worker.crowd("echo", 4, 0.1)
-    assert len(run.samples) == 50
-    assert all(sample.backend_s == 0 for sample in run.samples)
-    assert per_second > 1
-
-
 @pytest.mark.parametrize(
-    "kind",
-    [
-        *("http", "client", "road", "session", "session_in_place"),
-        *("oip_http", "oip_grpc"),
-    ],
+    "kind", ["http", "client", "road", "session", "session_in_place", "oip_http", "oip_grpc"]
 )
-def test_every_way_decodes_and_tells_what_the_backend_took(
+def test_every_way_decodes_and_reports_the_backends_time(
     worker: Worker, service: Server, kind: Kind
 ) -> None:
     with Client(f"http://127.0.0.1:{service.port}") as client:
@@ -58,7 +46,15 @@ def test_every_way_decodes_and_tells_what_the_backend_took(
     assert worker.crowd(kind, 2, 0.1) > 0
 
 
-def test_what_fails_in_a_worker_is_raised_here_and_it_goes_on(worker: Worker) -> None:
+def test_the_echo_of_frames_has_no_backend(worker: Worker) -> None:
+    with road_echo() as server:
+        worker.open("echo", Target("road", socket=server.socket), DECODE)
+        run = worker.loop("echo", 50, 30.0)
+    assert len(run.samples) == 50
+    assert all(sample.backend_s == 0 for sample in run.samples)
+
+
+def test_a_workers_error_is_raised_here_and_the_worker_goes_on(worker: Worker) -> None:
     worker.open("nowhere", Target("road", socket="/nowhere"), DECODE)
     with pytest.raises(RuntimeError, match="No such file"):
         worker.loop("nowhere", 1, 1.0)
@@ -70,3 +66,7 @@ def test_the_memory_of_a_service_is_that_of_all_its_processes(service: Server) -
     processes = {one.name: one for one in map(memory, family(service.pid))}
     assert processes.keys() >= {"service", "service.engine", "service.doors.http"}
     assert all(0 < one.pss <= one.rss for one in processes.values())
+
+
+def test_the_report_shows_the_committed_results() -> None:
+    assert REPORT.read_text(encoding="utf-8") == report(), "run python -m bench.report"
