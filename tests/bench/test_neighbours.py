@@ -15,7 +15,7 @@ from bench.cases.attacks import ATTACKS, Attack
 from bench.neighbours import Service, beside, running
 from bench.provenance import ROOT
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.timing
 
 SECONDS = 1.0
 MAX_MS = 900.0

@@ -141,10 +141,10 @@ def test_retry_after_is_obeyed(kind: Kind) -> None:
 
 
 def test_the_fraction_in_the_document_goes_before_the_headers_whole_seconds(kind: Kind) -> None:
-    refusal = problem(429, "overloaded", {"retry-after": "1"}, retry_after_s=0.01)
+    refusal = problem(429, "overloaded", {"retry-after": "30"}, retry_after_s=0.01)
     began = time.monotonic()
     ask(kind, Script(refusal, APPENDED), "append", 0, ["a"], K, K)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
 
 
 def test_a_retry_after_beyond_the_bound_gives_the_error_at_once(kind: Kind) -> None:

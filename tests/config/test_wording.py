@@ -84,13 +84,13 @@ def test_no_error_of_a_field_is_in_a_librarys_words(operation: str, value: Any) 
 
 
 def test_names_of_any_length_are_refused_without_comparing_them_for_long() -> None:
-    began = time.monotonic()
+    began = time.process_time()
     for name in ("x" * 2_000_000, "window_lef" * 200_000):
         with pytest.raises(InvalidRequest, match="no such field"):
             validate(FIELDS["decode"], {**A, name: 1})
         with pytest.raises(InvalidRequest):
             validate(FIELDS["decode"], {**A, "cascade": name})
-    assert time.monotonic() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ def chain(depth: int) -> TokenPool:
     return pool
 
 
+@pytest.mark.timing
 def test_a_chain_of_forks_is_checked_in_pieces_and_in_linear_time() -> None:
     """Four times the depth takes about four times as long, and no piece takes long."""
     took = []

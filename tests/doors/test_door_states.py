@@ -187,7 +187,7 @@ def test_an_idle_door_drains_at_once(running: Running) -> None:
         began = time.monotonic()
         running.drain()
         running.thread.join(WAIT_S)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 5, "far below server.drain_timeout_s"
         assert peer.recv(1) == b"", "idle connections are closed"
 
 

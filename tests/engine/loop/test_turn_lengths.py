@@ -23,6 +23,8 @@ from service.operations.sequences import MAX_BATCH
 from service.processes.watchdog import Watchdog
 from tests.engine.harness import Asked, Caller, Refused, outcome, with_engine
 
+pytestmark = pytest.mark.timing
+
 GEOMETRY = PoolGeometry(2, 65536, 16, 1, 8, dtype="fp32")
 PAGE = GEOMETRY.page_size
 MAX_S = 0.15

@@ -360,6 +360,7 @@ TIMED: Final = ("get_sequence", "gather", "export_sequence", "renew_lease")
 ROUNDS: Final = 40
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("operation", TIMED)
 def test_an_id_of_another_namespace_takes_as_long_as_an_unknown_one(
     service: Service, blue: Ask, operation: str

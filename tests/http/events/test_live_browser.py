@@ -288,6 +288,7 @@ def test_a_page_that_changes_gets_a_ring_and_keeps_its_colour(
     assert shown <= {tuple(of["referenced"]), tuple(of["free"])}
 
 
+@pytest.mark.timing
 def test_a_hundred_thousand_pages_are_drawn_without_a_stutter(driver: Chrome) -> None:
     with serving(*HUNDRED_THOUSAND) as running, running.client() as client:
         driver.get(f"{running.url}/live")

@@ -175,6 +175,7 @@ def long_request(client: httpx.Client) -> httpx.Response:
     return client.post("/v1/append", content=body, headers={"content-type": JSON})
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("asked", [long_answer, long_request])
 def test_long_json_stalls_nobody(
     service: Service,
