@@ -20,6 +20,8 @@ from images import read_image, write_image
 from config.settings import AuthSettings, EngineSettings, ServerSettings, Settings
 from kernels.backend import PoolGeometry
 from service.engine.loop.engine import Engine
+from service.engine.loop.job import Job
+from service.engine.loop.scheduler import Scheduler
 from service.image.json_body import fields_text, read_header
 from service.image.reading import Layout, place, read_entry
 from service.image.writing import RESPONSE
@@ -357,15 +359,30 @@ async def three_sequences(caller: Caller) -> None:
     await caller.submit(append("b", 9, seed=5))
 
 
+def admit(scheduler: Scheduler, job: Job) -> None:
+    """Let a job wait for its turn."""
+    scheduler.queue.append(job.request.tenant.namespace, job)
+
+
+def run_round(scheduler: Scheduler) -> None:
+    """One round of an engine without sockets."""
+    if scheduler.expire():
+        scheduler.take_turns()
+    scheduler.launches.submit()
+    scheduler.long_work.run_slice()
+    scheduler.steps.advance()
+    scheduler.launches.reply()
+
+
 @contextmanager
 def no_turns(caller: Caller) -> Iterator[None]:
     """The engine receives calls, and gives turns to none of them before the end of the block."""
     scheduler = caller.engine.scheduler
-    setattr(scheduler, "round", lambda: None)  # noqa: B010
+    setattr(scheduler, "take_turns", lambda: None)  # noqa: B010
     try:
         yield
     finally:
-        delattr(scheduler, "round")
+        delattr(scheduler, "take_turns")
 
 
 async def held_back(caller: Caller, backend: FakeBackend, *every: Asked) -> list[Any]:

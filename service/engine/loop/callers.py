@@ -1,4 +1,4 @@
-"""Everyone who is connected to the engine: sessions accepted, listened to, answered, let go."""
+"""The engine's connections: sessions are accepted, read, answered and closed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from service.road.tcp import tune
 
 LOG: Final = logging.getLogger("attnd.engine")
 GREETING_S: Final = 10.0
-"""A connection that has not said HELLO by then is closed."""
+"""Longest time from a connection to its HELLO."""
 LEAST_UNGREETED: Final = 16
-"""So many connections may be about to say it, however few sessions there may be."""
+"""Minimum number of connections without HELLO that are kept open."""
 NO_STAGES: Final = (0.0,) * 6
 
 
@@ -48,20 +48,21 @@ class Callers:
         remote: socket.socket | None = None,
         share: float = 1.0,
     ) -> None:
-        """`remote`: where doors of other hosts come in over TCP; `share`: what one namespace may
-        have of server.max_sessions."""
-        self._most_of_one = max(1, int(server.max_sessions * share))
+        """Doors on other hosts connect to `remote` over TCP. `share`: the part of
+        server.max_sessions that one namespace may have."""
+        self._namespace_limit = max(1, int(server.max_sessions * share))
         self._listeners = [listener] if remote is None else [listener, remote]
         self._selector = selector
         self._server = server
         self._backend = backend
         self._state = State("ready", "ready")
         self._uids = frozenset(server.socket_uids)
-        self._sessions: set[Session] = set()
-        self._ungreeted: dict[Session, str] = {}
-        """Connections that have not said HELLO, oldest first, with their hosts' addresses. They do
-        not count as sessions, so they can keep nobody out."""
-        self._gone: list[Session] = []
+        self.sessions: set[Session] = set()
+        self.ungreeted: dict[Session, str] = {}
+        """Connections without HELLO, oldest first, with their hosts' addresses. They do not count
+        towards server.max_sessions, so they cannot take the place of sessions."""
+        self.ended: list[Session] = []
+        """Sessions to be closed."""
         self._number = 0
         self._spare = SpareDescriptor()
         self._config = SessionConfig(
@@ -78,15 +79,6 @@ class Callers:
             one.setblocking(False)
             selector.register(one, selectors.EVENT_READ, partial(self.accept, one))
 
-    @property
-    def count(self) -> int:
-        return len(self._sessions)
-
-    @property
-    def patience(self) -> float | None:
-        """How long nobody needs to be looked after."""
-        return 1.0 if self._ungreeted else None
-
     def accept(self, listener: socket.socket) -> None:
         """Accept a connection, unless it is not allowed. It becomes a session with its HELLO."""
         is_remote = listener.family != socket.AF_UNIX
@@ -94,20 +86,20 @@ class Callers:
             accepted = accept(listener)
         except OSError as error:
             LOG.warning("a connection could not be accepted: %s", error)
-            told = f"the engine cannot take connections: {error}"
-            self._spare.turn_away(listener, Overloaded(told, retry_after_s=1.0))
+            reason = f"the engine cannot accept connections: {error}"
+            self._spare.turn_away(listener, Overloaded(reason, retry_after_s=1.0))
             return
         if accepted is None:
             return
-        sock, who = accepted
-        if not may_connect(who, self._uids):
-            turn_away(sock, NotReady(f"user {who.uid} may not connect: see server.socket_uids"))
+        sock, peer = accepted
+        if not may_connect(peer, self._uids):
+            turn_away(sock, NotReady(f"user {peer.uid} may not connect: see server.socket_uids"))
             return
-        if len(self._ungreeted) >= max(LEAST_UNGREETED, self._server.max_sessions // 2):
-            oldest = oldest_of_most_crowded(self._ungreeted)
-            told = f"{len(self._ungreeted)} connections have not said HELLO, and more come"
-            oldest.refuse(Overloaded(f"{told}: say it at once", retry_after_s=1.0))
-            del self._ungreeted[oldest]
+        if len(self.ungreeted) >= max(LEAST_UNGREETED, self._server.max_sessions // 2):
+            oldest = oldest_of_most_crowded(self.ungreeted)
+            reason = f"{len(self.ungreeted)} connections have not sent HELLO, and more come"
+            oldest.refuse(Overloaded(f"{reason}: send it at once", retry_after_s=1.0))
+            del self.ungreeted[oldest]
             self._look_after(oldest)
         self._number += 1
         address = ""
@@ -115,35 +107,33 @@ class Callers:
             tune(sock)
             address = address_of_peer(sock)
         session = Session(
-            sock, self._number, self._config, self._state, who.pid, who.uid, is_remote=is_remote
+            sock, self._number, self._config, self._state, peer.pid, peer.uid, is_remote=is_remote
         )
-        self._sessions.add(session)
-        self._ungreeted[session] = address
+        self.sessions.add(session)
+        self.ungreeted[session] = address
         self._selector.register(session, selectors.EVENT_READ, session)
 
-    def ready(self, session: Session, mask: int) -> Sequence[Event]:
-        """What a session's socket is ready for: its new calls, in order."""
+    def read(self, session: Session, mask: int) -> Sequence[Event]:
+        """Serve a session whose socket is ready; its new calls, in order."""
         if mask & selectors.EVENT_WRITE:
             session.flush()
         events: Sequence[Event] = session.read() if mask & selectors.EVENT_READ else ()
-        if self._ungreeted and session.greeted:
-            self._ungreeted.pop(session, None)
+        if self.ungreeted and session.greeted:
+            self.ungreeted.pop(session, None)
         self._look_after(session)
         return events
 
-    def left(self) -> list[Call]:
-        """Calls of sessions that are over; nobody waits for them any more."""
-        if self._ungreeted:
-            self._close_silent()
-        if not self._gone:
-            return []
-        gone, self._gone = self._gone, []
+    def close_ended(self) -> list[Call]:
+        """Close the sessions that are over; their unanswered calls, whose callers have left."""
+        if self.ungreeted:
+            self._end_silent()
+        ended, self.ended = self.ended, []
         calls: list[Call] = []
-        for session in gone:
+        for session in ended:
             calls += session.live.values()
             self._selector.unregister(session)
-            self._sessions.discard(session)
-            self._ungreeted.pop(session, None)
+            self.sessions.discard(session)
+            self.ungreeted.pop(session, None)
             session.close()
         return calls
 
@@ -159,23 +149,23 @@ class Callers:
         session.fail(call, error, stages, needed=needed)
         self._look_after(session)
 
-    def tell(self, state: State) -> None:
-        """Push the engine's state to all."""
+    def send_state(self, state: State) -> None:
+        """Send the engine's state to all sessions."""
         self._state = state
-        for session in self._sessions:
+        for session in self.sessions:
             session.send_state(state)
             self._look_after(session)
 
     def beat(self) -> None:
-        """Tell doors that the engine is there."""
-        for session in self._sessions:
+        """Send the state to doors again, which shows that the engine is alive."""
+        for session in self.sessions:
             if session.greeted and session.standing.is_door:
                 session.send_state(self._state)
                 self._look_after(session)
 
     def check_keys(self) -> None:
-        """The keys were read again: sessions whose key is gone end."""
-        for session in self._sessions:
+        """The keys were read again: end sessions whose key was revoked."""
+        for session in self.sessions:
             try:
                 session.standing.renew()
             except Unauthorized as error:
@@ -183,27 +173,27 @@ class Callers:
                 self._look_after(session)
 
     def close(self, timeout_s: float) -> None:
-        """Send what is still to be sent, then let everyone go."""
+        """Send what is still to be sent, for `timeout_s` at most, then close all sessions."""
         ends = time.monotonic() + timeout_s
-        while any(one.wants_write and not one.ended for one in self._sessions):
+        while any(one.wants_write and not one.ended for one in self.sessions):
             if time.monotonic() > ends:
                 break
-            for session in self._sessions:
+            for session in self.sessions:
                 session.flush()
             time.sleep(0.001)
-        for session in self._sessions:
+        for session in self.sessions:
             session.close()
         for listener in self._listeners:
             listener.close()
         self._spare.close()
 
     def _look_after(self, session: Session) -> None:
-        """Note a session that is over; watch for room to write where something waits."""
+        """Note a session that is over; watch its socket for room to write where output waits."""
         if session.closed:
             return
         if session.ended:
-            if session not in self._gone:
-                self._gone.append(session)
+            if session not in self.ended:
+                self.ended.append(session)
                 LOG.debug("session %d (%s): %s", session.number, session.name, session.ended)
             return
         if session.wants_write != session.watched_for_room:
@@ -211,26 +201,27 @@ class Callers:
             room = selectors.EVENT_WRITE if session.wants_write else 0
             self._selector.modify(session, selectors.EVENT_READ | room, session)
 
-    def _close_silent(self) -> None:
+    def _end_silent(self) -> None:
+        """End connections that have not sent HELLO in time."""
         now = time.monotonic()
-        for session in self._ungreeted:
+        for session in self.ungreeted:
             if now - session.started > GREETING_S:
                 session.end(f"no HELLO within {GREETING_S:g} s")
                 self._look_after(session)
 
     def _make_room(self, namespace: str) -> None:
-        """Raises Overloaded where all sessions are taken, or the share of a namespace. Doors of
-        the service are not asked: there is always a place for them."""
-        greeted = [one for one in self._sessions if one.greeted]
+        """Raises Overloaded where all sessions, or the namespace's share of them, are taken. Not
+        called for doors of the service, which always have a place."""
+        greeted = [one for one in self.sessions if one.greeted]
         if len(greeted) >= self._server.max_sessions:
-            told = f"{len(greeted)} sessions are open: close some, or raise server.max_sessions"
-            raise Overloaded(told, retry_after_s=1.0)
+            reason = f"{len(greeted)} sessions are open: close some, or raise server.max_sessions"
+            raise Overloaded(reason, retry_after_s=1.0)
         others = [one for one in greeted if not one.standing.is_door]
         count = sum(one.standing.tenants[0].namespace == namespace for one in others)
-        if count >= self._most_of_one:
-            told = f"this namespace has {count} sessions, its share of server.max_sessions"
+        if count >= self._namespace_limit:
+            reason = f"this namespace has {count} sessions, its share of server.max_sessions"
             remedy = "close some, or raise engine.namespace_share"
-            raise Overloaded(f"{told}: {remedy}", retry_after_s=1.0)
+            raise Overloaded(f"{reason}: {remedy}", retry_after_s=1.0)
 
     def _pin(self, memory: memoryview) -> bool:
         if len(memory) > self._server.pinned_arena_bytes:
@@ -245,7 +236,7 @@ def oldest_of_most_crowded(ungreeted: Mapping[Session, str]) -> Session:
 
 
 def address_of_peer(sock: socket.socket) -> str:
-    """A remote host's address; empty where it has left already."""
+    """A remote host's address; empty where it has disconnected."""
     try:
         return str(sock.getpeername()[0])
     except OSError:

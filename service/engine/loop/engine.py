@@ -1,4 +1,4 @@
-"""The engine's loop: one thread that owns pool and device, waits on its sockets, and answers."""
+"""The engine's loop: one thread that owns pool and device, reads its sockets, and replies."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import selectors
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Final
+from typing import Any, Final
 
 from attnd.wire.dtypes import DTYPE_NAMES
 
@@ -28,7 +28,7 @@ from service.engine.loop.request import Request, RequestReader
 from service.engine.loop.scheduler import Scheduler
 from service.engine.loop.session_lanes import SessionLanes
 from service.engine.loop.slices import Pace
-from service.engine.loop.stats import QUIET_S, Telling
+from service.engine.loop.stats import QUIET_S, Stats
 from service.engine.selftest import self_test
 from service.engine.store.limits import Limits
 from service.engine.store.store import FATAL, Store
@@ -42,36 +42,36 @@ from service.operations.table import BY_NUMBER
 from service.processes.handed_files import ReadFile, from_disk
 from service.processes.watchdog import Watchdog
 from service.road.engine_end.admission import Admission
-from service.road.engine_end.calls import STEP_ROUTE, AskedArena, Call, Cancel, Event, Ready
+from service.road.engine_end.calls import STEP_ROUTE, Call, Cancel, Ready
 from service.road.messages import State
 from service.tenants import Tenant
 
 LOG: Final = logging.getLogger("attnd.engine")
-DRAINING: Final = "draining: admitted work is being finished, and no more is taken"
-STOPPED: Final = "stopped before the operation's turn came"
-CUT_OFF: Final = "stopped while the device was at the operation; it may have taken effect"
+DRAINING: Final = "draining: finishing accepted requests, accepting no new ones"
+STOPPED: Final = "the engine stopped before the operation's turn came"
+CUT_OFF: Final = "the engine stopped mid-operation; the change may have been applied"
 RATES: Final[dict[str, tuple[float, float]]] = {"cpu": (4e9, 2e10), "cuda": (2e12, 2e14)}
-"""First guesses of bytes and flops a second by backend; measurements correct them."""
+"""First guesses of bytes and flops per second by backend; measurements correct them."""
 SPIN_S: Final = 0.002
-"""A launch that takes longer is looked after every millisecond; until then all the time."""
+"""The loop polls without pause for launches younger than this, then every millisecond."""
 LEAST_RETRY_S: Final = 0.05
 MOST_RETRY_S: Final = 30.0
 BEAT_S: Final = 1.0
-"""Doors are told so often that the engine is there."""
+"""Interval between two state frames to doors, which show that the engine is alive."""
 UNSENT_SHARE: Final = 0.125
-"""Of what a session may leave unread: with more, its next call waits until it has read some."""
-LISTEN_S: Final = 0.005
-"""How long callers are read from before turns are given."""
+"""Share of a session's output limit: with more unread answers, its next call waits."""
+RECEIVE_S: Final = 0.005
+"""Longest time in a round for reading frames."""
 FREEING: Final = 4
 LEAST_FREEING: Final = 1024
-"""Operations that give pages back may wait beyond the depth of the queue: so many times that depth,
-and so many more."""
-LAST_WORDS_S: Final = 1.0
-"""How long the last answers may take to go out."""
+"""Operations that free pages may wait beyond the queue's depth: up to `FREEING` times that depth
+plus `LEAST_FREEING`."""
+LAST_ANSWERS_S: Final = 1.0
+"""Longest time for sending the last answers when the engine ends."""
 
 
 def make_info(backend: Backend, settings: Settings) -> InfoAnswer:
-    """What the service says of itself; the checks of requests rest on it."""
+    """The service's description of itself; the checks of requests rest on it."""
     server = settings.server
     limits = LimitsAnswer(
         max_body_bytes=server.max_body_bytes,
@@ -106,8 +106,8 @@ class Engine:
         remote: socket.socket | None = None,
         read_file: ReadFile = from_disk,
     ) -> None:
-        """`secret` is what doors of the service show; those of other hosts come in at `remote`.
-        `read_file` gives the contents of the key file. Raises `KeysError`."""
+        """`secret` authenticates the service's own doors; doors on other hosts connect to `remote`.
+        `read_file` returns the contents of the key file. Raises `KeysError`."""
         self.info = make_info(backend, settings)
         self.state = State("ready", "ready")
         self.scheduler: Scheduler
@@ -136,7 +136,7 @@ class Engine:
         self._reader = RequestReader(self.info)
         self._unread: dict[tuple[Operation, Tenant], Request] = {}
         self._jobs: dict[Call, Job] = {}
-        self._telling = Telling(metrics, self.store)
+        self._stats = Stats(metrics, self.store)
         self._selector = selectors.DefaultSelector()
         self._admission = Admission(keys_of(settings.auth, read_file), secret)
         self.callers = Callers(
@@ -150,13 +150,13 @@ class Engine:
             remote,
             share,
         )
-        self._woken, self._wake = os.pipe()
-        os.set_blocking(self._woken, False)
-        os.set_blocking(self._wake, False)
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._awake)
         self._beat_due = 0.0
         self._drain_ends: float | None = None
-        self._asked_to_drain = self._asked_to_read_keys = False
+        self._must_drain = self._must_read_keys = False
 
     @property
     def num_admitted(self) -> int:
@@ -164,141 +164,133 @@ class Engine:
         return len(self._jobs)
 
     def drain(self) -> None:
-        """Take no more calls, finish what is admitted, and end; from any thread, or a signal."""
-        self._asked_to_drain = True
-        with suppress(OSError):  # it has ended already
-            os.write(self._wake, b"\0")
+        """Accept no more calls, finish those accepted, and end; from any thread, or a signal."""
+        self._must_drain = True
+        self._wake()
 
     def read_keys_again(self) -> None:
-        """The file of keys has changed; from any thread, or a signal."""
-        self._asked_to_read_keys = True
-        with suppress(OSError):
-            os.write(self._wake, b"\0")
+        """The key file has changed; from any thread, or a signal."""
+        self._must_read_keys = True
+        self._wake()
 
     def watch(self, fd: int, ready: Callable[[], object]) -> None:
         """Call `ready` whenever `fd` can be read."""
         self._selector.register(fd, selectors.EVENT_READ, ready)
 
     def run(self) -> None:
-        """Until drained."""
+        """Serve until drained."""
         self._metrics.build(__version__, self._backend.name)
-        self._telling.tell_pool()
+        self._stats.record_pool()
         gc.collect()
         gc.freeze()  # what the start made stays out of later collections
-        told = self.info
-        LOG.info("ready: %s on %s, %d pages", told.backend, told.device, told.num_pages)
+        info = self.info
+        LOG.info("ready: %s on %s, %d pages", info.backend, info.device, info.num_pages)
         try:
-            while not self._is_over():
-                began = self._listen()
-                started = time.monotonic()
-                self._watchdog.note("reading of frames", started - began)
-                self.scheduler.round()
-                if self._lanes:
-                    self._lanes.look_after()
-                self._watchdog.passed(self._rest(started) - began)
+            while self._drain_ends is None or not self._is_drained(self._drain_ends):
+                self._round()
         except FATAL as error:
-            self._lose(f"lost: {error}: restart the service")
+            self._mark_lost(f"lost: {error}: restart the service")
             raise
         except Exception as error:
             LOG.exception("the engine failed: this is a bug")
-            self._lose(f"lost: the engine failed: {error}")
+            self._mark_lost(f"lost: the engine failed: {error}")
             raise
         finally:
-            self._tell()
-            self.callers.close(LAST_WORDS_S)
+            self._record()
+            self.callers.close(LAST_ANSWERS_S)
             self._selector.close()
-            os.close(self._woken)
-            os.close(self._wake)
+            os.close(self._wake_reader)
+            os.close(self._wake_writer)
 
-    # What comes in.
-
-    def _listen(self) -> float:
-        """Wait until there is something to do, and take in what has come, for `LISTEN_S` at most;
-        when the waiting was over."""
-        ready = self._selector.select(self._patience())
+    def _round(self) -> None:
+        """One turn of the loop: all that the engine does, in order."""
+        scheduler = self.scheduler
+        ready = self._selector.select(self._wait_s())
         began = time.monotonic()
+        for call in self._receive(ready, began):
+            self._admit(call)  # it waits in its namespace's line
+        received = time.monotonic()
+        scheduler.launches.reply()  # to launches that are done
+        if scheduler.expire():  # idle sequences, leases and pins
+            scheduler.take_turns()  # handlers prepare work; attention of one kind is grouped
+        scheduler.launches.submit()  # the group, to the device
+        if scheduler.long_work.count:
+            scheduler.long_work.run_slice()
+        if scheduler.steps.count or scheduler.steps.num_aborted:
+            scheduler.steps.advance()  # through their layers
+        scheduler.launches.reply()
+        if self._lanes.by_session:
+            self._lanes.serve()  # device arenas, to sessions
+        self._account(began, received)
+
+    # Receive.
+
+    def _wait_s(self) -> float | None:
+        """Seconds to wait for sockets: none while calls that come could join work in hand."""
+        scheduler = self.scheduler
+        if (oldest := scheduler.oldest_start) is not None:
+            return 1e-3 if time.monotonic() - oldest > SPIN_S else 0.0
+        if scheduler.is_busy:
+            return 0.0 if scheduler.steps.is_young else 1e-3
+        if self._stats.replies:
+            return QUIET_S
+        if scheduler.steps.num_aborted:
+            return FREE_S
+        ends = min(self.store.next_end, self._beat_due)
+        left = max(0.0, ends - time.monotonic())
+        return min(left, 1.0) if self.callers.ungreeted else left
+
+    def _receive(self, ready: list[Any], began: float) -> Iterator[Call]:
+        """The calls that have come, read for `RECEIVE_S` at most; handles everything else."""
         if began >= self._beat_due:
             self._beat_due = began + BEAT_S
             self.callers.beat()
-        if not ready and self._telling:
-            self._tell()
+        if not ready and self._stats.replies:
+            self._record()
         for number, (key, mask) in enumerate(ready):
-            if number and time.monotonic() - began > LISTEN_S:
-                break  # the others are ready again the next time
-            if key.fd == self._woken:
-                os.read(self._woken, 4096)
-            elif key.data is None or callable(key.data):
-                if key.data is not None:
-                    key.data()
-            else:
-                for event in self.callers.ready(key.data, mask):
-                    self._take(event)
-        for call in self.callers.left():
-            self._cancel(call)
-        if self._asked_to_drain and self._drain_ends is None:
-            self._begin_drain()
-        if self._asked_to_read_keys:
-            self._asked_to_read_keys = False
-            self._admission.keys = read_again(
-                self._settings.auth, self._admission.keys, self._read_file
-            )
-            self.callers.check_keys()
-        return began
-
-    def _take(self, event: Event) -> None:
-        """What a session says."""
-        match event:
-            case Call():
-                self._admit(event)
-            case Cancel():
-                self._cancel(event.call)
-            case Ready():
-                self._run_layer(event)
-            case AskedArena():
-                self._lanes.asked(event)
+            if number and time.monotonic() - began > RECEIVE_S:
+                break  # the others are still ready in the next round
+            if callable(key.data):
+                key.data()
+                continue
+            for event in self.callers.read(key.data, mask):
+                if isinstance(event, Call):
+                    yield event
+                elif isinstance(event, Cancel):
+                    self._cancel(event.call)
+                elif isinstance(event, Ready):
+                    self._run_layer(event)
+                else:
+                    self._lanes.request_arena(event)
+        if self.callers.ended or self.callers.ungreeted:
+            for call in self.callers.close_ended():
+                self._cancel(call)
 
     def _run_layer(self, event: Ready) -> None:
         """A layer of a step in host memory."""
         job = self._jobs.get(event.call)
         if job is not None and self.scheduler.steps.layer(job, event.layer) is None:
-            self._lanes.tell_done(event.call, event.layer)
-
-    def _patience(self) -> float | None:
-        """Seconds to wait for sockets: none while there is work that they could join."""
-        scheduler = self.scheduler
-        if not scheduler.busy:
-            if self._telling:
-                return QUIET_S
-            return FREE_S if scheduler.steps.any_spoilt else self._idle_patience()
-        if scheduler.steps_only and not scheduler.steps.is_young:
-            return 1e-3
-        return 1e-3 if scheduler.flight_s > SPIN_S else 0.0
-
-    def _idle_patience(self) -> float:
-        """Seconds until time alone changes something, with nothing else to do."""
-        ends = min(self.store.next_end, self._beat_due)
-        left = max(0.0, ends - time.monotonic())
-        patience = self.callers.patience
-        return left if patience is None else min(left, patience)
+            self._lanes.send_done(event.call, event.layer)
 
     def _admit(self, call: Call) -> None:
-        """Let a call wait for its turn, or answer it with what speaks against it. Its request is
-        read when its turn comes: that may take longer than all else, and is its namespace's time.
+        """Let a call wait for its turn, or refuse it. Its request is read when its turn comes: that
+        may take longer than all else, and is charged to its namespace.
         """
         operation = STEP if call.operation == STEP_ROUTE else BY_NUMBER[call.operation]
-        tenant = call.tenant
+        tenant, queue = call.tenant, self.scheduler.queue
         try:
             if self.state.state != "ready":
                 self._metrics.rejected("not_ready")
                 raise NotReady(self.state.reason)
-            depth = self.scheduler.depth(tenant.namespace)
+            depth = queue.depth(tenant.namespace)
             if depth >= self._settings.server.queue_depth:
                 self._refuse_overload(operation.frees, depth)
             if operation is STEP:
                 self._lanes.check(call)
         except AttndError as error:
             self.callers.fail(call, error)
-            self._count_refused(call, operation.name, error)
+            if not call.session.standing.is_door:
+                self._metrics.observe(operation.name, kind_of(error).code, 0.0)
             return
         unread = self._unread.get((operation, tenant))
         if unread is None:
@@ -306,13 +298,32 @@ class Engine:
         now = time.monotonic()
         job = Job(unread, call, now, now + call.deadline_s, is_unread=True)
         self._jobs[call] = job
-        self.scheduler.admit(job)
+        queue.append(tenant.namespace, job)
+
+    def _refuse_overload(self, frees: bool, depth: int) -> None:
+        """Raises Overloaded: the queue is full. Operations that free pages have a higher limit."""
+        limit = self._settings.server.queue_depth
+        if frees and depth < FREEING * limit + LEAST_FREEING:
+            return
+        self._metrics.rejected("overloaded")
+        retry_s = 0.5 * limit * self._stats.seconds_per_operation
+        raise Overloaded(
+            f"{depth} operations are waiting: retry later, send larger batches, "
+            "or raise server.queue_depth",
+            retry_after_s=round(min(max(retry_s, LEAST_RETRY_S), MOST_RETRY_S), 3),
+        )
+
+    def _cancel(self, call: Call) -> None:
+        job = self._jobs.get(call)
+        if job is not None:
+            self.scheduler.cancel(job)
 
     def _read(self, job: Job) -> bool:
-        """Read on in a job's request; whether it is read now. Raises the refusal.
+        """Read on in a job's request, for a slice at most; whether it is read now. Raises the
+        refusal.
 
-        A session that has much to read of earlier answers first reads those: a door, which calls
-        for many, would be dropped with all that it has in flight.
+        A session with many unread answers first reads those: a door has many calls in flight, and
+        would lose them all if its output limit were reached.
         """
         call: Call = job.token
         output = call.session.output
@@ -322,45 +333,27 @@ class Engine:
             try:
                 next(job.reading)
             except StopIteration as end:
-                found = end.value
+                request = end.value
             else:
                 return False
         elif call.operation == STEP_ROUTE:
-            found = self._lanes.read(STEP, call)
+            request = self._lanes.read(STEP, call)
         else:
-            found = self._reader.read(job.request.operation, call)
-            if not isinstance(found, Request):
-                job.reading = found
+            request = self._reader.read(job.request.operation, call)
+            if not isinstance(request, Request):
+                job.reading = request
                 return False
-        job.request, job.is_unread, job.reading = found, False, None
+        job.request, job.is_unread, job.reading = request, False, None
         return True
 
-    def _refuse_overload(self, frees: bool, waiting: int) -> None:
-        """The queue is full: only what gives pages back is still let in, up to a limit, too."""
-        depth = self._settings.server.queue_depth
-        if frees and waiting < FREEING * depth + LEAST_FREEING:
-            return
-        self._metrics.rejected("overloaded")
-        half = 0.5 * depth * self._telling.seconds_per_operation
-        raise Overloaded(
-            f"{waiting} operations wait already: retry later, send larger batches, "
-            "or raise server.queue_depth",
-            retry_after_s=round(min(max(half, LEAST_RETRY_S), MOST_RETRY_S), 3),
-        )
-
-    def _cancel(self, call: Call) -> None:
-        job = self._jobs.get(call)
-        if job is not None:
-            self.scheduler.cancel(job)
-
-    # What goes out.
+    # Reply, and account for it.
 
     def _reply(self, job: Job) -> None:
-        """One answer."""
+        """Send a job's one answer."""
         call: Call = job.token
         del self._jobs[call]
-        stages = job.seconds.stages
-        error = job.error
+        spent, error = job.seconds, job.error
+        stages = spent.queue, spent.plan, spent.copy_in, spent.kernel, spent.copy_out, spent.encode
         if error is None:
             request = job.request
             status, length = request.operation.status, request.place.length
@@ -368,63 +361,72 @@ class Engine:
         else:
             needed = error.needed if isinstance(error, DoesNotFit) else 0
             self.callers.fail(call, error, stages, needed)
-        self._telling.add(job)
+        self._stats.add(job)
 
-    def _rest(self, started: float) -> float:
-        """A round is over: what is counted is counted now, or when nothing comes for a while; when
-        the round was over."""
-        now = time.monotonic()
-        if not self._telling:
-            self._tell_load()
-        elif self._telling.is_due(now, now - started):
-            self._tell()
-            now = time.monotonic()
-        return now
+    def _account(self, began: float, received: float) -> None:
+        """End a round: record what was answered, or leave it until no call has come for a while."""
+        now, stats = time.monotonic(), self._stats
+        if not stats.replies:
+            self._record_load()
+        else:
+            stats.spent_s += now - received
+            if stats.is_due(now):
+                self._record()
+                now = time.monotonic()
+        self._watchdog.note("reading of frames", received - began)
+        self._watchdog.passed(now - began)
 
-    def _tell(self) -> None:
-        """Count what was answered."""
-        self.scheduler.learn()
-        self._telling.tell()
-        self._tell_load()
+    def _record(self) -> None:
+        """Record the answers since the last time in metrics and pace."""
+        self.scheduler.launches.learn()
+        self._stats.record()
+        self._record_load()
 
-    def _tell_load(self) -> None:
+    def _record_load(self) -> None:
         self._metrics.load(len(self._jobs), self.scheduler.num_waiting)
-        self._metrics.sessions(self.callers.count)
+        self._metrics.sessions(len(self.callers.sessions))
 
-    def _count_refused(self, call: Call, name: str, error: AttndError) -> None:
-        if not call.session.standing.is_door:
-            self._metrics.observe(name, kind_of(error).code, 0.0)
+    # Wake up, and end.
 
-    # The end.
+    def _wake(self) -> None:
+        with suppress(OSError):  # the engine has ended
+            os.write(self._wake_writer, b"\0")
 
-    def _begin_drain(self) -> None:
-        self._drain_ends = time.monotonic() + self._settings.server.drain_timeout_s
-        self.state = State("draining", DRAINING)
-        self.callers.tell(self.state)
+    def _awake(self) -> None:
+        """Do what another thread or a signal has asked for."""
+        os.read(self._wake_reader, 4096)
+        if self._must_drain and self._drain_ends is None:
+            self._drain_ends = time.monotonic() + self._settings.server.drain_timeout_s
+            self.state = State("draining", DRAINING)
+            self.callers.send_state(self.state)
+        if self._must_read_keys:
+            self._must_read_keys = False
+            self._admission.keys = read_again(
+                self._settings.auth, self._admission.keys, self._read_file
+            )
+            self.callers.check_keys()
 
-    def _is_over(self) -> bool:
-        if self._drain_ends is None:
-            return False
-        if not self.scheduler.busy:
+    def _is_drained(self, ends: float) -> bool:
+        """Whether all accepted calls have answers; those that have none in time are refused."""
+        if not self.scheduler.is_busy:
             return True
-        if time.monotonic() < self._drain_ends:
+        if time.monotonic() < ends:
             return False
-        given_up = len(self._jobs)
         timeout = self._settings.server.drain_timeout_s
-        LOG.error("drain: %d operations were not done in %g s", given_up, timeout)
+        LOG.error("drain: %d operations were not done in %g s", len(self._jobs), timeout)
         self.scheduler.give_up(NotReady(STOPPED))
         self._fail_all(NotReady(CUT_OFF))
         return True
 
-    def _lose(self, reason: str) -> None:
-        """Nothing can be served any more: say so to all who wait."""
+    def _mark_lost(self, reason: str) -> None:
+        """Pool or device cannot be trusted any more: refuse all waiting calls with the reason."""
         LOG.error("%s", reason)
         self.state = State("lost", reason)
         self._fail_all(NotReady(reason))
-        self.callers.tell(self.state)
+        self.callers.send_state(self.state)
 
     def _fail_all(self, error: AttndError) -> None:
         for job in list(self._jobs.values()):
             job.error = error
             self._reply(job)
-        self._tell()
+        self._record()

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Line(Generic[T]):
+class NamespaceLine(Generic[T]):
     """The items of one namespace, in order, and the engine's time that it has used, in seconds."""
 
     __slots__ = ("items", "used")
@@ -24,39 +24,50 @@ class FairQueue(Generic[T]):
     many, nor one with cheap items for one with expensive ones.
 
     Turns go to the line that has used the least time, and round among lines that have used the
-    same (start-time fair queueing, Goyal et al. 1996). A line that was empty begins where the line
-    that was served last stands: nobody saves time up. `count` is how many items wait in all.
+    same (start-time fair queueing, Goyal et al. 1996). A line that was empty starts with the time
+    of the line that was served last, so an idle namespace saves no time up. `count` is the number
+    of items in all lines.
     """
 
     __slots__ = ("_is_chosen", "_lines", "_now", "_order", "count")
 
     def __init__(self) -> None:
-        self._lines: dict[str, Line[T]] = {}
+        self._lines: dict[str, NamespaceLine[T]] = {}
         """Empty ones stay: there are as many as namespaces."""
-        self._order: deque[Line[T]] = deque()
+        self._order: deque[NamespaceLine[T]] = deque()
         """The lines that are not empty, in the order of their turns."""
         self._now = 0.0
         """Time used by the line that was served last, before that turn."""
         self._is_chosen = False
-        """Whether the first line is the one whose turn it is; it stays so until the turn ends,
-        whatever is charged meanwhile."""
+        """Whether the first line has the turn; it keeps it until the turn ends, whatever is charged
+        meanwhile."""
         self.count = 0
 
     def __iter__(self) -> Iterator[T]:
         return (item for line in self._lines.values() for item in line.items)
 
     def depth(self, namespace: str) -> int:
-        """How many items of a namespace wait."""
+        """Number of items of a namespace."""
         line = self._lines.get(namespace)
         return 0 if line is None else len(line.items)
 
-    def append(self, namespace: str, item: T) -> None:
-        """To the end of its namespace's line."""
-        self._joined(namespace).items.append(item)
+    def append(self, namespace: str, item: T, *, first: bool = False) -> None:
+        """Add an item at the end of its namespace's line, or as its `first`."""
+        line = self._lines.get(namespace)
+        if line is None:
+            line = self._lines[namespace] = NamespaceLine()
+        if not line.items:
+            line.used = max(line.used, self._now)
+            self._order.append(line)
+        self.count += 1
+        if first:
+            line.items.appendleft(item)
+        else:
+            line.items.append(item)
 
     def put_back(self, namespace: str, item: T) -> None:
-        """An item that was taken and cannot go on: to the front of its line."""
-        self._joined(namespace).items.appendleft(item)
+        """Return an item that cannot go on to the front of its line."""
+        self.append(namespace, item, first=True)
 
     def charge(self, namespace: str, seconds: float) -> None:
         """Count time that the engine has spent for a namespace."""
@@ -65,7 +76,7 @@ class FairQueue(Generic[T]):
             line.used += seconds
 
     def first(self) -> T:
-        """Whose turn it is. Raises IndexError when nobody waits."""
+        """The item whose turn it is. Raises IndexError when the queue is empty."""
         if not self._is_chosen:
             if len(self._order) > 1:
                 self._choose()
@@ -94,7 +105,7 @@ class FairQueue(Generic[T]):
         order.rotate(-1)
 
     def remove(self, namespace: str, item: T) -> bool:
-        """Take an item out; whether it was there."""
+        """Take an item out; False if it is not in the queue."""
         line = self._lines.get(namespace)
         if line is None:
             return False
@@ -109,7 +120,7 @@ class FairQueue(Generic[T]):
         return True
 
     def _choose(self) -> None:
-        """Bring the line whose turn it is to the front: the first of those that used the least."""
+        """Bring the line that has used the least time to the front."""
         order = self._order
         least, at = order[0].used, 0
         for index, line in enumerate(order):
@@ -117,14 +128,3 @@ class FairQueue(Generic[T]):
                 least, at = line.used, index
         if at:
             order.rotate(-at)
-
-    def _joined(self, namespace: str) -> Line[T]:
-        """The line of a namespace, which is about to get one more."""
-        line = self._lines.get(namespace)
-        if line is None:
-            line = self._lines[namespace] = Line()
-        if not line.items:
-            line.used = max(line.used, self._now)
-            self._order.append(line)
-        self.count += 1
-        return line

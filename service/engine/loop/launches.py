@@ -1,6 +1,6 @@
-"""Launches: jobs that go to the device together, those in flight, and what happens when one fails.
+"""Launches: jobs that go to the device together, and what happens when one fails.
 
-Replies of launches go out in order, so all that is not settled yet can still be undone and run
+Replies of launches go out in order, so whatever is not answered yet can still be undone and run
 again.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kernels.backend import Pending
+from kernels.backend import Attend, Pending
 from service.engine.handlers.table import turn_of
 from service.engine.loop.errors import refusal_of
 from service.engine.loop.job import Alone, Answered, Cost, Grouped, Job, Sliced
@@ -36,7 +36,7 @@ class Launch:
 
     @property
     def done(self) -> bool:
-        """Known without waiting."""
+        """Whether `finish` returns without waiting."""
         if self.pending is not None and not self.pending.done:
             return False
         for job in self.jobs:
@@ -46,7 +46,7 @@ class Launch:
         return True
 
     def finish(self) -> None:
-        """Complete the jobs' answers; the launch is done, or this waits for it."""
+        """Complete the jobs' answers, after waiting for the device where it is not done."""
         result: Any = () if self.pending is None else self.pending.result()
         taken = 0
         for job in self.jobs:
@@ -56,7 +56,7 @@ class Launch:
                     taken += len(attends)
                 case Alone():
                     job.work.finish(result)
-                case _:  # nothing was left to do, or its error is the answer
+                case _:  # the answer is complete, or an error
                     continue
             if self.pending is not None:
                 spent = self.pending.seconds
@@ -68,46 +68,32 @@ class Launch:
 
 
 @dataclass(slots=True)
-class Landed:
-    """What is to be learned from a launch of attention that is done."""
+class Sample:
+    """A launch of attention as it was measured: `num_jobs` shared it, with `num_rows` of queries.
 
-    num_rows: int = 0
-    """Of queries."""
-    cost: Cost | None = None
-    """Of all that had the device alone, and took `seconds`."""
-    seconds: float = 0.0
-    num_jobs: int = 0
-    """That shared the launch."""
+    `was_alone`: nothing else was on the device, so that `cost` took these `seconds`.
+    """
 
-
-def landed_of(launch: Launch, was_alone: bool) -> Landed | None:
-    """None where nothing attended. `was_alone`: nothing else was on the device."""
-    landed = Landed(seconds=launch.finished - launch.started)
-    num_bytes = flops = 0.0
-    for job in launch.jobs:
-        work = job.work
-        if isinstance(work, Grouped):
-            landed.num_jobs += 1
-            num_bytes += work.cost.num_bytes
-            flops += work.cost.flops
-            for attend in work.attends:
-                landed.num_rows += attend.q.shape[0]
-    if was_alone:
-        landed.cost = Cost(num_bytes, flops)
-    return landed if landed.num_jobs else None
+    num_jobs: int
+    num_rows: int
+    cost: Cost
+    seconds: float
+    was_alone: bool
 
 
 class Launches:
-    """The group that gathers, and the launches before it. `begin` gives a job its turn (again);
-    `answer` is told of jobs that are settled, `charge` how long the device was at each. A group
-    takes in about a slice of work. Methods raise `FATAL`."""
+    """The group of jobs that gathers, and the launches in flight before it.
+
+    `begin` gives a job its turn (again); `answer` gets jobs that are over, `charge` the seconds of
+    the device for each. A group takes about a slice of work. Methods raise `FATAL`.
+    """
 
     def __init__(
         self,
         store: Store,
         metrics: Metrics,
         begin: Callable[[Job], None],
-        answer: Callable[[Iterable[Job]], None],
+        answer: Callable[[Job], None],
         charge: Callable[[Job, float], None],
     ) -> None:
         self._store = store
@@ -115,42 +101,29 @@ class Launches:
         self._begin = begin
         self._answer = answer
         self._charge = charge
-        self._group: list[Job] = []
+        self.group: list[Job] = []
         self._group_s = 0.0
-        """What the group is thought to take."""
-        self._free_at = 0.0
-        """When the device was done with the latest launch, as far as that is known."""
-        self._sharing: Hashable | None = None
+        """Estimated seconds of the group."""
+        self.sharing: Hashable | None = None
+        """The kind of launch that the group needs: `sharing_of` its jobs."""
         self.is_closed = False
-        """The group takes nobody in any more."""
-        self._flying: deque[Launch] = deque()
-        self._landed: list[Landed] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._group or self._flying)
-
-    @property
-    def started(self) -> float | None:
-        """When the oldest launch in flight went out; None while there is none."""
-        return self._flying[0].started if self._flying else None
+        """Whether the group takes no more jobs."""
+        self.in_flight: deque[Launch] = deque()
+        """Launches on the device, oldest first."""
+        self._free_at = 0.0
+        """When the device finished the latest launch."""
+        self._samples: list[Sample] = []
 
     @property
     def jobs(self) -> list[Job]:
         """All that may yet be undone and run again, oldest first."""
-        return [job for launch in self._flying for job in launch.jobs] + self._group
-
-    def has_room(self, sharing: Hashable | None) -> bool:
-        """Let a job with this `sharing` into the group, which goes out first if the two do not go
-        together; False when the device has to finish something before."""
-        if sharing is None or self._sharing in (None, sharing):
-            return True
-        return self.submit()
+        return [job for launch in self.in_flight for job in launch.jobs] + self.group
 
     def add(self, job: Job, sharing: Hashable | None) -> None:
         """A job that has had its turn joins the group."""
-        self._group.append(job)
+        self.group.append(job)
         if sharing is not None and job.error is None:
-            self._sharing = sharing
+            self.sharing = sharing
         if type(job.work) is Grouped:
             pace = self._store.pace
             self._group_s += pace.seconds("attend", job.work.cost)
@@ -158,37 +131,38 @@ class Launches:
                 self.is_closed = True
 
     def close_group(self) -> None:
-        """Those of the group wait for nobody else."""
-        self.is_closed = bool(self._group)
+        """Take no more jobs into the group."""
+        self.is_closed = bool(self.group)
 
     def submit(self) -> bool:
-        """Hand the group to the device; False while that is full of launches."""
-        if not self._group:
+        """Start the group on the device; False while the device has `MAX_IN_FLIGHT` launches."""
+        group = self.group
+        if not group:
             return True
-        self.settle()
-        if len(self._flying) >= MAX_IN_FLIGHT:
+        self.reply()
+        if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
         started = time.monotonic()
         try:
-            pending = self._start(self._group)
+            pending = self._start(group)
         except FATAL:
             raise
         except Exception as error:
             self._replay(error)
             return True
-        self._flying.append(Launch(self._group, pending, started))
-        self._empty_group()
-        self.settle()
+        self.in_flight.append(Launch(group, pending, started))
+        self.group, self._group_s, self.sharing, self.is_closed = [], 0.0, None, False
+        self.reply()
         return True
 
-    def settled(self) -> bool:
-        """Submit what there is; whether every launch is answered."""
-        return self.submit() and not self._flying
+    def drained(self) -> bool:
+        """Submit the group; whether every launch is answered."""
+        return self.submit() and not self.in_flight
 
-    def settle(self) -> None:
+    def reply(self) -> None:
         """Answer the launches that are done, oldest first."""
-        while self._flying and self._flying[0].done:
-            launch = self._flying[0]
+        while self.in_flight and self.in_flight[0].done:
+            launch = self.in_flight[0]
             try:
                 launch.finish()
             except FATAL:
@@ -197,42 +171,14 @@ class Launches:
                 launch.pending = None
                 self._replay(error)
                 return
-            self._flying.popleft()
-            self._account(launch)
-            self._answer(launch.jobs)
-            landed = landed_of(launch, not self._flying)
-            if landed is not None:
-                self._landed.append(landed)
-                if landed.seconds > self._store.pace.slice_s:
-                    self.learn()  # before others like it are let in
-
-    def _empty_group(self) -> None:
-        self._group, self._group_s, self._sharing, self.is_closed = [], 0.0, None, False
-
-    def _account(self, launch: Launch) -> None:
-        """Charge the jobs of a launch that is done for the device's time, in equal shares."""
-        spent = launch.finished - max(launch.started, self._free_at)
-        self._free_at = launch.finished
-        for job in launch.jobs:
-            self._charge(job, spent / len(launch.jobs))
-
-    def learn(self) -> None:
-        """Count the launches of attention since the last time; those that had the device alone
-        correct the estimates. Jobs that share a launch may take less together than each alone, so
-        those only tell that estimates were too low."""
-        landed, self._landed = self._landed, []
-        for one in landed:
-            self._metrics.batch(one.num_rows)
-            if one.cost is not None and self._tells(one, one.cost):
-                self._store.pace.correct("attend", one.cost, one.seconds)
-
-    def _tells(self, landed: Landed, cost: Cost) -> bool:
-        """Whether estimates are corrected by a launch: of one job always."""
-        pace = self._store.pace
-        if landed.num_jobs == 1:
-            return True
-        is_late = landed.seconds > max(pace.slice_s, pace.seconds("attend", cost))
-        return is_late and not pace.is_short(cost)
+            self.in_flight.popleft()
+            jobs, began = launch.jobs, max(launch.started, self._free_at)
+            self._free_at = launch.finished
+            share_s = (launch.finished - began) / len(jobs)
+            for job in jobs:
+                self._charge(job, share_s)
+                self._answer(job)
+            self._take_sample(launch)
 
     def uses(self, names: set[str]) -> bool:
         """Whether what may yet be undone and run again reads or writes one of these sequences."""
@@ -245,27 +191,67 @@ class Launches:
         return False
 
     def _start(self, jobs: list[Job]) -> Any:
-        """The device work of jobs that go together: one launch, or none (None)."""
+        """Start the device work of jobs that go together: one launch, or none (None)."""
+        attends: list[Attend] = []
         for job in jobs:
-            if isinstance(job.work, Alone):  # then no other of them has a share in a launch
+            if type(job.work) is Grouped:
+                attends += job.work.attends
+            elif isinstance(job.work, Alone):  # then no other job of them has a launch
                 return job.work.start()
-        attends = [attend for job in jobs for attend in job.attends]
-        if not attends:
-            return None
-        return self._store.backend.attend(attends)
+        return self._store.backend.attend(attends) if attends else None
+
+    # What launches teach about the device's pace.
+
+    def _take_sample(self, launch: Launch) -> None:
+        """Keep what a launch of attention measured; learn at once from one longer than a slice."""
+        num_jobs = num_rows = 0
+        num_bytes = flops = 0.0
+        for job in launch.jobs:
+            if type(work := job.work) is Grouped:
+                num_jobs += 1
+                num_bytes += work.cost.num_bytes
+                flops += work.cost.flops
+                for attend in work.attends:
+                    num_rows += attend.q.shape[0]
+        if not num_jobs:
+            return
+        seconds = launch.finished - launch.started
+        cost = Cost(num_bytes, flops)
+        self._samples.append(Sample(num_jobs, num_rows, cost, seconds, not self.in_flight))
+        if seconds > self._store.pace.slice_s:
+            self.learn()  # before others like it are started
+
+    def learn(self) -> None:
+        """Count the latest launches of attention, and correct the estimates by those that had the
+        device alone.
+
+        Jobs that share a launch may take less together than one by one, so a shared launch only
+        shows that estimates were too low.
+        """
+        samples, self._samples = self._samples, []
+        pace = self._store.pace
+        for sample in samples:
+            self._metrics.batch(sample.num_rows)
+            if not sample.was_alone:
+                continue
+            expected_s = max(pace.slice_s, pace.seconds("attend", sample.cost))
+            if sample.num_jobs == 1 or (
+                sample.seconds > expected_s and not pace.is_short(sample.cost)
+            ):
+                pace.correct("attend", sample.cost, sample.seconds)
 
     # When a launch fails.
 
     def _replay(self, error: Exception) -> None:
-        """Undo all that is not settled, newest first, and run each operation again by itself.
+        """Undo all that is not answered, newest first, and run each operation again by itself.
 
-        So an operation that fails takes nobody with it, and leaves no trace. One that was alone
-        already is not run twice.
+        So an operation that fails harms no other and leaves no trace. One that was alone already
+        is not run twice.
         """
         jobs = self.jobs
-        wait_out(self._flying)
-        self._flying.clear()
-        self._empty_group()
+        wait_for(self.in_flight)
+        self.in_flight.clear()
+        self.group, self._group_s, self.sharing, self.is_closed = [], 0.0, None, False
         for job in reversed(jobs):
             if job.extension is not None:
                 self._store.undo(job.extension)
@@ -276,14 +262,15 @@ class Launches:
             for job in jobs:
                 if job.work is not None:
                     self._run_alone(job)
-        self._answer(jobs)
+        for job in jobs:
+            self._answer(job)
 
     def _run_alone(self, job: Job) -> None:
         self._begin(job)
         if job.error is not None:
             return
         try:
-            if isinstance(job.work, Sliced):  # by now it is thought to take longer
+            if isinstance(job.work, Sliced):  # the estimate has risen since
                 job.work.run()
             else:
                 Launch([job], self._start([job])).finish()
@@ -297,8 +284,8 @@ class Launches:
             job.error = refusal_of(job, error)
 
 
-def wait_out(launches: Iterable[Launch]) -> None:
-    """Launches whose results are not wanted any more must still be done with the pool."""
+def wait_for(launches: Iterable[Launch]) -> None:
+    """Wait until launches whose results are discarded no longer use the pool."""
     for launch in launches:
         try:
             if launch.pending is not None:

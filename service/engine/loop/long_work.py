@@ -16,12 +16,12 @@ from service.errors import Cancelled, DeadlineExceeded, Internal
 from service.metrics import Metrics
 
 LOG: Final = logging.getLogger("attnd.engine")
-CHANGED: Final = "a sequence changed while it was read, and what was read is void; see the log"
+CHANGED: Final = "a sequence changed while it was read, and the result is void; see the log"
 
 
 @dataclass(slots=True, eq=False)
-class Slice:
-    """A piece that the device is at."""
+class RunningSlice:
+    """A slice on the device."""
 
     job: Job
     work: Sliced
@@ -30,9 +30,9 @@ class Slice:
     started: float
 
 
-class Longs:
-    """Runs one slice at a time. `end` is told of every operation that is over, and how; `charge`
-    how long each slice took."""
+class LongWork:
+    """Runs one slice at a time. `end` gets every operation that is over, and its error, if any;
+    `charge` the seconds of each slice."""
 
     def __init__(
         self,
@@ -47,29 +47,29 @@ class Longs:
         self._charge = charge
         self._queue: FairQueue[tuple[Job, Any]] = FairQueue()
         """Jobs in turn, each with the result of its latest slice."""
-        self._slice: Slice | None = None
+        self._slice: RunningSlice | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self._queue.count or self._slice)
+    @property
+    def count(self) -> int:
+        """Number of operations under way."""
+        return self._queue.count + (self._slice is not None)
 
     @property
     def slice_started(self) -> float | None:
-        """When the slice that the device is at went out, by `time.monotonic()`."""
+        """When the slice on the device started, by `time.monotonic()`."""
         return None if self._slice is None else self._slice.started
 
     def begin(self, job: Job) -> None:
         self._wait(job, None)
 
-    def advance(self) -> None:
-        """Take in the slice that is done, and start the next one."""
-        self._look()
-        if self._queue.count and self._slice is None:
-            self._start(*self._queue.pop())
-            self._look()  # where the device is the processor, it is done
-
-    def _look(self) -> None:
+    def run_slice(self) -> None:
+        """Take the result of a finished slice, and start the next one."""
         if self._slice is not None and self._slice.pending.done:
-            self._take_in(self._slice)
+            self._finish_slice(self._slice)
+        if self._queue.count and self._slice is None:
+            self._start_slice(*self._queue.pop())
+            if self._slice is not None and self._slice.pending.done:
+                self._finish_slice(self._slice)  # where the device is the processor
 
     def stop_all(self, error: Exception) -> None:
         """End every operation with `error`, undone."""
@@ -83,15 +83,15 @@ class Longs:
                 self._stop_or_finish(job, job.work, error)
 
     def _stop_or_finish(self, job: Job, work: Sliced, error: Exception) -> None:
-        """End an operation; one that cannot be undone any more runs to its end."""
+        """End an operation; one that can no longer be undone runs to its end."""
         if work.must_finish():
             work.run()
             self._end(job, job.stopped_by)
         else:
             self._stop(job, work, error)
 
-    def _start(self, job: Job, result: Any) -> None:
-        """The next slice of a job, unless it is over or nobody wants it any more."""
+    def _start_slice(self, job: Job, result: Any) -> None:
+        """Start the next slice of a job, unless it is over, cancelled or out of time."""
         work = job.work
         if not isinstance(work, Sliced):
             raise RuntimeError("a long operation without slices: this is a bug")
@@ -106,7 +106,7 @@ class Longs:
         started = time.monotonic()
         try:
             step = work.steps.send(result)
-            self._slice = Slice(job, work, step, step.start(), started)
+            self._slice = RunningSlice(job, work, step, step.start(), started)
             self._metrics.slices(1)
         except StopIteration:
             self._end(job, job.stopped_by)
@@ -115,8 +115,8 @@ class Longs:
         except Exception as failure:
             self._stop(job, work, failure)
 
-    def _take_in(self, current: Slice) -> None:
-        """A slice that is done: its time, and its result for the operation's next step."""
+    def _finish_slice(self, current: RunningSlice) -> None:
+        """Account for a finished slice, and keep its result for the operation's next one."""
         self._slice = None
         try:
             result = current.pending.result()
@@ -133,33 +133,25 @@ class Longs:
         self._wait(current.job, result)
 
     def _wait(self, job: Job, result: Any) -> None:
-        """Its next slice comes after those of others."""
+        """Queue a job's next slice behind those of others."""
         self._queue.append(job.request.tenant.namespace, (job, result))
 
     def _stop(self, job: Job, work: Sliced, error: Exception) -> None:
-        """End an operation between two slices, as if it had never begun."""
+        """End an operation between two slices and undo it, in slices where that is long as well."""
         work.steps.close()
         if work.undo_steps is None:
             work.undo()
             self._end(job, error)
             return
         job.stopped_by, job.watch = error, None
-        job.work = Sliced(work.undo_steps(), do_nothing, made=work.made, must_finish=is_undoing)
+        job.work = Sliced(work.undo_steps(), lambda: None, made=work.made, must_finish=lambda: True)
         self._wait(job, None)
 
 
-def do_nothing() -> None:
-    """Undoing is not undone."""
-
-
-def is_undoing() -> bool:
-    return True
-
-
 def unwanted(job: Job) -> Exception | None:
-    """Why a job is not to go on, if it is not."""
+    """The error for a job that was cancelled or is out of time."""
     if job.cancelled:
-        return Cancelled("the caller took the operation back; it was undone")
+        return Cancelled("cancelled by the caller; it was undone")
     if time.monotonic() > job.deadline:
         return DeadlineExceeded("the deadline passed while it ran; it was stopped and undone")
     return None

@@ -1,6 +1,6 @@
-"""Open steps: each goes through its layers as its caller does, and is ended, or aborted and undone.
+"""Open steps: each follows its caller through the layers, and ends, or is aborted and undone.
 
-A step holds its sequences from its turn to its end. Steps of one lane follow each other, so the
+A step uses its sequences from its turn to its end. Steps of one lane follow each other, so the
 next may begin while one still runs; when a step is aborted, those behind it are aborted with it.
 """
 
@@ -17,30 +17,31 @@ from kernels.lanes import Lane, Lanes
 from service.engine.handlers.table import turn_of
 from service.engine.loop.job import Job, Opened
 from service.engine.loop.long_work import unwanted
+from service.engine.loop.request import Request
 from service.engine.store.store import FATAL
 from service.errors import Cancelled, DeadlineExceeded, Internal, InvalidRequest
 from service.metrics import Metrics
 
 LOG: Final = logging.getLogger("attnd.engine")
 SPIN_S: Final = 0.002
-"""A step that is younger is looked after all the time, an older one every millisecond."""
+"""The loop polls without pause for steps younger than this, then every millisecond."""
 FREE_S: Final = 0.005
-"""Between two looks after callers whose steps were aborted."""
+"""Interval between two attempts to unblock the callers of aborted steps."""
 BEHIND: Final = "a step before it on the same lane was aborted, and this one with it"
 
 
 @dataclass(slots=True, eq=False)
-class Track:
+class LaneSteps:
     """The steps on one lane, oldest first; `error`: why they are being aborted."""
 
     jobs: deque[tuple[Job, Opened]]
     error: Exception | None = None
-    spoilt: bool = False
-    """A step was aborted: none is taken until the caller has had the flags cleared."""
+    was_aborted: bool = False
+    """Whether a step was aborted: the lane takes none until the caller has the flags cleared."""
 
 
 class OpenSteps:
-    """One thread's. `end` is told of every step that is over, and how."""
+    """Belongs to the engine's thread. `end` gets every step that is over, and its error, if any."""
 
     def __init__(
         self, metrics: Metrics, lanes: Lanes, end: Callable[[Job, Exception | None], None]
@@ -48,158 +49,143 @@ class OpenSteps:
         self._metrics = metrics
         self._deep, self._polled = lanes.deep, lanes.polled
         self._end = end
-        self._tracks: dict[Lane, Track] = {}
-        self._owners: dict[str, tuple[Lane, int]] = {}
-        """Whose open steps a sequence belongs to, and how many of them."""
-        self._open = 0
-        """How many there are: an echo is open and has no sequence."""
-        self._latest = self._freed = 0.0
-
-    def __bool__(self) -> bool:
-        """Whether any is open."""
-        return self._open > 0
+        self._by_lane: dict[Lane, LaneSteps] = {}
+        self._users: dict[str, tuple[Lane, int]] = {}
+        """The lane whose open steps use a sequence, and how many do."""
+        self._changed_at = self._unblocked_at = 0.0
+        self.count = 0
+        """Number of open steps: an echo is open and has no sequence."""
+        self.num_aborted = 0
+        """Number of lanes with aborted steps, whose callers may still wait for flags."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether a sequence is an open step's."""
-        return name in self._owners
+        """Whether an open step uses a sequence."""
+        return name in self._users
 
     @property
     def is_young(self) -> bool:
-        """Whether a step began or ended just now, on lanes that have to be looked at."""
-        return self._polled and time.monotonic() - self._latest < SPIN_S
+        """Whether a step began or ended just now, on lanes that must be polled."""
+        return self._polled and time.monotonic() - self._changed_at < SPIN_S
 
-    def stop(self, job: Job, lane: Lane | None) -> bool:
-        """Whether a job has to wait: for sequences of an open step, or for room on its `lane`."""
+    def blocks(self, request: Request, lane: Lane | None) -> bool:
+        """Whether a request must wait: for sequences of an open step, or for room on its `lane`."""
         if lane is not None:
-            track = self._tracks.get(lane)
-            if track is not None and (len(track.jobs) >= self._deep or track.error is not None):
+            steps = self._by_lane.get(lane)
+            if steps is not None and (len(steps.jobs) >= self._deep or steps.error is not None):
                 return True
-        if not self._owners:
+        if not self._users:
             return False
-        turn, request = turn_of(job.request), job.request
+        turn = turn_of(request)
         prefix = turn.sweeps(request)
-        if prefix is not None and any(name.startswith(prefix) for name in self._owners):
+        if prefix is not None and any(name.startswith(prefix) for name in self._users):
             return True
-        return self._belong(turn.reads(request), lane) or self._belong(turn.writes(request), lane)
+        return self._uses(turn.reads(request), lane) or self._uses(turn.writes(request), lane)
 
-    def _belong(self, names: Iterable[str], lane: Lane | None) -> bool:
-        """Whether one of the sequences is an open step's of another lane."""
-        owners = self._owners
-        return any(name in owners and owners[name][0] is not lane for name in names)
+    def _uses(self, names: Iterable[str], lane: Lane | None) -> bool:
+        """Whether an open step of another lane uses one of the sequences."""
+        users = self._users
+        return any(name in users and users[name][0] is not lane for name in names)
 
     def check(self, lane: Lane) -> None:
-        """Raises `InvalidRequest` on a lane whose flags are not what they should be."""
-        track = self._tracks.get(lane)
-        if track is not None and track.spoilt:
+        """Raises `InvalidRequest` on a lane whose flags are those of an aborted step."""
+        steps = self._by_lane.get(lane)
+        if steps is not None and steps.was_aborted:
             rule = "a step of this arena was aborted: send DEVICE again before the next step"
             raise InvalidRequest("step", "given", rule)
 
     def begin(self, job: Job, work: Opened) -> None:
-        track = self._tracks.setdefault(work.lane, Track(deque()))
-        track.jobs.append((job, work))
-        self._open += 1
+        self._by_lane.setdefault(work.lane, LaneSteps(deque())).jobs.append((job, work))
+        self.count += 1
         for name in turn_of(job.request).writes(job.request):
-            lane, count = self._owners.get(name, (work.lane, 0))
-            self._owners[name] = (lane, count + 1)
-        self._latest = time.monotonic()
+            lane, count = self._users.get(name, (work.lane, 0))
+            self._users[name] = (lane, count + 1)
+        self._changed_at = time.monotonic()
 
     def layer(self, job: Job, layer: int) -> Exception | None:
-        """The caller says that a layer of its step is ready; what is wrong with that, if it is."""
+        """Run a layer of a step that its caller says is ready; the error, where it cannot run."""
         work = job.work
-        track = self._tracks.get(work.lane) if isinstance(work, Opened) else None
-        if track is None or not isinstance(work, Opened) or track.error is not None:
+        steps = self._by_lane.get(work.lane) if isinstance(work, Opened) else None
+        if steps is None or not isinstance(work, Opened) or steps.error is not None:
             return InvalidRequest("ready", layer, "its step is not open")
         try:
-            if track.jobs[0][0] is not job:
+            if steps.jobs[0][0] is not job:
                 raise ValueError(f"layer {layer} is ready, but the step before is not over")
             work.run.layer(layer)
         except ValueError as error:
-            track.error = InvalidRequest("ready", layer, str(error))
+            steps.error = InvalidRequest("ready", layer, str(error))
         except FATAL:
             raise
         except Exception as failure:
             LOG.error("layer %d of a step failed: this is a bug", layer, exc_info=failure)
-            track.error = Internal("the step failed, and was undone; the log has the traceback")
-        return track.error
+            steps.error = Internal("the step failed, and was undone; the log has the traceback")
+        return steps.error
 
     def advance(self) -> None:
-        """End the steps that are over, and let those go through that are not to go on."""
-        if self.any_spoilt:
-            self._free_callers()
-        for track in self._tracks.values():
-            while track.jobs and track.error is None and track.jobs[0][1].run.done:
-                self._close(track.jobs.popleft()[0], None)
-            if not track.jobs:
+        """End the steps that are over, and abort those that failed or are not wanted."""
+        if self.num_aborted:
+            self._unblock_callers()
+        for steps in self._by_lane.values():
+            while steps.jobs and steps.error is None and steps.jobs[0][1].run.done:
+                self._close(steps.jobs.popleft()[0], None)
+            if not steps.jobs:
                 continue
-            if track.error is None:
-                track.error = unwanted(track.jobs[0][0])
-            if track.error is not None:
-                self._abort(track, track.error)
+            if steps.error is None:
+                steps.error = unwanted(steps.jobs[0][0])
+            if steps.error is not None:
+                self._abort(steps, steps.error)
 
     def abort_all(self, error: Exception, timeout_s: float) -> None:
-        """End every step with `error`, undone; waits for the device, but not for ever."""
+        """End every step with `error`, undone; waits `timeout_s` for the device at most."""
         ends = time.monotonic() + timeout_s
-        for track in self._tracks.values():
-            track.error = track.error or error
-        while self and time.monotonic() < ends:
+        for steps in self._by_lane.values():
+            steps.error = steps.error or error
+        while self.count and time.monotonic() < ends:
             self.advance()
             time.sleep(1e-4)
 
-    # The lanes themselves.
+    def forget(self, lane: Lane) -> None:
+        """Remove an idle lane whose caller has disconnected or has its flags cleared."""
+        steps = self._by_lane.pop(lane, None)
+        self.num_aborted -= steps is not None and steps.was_aborted
 
-    def is_idle(self, lane: Lane) -> bool:
-        """Whether nothing runs on the lane."""
-        track = self._tracks.get(lane)
-        return track is None or not track.jobs
-
-    @property
-    def any_spoilt(self) -> bool:
-        """Whether callers of aborted steps may still wait for flags."""
-        return bool(self._tracks) and any(track.spoilt for track in self._tracks.values())
-
-    def _free_callers(self) -> None:
-        """Now and then, since nobody knows when they begin to wait."""
+    def _unblock_callers(self) -> None:
+        """Unblock callers of aborted steps, repeatedly: they may begin to wait at any time."""
         now = time.monotonic()
-        if now - self._freed < FREE_S:
+        if now - self._unblocked_at < FREE_S:
             return
-        self._freed = now
-        for lane, track in self._tracks.items():
-            if track.spoilt:
+        self._unblocked_at = now
+        for lane, steps in self._by_lane.items():
+            if steps.was_aborted:
                 lane.free_caller()
 
-    def forget(self, lane: Lane) -> None:
-        """The lane is idle, and its caller has gone or starts afresh."""
-        self._tracks.pop(lane, None)
-
-    # Ends.
-
-    def _abort(self, track: Track, error: Exception) -> None:
-        """Let all that is on the lane go through; then undo it, the latest first."""
-        track.spoilt = True
-        if not all(work.run.done for _, work in track.jobs):
-            for _, work in track.jobs:
+    def _abort(self, steps: LaneSteps, error: Exception) -> None:
+        """Drain the lane, then roll back newest first."""
+        self.num_aborted += not steps.was_aborted
+        steps.was_aborted = True
+        if not all(work.run.done for _, work in steps.jobs):
+            for _, work in steps.jobs:
                 work.run.release()
-            if not all(work.run.done for _, work in track.jobs):
+            if not all(work.run.done for _, work in steps.jobs):
                 return
-        jobs = list(track.jobs)
-        track.jobs.clear()
-        track.error = None
+        jobs = list(steps.jobs)
+        steps.jobs.clear()
+        steps.error = None
         for job, work in reversed(jobs):
             work.undo()
             self._close(job, error if job is jobs[0][0] else Cancelled(BEHIND))
 
     def _close(self, job: Job, error: Exception | None) -> None:
-        self._open -= 1
+        self.count -= 1
         for name in turn_of(job.request).writes(job.request):
-            lane, count = self._owners[name]
+            lane, count = self._users[name]
             if count > 1:
-                self._owners[name] = (lane, count - 1)
+                self._users[name] = (lane, count - 1)
             else:
-                del self._owners[name]
+                del self._users[name]
         if isinstance(error, Cancelled):
             self._metrics.rejected("cancelled")
         elif isinstance(error, DeadlineExceeded):
             self._metrics.rejected("deadline_exceeded")
         job.seconds.kernel += time.monotonic() - job.arrived - job.seconds.queue
-        self._latest = time.monotonic()
+        self._changed_at = time.monotonic()
         self._end(job, error)

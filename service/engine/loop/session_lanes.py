@@ -1,4 +1,4 @@
-"""Which session has which lane: opened when asked for, cleared after aborts, closed at the end."""
+"""The lanes of sessions: opened on request, cleared after aborts, closed with their sessions."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from service.tenants import Tenant
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """A session's lane; `asked` is the size that it wants, once none of its steps is under way."""
+class SessionLane:
+    """A session's lane; `requested` has the arena sizes to serve once none of its steps is open."""
 
     session: Session
     lane: Lane | None = None
-    asked: list[int] = field(default_factory=list)
+    requested: list[int] = field(default_factory=list)
 
 
 class SessionLanes:
@@ -38,7 +38,7 @@ class SessionLanes:
     def __init__(self, lanes: Lanes, steps: OpenSteps, info: InfoAnswer) -> None:
         self._lanes = lanes
         self._steps = steps
-        self._held: dict[Session, Held] = {}
+        self.by_session: dict[Session, SessionLane] = {}
 
         def read(description: bytes, tenant: Tenant) -> StepFields:
             tenant.require(STEP.scope, STEP.name)
@@ -51,67 +51,64 @@ class SessionLanes:
         self._read = read
         self._remember = lru_cache(maxsize=128)(read)
 
-    def __bool__(self) -> bool:
-        return bool(self._held)
-
-    def asked(self, event: AskedArena) -> None:
-        """A session wants an arena, a larger one, or its flags cleared."""
-        held = self._held.setdefault(event.session, Held(event.session))
-        held.asked.append(event.arena_bytes)
+    def request_arena(self, event: AskedArena) -> None:
+        """A session asks for an arena, a larger one, or for its flags to be cleared."""
+        held = self.by_session.setdefault(event.session, SessionLane(event.session))
+        held.requested.append(event.arena_bytes)
         self._serve(held)
 
     def check(self, call: Call) -> None:
-        """Raises `InvalidRequest` for a step that comes before its session's lane is there, and
-        `MalformedBody` for one that is described at too great a length."""
-        held = self._held.get(call.session)
-        if held is None or held.lane is None or held.asked:
+        """Raises `InvalidRequest` for a step before its session has a lane, and `MalformedBody` for
+        a description that is too long."""
+        held = self.by_session.get(call.session)
+        if held is None or held.lane is None or held.requested:
             raise InvalidRequest("step", "given", "DEVICE must have been answered before it")
         if len(call.request) > MAX_HEADER_BYTES:
-            told = f"the step's description has {len(call.request)} bytes: at most"
-            raise MalformedBody(f"{told} {MAX_HEADER_BYTES}")
+            size = f"the step's description has {len(call.request)} bytes"
+            raise MalformedBody(f"{size}, {MAX_HEADER_BYTES} at most")
 
     def read(self, operation: Operation, call: Call) -> Request:
         """A step as a request. Raises `Forbidden`, `MalformedBody`, `InvalidRequest`."""
-        held = self._held.get(call.session)
+        held = self.by_session.get(call.session)
         if held is None or held.lane is None:
             raise InvalidRequest("step", "given", "DEVICE must have been answered before it")
         description = bytes(call.request)
         read = self._remember if len(description) <= REMEMBERED_BYTES else self._read
         fields = read(description, call.tenant)
-        where = StepPlace(held.lane, partial(self._tell_opened, call))
+        where = StepPlace(held.lane, partial(self._send_opened, call))
         return Request(operation, fields, {}, Place(call.answer), call.tenant, step=where)
 
-    def tell_done(self, call: Call, layer: int) -> None:
-        """A layer that was called for is done."""
+    def send_done(self, call: Call, layer: int) -> None:
+        """Report a layer as done to its caller."""
         if not call.session.closed:
             call.session.send(done_frame(call.id, layer))
 
-    def look_after(self) -> None:
-        """Serve those who asked, once they may be; close the lanes of sessions that are over."""
-        for held in list(self._held.values()):
-            if held.asked:
+    def serve(self) -> None:
+        """Serve requests for arenas where no step is open; close the lanes of ended sessions."""
+        for held in list(self.by_session.values()):
+            if held.requested:
                 self._serve(held)
-            if held.session.closed and not under_way(held.session):
+            if held.session.closed and not has_open_step(held.session):
                 self._close(held)
-                del self._held[held.session]
+                del self.by_session[held.session]
 
-    def _tell_opened(self, call: Call, told: dict[str, Any]) -> None:
+    def _send_opened(self, call: Call, plan: dict[str, Any]) -> None:
         if not call.session.closed:
-            call.session.send(opened_frame(call.id, told))
+            call.session.send(opened_frame(call.id, plan))
 
-    def _serve(self, held: Held) -> None:
+    def _serve(self, held: SessionLane) -> None:
         session = held.session
-        if under_way(session) or session.closed or session.ended:
+        if has_open_step(session) or session.closed or session.ended:
             return
-        wanted, held.asked = held.asked, []
-        for arena_bytes in wanted:
+        requested, held.requested = held.requested, []
+        for arena_bytes in requested:
             session.send(device_arena_frame(self._open(held, arena_bytes)))
 
-    def _open(self, held: Held, arena_bytes: int) -> dict[str, Any]:
-        """What is told of the lane that the session has from now on, or the problem with it."""
+    def _open(self, held: SessionLane, arena_bytes: int) -> dict[str, Any]:
+        """Give the session a lane; the reply's fields, or the problem."""
         arena, lane = held.session.arena, held.lane
         if arena is None:
-            raise RuntimeError("a session without an arena asked for a lane: this is a bug")
+            raise RuntimeError("a lane for a session without an arena: this is a bug")
         memory = arena.memory[: arena.size]
         try:
             if lane is not None and 0 < arena_bytes <= lane.arena_bytes:
@@ -126,13 +123,13 @@ class SessionLanes:
             return {"problem": problem(Overloaded(str(error), retry_after_s=1.0))}
         return lane.told | {"arena_bytes": lane.arena_bytes, "deep": self._lanes.deep}
 
-    def _close(self, held: Held) -> None:
+    def _close(self, held: SessionLane) -> None:
         lane, held.lane = held.lane, None
         if lane is not None:
             self._steps.forget(lane)
             self._lanes.close(lane)
 
 
-def under_way(session: Session) -> bool:
+def has_open_step(session: Session) -> bool:
     """Whether a step of the session has no answer yet."""
     return any(call.operation == STEP_ROUTE for call in session.live.values())

@@ -1,7 +1,7 @@
-"""What is counted of answered calls: a moment later, when nobody waits for the engine.
+"""Records metrics after replying, off the critical path.
 
-A caller is often woken on the core that its answer came from, and runs when the engine rests: what
-is done between an answer and the next wait for calls is the caller's time.
+A caller is often woken on the core that its answer came from, and runs when the engine rests: work
+between an answer and the next wait for calls would delay the caller.
 """
 
 from __future__ import annotations
@@ -18,89 +18,92 @@ from service.operations.snapshot import SNAPSHOT
 from service.operations.spec import Operation
 
 QUIET_S: Final = 0.0003
-"""When no call has come for so long, what was answered is counted."""
+"""Replies are recorded when no call has come for this long, ..."""
 LATEST_S: Final = 0.002
-"""It is counted after so long in any case, between two rounds."""
+"""... when the oldest is this old, ..."""
 MOST: Final = 64
-"""So many answers are counted at once."""
+"""... or when there are this many."""
 OUT_OF_PAGES: Final = KINDS[OutOfPages].code
 PACE_WEIGHT: Final = 0.1
-"""Share of the latest answers in the running mean of seconds per operation."""
+"""Weight of the latest replies in the running mean of seconds per operation."""
 
 
 @dataclass(slots=True)
-class Answer:
-    """What is counted of one answered call; nothing of its tensors."""
+class ReplyRecord:
+    """What metrics need of one reply; holds no tensors.
+
+    `code` is "ok" or an error's code, `whole_s` the seconds from arrival to reply.
+    """
 
     operation: Operation
     code: str
-    """ "ok", or an error's code."""
     seconds: Seconds
     counts: Counts
     whole_s: float
-    """From its arrival to its answer."""
     is_of_door: bool
 
 
-class Telling:
+class Stats:
     """Belongs to the engine's thread."""
 
     def __init__(self, metrics: Metrics, store: Store) -> None:
         self._metrics = metrics
         self._store = store
-        self._answered: list[Answer] = []
-        self._ends = 0.0
-        self._spent = 0.0
+        self._due = 0.0
+        self.replies: list[ReplyRecord] = []
+        """Those that are not recorded yet."""
+        self.spent_s = 0.0
+        """Time of the rounds that these replies took."""
         self.seconds_per_operation = 0.0
 
-    def __bool__(self) -> bool:
-        """Whether there are answers to be counted."""
-        return bool(self._answered)
-
     def add(self, job: Job) -> None:
-        """A job was answered just now."""
+        """Note a job that was answered just now."""
         now, error, work = time.monotonic(), job.error, job.work
-        if not self._answered:
-            self._ends = now + LATEST_S
-        code = "ok" if error is None else kind_of(error).code
-        counts = NOTHING if error is not None or work is None else work.counts
-        is_of_door = job.token.session.standing.is_door
-        operation = job.request.operation
-        self._answered.append(
-            Answer(operation, code, job.seconds, counts, now - job.arrived, is_of_door)
+        if not self.replies:
+            self._due = now + LATEST_S
+        self.replies.append(
+            ReplyRecord(
+                job.request.operation,
+                "ok" if error is None else kind_of(error).code,
+                job.seconds,
+                NOTHING if error is not None or work is None else work.counts,
+                now - job.arrived,
+                job.token.session.standing.is_door,
+            )
         )
 
-    def is_due(self, now: float, spent: float) -> bool:
-        """Whether answers are to be counted whatever comes; a round ended `now`, after `spent`
-        seconds."""
-        self._spent += spent
-        return now > self._ends or len(self._answered) >= MOST
+    def is_due(self, now: float) -> bool:
+        """Whether replies must be recorded even if calls are waiting."""
+        return now > self._due or len(self.replies) >= MOST
 
-    def tell(self) -> None:
-        """Count all that was answered, and the pool as it is now."""
-        answered, self._answered = self._answered, []
-        for answer in answered:
-            self._count(answer)
-        self.tell_pool()
-        if answered:
-            mean, self._spent = self._spent / len(answered), 0.0
+    def record(self) -> None:
+        """Record all replies, and the pool as it is now."""
+        replies, self.replies = self.replies, []
+        for reply in replies:
+            self._record_reply(reply)
+        self.record_pool()
+        if replies:
+            mean, self.spent_s = self.spent_s / len(replies), 0.0
             self.seconds_per_operation += PACE_WEIGHT * (mean - self.seconds_per_operation)
 
-    def tell_pool(self) -> None:
+    def record_pool(self) -> None:
+        """Record pages and counts of the pool, and emit an event where its pressure changed."""
         numbers, metrics = self._store.numbers(), self._metrics
         metrics.cache(
             numbers.cached, numbers.pinned, numbers.leases, self._store.tree.budget.num_evicted
         )
         metrics.pool(numbers.free, numbers.referenced, numbers.sequences, numbers.nodes)
-        self._store.press(numbers)
+        self._store.emit_pressure_event(numbers)
 
-    def _count(self, answer: Answer) -> None:
-        metrics, counts = self._metrics, answer.counts
-        if answer.operation is not SNAPSHOT:  # nobody who watches wants to see that
-            metrics.stages(*answer.seconds.stages)
-        if not answer.is_of_door:
-            metrics.observe(answer.operation.name, answer.code, answer.whole_s)
-        if answer.code == OUT_OF_PAGES:
+    def _record_reply(self, reply: ReplyRecord) -> None:
+        metrics, counts, spent = self._metrics, reply.counts, reply.seconds
+        if reply.operation is not SNAPSHOT:  # of no interest to those who take snapshots
+            metrics.stages(
+                spent.queue, spent.plan, spent.copy_in, spent.kernel, spent.copy_out, spent.encode
+            )
+        if not reply.is_of_door:
+            metrics.observe(reply.operation.name, reply.code, reply.whole_s)
+        if reply.code == OUT_OF_PAGES:
             metrics.out_of_pages()
         if counts.appended:
             metrics.appended(counts.appended)

@@ -160,9 +160,9 @@ class Store:
         return min(self.tree.next_end, self.leaving.ends.next_due)
 
     @property
-    def has_expired(self) -> bool:
-        """Whether the time of a sequence may be over."""
-        return self.tree.books.next_end <= self.now or self.leaving.ends.next_due <= self.now
+    def next_expiry(self) -> float:
+        """When the next sequence, or mark of one that moves, expires, by `time.monotonic()`."""
+        return min(self.tree.books.next_end, self.leaving.ends.next_due)
 
     def expire(self, is_held: Callable[[str], bool]) -> None:
         """Delete the sequences that nobody has used for as long as they may live unused, and end
@@ -198,9 +198,9 @@ class Store:
             numbers.sequences += one.num_sequences
         return numbers
 
-    def press(self, numbers: PoolNumbers) -> None:
-        """Let the namespaces know when what cannot be evicted passes the watermark, or no longer
-        does; `numbers` are the whole pool's."""
+    def emit_pressure_event(self, numbers: PoolNumbers) -> None:
+        """Emit an event to all namespaces when the pages that cannot be evicted rise above the
+        watermark, or fall below; `numbers` are the whole pool's."""
         is_high = numbers.referenced + numbers.pinned > self._watermark
         if is_high != self.history.is_high:
             budget = self.tree.budget

@@ -52,7 +52,7 @@ def test_what_sessions_and_their_calls_leave_behind_goes_with_its_last_reference
         try:
             for number in range(3):
                 await live(caller, f"s{number}")
-            await until(lambda: caller.engine.callers.count == 1)
+            await until(lambda: len(caller.engine.callers.sessions) == 1)
             gc.collect()
             return [one for one in gc.garbage if type(one).__module__.startswith(OWN)]
         finally:

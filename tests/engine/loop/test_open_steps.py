@@ -30,6 +30,7 @@ from service.operations.table import BY_NAME
 from service.road.engine_end.calls import STEP_ROUTE, AskedArena, Call
 from service.tenants import tenant_of
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
+from tests.engine.harness import admit, run_round
 
 SLOT = {"q": 4096, "k": 8192, "v": 12288, "o": 16384, "lse": 20480}
 
@@ -111,13 +112,13 @@ class Rig:
     def admit(self, request: Request, seconds: float) -> Job:
         now = time.monotonic()
         job = Job(request, None, now, now + seconds)
-        self.scheduler.admit(job)
-        self.scheduler.round()
+        admit(self.scheduler, job)
+        run_round(self.scheduler)
         return job
 
     def rounds(self, count: int = 3) -> None:
         for _ in range(count):
-            self.scheduler.round()
+            run_round(self.scheduler)
 
     @property
     def lengths(self) -> list[int]:
@@ -137,17 +138,17 @@ def test_a_step_is_accepted_at_once_and_answered_when_its_lane_is_through(rig: R
     lane.runs[0].done = True
     rig.rounds()
     assert rig.answered == [job] and job.error is None
-    assert not rig.scheduler.busy
+    assert not rig.scheduler.is_busy
 
 
 def test_an_echo_is_waited_for_though_it_has_no_sequence(rig: Rig) -> None:
     lane = HandLane()
     job = rig.step(lane, op="echo")
-    assert rig.scheduler.busy, "nobody looks after the lane"
+    assert rig.scheduler.is_busy, "nobody looks after the lane"
     lane.runs[0].done = True
     rig.rounds()
     assert rig.answered == [job] and job.error is None
-    assert not rig.scheduler.busy
+    assert not rig.scheduler.is_busy
 
 
 def test_two_steps_may_be_on_a_lane_and_a_third_waits(rig: Rig) -> None:
@@ -250,7 +251,7 @@ def test_everything_is_given_up_undone(rig: Rig) -> None:
     jobs = [rig.step(lane, "a"), rig.step(lane, "a", "b")]
     rig.scheduler.give_up(RuntimeError("the end"))
     assert sorted(map(id, rig.answered)) == sorted(map(id, jobs))
-    assert rig.lengths == [0, 0] and not rig.scheduler.busy
+    assert rig.lengths == [0, 0] and not rig.scheduler.is_busy
 
 
 class FakeSession:
@@ -269,7 +270,7 @@ def test_a_step_stays_in_its_keys_namespace_and_scopes(rig: Rig, scopes: list[An
     made = HandLanes()
     lanes = SessionLanes(made, rig.scheduler.steps, rig.store.info)
     session: Any = FakeSession()
-    lanes.asked(AskedArena(session, 2**16))
+    lanes.request_arena(AskedArena(session, 2**16))
     assert len(session.sent) == 1
     assert [(owner.namespace, owner.uid) for owner in made.owners] == [("team", 1000)]
     fields = {"op": "decode", "sequences": ["a"], "layers": [0], "slots": [SLOT], "num_qo_heads": 2}

@@ -29,11 +29,13 @@ from tests.engine.fake_backend import FakeBackend
 from tests.engine.harness import (
     Caller,
     Refused,
+    admit,
     append,
     code,
     create,
     decode,
     outcome,
+    run_round,
     with_engine,
 )
 
@@ -114,15 +116,15 @@ def test_no_tensor_of_a_request_that_is_over_is_kept(
 
     def run(job: Job) -> weakref.ref[Any]:
         """A weak reference to the job's q, when the job is answered."""
-        scheduler.admit(job)
+        admit(scheduler, job)
         if end == "cancelled" and job.request.operation.name == "decode":
             scheduler.cancel(job)
-        while scheduler.busy:
-            scheduler.round()
+        while scheduler.is_busy:
+            run_round(scheduler)
         return weakref.ref(job.request.tensors.get("q", answered))  # type: ignore[arg-type]
 
-    scheduler.admit(ask("create_sequences", {"sequences": [{"id": "a"}]}))
-    scheduler.round()
+    admit(scheduler, ask("create_sequences", {"sequences": [{"id": "a"}]}))
+    run_round(scheduler)
     backend.failures["attend"] = [RuntimeError("a bug")] if end == "internal" else []
     asked = decode("b" if end == "unknown_sequence" else "a", new=True)
     q = run(ask(asked.name, asked.fields, **asked.tensors))

@@ -67,7 +67,7 @@ def test_what_stops_between_two_slices_is_undone(
                 await asyncio.sleep(0.65)
             else:
                 other.road.close()
-                await until(lambda: caller.engine.callers.count == 1)
+                await until(lambda: len(caller.engine.callers.sessions) == 1)
             assert caller.num_waiting == 1, "its sequences were let go while the device was at it"
             assert await length(caller, "b") == 5
             backend.let_all()
