@@ -1,18 +1,17 @@
-"""Times the CUDA kernels on the rows of workloads.json, beside the ceilings of the same machine.
+"""Time of the CUDA kernels on the rows of workloads.json, beside the ceilings of the same GPU.
 
-    python bench/kernels.py [--only decode] [--mma-sync] [--results bench/results/h200.json]
+    python -m bench.kernels [--only decode] [--mma-sync] [--out bench/results/h200.json]
 
 A row's floor is max(bytes / read ceiling, flops / matmul ceiling), with both ceilings measured in
-this run; roofline = floor / time. Times are medians of 7 CUDA graph replays of 6 or more calls over
-working sets colder than the cache. `--only` measures the rows whose names contain a text, and of an
-existing results file replaces these alone; `--only cpu/` are the host's times.
+this run; roofline = floor / time. Times are medians of 7 replays of a CUDA graph of 6 or more calls
+over working sets larger than the cache. `--only TEXT` measures the rows with TEXT in their names
+and replaces only these in an existing file; `--only cpu/` measures the host's times.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,22 +21,19 @@ from typing import Any, Final
 import cupy
 import numpy as np
 
-ROOT: Final = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from bench.cases.kernel_calls import Case, build  # noqa: E402
-from bench.cases.kernel_plans import Row, level_of, row_levels  # noqa: E402
-from bench.kernel_results import replaced  # noqa: E402
-from bench.provenance import provenance, read_results, workloads, write_results  # noqa: E402
-from kernels.backend import Attend, Plan, PoolGeometry, Scoring  # noqa: E402
-from kernels.cuda.attention.config import AttentionConfig  # noqa: E402
-from kernels.cuda.backend import CudaBackend  # noqa: E402
-from kernels.cuda.device.launch import device_arch  # noqa: E402
-from kernels.cuda.wide import variants as wide  # noqa: E402
+from bench.cases.kernel_calls import Case, build
+from bench.cases.kernel_plans import Row, level_of, row_levels
+from bench.kernel_results import replaced
+from bench.provenance import provenance, read_results, workloads, write_results
+from kernels.backend import Attend, Plan, PoolGeometry, Scoring
+from kernels.cuda.attention.config import AttentionConfig
+from kernels.cuda.backend import CudaBackend
+from kernels.cuda.device.launch import device_arch
+from kernels.cuda.wide import variants as wide
 
 REPLAYS: Final = 7
 HOST_CALLS: Final = 40
-"""Plans of which each makes one cold and one cached call; two more come first, untimed."""
+"""Plans, each with one cold and one cached call; two more come first, untimed."""
 
 READ_SOURCE: Final = r"""
 extern "C" __global__ void __launch_bounds__(512)
@@ -80,7 +76,7 @@ def graph_ms(call: Callable[[int], None], calls: int) -> float:
 
 
 def properties() -> dict[str, Any]:
-    """What the runtime says of the device."""
+    """The device's properties, as the CUDA runtime reports them."""
     found: dict[str, Any] = cupy.cuda.runtime.getDeviceProperties(0)
     return found
 
@@ -121,7 +117,7 @@ def matmul_ceiling() -> float:
 
 
 def run_facts() -> dict[str, Any]:
-    """What this run is measured on, its ceilings among it, as a results file has it."""
+    """The stamp of this run in a results file, with the device and its ceilings."""
     return provenance(["cupy-cuda13x", "numpy", "cuda-bindings"]) | {
         "device": properties()["name"].decode(),
         "arch": device_arch(0),
@@ -162,16 +158,16 @@ def timed(case: Case) -> float:
 
 
 def cpu_batches(batch: int = 256) -> dict[str, list[int]]:
-    """Batches to plan: sequences of one length, and of as many lengths as there are sequences."""
+    """Batches to plan: sequences of equal length, and of mixed lengths."""
     mixed = np.random.default_rng(0).integers(100, 3000, batch)
     return {"256 of 1024 keys": [1024] * batch, "256 of 100 to 3000 keys": mixed.tolist()}
 
 
 def cpu_cost(kv_lens: list[int]) -> dict[str, list[float]]:
-    """Microseconds of host time of each of `HOST_CALLS` attention calls of such a decode.
+    """Microseconds of host time of `HOST_CALLS` attention calls of a decode.
 
-    Whole calls, whose greater part is copying q, and of them the plan of a batch not seen before;
-    `cached_launch_us` is what a layer costs when q is on the device: find the plan, launch.
+    `cold_us` and `cached_us` are whole calls, mostly the copy of q. `cold_plan_us` is the plan of a
+    new batch, and `cached_launch_us` a layer with q on the device: find the plan and launch.
     """
     batch = len(kv_lens)
     row = {"kind": "decode", "kv_lens": kv_lens, "page_size": 16}
@@ -222,7 +218,7 @@ def show(row: Row, result: Row) -> str:
 
 
 def measure_cpu(batch: str, kv_lens: list[int]) -> dict[str, float]:
-    """Medians of `cpu_cost`, which are printed with the least of each."""
+    """Prints the least and the median of each time of `cpu_cost`; returns the medians."""
     print(f"CPU, {batch}, {HOST_CALLS} calls each:")
     medians = {}
     for name, values in cpu_cost(kv_lens).items():
@@ -236,13 +232,11 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--results", type=Path, help="where to write the results as JSON")
-    parser.add_argument(
-        "--mma-sync", action="store_true", help="many rows without Hopper's own kernel"
-    )
+    parser.add_argument("--out", type=Path, help="results file")
+    parser.add_argument("--mma-sync", action="store_true", help="without Hopper's wide kernel")
     arguments = parser.parse_args()
-    if arguments.mma_sync and arguments.results:
-        parser.error("--results are of the kernels that the service runs, not of --mma-sync")
+    if arguments.mma_sync and arguments.out:
+        parser.error("--mma-sync replaces the kernels that the service runs: no --out with it")
     return arguments
 
 
@@ -261,25 +255,19 @@ def main() -> None:
     for row in workloads():
         if arguments.only not in row["name"]:
             continue
-        try:
-            results.append(measure(row, run))
-        except Exception as error:
-            print(f"{row['name']:28} failed: {error!r}", flush=True)
-            raise
+        results.append(measure(row, run))
         print(show(row, results[-1]), flush=True)
     cpu = {
         batch: measure_cpu(batch, kv_lens)
         for batch, kv_lens in cpu_batches().items()
         if arguments.only in f"cpu/{batch}"
     }
-    if arguments.results is None:
+    if arguments.out is None:
         return
-    if arguments.only and arguments.results.exists():
-        write_results(
-            arguments.results, replaced(read_results(arguments.results), run, results, cpu)
-        )
+    if arguments.only and arguments.out.exists():
+        write_results(arguments.out, replaced(read_results(arguments.out), run, results, cpu))
     else:
-        write_results(arguments.results, run | {"cpu_us": cpu, "rows": results})
+        write_results(arguments.out, run | {"cpu_us": cpu, "rows": results})
 
 
 if __name__ == "__main__":

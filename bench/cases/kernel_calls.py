@@ -1,4 +1,4 @@
-"""Puts the rows of workloads.json on a device: pools, tensors, and what each call launches."""
+"""The rows of workloads.json on a device: pools, tensors, and the call to time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kernels.cuda.kv.ragged import ragged_view
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`call(i)` enqueues the i-th of `calls` calls on the current stream; `owners` live with it."""
+    """`call(i)` enqueues call i of `calls` on the current stream; `owners` keep its memory."""
 
     call: Callable[[int], None]
     calls: int
@@ -58,7 +58,7 @@ def random_array(shape: Sequence[int], dtype: DType) -> Any:
 
 
 def build(row: Row, flat: bool = False) -> Case:
-    """Put a row on the device."""
+    """A row's call, with its tensors on the device."""
     if row["kind"] == "append":
         return append_case(row)
     if row["kind"] == "merge":
@@ -69,7 +69,7 @@ def build(row: Row, flat: bool = False) -> Case:
 
 
 def pool_case(row: Row, flat: bool) -> Case:
-    """Decode, cascade, paged prefill: each call reads another layer, so that nothing is cached."""
+    """Decode, cascade, paged prefill: each call reads another layer, which is not in the cache."""
     g, plan = pool_plan(row, flat)
     layers = g.num_layers
     backend = CudaBackend(g)

@@ -1,4 +1,4 @@
-"""What the rows of workloads.json attend, append and merge, as host arrays: no device needed."""
+"""Plans, positions and slots of the rows of workloads.json, as host arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.cuda.kv.ragged import ragged_plan
 from kernels.cuda.kv.view import KvView
 
 COLD_BYTES: Final = 400_000_000
-"""Consecutive calls go over at least this much, several times the L2 cache."""
+"""Bytes that consecutive calls read at least: several times the L2 cache."""
 SEED: Final = 7
 Row = dict[str, Any]
 Pages = NDArray[np.int64]
@@ -34,7 +34,7 @@ class Node:
 
 
 def rotation(num_bytes: int) -> int:
-    """Copies of a working set that make it colder than the cache."""
+    """Copies of a working set that together exceed the cache."""
     return min(32, max(1, ceil(COLD_BYTES / num_bytes)))
 
 
@@ -98,7 +98,7 @@ def flat_plan(levels: Sequence[Sequence[Node]], positions: Int32, page_size: int
 
 
 def geometry_of(row: Row, pages: int, layers: int) -> PoolGeometry:
-    """The pool of a row's format, with so many pages and layers."""
+    """A pool of a row's format."""
     return PoolGeometry(
         num_layers=layers,
         num_pages=pages,
@@ -111,7 +111,7 @@ def geometry_of(row: Row, pages: int, layers: int) -> PoolGeometry:
 
 
 def pool_plan(row: Row, flat: bool = False) -> tuple[PoolGeometry, Plan]:
-    """Decode, cascade or paged prefill: the pool, a layer for each call of a turn, and the plan."""
+    """Decode, cascade or paged prefill: the pool, with a layer for each call, and the plan."""
     levels, positions, pages = row_levels(row)
     size = row["page_size"]
     geometry = geometry_of(row, pages, rotation(row["bytes"]))
@@ -122,13 +122,13 @@ def pool_plan(row: Row, flat: bool = False) -> tuple[PoolGeometry, Plan]:
 
 
 def ragged_row_plan(row: Row) -> tuple[int, Plan]:
-    """Ragged prefill: how many keys there are, and the plan."""
+    """Ragged prefill: the number of keys, and the plan."""
     queries, keys = (int32(np.cumsum([0, *row[name]])) for name in ("qo_lens", "kv_lens"))
     return int(keys[-1]), ragged_plan(queries, keys, True)
 
 
 def config_of(row: Row, kv: KvView) -> AttentionConfig:
-    """How an attention row scores, over such K and V."""
+    """The attention of a row over K and V."""
     compute: DType = "fp16" if row["kv_dtype"].startswith("fp8") else row["kv_dtype"]
     return AttentionConfig(
         kv, row["num_qo_heads"], compute, Scoring(row["head_dim"] ** -0.5), False
@@ -145,6 +145,6 @@ def append_slots(row: Row) -> tuple[PoolGeometry, Int32]:
 
 
 def merge_indptr(row: Row) -> tuple[PoolGeometry, Int32]:
-    """A pool as small as may be of a merge row's head_dim, and where each list begins."""
+    """The smallest pool with a merge row's head_dim, and where each list begins."""
     pool = row | {"page_size": 16, "num_kv_heads": 1, "kv_dtype": "fp16"}
     return geometry_of(pool, 1, 1), int32(np.arange(row["rows"] + 1) * row["states"])
