@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from attnd.wire.frames import FrameError
 
@@ -27,7 +27,6 @@ from service.cluster.membership.polling import (
 )
 from service.cluster.placement.prefixes import Prefixes
 from service.cluster.routing.tags import BETWEEN, tags_of
-from service.cluster.sharded.ranks import Home, Ranks
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.link import Link
 from service.doors.kit.problems import ProblemText
@@ -37,6 +36,9 @@ from service.operations.info import InfoAnswer
 from service.road.caller_end.caller import RoadCaller
 from service.road.caller_end.peer_process import PeerProcess
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
+
+if TYPE_CHECKING:
+    from service.cluster.sharded.ranks import Home, Ranks
 
 LOG: Final = logging.getLogger("attnd.cluster")
 LOOK_S: Final = 0.1
@@ -103,6 +105,8 @@ class Members:
             engines = [self.by_tag[one] for one in tags if one in self.by_tag]
             if len(engines) < len(tags) or len(set(tags)) < len(tags):
                 return None
+            from service.cluster.sharded.ranks import Ranks  # with the first sharded sequence
+
             found = self.ranks[tag] = Ranks(engines, self.acting_for)
             if len(self.ranks) > MOST_RANKS:
                 self.forget_ranks()

@@ -42,7 +42,6 @@ from service.cluster.migration.transfer import (
 )
 from service.cluster.routing.replies import each
 from service.cluster.routing.tags import BETWEEN
-from service.core.shards.layout import ShardLayout
 from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
 from service.operations.prefix import LIST_NAMESPACES
@@ -240,6 +239,8 @@ async def anchored(router: Router, source: Engine, family: Family, sequence: str
         anchor = f"moving.{secrets.token_hex(8)}"
         new = {"id": anchor, "parent": sequence, "length": length, "ttl_s": ANCHOR_TTL_S}
         if family.shard is not None:  # in tokens of all ranks
+            from service.core.shards.layout import ShardLayout
+
             new["length"] = ShardLayout(**family.shard).whole_for(length // size, size)
             new["epoch"] = view["shard"]["epoch"]
         family.all_anchors.append(anchor)

@@ -14,7 +14,6 @@ from service.cluster.placement.inflight_prompts import Wait
 from service.cluster.placement.placer import New, news_of, place_one, place_ranks
 from service.cluster.routing.replies import each, longest, reply, unknown_in
 from service.cluster.routing.tags import made_id, tags_of
-from service.cluster.sharded.ranks import Home, Ranks
 from service.doors.kit.problems import ProblemText
 from service.errors import (
     AttndError,
@@ -31,6 +30,7 @@ from service.road.caller_end.slots import Slot
 
 if TYPE_CHECKING:
     from service.cluster.routing.router import Router
+    from service.cluster.sharded.ranks import Home
 
 ELSEWHERE: Final = frozenset({429, 503, 507})
 """An engine that refuses like this may be passed over for another."""
@@ -94,8 +94,8 @@ async def create(router: Router, call: Call, prepared: Prepared) -> tuple[Answer
                 await router.homes.find(sorted(moved), call.tenant)  # raises where nobody has them
                 parents = dict(zip(names, await router.homes.of(names, call.tenant), strict=True))
                 continue
-            dealt = {home.tag for home in homes if isinstance(home, Ranks)}
-            bound = ({home.tag for home in parents.values()} | dealt) & failed.errors.keys()
+            sharded = {home.tag for home in homes if not isinstance(home, Engine)}
+            bound = ({home.tag for home in parents.values()} | sharded) & failed.errors.keys()
             passed_over |= failed.errors.keys()
             open_ = {one.tag for one in router.members.engines if one.takes_new} - passed_over
             if bound or not open_ or not all(map(may_pass_over, failed.errors.values())):

@@ -17,13 +17,13 @@ from service.cluster.placement.cost import Load, choose
 from service.cluster.placement.inflight_prompts import Underway, Wait
 from service.cluster.placement.prefixes import chained_keys
 from service.cluster.routing.tags import BETWEEN
-from service.cluster.sharded.ranks import Home
 from service.core.prefix.keys import Prefix, as_keys
 from service.errors import InvalidRequest, NotReady
 from service.operations.spec import Prepared
 
 if TYPE_CHECKING:
     from service.cluster.routing.router import Router
+    from service.cluster.sharded.ranks import Home
 
 WORTH_WAITING: Final = 2.0
 """A prompt waits for pages that another brings so much longer than until its engine has done what

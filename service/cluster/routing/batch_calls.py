@@ -23,7 +23,6 @@ from service.cluster.routing.replies import (
     unknown_in,
 )
 from service.cluster.routing.tags import tags_of
-from service.cluster.sharded.ranks import Home, Ranks
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import InvalidRequest, LostSequence, NotReady, SequenceMoving
 from service.image.json_text import dump_json
@@ -37,6 +36,7 @@ from service.road.caller_end.slots import Slot
 
 if TYPE_CHECKING:
     from service.cluster.routing.router import Router
+    from service.cluster.sharded.ranks import Home
 
 Answer = tuple[Answered, Slot]
 LOST: Final = "lost_sequence"
@@ -83,7 +83,7 @@ async def have_moved(router: Router, call: Call, home: Home, problem: dict[str, 
     unknown = unknown_in(problem)
     if not unknown or "done" in problem:
         return False
-    if isinstance(home, Ranks):
+    if not isinstance(home, Engine):
         home.forget(call, unknown)
     may_wait = call.may_wait()
     await router.homes.find(unknown, call.tenant)

@@ -11,12 +11,12 @@ from attnd.wire.dtypes import Array
 from service.cluster.membership.engine import Call, Engine, Told
 from service.cluster.routing.locator import in_time
 from service.cluster.routing.replies import each
-from service.cluster.sharded.shard_replies import Fields, whole_view
 from service.errors import NotReady
 
 if TYPE_CHECKING:
     from service.cluster.routing.router import Router
 
+Fields = dict[str, Any]
 Join = Callable[[Fields, Sequence[Fields]], Fields]
 """From the request's fields and the engines' answers."""
 
@@ -65,9 +65,12 @@ def listed(asked: Fields, answers: Sequence[Fields]) -> Fields:
 
 
 def one_of(parts: list[Fields]) -> Fields:
-    """A sequence, of which engines may have told a part each; all of it, where one has that yet."""
+    """A sequence, from the replies of engines that each hold a shard, or from that of one that
+    holds it whole."""
     if whole := [one for one in parts if "shard" not in one]:
         return whole[0]
+    from service.cluster.sharded.shard_replies import whole_view
+
     return whole_view(sorted(parts, key=lambda one: int(one["shard"]["rank"])))
 
 

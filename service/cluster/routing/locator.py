@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from service.cluster.membership.engine import Call, Engine, Told
 from service.cluster.membership.polling import SILENT_S
-from service.cluster.routing.replies import MOVING, each, is_moving
+from service.cluster.routing.replies import MOVING, each, is_moving, unwaited
 from service.cluster.routing.tags import BETWEEN, Names, tags_of
-from service.cluster.sharded.ranks import Home, drop, unwaited
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, LostSequence, NotReady, UnknownSequence
 from service.operations.rows import GATHER
@@ -20,6 +19,7 @@ from service.tenants import Tenant
 
 if TYPE_CHECKING:
     from service.cluster.membership.members import Members
+    from service.cluster.sharded.ranks import Home
 
 ASKED_AT_ONCE: Final = 1024
 """Ids that the engines are asked for in one call: a batch of ids that nobody has costs no more."""
@@ -131,8 +131,11 @@ class Homes:
         """Have the other engines delete their parts of a sequence, where one of its engines is
         known to be dead."""
         by_tag, tags = self.members.by_tag, tags_of(tag)
-        if any(map(self.members.is_gone, tags)):
-            drop([by_tag[part] for part in tags if part in by_tag], tenant, [name])
+        others = [by_tag[part] for part in tags if part in by_tag]
+        if others and any(map(self.members.is_gone, tags)):
+            from service.cluster.sharded.deletion import delete_shards
+
+            unwaited(delete_shards(others, tenant, name))
 
     async def tag_at(self, name: str, engine: Engine, tenant: Tenant) -> str | None:
         """The tag of a sequence that an engine has, or has a part of; None where it has gone.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from attnd.wire.dtypes import Array
@@ -89,6 +89,17 @@ def longest(stages: Iterable[Stages]) -> Stages:
 async def each(awaitables: Sequence[Awaitable[Result]]) -> list[Result | BaseException]:
     """What each gives or raises, when all are done; where this is cancelled, they are too."""
     return await asyncio.gather(*awaitables, return_exceptions=True)
+
+
+def unwaited(work: Coroutine[Any, Any, Any]) -> None:
+    """Run work in the background."""
+    task = asyncio.ensure_future(work)
+    UNWAITED.add(task)
+    task.add_done_callback(UNWAITED.discard)
+
+
+UNWAITED: Final[set[asyncio.Future[Any]]] = set()
+"""The event loop keeps weak references only."""
 
 
 def unknown_in(problem: dict[str, Any]) -> list[str]:

@@ -14,8 +14,9 @@ from service.cluster.routing.replies import each, longest, unknown_in
 from service.cluster.sharded.epochs import MEND_S, TRIES, Dealt, ask_anew, is_stale, know, pause
 from service.doors.kit.problems import ProblemText
 from service.errors import SequenceTaken
-from service.operations.sequences import DELETE_SEQUENCES
+from service.operations.sequences import DELETE_SEQUENCES, GET_SEQUENCE
 from service.operations.transfer import HAND_OVER
+from service.tenants import Tenant
 
 if TYPE_CHECKING:
     from service.cluster.sharded.ranks import Ranks
@@ -60,6 +61,20 @@ async def let_go(engine: Engine, one: Dealt, call: Call) -> Told:
         return await engine.ask(call, {"id": one.id, "state": "gone"})
     asked = engine.own(DELETE_SEQUENCES, one.tenant, MEND_S)
     return await engine.ask(asked, {"ids": [one.id]})
+
+
+async def delete_shards(engines: Sequence[Engine], tenant: Tenant, name: str) -> None:
+    """Have the engines that can be called delete their shards of a sequence; a whole sequence of
+    that name stays."""
+    ready = [engine for engine in engines if engine.is_ready]
+    await each([delete_shard(engine, tenant, name) for engine in ready])
+
+
+async def delete_shard(engine: Engine, tenant: Tenant, name: str) -> None:
+    with suppress(ProblemText):
+        reply = await engine.ask(engine.own(GET_SEQUENCE, tenant, MEND_S), {"id": name})
+        if "shard" in reply.fields:
+            await engine.ask(engine.own(DELETE_SEQUENCES, tenant, MEND_S), {"ids": [name]})
 
 
 async def delete_made(

@@ -7,10 +7,9 @@ believed for as long as the ranks agree (`epochs.py`).
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
 from attnd.wire.dtypes import Array
@@ -18,12 +17,10 @@ from attnd.wire.dtypes import Array
 from service.cluster.membership.engine import Call, Engine, Told
 from service.cluster.routing.replies import each, reply
 from service.cluster.routing.tags import BETWEEN, Name
-from service.cluster.sharded.epochs import MEND_S, Dealt
+from service.cluster.sharded.epochs import Dealt
 from service.cluster.sharded.operations import asked
-from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
 from service.image.reading import REQUEST, place, read_layout, split
-from service.operations.sequences import DELETE_SEQUENCES, GET_SEQUENCE
 from service.operations.spec import Operation
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
@@ -128,33 +125,6 @@ class Ranks:
             by_tenant.setdefault(one.tenant, []).append(one.id)
         self.books.clear()
         return by_tenant
-
-
-def drop(engines: Sequence[Engine], tenant: Tenant, ids: Sequence[str]) -> None:
-    """Have the engines that are still there delete their parts of sequences, and do not wait."""
-    there = [engine for engine in engines if engine.is_ready]
-    if there:
-        unwaited(each([let_go(engine, tenant, ids) for engine in there]))
-
-
-def unwaited(work: Coroutine[Any, Any, Any]) -> None:
-    """Do it, and do not wait."""
-    task = asyncio.ensure_future(work)
-    DROPPING.add(task)
-    task.add_done_callback(DROPPING.discard)
-
-
-DROPPING: Final[set[asyncio.Future[Any]]] = set()
-"""What nobody waits for must be held by somebody."""
-
-
-async def let_go(engine: Engine, tenant: Tenant, ids: Sequence[str]) -> None:
-    """Delete those sequences of which the engine has a part only."""
-    for name in ids:
-        with suppress(ProblemText):
-            told = await engine.ask(engine.own(GET_SEQUENCE, tenant, MEND_S), {"id": name})
-            if "shard" in told.fields:
-                await engine.ask(engine.own(DELETE_SEQUENCES, tenant, MEND_S), {"ids": [name]})
 
 
 Home = Engine | Ranks

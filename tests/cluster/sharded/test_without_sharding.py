@@ -1,0 +1,44 @@
+"""A service without sharded sequences needs none of the code for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = ("service.core.shards", "service.engine.handlers.shards", "service.cluster.sharded")
+BLOCKING = f"""
+import sys
+
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name in {FOLDERS!r}:
+            raise ImportError(name + " is for sharded sequences")
+
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python that cannot import the folders, nor can its children."""
+    (folder / "sitecustomize.py").write_text(BLOCKING)
+    path = os.pathsep.join((str(folder), str(ROOT), str(ROOT / "tests")))
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_a_cluster_without_sharded_sequences_never_imports_sharding(tmp_path: Path) -> None:
+    for name in FOLDERS:
+        assert "is for sharded sequences" in python(tmp_path, "-c", f"import {name}").stderr
+    ran = python(tmp_path, "-m", "tests.cluster.sharded.plain_service")
+    assert ran.returncode == 0 and "done" in ran.stdout, ran.stderr[-4000:]
