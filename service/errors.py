@@ -1,4 +1,4 @@
-"""Every error a caller can meet: one exception tree, one table from class to (status, code, title).
+"""Every error a caller can meet; attnd.wire.codes has status, code and title of each.
 
 AttndError
 ├── MalformedBody         400 malformed_body
@@ -41,11 +41,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from reprlib import Repr
 from typing import Any, Final
 
+from attnd.wire.codes import CODES, ErrorCode, code_of
 from pydantic import BaseModel, ValidationError
 
 from config.wording import first_of, hint, place_of, rule_of
@@ -352,56 +352,14 @@ class OutOfSequences(AttndError):
         super().__init__(f"{detail}delete sequences or raise {setting}", **numbers)
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How one class of error looks from outside."""
-
-    status: int
-    code: str
-    title: str
-
-
-KINDS: Final[dict[type[AttndError], Kind]] = {
-    MalformedBody: Kind(400, "malformed_body", "The body cannot be read"),
-    MalformedRequest: Kind(400, "malformed_request", "The request cannot be read"),
-    Unauthorized: Kind(401, "unauthorized", "A key is needed"),
-    Forbidden: Kind(403, "forbidden", "This is not allowed"),
-    NoSuchRoute: Kind(404, "not_found", "No such route"),
-    UnknownSequence: Kind(404, "unknown_sequence", "No such sequence"),
-    UnknownLease: Kind(404, "unknown_lease", "No such lease"),
-    UnknownPage: Kind(404, "unknown_page", "No such page"),
-    UnknownImport: Kind(404, "unknown_import", "No such import"),
-    MethodNotAllowed: Kind(405, "method_not_allowed", "The route has other methods"),
-    RequestTimeout: Kind(408, "request_timeout", "The request took too long to arrive"),
-    SequenceExists: Kind(409, "sequence_exists", "The sequence exists already"),
-    LengthMismatch: Kind(409, "length_mismatch", "Offsets differ from the stored lengths"),
-    SequenceTaken: Kind(409, "sequence_taken", "Another writer has taken the sequence over"),
-    KeyMismatch: Kind(409, "key_mismatch", "A page has another name already"),
-    SequenceChanged: Kind(409, "sequence_changed", "The sequence changed during its export"),
-    ImportExists: Kind(409, "import_exists", "The id is being imported from another export"),
-    PartMismatch: Kind(409, "part_mismatch", "Another part is wanted"),
-    LostSequence: Kind(410, "lost_sequence", "The sequence was lost with its engine"),
-    BodyTooLarge: Kind(413, "body_too_large", "The body is too large"),
-    AnswerTooLarge: Kind(413, "answer_too_large", "The answer is too large"),
-    UnsupportedMediaType: Kind(415, "unsupported_media_type", "The media type is not supported"),
-    InvalidRequest: Kind(422, "invalid_request", "The request breaks a rule"),
-    DigestMismatch: Kind(422, "digest_mismatch", "What came is not what was exported"),
-    Overloaded: Kind(429, "overloaded", "The queue is full"),
-    HeadersTooLarge: Kind(431, "headers_too_large", "The request's headers are too large"),
-    Cancelled: Kind(499, "cancelled", "The caller took the operation back"),
-    Internal: Kind(500, "internal", "A bug in the service"),
-    NotSupported: Kind(501, "not_supported", "The service does not do this"),
-    NotReady: Kind(503, "not_ready", "The service is not ready"),
-    SequenceMoving: Kind(503, "sequence_moving", "The sequence is on its way to another engine"),
-    DeadlineExceeded: Kind(
-        504, "deadline_exceeded", "The deadline passed before the request was done"
-    ),
-    OutOfPages: Kind(507, "out_of_pages", "The pool is out of pages"),
-    OutOfSequences: Kind(507, "out_of_sequences", "The pool is out of sequences"),
+KINDS: Final[dict[type[AttndError], ErrorCode]] = {
+    error: CODES["not_found" if error is NoSuchRoute else code_of(error.__name__)]
+    for error in AttndError.__subclasses__()
 }
+"""Status, code and title by class."""
 
 
-def kind_of(error: BaseException) -> Kind:
+def kind_of(error: BaseException) -> ErrorCode:
     """The kind of an error's nearest class; anything unknown is `internal`."""
     for cls in type(error).__mro__:
         if cls in KINDS:

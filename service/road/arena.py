@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from attnd.wire.slots import ALIGNMENT
 from numpy.typing import NDArray
 
 from service.errors import InvalidRequest
 
 PAGE: Final = mmap.PAGESIZE
-ALIGNMENT: Final = 64
-"""Every slot begins at a multiple of this: a cache line, and enough for every dtype."""
 
 
 def stay_pageable(_memory: memoryview) -> bool:

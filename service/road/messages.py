@@ -7,13 +7,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from attnd.wire.frames import CHALLENGE, GROW, HELLO, NAMES, REFUSED, TENANT, FrameError, frame
+from attnd.wire.frames import (
+    CHALLENGE,
+    GROW,
+    HELLO,
+    NAMES,
+    REFUSED,
+    TENANT,
+    VERSION,
+    FrameError,
+    json_frame,
+)
 
 from service.errors import MalformedBody, problem
-from service.image.json_text import dump_json, load_json
+from service.image.json_text import load_json
 from service.tenants import Tenant, tenant_of
 
-VERSION: Final = 1
 NAME: Final = re.compile(r"[A-Za-z0-9 ._:/-]{0,64}")
 LARGEST: Final = 2**63 - 1
 MOST_TENANTS: Final = 2**16 - 1
@@ -87,28 +96,29 @@ def message(kind: int, content: Hello | Welcome | Grown | State) -> bytes:
     """A JSON message as a frame; what is only for the road over TCP is left out where it is
     empty."""
     fields = asdict(content)
-    told = {name: value for name, value in fields.items() if value or name not in OVER_TCP}
-    return frame(kind, dump_json(told).encode())
+    return json_frame(
+        kind, {name: value for name, value in fields.items() if value or name not in OVER_TCP}
+    )
 
 
 def grow(arena_bytes: int) -> bytes:
     """A GROW frame."""
-    return frame(GROW, dump_json({"arena_bytes": arena_bytes}).encode())
+    return json_frame(GROW, {"arena_bytes": arena_bytes})
 
 
 def challenge(nonce: str) -> bytes:
     """A CHALLENGE frame."""
-    return frame(CHALLENGE, dump_json({"nonce": nonce}).encode())
+    return json_frame(CHALLENGE, {"nonce": nonce})
 
 
 def announced(tenant: Announced) -> bytes:
     """A TENANT frame."""
-    return frame(TENANT, dump_json(asdict(tenant)).encode())
+    return json_frame(TENANT, asdict(tenant))
 
 
 def refusal(error: BaseException) -> bytes:
     """A REFUSED frame: the problem for which the engine closes the connection."""
-    return frame(REFUSED, dump_json(problem(error)).encode())
+    return json_frame(REFUSED, problem(error))
 
 
 def read_object(kind: int, payload: bytes) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def caught(error: Exception, headers: dict[str, str] | None = None) -> errors.Se
 
 
 def test_every_code_of_the_service_has_its_class_here_and_none_is_left_over() -> None:
-    assert set(errors.CODES) == {kind.code for kind in SERVICE_KINDS.values()}
+    assert set(errors.ERRORS) == {kind.code for kind in SERVICE_KINDS.values()}
 
 
 def test_the_documented_tree_names_every_class() -> None:
@@ -31,10 +31,10 @@ def test_the_documented_tree_names_every_class() -> None:
             assert name in (errors.__doc__ or ""), f"{name} is not in the tree"
 
 
-@pytest.mark.parametrize("code", list(errors.CODES))
+@pytest.mark.parametrize("code", list(errors.ERRORS))
 def test_each_code_raises_its_class(code: str) -> None:
     status = next(kind.status for kind in SERVICE_KINDS.values() if kind.code == code)
-    with pytest.raises(errors.CODES[code]) as info:
+    with pytest.raises(errors.ERRORS[code]) as info:
         ask("sync", Script(problem(status, code)), "info", retries=Retries(0))
     assert info.value.status == status
     assert info.value.detail == "what happened"

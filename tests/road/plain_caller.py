@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnd.wire import frames as f
+from attnd.wire.frames import VERSION
 
 from service.road.engine_end.calls import SessionConfig
 from service.road.engine_end.session import Session
-from service.road.messages import VERSION, Hello, State, message
+from service.road.messages import Hello, State, message
 
 
 @dataclass(frozen=True, slots=True)

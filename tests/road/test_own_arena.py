@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from attnd.wire import frames as f
+from attnd.wire.frames import VERSION
 from caller_play import Loops, ask, settled, until
 from plain_caller import PlainCaller
 from stand_in import StandIn, config, echo, standing_in
@@ -26,7 +27,7 @@ from service.road.caller_end.slots import Mapping
 from service.road.engine_end.admission import Admission
 from service.road.engine_end.calls import Call, Cancel
 from service.road.engine_end.session import Session
-from service.road.messages import VERSION, Hello, State, message
+from service.road.messages import Hello, State, message
 
 SECRET = "s" * 32
 RULES = replace(config(), admission=Admission(None, SECRET))

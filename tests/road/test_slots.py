@@ -109,7 +109,7 @@ def test_slots_never_overlap_over_thousands_of_takes_and_frees(slots: Slots) -> 
         assert slots.free() == SIZE - sum(slot.size for slot in held), f"step {step}"
     for slot in held:
         slot.free()
-    assert slots.free() == SIZE and slots.begins == [0]
+    assert slots.free() == SIZE and slots.stretches.begins == [0]
 
 
 def test_threads_may_take_and_free_at_once(slots: Slots) -> None:

@@ -1,4 +1,4 @@
-"""Calls that repeat themselves over a session go the short way, and are right all the same."""
+"""A session replays repeated calls, with the results of calls that are built anew."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import attnd
 import numpy as np
 import pytest
 from attnd import Retries, Session
-from attnd.replay import MOST
-from attnd.road.replay import RoadRepeat
+from attnd.road.replay import MAX_REPLAYS, Replay
 
 from tests.session.stand_in_engine import Answers, Drop, Problem, Seen, StandInEngine, Step
 
@@ -23,30 +22,30 @@ QUICK = Retries(2, first_wait_s=0.01, max_wait_s=0.05)
 
 
 def attended(seen: Seen) -> Step:
-    """o is q and the layer, lse the kv_len that was believed, or -1."""
+    """o is q and the layer, lse the kv_len that the caller gave, or -1."""
     q = seen.arrays["q"]
-    (believed,) = seen.fields.get("offsets", [-1])
+    (offset,) = seen.fields.get("offsets", [-1])
     fields = {"lse_base": seen.fields.get("lse_base", "e"), "levels": 1, "cascade": False}
-    lse = np.full(q.shape[:2], believed, np.float32)
+    lse = np.full(q.shape[:2], offset, np.float32)
     return Answers(fields, {"o": q + q.dtype.type(seen.fields["layer"]), "lse": lse})
 
 
 class Bench:
-    """An engine whose next steps can be told, a session with it, and what went the short way."""
+    """An engine that plays `steps`, a session with it, and the number of replayed calls."""
 
     def __init__(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[Step | Callable[[Seen], Step]] = []
         self.engine = StandInEngine(path, self.play)
         self.path = path
         self.session = Session(path, retries=QUICK, timeout=5.0)
-        self.short = 0
-        send = RoadRepeat.send
+        self.replayed = 0
+        send = Replay.send
 
         def counted(repeat: Any, *args: Any) -> Any:
-            self.short += 1
+            self.replayed += 1
             return send(repeat, *args)
 
-        monkeypatch.setattr(RoadRepeat, "send", counted)
+        monkeypatch.setattr(Replay, "send", counted)
 
     def play(self, seen: Seen) -> Step:
         step = self.steps.pop(0) if self.steps else attended
@@ -70,13 +69,13 @@ def filled(session: Session, rows: int, value: float) -> Any:
     return q
 
 
-def test_a_call_that_repeats_reads_what_its_arrays_hold_by_then(bench: Bench) -> None:
+def test_a_replayed_call_sends_the_present_values_of_its_arrays(bench: Bench) -> None:
     q = filled(bench.session, 2, 0.0)
     results = []
     for value in range(5):
         q[...] = value
         results.append(bench.session.decode(3, ["a", "b"], q))
-    assert bench.short == 4
+    assert bench.replayed == 4
     assert [float(result.o.max()) for result in results] == [3, 4, 5, 6, 7]
     assert all(seen.fields == {"layer": 3, "sequences": ["a", "b"]} for seen in bench.engine.seen)
     assert len({seen.request_id for seen in bench.engine.seen}) == 5
@@ -86,7 +85,7 @@ def test_a_call_that_repeats_reads_what_its_arrays_hold_by_then(bench: Bench) ->
     assert results[-1].meta.timings["kernel"] == 2.0
 
 
-def test_results_that_are_kept_stay_as_they_were(bench: Bench) -> None:
+def test_results_that_are_kept_do_not_change(bench: Bench) -> None:
     q = filled(bench.session, 1, 1.0)
     kept = [bench.session.decode(layer, ["a"], q) for layer in (0, 0, 0, 1, 1, 1)]
     assert [float(one.o.min()) for one in kept] == [1, 1, 1, 2, 2, 2]
@@ -98,14 +97,14 @@ def test_offsets_change_from_call_to_call(bench: Bench) -> None:
     k, v = session.empty("k", (1, 2, 8)), session.empty("v", (1, 2, 8))
     k[...], v[...] = 5, 6
     for offsets in ([7], [8], np.array([1000000]), None, [9]):
-        told = session.decode(0, ["a"], q, k=k, v=v, offsets=offsets)
-        assert float(told.lse.max()) == (-1 if offsets is None else int(offsets[0]))
-    assert bench.short == 4
+        found = session.decode(0, ["a"], q, k=k, v=v, offsets=offsets)
+        assert float(found.lse.max()) == (-1 if offsets is None else int(offsets[0]))
+    assert bench.replayed == 4
     assert all(set(seen.arrays) == {"q", "k", "v"} for seen in bench.engine.seen)
     assert all((seen.arrays["v"] == 6).all() for seen in bench.engine.seen)
 
 
-def test_what_differs_is_another_call(bench: Bench) -> None:
+def test_calls_with_other_arguments_are_not_replayed(bench: Bench) -> None:
     session, q = bench.session, filled(bench.session, 1, 1.0)
     other = filled(session, 1, 2.0)
     session.decode(1, ["a"], q)
@@ -115,13 +114,13 @@ def test_what_differs_is_another_call(bench: Bench) -> None:
     session.decode(1, ["a"], q, sm_scale=1)
     session.decode(1, ["a"], other)
     session.prefill(1, ["a"], q, [0, 1])
-    assert bench.short == 0
-    told = [(seen.operation, seen.fields) for seen in bench.engine.seen]
-    assert [str(fields["layer"]) for _, fields in told] == ["1", "True", "1", "1", "1", "1", "1"]
-    assert [fields["sequences"] for _, fields in told[:4]] == [["a"], ["a"], ["b"], ["a"]]
+    assert bench.replayed == 0
+    found = [(seen.operation, seen.fields) for seen in bench.engine.seen]
+    assert [str(fields["layer"]) for _, fields in found] == ["1", "True", "1", "1", "1", "1", "1"]
+    assert [fields["sequences"] for _, fields in found[:4]] == [["a"], ["a"], ["b"], ["a"]]
 
 
-def test_sequences_are_compared_by_what_the_list_holds(bench: Bench) -> None:
+def test_sequences_count_by_content_not_by_the_list(bench: Bench) -> None:
     q, names = filled(bench.session, 1, 1.0), ["a"]
     bench.session.decode(0, names, q)
     names[0] = "b"
@@ -130,7 +129,7 @@ def test_sequences_are_compared_by_what_the_list_holds(bench: Bench) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Setting the:DeprecationWarning")
-def test_an_array_that_was_given_another_shape_is_another_call(bench: Bench) -> None:
+def test_a_reshaped_array_is_not_replayed(bench: Bench) -> None:
     q = filled(bench.session, 2, 1.0)
     assert bench.session.decode(0, ["a", "b"], q).o.shape == (2, 4, 8)
     q.shape = (1, 8, 8)
@@ -142,26 +141,26 @@ def test_arrays_outside_the_arena_are_copied_each_time(bench: Bench) -> None:
     k, v = np.full((1, 2, 8), 5, np.float32), np.full((1, 2, 8), 6, np.float32)
     for value in (1, 2, 3):
         q = np.full((1, 4, 8), value, np.float32)  # another array each time
-        told = session.decode(1, ["a"], q, v=v, k=k, offsets=[value])
-        assert (float(told.o.max()), float(told.lse.max())) == (value + 1, value)
+        found = session.decode(1, ["a"], q, v=v, k=k, offsets=[value])
+        assert (float(found.o.max()), float(found.lse.max())) == (value + 1, value)
         assert float(session.prefill(0, ["a"], q, [0, 1]).o.max()) == value
-    assert bench.short == 4
+    assert bench.replayed == 4
     appended = [seen for seen in bench.engine.seen if seen.operation == "decode"]
     assert all((one.arrays["k"] == 5).all() and (one.arrays["v"] == 6).all() for one in appended)
 
 
-def test_arrays_that_are_not_dense_go_the_short_way_too(bench: Bench) -> None:
+def test_calls_with_arrays_that_are_not_dense_are_replayed(bench: Bench) -> None:
     q = np.asfortranarray(np.arange(64, dtype=np.float32).reshape(2, 4, 8))
     for _ in range(3):
         np.testing.assert_array_equal(bench.session.decode(0, ["a", "b"], q).o, q)
-    assert bench.short == 2
+    assert bench.replayed == 2
 
 
 class Rare(np.ndarray[Any, Any]):
     """An array of a kind of its own."""
 
 
-def test_arrays_of_another_dtype_or_shape_or_of_rare_kinds_are_other_calls(bench: Bench) -> None:
+def test_arrays_of_another_dtype_shape_or_type_are_not_replayed(bench: Bench) -> None:
     session = bench.session
     for q in (
         np.ones((1, 4, 8), np.float32),
@@ -171,9 +170,9 @@ def test_arrays_of_another_dtype_or_shape_or_of_rare_kinds_are_other_calls(bench
         np.ones((2, 4, 16), np.float16)[1:],
         np.ones((1, 4, 8), np.float32).view(Rare),
     ):
-        told = session.decode(0, ["a"], q)
-        assert told.o.shape == q.shape and told.o.dtype == q.dtype
-    assert bench.short == 0
+        found = session.decode(0, ["a"], q)
+        assert found.o.shape == q.shape and found.o.dtype == q.dtype
+    assert bench.replayed == 0
 
 
 @pytest.mark.parametrize("first", ["one", "three"])
@@ -186,40 +185,40 @@ def test_the_same_array_may_be_given_twice(bench: Bench, first: str) -> None:
             bench.session.decode(0, ["a"], q, k=k, v=v)
             seen = bench.engine.seen[-1].arrays
             assert all((seen[n] == array).all() for n, array in zip("qkv", (q, k, v), strict=True))
-    assert bench.short == 2
+    assert bench.replayed == 3, "one array under two names repeats a call like two arrays"
 
 
-def test_an_answer_of_another_kind_is_read_as_it_is(bench: Bench) -> None:
+def test_an_unexpected_answer_is_read_correctly(bench: Bench) -> None:
     q = filled(bench.session, 1, 1.0)
     wider = Answers(
         {"lse_base": "2", "levels": 3, "cascade": True},
         {"o": np.full((1, 4, 8), 9, np.float16), "lse": np.zeros((1, 4), np.float32)},
     )
     bench.steps = [attended, attended, wider, attended]
-    told = [bench.session.decode(0, ["a"], q) for _ in range(4)]
-    assert bench.short == 3
-    assert [(one.levels, one.cascade, one.lse_base) for one in told] == [
+    found = [bench.session.decode(0, ["a"], q) for _ in range(4)]
+    assert bench.replayed == 3
+    assert [(one.levels, one.cascade, one.lse_base) for one in found] == [
         *[(1, False, "e")] * 2,
         (3, True, "2"),
         (1, False, "e"),
     ]
-    assert [str(one.o.dtype) for one in told] == ["float32", "float32", "float16", "float32"]
-    assert [float(one.o.max()) for one in told] == [1, 1, 9, 1]
+    assert [str(one.o.dtype) for one in found] == ["float32", "float32", "float16", "float32"]
+    assert [float(one.o.max()) for one in found] == [1, 1, 9, 1]
 
 
-def test_an_answer_that_needs_more_room_is_asked_for_once_more(bench: Bench) -> None:
+def test_a_call_whose_answer_needs_more_room_is_sent_again(bench: Bench) -> None:
     q = filled(bench.session, 1, 1.0)
     large = Answers(
         {"lse_base": "e", "levels": 1, "cascade": False},
         {"o": np.full((1, 4, 2048), 9, np.float32), "lse": np.zeros((1, 4), np.float32)},
     )
     bench.steps = [attended, large, large, large]
-    told = [bench.session.decode(0, ["a"], q) for _ in range(4)]
-    assert [one.o.shape[2] for one in told] == [8, 2048, 2048, 8]
+    found = [bench.session.decode(0, ["a"], q) for _ in range(4)]
+    assert [one.o.shape[2] for one in found] == [8, 2048, 2048, 8]
     assert len(bench.engine.seen) == 5
 
 
-def test_problems_are_raised_and_the_call_goes_on_being_known(bench: Bench) -> None:
+def test_problems_are_raised_and_the_call_stays_remembered(bench: Bench) -> None:
     q = filled(bench.session, 1, 1.0)
     gone = Problem(404, "unknown_sequence", {"ids": ["a"]})
     bench.steps = [attended, gone, attended]
@@ -227,10 +226,10 @@ def test_problems_are_raised_and_the_call_goes_on_being_known(bench: Bench) -> N
     with pytest.raises(attnd.UnknownSequence):
         bench.session.decode(0, ["a"], q)
     assert float(bench.session.decode(0, ["a"], q).o.max()) == 1
-    assert bench.short == 2
+    assert bench.replayed == 2
 
 
-def test_an_overloaded_engine_is_asked_again(bench: Bench) -> None:
+def test_a_replayed_call_is_retried_when_the_engine_is_overloaded(bench: Bench) -> None:
     q = filled(bench.session, 1, 1.0)
     bench.steps = [attended, Problem(429, "overloaded", {"retry_after_s": 0.01}), attended]
     bench.session.decode(0, ["a"], q)
@@ -238,7 +237,7 @@ def test_an_overloaded_engine_is_asked_again(bench: Bench) -> None:
     assert len({seen.request_id for seen in bench.engine.seen}) == 2
 
 
-def test_a_reply_lost_is_asked_for_again_unless_twice_would_do_harm(bench: Bench) -> None:
+def test_a_lost_reply_is_retried_only_where_that_does_no_harm(bench: Bench) -> None:
     session, q = bench.session, filled(bench.session, 1, 1.0)
     bench.steps = [attended, Drop(), attended]
     session.decode(0, ["a"], q)
@@ -251,7 +250,9 @@ def test_a_reply_lost_is_asked_for_again_unless_twice_would_do_harm(bench: Bench
         session.append(0, ["a"], k, v)
 
 
-def test_an_append_whose_reply_was_lost_but_landed_gives_its_lengths(bench: Bench) -> None:
+def test_an_append_whose_reply_was_lost_returns_its_lengths(
+    bench: Bench,
+) -> None:
     session = bench.session
     k, v = session.empty("k", (1, 2, 8)), session.empty("v", (1, 2, 8))
     landed = Problem(409, "length_mismatch", {"lengths": {"a": 9}})
@@ -260,12 +261,12 @@ def test_an_append_whose_reply_was_lost_but_landed_gives_its_lengths(bench: Benc
     assert session.append(0, ["a"], k, v, offsets=[8]).lengths == (9,)
 
 
-def test_a_call_with_its_own_id_or_deadline_tells_them(bench: Bench) -> None:
+def test_a_call_with_its_own_id_or_deadline_sends_them_and_is_not_replayed(bench: Bench) -> None:
     q = filled(bench.session, 1, 1.0)
     bench.session.decode(0, ["a"], q)
     bench.session.with_options(deadline=2.0).decode(0, ["a"], q)
     bench.session.with_options(request_id="0" * 32).decode(0, ["a"], q)
-    assert bench.short == 0
+    assert bench.replayed == 0
     assert 1_900_000 < bench.engine.seen[1].deadline_us <= 2_000_000
     assert bench.engine.seen[2].request_id == bytes(16)
 
@@ -282,15 +283,15 @@ def test_remembered_calls_keep_no_memory(bench: Bench) -> None:
     assert slot is not None, "the arrays of calls are still held"
 
 
-def test_calls_are_forgotten_before_they_are_too_many(bench: Bench) -> None:
+def test_the_number_of_remembered_calls_is_limited(bench: Bench) -> None:
     q = filled(bench.session, 1, 1.0)
-    for layer in range(MOST + 10):
+    for layer in range(MAX_REPLAYS + 10):
         bench.session.decode(layer, ["a"], q)
-    assert len(bench.session._road.repeats.known) <= MOST
-    assert float(bench.session.decode(MOST + 9, ["a"], q).o.max()) == MOST + 10
+    assert len(bench.session._road.replays.known) <= MAX_REPLAYS
+    assert float(bench.session.decode(MAX_REPLAYS + 9, ["a"], q).o.max()) == MAX_REPLAYS + 10
 
 
-def test_two_threads_may_repeat_one_call(bench: Bench) -> None:
+def test_threads_may_replay_one_call(bench: Bench) -> None:
     q = filled(bench.session, 1, 1.0)
     wrong: list[float] = []
 
@@ -305,7 +306,7 @@ def test_two_threads_may_repeat_one_call(bench: Bench) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and bench.short > 100
+    assert not wrong and bench.replayed > 100
 
 
 def test_a_new_engine_at_the_same_place_gets_arrays_of_the_old_arena(bench: Bench) -> None:

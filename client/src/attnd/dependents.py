@@ -1,4 +1,4 @@
-"""What is to end before a session or client is closed: caches of transformers on it."""
+"""Objects that are closed before their session or client: caches of transformers."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from contextlib import suppress
 
 from attnd.errors import AttndError
 
-End = Callable[[], None]
+Close = Callable[[], object]
 
 
-class Users:
-    """What uses the connections of a session or client; views of one share it."""
+class Dependents:
+    """What uses the connections of a session or client; its views share this."""
 
-    __slots__ = ("_ends",)
+    __slots__ = ("_closes",)
 
     def __init__(self) -> None:
-        self._ends: list[weakref.WeakMethod[End]] = []
+        self._closes: list[weakref.WeakMethod[Close]] = []
 
-    def add(self, end: End) -> None:
-        """Have `end`, a method of a living object, called at the close.
+    def add(self, close: Close) -> None:
+        """Have `close`, a method of a living object, called before the session closes.
 
-        The collector may call this anywhere: it takes no lock.
+        The garbage collector may call this anywhere: it takes no lock.
         """
-        self._ends[:] = [known for known in self._ends if known() is not None]
-        self._ends.append(weakref.WeakMethod(end))
+        self._closes[:] = [known for known in self._closes if known() is not None]
+        self._closes.append(weakref.WeakMethod(close))
 
-    def end(self) -> None:
-        """End them all. An error is nobody's, as the connections end too."""
-        ends, self._ends = self._ends, []
-        for known in ends:
-            end = known()
-            if end is not None:
+    def close(self) -> None:
+        """Close them all. Errors are ignored, because the connections close too."""
+        closes, self._closes = self._closes, []
+        for known in closes:
+            close = known()
+            if close is not None:
                 with suppress(AttndError, RuntimeError, OSError):
-                    end()
+                    close()

@@ -4,10 +4,10 @@ AttndError                       request_id
 ├── TransportError               no answer was received
 │   ├── ConnectionFailed         nothing was sent
 │   │   └── ArenaFull            no room in the session's shared memory
-│   ├── ReplyLost                sent, perhaps carried out, no whole answer came back
-│   └── TimedOut                 the timeout or the call's deadline passed on this side
-│       └── NeverReady           `wait_ready` waited as long as it may (a TimeoutError as well)
-├── ProtocolError                an answer came that is not attnd's
+│   ├── ReplyLost                sent, possibly executed, no complete answer received
+│   └── TimedOut                 the timeout or the call's deadline passed at this end
+│       └── NeverReady           `wait_ready` reached its timeout (a TimeoutError as well)
+├── ProtocolError                the answer is not one of attnd's
 └── ServiceError                 the service refused: status, code, title, detail, timings, problem
     ├── MalformedBody            400
     ├── MalformedRequest         400
@@ -44,21 +44,24 @@ AttndError                       request_id
     ├── OutOfPages               507 needed, free, total, available, held
     └── OutOfSequences           507 needed, free, total
 
-A `ServiceError` changed nothing in the service; in a cluster, nothing but what `problem["done"]`
-names, for a batch over several engines of which one refused its part. After `ReplyLost` and
-`TimedOut` one cannot know.
+After a `ServiceError` nothing has changed in the service. In a cluster, a batch over several
+engines may have changed what `problem["done"]` names. After `ReplyLost` and `TimedOut` the call may
+or may not have been executed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Generic, TypeVar, overload
 
 from attnd.results import Meta
+from attnd.wire.codes import CODES, code_of
+
+T = TypeVar("T")
 
 
 class AttndError(Exception):
-    """Base of everything this package raises for a call."""
+    """Base of everything that this package raises for a call."""
 
     def __init__(self, message: str, request_id: str = "") -> None:
         super().__init__(message)
@@ -74,27 +77,74 @@ class ConnectionFailed(TransportError):
 
 
 class ArenaFull(ConnectionFailed):
-    """A session's arena has no room for a request or its answer, and may not grow any more."""
+    """A session's arena has no room for a request or its answer, and cannot grow."""
 
 
 class ReplyLost(TransportError):
-    """The connection broke after the request went out: it may or may not have been carried out."""
+    """The connection broke after the request was sent: it may or may not have been executed."""
 
 
 class TimedOut(TransportError):
-    """The client's timeout or the call's deadline passed; the request may have been carried out."""
+    """The client's timeout or the call's deadline passed; the request may have been executed."""
 
 
 class NeverReady(TimedOut, TimeoutError):
-    """The service was not ready within the time that `wait_ready` was given, with its reason."""
+    """The service was not ready within the timeout of `wait_ready`; the message has its reason."""
 
 
 class ProtocolError(AttndError):
     """The answer is not what the service's contract promises."""
 
 
+class Detail(Generic[T]):
+    """A member of the problem document as an attribute; `default` where it is missing."""
+
+    def __init__(self, read: Callable[[Any], T], default: object) -> None:
+        self._read, self._default = read, default
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, error: None, owner: type) -> Detail[T]: ...
+
+    @overload
+    def __get__(self, error: ServiceError, owner: type) -> T: ...
+
+    def __get__(self, error: ServiceError | None, owner: type) -> T | Detail[T]:
+        if error is None:
+            return self
+        return self._read(error.problem.get(self._name, self._default))
+
+
+def count() -> Detail[int]:
+    return Detail(int, 0)
+
+
+def text() -> Detail[str]:
+    return Detail(str, "")
+
+
+def texts() -> Detail[tuple[str, ...]]:
+    return Detail(lambda given: tuple(map(str, given)), ())
+
+
+def counts() -> Detail[dict[str, int]]:
+    """Counts by name."""
+    return Detail(lambda given: {str(name): int(value) for name, value in given.items()}, {})
+
+
+def read_as_is(value: Any) -> Any:
+    return value
+
+
 class ServiceError(AttndError):
-    """The service answered with a problem document (RFC 9457), kept whole in `problem`."""
+    """The service answered with a problem document (RFC 9457), kept whole in `problem`.
+
+    `status` is the HTTP status, `code` the name of the error, `detail` what happened and what to
+    do, `meta` what travelled beside the document.
+    """
 
     def __init__(self, problem: Mapping[str, Any], meta: Meta) -> None:
         self.problem = dict(problem)
@@ -107,66 +157,56 @@ class ServiceError(AttndError):
 
     @property
     def timings(self) -> Mapping[str, float]:
-        """Seconds per stage, as far as the request came (`Server-Timing`)."""
+        """Seconds per stage that the request reached (`Server-Timing`)."""
         return self.meta.timings
 
     @property
     def retry_after_s(self) -> float | None:
-        """When to come again: the document's own figure, else the `Retry-After` header's."""
-        told = self.problem.get("retry_after_s")
-        return float(told) if isinstance(told, (int, float)) else self.meta.retry_after_s
+        """Seconds to wait before a retry, of the document or the `Retry-After` header."""
+        given = self.problem.get("retry_after_s")
+        return float(given) if isinstance(given, (int, float)) else self.meta.retry_after_s
 
 
 class MalformedBody(ServiceError):
-    """The body is not what its media type says."""
+    """The body is not of its media type."""
 
 
 class MalformedRequest(ServiceError):
-    """What was sent is not HTTP, or not a frame of the road: another version of attnd."""
+    """The request is not HTTP, or not a frame of the road: another version of attnd."""
 
 
 class Unauthorized(ServiceError):
-    """The service asks for a key (`api_key`), and does not know this one."""
+    """The service needs a key (`api_key`), or does not know this one."""
 
 
 class Forbidden(ServiceError):
-    """The key is not for this; `scope` is what it would need."""
+    """The key lacks `scope`."""
 
-    @property
-    def scope(self) -> str:
-        return str(self.problem.get("scope", ""))
+    scope = text()
 
 
 class UnknownSequence(ServiceError):
     """`sequences`: the ids that do not exist."""
 
-    @property
-    def sequences(self) -> tuple[str, ...]:
-        return tuple(self.problem.get("sequences", ()))
+    sequences = texts()
 
 
 class UnknownLease(ServiceError):
-    """The lease has ended, or never was."""
+    """`lease` has ended or never existed."""
 
-    @property
-    def lease(self) -> str:
-        return str(self.problem.get("lease", ""))
+    lease = text()
 
 
 class UnknownPage(ServiceError):
-    """No page of that key is cached; for a pin to be taken away: or it has none."""
+    """No page with `page_key` is cached; for `unpin`: or it has no pin."""
 
-    @property
-    def page_key(self) -> str:
-        return str(self.problem.get("page_key", ""))
+    page_key = text()
 
 
 class UnknownImport(ServiceError):
-    """None was begun in `sequences`, or it was finished, given up, or left alone for too long."""
+    """No import into `sequences` is under way: not begun, finished, cancelled or expired."""
 
-    @property
-    def sequences(self) -> tuple[str, ...]:
-        return tuple(self.problem.get("sequences", ()))
+    sequences = texts()
 
 
 class NotFound(ServiceError):
@@ -174,280 +214,175 @@ class NotFound(ServiceError):
 
 
 class MethodNotAllowed(ServiceError):
-    """The route is not for this method, only for those in `allow`: another version of attnd."""
+    """The route takes only the methods in `allow`: another version of attnd."""
 
-    @property
-    def allow(self) -> tuple[str, ...]:
-        return tuple(self.problem.get("allow", ()))
+    allow = texts()
 
 
 class RequestTimeout(ServiceError):
-    """The request came in too slowly."""
+    """The request arrived too slowly."""
 
 
 class SequenceExists(ServiceError):
     """`sequences`: the ids that exist already."""
 
-    @property
-    def sequences(self) -> tuple[str, ...]:
-        return tuple(self.problem.get("sequences", ()))
+    sequences = texts()
 
 
 class LengthMismatch(ServiceError):
     """`lengths`: the true kv_len of every sequence of the request, at its layer."""
 
-    @property
-    def lengths(self) -> dict[str, int]:
-        return {str(name): int(length) for name, length in self.problem.get("lengths", {}).items()}
+    lengths = counts()
 
 
 class SequenceTaken(ServiceError):
-    """Somebody else changes a sequence over several engines; `epochs` by sequence. Try again."""
+    """Another writer changes a sequence over several engines; `epochs` by sequence. Retry."""
 
-    @property
-    def epochs(self) -> dict[str, int]:
-        return {str(name): int(epoch) for name, epoch in self.problem.get("epochs", {}).items()}
+    epochs = counts()
 
 
 class SequenceMoving(ServiceError):
-    """`sequences` are on their way from one engine of a cluster to another: try again."""
+    """`sequences` are moving from one engine of a cluster to another. Retry."""
 
-    @property
-    def sequences(self) -> tuple[str, ...]:
-        return tuple(self.problem.get("sequences", ()))
+    sequences = texts()
 
 
 class KeyMismatch(ServiceError):
-    """`page` of the sequence is committed under another name, or the name stands for another."""
+    """`page` of the sequence has another name, or the name belongs to another page."""
 
-    @property
-    def page(self) -> int:
-        return int(self.problem.get("page", 0))
+    page = count()
 
 
 class SequenceChanged(ServiceError):
-    """The sequence is not what its export's header told: begin again, or export a fork of it."""
+    """The sequence has changed since its export's header was made, and has `generation` now.
 
-    @property
-    def sequences(self) -> tuple[str, ...]:
-        return tuple(self.problem.get("sequences", ()))
+    Begin the export again, or export a fork.
+    """
 
-    @property
-    def generation(self) -> str:
-        return str(self.problem.get("generation", ""))
+    sequences = texts()
+    generation = text()
 
 
 class ImportExists(ServiceError):
     """Another export is being imported as one of `sequences`."""
 
-    @property
-    def sequences(self) -> tuple[str, ...]:
-        return tuple(self.problem.get("sequences", ()))
+    sequences = texts()
 
 
 class LostSequence(ServiceError):
-    """`sequences` were lost with the engine of the cluster that they were on: create them anew."""
+    """`sequences` were lost with their engine of the cluster: create them again."""
 
-    @property
-    def sequences(self) -> tuple[str, ...]:
-        return tuple(self.problem.get("sequences", ()))
+    sequences = texts()
 
 
 class PartMismatch(ServiceError):
-    """`part` of an import came where `next_part` of `num_parts` is wanted."""
+    """`part` of an import was sent; `next_part` of `num_parts` is expected."""
 
-    @property
-    def part(self) -> int:
-        return int(self.problem.get("part", 0))
-
-    @property
-    def next_part(self) -> int:
-        return int(self.problem.get("next_part", 0))
-
-    @property
-    def num_parts(self) -> int:
-        return int(self.problem.get("num_parts", 0))
+    part = count()
+    next_part = count()
+    num_parts = count()
 
 
 class BodyTooLarge(ServiceError):
-    """The body has `size` bytes or more, and the service reads at most `limit`."""
+    """The body has `size` bytes or more; the service reads at most `limit`."""
 
-    @property
-    def size(self) -> int:
-        return int(self.problem.get("size", 0))
-
-    @property
-    def limit(self) -> int:
-        return int(self.problem.get("limit", 0))
+    size = count()
+    limit = count()
 
 
 class AnswerTooLarge(ServiceError):
-    """The answer would have `size` bytes, and at most `limit` may go: ask for less at a time."""
+    """The answer would have `size` bytes, at most `limit` are sent: request less per call."""
 
-    @property
-    def size(self) -> int:
-        return int(self.problem.get("size", 0))
-
-    @property
-    def limit(self) -> int:
-        return int(self.problem.get("limit", 0))
+    size = count()
+    limit = count()
 
 
 class HeadersTooLarge(ServiceError):
-    """The request's headers are more than the service reads."""
+    """The request's headers are larger than the service reads."""
 
 
 class UnsupportedMediaType(ServiceError):
-    """Not one of the media types in `supported`."""
+    """The media type is not one of `supported`."""
 
-    @property
-    def supported(self) -> tuple[str, ...]:
-        return tuple(self.problem.get("supported", ()))
+    supported = texts()
 
 
 class InvalidRequest(ServiceError):
-    """`field` holds `value`, which breaks `rule`."""
+    """`field` has `value`, which breaks `rule`."""
 
-    @property
-    def field(self) -> str:
-        return str(self.problem.get("field", ""))
-
-    @property
-    def value(self) -> Any:
-        return self.problem.get("value")
-
-    @property
-    def rule(self) -> str:
-        return str(self.problem.get("rule", ""))
+    field = text()
+    value: Detail[Any] = Detail(read_as_is, None)
+    rule = text()
 
 
 class DigestMismatch(ServiceError):
-    """What came is not what was exported: `of` is the header, a part or the end."""
+    """The data differs from what was exported. `of` is the header, a part or the end; `given` its
+    digest as sent, `found` as computed."""
 
-    @property
-    def of(self) -> str:
-        return str(self.problem.get("of", ""))
-
-    @property
-    def given(self) -> str:
-        return str(self.problem.get("given", ""))
-
-    @property
-    def found(self) -> str:
-        return str(self.problem.get("found", ""))
+    of = text()
+    given = text()
+    found = text()
 
 
 class Overloaded(ServiceError):
-    """The queue is full: come again in `retry_after_s` seconds."""
+    """The queue is full: retry after `retry_after_s` seconds."""
 
 
 class NotSupported(ServiceError):
-    """The service does not do this, or has it switched off."""
+    """The service cannot do this, or it is switched off."""
 
 
 class NotReady(ServiceError):
-    """Starting, draining, or the device is lost."""
+    """The service is starting or draining, or the device is lost."""
 
 
 class DeadlineExceeded(ServiceError):
-    """The deadline passed before the request was done; it changed nothing."""
+    """The deadline passed before the request was done; nothing changed."""
 
 
 class OutOfPages(ServiceError):
-    """`needed` pages, `available` of `total` could be had: free sequences, or preempt, then try
-    again. `free` of them need no eviction.
+    """`needed` pages, of which `available` of `total` can be had now: delete sequences and retry.
 
-    `held` says by state what the caller's namespace has, and how many leases. In a cluster
-    `engines_with_room` have as many pages: new sequences go there.
+    `free` pages need no eviction. `held` are the namespace's own pages by state, and its leases. In
+    a cluster `engines_with_room` have as many pages; new sequences go there.
     """
 
-    @property
-    def engines_with_room(self) -> tuple[str, ...]:
-        return tuple(self.problem.get("engines_with_room", ()))
-
-    @property
-    def held(self) -> dict[str, int]:
-        return {str(name): int(count) for name, count in self.problem.get("held", {}).items()}
-
-    @property
-    def needed(self) -> int:
-        return int(self.problem.get("needed", 0))
-
-    @property
-    def free(self) -> int:
-        return int(self.problem.get("free", 0))
+    engines_with_room = texts()
+    held = counts()
+    needed = count()
+    free = count()
+    total = count()
 
     @property
     def available(self) -> int:
+        """Pages that are free or can be evicted, within the quota."""
         return int(self.problem.get("available", self.free))
-
-    @property
-    def total(self) -> int:
-        return int(self.problem.get("total", 0))
 
 
 class OutOfSequences(ServiceError):
-    """`needed` sequences, `free` of `total` may still be made: delete some, then try again."""
+    """`needed` sequences, of which `free` of `total` can be made: delete some and retry."""
 
-    @property
-    def needed(self) -> int:
-        return int(self.problem.get("needed", 0))
-
-    @property
-    def free(self) -> int:
-        return int(self.problem.get("free", 0))
-
-    @property
-    def total(self) -> int:
-        return int(self.problem.get("total", 0))
+    needed = count()
+    free = count()
+    total = count()
 
 
 class Cancelled(ServiceError):
-    """The caller took the call back, or went away; it left no trace."""
+    """The caller cancelled the call or disconnected; nothing changed."""
 
 
 class Internal(ServiceError):
     """A bug in the service; its log has the traceback under the request id."""
 
 
-CODES: Final[dict[str, type[ServiceError]]] = {
-    "malformed_body": MalformedBody,
-    "malformed_request": MalformedRequest,
-    "unauthorized": Unauthorized,
-    "forbidden": Forbidden,
-    "unknown_sequence": UnknownSequence,
-    "unknown_lease": UnknownLease,
-    "unknown_page": UnknownPage,
-    "unknown_import": UnknownImport,
-    "not_found": NotFound,
-    "method_not_allowed": MethodNotAllowed,
-    "request_timeout": RequestTimeout,
-    "sequence_exists": SequenceExists,
-    "length_mismatch": LengthMismatch,
-    "sequence_taken": SequenceTaken,
-    "sequence_moving": SequenceMoving,
-    "key_mismatch": KeyMismatch,
-    "sequence_changed": SequenceChanged,
-    "import_exists": ImportExists,
-    "part_mismatch": PartMismatch,
-    "lost_sequence": LostSequence,
-    "body_too_large": BodyTooLarge,
-    "answer_too_large": AnswerTooLarge,
-    "unsupported_media_type": UnsupportedMediaType,
-    "invalid_request": InvalidRequest,
-    "digest_mismatch": DigestMismatch,
-    "overloaded": Overloaded,
-    "headers_too_large": HeadersTooLarge,
-    "not_supported": NotSupported,
-    "not_ready": NotReady,
-    "deadline_exceeded": DeadlineExceeded,
-    "cancelled": Cancelled,
-    "out_of_pages": OutOfPages,
-    "out_of_sequences": OutOfSequences,
-    "internal": Internal,
+ERRORS: Final[dict[str, type[ServiceError]]] = {
+    code_of(error.__name__): error for error in ServiceError.__subclasses__()
 }
+"""The class of each code in `attnd.wire.codes`."""
+if missing := CODES.keys() ^ ERRORS.keys():
+    raise RuntimeError(f"codes without a class, or classes without a code: {sorted(missing)}")
 
 
 def service_error(problem: Mapping[str, Any], meta: Meta) -> ServiceError:
-    """The problem document as an exception; a code this version does not know stays general."""
-    return CODES.get(str(problem.get("code", "")), ServiceError)(problem, meta)
+    """The problem document as an exception: `ServiceError` itself for an unknown code."""
+    return ERRORS.get(str(problem.get("code", "")), ServiceError)(problem, meta)

@@ -18,6 +18,7 @@ import numpy as np
 
 from attnd.calls.transfer import Array, ExportHeader, ExportPart
 from attnd.wire import images
+from attnd.wire.requests import request_image
 
 MAGIC: Final = b"attnd export 1".ljust(16, b"\0")
 LENGTH_BYTES: Final = 8
@@ -52,7 +53,7 @@ def write_part(file: BinaryIO, part: ExportPart) -> None:
 
 
 def write_record(file: BinaryIO, fields: dict[str, Any], arrays: Mapping[str, Array]) -> None:
-    pieces = images.encode(fields, arrays)
+    pieces = request_image(fields, arrays)
     file.write(sum(map(len, pieces)).to_bytes(LENGTH_BYTES, "little"))
     for piece in pieces:
         file.write(piece)

@@ -1,11 +1,14 @@
-"""What the clients' methods share: how one is made from a call, carried out, and readiness."""
+"""The methods of all clients: `Calls` has those that block, `AsyncCalls` those that are awaited.
+
+Each is made from the function in `attnd.calls` that builds the call and documents the method.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import wraps
 from typing import (
     Any,
@@ -18,57 +21,65 @@ from typing import (
     get_type_hints,
 )
 
+from attnd import moving
+from attnd.calls import attention, control, prefix, transfer
 from attnd.calls.call import Call, Reply
+from attnd.calls.prefix import FROM_NOW
 from attnd.errors import AttndError, NeverReady, TransportError
-from attnd.results import CacheEvent, EventPage, Health, SequenceInfo, SequencePage
-from attnd.retries import Manner, Outcome, Retries, Send, Wait, first, repeated
+from attnd.results import CacheEvent, Health, SequenceInfo
+from attnd.retries import (
+    Attempt,
+    CallOptions,
+    Outcome,
+    Pause,
+    Retries,
+    first_attempt,
+    retrying,
+)
 
 M = TypeVar("M", bound=Callable[..., Any])
 P = ParamSpec("P")
 T = TypeVar("T")
 
 POLL_S: Final = 0.05
-"""Between two questions whether the service is ready yet."""
+"""Seconds between two questions for readiness, or for new events."""
 
 
-def with_self(method: M, build: Callable[..., Any]) -> M:
+def documented(method: M, build: Callable[..., Any]) -> M:
     """`method` with the signature of `build` as a method, for `help()` and editors: it returns what
     the call of `build` parses."""
     signature = inspect.signature(build)
     returned = str(signature.return_annotation).removeprefix("Call[").removesuffix("]")
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
     for one in signature.parameters.values():
-        parameters += shown_options(build) if one.kind is one.VAR_KEYWORD else [shown(one)]
+        if one.kind is one.VAR_KEYWORD:
+            parameters += option_parameters(build)
+        else:
+            parameters.append(one.replace(annotation=Unquoted(one.annotation)))
     method.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        parameters, return_annotation=Shown(returned)
+        parameters, return_annotation=Unquoted(returned)
     )
     method.__annotations__ = {**build.__annotations__, "return": returned}
     return method
 
 
-def shown(parameter: inspect.Parameter) -> inspect.Parameter:
-    return parameter.replace(annotation=Shown(parameter.annotation))
-
-
-def shown_options(build: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The keywords that `**options` of a call stand for; what is not given is the service's."""
+def option_parameters(build: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The keywords in `**options` of a call; the service has a default for each."""
     (options,) = get_args(get_type_hints(build)["options"])
     return [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=Shown("..."),
-            annotation=Shown(kind.__name__ if isinstance(kind, type) else kind_text(kind)),
+            default=Unquoted("..."),
+            annotation=Unquoted(
+                kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+            ),
         )
         for name, kind in get_type_hints(options).items()
     ]
 
 
-def kind_text(kind: object) -> str:
-    return str(kind).replace("typing.", "")
-
-
-class Shown(str):
+class Unquoted(str):
     """An annotation that is printed without quotes."""
 
     __slots__ = ()
@@ -77,119 +88,256 @@ class Shown(str):
         return str(self)
 
 
-def repeating(build: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
-    """A method of a blocking client that makes a call and sends it; one that was made before goes a
-    shorter way, by the client's `_again`."""
+def blocking(build: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
+    """A method that builds a call and executes it."""
 
     @wraps(build)
     def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        manner, repeats = self._manner, self._repeats
-        key = repeats.key_of(build, args, kwargs) if manner.is_plain else None
-        repeat = repeats.known.get(key) if key is not None else None
-        if repeat is not None:
-            request_id = os.urandom(16)
+        result: T = self.send(build(*args, **kwargs))
+        return result
+
+    return documented(method, build)
+
+
+def awaiting(build: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], Awaitable[T]]:
+    """As `blocking`, awaited."""
+
+    @wraps(build)
+    async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = await self.send(build(*args, **kwargs))
+        return result
+
+    return documented(method, build)
+
+
+class Calls:
+    """The methods that `Client` and `Session` share."""
+
+    def send(self, call: Call[T]) -> T:
+        """Execute one call, retries included; raises `AttndError`."""
+        raise NotImplementedError
+
+    create_sequences = blocking(control.create_sequences)
+    create_sequence = blocking(control.create_sequence)
+    get_sequence = blocking(control.get_sequence)
+    sequence_page = blocking(control.sequence_page)
+    delete_sequence = blocking(control.delete_sequence)
+    delete_sequences = blocking(control.delete_sequences)
+    truncate = blocking(control.truncate)
+    truncate_sequences = blocking(control.truncate_sequences)
+    page_table = blocking(control.page_table)
+    append = blocking(attention.append)
+    decode = blocking(attention.decode)
+    prefill = blocking(attention.prefill)
+    ragged_prefill = blocking(attention.ragged_prefill)
+    cascade = blocking(attention.cascade)
+    merge = blocking(attention.merge)
+    gather = blocking(attention.gather)
+    match_prefix = blocking(prefix.match_prefix)
+    commit = blocking(prefix.commit)
+    commit_sequences = blocking(prefix.commit_sequences)
+    renew_lease = blocking(prefix.renew_lease)
+    release_lease = blocking(prefix.release_lease)
+    pin = blocking(prefix.pin)
+    unpin = blocking(prefix.unpin)
+    holds = blocking(prefix.holds)
+    evict = blocking(prefix.evict)
+    clear = blocking(prefix.clear)
+    get_namespace = blocking(prefix.get_namespace)
+    set_namespace = blocking(prefix.set_namespace)
+    event_page = blocking(prefix.event_page)
+    export_header = blocking(transfer.export_header)
+    export_part = blocking(transfer.export_part)
+    begin_import = blocking(transfer.begin_import)
+    import_part = blocking(transfer.import_part)
+    end_import = blocking(transfer.end_import)
+    get_import = blocking(transfer.get_import)
+    cancel_import = blocking(transfer.cancel_import)
+    export = moving.export
+    import_ = moving.import_
+    info = blocking(control.info)
+    pool = blocking(control.pool)
+    engines = blocking(control.engines)
+    drain_engine = blocking(control.drain_engine)
+    snapshot = blocking(control.snapshot)
+    live = blocking(control.live)
+    ready = blocking(control.ready)
+    metrics = blocking(control.metrics)
+
+    def list_sequences(self, *, page_size: int | None = None) -> Iterator[SequenceInfo]:
+        """Every sequence by id, fetched `page_size` at a time (None: the service's default)."""
+        after: str | None = None
+        while True:
+            page = self.sequence_page(after, page_size)
+            yield from page.sequences
+            if (after := page.next) is None:
+                return
+
+    def events(self, after: int = FROM_NOW, *, poll_s: float = POLL_S) -> Iterator[CacheEvent]:
+        """Changes of cached pages, without end; see `event_page` for `after`.
+
+        Asks every `poll_s` seconds while there are no new events. Raises what a call raises.
+        """
+        while True:
+            page = self.event_page(after)
+            after = page.next
+            yield from page.all_events
+            if not page.events:
+                time.sleep(poll_s)
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        """Return once the service is ready; raises `NeverReady` with the service's reason."""
+        ends = time.monotonic() + timeout
+        while True:
             try:
-                result = self._again(repeat, args, kwargs, request_id)
-            except AttndError as error:
-                tried = Send(build(*args, **kwargs), request_id.hex(), manner.timeout_s)
-                return go_on(tried, error, manner, self._attempt)
-            if result is not None:
-                return cast(T, result)
-        call = build(*args, **kwargs)
-        answer: T = self.send(call)
-        if key is not None:
-            repeats.remember(key, call, args, kwargs)
-        return answer
-
-    return with_self(method, build)
+                health = self.ready()
+            except TransportError as error:
+                health = Health(False, str(error))
+            if health.ok:
+                return
+            if time.monotonic() >= ends:
+                raise never_ready(timeout, health)
+            time.sleep(POLL_S)
 
 
-def carry_out(call: Call[T], manner: Manner, attempt: Callable[[Send[Any]], Reply]) -> T:
-    """Make a call by attempts that block; raises `AttndError`."""
-    tried = first(call, manner)
+class AsyncCalls:
+    """The methods of `Calls`, awaited."""
+
+    async def send(self, call: Call[T]) -> T:
+        """Execute one call, retries included; raises `AttndError`."""
+        raise NotImplementedError
+
+    create_sequences = awaiting(control.create_sequences)
+    create_sequence = awaiting(control.create_sequence)
+    get_sequence = awaiting(control.get_sequence)
+    sequence_page = awaiting(control.sequence_page)
+    delete_sequence = awaiting(control.delete_sequence)
+    delete_sequences = awaiting(control.delete_sequences)
+    truncate = awaiting(control.truncate)
+    truncate_sequences = awaiting(control.truncate_sequences)
+    page_table = awaiting(control.page_table)
+    append = awaiting(attention.append)
+    decode = awaiting(attention.decode)
+    prefill = awaiting(attention.prefill)
+    ragged_prefill = awaiting(attention.ragged_prefill)
+    cascade = awaiting(attention.cascade)
+    merge = awaiting(attention.merge)
+    gather = awaiting(attention.gather)
+    match_prefix = awaiting(prefix.match_prefix)
+    commit = awaiting(prefix.commit)
+    commit_sequences = awaiting(prefix.commit_sequences)
+    renew_lease = awaiting(prefix.renew_lease)
+    release_lease = awaiting(prefix.release_lease)
+    pin = awaiting(prefix.pin)
+    unpin = awaiting(prefix.unpin)
+    holds = awaiting(prefix.holds)
+    evict = awaiting(prefix.evict)
+    clear = awaiting(prefix.clear)
+    get_namespace = awaiting(prefix.get_namespace)
+    set_namespace = awaiting(prefix.set_namespace)
+    event_page = awaiting(prefix.event_page)
+    export_header = awaiting(transfer.export_header)
+    export_part = awaiting(transfer.export_part)
+    begin_import = awaiting(transfer.begin_import)
+    import_part = awaiting(transfer.import_part)
+    end_import = awaiting(transfer.end_import)
+    get_import = awaiting(transfer.get_import)
+    cancel_import = awaiting(transfer.cancel_import)
+    export = moving.export_async
+    import_ = moving.import_async
+    info = awaiting(control.info)
+    pool = awaiting(control.pool)
+    engines = awaiting(control.engines)
+    drain_engine = awaiting(control.drain_engine)
+    snapshot = awaiting(control.snapshot)
+    live = awaiting(control.live)
+    ready = awaiting(control.ready)
+    metrics = awaiting(control.metrics)
+
+    async def list_sequences(self, *, page_size: int | None = None) -> AsyncIterator[SequenceInfo]:
+        """Every sequence by id, fetched `page_size` at a time (None: the service's default)."""
+        after: str | None = None
+        while True:
+            page = await self.sequence_page(after, page_size)
+            for sequence in page.sequences:
+                yield sequence
+            if (after := page.next) is None:
+                return
+
+    async def events(
+        self, after: int = FROM_NOW, *, poll_s: float = POLL_S
+    ) -> AsyncIterator[CacheEvent]:
+        """As `Client.events`."""
+        while True:
+            page = await self.event_page(after)
+            after = page.next
+            for event in page.all_events:
+                yield event
+            if not page.events:
+                await asyncio.sleep(poll_s)
+
+    async def wait_ready(self, timeout: float = 60.0) -> None:
+        """Return once the service is ready; raises `NeverReady` with the service's reason."""
+        ends = time.monotonic() + timeout
+        while True:
+            try:
+                health = await self.ready()
+            except TransportError as error:
+                health = Health(False, str(error))
+            if health.ok:
+                return
+            if time.monotonic() >= ends:
+                raise never_ready(timeout, health)
+            await asyncio.sleep(POLL_S)
+
+
+def never_ready(timeout: float, health: Health) -> NeverReady:
+    remedy = "wait longer (timeout), or see the service's log"
+    return NeverReady(f"not ready after {timeout} s: {health.reason}: {remedy}")
+
+
+def execute(call: Call[T], options: CallOptions, send: Callable[[Attempt[Any]], Reply]) -> T:
+    """Execute a call by attempts that block; raises `AttndError`."""
+    attempt = first_attempt(call, options)
     try:
-        return call.parse(attempt(tried))
+        return call.parse(send(attempt))
     except AttndError as error:
-        return go_on(tried, error, manner, attempt)
+        return retry(attempt, error, options, send)
 
 
-def go_on(
-    tried: Send[T], error: AttndError, manner: Manner, attempt: Callable[[Send[Any]], Reply]
+def retry(
+    failed: Attempt[T],
+    error: AttndError,
+    options: CallOptions,
+    send: Callable[[Attempt[Any]], Reply],
 ) -> T:
-    """What comes of a call whose first attempt ended in `error`; raises `AttndError`."""
-    steps = repeated(tried, error, manner)
+    """The result of a call whose first attempt failed with `error`; raises `AttndError`."""
+    steps = retrying(failed, error, options)
     outcome: Outcome = None
     try:
         while True:
             step = steps.send(outcome)
-            if isinstance(step, Wait):
+            if isinstance(step, Pause):
                 time.sleep(step.seconds)
                 outcome = None
                 continue
             try:
-                outcome = attempt(step)
-            except AttndError as error:
-                outcome = error
+                outcome = send(step)
+            except AttndError as raised:
+                outcome = raised
     except StopIteration as stop:
         return cast(T, stop.value)
     finally:
-        del outcome  # an error's traceback leads to this frame
+        del outcome, error  # an error's traceback refers to this frame
 
 
-def every_sequence(
-    page_of: Callable[[str | None, int | None], SequencePage], page_size: int | None
-) -> Iterator[SequenceInfo]:
-    """Every sequence by id, fetched a page at a time with `page_of(after, limit)`."""
-    after: str | None = None
-    while True:
-        page = page_of(after, page_size)
-        yield from page.sequences
-        if (after := page.next) is None:
-            return
+def options_of(timeout: float, retries: int | Retries) -> CallOptions:
+    """The options that a client's arguments ask for."""
+    return CallOptions(timeout, retries=Retries(retries) if isinstance(retries, int) else retries)
 
 
-def every_event(
-    page_of: Callable[[int], EventPage], after: int, poll_s: float
-) -> Iterator[CacheEvent]:
-    """Event after event, asked for with `page_of(after)`, every `poll_s` while there are none."""
-    while True:
-        page = page_of(after)
-        after = page.next
-        yield from page.told
-        if not page.events:
-            time.sleep(poll_s)
-
-
-def wait_until_ready(ready: Callable[[], Health], timeout: float) -> None:
-    """Ask until the answer is yes; raises `NeverReady` with the service's own reason."""
-    ends = time.monotonic() + timeout
-    while True:
-        try:
-            health = ready()
-        except TransportError as error:
-            health = unreachable(error)
-        if health.ok:
-            return
-        if time.monotonic() >= ends:
-            raise not_ready(timeout, health)
-        time.sleep(POLL_S)
-
-
-def manner(timeout: float, retries: int | Retries) -> Manner:
-    return Manner(timeout, retries=Retries(retries) if isinstance(retries, int) else retries)
-
-
-def checked(request_id: str | None) -> str | None:
-    """A request id that can be a header; raises ValueError for another."""
+def checked_id(request_id: str | None) -> str | None:
+    """A request id that can be a header; raises ValueError for any other."""
     if request_id is not None and not (request_id.isascii() and request_id.isprintable()):
         raise ValueError(f"request_id is {request_id!r}: it must be printable ASCII")
     return request_id
-
-
-def unreachable(error: TransportError) -> Health:
-    return Health(False, str(error))
-
-
-def not_ready(timeout: float, health: Health) -> NeverReady:
-    remedy = "wait longer (timeout), or see the service's log"
-    return NeverReady(f"not ready after {timeout} s: {health.reason}: {remedy}")

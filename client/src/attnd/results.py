@@ -361,8 +361,8 @@ class EventPage:
     meta: Meta = field(default=NO_META, compare=False, repr=False)
 
     @property
-    def told(self) -> Iterator[CacheEvent]:
-        """The events, after one of kind `too_old` where others are missing before them."""
+    def all_events(self) -> Iterator[CacheEvent]:
+        """The events, after one of type `too_old` where earlier ones are missing."""
         if self.too_old:
             yield CacheEvent(self.next - len(self.events), "too_old")
         yield from self.events

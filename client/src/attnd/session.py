@@ -6,8 +6,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -15,52 +15,58 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from attnd import moving
-from attnd.calls import attention, control, prefix, transfer
+from attnd.calls import attention
 from attnd.calls.call import Call, Reply
-from attnd.calls.prefix import FROM_NOW
-from attnd.dependents import Users
-from attnd.errors import NotFound, NotSupported
-from attnd.methods import (
-    POLL_S,
-    carry_out,
-    checked,
-    every_event,
-    every_sequence,
-    manner,
-    repeating,
-    wait_until_ready,
-    with_self,
-)
-from attnd.replay import Args, Kwargs, Places, Repeats
-from attnd.results import CacheEvent, Info, Meta, SequenceInfo
-from attnd.retries import Retries, Send
-from attnd.road.attempts import HEALTH, attempt, health
+from attnd.dependents import Dependents
+from attnd.errors import AttndError, NotFound, NotSupported
+from attnd.methods import Calls, checked_id, documented, execute, options_of, retry
+from attnd.results import Info, Meta
+from attnd.retries import Attempt, Retries
+from attnd.road.attempts import HEALTH, health, send_attempt
 from attnd.road.connection import Connection
-from attnd.road.replay import RoadRepeat, add_array
+from attnd.road.replay import Replays
 from attnd.steps.host import NUMPY, HostArena, numpy_view
 from attnd.steps.lane import Lane
 from attnd.steps.layout import A, Dtypes
 from attnd.steps.slots import Arena
 from attnd.steps.stepper import Stepper, stepping
+from attnd.wire.codes import CODES, code_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def blocking(build: Callable[P, Call[T]]) -> Callable[Concatenate[Session, P], T]:
-    """A method of `Session` that makes a call and sends it."""
+def replaying(build: Callable[P, Call[T]]) -> Callable[Concatenate[Session, P], T]:
+    """A method that builds a call and executes it; a repeated call is replayed."""
 
     @wraps(build)
     def method(self: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.send(build(*args, **kwargs))
+        options, road = self._options, self._road
+        key = road.replays.key_of(build, args, kwargs) if options.is_plain else None
+        replay = road.replays.known.get(key) if key is not None else None
+        if replay is not None and replay.connection.is_usable:
+            request_id = os.urandom(16)
+            try:
+                result: T | None = replay.send(
+                    args, kwargs, request_id, time.monotonic() + options.timeout_s
+                )
+            except AttndError as error:
+                failed = Attempt(build(*args, **kwargs), request_id.hex(), options.timeout_s)
+                return retry(failed, error, options, self._send_attempt)
+            if result is not None:
+                return result
+        call = build(*args, **kwargs)
+        answer = self.send(call)
+        if key is not None:
+            road.replays.remember(key, call, args, kwargs, road.connection)
+        return answer
 
-    return with_self(method, build)
+    return documented(method, build)
 
 
 @dataclass(slots=True, eq=False)
 class Road:
-    """Where the engine is, and the connection to it while there is one; views share it."""
+    """The engine's socket, and the connection to it while there is one; views share it."""
 
     path: str
     arena_bytes: int
@@ -69,15 +75,12 @@ class Road:
     connection: Connection | None = None
     closed: bool = False
     stepper: Stepper[NDArray[Any]] | None = None
-    repeats: Repeats[RoadRepeat[Any]] = field(init=False)
+    replays: Replays = field(default_factory=Replays)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    users: Users = field(default_factory=Users)
-
-    def __post_init__(self) -> None:
-        self.repeats = Repeats(add_array, self._repeat)
+    dependents: Dependents = field(default_factory=Dependents)
 
     def connected(self, ends: float) -> Connection:
-        """The connection, made anew when it is broken or another process's."""
+        """The connection; a new one where it broke, or belongs to the process before a fork."""
         connection = self.connection
         if connection is not None and connection.is_usable:
             return connection
@@ -88,18 +91,14 @@ class Road:
             if connection is None or not connection.is_usable:
                 if connection is not None and connection.pid == os.getpid():
                     connection.close()
-                connection = Connection(
-                    self.path, self.arena_bytes, ends, own=self.own, key=self.key
-                )
+                connection = self.connect(self.arena_bytes, ends)
                 self.connection = connection
-                self.repeats.known.clear()
+                self.replays.known.clear()
             return connection
 
-    def _repeat(self, call: Call[Any], places: Places) -> RoadRepeat[Any] | None:
-        connection = self.connection
-        if connection is None or not connection.is_usable:
-            return None
-        return RoadRepeat(connection, call, places)
+    def connect(self, arena_bytes: int, ends: float) -> Connection:
+        """A connection of its own, with an arena of `arena_bytes`."""
+        return Connection(self.path, arena_bytes, ends, own=self.own, key=self.key)
 
     def close(self) -> None:
         with self.lock:
@@ -110,19 +109,18 @@ class Road:
             if self.connection is not None:
                 self.connection.close()
                 self.connection = None
-                self.repeats.known.clear()
+                self.replays.known.clear()
 
 
-class Session:
-    """A blocking client over the road; may be shared by threads. Close it, or use it with `with`.
+class Session(Calls):
+    """A blocking client over shared memory; threads may share it. Close it, or use it with `with`.
 
-    `path` is the engine's socket (`server.socket`); without one the service's `port` tells where
-    it is. `api_key` is the caller's key, where the service has keys. `timeout` and `retries` are as
-    in `Client`. `arena_bytes` of shared memory are asked for; the arena grows when calls need more.
+    `path` is the engine's socket (`server.socket`), by default that of the service on `port`.
+    `api_key` is the caller's key, where the service has keys. `timeout` and `retries` are as in
+    `Client`. `arena_bytes` is the initial size of the shared memory; it grows when calls need more.
 
-    Arrays of a result lie in the arena: keep those that are needed, and their memory is used again
-    when they are gone. A connection that breaks is made again by the next call; if the engine was
-    started anew its sequences are gone.
+    Arrays of a result lie in the arena; its bytes are reused once they are deleted. The next call
+    after a broken connection connects again; after a restart of the engine its sequences are lost.
     """
 
     def __init__(
@@ -135,81 +133,32 @@ class Session:
         retries: int | Retries = 2,
         arena_bytes: int = 64 * 2**20,
     ) -> None:
-        self._manner = manner(timeout, retries)
+        self._options = options_of(timeout, retries)
         found = default_path(port) if path is None else os.fspath(path)
         self._road = Road(found, arena_bytes, path is None, api_key or "")
 
-    create_sequences = blocking(control.create_sequences)
-    create_sequence = blocking(control.create_sequence)
-    get_sequence = blocking(control.get_sequence)
-    sequence_page = blocking(control.sequence_page)
-    delete_sequence = blocking(control.delete_sequence)
-    truncate = blocking(control.truncate)
-    truncate_sequences = blocking(control.truncate_sequences)
-    page_table = blocking(control.page_table)
-    append = repeating(attention.append)
-    decode = repeating(attention.decode)
-    prefill = repeating(attention.prefill)
-    ragged_prefill = blocking(attention.ragged_prefill)
-    cascade = blocking(attention.cascade)
-    merge = blocking(attention.merge)
-    gather = blocking(attention.gather)
-    delete_sequences = blocking(control.delete_sequences)
-    match_prefix = blocking(prefix.match_prefix)
-    commit = blocking(prefix.commit)
-    commit_sequences = blocking(prefix.commit_sequences)
-    renew_lease = blocking(prefix.renew_lease)
-    release_lease = blocking(prefix.release_lease)
-    pin = blocking(prefix.pin)
-    unpin = blocking(prefix.unpin)
-    holds = blocking(prefix.holds)
-    evict = blocking(prefix.evict)
-    clear = blocking(prefix.clear)
-    get_namespace = blocking(prefix.get_namespace)
-    set_namespace = blocking(prefix.set_namespace)
-    event_page = blocking(prefix.event_page)
-    export_header = blocking(transfer.export_header)
-    export_part = blocking(transfer.export_part)
-    begin_import = blocking(transfer.begin_import)
-    import_part = blocking(transfer.import_part)
-    end_import = blocking(transfer.end_import)
-    get_import = blocking(transfer.get_import)
-    cancel_import = blocking(transfer.cancel_import)
-    export = moving.export
-    import_ = moving.import_
-    info = blocking(control.info)
-    pool = blocking(control.pool)
-    engines = blocking(control.engines)
-    drain_engine = blocking(control.drain_engine)
-    snapshot = blocking(control.snapshot)
-    live = blocking(control.live)
-    ready = blocking(control.ready)
+    append = replaying(attention.append)
+    decode = replaying(attention.decode)
+    prefill = replaying(attention.prefill)
 
     def metrics(self) -> str:
-        """Always raises `NotFound`: metrics are served over HTTP only, by `Client.metrics`."""
-        detail = "metrics are served over HTTP only: attnd.Client has them"
-        problem = {"status": 404, "code": "not_found", "title": "No such route", "detail": detail}
-        raise NotFound(problem, Meta())
+        """Always raises `NotFound`: only `Client.metrics` has metrics, which HTTP serves."""
+        raise refusal(NotFound, "metrics are served over HTTP only: use attnd.Client")
 
     slots = stepping(Stepper[NDArray[Any]].slots)
     step = stepping(Stepper[NDArray[Any]].step)
 
     def _stepper(self) -> Stepper[NDArray[Any]]:
-        """One thread's. Raises `NotSupported` where the engine's arenas are device memory."""
+        """The session's steps. Raises `NotSupported` where the engine's slots are device memory."""
         found = self._road.stepper
         if found is None or not found.is_usable:
             info = self.info()
             if info.backend == "cuda":
-                raise NotSupported(
-                    {
-                        "status": 422,
-                        "code": "not_supported",
-                        "title": "Not supported",
-                        "detail": "steps with numpy arrays need an engine with backend.kind = cpu; "
-                        "this one's slots lie in device memory: use attnd.torch.TorchSession, or "
-                        "decode and prefill layer by layer",
-                    },
-                    Meta(),
+                raise refusal(
+                    NotSupported,
+                    "steps with numpy arrays need an engine with backend.kind = cpu; this one's "
+                    "slots lie in device memory: use attnd.torch.TorchSession, or decode and "
+                    "prefill layer by layer",
                 )
             if found is not None:
                 found.close()
@@ -217,72 +166,49 @@ class Session:
         return found
 
     def empty(self, name: str, shape: Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
-        """An array in the arena, for the input `name` of calls to come; its values are undefined.
+        """An uninitialised array in the arena, for the input `name` of later calls.
 
-        Arrays made in turn in the order of a call's inputs (`q`, `k`, `v`; `k`, `v`; `o`, `lse`)
-        lie back to back, and a call with just these sends them without a copy. Fill them, call,
-        and fill them again. Raises `ArenaFull`.
+        Arrays made one after another in the order of a call's inputs (`q`, `k`, `v`; `k`, `v`; `o`,
+        `lse`) lie back to back, and a call with exactly these sends them without a copy. Fill them,
+        call, and fill them again. One array given as both `k` and `v` is copied, because an image
+        holds each of them. Raises `ArenaFull`.
         """
-        connection = self._road.connected(time.monotonic() + self._manner.timeout_s)
+        connection = self._road.connected(time.monotonic() + self._options.timeout_s)
         return connection.areas.empty(name, tuple(shape), np.dtype(dtype))
 
-    def list_sequences(self, *, page_size: int | None = None) -> Iterator[SequenceInfo]:
-        """Every sequence by id, fetched `page_size` at a time (None: the service's default)."""
-        return every_sequence(self.sequence_page, page_size)
-
-    def events(self, after: int = FROM_NOW, *, poll_s: float = POLL_S) -> Iterator[CacheEvent]:
-        """What becomes of cached pages, without end; see `event_page` for `after`.
-
-        Asks every `poll_s` seconds while there is nothing new. Raises what a call raises.
-        """
-        return every_event(self.event_page, after, poll_s)
-
-    def wait_ready(self, timeout: float = 60.0) -> None:
-        """Return once the service is ready; raises `NeverReady` with its own reason."""
-        wait_until_ready(self.ready, timeout)
-
     def with_options(self, *, deadline: float | None = None, request_id: str | None = None) -> Self:
-        """The same session, for calls that differ; see `Client.with_options`."""
+        """The same session with other options for its calls; see `Client.with_options`."""
         view = object.__new__(type(self))
         view._road = self._road
-        view._manner = replace(self._manner, deadline_s=deadline, request_id=checked(request_id))
+        view._options = replace(
+            self._options, deadline_s=deadline, request_id=checked_id(request_id)
+        )
         return view
 
     def send(self, call: Call[T]) -> T:
-        """Carry out one call."""
-        return carry_out(call, self._manner, self._attempt)
+        """Execute one call, retries included; raises `AttndError`."""
+        return execute(call, self._options, self._send_attempt)
 
-    @property
-    def _repeats(self) -> Repeats[RoadRepeat[Any]]:
-        return self._road.repeats
-
-    def _again(self, repeat: RoadRepeat[T], args: Args, kwargs: Kwargs, name: bytes) -> T | None:
-        """A call that was made before, under the request id `name`; None where it has to go like
-        any other."""
-        if not repeat.is_usable:
-            return None
-        return repeat.send(args, kwargs, name, time.monotonic() + self._manner.timeout_s)
-
-    def _attempt(self, step: Send[Any]) -> Reply:
-        ends = time.monotonic() + step.timeout_s
+    def _send_attempt(self, attempt: Attempt[Any]) -> Reply:
+        ends = time.monotonic() + attempt.timeout_s
         connection = self._road.connected(ends)
-        if step.call.operation not in HEALTH:
-            return attempt(connection, step, ends)
+        if attempt.call.operation not in HEALTH:
+            return send_attempt(connection, attempt, ends)
         if not connection.is_open():
             connection = self._road.connected(ends)
-        return health(connection, step)
+        return health(connection, attempt)
 
     @property
-    def users(self) -> Users:
-        """What ends before the session does."""
-        return self._road.users
+    def dependents(self) -> Dependents:
+        """What is closed before the session."""
+        return self._road.dependents
 
     def close(self) -> None:
-        """End the session, of every `with_options` view too. Arrays stay what they are.
+        """End the session, of every `with_options` view too. Arrays keep their values.
 
-        Caches of transformers on it delete their sequences first.
+        Caches of transformers that use it delete their sequences first.
         """
-        self._road.users.end()
+        self._road.dependents.close()
         self._road.close()
 
     def __enter__(self) -> Self:
@@ -297,6 +223,12 @@ class Session:
         self.close()
 
 
+def refusal(error: type[NotFound] | type[NotSupported], detail: str) -> AttndError:
+    """An error that the session raises by itself, as the service would."""
+    kind = CODES[code_of(error.__name__)]
+    return error({**asdict(kind), "detail": detail}, Meta())
+
+
 def stepper_of(
     session: Session,
     info: Info,
@@ -304,15 +236,14 @@ def stepper_of(
     dtypes: Dtypes,
     arena_bytes: int = 2**20,
 ) -> Stepper[A]:
-    """Steps over the session's connection, and over others to the same engine beside it."""
-    road, timeout_s = session._road, session._manner.timeout_s
+    """Steps over the session's connection, and over further connections to the same engine."""
+    road, timeout_s = session._road, session._options.timeout_s
 
-    def beside(size: int) -> Connection:
-        ends = time.monotonic() + timeout_s
-        return Connection(road.path, size, ends, own=road.own, key=road.key)
+    def connect(size: int) -> Connection:
+        return road.connect(size, time.monotonic() + timeout_s)
 
     first = road.connected(time.monotonic() + timeout_s)
-    return Stepper(first, beside, make_arena, dtypes, info, timeout_s, arena_bytes)
+    return Stepper(first, connect, make_arena, dtypes, info, timeout_s, arena_bytes)
 
 
 def host_arena(lane: Lane[NDArray[Any]], size: int) -> HostArena[NDArray[Any]]:
@@ -320,5 +251,5 @@ def host_arena(lane: Lane[NDArray[Any]], size: int) -> HostArena[NDArray[Any]]:
 
 
 def default_path(port: int) -> str:
-    """Where the service on this port has its engine's socket, for its own user."""
+    """The engine's socket of the service on this port that runs as the caller's user."""
     return os.path.join(tempfile.gettempdir(), f"attnd-{os.getuid()}", f"{port}.sock")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
+from attnd.wire.frames import DEVICE_ARENA, DONE, json_frame, layer_frame, opened_frame
+
 from kernels.lanes import Lane, Lanes, NoRoom, Owner
 from service.engine.handlers.steps import StepPlace
 from service.engine.loop.open_steps import OpenSteps
@@ -19,7 +21,6 @@ from service.operations.spec import Operation, validate
 from service.operations.step import STEP, StepFields, check_step
 from service.road.engine_end.calls import STEP_ROUTE, AskedArena, Call
 from service.road.engine_end.session import Session
-from service.road.engine_end.stepping import device_arena_frame, done_frame, opened_frame
 from service.tenants import Tenant
 
 
@@ -81,7 +82,7 @@ class SessionLanes:
     def send_done(self, call: Call, layer: int) -> None:
         """Report a layer as done to its caller."""
         if not call.session.closed:
-            call.session.send(done_frame(call.id, layer))
+            call.session.send(layer_frame(DONE, call.id, layer))
 
     def serve(self) -> None:
         """Serve requests for arenas where no step is open; close the lanes of ended sessions."""
@@ -102,7 +103,7 @@ class SessionLanes:
             return
         requested, held.requested = held.requested, []
         for arena_bytes in requested:
-            session.send(device_arena_frame(self._open(held, arena_bytes)))
+            session.send(json_frame(DEVICE_ARENA, self._open(held, arena_bytes)))
 
     def _open(self, held: SessionLane, arena_bytes: int) -> dict[str, Any]:
         """Give the session a lane; the reply's fields, or the problem."""

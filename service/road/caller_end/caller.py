@@ -18,7 +18,6 @@ from service.road.caller_end.peer_process import PeerProcess
 from service.road.caller_end.shared_arena import OwnArena
 from service.road.caller_end.slots import Mapping, Slot, Slots
 from service.road.messages import (
-    VERSION,
     Announced,
     Hello,
     State,
@@ -121,7 +120,7 @@ class RoadCaller:
         try:
             if on_reached is not None:
                 on_reached()
-            hello = Hello(VERSION, name, bool(secret), arena_bytes, key, secret)
+            hello = Hello(f.VERSION, name, bool(secret), arena_bytes, key, secret)
             meet = greet_remote if is_remote(path) else greet
             greeted = await meet(sock, hello, None if own is None else own.mapping, peer)
             caller = cls(sock, *greeted, own)

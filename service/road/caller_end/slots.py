@@ -1,4 +1,4 @@
-"""A session's arena at the caller's end: the mapping, and the slots cut from it."""
+"""An arena at the end of a door: its mapping, and the slots cut from it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import mmap
 import os
 import threading
 import weakref
-from bisect import bisect_left
 from collections import deque
 from typing import Any, Final
 
 import numpy as np
+from attnd.wire.slots import ALIGNMENT, FreeList
 from numpy.typing import NDArray
 
-from service.road.arena import ALIGNMENT, PAGE
+from service.road.arena import PAGE
 
 TRIM_BYTES: Final = 2**20
-"""Free stretches shorter than this keep their memory: they will be used again soon."""
+"""Shorter free stretches keep their memory: they are reused soon."""
 
 
 class ArenaFull(Exception):
-    """No free stretch of the arena is long enough; `needed` bytes, of which `free` are there."""
+    """No free stretch of the arena has `needed` bytes; `free` are free in total."""
 
     def __init__(self, needed: int, free: int, size: int) -> None:
         super().__init__(
@@ -33,7 +33,7 @@ class ArenaFull(Exception):
 
 
 class Mapping:
-    """The arena's memory in the caller's process; mapped anew when the arena has grown."""
+    """The arena's memory in this process; remapped when the arena grows."""
 
     __slots__ = ("fd", "memory", "size")
 
@@ -50,7 +50,7 @@ class Mapping:
             self.size = size
 
     def forget(self, offset: int, length: int) -> None:
-        """Give whole pages of a stretch back to the system; they read as zeros afterwards."""
+        """Return whole pages of a stretch to the system; they then read as zeros."""
         begin = -(-offset // PAGE) * PAGE
         end = (offset + length) // PAGE * PAGE
         mapped = self.memory.obj
@@ -59,7 +59,7 @@ class Mapping:
                 mapped.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
     def close(self) -> None:
-        """Forget the mapping; the memory goes with its last view."""
+        """Close the file. The memory stays mapped until its last view is deleted."""
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
@@ -72,8 +72,8 @@ class SlotArray(np.ndarray[Any, Any]):
 
 
 class Slot:
-    """A stretch of the arena. It is free again when `free` was called and no call holds it, or
-    when nothing refers to its bytes any more."""
+    """A stretch of the arena, free again when the last `hold` is undone by `free`, or when the last
+    reference to its bytes is deleted."""
 
     __slots__ = ("array", "finalizer", "holds", "offset", "size")
 
@@ -100,33 +100,39 @@ class Slot:
         self.holds += 1
 
     def free(self) -> None:
-        """Undo `hold`, or give up one's own claim. The caller must be done with its views."""
+        """Undo `hold`, or release the slot. The caller must not use its views afterwards."""
         self.holds -= 1
         if self.holds == 0:
             self.finalizer()
 
 
 class Slots:
-    """First-fit allocation of slots of one arena; safe to use from several threads.
+    """Slots of one arena, for any thread.
 
-    A slot can be given back by the garbage collector at any moment, also while this object is
-    locked, so what comes back waits in `returned` until the next call.
+    The garbage collector can free a slot at any moment, even while this object is locked, so freed
+    stretches wait in `returned` until the next call.
     """
 
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
-        self.size = mapping.size
-        self.begins = [0]
-        """First bytes of the free stretches, ascending; no two touch."""
-        self.lengths = [mapping.size]
+        self.stretches = FreeList(mapping.size)
         self.returned: deque[tuple[int, int]] = deque()
         self.lock = threading.Lock()
 
+    @property
+    def size(self) -> int:
+        """Bytes of the arena."""
+        return self.stretches.size
+
     def take(self, size: int) -> Slot:
-        """A slot of at least `size` bytes, its first at a multiple of 64. Raises ArenaFull."""
-        length = max(-(-size // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
+        """A slot of at least `size` bytes that begins at a multiple of 64. Raises ArenaFull."""
+        length = -(-size // ALIGNMENT) * ALIGNMENT or ALIGNMENT
         with self.lock:
-            offset = self.cut(length)
+            if self.returned:
+                self.collect()
+            offset = self.stretches.take(length)
+        if offset is None:
+            raise ArenaFull(length, self.stretches.free, self.stretches.size)
         array = SlotArray((length,), np.uint8, self.mapping.memory, offset)
         finalizer = weakref.finalize(array, self.returned.append, (offset, length))
         finalizer.atexit = False
@@ -136,53 +142,23 @@ class Slots:
         """Bytes that no slot covers."""
         with self.lock:
             self.collect()
-            return sum(self.lengths)
+            return self.stretches.free
 
     def grow(self, size: int) -> None:
-        """The mapping has grown to `size` bytes."""
+        """The mapping has `size` bytes now."""
         with self.lock:
-            if size > self.size:
-                self.put(self.size, size - self.size)
-                self.size = size
+            self.stretches.grow(size)
 
     def trim(self) -> None:
-        """Give the memory of long free stretches back to the system. Not for pinned arenas."""
+        """Return the memory of long free stretches to the system. Not for pinned arenas."""
         with self.lock:
             self.collect()
-            for offset, length in zip(self.begins, self.lengths, strict=True):
+            stretches = zip(self.stretches.begins, self.stretches.lengths, strict=True)
+            for offset, length in stretches:
                 if length >= TRIM_BYTES:
                     self.mapping.forget(offset, length)
 
-    def cut(self, length: int) -> int:
-        """The offset of the first free stretch of `length` bytes, taken out of it."""
-        if self.returned:
-            self.collect()
-        for i, room in enumerate(self.lengths):
-            if room < length:
-                continue
-            offset = self.begins[i]
-            if room == length:
-                del self.begins[i], self.lengths[i]
-            else:
-                self.begins[i] = offset + length
-                self.lengths[i] = room - length
-            return offset
-        raise ArenaFull(length, sum(self.lengths), self.size)
-
     def collect(self) -> None:
-        """Take back the slots that were freed since the last call."""
+        """Add freed slots to the free stretches."""
         while self.returned:
-            self.put(*self.returned.popleft())
-
-    def put(self, offset: int, length: int) -> None:
-        """Free a stretch, joined with those that touch it."""
-        begins, lengths = self.begins, self.lengths
-        i = bisect_left(begins, offset)
-        if i < len(begins) and begins[i] == offset + length:
-            length += lengths[i]
-            del begins[i], lengths[i]
-        if i and begins[i - 1] + lengths[i - 1] == offset:
-            lengths[i - 1] += length
-        else:
-            begins.insert(i, offset)
-            lengths.insert(i, length)
+            self.stretches.put(*self.returned.popleft())

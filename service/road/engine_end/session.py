@@ -8,16 +8,16 @@ from contextlib import suppress
 from typing import Any, Final
 
 from attnd.wire import frames as f
+from attnd.wire.slots import ALIGNMENT
 
 from service.errors import AttndError, MalformedRequest, NoSuchRoute, Overloaded, Unauthorized
-from service.road.arena import ALIGNMENT, Arena, check_place
+from service.road.arena import Arena, check_place
 from service.road.engine_end.admission import Standing
 from service.road.engine_end.calls import Call, Cancel, Event, SessionConfig
 from service.road.engine_end.door_arena import Brought
 from service.road.engine_end.problems import problem_image
 from service.road.engine_end.stepping import STEPPING, read_stepping
 from service.road.messages import (
-    VERSION,
     Grown,
     Hello,
     State,
@@ -246,7 +246,7 @@ class Session:
         finally:
             self.brought.drop()
         content = Welcome(
-            version=VERSION,
+            version=f.VERSION,
             session=self.number,
             instance_id=config.instance_id,
             arena_bytes=arena.size,

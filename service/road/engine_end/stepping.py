@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from attnd.wire import frames as f
 
-from service.image.json_text import dump_json
 from service.road.engine_end.calls import STEP_ROUTE, AskedArena, Call, Ready
 from service.road.messages import count, read_object
 
@@ -58,18 +57,3 @@ def read_step(session: Session, payload: bytes) -> Call:
     )
     live[number] = call
     return call
-
-
-def device_arena_frame(told: dict[str, Any]) -> bytes:
-    """What the engine says to DEVICE: how the arena is reached, or the problem with it."""
-    return f.frame(f.DEVICE_ARENA, dump_json(told).encode())
-
-
-def opened_frame(number: int, told: dict[str, Any]) -> bytes:
-    """A step has been accepted: from now on its layers are gone through, or it is aborted."""
-    return f.frame(f.OPENED, f.CALL_ID.pack(number) + dump_json(told).encode())
-
-
-def done_frame(number: int, layer: int) -> bytes:
-    """A layer's o and lse lie in the arena."""
-    return f.LAYER_FRAME.pack(f.DONE, 0, f.LAYER_PAYLOAD.size, number, layer)

@@ -7,11 +7,11 @@ import socket
 from typing import Any
 
 import pytest
-from attnd.wire.frames import HELLO
+from attnd.wire.frames import HELLO, VERSION
 
 from service import __version__
 from service.errors import NotReady
-from service.road.messages import VERSION, Hello, message
+from service.road.messages import Hello, message
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import (
     Asked,

@@ -13,8 +13,12 @@ from urllib.parse import quote, urlencode
 from attnd.calls.call import Call, Reply
 from attnd.errors import ProtocolError, ServiceError, service_error
 from attnd.results import Meta
+from attnd.retries import Attempt
 from attnd.wire import images
+from attnd.wire.dtypes import Array
+from attnd.wire.frames import dump_json
 from attnd.wire.images import Bytes
+from attnd.wire.requests import request_image
 
 T = TypeVar("T")
 
@@ -68,21 +72,21 @@ TENSORS: Final = frozenset(
         *("export_sequence", "import_sequence"),
     }
 )
-"""Operations that send and are answered with images; the others are JSON both ways, unless they are
-given arrays, but for the answer of `snapshot`."""
+"""Operations whose requests and answers are images. All others are JSON, apart from requests with
+arrays and the answer of `snapshot`."""
 
 MIN_DEADLINE_MS: Final = 1.0
-"""The shortest deadline the service takes; a shorter one passes here first."""
+"""Minimum deadline of the service; a shorter one passes at this end first."""
 MAX_DEADLINE_MS: Final = 3_600_000.0
-"""The longest deadline the service takes; a longer one is only kept here."""
+"""Maximum deadline of the service; a longer one is enforced at this end only."""
 
 Body = tuple[bytes | memoryview, ...]
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class Request:
-    """One attempt. `headers` has the request's id; `body` is sent part after part; `timeout_s`
-    bounds it from connecting on."""
+    """One attempt. `headers` has the request id, `body` the parts to send in order; `timeout_s`
+    includes connecting."""
 
     method: str
     target: str
@@ -97,19 +101,18 @@ class Request:
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class Response:
-    """A whole answer; header names are lower case."""
+    """A complete answer; header names are lower case."""
 
     status: int
     headers: Mapping[str, str]
     content: Bytes
 
 
-def request_of(
-    call: Call[T], request_id: str, timeout_s: float, deadline_s: float | None
-) -> Request:
-    """How a call is sent; with `deadline_s` left to it, the service is told them."""
+def request_of(attempt: Attempt[Any]) -> Request:
+    """The HTTP request of an attempt, with its deadline where it has one."""
+    call = attempt.call
     method, target = ROUTES[call.operation]
-    headers = {"x-request-id": request_id}
+    headers = {"x-request-id": attempt.request_id}
     fields = call.fields
     if "{" in target:
         own = target[target.index("{") + 1 : target.index("}")]
@@ -118,18 +121,18 @@ def request_of(
     body: Body = ()
     if call.arrays or call.operation in TENSORS:
         headers["content-type"] = headers["accept"] = images.MEDIA_TYPE
-        body = tuple(images.encode(fields, call.arrays))
+        body = tuple(request_image(fields, call.arrays))
     elif method in ("POST", "PUT"):
         headers["content-type"] = "application/json"
-        body = (images.dump_json(fields).encode(),)
+        body = (dump_json(fields).encode(),)
     elif fields:
         target = f"{target}?{urlencode({name: in_query(value) for name, value in fields.items()})}"
     elif call.operation == "snapshot":
         headers["accept"] = images.MEDIA_TYPE
-    if deadline_s is not None:
-        deadline_ms = min(max(deadline_s * 1e3, MIN_DEADLINE_MS), MAX_DEADLINE_MS)
+    if attempt.deadline_s is not None:
+        deadline_ms = min(max(attempt.deadline_s * 1e3, MIN_DEADLINE_MS), MAX_DEADLINE_MS)
         headers["x-attnd-deadline-ms"] = f"{deadline_ms:.3f}"
-    return Request(method, target, headers, body, timeout_s)
+    return Request(method, target, headers, body, attempt.timeout_s)
 
 
 def reply_of(response: Response, request_id: str, call: Call[T]) -> Reply:
@@ -137,31 +140,31 @@ def reply_of(response: Response, request_id: str, call: Call[T]) -> Reply:
     meta = meta_of(response.headers, request_id)
     media_type = plain_media_type(response.headers.get("content-type", ""))
     fields: Any = {}
-    arrays: dict[str, images.Array] = {}
+    arrays: dict[str, Array] = {}
     try:
         if media_type == images.MEDIA_TYPE:
             fields, arrays = images.decode(response.content)
         elif media_type.endswith("json") and len(response.content):
             fields = json.loads(response.content.tobytes())
     except ValueError as error:
-        told = f"the answer cannot be read as {media_type}: {error}"
-        raise ProtocolError(told, meta.request_id) from error
+        detail = f"the answer cannot be read as {media_type}: {error}"
+        raise ProtocolError(detail, meta.request_id) from error
     if not 200 <= response.status < 300 and response.status not in call.also_answers:
         raise refusal(response.status, fields, meta, call)
     if not isinstance(fields, dict):
-        told = f"the answer is not a JSON object: {text_of(response)[:200]}"
-        raise ProtocolError(told, meta.request_id)
+        detail = f"the answer is not a JSON object: {text_of(response)[:200]}"
+        raise ProtocolError(detail, meta.request_id)
     text = text_of(response) if media_type.startswith("text/") else ""
     return Reply(response.status, fields, arrays, text, meta)
 
 
 def refusal(status: int, document: Any, meta: Meta, call: Call[T]) -> ServiceError:
-    """The error that an answer is."""
+    """The error in an answer."""
     if isinstance(document, dict) and "code" in document:
         return service_error(document, meta)
-    # Not attnd's own document: a proxy in between, or not attnd at all.
-    told = f"HTTP {status} from {' '.join(ROUTES[call.operation])}"
-    return ServiceError({"status": status, "title": told, "detail": told}, meta)
+    # Not a document of attnd: a proxy in between, or another program.
+    title = f"HTTP {status} from {' '.join(ROUTES[call.operation])}"
+    return ServiceError({"status": status, "title": title, "detail": title}, meta)
 
 
 def text_of(response: Response) -> str:
@@ -183,7 +186,7 @@ def meta_of(headers: Mapping[str, str], request_id: str) -> Meta:
 
 
 class ServerTiming(Mapping[str, float]):
-    """`queue;dur=0.05, kernel;dur=1.2` (milliseconds) as seconds by stage, read when asked for."""
+    """`queue;dur=0.05, kernel;dur=1.2` (milliseconds) as seconds by stage, parsed on first use."""
 
     __slots__ = ("_header", "_seconds")
 
@@ -223,7 +226,7 @@ def server_timing(header: str) -> dict[str, float]:
 
 
 def seconds(text: str | None) -> float | None:
-    """A number as text; None where there is none (the date form of Retry-After included)."""
+    """A number in a header; None for other text, such as the date form of Retry-After."""
     try:
         return None if text is None else float(text)
     except ValueError:
@@ -231,5 +234,5 @@ def seconds(text: str | None) -> float | None:
 
 
 def in_query(value: Any) -> Any:
-    """`true` and `false` are those of JSON."""
+    """A value in a URL's query, `true` and `false` as in JSON."""
     return str(value).lower() if isinstance(value, bool) else value

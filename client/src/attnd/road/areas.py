@@ -1,4 +1,4 @@
-"""Requests laid into the arena: arrays that lie there already are not copied, others are."""
+"""Requests placed in the arena: arrays that lie there already are sent in place, others copied."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import numpy as np
 
 from attnd.road.arena import Arena, Slot, held_by
 from attnd.wire import images
-from attnd.wire.images import Array
+from attnd.wire.dtypes import Array
+from attnd.wire.requests import request_header
+from attnd.wire.slots import ALIGNMENT
 
 HEADER_ROOM: Final = 16 * 1024
-"""Before the first array of an area: enough for some hundred sequences. A longer header is no
-error, the arrays are copied behind it."""
+"""Bytes before the first array of an area, enough for some hundred sequences. Arrays are copied
+behind a longer header."""
 
 FOLLOWS: Final[Mapping[str, tuple[str, ...]]] = {
     "k": ("q",),
@@ -26,46 +28,55 @@ FOLLOWS: Final[Mapping[str, tuple[str, ...]]] = {
     "packed_mask": ("q", "v"),
     "lse": ("o",),
 }
-"""An array by one of these names lies behind the one made before it, if that has such a name."""
-
-ALIGNMENT: Final = 64
+"""Inputs that an array of this name is placed behind, if one of them was made before it."""
 
 
 class Area:
     """Arrays back to back, the first one at `begin`, with room for a header before them."""
 
-    __slots__ = ("__weakref__", "begin", "busy", "end", "last", "memory", "slot")
+    __slots__ = ("__weakref__", "arena", "begin", "busy", "end", "last", "slot")
 
     def __init__(self, slot: Slot, arena: Arena) -> None:
         self.slot = slot
-        self.memory = arena
+        self.arena = arena
         self.begin = self.end = slot.offset + HEADER_ROOM
         self.last = ""
+        """Name of the array made last."""
         self.busy = threading.Lock()
+        """Locked while a call's header lies before the arrays."""
 
 
 @dataclass(slots=True, eq=False)
-class Laid:
-    """A call in the arena: its image, the place for its answer, and what keeps both taken.
+class PlacedCall:
+    """A call in the arena: its image, and the slot for its answer of `capacity` bytes.
 
-    Not frozen, since that would cost a microsecond a call.
+    Not frozen: that costs a microsecond per call.
     """
 
     offset: int
     length: int
-    place: Slot
+    answer: Slot
     capacity: int
     area: Area | None = None
 
     def release(self) -> None:
-        """The engine has read it: another header may be written before the area's arrays."""
+        """The engine has read the image: another header may be written before the area's arrays."""
         if self.area is not None:
             self.area.busy.release()
             self.area = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ArraysInPlace:
+    """Arrays that are the first `length` bytes of an area, in the order in which they lie there."""
+
+    area: Area
+    arrays: list[tuple[str, Array]]
+    length: int
+
+
 class Areas:
-    """The areas of one arena. `take` gives a slot of so many bytes, growing the arena for it."""
+    """Places calls in one arena. `take` returns a slot of `n` bytes; the arena grows for it."""
 
     def __init__(self, arena: Arena, take: Callable[[int], Slot]) -> None:
         self._arena = arena
@@ -74,7 +85,7 @@ class Areas:
         self._last: weakref.ref[Area] | None = None
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """An array in the arena, behind the one made before it where `FOLLOWS` says so."""
+        """An array in the arena, directly behind the one made before it where `FOLLOWS` allows."""
         size = prod(shape) * dtype.itemsize
         with self._lock:
             area = None if self._last is None else self._last()
@@ -89,44 +100,38 @@ class Areas:
     def _fits(self, area: Area, size: int) -> bool:
         return self._arena.slots.extend(area.slot, area.end + size - area.slot.offset)
 
-    def lay(self, fields: dict[str, Any], arrays: Mapping[str, Array], room: int) -> Laid:
-        """The image of a request, and a place of at least `room` bytes for its answer.
+    def place(self, fields: dict[str, Any], arrays: Mapping[str, Array], room: int) -> PlacedCall:
+        """The image of a request, and a slot of at least `room` bytes for its answer.
 
-        Raises TypeError as `in_order`, and `ArenaFull`.
+        Raises TypeError for a dtype that images do not have, and `ArenaFull`.
         """
         ordered = images.in_order(arrays)
         if ordered and isinstance(ordered[0][1].base, np.ndarray):
-            laid = self._in_place(fields, ordered, room)
-            if laid is not None:
-                return laid
-        return self._copied(fields, ordered, room)
+            found = self.find(ordered)
+            if found is not None:
+                header = request_header(fields, found.arrays, ALIGNMENT)
+                placed = self.place_before(found.area, found.length, header, room)
+                if placed is not None:
+                    return placed
+        header = request_header(fields, ordered)
+        return self.place_copies(header, [array for _, array in ordered], room)
 
-    def _in_place(
-        self, fields: dict[str, Any], ordered: list[tuple[str, Array]], room: int
-    ) -> Laid | None:
-        """The arrays where they are; None when they are not the beginning of one area."""
-        found = self.place_of(ordered)
-        if found is None:
-            return None
-        area, arrays, length = found
-        return self.lay_before(area, length, images.header(fields, arrays, ALIGNMENT), room)
+    def find(self, ordered: list[tuple[str, Array]]) -> ArraysInPlace | None:
+        """The area whose first bytes these arrays are; None when they lie elsewhere.
 
-    def place_of(
-        self, ordered: list[tuple[str, Array]]
-    ) -> tuple[Area, list[tuple[str, Array]], int] | None:
-        """The area that arrays are the beginning of, if they are: with them in the order in which
-        they lie there, and their bytes together."""
+        One array under two names (as k and v) is not the beginning of an area: it is copied.
+        """
         area: object = None
         offsets: dict[str, int] = {}
         for name, array in ordered:
             held = held_by(array)
             if held is None or not array.flags.c_contiguous:
                 return None
-            bytes_held, offsets[name] = held
-            if area is not None and area is not bytes_held.owner:
+            stretch, offsets[name] = held
+            if area is not None and area is not stretch.owner:
                 return None
-            area = bytes_held.owner
-        if not isinstance(area, Area) or area.memory is not self._arena:
+            area = stretch.owner
+        if not isinstance(area, Area) or area.arena is not self._arena:
             return None
         if len(ordered) > 1:
             ordered = sorted(ordered, key=lambda named: offsets[named[0]])
@@ -135,26 +140,23 @@ class Areas:
             if offsets[name] != end:
                 return None
             end += array.nbytes
-        return area, ordered, end - area.begin
+        return ArraysInPlace(area, ordered, end - area.begin)
 
-    def lay_before(self, area: Area, length: int, header: bytes, room: int) -> Laid | None:
-        """A header before the first `length` bytes of an area, and a place for the answer; None
-        when the header is too long, or another call has one there."""
+    def place_before(self, area: Area, length: int, header: bytes, room: int) -> PlacedCall | None:
+        """Write a header before the first `length` bytes of an area; take a slot for the answer.
+
+        None when the header is too long, or another call's header lies there.
+        """
         size = len(header)
-        place = self._take(room)
+        answer = self._take(room)
         if size > HEADER_ROOM or not area.busy.acquire(blocking=False):
             return None
         offset = area.begin - size
         self._arena.memory[offset : area.begin] = header
-        return Laid(offset, size + length, place, place.size, area)
+        return PlacedCall(offset, size + length, answer, answer.size, area)
 
-    def _copied(self, fields: dict[str, Any], ordered: list[tuple[str, Array]], room: int) -> Laid:
-        """The arrays copied behind a header."""
-        header = images.header(fields, ordered)
-        return self.lay_behind(header, [array for _, array in ordered], room)
-
-    def lay_behind(self, header: bytes, arrays: Sequence[Array], room: int) -> Laid:
-        """A header and copies of the arrays, in one slot with the answer's place before them."""
+    def place_copies(self, header: bytes, arrays: Sequence[Array], room: int) -> PlacedCall:
+        """A header and copies of the arrays, in one slot behind the room for the answer."""
         length = len(header) + sum([array.nbytes for array in arrays])
         room = -(-room // ALIGNMENT) * ALIGNMENT
         slot = self._take(room + length)
@@ -165,4 +167,4 @@ class Areas:
             if array.nbytes:
                 self._arena.array(array.shape, array.dtype, offset)[...] = array
                 offset += array.nbytes
-        return Laid(begin, length, slot, room)
+        return PlacedCall(begin, length, slot, room)

@@ -1,12 +1,13 @@
-"""One session with the engine: greeting, frames out, answers in, and the arena's growth.
+"""One session with the engine: frames out, replies in, and the growth of the arena.
 
-Calls of several threads are pipelined. Whoever waits and finds nobody reading reads for all, until
-its own answer is there; then another one that waits goes on. There is no thread of its own.
+Calls of several threads are pipelined. There is no background thread: one waiting thread reads for
+all the others until its own reply is there, then another waiting thread takes over.
 """
 
 from __future__ import annotations
 
 import _thread
+import json
 import os
 import select
 import socket
@@ -25,50 +26,46 @@ from attnd.errors import (
     service_error,
 )
 from attnd.results import Meta
-from attnd.road import frames
-from attnd.road.areas import Areas, Laid
+from attnd.road.areas import Areas, PlacedCall
 from attnd.road.arena import Slot
-from attnd.road.frames import Answer, FrameReader
 from attnd.road.greeting import greet, remaining
+from attnd.road.pending import Answer, Pending, Reply
 from attnd.road.stepping import StepCall
-from attnd.road.waiting import Waiting
+from attnd.wire import frames as f
 
-Posted = tuple[int, Waiting]
-"""A call that was sent: its number, and who waits for the answer."""
-LOOK_S: Final = 0.05
-"""Between two looks of a thread that waits for another one which reads."""
-STEPPING: Final = (frames.OPENED, frames.DONE)
-"""Frames that begin with a step's number."""
+WATCH_S: Final = 0.05
+"""How often a waiting thread checks that the reading thread still reads."""
 
 
 class Connection:
-    """A session that the engine has welcomed. `broken` says why it is over, else is empty."""
+    """A session that the engine has accepted. `broken` is why it is over, else empty."""
 
     def __init__(self, path: str, arena_bytes: int, ends: float, *, own: bool, key: str) -> None:
-        """Connect and greet by `ends`; with `own`, an engine of another user is refused.
+        """Connect and greet by `ends`; with `own`, an engine of another user is rejected.
 
-        Raises `ConnectionFailed`, `TimedOut`, `ProtocolError`, or the `ServiceError` of a refusal.
+        Raises `ConnectionFailed`, `TimedOut`, `ProtocolError`, or the `ServiceError` with which the
+        engine refuses the session.
         """
         self.broken = ""
         self.pid = os.getpid()
         self._closed = False
         self._refusal: dict[str, Any] | None = None
-        self._numbers = 0
-        self._pending: dict[int, Waiting] = {}
-        self._growing: Waiting | None = None
-        self._told_of: dict[tuple[int, int], Waiting] = {}
-        """Who waits to be told what, by the frame's kind and the step (0: the arena's)."""
-        self._reader = FrameReader()
+        self._last_number = 0
+        self._calls: dict[int, Pending] = {}
+        """Calls and steps without an ANSWER, by number."""
+        self._messages: dict[tuple[int, int], Pending] = {}
+        """Threads that wait for a frame of another kind, by (kind, step); step 0 is the arena's."""
+        self._growing: Pending | None = None
         self._sending = threading.Lock()
         self._reading = threading.Lock()
         self._is_read = False
-        """Whether the thread that has `_reading` is at it; a signal may have ended it before."""
+        """Whether the owner of `_reading` reads; a signal may have interrupted it before."""
         self._only_one_grows = threading.Lock()
-        self._socket, welcome, self.arena = greet(path, arena_bytes, self._reader, ends, own, key)
+        self._socket, self._reader, welcome, self.arena = greet(path, arena_bytes, ends, own, key)
         self._socket.setblocking(False)
         self.routes = welcome.routes
         self.state, self.reason = welcome.state, welcome.reason
-        self._largest = welcome.max_arena_bytes
+        self._max_arena_bytes = welcome.max_arena_bytes
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         self.areas = Areas(self.arena, self.take)
@@ -76,58 +73,61 @@ class Connection:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it stands, and is this process's."""
+        """Whether the session stands and belongs to this process (not to the parent of a fork)."""
         return not self.broken and self.pid == os.getpid()
 
-    # calls
-
-    def call(
-        self, route: int, laid: Laid, *, deadline_us: int, request_id: bytes, ends: float
-    ) -> Answer:
-        """Send a call and wait for its answer; raises `TransportError` when there is none."""
-        posted = self.post(route, laid, deadline_us, request_id, ends)
-        return self.answer_to(posted, ends)
+    # Calls.
 
     def post(
-        self, route: int, laid: Laid, deadline_us: int, request_id: bytes, ends: float
-    ) -> Posted:
-        """Send a call; raises `TransportError`. `answer_to` must follow."""
-        waiting = Waiting(laid)
-        with self._sending:
-            self._numbers = number = self._numbers + 1
-            frame = frames.call_frame(
-                number,
-                route,
-                deadline_us,
-                (laid.offset, laid.length),
-                (laid.place.offset, laid.capacity),
-                request_id,
-            )
-            self._pending[number] = waiting
-            try:
-                self._send(frame, ends)
-            except BaseException:
-                waiting.given_up = True
-                if self._pending.pop(number, None) is not None:
-                    waiting.settle()
-                raise
-        return number, waiting
+        self, route: int, place: PlacedCall, deadline_us: int, request_id: bytes, ends: float
+    ) -> tuple[int, Pending]:
+        """Send a call; returns its number and its pending reply, for `answer_to`.
 
-    def answer_to(self, posted: Posted, ends: float) -> Answer:
-        """Wait for the answer of a call; raises `TransportError` when there is none."""
-        number, waiting = posted
+        Raises `TransportError`.
+        """
+        pending = Pending(place)
+        with self._sending:
+            self._last_number = number = self._last_number + 1
+            self._calls[number] = pending
+            try:
+                self._send(
+                    f.CALL_FRAME.pack(
+                        f.CALL,
+                        0,
+                        f.CALL_PAYLOAD.size,
+                        number,
+                        route,
+                        0,
+                        deadline_us,
+                        place.offset,
+                        place.length,
+                        place.answer.offset,
+                        place.capacity,
+                        request_id,
+                    ),
+                    ends,
+                )
+            except BaseException:
+                pending.is_abandoned = True
+                if self._calls.pop(number, None) is not None:
+                    pending.release()
+                raise
+        return number, pending
+
+    def answer_to(self, number: int, pending: Pending, ends: float) -> Answer:
+        """Wait for the answer of a call; raises `TransportError` when none comes."""
         try:
-            answer = self._wait(waiting, ends)
+            answer = self.wait(pending, ends)
         except BaseException:
-            waiting.given_up = True
-            self._cancel(number)
+            pending.is_abandoned = True
+            self.cancel(number)
             raise
         if not isinstance(answer, Answer):
             raise RuntimeError(f"call {number} was answered by {answer!r}: this is a bug")
         return answer
 
     def _send(self, frame: bytes, ends: float) -> None:
-        """Send a whole frame; raises ConnectionFailed when none of it went out."""
+        """Send a whole frame; raises ConnectionFailed when no byte of it was sent."""
         if self.broken:
             raise ConnectionFailed(self.broken)
         sent = 0
@@ -142,92 +142,76 @@ class Connection:
                 self._wait_writable(remaining(ends))
         except TimeoutError as error:
             if sent:  # the engine would take the next frame for the rest of this one
-                self._break("a frame went out in part")
+                self._break("partial frame sent")
             raise TimedOut("the engine does not read") from error
         except OSError as error:
             self._break(f"the connection broke: {error}")
-            raise ConnectionFailed(f"the engine is gone: {error}") from error
-        except BaseException:  # the engine may have got a part of the frame, or all of it
-            self.abandon("the call was interrupted as its frame went out")
+            raise ConnectionFailed(f"no connection to the engine: {error}") from error
+        except BaseException:  # the engine may have received a part of the frame, or all of it
+            self.abandon("the call was interrupted while its frame was sent")
             raise
 
     def _wait_writable(self, timeout_s: float) -> None:
-        """The engine reads more slowly than callers send: a rare thing."""
-        waiting = select.poll()
-        waiting.register(self._socket, select.POLLOUT)
-        if not waiting.poll(timeout_s * 1e3):
-            raise TimeoutError("nothing more can be sent")
-
-    def _cancel(self, number: int) -> None:
-        """Nobody waits for this call any more; its slots stay until the engine answers it."""
-        if number in self._pending and not self.broken:
-            with self._sending, suppress(AttndError):
-                self._send(frames.cancel_frame(number), time.monotonic() + 0.1)
-
-    # steps: see attnd.road.stepping
-
-    def send_step(self, description: bytes, deadline_us: int, ends: float) -> StepCall:
-        """Describe a step, without waiting for anything."""
-        over, opened = Waiting(None), Waiting(None)
-        with self._sending:
-            self._numbers = number = self._numbers + 1
-            self._pending[number] = over
-            self._told_of[frames.OPENED, number] = opened
-            try:
-                self._send(frames.step_frame(number, deadline_us, bytes(16), description), ends)
-            except BaseException:
-                del self._pending[number], self._told_of[frames.OPENED, number]
-                raise
-        return StepCall(self, number, over, opened)
-
-    def ask(
-        self, frame: bytes, kind: int, number: int, ends: float
-    ) -> Answer | int | dict[str, Any]:
-        """Send a frame, and wait for the one of `kind` that answers it."""
-        try:
-            return self._wait(self.begin(frame, kind, number, ends), ends)
-        finally:
-            self._told_of.pop((kind, number), None)
-
-    def begin(self, frame: bytes, kind: int, number: int, ends: float) -> Waiting:
-        """Send a frame that one of `kind` answers, which may be waited for later."""
-        waiting = Waiting(None)
-        self._told_of[kind, number] = waiting
-        try:
-            with self._sending:
-                self._send(frame, ends)
-        except BaseException:
-            self._told_of.pop((kind, number), None)
-            raise
-        return waiting
-
-    def wait(self, waiting: Waiting, ends: float) -> Answer | int | dict[str, Any]:
-        """What comes for someone who waits; raises `TransportError` when nothing does."""
-        return self._wait(waiting, ends)
-
-    def fileno(self) -> int:
-        """The socket's, to see its end."""
-        return self._socket.fileno()
+        """Wait until the engine reads on, which is rare."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        if not poll.poll(timeout_s * 1e3):
+            raise TimeoutError("the socket's buffer stayed full")
 
     def cancel(self, number: int) -> None:
-        """Take a step back; it is answered all the same."""
-        self._cancel(number)
+        """Cancel a call or step. Its slots stay taken until the engine answers it."""
+        if number in self._calls and not self.broken:
+            with self._sending, suppress(AttndError):
+                self._send(f.cancel_frame(number), time.monotonic() + 0.1)
 
     def cancel_now(self, number: int) -> None:
-        """`cancel` where it does not wait: the collector may call this anywhere."""
-        if not self.is_usable or number not in self._pending:
+        """`cancel` without waiting for a lock: safe inside the garbage collector."""
+        if not self.is_usable or number not in self._calls:
             return
         if self._sending.acquire(blocking=False):
             try:
                 with suppress(AttndError):
-                    self._send(frames.cancel_frame(number), time.monotonic())
+                    self._send(f.cancel_frame(number), time.monotonic())
             finally:
                 self._sending.release()
 
-    # answers
+    # Steps: see attnd.road.stepping.
 
-    def _wait(self, waiting: Waiting, ends: float) -> Answer | int | dict[str, Any]:
-        while (answer := waiting.answer) is None:
+    def send_step(self, description: bytes, deadline_us: int, ends: float) -> StepCall:
+        """Describe a step, without waiting for a reply."""
+        over, opened = Pending(None), Pending(None)
+        with self._sending:
+            self._last_number = number = self._last_number + 1
+            self._calls[number] = over
+            self._messages[f.OPENED, number] = opened
+            try:
+                self._send(f.step_frame(number, deadline_us, f.NO_REQUEST_ID, description), ends)
+            except BaseException:
+                del self._calls[number], self._messages[f.OPENED, number]
+                raise
+        return StepCall(self, number, over, opened)
+
+    def begin(self, frame: bytes, kind: int, number: int, ends: float) -> Pending:
+        """Send a frame whose reply is a frame of `kind` for step `number`; for `wait`."""
+        pending = Pending(None)
+        self._messages[kind, number] = pending
+        try:
+            with self._sending:
+                self._send(frame, ends)
+        except BaseException:
+            self._messages.pop((kind, number), None)
+            raise
+        return pending
+
+    def fileno(self) -> int:
+        """The socket's descriptor: it becomes readable when the engine closes the session."""
+        return self._socket.fileno()
+
+    # Replies.
+
+    def wait(self, pending: Pending, ends: float) -> Reply:
+        """Wait for a reply; raises `TransportError` when none comes."""
+        while (reply := pending.reply) is None:
             if self.broken:
                 if self._refusal is not None:
                     raise service_error(self._refusal, Meta())
@@ -235,123 +219,129 @@ class Connection:
             if self._reading.acquire(blocking=False):
                 try:
                     self._is_read = True
-                    while waiting.answer is None and not self.broken:
+                    while pending.reply is None and not self.broken:
                         if not self._receive(ends - time.monotonic()):
                             raise TimedOut("no answer within the timeout")
                 finally:
                     self._is_read = False
                     self._reading.release()
-                    if self._pending or self._growing is not None or self._told_of:
+                    if self._calls or self._growing is not None or self._messages:
                         self._wake_next()
             else:
-                self._follow(waiting, ends)
-        return answer
+                self._follow(pending, ends)
+        return reply
 
-    def _follow(self, waiting: Waiting, ends: float) -> None:
-        """Wait until whoever reads has the answer, or stops reading."""
-        waiting.gate = gate = _thread.allocate_lock()
+    def _follow(self, pending: Pending, ends: float) -> None:
+        """Wait until the reading thread has the reply or stops reading."""
+        pending.gate = gate = _thread.allocate_lock()
         gate.acquire()
         try:
-            if waiting.answer is None and not self.broken and self._reading.locked():
+            if pending.reply is None and not self.broken and self._reading.locked():
                 self._follow_reader(gate, ends)
         finally:
-            waiting.gate = None
+            pending.gate = None
 
     def _follow_reader(self, gate: _thread.LockType, ends: float) -> None:
-        """Wait for the thread that reads; give the connection up where a signal has ended it."""
-        gone = False
-        while not gate.acquire(timeout=max(0.0, min(LOOK_S, ends - time.monotonic()))):
+        """Wait at the gate; end the session if a signal interrupted the reader with its lock."""
+        seen = False
+        while not gate.acquire(timeout=max(0.0, min(WATCH_S, ends - time.monotonic()))):
             if time.monotonic() >= ends:
                 raise TimedOut("no answer within the timeout")
-            if gone and self._reading.locked() and not self._is_read:
+            is_stuck = self._reading.locked() and not self._is_read
+            if seen and is_stuck:
                 self.abandon("a thread was interrupted as it began or ended to read")
                 return
-            gone = self._reading.locked() and not self._is_read
+            seen = is_stuck
 
-    def _everyone(self) -> list[Waiting | None]:
-        return [*self._pending.values(), self._growing, *self._told_of.values()]
+    def _all_pending(self) -> list[Pending]:
+        growing = [] if self._growing is None else [self._growing]
+        return [*self._calls.values(), *growing, *self._messages.values()]
 
     def _wake_next(self) -> None:
-        """Let another one that waits read."""
-        for waiting in self._everyone():
-            if waiting is not None and waiting.answer is None and waiting.gate is not None:
-                waiting.wake()
+        """Let another waiting thread read."""
+        for pending in self._all_pending():
+            if pending.reply is None and pending.gate is not None:
+                pending.wake()
                 return
 
     def _receive(self, timeout_s: float) -> bool:
-        """One read's worth of frames, or the connection's end; False when none comes in time."""
+        """Read once: frames, or the connection's end. False when nothing comes in time."""
         try:
             if timeout_s <= 0 or not self._poll.poll(timeout_s * 1e3):
                 return False
         except OSError as error:
             if error.errno is None:
-                raise  # of a signal's handler, not of the system
+                raise  # raised by a signal's handler, not by the system
             self._break(f"the connection broke: {error}")
             return True
         try:
-            count = self._socket.recv_into(self._reader.buffer())
-            if count:
-                self._reader.received(count)
+            if self._reader.receive(self._socket):
                 self._dispatch()
             else:
                 self._break("the engine closed the connection")
-        except (OSError, ProtocolError) as error:
+        except (OSError, ProtocolError, f.FrameError) as error:
             self._break(f"the connection broke: {error}")
-        except BaseException:  # what was read may be lost
-            self.abandon("the call was interrupted as its answer was read")
+        except BaseException:  # bytes that were read may be lost
+            self.abandon("the call was interrupted while its answer was read")
             raise
         return True
 
     def _dispatch(self) -> None:
-        """Hand out the frames that came."""
-        while (frame := self._reader.take()) is not None:
-            kind, payload = frame
-            if kind in STEPPING:
-                self._told_step(kind, payload)
+        """Give the frames that have arrived to the threads that wait for them."""
+        reader = self._reader
+        while (found := reader.next()) is not None:
+            kind, start, size = found
+            if kind != f.ANSWER:
+                self._on_message(kind, bytes(reader.window[start : start + size]))
                 continue
-            if kind != frames.ANSWER:
-                self._told(kind, frames.read_json(payload))
-                continue
-            number, answer = frames.read_answer(payload)
-            waiting = self._pending.pop(number, None)
-            if waiting is None:
-                raise ProtocolError(f"an answer to call {number}, which waits for none")
-            waiting.settle()
-            waiting.answer = answer
-            waiting.wake()
-            if self._told_of:
-                for told in (frames.OPENED, frames.DONE):
-                    self._hand(told, number, answer)
+            number, status, flags, _, length, needed, *seconds = f.ANSWER_PAYLOAD.unpack_from(
+                reader.buffer, start
+            )
+            pending = self._calls.pop(number, None)
+            if pending is None:
+                raise ProtocolError(f"an answer to call {number}, which is not waiting for one")
+            inline = None
+            if flags & f.INLINE:
+                inline = bytes(reader.window[start + f.ANSWER_PAYLOAD.size : start + size])
+            if pending.place is not None:
+                pending.release()
+            pending.reply = answer = Answer(status, length, needed, tuple(seconds), inline)
+            if pending.gate is not None:
+                pending.wake()
+            if self._messages:  # the end of a step answers whoever waits for its other frames
+                for one in (f.OPENED, f.DONE):
+                    self._resolve(one, number, answer)
 
-    def _told_step(self, kind: int, payload: bytes) -> None:
-        """A step has been accepted, or one of its layers is done."""
-        number = frames.read_number(payload)
-        rest = payload[frames.STEP_NUMBER.size :]
-        self._hand(kind, number, frames.read_json(rest) if kind == frames.OPENED else number)
-
-    def _hand(self, kind: int, number: int, answer: Answer | int | dict[str, Any]) -> None:
-        waiting = self._told_of.pop((kind, number), None)
-        if waiting is not None:
-            waiting.answer = answer
-            waiting.wake()
-
-    def _told(self, kind: int, content: dict[str, Any]) -> None:
-        """What the engine says beside its answers."""
-        if kind == frames.STATE:
+    def _on_message(self, kind: int, payload: bytes) -> None:
+        """A frame that is not an ANSWER."""
+        if kind == f.DONE:
+            number = f.CALL_ID.unpack_from(payload)[0]
+            self._resolve(kind, number, number)
+        elif kind == f.OPENED:
+            number = f.CALL_ID.unpack_from(payload)[0]
+            self._resolve(kind, number, read_object(payload[f.CALL_ID.size :]))
+        elif kind == f.DEVICE_ARENA:
+            self._resolve(kind, 0, read_object(payload))
+        elif kind == f.STATE:
+            content = read_object(payload)
             self.state = str(content.get("state", ""))
             self.reason = str(content.get("reason", ""))
-        elif kind == frames.GROWN and self._growing is not None:
-            self.arena.grow(int(content.get("arena_bytes", 0)))
-            self._growing.answer = self.arena.slots.size
+        elif kind == f.GROWN and self._growing is not None:
+            self.arena.grow(int(read_object(payload).get("arena_bytes", 0)))
+            self._growing.reply = self.arena.slots.size
             self._growing.wake()
-        elif kind == frames.DEVICE_ARENA:
-            self._hand(kind, 0, content)
-        elif kind == frames.REFUSED:
-            self._refusal = content
+        elif kind == f.REFUSED:
+            self._refusal = content = read_object(payload)
             self._break(f"the engine refused the session: {content.get('detail', '')}")
 
+    def _resolve(self, kind: int, number: int, reply: Reply) -> None:
+        pending = self._messages.pop((kind, number), None)
+        if pending is not None:
+            pending.reply = reply
+            pending.wake()
+
     def is_open(self) -> bool:
-        """Read what came while nobody waited: the engine's state, or its end."""
+        """Read what has arrived while no thread waited: the engine's state, or its end."""
         if not self.broken and self._reading.acquire(blocking=False):
             try:
                 self._is_read = True
@@ -363,10 +353,10 @@ class Connection:
                 self._wake_next()
         return not self.broken
 
-    # the arena
+    # The arena.
 
     def take(self, size: int) -> Slot:
-        """A slot, for which the arena grows if it must; raises `ArenaFull`."""
+        """A slot of `size` bytes; the arena grows where needed. Raises `ArenaFull`."""
         slots = self.arena.slots
         slot = slots.take(size)
         while slot is None:
@@ -375,43 +365,43 @@ class Connection:
             slot = slots.take(size)
             if slot is None and slots.size == before:
                 raise ArenaFull(
-                    f"{size} bytes are wanted, {slots.free} of the arena's {slots.size} are free, "
-                    f"and it may have {self._largest}: keep fewer arrays of it, or copy them"
+                    f"{size} bytes are needed, {slots.free} of the arena's {slots.size} are free, "
+                    f"and its limit is {self._max_arena_bytes}: keep fewer arrays of it, or copy "
+                    "them"
                 )
         return slot
 
     def _grow(self, before: int, more: int) -> None:
-        """Make the arena larger than `before`: twice as large, or by `more` bytes."""
+        """Double the arena, or add `more` bytes, unless it is larger than `before` by now."""
         with self._only_one_grows:
-            wanted = min(self._largest, before + max(before, more))
+            wanted = min(self._max_arena_bytes, before + max(before, more))
             if self.arena.slots.size > before or wanted <= before:
                 return
             ends = time.monotonic() + 10.0
-            self._growing = waiting = Waiting(None)
+            self._growing = pending = Pending(None)
             try:
                 with self._sending:
-                    self._send(frames.json_frame(frames.GROW, {"arena_bytes": wanted}), ends)
-                self._wait(waiting, ends)
+                    self._send(f.json_frame(f.GROW, {"arena_bytes": wanted}), ends)
+                self.wait(pending, ends)
             finally:
                 self._growing = None
 
-    # the end
+    # The end.
 
     def abandon(self, reason: str) -> None:
-        """End a session whose frames are in disorder, so that the engine undoes what is open."""
+        """End a session whose frames are in disorder; the engine then aborts its open steps."""
         self._break(reason)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _break(self, reason: str) -> None:
-        """The first reason stays; everyone who waits is told."""
+        """End the session and wake all waiting threads. The first reason stays."""
         self.broken = self.broken or reason
-        for waiting in self._everyone():
-            if waiting is not None:
-                waiting.wake()
+        for pending in self._all_pending():
+            pending.wake()
 
     def close(self) -> None:
-        """End the session. Arrays of the arena stay what they are."""
+        """End the session. Arrays of the arena keep their values."""
         if self._closed:
             return
         self._closed = True
@@ -420,3 +410,14 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
         self._socket.close()
         self.arena.close()
+
+
+def read_object(payload: bytes) -> dict[str, Any]:
+    """The JSON object of a frame; raises ProtocolError."""
+    try:
+        document = json.loads(payload)
+    except ValueError as error:
+        raise ProtocolError(f"a frame of the engine is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ProtocolError(f"a frame of the engine is not a JSON object: {payload[:80]!r}")
+    return document

@@ -1,7 +1,8 @@
-"""How a session begins: HELLO goes out, WELCOME and the arena's descriptor come back."""
+"""The start of a session: HELLO goes out, WELCOME and the arena's descriptor come back."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -11,18 +12,18 @@ from typing import Any, Final
 
 from attnd.errors import ConnectionFailed, ProtocolError, service_error
 from attnd.results import Meta
-from attnd.road import frames
 from attnd.road.arena import Arena
-from attnd.road.frames import FrameReader
+from attnd.wire import frames as f
 
 NAME: Final = "attnd-client"
 CREDENTIALS: Final = struct.Struct("3i")
 CLOSE_ON_EXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+MAX_DESCRIPTORS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What the engine says at first, as far as it is used here."""
+    """The fields of WELCOME that a client uses."""
 
     arena_bytes: int
     max_arena_bytes: int
@@ -32,28 +33,33 @@ class Welcome:
 
 
 def greet(
-    path: str, arena_bytes: int, reader: FrameReader, ends: float, own: bool, key: str
-) -> tuple[socket.socket, Welcome, Arena]:
-    """Connect and greet by `ends`; with `own`, an engine of another user is refused.
+    path: str, arena_bytes: int, ends: float, own: bool, key: str
+) -> tuple[socket.socket, f.Reader, Welcome, Arena]:
+    """Connect and greet by `ends`; with `own`, an engine of another user is rejected.
 
-    Raises `ConnectionFailed`, `ProtocolError`, or the `ServiceError` of a refusal.
+    The reader may hold frames that came after WELCOME. Raises `ConnectionFailed`, `ProtocolError`,
+    or the `ServiceError` with which the engine refuses the session.
     """
     connected = connect(path, ends, own)
+    reader = f.Reader(f.FROM_ENGINE)
     descriptors: list[int] = []
     try:
-        hello = {"version": frames.VERSION, "name": NAME, "door": False, "arena_bytes": arena_bytes}
+        hello = {"version": f.VERSION, "name": NAME, "door": False, "arena_bytes": arena_bytes}
         if key:
             hello["key"] = key
         connected.settimeout(remaining(ends))
-        connected.sendall(frames.json_frame(frames.HELLO, hello))
+        connected.sendall(f.json_frame(f.HELLO, hello))
         content = first_frame(connected, reader, descriptors, ends)
         welcome = Welcome(**{name: content[name] for name in Welcome.__slots__})
         if len(descriptors) != 1:
-            raise ProtocolError(f"{len(descriptors)} descriptors came with WELCOME: one must")
-        return connected, welcome, Arena(descriptors.pop(), welcome.arena_bytes)
+            raise ProtocolError(f"WELCOME came with {len(descriptors)} descriptors, expected one")
+        return connected, reader, welcome, Arena(descriptors.pop(), welcome.arena_bytes)
     except KeyError as error:
         connected.close()
         raise ProtocolError(f"the engine's WELCOME lacks {error}") from error
+    except (ValueError, f.FrameError) as error:
+        connected.close()
+        raise ProtocolError(f"not an engine of attnd: {error}") from error
     except OSError as error:
         connected.close()
         raise ConnectionFailed(f"no welcome from the engine: {error}") from error
@@ -66,25 +72,28 @@ def greet(
 
 
 def first_frame(
-    connected: socket.socket, reader: FrameReader, descriptors: list[int], ends: float
+    connected: socket.socket, reader: f.Reader, descriptors: list[int], ends: float
 ) -> dict[str, Any]:
-    """The content of WELCOME; descriptors that come are added to the list."""
+    """The content of WELCOME; descriptors that arrive are added to the list."""
     while True:
         connected.settimeout(remaining(ends))
-        into = reader.buffer()
-        received, more, _, _ = socket.recv_fds(connected, len(into), 4, CLOSE_ON_EXEC)
+        received, more, _, _ = socket.recv_fds(
+            connected, f.BUFFER_BYTES, MAX_DESCRIPTORS, CLOSE_ON_EXEC
+        )
         descriptors += more
         if not received:
             raise ConnectionFailed("the engine closed the connection instead of a WELCOME")
-        into[: len(received)] = received
-        reader.received(len(received))
-        frame = reader.take()
-        if frame is not None:
-            kind, content = frame[0], frames.read_json(frame[1])
-            if kind == frames.REFUSED:
+        reader.feed(received)
+        found = reader.next()
+        if found is not None:
+            kind, start, size = found
+            content = json.loads(bytes(reader.window[start : start + size]))
+            if not isinstance(content, dict):
+                raise ProtocolError(f"frame {f.NAMES[kind]} of the engine is not a JSON object")
+            if kind == f.REFUSED:
                 raise service_error(content, Meta())
-            if kind != frames.WELCOME:
-                raise ProtocolError(f"frame {kind} came where WELCOME belongs")
+            if kind != f.WELCOME:
+                raise ProtocolError(f"frame {f.NAMES[kind]} came instead of WELCOME")
             return content
 
 
@@ -96,7 +105,7 @@ def connect(path: str, ends: float, own: bool) -> socket.socket:
         made.connect(path)
         if own and peer_uid(made) not in (None, 0, os.getuid()):
             raise ConnectionFailed(
-                f"{path} is served by user {peer_uid(made)}: name the path if that is meant"
+                f"{path} is served by user {peer_uid(made)}, not by you: give the path to use it"
             )
     except OSError as error:
         made.close()
@@ -108,12 +117,12 @@ def connect(path: str, ends: float, own: bool) -> socket.socket:
 
 
 def peer_uid(connected: socket.socket) -> int | None:
-    """Who made the socket at the other end; None where the system does not tell."""
+    """The user who made the socket at the other end; None where the system cannot say."""
     option = getattr(socket, "SO_PEERCRED", None)
     if option is None:
         return None
-    told = connected.getsockopt(socket.SOL_SOCKET, option, CREDENTIALS.size)
-    return int(CREDENTIALS.unpack(told)[1])
+    credentials = connected.getsockopt(socket.SOL_SOCKET, option, CREDENTIALS.size)
+    return int(CREDENTIALS.unpack(credentials)[1])
 
 
 def remaining(ends: float) -> float:

@@ -10,8 +10,8 @@ from typing import Any, Generic
 
 from attnd.errors import AttndError, ServiceError
 from attnd.road.connection import Connection
-from attnd.road.stepping import arena_told, ask_arena
-from attnd.road.waiting import Waiting
+from attnd.road.pending import Pending
+from attnd.road.stepping import request_arena, wait_arena
 from attnd.steps.layout import A
 from attnd.steps.slots import Arena, Room, Slots
 from attnd.steps.step import Run, Step
@@ -31,7 +31,7 @@ class Lane(Generic[A]):
         self.room: Room[A] | None = None
         self._num_layers, self._timeout_s, self._make_arena = num_layers, timeout_s, make_arena
         self._runs: deque[Run[A]] = deque()
-        self._asked: Waiting | None = None
+        self._asked: Pending | None = None
         self._spoilt = False
         """Whether steps were cancelled since the flags were cleared last."""
 
@@ -56,10 +56,10 @@ class Lane(Generic[A]):
         """An arena of at least `size` bytes, or the one there is with its flags cleared."""
         if self._asked is not None:  # an earlier wait was interrupted
             with suppress(ServiceError):
-                arena_told(self.connection, self._asked, self.ends())
+                wait_arena(self.connection, self._asked, self.ends())
         with self._whole():
-            self._asked = ask_arena(self.connection, size, self.ends())
-        told = arena_told(self.connection, self._asked, self.ends())
+            self._asked = request_arena(self.connection, size, self.ends())
+        told = wait_arena(self.connection, self._asked, self.ends())
         self._asked = None
         return told
 

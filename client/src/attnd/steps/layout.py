@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from attnd.road.arena import ALIGNMENT
+from attnd.wire.slots import ALIGNMENT
 
 A = TypeVar("A")
 """The array type: numpy's or torch's."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from attnd.road.arena import ALIGNMENT, Slot
-from attnd.road.arena import Slots as FreeList
+from attnd.road.arena import Slot
+from attnd.road.arena import Slots as FreeSlots
 from attnd.steps.layout import NAMES, A, Place, Shapes, Tensors
+from attnd.wire.slots import ALIGNMENT
 
 PAGE: Final = 4096
 FLAG_BYTES: Final = 8
@@ -104,7 +105,7 @@ class Room(Generic[A]):
         self._begin = arena.flags + head_bytes(num_layers)
         self.spare = self._begin - ALIGNMENT
         """Where a number lies that nobody needs: something for an echo to work on."""
-        self._free = FreeList(arena.size - self._begin)
+        self._free = FreeSlots(arena.size - self._begin)
         self._made: weakref.WeakSet[Slots[A]] = weakref.WeakSet()
 
     @property

@@ -10,13 +10,13 @@ from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar
 from attnd.calls.arguments import plain_fields, sequence_ids, whole_numbers
 from attnd.errors import ArenaFull, Overloaded
 from attnd.results import Info
-from attnd.road import frames
+from attnd.road.attempts import microseconds
 from attnd.road.connection import Connection
 from attnd.steps.lane import Lane
 from attnd.steps.layout import A, Dtypes, Shapes
 from attnd.steps.slots import Arena, Room, Slots
 from attnd.steps.step import Step
-from attnd.wire.images import dump_json
+from attnd.wire.frames import dump_json
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -153,13 +153,12 @@ class Stepper(Generic[A]):
             "sm_scale": sm_scale,
             "offsets": whole_numbers(offsets, "offsets"),
         }
-        microseconds = 0
-        if deadline is not None:
-            microseconds = min(max(1, round(deadline * 1e6)), frames.LONGEST_DEADLINE_US)
         for other in self.lanes:
             if other is not lane:  # steps of two lanes begin in the order of their description
                 other.await_opening()
-        return lane.send(dump_json(plain_fields(fields)).encode(), slots, chosen, microseconds)
+        return lane.send(
+            dump_json(plain_fields(fields)).encode(), slots, chosen, microseconds(deadline)
+        )
 
     def _lane_of(self, slots: Slots[A]) -> Lane[A]:
         for lane in self.lanes:

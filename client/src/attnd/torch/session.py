@@ -17,7 +17,7 @@ from attnd.steps.layout import NAMES
 from attnd.steps.stepper import Stepper, stepping
 from attnd.torch.arena import TORCH, DeviceArena, host_view
 from attnd.torch.placement import Placement, find_placement
-from attnd.wire.images import dump_json
+from attnd.wire.frames import dump_json
 
 ECHOES: Final = 48
 """Hand-overs that are measured at the start, at least."""
@@ -105,7 +105,7 @@ class TorchSession:
 
     def close(self) -> None:
         """End the session; steps that are still open are aborted."""
-        self.session.users.end()
+        self.session.dependents.close()
         self._steps.close()
         self.session.close()
 

@@ -75,7 +75,7 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
         self.batch = Batch(road, geometry.num_layers)
         self._finalizer = weakref.finalize(self, delete_behind, road.control, self.batch.names)
         self._finalizer.atexit = False
-        road.control.users.add(self.close)
+        road.control.dependents.add(self.close)
         OPEN.add(self)
 
     def update(

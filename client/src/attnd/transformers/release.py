@@ -27,7 +27,7 @@ def delete_behind(control: Session | Client, names: Sequence[str]) -> None:
     if names:
         thread = threading.Thread(target=delete_quietly, args=(control, list(names)), daemon=True)
         thread.start()
-        control.users.add(thread.join)
+        control.dependents.add(thread.join)
 
 
 def delete_quietly(control: Session | Client, names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The dtypes that an image can name, and the words for arrays that all of the package uses."""
+"""The dtypes that an image can name, and type names for arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 DType = np.dtype[Any]
 Part = bytes | memoryview
-"""One of the buffers that make an image when they are sent one after another."""
+"""One of the buffers that are sent one after another as an image."""
 
 DTYPES: Final[dict[str, DType]] = {
     "F64": np.dtype("<f8"),
@@ -30,7 +30,7 @@ DTYPES: Final[dict[str, DType]] = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype(np.bool_),
 }
-"""Every dtype that the format names; which of them a tensor may have is its operation's rule."""
+"""Every dtype of the safetensors format; the operation decides which a tensor may have."""
 
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 BOOL: Final = DTYPES["BOOL"]

@@ -1,15 +1,19 @@
-"""Frames of the road: their byte layouts, and an incremental reader that bounds what it holds.
+"""Frames of the road, version 1: their byte layouts, and a reader that cuts a stream into them.
 
-Little-endian without padding. A frame is an 8-byte header (kind, flags, payload bytes) and its
-payload: fixed structs for CALL, ANSWER and CANCEL, JSON for the rest; see docs/road.md.
+Little-endian, without padding. A frame is an 8-byte header (kind, flags, payload bytes) and its
+payload: a fixed struct for CALL, ANSWER, CANCEL and the frames of steps, JSON for all others.
+docs/road.md describes every field.
 """
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator, Mapping
 from struct import Struct
-from typing import Final
+from typing import Any, Final
+
+VERSION: Final = 1
 
 CALL: Final = 1
 ANSWER: Final = 2
@@ -29,40 +33,25 @@ READY: Final = 27
 DONE: Final = 28
 CHALLENGE: Final = 29
 
-NAMES: Final = {
-    CALL: "CALL",
-    ANSWER: "ANSWER",
-    CANCEL: "CANCEL",
-    HELLO: "HELLO",
-    WELCOME: "WELCOME",
-    GROW: "GROW",
-    GROWN: "GROWN",
-    STATE: "STATE",
-    REFUSED: "REFUSED",
-    TENANT: "TENANT",
-    DEVICE: "DEVICE",
-    DEVICE_ARENA: "DEVICE_ARENA",
-    STEP: "STEP",
-    OPENED: "OPENED",
-    READY: "READY",
-    DONE: "DONE",
-    CHALLENGE: "CHALLENGE",
+NAMES: Final[dict[int, str]] = {
+    value: name for name, value in list(globals().items()) if name.isupper() and name != "VERSION"
 }
+"""Name by kind."""
 
 HEADER: Final = Struct("<HHI")
-"""kind, flags (zero), payload bytes."""
+"""kind, flags (0 in version 1), payload bytes."""
 HEADER_BYTES: Final = HEADER.size
 CALL_PAYLOAD: Final = Struct("<QHHIQQQQ16s")
-"""id, route, tenant, deadline in µs, request offset and length, answer offset and
-capacity, request id."""
+"""id, route, tenant, deadline in µs, offset and length of the request, offset and capacity of the
+answer's place, request id."""
 CALL_FRAME: Final = Struct("<HHIQHHIQQQQ16s")
 ANSWER_PAYLOAD: Final = Struct("<QHHIQQ6f")
-"""id, status, flags, pages held, image length, capacity needed, six stages in seconds."""
+"""id, status, flags, pages held, image length, capacity needed, seconds of the six stages."""
 ANSWER_FRAME: Final = Struct("<HHIQHHIQQ6f")
-CANCEL_FRAME: Final = Struct("<HHIQ")
 CALL_ID: Final = Struct("<Q")
+CANCEL_FRAME: Final = Struct("<HHIQ")
 STEP_HEAD: Final = Struct("<QI4x16s")
-"""id, deadline in µs, reserved, request id; the description, JSON, comes behind it."""
+"""id, deadline in µs, reserved, request id; the step's description follows as JSON."""
 LAYER_PAYLOAD: Final = Struct("<QI4x")
 """id of the step, layer, reserved."""
 LAYER_FRAME: Final = Struct("<HHIQI4x")
@@ -70,22 +59,25 @@ LAYER_FRAME: Final = Struct("<HHIQI4x")
 INLINE: Final = 1
 """Flag of an ANSWER whose image follows in the frame itself."""
 HELD: Final = 2
-"""Flag of an ANSWER that tells how many pages are held."""
+"""Flag of an ANSWER with a valid number of pages held."""
 NO_REQUEST_ID: Final = bytes(16)
 STAGES: Final = ("queue", "plan", "copy_in", "kernel", "copy_out", "encode")
+"""Stages whose seconds an ANSWER carries, in its order."""
 NO_STAGES: Final = (0.0,) * 6
+LONGEST_DEADLINE_US: Final = 2**32 - 1
 
 MAX_JSON_BYTES: Final = 64 * 2**10
-"""Longest JSON payload that the engine reads from a caller."""
+"""Maximum JSON payload that the engine reads from a caller."""
 MAX_INLINE_BYTES: Final = 64 * 2**20
-"""Longest image inside a frame: problems that list the ids or lengths of a large call."""
+"""Maximum image inside a frame: problems that list the ids or lengths of a large call."""
 MAX_STEP_BYTES: Final = 2**20
-"""Longest description of a step."""
+"""Maximum description of a step."""
 BUFFER_BYTES: Final = 64 * 2**10
 
 Sizes = Mapping[int, tuple[int, int]]
+"""Smallest and largest payload by kind."""
 NEVER: Final = (1, 0)
-"""No size is between these."""
+"""The size of kinds that an end does not read: no payload fits."""
 
 FROM_CALLER: Final[Sizes] = {
     CALL: (CALL_PAYLOAD.size, CALL_PAYLOAD.size),
@@ -97,7 +89,7 @@ FROM_CALLER: Final[Sizes] = {
     STEP: (STEP_HEAD.size + 2, STEP_HEAD.size + MAX_STEP_BYTES),
     READY: (LAYER_PAYLOAD.size, LAYER_PAYLOAD.size),
 }
-"""What the engine reads: smallest and largest payload of each kind."""
+"""Frames that the engine reads."""
 FROM_ENGINE: Final[Sizes] = {
     ANSWER: (ANSWER_PAYLOAD.size, ANSWER_PAYLOAD.size + MAX_INLINE_BYTES),
     WELCOME: (2, MAX_INLINE_BYTES),
@@ -109,10 +101,43 @@ FROM_ENGINE: Final[Sizes] = {
     DONE: (LAYER_PAYLOAD.size, LAYER_PAYLOAD.size),
     CHALLENGE: (2, MAX_JSON_BYTES),
 }
+"""Frames that a caller reads."""
+
+dump_json: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 class FrameError(Exception):
-    """Bytes that are no frame, or a frame that may not come now: the session cannot go on."""
+    """Bytes that are not a frame, or a frame out of place: the session cannot continue."""
+
+
+def frame(kind: int, payload: bytes) -> bytes:
+    """A whole frame."""
+    return HEADER.pack(kind, 0, len(payload)) + payload
+
+
+def json_frame(kind: int, content: Mapping[str, Any]) -> bytes:
+    """A frame with a JSON object as its payload."""
+    return frame(kind, dump_json(content).encode())
+
+
+def cancel_frame(number: int) -> bytes:
+    """Cancels call or step `number`, which still gets its one ANSWER."""
+    return CANCEL_FRAME.pack(CANCEL, 0, CALL_ID.size, number)
+
+
+def step_frame(number: int, deadline_us: int, request_id: bytes, description: bytes) -> bytes:
+    """Describes step `number`; its ANSWER comes at its end."""
+    return frame(STEP, STEP_HEAD.pack(number, deadline_us, request_id) + description)
+
+
+def opened_frame(number: int, content: Mapping[str, Any]) -> bytes:
+    """The engine has accepted step `number`."""
+    return frame(OPENED, CALL_ID.pack(number) + dump_json(content).encode())
+
+
+def layer_frame(kind: int, number: int, layer: int) -> bytes:
+    """READY or DONE for one layer of step `number` in host memory."""
+    return LAYER_FRAME.pack(kind, 0, LAYER_PAYLOAD.size, number, layer)
 
 
 class Reader:
@@ -121,6 +146,7 @@ class Reader:
     __slots__ = ("begin", "buffer", "end", "sizes", "window")
 
     def __init__(self, sizes: Sizes) -> None:
+        """`sizes` names the kinds that this end reads."""
         self.sizes = sizes
         self.buffer = bytearray(BUFFER_BYTES)
         self.window = memoryview(self.buffer)
@@ -128,10 +154,10 @@ class Reader:
         self.end = 0
 
     def receive(self, sock: socket.socket, most: int = BUFFER_BYTES) -> int:
-        """Take in `most` bytes of what has arrived; 0 at the end of the stream.
+        """Receive at most `most` bytes; returns their number, 0 at the end of the stream.
 
-        Offsets that `frames` gave before are void afterwards. Raises BlockingIOError when nothing
-        is there, and the socket's other errors.
+        Invalidates offsets that `next` returned before. Raises BlockingIOError when nothing has
+        arrived, and the socket's other errors.
         """
         self.compact()
         count = sock.recv_into(self.window[self.end : self.end + most])
@@ -139,7 +165,7 @@ class Reader:
         return count
 
     def feed(self, data: bytes) -> None:
-        """Take in bytes that came another way; at most one buffer's worth."""
+        """Add bytes that arrived another way; at most one buffer's worth."""
         self.compact()
         end = self.end + len(data)
         if end > len(self.buffer):
@@ -148,11 +174,11 @@ class Reader:
         self.end = end
 
     def frames(self) -> Iterator[tuple[int, int, int]]:
-        """Every whole payload that has arrived, as `next` gives it."""
+        """Every whole payload that has arrived, as `next` returns it."""
         return iter(self.next, None)
 
     def next(self) -> tuple[int, int, int] | None:
-        """Kind, first byte in `buffer`, and size of the next whole payload, once it is there.
+        """Kind, first byte in `buffer`, and size of the next payload; None until it is whole.
 
         Raises FrameError for a header that breaks a rule, as soon as the header is there.
         """
@@ -172,7 +198,7 @@ class Reader:
         return kind, start, size
 
     def take(self, into: memoryview) -> int:
-        """Bytes that follow the last frame and are none: as many as are here and fit."""
+        """Copy bytes that follow the last frame and are not one; returns how many fitted."""
         count = min(self.end - self.begin, len(into))
         into[:count] = self.window[self.begin : self.begin + count]
         self.begin += count
@@ -184,30 +210,30 @@ class Reader:
         return self.end - self.begin
 
     def compact(self) -> None:
-        """Move an unfinished frame to the front; forget a buffer that one large frame needed."""
+        """Move an unfinished frame to the front; free a buffer that one large frame needed."""
         if self.begin == self.end:
             self.begin = self.end = 0
             if len(self.buffer) > BUFFER_BYTES:
-                self.replace(bytearray(BUFFER_BYTES))
+                self._replace(bytearray(BUFFER_BYTES))
         elif self.begin:
             rest = bytes(self.window[self.begin : self.end])
             self.buffer[: len(rest)] = rest
             self.begin, self.end = 0, len(rest)
 
     def enlarge(self, size: int) -> None:
-        """Room for `size` bytes, with what is unfinished at its front."""
+        """Make the buffer at least `size` bytes, the unfinished frame at its front."""
         self.compact()
         buffer = bytearray(max(size, BUFFER_BYTES))
         buffer[: self.end] = self.window[: self.end]
-        self.replace(buffer)
+        self._replace(buffer)
 
-    def replace(self, buffer: bytearray) -> None:
+    def _replace(self, buffer: bytearray) -> None:
         self.buffer = buffer
         self.window = memoryview(buffer)
 
 
 def describe(kind: int, flags: int, size: int, sizes: Sizes) -> str:
-    """What is wrong with a frame's header."""
+    """The rule that a frame's header breaks."""
     if kind not in sizes:
         allowed = ", ".join(f"{one} {NAMES[one]}" for one in sizes)
         return f"frame kind {kind}: this end reads {allowed}"
@@ -216,8 +242,3 @@ def describe(kind: int, flags: int, size: int, sizes: Sizes) -> str:
     least, most = sizes[kind]
     rule = f"exactly {least}" if least == most else f"between {least} and {most}"
     return f"payload of {size} bytes in {NAMES[kind]}: {rule} bytes"
-
-
-def frame(kind: int, payload: bytes) -> bytes:
-    """A whole frame."""
-    return HEADER.pack(kind, 0, len(payload)) + payload

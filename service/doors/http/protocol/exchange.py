@@ -9,12 +9,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from attnd.wire.frames import NO_STAGES
+from attnd.wire.slots import ALIGNMENT
 
 from service.doors.http.protocol.bodies import Body
 from service.doors.http.protocol.heads import Head, Headers, Said
 from service.doors.kit.headers import call_id_of, request_id_of, server_timing
 from service.errors import AttndError, InvalidRequest, UnsupportedMediaType
-from service.road.arena import ALIGNMENT
 from service.tenants import OPEN
 
 if TYPE_CHECKING:
