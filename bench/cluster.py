@@ -1,29 +1,27 @@
 """A trace replayed on one service, on separate ones with a perfect split, and on a cluster.
 
-    python -m bench.cluster --trace FILE [--engines 2] [--requests 600] [--rounds 3] [--write]
-    python -m bench.cluster                # without a trace, on requests that are made up
+    python -m bench.cluster [--trace FILE] [--engines 2] [--requests 600] [--rounds 3] [--quick]
 
-FILE has the format of Mooncake's published traces. A block of 512 tokens becomes a page of 16, of
-a prompt the first 64 are played, and a request decodes four tokens, so that processors without a
-GPU can follow. The last requests are played, whose chats come back most, on pools that hold a share
-of their distinct pages. Every service has one door, every engine one thread, and all of them run
-from beginning to end; what is measured goes round, one after another, and the median of the rounds
-counts. What others disturb is measured again.
+FILE has the format of Mooncake's published traces; without it, requests are generated. So that CPU
+engines can follow, a block of 512 tokens becomes a page of 16, a prompt is cut to its first 64
+blocks, and a request decodes four tokens. The last requests of the trace are replayed, on pools
+that hold a share of their distinct pages. Every service has one door, every engine one thread, and
+all run all the time; measurements take turns, and the table has the median of the rounds. A
+measurement is repeated while other processes disturb it.
 
-Printed are throughput and latency of requests, token hit rate, small calls answered a second, and
-what a small call takes, asked of one service and of the cluster in turn. Between them requests from
-before those are played for the costs that the simulation is fed with.
+Between the replays, earlier requests are replayed for the costs of calls, which the simulation
+reads from bench/results/calls-cpu.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -31,90 +29,108 @@ from typing import Any, Final
 from attnd import Client
 
 from bench.cases.trace import Request, generated_trace, num_distinct, read_trace, shortened, split
-from bench.driver.calibration import CALLERS, Calibration, clear, small_calls, url
-from bench.driver.processes import Processes, undisturbed
-from bench.driver.replay import POOL, Played, replay
+from bench.driver.calibration import CALLERS, Calibration, clear, count_calls, url
+from bench.driver.processes import TRIES, Processes, undisturbed
+from bench.driver.replay import POOL, ReplayResult, replay
 from bench.driver.servers import Server, attnd
-from bench.provenance import RESULTS, provenance, write_results
+from bench.provenance import RESULTS, Results, command_line, provenance, publish, write_results
+from bench.tables import table as markdown
+from bench.tables import with_stamp
 
 CLUSTER_RESULTS: Final = RESULTS / "cluster-cpu.json"
 CALIBRATION: Final = RESULTS / "calls-cpu.json"
 LONGEST: Final = 64
-"""Blocks of a prompt that are played."""
+"""Blocks of a prompt that are replayed."""
 WORKERS: Final = 4
-"""Requests at a time for each engine."""
+"""Concurrent requests for each engine."""
 CALIBRATED_WITH: Final = 60
-"""Requests of one piece of the calibration."""
+"""Requests of one round of the calibration."""
 IN_TURN: Final = 500
-"""Small calls, one at a time, of each of two services in turn."""
-NAMES: Final = ("one", "separate", "cluster")
+"""Small calls to each of two services, alternately."""
+NAMES: Final = {
+    "one": "one service",
+    "separate": "two services, perfect split",
+    "cluster": "the cluster",
+}
+FIGURES: Final = {
+    "requests_per_s": "requests a second",
+    "p50_ms": "p50, ms",
+    "p99_ms": "p99, ms",
+    "hit_rate": "token hit rate",
+}
 
 
-def options(pages: int) -> list[str]:
-    """Of a service whose pool has so many pages for each engine."""
-    pool = POOL | {"num-pages": pages}
-    told = [part for name, value in pool.items() for part in (f"--pool.{name}", str(value))]
-    return [*told, "--log.level", "warning", "--server.deadline-s", "300"]
+def options(num_pages: int) -> list[str]:
+    """Options of a service with `num_pages` pages for each engine."""
+    pool = POOL | {"num-pages": num_pages}
+    words = [word for name, value in pool.items() for word in (f"--pool.{name}", str(value))]
+    return [*words, "--log.level", "warning", "--server.deadline-s", "300"]
 
 
 @dataclass(slots=True)
-class Arm:
-    """Services that a trace is replayed on, and what came of it round by round."""
+class Setup:
+    """Services that the trace is replayed on, and the figures of each round."""
 
     name: str
     servers: Sequence[Server]
     workers: int
+    tries: int = TRIES
     rounds: list[dict[str, Any]] = field(default_factory=list)
 
-    def play(self, requests: Sequence[Request]) -> Played:
-        """The requests on empty caches, in a perfect split over the servers."""
+    def replay(self, requests: Sequence[Request]) -> ReplayResult:
+        """The requests on empty caches, split perfectly over the servers."""
         clear(self.servers)
         shares = split(requests, len(self.servers))
-        given = [(url(one), share) for one, share in zip(self.servers, shares, strict=True)]
-        return asyncio.run(replay(given, self.workers))
+        targets = [(url(one), share) for one, share in zip(self.servers, shares, strict=True)]
+        return asyncio.run(replay(targets, self.workers))
 
     def measure(self, requests: Sequence[Request]) -> None:
         """One round."""
         processes = Processes.of(self.servers)
-        played, seen = undisturbed(processes, lambda: self.play(requests))
+        result, usage = undisturbed(processes, lambda: self.replay(requests), self.tries)
         rate, small = undisturbed(
-            processes, lambda: asyncio.run(small_calls(self.servers[0], CALLERS))
+            processes, partial(count_calls, self.servers[0], CALLERS), self.tries
         )
-        told: dict[str, Any] = played.summary()
-        told |= {"small_per_s": round(rate, 1), "others": max(seen.others, small.others)}
-        told["cpu_s"] = [round(one, 2) for one in seen.cpu_s]
-        self.rounds.append(told)
-        print(self.name, told, flush=True)
+        figures: dict[str, Any] = result.summary()
+        figures |= {"small_per_s": round(rate, 1), "others": max(usage.others, small.others)}
+        figures["cpu_s"] = [round(seconds, 2) for seconds in usage.cpu_s]
+        self.rounds.append(figures)
+        print(self.name, figures, flush=True)
 
     def row(self) -> dict[str, Any]:
-        """The median of the rounds; `spread` is how far they lie apart, as a share of it."""
+        """Medians of the rounds; `spread` is their range as a share of the median."""
         names = [name for name in self.rounds[0] if name not in ("others", "cpu_s")]
-        every = {name: [told[name] for told in self.rounds] for name in names}
-        row: dict[str, Any] = {name: median(told) for name, told in every.items()}
+        every = {name: [figures[name] for figures in self.rounds] for name in names}
+        row: dict[str, Any] = {name: median(values) for name, values in every.items()}
         row["spread"] = {
-            name: round((max(told) - min(told)) / max(1e-9, row[name]), 3)
-            for name, told in every.items()
+            name: round((max(values) - min(values)) / max(1e-9, row[name]), 3)
+            for name, values in every.items()
         }
         return {"name": self.name} | row | {"rounds": self.rounds}
 
 
 @contextmanager
-def arms(count: int, pages: int) -> Iterator[list[Arm]]:
-    """One service with all the pages, as many services as engines, and a cluster of them."""
+def setups(engines: int, num_pages: int, tries: int) -> Iterator[list[Setup]]:
+    """One service with all pages, a service for each engine, and a cluster of them."""
     with ExitStack() as stack:
 
-        def start(each: int, *more: str) -> Server:
-            return stack.enter_context(attnd(*options(each), *more))
+        def start(pages: int, *more: str) -> Server:
+            return stack.enter_context(attnd(*options(pages), *more))
 
-        one = [start(count * pages)]
-        separate = [start(pages) for _ in range(count)]
-        whole = [start(pages, "--cluster.engines", str(count))]
-        workers = (count * WORKERS, WORKERS, count * WORKERS)
-        yield [Arm(*told) for told in zip(NAMES, (one, separate, whole), workers, strict=True)]
+        yield [
+            Setup("one", [start(engines * num_pages)], engines * WORKERS, tries),
+            Setup("separate", [start(num_pages) for _ in range(engines)], WORKERS, tries),
+            Setup(
+                "cluster",
+                [start(num_pages, "--cluster.engines", str(engines))],
+                engines * WORKERS,
+                tries,
+            ),
+        ]
 
 
 def in_turn(servers: Sequence[Server]) -> list[float]:
-    """The median milliseconds of a small call of each server, asked one after another."""
+    """The median milliseconds of a small call to each server; calls alternate."""
     spent: list[list[float]] = [[] for _ in servers]
     with ExitStack() as stack:
         clients = [stack.enter_context(Client(url(server))) for server in servers]
@@ -130,76 +146,110 @@ def in_turn(servers: Sequence[Server]) -> list[float]:
 
 
 def compared(rows: Sequence[dict[str, Any]], calls: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """What the cluster is held to: throughput beside separate services, hit rate beside one with
-    all the memory, and what a call takes longer."""
-    one, separate, whole = rows
-    alone, through = (median(told) for told in zip(*calls, strict=True))
+    """Throughput beside separate services, hit rate beside one, and time added to a call."""
+    one, separate, cluster = rows
+    alone, through = (median(times) for times in zip(*calls, strict=True))
     return {
-        "throughput_of_separate": round(whole["requests_per_s"] / separate["requests_per_s"], 3),
-        "hit_rate_of_one": round(whole["hit_rate"] / max(1e-9, one["hit_rate"]), 3),
-        "calls_routed_per_s": whole["small_per_s"],
+        "throughput_of_separate": round(cluster["requests_per_s"] / separate["requests_per_s"], 3),
+        "hit_rate_of_one": round(cluster["hit_rate"] / max(1e-9, one["hit_rate"]), 3),
+        "calls_routed_per_s": cluster["small_per_s"],
         "call_ms": [round(alone, 3), round(through, 3)],
         "added_ms": round(median(b - a for a, b in calls), 3),
     }
 
 
 def pages_for(requests: Sequence[Request], share: float, engines: int) -> int:
-    """Of each engine, where all together have that share of the trace's distinct pages, and room
-    for the longest prompts."""
+    """Pages of each engine: a share of the distinct pages, and room for the longest prompts."""
     longest = max(len(request.blocks) for request in requests)
     return max(int(share * num_distinct(requests)) // engines, 2 * WORKERS * (longest + 1))
 
 
 def measure(
-    every: Sequence[Arm], requests: Sequence[Request], others: Sequence[Request], rounds: int
+    every: Sequence[Setup], requests: Sequence[Request], others: Sequence[Request], rounds: int
 ) -> tuple[list[list[float]], Calibration]:
-    """Rounds of everything; `others` are the requests for the calibration."""
-    one, separate, whole = every
-    calibration, calls = Calibration(), []
-    for arm in every:  # as warm as it will be
-        arm.play(others[:CALIBRATED_WITH])
+    """Rounds of all measurements; `others` are the requests for the calibration."""
+    one, separate, cluster = every
+    calibration, calls = Calibration(tries=one.tries), []
+    for setup in every:  # warm-up
+        setup.replay(others[:CALIBRATED_WITH])
     for number in range(rounds):
         first = number * CALIBRATED_WITH % max(1, len(others) - CALIBRATED_WITH)
         some = others[first : first + CALIBRATED_WITH]
-        calibration.piece(one.servers[0], separate.servers, some)
-        for arm in every:
-            arm.measure(requests)
-        pair = (separate.servers[0], whole.servers[0])
-        calls.append(undisturbed(Processes.of(pair), lambda pair=pair: in_turn(pair))[0])  # type: ignore[misc]
+        calibration.run(one.servers[0], separate.servers, some)
+        for setup in every:
+            setup.measure(requests)
+        pair = (separate.servers[0], cluster.servers[0])
+        calls.append(undisturbed(Processes.of(pair), partial(in_turn, pair), one.tries)[0])
     return calls, calibration
 
 
+def table(results: Results) -> str:
+    """The replays, and the cluster's figures beside what they must reach."""
+    rows = [
+        [
+            NAMES[row["name"]],
+            *(f"{row[figure]:g} ± {row['spread'][figure] / 2:.0%}" for figure in FIGURES),
+            f"{row['small_per_s']:,.0f}",
+            f"at most {max(figures['others'] for figures in row['rounds']):.1%}",
+        ]
+        for row in results["rows"]
+    ]
+    head = ["replayed on", *FIGURES.values(), "small calls a second", "used by others"]
+    alone, through = results["call_ms"]
+    required = [
+        [
+            "throughput beside separate services",
+            f"{results['throughput_of_separate']:.3f}",
+            "at least 0.9",
+        ],
+        ["token hit rate beside one engine", f"{results['hit_rate_of_one']:.3f}", "at least 0.95"],
+        [
+            "calls a second through one door",
+            f"{results['calls_routed_per_s']:,.0f}",
+            "at least 1,500",
+        ],
+        ["added to a small call, p50 ms", f"{results['added_ms']:+.2f}", "at most 1"],
+    ]
+    text = (
+        f"{markdown(head, rows)}\n\n{markdown(['the cluster', 'measured', 'required'], required)}"
+    )
+    note = (
+        f"medians of {len(results['rows'][0]['rounds'])} rounds, ± half their range. A small call "
+        f"took {alone:.2f} ms through a service's door and {through:.2f} ms through the cluster's. "
+        f"{results['requests']} requests, pools of {results['pages_each']:,} pages each, together "
+        f"{results['share']:.0%} of the distinct pages"
+    )
+    return with_stamp(text, results, note)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__ or "")
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--made-up", type=int, default=1000, metavar="COUNT")
-    parser.add_argument("--requests", type=int, default=600, help="the last ones are played")
+    parser.add_argument("--requests", type=int, default=600, help="number of replayed requests")
     parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--share", type=float, default=0.3, help="memory, of all distinct pages")
+    parser.add_argument("--share", type=float, default=0.3, help="pages, of all distinct ones")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="keep the figures")
-    args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # an engine is one thread here, as it is simulated
-    trace = read_trace(args.trace) if args.trace else generated_trace(args.made_up)
-    played = shortened(trace, LONGEST)
-    others, requests = played[: -args.requests], played[-args.requests :]
+    chosen = parser.parse_args()
+    if chosen.quick:
+        chosen.requests, chosen.rounds = min(chosen.requests, 60), 1
+    os.environ["OMP_NUM_THREADS"] = "1"  # an engine is one thread, as in the simulation
+    trace = read_trace(chosen.trace) if chosen.trace else generated_trace(1000)
+    replayed = shortened(trace, LONGEST)
+    others, requests = replayed[: -chosen.requests], replayed[-chosen.requests :]
     if len(others) < CALIBRATED_WITH:
-        parser.error(f"{len(trace)} requests leave none beside {args.requests} to calibrate with")
-    others = others[-args.rounds * CALIBRATED_WITH - 1 :]
-    each = pages_for(requests, args.share, args.engines)
-    about = provenance(["attnd", "numpy", "torch"])
-    if args.trace:
-        about["command"] = about["command"].replace(str(args.trace), args.trace.name)
-    with arms(args.engines, each) as every:
-        calls, calibration = measure(every, requests, others, args.rounds)
-    rows = [arm.row() for arm in every]
-    told, costs = compared(rows, calls), calibration.costs()
-    print(told)
-    if args.write:
-        sizes = {"engines": args.engines, "requests": len(requests), "pages_each": each}
-        sizes |= {"share": args.share, "cores": len(os.sched_getaffinity(0))}
-        write_results(CLUSTER_RESULTS, about | sizes | {"rows": rows} | told)
-        write_results(CALIBRATION, about | costs.document())
+        parser.error(f"a trace of {len(trace)} requests, expected {CALIBRATED_WITH} more")
+    others = others[-chosen.rounds * CALIBRATED_WITH - 1 :]
+    each = pages_for(requests, chosen.share, chosen.engines)
+    stamp = provenance(["attnd", "numpy", "torch"])
+    with setups(chosen.engines, each, 1 if chosen.quick else TRIES) as every:
+        calls, calibration = measure(every, requests, others, chosen.rounds)
+    rows = [setup.row() for setup in every]
+    sizes = {"engines": chosen.engines, "requests": len(requests), "pages_each": each}
+    sizes |= {"share": chosen.share, "cores": len(os.sched_getaffinity(0))}
+    results = stamp | sizes | {"rows": rows} | compared(rows, calls)
+    publish(results, table(results), CLUSTER_RESULTS, chosen)
+    if not chosen.quick:
+        write_results(CALIBRATION, stamp | calibration.costs().document())
 
 
 if __name__ == "__main__":

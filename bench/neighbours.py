@@ -1,17 +1,15 @@
-"""What one namespace's calls cost a neighbour: a victim's decodes beside each of a list of attacks.
+"""A victim's decodes in one namespace beside the attacks of another one.
 
-    python -m bench.neighbours [--quick] [--only TEXT] [--before DIR] [--json FILE]
+    python -m bench.neighbours [--quick] [--only TEXT] [--before DIR] [--out FILE]
 
-The victim decodes one row every 2 ms in a namespace of its own, over a session or over HTTP. The
-attacks are in bench/cases/attacks.py; each runs for a few seconds in its own process, against one
-engine and against a cluster of two. The table shows what the victim waited and what the attacker
-got. On a quiet machine p99 must be at most 50 ms and the maximum at most 150 ms.
+The victim decodes one row every 2 ms, over a session or over HTTP. The attacks are in
+bench/cases/attacks.py; each runs for a few seconds in its own process, against one engine and
+against a cluster of two. The table has the victim's waits and the statuses that the attacker got.
+On a quiet machine p99 must be at most 50 ms and the maximum at most 150 ms.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import signal
@@ -26,10 +24,11 @@ from typing import Any, Final
 import numpy as np
 from attnd import Client, NewSequence, ServiceError, Session
 
-from bench.cases.attacks import ATTACKS, HEADS, Attack, Door, Outcome, carry_out
+from bench.cases.attacks import ATTACKS, HEADS, Attack, Door, Outcome, run_attack
 from bench.driver.processes import children
 from bench.driver.servers import Server, attnd
-from bench.provenance import ROOT, provenance
+from bench.provenance import ROOT, command_line, provenance, write_results
+from bench.tables import table, with_stamp
 from service.keys import line_of, new_key
 from service.tenants import SCOPES
 
@@ -40,9 +39,9 @@ MAX_MS: Final = 150.0
 ATTACK_S: Final = 6.0
 QUICK_S: Final = 1.5
 AHEAD_S: Final = 0.3
-"""The victim is at it before the attack begins, and stays as long after it."""
-GONE_S: Final = 60.0
-"""An attack's process is killed when it takes so much longer than it should."""
+"""The victim decodes for this time before and after the attack."""
+OVERDUE_S: Final = 60.0
+"""An attack that takes this much longer than planned is killed."""
 POOL: Final = (
     *HEADS.pool(num_layers=2),
     *("--pool.num-pages", "32768"),
@@ -53,7 +52,7 @@ SPAWN: Final = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A running service, the keys of the victim and of the attacker, and how both reach it."""
+    """A running service with the keys of victim and attacker."""
 
     name: str
     server: Server
@@ -81,40 +80,35 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        """Whether the neighbour was let be, as on a quiet machine it must."""
+        """Whether the waits are within what a quiet machine must reach."""
         return self.p99_ms <= P99_MS and self.max_ms <= MAX_MS and not self.failed
 
-    def line(self) -> str:
-        cells = (self.service, self.way, self.attack)
-        waits = [f"{one:.1f}" for one in (self.p50_ms, self.p99_ms, self.max_ms)]
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table."""
+        waits = [f"{ms:.1f}" for ms in (self.p50_ms, self.p99_ms, self.max_ms)]
         mark = "" if self.holds else " **over**"
-        return f"| {' | '.join((*cells, *waits))}{mark} | {self.outcome} |"
+        return self.service, self.way, self.attack, *waits[:2], waits[2] + mark, self.outcome
 
 
 HEAD: Final = (
-    "| service | way | attack | victim p50 ms | p99 ms | max ms | the attacker got |\n"
-    "|---|---|---|---|---|---|---|"
+    *("service", "way", "attack", "victim p50 ms", "p99 ms", "max ms"),
+    "the attacker got",
 )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--quick", action="store_true", help="short attacks")
+def main() -> None:
+    parser = command_line(__doc__ or "", before=True)
     parser.add_argument("--only", default="", help="attacks whose name contains this text")
-    parser.add_argument("--before", type=Path, default=ROOT, help="the service of another folder")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    chosen = parser.parse_args(argv)
+    chosen = parser.parse_args()
     attacks = [one for one in ATTACKS if chosen.only in one.name]
-    seconds = QUICK_S if chosen.quick else ATTACK_S
     rows = []
-    print(HEAD, flush=True)
-    for row in measure(attacks, seconds, chosen.before):
-        print(row.line(), flush=True)
+    for row in measure(attacks, QUICK_S if chosen.quick else ATTACK_S, chosen.before or ROOT):
+        print(*row.cells(), sep=", ", flush=True)
         rows.append(row)
-    told = provenance(("attnd", "uvicorn", "torch", "numpy"))
-    print(f"\n{told['machine']}; {told['date'][:10]}; `{told['command']}`")
-    if chosen.json:
-        chosen.json.write_text(json.dumps(told | {"rows": [asdict(row) for row in rows]}, indent=1))
+    results = provenance(("attnd", "uvicorn", "torch", "numpy"))
+    print(f"\n{with_stamp(table(HEAD, [row.cells() for row in rows]), results)}")
+    if chosen.out:
+        write_results(chosen.out, results | {"rows": [asdict(row) for row in rows]})
 
 
 def measure(attacks: Sequence[Attack], seconds: float, root: Path = ROOT) -> Iterator[Row]:
@@ -157,30 +151,30 @@ def beside(service: Service, way: str, attack: Attack, seconds: float) -> Row:
     (outcomes, attacker), (waits, victim) = SPAWN.Pipe(), SPAWN.Pipe()
     door = service.door(way, service.attacker_key)
     attacking = SPAWN.Process(target=attack_for, args=(attack.name, door, seconds, attacker))
-    suffering = SPAWN.Process(
+    decoding = SPAWN.Process(
         target=decode_for, args=(service.door(way, service.victim_key), victim)
     )
     engine = max(children(service.server)["engine"])
     attacking.start()
-    suffering.start()
+    decoding.start()
     try:
         wait_for(outcomes, attacking, "prepared")
-        wait_for(waits, suffering, "warm")
+        wait_for(waits, decoding, "warm")
         waits.send("begin")
         time.sleep(AHEAD_S)
         if attack.stops_engine:
             os.kill(engine, signal.SIGSTOP)
         outcomes.send("begin")
         outcome: Outcome = Outcome({"killed": 1})
-        if outcomes.poll(seconds + GONE_S):
+        if outcomes.poll(seconds + OVERDUE_S):
             outcome = outcomes.recv()
         else:
             attacking.kill()
         time.sleep(AHEAD_S)
         waits.send("end")
-        measured, failed = waits.recv() if waits.poll(GONE_S) else ([GONE_S], 1)
+        measured, failed = waits.recv() if waits.poll(OVERDUE_S) else ([OVERDUE_S], 1)
     finally:
-        for process in (attacking, suffering):
+        for process in (attacking, decoding):
             process.kill()
             process.join()
     p50, p99 = np.percentile(measured, (50, 99)) * 1e3
@@ -197,23 +191,23 @@ def beside(service: Service, way: str, attack: Attack, seconds: float) -> Row:
     )
 
 
-def wait_for(pipe: Any, process: Any, what: str) -> None:
-    """Raises RuntimeError when the process has ended, or says something else."""
+def wait_for(pipe: Any, process: Any, word: str) -> None:
+    """Wait for a word from a process; RuntimeError if it ends first or sends another one."""
     while not pipe.poll(0.1):
         if not process.is_alive():
-            raise RuntimeError(f"a process ended with {process.exitcode} before it was {what}")
-    if (said := pipe.recv()) != what:
-        raise RuntimeError(f"a process said {said!r} in place of {what!r}")
+            raise RuntimeError(f"a process ended with {process.exitcode} before it was {word}")
+    if (received := pipe.recv()) != word:
+        raise RuntimeError(f"a process sent {received!r}, expected {word!r}")
 
 
 def attack_for(name: str, door: Door, seconds: float, pipe: Any) -> None:
     """The attacker's process."""
     (attack,) = (one for one in ATTACKS if one.name == name)
-    carry_out(attack, door, seconds, pipe)
+    run_attack(attack, door, seconds, pipe)
 
 
 def decode_for(door: Door, pipe: Any) -> None:
-    """The victim's process: one-row decodes until it is told to end; their seconds."""
+    """The victim's process: decodes one row until the pipe says stop, then sends their seconds."""
     with caller(door) as client:
         names = victim_sequences(client)
         q = np.ones((1, HEADS.num_qo, HEADS.dim), np.float16)
@@ -245,10 +239,10 @@ def victim_sequences(client: Any) -> list[str]:
 
 
 def caller(door: Door) -> Any:
-    """A client of the victim's, without retries: a refusal counts."""
+    """The victim's client, without retries, so that a refused call counts as failed."""
     if door.way == "session":
-        return Session(door.path, api_key=door.key, retries=0, timeout=GONE_S)
-    return Client(door.url, api_key=door.key, retries=0, timeout=GONE_S)
+        return Session(door.path, api_key=door.key, retries=0, timeout=OVERDUE_S)
+    return Client(door.url, api_key=door.key, retries=0, timeout=OVERDUE_S)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,14 @@ import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import fill
 from typing import Any, Final
 
-from bench import cache, cascade_cpu, core, fairness, gpu_steps, model, service
+from bench import cache, cascade_cpu, cluster, core, fairness, gpu_steps, model, service
 from bench.kernel_results import H100_RESULTS, KERNEL_RESULTS, kernels_table
 from bench.provenance import RESULTS, Results, read_results
-from bench.tables import table, with_stamp
-from simulation.tables import cluster_table, fleet_table
+from bench.tables import table, with_stamp, wrapped
+from simulation.tables import fleet_table
 
-WIDTH: Final = 100
 REPORT: Final = RESULTS.with_name("RESULTS.md")
 HEAD: Final = """# Results
 
@@ -146,7 +144,7 @@ SECTIONS: Final = (
         "python -m bench.cluster --trace FILE",
         "The same requests on one service, on two with a perfect split, and on a cluster of two.",
         RESULTS / "cluster-cpu.json",
-        cluster_table,
+        cluster.table,
     ),
     Section(
         "Thousands of engines, simulated",
@@ -188,14 +186,7 @@ SECTIONS: Final = (
 def report() -> str:
     """The text of bench/RESULTS.md."""
     text = "\n\n".join([HEAD.rstrip(), *(section.markdown() for section in SECTIONS)])
-    return "\n".join(map(wrapped, text.split("\n"))) + "\n"
-
-
-def wrapped(line: str) -> str:
-    """A line of prose in lines of at most 100 columns; tables and pictures stay as they are."""
-    if len(line) <= WIDTH or line.startswith(("|", "!")):
-        return line
-    return fill(line, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return wrapped(text) + "\n"
 
 
 def main() -> None:

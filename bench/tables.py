@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from textwrap import fill
+from typing import Any, Final
+
+WIDTH: Final = 100
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -27,3 +30,14 @@ def with_stamp(text: str, results: Mapping[str, Any], note: str = "") -> str:
 def number(value: float | None, form: str) -> str:
     """A number in a format; an empty cell for None."""
     return "" if value is None else format(value, form)
+
+
+def wrapped(text: str) -> str:
+    """Markdown with its prose in lines of at most 100 columns; tables and pictures stay."""
+
+    def wrap(line: str) -> str:
+        if len(line) <= WIDTH or line.startswith(("|", "!")):
+            return line
+        return fill(line, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+    return "\n".join(map(wrap, text.split("\n")))

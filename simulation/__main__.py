@@ -1,22 +1,20 @@
-"""Engines and clusters simulated, event by event, from measured tables and a trace.
+"""Engines and clusters, simulated event by event from measured tables and a trace.
 
-    python -m simulation --trace FILE --compare            # beside what bench.cluster measured
-    python -m simulation --trace FILE --cluster 16         # the router's rule, so many times
+    python -m simulation --trace FILE --compare        # beside the measurements of bench.cluster
+    python -m simulation --trace FILE --cluster 16     # the router's rule, 16 runs with noise
     python -m simulation --trace FILE --fleet [--engines 1200 1600 2000] [--per-s 10000]
-    python -m simulation --trace FILE --rack 1600          # a rack is lost on the way
-    python -m simulation --long                            # sequences over many engines
-    python -m simulation --tables                          # into docs/simulation.md
+    python -m simulation --trace FILE --rack 1600      # a rack fails during the run
+    python -m simulation --long                        # sequences over many engines
+    python -m simulation --tables                      # write docs/simulation.md
+    python -m simulation --quick                       # a small run of everything, only printed
 
---compare tells whether the model of calls is within 15 % of one and of two real engines. Each of
-the others keeps its figures in bench/results/simulation.json. What is assumed stands in a table of
-docs/simulation.md, a line for each number.
+`--compare` says whether the model of calls is within 15 % of one and of two real engines. The
+figures are kept in bench/results/simulation.json. docs/simulation.md lists every assumption.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,11 +24,11 @@ import numpy as np
 
 from bench.cases.trace import Request, generated_trace, multiplied, read_trace, shortened
 from bench.cluster import CALIBRATION, CLUSTER_RESULTS, LONGEST, WORKERS
-from bench.provenance import RESULTS, provenance, write_results
+from bench.provenance import RESULTS, Results, provenance, read_results, write_results
 from simulation.calls import CallCosts
 from simulation.cluster import Clustered
 from simulation.comparison import MOST_OFF, compare, replays
-from simulation.fleet import Fleet, Outcome, Simulation, Told
+from simulation.fleet import Fleet, FleetRun, Outcome, Simulation
 from simulation.gpu_costs import GpuCosts
 from simulation.long_sequences import Links, Setting, long_rows
 from simulation.tables import write_tables
@@ -38,13 +36,13 @@ from simulation.tables import write_tables
 SIMULATION: Final = RESULTS / "simulation.json"
 SECONDS: Final = 45.0
 WARM: Final = 2 / 3
-"""Of the seconds, before anything counts: pools begin empty."""
+"""The share of the seconds that is warm-up: pools start empty."""
 
 
 def as_measured(requests: Sequence[Request]) -> tuple[dict[str, Any], CallCosts, list[Request]]:
-    """What bench.cluster measured, what calls cost then, and the requests that it played."""
-    measured = json.loads(CLUSTER_RESULTS.read_text(encoding="utf-8"))
-    costs = CallCosts.told(json.loads(CALIBRATION.read_text(encoding="utf-8")))
+    """The results of bench.cluster, the costs of calls in that run, and its requests."""
+    measured = read_results(CLUSTER_RESULTS)
+    costs = CallCosts.of_document(read_results(CALIBRATION))
     return measured, costs, shortened(requests[-measured["requests"] :], LONGEST)
 
 
@@ -68,7 +66,7 @@ def compared(requests: Sequence[Request]) -> dict[str, Any]:
 
 
 def clustered(requests: Sequence[Request], times: int) -> dict[str, Any]:
-    """What the cluster is held to, simulated so many times: what calls take differs by chance."""
+    """The cluster's figures over `times` runs, in which the times of calls vary at random."""
     measured, costs, played = as_measured(requests)
     every: dict[str, list[float]] = {}
     for seed in range(times):
@@ -91,75 +89,73 @@ def clustered(requests: Sequence[Request], times: int) -> dict[str, Any]:
 def once(
     measured: dict[str, Any], costs: CallCosts, requests: Sequence[Request], seed: int
 ) -> dict[str, float]:
-    """One service, separate ones and a cluster, all with the same chance."""
+    """One service, separate ones and a cluster, with the same seed."""
     engines = measured["engines"]
     one, separate = replays(measured, costs, requests, seed).values()
     pools = [measured["pages_each"]] * engines
-    whole = Clustered(costs, measured["cores"], pools, seed).replay(requests, WORKERS * engines)
+    cluster = Clustered(costs, measured["cores"], pools, seed).replay(requests, WORKERS * engines)
     return {
-        "throughput_of_separate": round(whole["requests_per_s"] / separate["requests_per_s"], 3),
-        "hit_rate_of_one": round(whole["hit_rate"] / max(1e-9, one["hit_rate"]), 3),
-        "p50_of_separate": round(whole["p50_ms"] / separate["p50_ms"], 3),
-        "p99_of_separate": round(whole["p99_ms"] / separate["p99_ms"], 3),
+        "throughput_of_separate": round(cluster["requests_per_s"] / separate["requests_per_s"], 3),
+        "hit_rate_of_one": round(cluster["hit_rate"] / max(1e-9, one["hit_rate"]), 3),
+        "p50_of_separate": round(cluster["p50_ms"] / separate["p50_ms"], 3),
+        "p99_of_separate": round(cluster["p99_ms"] / separate["p99_ms"], 3),
     }
 
 
 def figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """What requests met, those that began in some stretch of time."""
+    """Hit rate and times of requests; empty without requests."""
     if not outcomes:
         return {}
     first = np.percentile([one.first_s for one in outcomes], (50, 99))
-    pace = [one.whole_s - one.first_s for one in outcomes]
+    rest = [one.whole_s - one.first_s for one in outcomes]
     return {
         "requests": len(outcomes),
         "hit_rate": round(sum(o.cached for o in outcomes) / sum(o.tokens for o in outcomes), 4),
         "first_token_p50_s": round(float(first[0]), 3),
         "first_token_p99_s": round(float(first[1]), 3),
-        "answer_p50_s": round(float(np.median(pace)), 2),
+        "answer_p50_s": round(float(np.median(rest)), 2),
     }
 
 
 def run_fleet(
     requests: Sequence[Request], fleet: Fleet, lose_rack_at: float | None = None
-) -> tuple[Told, float]:
-    """A run, and the seconds that it took here."""
-    begun = time.perf_counter()
-    told = Simulation(fleet, GpuCosts.measured(fp8=True)).run(requests, lose_rack_at)
-    return told, time.perf_counter() - begun
+) -> FleetRun:
+    return Simulation(fleet, GpuCosts.measured(fp8=True)).run(requests, lose_rack_at)
 
 
 def fleet_row(requests: Sequence[Request], fleet: Fleet, seconds: float) -> dict[str, Any]:
-    told, took_s = run_fleet(requests, fleet)
-    counted = [one for one in told.outcomes if one.begun >= WARM * seconds]
-    steps = 1e3 * np.percentile(told.steps_s, (50, 99))
-    ends = max(one.begun + one.whole_s for one in told.outcomes)
+    """A fleet's figures, of the requests after the warm-up."""
+    run = run_fleet(requests, fleet)
+    counted = [one for one in run.outcomes if one.begun >= WARM * seconds]
+    steps = 1e3 * np.percentile(run.steps_s, (50, 99))
+    ends = max(one.begun + one.whole_s for one in run.outcomes)
     row = {
         "engines": fleet.engines,
         **figures(counted),
         "step_p50_ms": round(float(steps[0]), 2),
         "step_p99_ms": round(float(steps[1]), 2),
-        "busy": round(told.busy_s / fleet.engines / ends, 3),
-        "refused": told.refused,
+        "busy": round(run.busy_s / fleet.engines / ends, 3),
+        "refused": run.refused,
     }
-    print(f"{row}  ({took_s:.0f} s)", flush=True)
+    print(row, flush=True)
     return row
 
 
 def rack_rows(requests: Sequence[Request], fleet: Fleet, seconds: float) -> dict[str, Any]:
-    """A rack lost once pools are warm: what requests met by the second in which they began."""
+    """A rack that fails after the warm-up: figures by the second in which requests started."""
     at = WARM * seconds
-    told, took_s = run_fleet(requests, fleet, at)
+    run = run_fleet(requests, fleet, at)
     by_second: dict[int, list[Outcome]] = {}
-    for one in told.outcomes:
+    for one in run.outcomes:
         by_second.setdefault(int(one.begun), []).append(one)
     rows = [{"second": second, **figures(by_second[second])} for second in sorted(by_second)]
-    print(f"{len(told.lost)} requests lost their engine  ({took_s:.0f} s)")
+    print(f"{len(run.lost)} requests lost their engine", flush=True)
     lost = {"engines": fleet.engines_per_rack, "of": fleet.engines, "at": at}
-    return {"lost": lost, "requests_begun_anew": len(told.lost), "rows": rows}
+    return {"lost": lost, "requests_begun_anew": len(run.lost), "rows": rows}
 
 
 def with_others(rows: list[dict[str, Any]], given: dict[str, float]) -> list[dict[str, Any]]:
-    """These rows and those of earlier runs of the same load with other engines."""
+    """These rows, and rows of earlier runs of the same load with other numbers of engines."""
     earlier = kept().get("fleet", {})
     same = all(earlier.get(name) == value for name, value in given.items())
     counts = {row["engines"] for row in rows}
@@ -167,18 +163,16 @@ def with_others(rows: list[dict[str, Any]], given: dict[str, float]) -> list[dic
     return sorted(rows + (others if same else []), key=lambda row: int(row["engines"]))
 
 
-def kept() -> dict[str, Any]:
-    """The figures so far."""
-    if not SIMULATION.exists():
-        return {}
-    held: dict[str, Any] = json.loads(SIMULATION.read_text(encoding="utf-8"))
-    return held
+def kept() -> Results:
+    """The figures of earlier runs."""
+    return read_results(SIMULATION) if SIMULATION.exists() else {}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--made-up", type=int, default=2000, metavar="COUNT")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trace", type=Path, help="without it a trace is generated")
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--cluster", type=int, metavar="TIMES")
     parser.add_argument("--fleet", action="store_true")
@@ -188,37 +182,52 @@ def main() -> None:
     parser.add_argument("--rack", type=int, metavar="ENGINES")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--tables", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="a small run of everything, not kept")
-    args = parser.parse_args()
-    if args.quick:
-        args.compare = args.fleet = args.long = True
-        args.cluster, args.engines, args.per_s, args.rack = 1, (80,), 100.0, 80
-    trace = read_trace(args.trace) if args.trace else generated_trace(args.made_up)
-    about = provenance(["numpy"])
-    if args.trace:
-        about["command"] = about["command"].replace(str(args.trace), args.trace.name)
-    found: dict[str, Any] = {}
-    given = {"per_s": args.per_s, "seconds": args.seconds}
-    if args.compare:
-        found["compare"] = about | compared(trace)
-    if args.cluster:
-        found["clustered"] = about | clustered(trace, args.cluster)
-    if args.fleet:
-        every = multiplied(trace, args.per_s, args.seconds)
-        rows = [fleet_row(every, Fleet(engines=count), args.seconds) for count in args.engines]
-        found["fleet"] = about | given | {"rows": with_others(rows, given)}
-    if args.rack:
-        every = multiplied(trace, args.per_s, args.seconds)
-        fleet = Fleet(engines=args.rack)
-        found["rack"] = about | given | rack_rows(every, fleet, args.seconds)
-    if args.long:
-        fleet, links = Fleet(), Links.measured()
-        setting = Setting(GpuCosts.measured(fp8=True), fleet.model, links, fleet.pool_bytes)
-        found["long"] = about | {"rows": [asdict(row) for row in long_rows(setting)]}
-    if found and not args.quick:
-        write_results(SIMULATION, kept() | found)
-    if args.tables:
+    parser.add_argument("--quick", action="store_true")
+    chosen = parser.parse_args()
+    if chosen.quick:
+        chosen.compare = chosen.fleet = chosen.long = True
+        chosen.cluster, chosen.engines, chosen.per_s, chosen.rack = 1, (80,), 100.0, 80
+    elif not chosen.trace and (chosen.compare or chosen.cluster or chosen.fleet or chosen.rack):
+        parser.error("figures that are kept need the published trace: --trace FILE")
+    found = run_all(chosen)
+    if found and not chosen.quick:
+        stamp = provenance()
+        write_results(
+            SIMULATION, {"commit": stamp["commit"], "date": stamp["date"]} | old_parts() | found
+        )
+    if chosen.tables:
         write_tables(kept())
+
+
+def old_parts() -> Results:
+    """The parts of earlier runs, each with its own stamp."""
+    return {name: part for name, part in kept().items() if name not in ("commit", "date")}
+
+
+def run_all(chosen: argparse.Namespace) -> Results:
+    """The figures of each requested part."""
+    trace = read_trace(chosen.trace) if chosen.trace else generated_trace(2000)
+    stamp, load = provenance(["numpy"]), {"per_s": chosen.per_s, "seconds": chosen.seconds}
+    found: Results = {}
+    if chosen.compare:
+        found["compare"] = stamp | compared(trace)
+    if chosen.cluster:
+        found["clustered"] = stamp | clustered(trace, chosen.cluster)
+    if chosen.fleet or chosen.rack:
+        every = multiplied(trace, chosen.per_s, chosen.seconds)
+    if chosen.fleet:
+        rows = [fleet_row(every, Fleet(engines=count), chosen.seconds) for count in chosen.engines]
+        found["fleet"] = stamp | load | {"rows": with_others(rows, load)}
+    if chosen.rack:
+        fleet = Fleet(engines=chosen.rack)
+        found["rack"] = stamp | load | rack_rows(every, fleet, chosen.seconds)
+    if chosen.long:
+        fleet = Fleet()
+        setting = Setting(
+            GpuCosts.measured(fp8=True), fleet.model, Links.measured(), fleet.pool_bytes
+        )
+        found["long"] = stamp | {"rows": [asdict(row) for row in long_rows(setting)]}
+    return found
 
 
 if __name__ == "__main__":

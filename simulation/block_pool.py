@@ -1,5 +1,8 @@
-"""A pool of blocks as the prefix cache keeps it: held ones stay, the others go least recently used
-first and from the ends of their chains."""
+"""A pool of blocks with the prefix cache's eviction.
+
+Held blocks stay; of the others the least recently used are evicted first, from the ends of their
+chains.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """`capacity` blocks; a request holds those of its prompt and some of its own for its output."""
+    """`capacity` blocks. A request holds its prompt's blocks, and blocks for its output."""
 
     __slots__ = ("_cached", "_held", "_own", "capacity")
 
@@ -24,11 +27,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that a request could have, those of others that can be evicted included."""
+        """Blocks available to a request: free ones and those that can be evicted."""
         return self.capacity - self.num_held
 
     def match(self, blocks: Sequence[int]) -> int:
-        """How many of the first blocks are there."""
+        """The number of first blocks that the pool has."""
         held, cached = self._held, self._cached
         for count, block in enumerate(blocks):
             if block not in held and block not in cached:
@@ -36,7 +39,7 @@ class BlockPool:
         return len(blocks)
 
     def hold(self, blocks: Sequence[int], own: int = 0) -> list[int] | None:
-        """Hold a prompt's blocks, and `own` more; those evicted for it. None: there is no room."""
+        """Hold a prompt's blocks and `own` more; returns evicted blocks, None without room."""
         held, cached = self._held, self._cached
         new = sum(block not in held for block in blocks)
         if new + own > self.num_free:
@@ -51,7 +54,7 @@ class BlockPool:
         return evicted
 
     def release(self, blocks: Sequence[int], own: int = 0) -> None:
-        """Let a prompt's blocks go: they are cached from now on, to be evicted from the end."""
+        """Release a prompt's blocks: they become cached, and are evicted from the end."""
         held, cached = self._held, self._cached
         self._own -= own
         for block in reversed(blocks):
@@ -61,5 +64,5 @@ class BlockPool:
                 cached[block] = None
 
     def every(self) -> list[int]:
-        """All blocks that can be found."""
+        """All blocks that can be matched."""
         return [*self._held, *self._cached]

@@ -12,27 +12,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.cases.trace import Request
-from bench.driver.replay import DECODES, KINDS, PAGE, Called, summary
+from bench.driver.replay import DECODES, KINDS, PAGE, CallRecord, summary
 from simulation.block_pool import BlockPool
 from simulation.clock import Act, Clock, Cores
 from simulation.workers import Engine, Task, Worker
 
 ACTORS: Final = ("caller", "door", "engine")
-"""Whose seconds of processor a call takes, in this order."""
+"""The processes whose time a call takes, in this order."""
 WAKES: Final = (1, 2, 1)
-"""How often each wakes up for a call of a caller that makes no others meanwhile."""
+"""Wake-ups of each actor for a single call."""
 ATTENTION: Final = frozenset({"prefill", "decode"})
 NEW_DECODED: Final = -(-DECODES // PAGE)
 """Pages that a request's decoded tokens take."""
 SPREAD: Final = 0.2
-"""Of the logarithm of what an engine's calls take, where chance has a part in it."""
+"""Standard deviation of the logarithm of an engine's time, in runs with noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallCosts:
-    """Seconds of a processor by kind of call and actor, `a + b * new + c * pairs`, and seconds by
-    the clock in which nobody works. `wake_s` is how much of it each actor takes every time that it
-    wakes up. `together` is the speed of a processor beside a busy one."""
+    """CPU seconds by kind of call and actor, `a + b * new + c * pairs`.
+
+    `waiting_s` is wall time in which no actor works, `wake_s` each actor's part of the CPU time
+    for a wake-up, and `together` the speed of a processor beside a busy one.
+    """
 
     seconds: dict[str, list[list[float]]]
     waiting_s: dict[str, float]
@@ -43,12 +45,12 @@ class CallCosts:
     @classmethod
     def fitted(
         cls,
-        calls: Iterable[Called],
+        calls: Iterable[CallRecord],
         slice_s: float,
         together: float = 1.0,
         wake_s: Sequence[float] = (0.0, 0.0, 0.0),
     ) -> Self:
-        """From calls made one at a time, with what each process used."""
+        """By least squares from calls made one at a time."""
         every = list(calls)
         seconds, waiting = {}, {}
         for kind in KINDS:
@@ -61,7 +63,7 @@ class CallCosts:
         return cls(seconds, waiting, slice_s, together, list(wake_s))
 
     @classmethod
-    def told(cls, document: dict[str, Any]) -> Self:
+    def of_document(cls, document: dict[str, Any]) -> Self:
         names = ("seconds", "waiting_s", "slice_s", "together", "wake_s")
         return cls(**{name: document[name] for name in names})
 
@@ -69,18 +71,17 @@ class CallCosts:
         return asdict(self)
 
     def of(self, kind: str, new: int, pairs: int) -> list[float]:
-        """Seconds of each actor, of a call by itself."""
+        """Seconds of each actor for a single call."""
         x = (1.0, new, pairs)
         return [sum(a * b for a, b in zip(one, x, strict=True)) for one in self.seconds[kind]]
 
     def awake(self, kind: str, new: int, pairs: int) -> list[float]:
-        """Seconds of each actor, without what it takes to wake up."""
+        """Seconds of each actor without its wake-ups."""
         every = zip(self.of(kind, new, pairs), self.wake_s, WAKES, strict=True)
         return [max(0.0, seconds - wake_s * count) for seconds, wake_s, count in every]
 
     def shared_s(self, kind: str) -> float:
-        """What attention that goes to the device together takes once: all that it has beyond a call
-        that does nothing there."""
+        """The part of an attention call that a launch of several calls takes only once."""
         if kind not in ATTENTION:
             return 0.0
         engine = ACTORS.index("engine")
@@ -88,7 +89,7 @@ class CallCosts:
 
 
 def fit(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
-    """Coefficients, none negative, that make the least squares of what is off, as a share of y."""
+    """Coefficients >= 0 with the least squares of the relative error of `x @ coefficients`."""
     weight = 1.0 / np.maximum(y, 0.1 * np.median(y) + 1e-9)
     columns = [column for column in range(x.shape[1]) if np.ptp(x[:, column]) or column == 0]
     while True:
@@ -104,7 +105,7 @@ def fit(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
 
 
 def nothing() -> None:
-    """Nobody wants to know."""
+    """For an event without an observer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +123,7 @@ class Replay:
     def __init__(
         self, costs: CallCosts, cores: float, pools: Sequence[int], seed: int | None = None
     ) -> None:
-        """With a `seed` an engine's calls take more or less than they cost, by chance."""
+        """With a `seed` the times of an engine's calls vary at random."""
         self.chance = None if seed is None else random.Random(seed)
         self.clock = Clock()
         shared = Cores(self.clock, cores, costs.together)
@@ -139,7 +140,7 @@ class Replay:
         self.tokens = self.cached = self.num_calls = 0
 
     def run(self, shares: Sequence[Sequence[Request]], workers: int) -> dict[str, float]:
-        """All requests, so many workers for each service; the same figures as a replay's."""
+        """Replays all requests with `workers` for each service; returns a replay's figures."""
         for service, requests in zip(self.services, shares, strict=True):
             left = deque(requests)
             for _ in range(workers):
@@ -149,7 +150,7 @@ class Replay:
         return summary(self.request_s, self.clock.now, hit_rate, self.num_calls)
 
     def _work(self, service: Service, left: deque[Request]) -> None:
-        """The next request of a worker, and then the one after it."""
+        """A worker's next request, and all after it."""
         if left:
             self._play(service, left.popleft(), lambda: self._work(service, left))
 
@@ -161,8 +162,7 @@ class Replay:
         written: Act = nothing,
         committed: Act = nothing,
     ) -> None:
-        """One request. `written` is done when its rows come to the engine, `committed` when its
-        prompt is cached."""
+        """One request. `written` runs as its rows arrive, `committed` as its prompt is cached."""
         begun = self.clock.now
         blocks, length = request.blocks, len(request.blocks) * PAGE
         pool, cached = service.pool, service.pool.match(blocks)
@@ -178,7 +178,7 @@ class Replay:
 
         def commit() -> None:
             pool.release(blocks[:cached], own)
-            pool.hold(blocks, NEW_DECODED)  # they are found from now on
+            pool.hold(blocks, NEW_DECODED)  # from now on they can be matched
             committed()
             self._calls(service, deque([*rest, ("delete", length, 0)]), after, {"delete": delete})
 
@@ -198,8 +198,10 @@ class Replay:
         after: Act,
         acts: Mapping[str, Act],
     ) -> None:
-        """One call after another: caller, door, engine, door, caller. `acts` are done as calls of a
-        kind come to the engine."""
+        """Calls in turn: caller, door, engine, door, caller.
+
+        `acts` has what happens, by kind of call, as a call arrives at the engine.
+        """
         if not calls:
             after()
             return
@@ -221,11 +223,11 @@ class Replay:
 
             def back() -> None:
                 self.answered(service, kind, engine_s, self.clock.now - begun - engine_s)
-                door.give(door_s / 2, lambda: self.caller.give(caller_s / 2, told))
+                door.give(door_s / 2, lambda: self.caller.give(caller_s / 2, replied))
 
             engine.take(Task(engine_s, self.costs.shared_s(kind), back))
 
-        def told() -> None:
+        def replied() -> None:
             self._calls(service, calls, after, acts)
 
         def begin() -> None:
@@ -236,10 +238,10 @@ class Replay:
         else:
             begin()
 
-    # for those who watch
+    # hooks for a subclass
 
     def sent(self, service: Service, kind: str) -> None:
-        """A call has come to an engine."""
+        """A call has arrived at an engine."""
 
     def answered(self, service: Service, kind: str, engine_s: float, waited_s: float) -> None:
-        """It is done there, having taken so long and waited so long."""
+        """A call is done there, after `engine_s` of work and `waited_s` of waiting."""

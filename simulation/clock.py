@@ -1,4 +1,4 @@
-"""Simulated time: what happens next, and processors that several workers share."""
+"""Simulated time, and processors that several workers share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Act = Callable[[], None]
 
 
 class Clock:
-    """Runs what is due, in order of time, then of when it was asked for."""
+    """Runs actions in order of time; actions of the same time in the order of their scheduling."""
 
     __slots__ = ("_due", "_number", "now")
 
@@ -33,15 +33,17 @@ class Clock:
 
 
 class Works(Protocol):
-    """Who is told when a processor is done with what was begun."""
+    """A worker that the processors notify as its work is done."""
 
     def finished(self) -> None: ...
 
 
 class Cores:
-    """So many processors for any number of workers, each of which does one thing at a time: where
-    more of them work than there are processors, all are as much slower. Processors that share
-    memory have only a share `together` of their speed when more than one works."""
+    """`count` processors for any number of workers, each of which does one thing at a time.
+
+    More workers than processors share them evenly. `together` is the relative speed of processors
+    as soon as two workers are active, because they share memory.
+    """
 
     def __init__(self, clock: Clock, count: float, together: float = 1.0) -> None:
         self._clock = clock
@@ -52,7 +54,7 @@ class Cores:
         self._round = 0
 
     def start(self, worker: Works, seconds: float) -> None:
-        """The worker begins what takes so many seconds of a processor."""
+        """A worker starts work of `seconds` seconds of a processor."""
         self._pass_time()
         self._left[worker] = seconds
         self._plan()
@@ -70,7 +72,7 @@ class Cores:
             self._left[worker] -= done
 
     def _plan(self) -> None:
-        """Look again when the first worker is done, if nothing changes before."""
+        """Schedule the moment when the first worker is done, unless something changes before."""
         self._round += 1
         if self._left:
             due = max(0.0, min(self._left.values())) / self._speed()

@@ -1,5 +1,7 @@
-"""The replay on a cluster simulated: one door, which places every prompt by the router's own rule,
-with what the router would know at that moment."""
+"""The replay on a simulated cluster: one door that places prompts by the router's own rule.
+
+The door knows of each engine only what the router would know at that moment.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ from simulation.clock import Act, Clock
 
 ENGINE: Final = ACTORS.index("engine")
 WORK: Final = frozenset({"create", "prefill", "commit", "decode"})
-"""Calls that have tensors."""
+"""Calls with tensors."""
 
 
 class Watched(BlockPool):
-    """A pool that keeps what an engine's events would tell, and when."""
+    """A pool with the events of its engine: time, kind and blocks."""
 
     __slots__ = ("clock", "events")
 
@@ -35,26 +37,26 @@ class Watched(BlockPool):
         self.clock = clock
         self.events: deque[tuple[float, str, Sequence[int]]] = deque()
 
-    def tell(self, kind: str, blocks: Sequence[int]) -> None:
+    def emit(self, kind: str, blocks: Sequence[int]) -> None:
         self.events.append((self.clock.now, kind, blocks))
 
     def hold(self, blocks: Sequence[int], own: int = 0) -> list[int] | None:
         evicted = super().hold(blocks, own)
         if evicted:
-            self.tell("removed", evicted)
+            self.emit("removed", evicted)
         return evicted
 
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """What the door knows of an engine."""
+    """The door's knowledge of an engine."""
 
     name: str
     pool: Watched
     held: int = 0
     promised: int = 0
     unwritten: int = 0
-    """Pages that the pool holds already, whose rows have not come."""
+    """Pages that the pool holds already, and whose rows have not arrived."""
     queue_s: float = 0.0
     until_s: float = 0.0
     num_waiting: int = 0
@@ -64,7 +66,7 @@ class Known:
         return Load(free, 0, self.held, self.queue_s, work_s, self.promised, pace)
 
     def answered(self, now: float, waited_s: float, *, is_work: bool) -> None:
-        """A call was, which has waited so long for its turn."""
+        """A call was answered after a wait of `waited_s` for its turn."""
         self.held = self.pool.num_held - self.unwritten
         self.queue_s += LATEST_WEIGHT * (waited_s - self.queue_s)
         self.num_waiting -= is_work
@@ -89,7 +91,7 @@ class Clustered(Replay):
             self.knows[service] = Known(str(number), pool)
 
     def replay(self, requests: Sequence[Request], workers: int) -> dict[str, float]:
-        """All requests, so many workers; the same figures as a replay's."""
+        """Replays all requests with `workers`; returns a replay's figures."""
         left = deque(requests)
         for _ in range(workers):
             self._next(left)
@@ -98,7 +100,7 @@ class Clustered(Replay):
         return summary(self.request_s, self.clock.now, hit_rate, self.num_calls)
 
     def _next(self, left: deque[Request]) -> None:
-        """Place a worker's next request, which may wait for pages that another one brings."""
+        """Place a worker's next request, which may wait for pages of another prompt."""
         if not left:
             return
         request, now = left.popleft(), self.clock.now
@@ -122,7 +124,7 @@ class Clustered(Replay):
         self._after(other, most_s, lambda: self._begin(service, request, own, left))
 
     def _after(self, other: Underway, most_s: float, act: Act) -> None:
-        """When the other prompt is cached, or after so long."""
+        """Run `act` when the other prompt is cached, or after `most_s`."""
         is_done = False
 
         def once() -> None:
@@ -147,7 +149,7 @@ class Clustered(Replay):
             one.promised -= min(one.promised, new)
 
         def committed() -> None:
-            one.pool.tell("stored", request.blocks)
+            one.pool.emit("stored", request.blocks)
             own.ended.set()
             for act in self.waiting.pop(own):
                 act()
@@ -155,7 +157,7 @@ class Clustered(Replay):
         self._play(service, request, lambda: self._next(left), written, committed)
 
     def _learn(self, now: float) -> None:
-        """Events come with the door's polls."""
+        """Take the events up to the door's last poll."""
         polled = now // POLL_S * POLL_S
         for one in self.knows.values():
             events = one.pool.events
@@ -171,7 +173,7 @@ class Clustered(Replay):
 
 
 def pace_of(costs: CallCosts) -> Pace:
-    """What an engine with these costs tells of itself, once it has measured it."""
+    """The pace that an engine with these costs reports."""
     _, row_s, pair_s = costs.seconds["prefill"][ENGINE]
     page_s = PAGE * row_s + pair_s * PAGE * (PAGE + 1) / 2
     return Pace(page_s, pair_s * PAGE**2, costs.seconds["decode"][ENGINE][2] * PAGE)

@@ -1,4 +1,4 @@
-"""Simulated beside measured: one CPU engine and two, on the requests that were replayed."""
+"""The simulation beside measurements: one CPU engine and two, on the same requests."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from bench.cases.trace import Request, split
 from bench.cluster import WORKERS
 from simulation.calls import CallCosts, Replay
 
-HELD_TO: Final = ("requests_per_s", "p50_ms", "p99_ms", "hit_rate")
+COMPARED: Final = ("requests_per_s", "p50_ms", "p99_ms", "hit_rate")
 MOST_OFF: Final = 0.15
-"""A simulation that is further off, by any of these, is not to be believed about more."""
+"""Relative error of any figure beyond which the model must not be trusted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One figure of one replay; `off` is the simulated one's distance, as a share, and `spread` how
-    far the measured rounds, of which this is the median, lie apart."""
+    """A figure of a replay: the median of the measured rounds, their range, and simulated.
+
+    `off` is the simulation's relative error.
+    """
 
     replay: str
     figure: str
@@ -39,19 +41,18 @@ def compare(
     measured: dict[str, Any], costs: CallCosts, requests: Sequence[Request]
 ) -> list[Compared]:
     """Every figure of the replays on one service, and on separate ones."""
-    told = {row["name"]: row for row in measured["rows"]}
+    rows = {row["name"]: row for row in measured["rows"]}
     return [
-        Compared(name, key, told[name][key], told[name]["spread"][key], simulated[key])
+        Compared(name, key, rows[name][key], rows[name]["spread"][key], simulated[key])
         for name, simulated in replays(measured, costs, requests).items()
-        for key in HELD_TO
+        for key in COMPARED
     ]
 
 
 def replays(
     measured: dict[str, Any], costs: CallCosts, requests: Sequence[Request], seed: int | None = None
 ) -> dict[str, dict[str, float]]:
-    """Simulated on one service with all the memory, and on separate ones with a perfect split, as
-    large as those that were measured."""
+    """Simulated on one service and on separate ones with a perfect split, as measured."""
     each, engines = measured["pages_each"], measured["engines"]
     return {
         name: Replay(costs, measured["cores"], pools, seed).run(

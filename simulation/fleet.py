@@ -1,5 +1,8 @@
-"""Many GPU engines behind a router: requests placed by prefix and load, prefilled in pieces between
-decode steps, and lost with their rack."""
+"""Many GPU engines behind a router.
+
+Requests are placed by prefix and load, prefilled in pieces between decode steps, and restarted
+when their rack fails.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ FP8: Final = Model()
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What is assumed of a fleet; every line of it stands in the table of assumptions.
+    """The assumptions on a fleet, each a line in docs/simulation.md.
 
-    `model_s` is what the model itself takes for a step, on GPUs of its own. `chunk` tokens are
-    prefilled beside a step at most. A lost engine comes back empty after `back_s`.
+    `model_s`: the model's own time of a step, on other GPUs. `chunk`: most tokens prefilled beside
+    a step. `back_s`: seconds until a lost engine returns, empty.
     """
 
     engines: int = 1000
@@ -39,11 +42,11 @@ class Fleet:
 
     @property
     def blocks(self) -> int:
-        """Blocks of tokens that an engine's pool holds."""
+        """The capacity of an engine's pool, in blocks of tokens."""
         return int(self.pool_bytes / self.model.token_bytes / BLOCK_TOKENS)
 
     def pace(self, costs: GpuCosts) -> Pace:
-        """What its engines tell of themselves, whose steps are full."""
+        """The pace that its engines report, with full steps."""
         layers, layer_bytes = self.model.num_layers, PAGE * self.model.layer_bytes
         step_s = self.model_s + layers * (costs.hand_over_s + costs.append.fixed_s)
         return Pace(
@@ -55,7 +58,7 @@ class Fleet:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request on its way: where it has come to, and when it had what."""
+    """A request in progress, with its times so far."""
 
     request: Request
     begun: float
@@ -68,8 +71,7 @@ class Running:
 
 @dataclass(slots=True)
 class Outcome:
-    """A request that is over: when it began, seconds to its first token and in all, and tokens that
-    were asked for and cached."""
+    """A finished request: start, seconds to the first token and in all, tokens, cached tokens."""
 
     begun: float
     first_s: float
@@ -79,9 +81,12 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Told:
-    """What a run came to: `lost` are the requests whose engine went, by when they began, `busy_s`
-    the seconds in which engines did something, `steps_s` of every sixteenth engine."""
+class FleetRun:
+    """The outcome of a run.
+
+    `lost`: start times of requests whose engine failed. `busy_s`: the sum of all engines' steps.
+    `steps_s`: steps of every sixteenth engine.
+    """
 
     outcomes: list[Outcome] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)
@@ -91,7 +96,7 @@ class Told:
 
 
 class Engine:
-    """One engine: steps, one after another, while it has anything to do."""
+    """One engine, which runs step after step while it has requests."""
 
     def __init__(self, number: int, fleet: Fleet, costs: GpuCosts, placing: Placing) -> None:
         self.number = number
@@ -107,11 +112,11 @@ class Engine:
         self.is_lost = False
 
     def every(self) -> list[Running]:
-        """All that it has, wherever they have come to."""
+        """All its requests: waiting, in prefill and in decode."""
         return [*self.waiting, *self.prefilling, *(one for _, _, one in self.ending)]
 
     def admit(self, now: float) -> None:
-        """Take in what waits, as far as there are pages."""
+        """Admit waiting requests, as far as pages suffice."""
         while self.waiting:
             one = self.waiting[0]
             blocks = one.request.blocks
@@ -127,8 +132,7 @@ class Engine:
         self.placing.waits(self.number, now - self.waiting[0].placed if self.waiting else 0.0)
 
     def step_s(self) -> float:
-        """Seconds of the next step: the model's part, and attention at all layers of the decodes
-        and of a piece of the first prompts."""
+        """Seconds of the next step: the model, and attention of decodes and of a prefill piece."""
         fleet, costs, model = self.fleet, self.costs, self.fleet.model
         layer_s = costs.hand_over_s
         if self.ending:
@@ -146,7 +150,7 @@ class Engine:
         return fleet.model_s + model.num_layers * layer_s
 
     def end_step(self, now: float, over: Callable[[Running], None]) -> None:
-        """What a step has done: a token for every decode, a piece of the prompts."""
+        """Account a step: a token for every decode, and a piece of the prompts."""
         self.step += 1
         self.context += len(self.ending)
         while self.ending and self.ending[0][0] <= self.step:
@@ -179,32 +183,31 @@ class Simulation:
         self.engines = [
             Engine(number, fleet, costs, self.placing) for number in range(fleet.engines)
         ]
-        self.told = Told()
+        self.result = FleetRun()
 
-    def run(self, requests: Sequence[Request], lose_rack_at: float | None = None) -> Told:
-        """All of them, in order of time; with a rack lost at some second."""
-        self.come(iter(requests))
+    def run(self, requests: Sequence[Request], lose_rack_at: float | None = None) -> FleetRun:
+        """All requests, in order of time; a rack fails at `lose_rack_at`."""
+        self.schedule(iter(requests))
         if lose_rack_at is not None:
             self.clock.at(lose_rack_at, self.lose_rack)
         self.clock.run()
-        return self.told
+        return self.result
 
-    def come(self, requests: Iterator[Request]) -> None:
-        """The next request, when its time has come; then the one after it."""
-
-        def now() -> None:
-            self.arrive(request)
-            self.come(requests)
-
+    def schedule(self, requests: Iterator[Request]) -> None:
+        """Schedule the arrival of the next request, which schedules the one after it."""
         request = next(requests, None)
         if request is not None:
-            self.clock.at(request.at, now)
+            self.clock.at(request.at, lambda: self.arrive_and_schedule(request, requests))
+
+    def arrive_and_schedule(self, request: Request, requests: Iterator[Request]) -> None:
+        self.arrive(request)
+        self.schedule(requests)
 
     def arrive(self, request: Request, begun: float | None = None) -> None:
         now = self.clock.now
         one = Running(request, now if begun is None else begun, placed=now)
         if len(request.blocks) + 1 > self.fleet.blocks:
-            self.told.refused += 1
+            self.result.refused += 1
             return
         engine = self.engines[self.placing.place(request.blocks, now)]
         self.clock.after(self.fleet.router_s, lambda: self.receive(engine, one))
@@ -223,9 +226,9 @@ class Simulation:
         if not engine.is_stepping:
             return
         step_s, epoch = engine.step_s(), engine.epoch
-        self.told.busy_s += step_s
+        self.result.busy_s += step_s
         if engine.number % 16 == 0:
-            self.told.steps_s.append(step_s)
+            self.result.steps_s.append(step_s)
         self.clock.after(step_s, lambda: self.end_step(engine, epoch))
 
     def end_step(self, engine: Engine, epoch: int) -> None:
@@ -235,16 +238,15 @@ class Simulation:
 
     def over(self, one: Running) -> None:
         now, request = self.clock.now, one.request
-        self.told.outcomes.append(
+        self.result.outcomes.append(
             Outcome(one.begun, one.first - one.begun, now - one.begun, request.tokens, one.cached)
         )
 
     def lose_rack(self) -> None:
-        """The first rack goes, with all that it held: its requests begin anew, from their prompts
-        and what was answered, and its engines come back empty."""
+        """The first rack fails: its requests restart elsewhere, its engines return empty."""
         for engine in self.engines[: self.fleet.engines_per_rack]:
             running = engine.every()
-            self.told.lost += [one.begun for one in running]
+            self.result.lost += [one.begun for one in running]
             self.engines[engine.number] = fresh = Engine(
                 engine.number, self.fleet, engine.costs, self.placing
             )

@@ -1,4 +1,4 @@
-"""What work takes on one GPU engine, by the measured tables of kernels and road."""
+"""Time of work on one GPU engine, from the measured tables of kernels and steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Line:
 
     @classmethod
     def through(cls, points: Sequence[tuple[float, float]]) -> Self:
-        """The line nearest to (amount, seconds), by shares; neither of its parts is negative."""
+        """The line of least relative error through (amount, seconds), without a negative part."""
         x, y = np.array(points).T
         ones = np.stack((1 / y, x / y), axis=1)
         scale = ones.max(axis=0)
@@ -43,8 +43,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class GpuCosts:
-    """A layer's attention on one engine: decode by bytes of KV read, prefill by flops, append by
-    bytes written, a merge of so many bytes of states; and what a layer's hand-over adds."""
+    """A layer's attention on one engine.
+
+    Decode by bytes of KV, prefill by flops, append by bytes, merge by bytes of states; and the
+    seconds that a layer's hand-over between caller and engine adds.
+    """
 
     decode: Line
     prefill: Line

@@ -18,8 +18,7 @@ RANKS: Final = RESULTS / "ranks-h200.json"
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What a layer waits for when states come from other engines, one way, and bytes a second of
-    each engine's link: see the table of assumptions."""
+    """Latency one way and bytes a second of each engine's link, on one host and between hosts."""
 
     host_s: float
     engines_per_host: int = 8
@@ -29,13 +28,12 @@ class Links:
 
     @classmethod
     def measured(cls) -> Self:
-        """The wait on one host from bench/results/ranks-h200.json: what a layer over two engines
-        takes longer than half of it on one, for two ways."""
+        """Half of what a layer over two engines takes longer than half of it on one engine."""
         rows = json.loads(RANKS.read_text(encoding="utf-8"))["rows"]
         return cls(median(r["ranked"]["graph"] - r["one"]["graph"] for r in rows) / 2e6)
 
     def seconds(self, engines: int, num_bytes: float) -> float:
-        """q to every engine and the states of all back, so many bytes through one link."""
+        """q to every engine and the states back, with `num_bytes` through one link."""
         far = engines > self.engines_per_host
         wait = self.net_s if far else self.host_s
         rate = self.net_bytes_per_s if far else self.host_bytes_per_s
@@ -44,8 +42,10 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class LongRow:
-    """Milliseconds of attention, all layers, for one token; and seconds for the whole prompt, its
-    states merged in one place, or a piece of the rows on each engine."""
+    """Milliseconds of attention for one token and seconds for the prompt, all layers.
+
+    The prompt's states are merged on one engine, or in pieces of the rows on each.
+    """
 
     tokens: int
     engines: int
@@ -57,7 +57,7 @@ class LongRow:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all rows have in common."""
+    """The costs, model, links and pools of all rows."""
 
     costs: GpuCosts
     model: Model

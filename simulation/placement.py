@@ -1,4 +1,4 @@
-"""The router's choice for many engines at once: its own rule and numbers, over arrays."""
+"""The router's placement rule with its own constants, over arrays of many engines."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from service.cluster.placement.prefixes import EXPECTED_PAGES
 PAGES: Final = BLOCK_TOKENS // PAGE
 """Pages of a block: the rule counts pages of 16 tokens."""
 EXPECTED: Final = EXPECTED_PAGES // PAGES
-"""Blocks of a prompt that count as held where it was placed before they are."""
+"""Blocks of a placed prompt that count as cached before they are."""
 NOWHERE: Final = 1e18
 
 
 class Placing:
-    """What is known of every engine; `place` gives the engine for a prompt."""
+    """The router's knowledge of every engine; `place` chooses one for a prompt."""
 
     def __init__(self, engines: int, blocks: int, pace: Pace) -> None:
-        """Every engine has so many blocks, and tells this pace."""
+        """`engines` engines with `blocks` blocks each, that report this pace."""
         self._blocks = blocks
         self._pace = pace
         self._held = np.zeros(engines)
         self._promised = np.zeros(engines)
         self._queue_s = np.zeros(engines)
         self._until = np.zeros(engines)
-        self._gone = np.zeros(engines)
+        self._lost = np.zeros(engines)
         self._holder: dict[int, int] = {}
 
     def place(self, blocks: Sequence[int], now: float) -> int:
-        """The engine that costs least. The prompt's first blocks count as held there from now on,
-        and its work as given."""
+        """The engine of least cost. The prompt's first blocks and its work count there at once."""
         matched, home = self.match(blocks)
         needed = len(blocks)
         there = np.zeros(self._held.size)
@@ -45,7 +44,7 @@ class Placing:
         wait_s = np.maximum(self._until - now, self._queue_s)
         prompt = Prompt(PAGES * needed, PAGES * matched)
         cost = prompt.cost_s(PAGES * there, wait_s, PAGES * held, self._pace)
-        cost += self._gone
+        cost += self._lost
         fitting = fits(held, needed - there, np.full(held.size, float(self._blocks)))
         if fitting.any():
             cost[~fitting] += NOWHERE / 2
@@ -54,7 +53,7 @@ class Placing:
         return chosen
 
     def _take(self, chosen: int, there: int, blocks: Sequence[int], now: float) -> None:
-        """An engine has been given all blocks but the first `there`."""
+        """Record that an engine got all blocks but the first `there`."""
         self._promised[chosen] += len(blocks) - there
         work_s = self._pace.span_s(float(PAGES * there), PAGES * len(blocks))
         self._until[chosen] = busy_until_s(float(self._until[chosen]), now, work_s)
@@ -62,7 +61,7 @@ class Placing:
             self._holder.setdefault(block, chosen)
 
     def match(self, blocks: Sequence[int]) -> tuple[int, int | None]:
-        """The longest beginning that some engine has, and who."""
+        """The number of first blocks that an engine has, and that engine."""
         for count in range(len(blocks), 0, -1):
             home = self._holder.get(blocks[count - 1])
             if home is not None:
@@ -72,7 +71,7 @@ class Placing:
     def took(
         self, engine: int, blocks: Sequence[int], evicted: Sequence[int], held: int, waited_s: float
     ) -> None:
-        """A prompt is in an engine's pool, and other blocks have gone for it."""
+        """An engine's pool has taken a prompt, and evicted other blocks."""
         holder = self._holder
         for block in blocks:
             holder[block] = engine
@@ -87,11 +86,11 @@ class Placing:
         self._held[engine] = held
 
     def waits(self, engine: int, seconds: float) -> None:
-        """How long the first that waits there has."""
+        """Record how long an engine's first waiting prompt has waited."""
         self._queue_s[engine] = seconds
 
     def lose(self, engine: int, blocks: Sequence[int]) -> None:
-        self._gone[engine] = NOWHERE
+        self._lost[engine] = NOWHERE
         for known in (self._held, self._promised, self._queue_s, self._until):
             known[engine] = 0.0
         for block in blocks:
@@ -99,4 +98,4 @@ class Placing:
                 del self._holder[block]
 
     def come_back(self, engine: int) -> None:
-        self._gone[engine] = 0.0
+        self._lost[engine] = 0.0

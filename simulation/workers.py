@@ -1,4 +1,4 @@
-"""Simulated processes: one that does what comes in order, and an engine that gives turns."""
+"""Simulated processes: a worker that does tasks in order, and an engine with turns and slices."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from math import ceil
 from simulation.clock import Act, Cores
 
 Piece = tuple[float, list[Act]]
-"""Seconds of a processor, and what is done afterwards."""
+"""Seconds of a processor, and the actions after it."""
 
 
 class Worker:
-    """A process with one thread: what it is given, in order. Having had nothing to do it takes
-    `wake_s` to wake up."""
+    """A process with one thread that does tasks in order. When idle, it wakes up in `wake_s`."""
 
     def __init__(self, cores: Cores, wake_s: float = 0.0) -> None:
         self._cores = cores
@@ -26,18 +25,18 @@ class Worker:
         self.busy_s = 0.0
 
     def give(self, seconds: float, then: Act) -> None:
-        """A task of so many seconds of a processor; `then` is done afterwards."""
+        """Queue a task of `seconds`; `then` runs when it is done."""
         self._waiting.append((seconds, then))
         self._wake()
 
     def work(self) -> Iterator[Piece]:
-        """What there is to do now."""
+        """The pieces of the queued tasks."""
         while self._waiting:
             seconds, then = self._waiting.popleft()
             yield seconds, [then]
 
     def finished(self) -> None:
-        """The processor is done with a piece."""
+        """A piece is done: run its actions and start the next one."""
         acts, self._acts = self._acts, []
         for act in acts:
             act()
@@ -60,19 +59,25 @@ class Worker:
 
 @dataclass(slots=True)
 class Task:
-    """An operation at an engine. Of its seconds, operations of one launch have `shared_s` only
-    once; where it is 0, the operation goes by itself, after what came before it."""
+    """An operation of an engine.
+
+    Operations of one launch take `shared_s` of their seconds only once. An operation with 0 runs
+    alone, after all that came before it.
+    """
 
     seconds: float
     shared_s: float
     then: Act
     left: int = 1
-    """Slices that it has yet to be given."""
+    """Slices that remain."""
 
 
 class Engine(Worker):
-    """Gives turns as the engine's scheduler does: in a round, all that has come, those that go
-    together in one launch; then one slice of long work, of which each has its slice in turn."""
+    """Turns as in the engine's scheduler.
+
+    A round runs all short operations that have arrived, with those that share a launch together,
+    then one slice of long work; long operations take turns.
+    """
 
     def __init__(self, cores: Cores, wake_s: float, slice_s: float) -> None:
         super().__init__(cores, wake_s)
@@ -97,7 +102,7 @@ class Engine(Worker):
                     self._long.append(task)
 
     def _turns(self) -> Iterator[Piece]:
-        """Of all that is there as the round begins."""
+        """The operations that had arrived when the round started."""
         tasks, self._tasks = self._tasks, deque()
         group: list[Task] = []
         while tasks:
@@ -121,7 +126,7 @@ class Engine(Worker):
 
 
 def launch(group: list[Task]) -> Piece:
-    """Operations that go together: what they share is taken once."""
+    """The piece of operations in one launch, whose shared time counts once."""
     seconds = sum(task.seconds for task in group)
     shared = sum(task.shared_s for task in group) - max(task.shared_s for task in group)
     return seconds - shared, [task.then for task in group]

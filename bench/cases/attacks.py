@@ -1,8 +1,8 @@
-"""Attacks of one namespace on its neighbours, as a table, and how one is carried out.
+"""Attacks of one namespace on its neighbours, as a table, and the attacker's process.
 
-An attack is a burst of calls that is sent again and again. Over a session, the calls of a burst
-share one request and one answer place of the arena, so that a frame of 72 bytes is all that each
-costs the attacker. Over HTTP each is a request of its own.
+An attack sends a burst of calls again and again. Over a session, the calls of a burst share one
+request slot and one answer slot of the arena, so that each costs the attacker a frame of 72 bytes.
+Over HTTP each is a request of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from service.image.reading import REQUEST
 from service.image.writing import image
 from service.operations.table import BY_NAME
 from service.road.caller_end.caller import Answered, RoadCaller
+from service.road.caller_end.slots import Slot
 
 HEADS: Final = Heads(num_qo=4, num_kv=1, dim=32)
 PAGE: Final = 16
@@ -52,7 +53,7 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """A call, and how often a burst sends it."""
+    """A call, and its number of repetitions in a burst."""
 
     operation: str
     fields: Mapping[str, Any]
@@ -66,10 +67,11 @@ Burst = Callable[[], Iterable[Shot]]
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """`prepare` makes what the burst needs, with the client it is given, before anything is timed.
+    """`prepare` creates the burst's sequences by a client, before the measurement.
 
-    `heads` are HTTP heads with large declared lengths whose bodies never come. `stops_engine`: an
-    engine of the cluster stands still meanwhile. `reads_no_log`: nobody reads the service's log.
+    `heads`: number of HTTP heads with large declared lengths whose bodies never come.
+    `stops_engine`: an engine of the cluster is stopped (SIGSTOP) during the attack.
+    `reads_no_log`: the service's log goes to a pipe without a reader.
     """
 
     name: str
@@ -86,21 +88,22 @@ class Attack:
         return self.stops_engine or self.reads_no_log
 
     def runs(self, service: str, way: str) -> bool:
-        """Whether it can be carried out on such a service this way."""
+        """Whether the attack applies to a service and a way."""
         return way in self.ways and not (self.stops_engine and service == "one engine")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How many of the attacker's calls had which status; "-" is no answer."""
+    """The attacker's calls by status; "-" counts calls without an answer."""
 
     statuses: Mapping[str, int]
 
     def __str__(self) -> str:
-        return ", ".join(f"{n} x {what}" for what, n in sorted(self.statuses.items())) or "nothing"
+        counts = (f"{count} x {status}" for status, count in sorted(self.statuses.items()))
+        return ", ".join(counts) or "nothing"
 
 
-# What attacks need.
+# Preparations.
 
 
 def ones(num_rows: int, heads: int = 1) -> Array:
@@ -108,14 +111,14 @@ def ones(num_rows: int, heads: int = 1) -> Array:
 
 
 def fill(client: Any, names: Sequence[str], num_tokens: int) -> None:
-    """Sequences of so many tokens at both layers."""
+    """Append `num_tokens` tokens to sequences, at both layers."""
     rows = ones(num_tokens)
     for layer, name in itertools.product(range(2), names):
         client.append(layer, [name], rows, rows, append_indptr=[0, num_tokens])
 
 
 def make(client: Any, count: int, parent: str | None = None, name: str = "s") -> list[str]:
-    """So many sequences, forks of `parent` where one is given; their ids."""
+    """Create `count` sequences, forks of `parent` if it is given; returns their ids."""
     names = [f"{name}{number}" for number in range(count)]
     for first in range(0, count, MADE_AT_ONCE):
         some = names[first : first + MADE_AT_ONCE]
@@ -124,19 +127,19 @@ def make(client: Any, count: int, parent: str | None = None, name: str = "s") ->
 
 
 def forks(client: Any, count: int, num_tokens: int) -> None:
-    """A trunk of so many tokens and so many forks `s0`, `s1`, ... of it."""
+    """A trunk of `num_tokens` tokens, and `count` forks `s0`, `s1`, ... of it."""
     client.create_sequences([NewSequence("trunk")])
     fill(client, ["trunk"], num_tokens)
     make(client, count, "trunk")
 
 
 def apart(client: Any, count: int, num_tokens: int) -> None:
-    """So many sequences `s0`, `s1`, ... that share nothing."""
+    """`count` sequences `s0`, `s1`, ... without common pages."""
     fill(client, make(client, count), num_tokens)
 
 
 def chain(client: Any, depth: int) -> None:
-    """A sequence, a fork of it with a page more, a fork of that, and so on."""
+    """A sequence, and `depth` forks, each of the one before with a page more."""
     client.create_sequences([NewSequence("s0")])
     rows = ones(PAGE)
     for number in range(depth):
@@ -146,7 +149,7 @@ def chain(client: Any, depth: int) -> None:
 
 
 def cached(client: Any, num_pages: int) -> None:
-    """A prompt of so many pages in the prefix cache."""
+    """A prompt of `num_pages` pages in the prefix cache."""
     client.create_sequences([NewSequence("prompt")])
     for _ in range(10):
         fill(client, ["prompt"], num_pages * PAGE // 10)
@@ -183,7 +186,7 @@ def marks() -> Iterable[Shot]:
 
 def deep_prefixes() -> Iterable[Shot]:
     tokens = np.tile(np.arange(20_000 * PAGE, dtype=np.uint32), 1)
-    new = [{"prefix": {}} for _ in range(40)]
+    new: list[dict[str, Any]] = [{"prefix": {}} for _ in range(40)]
     indptr = [tokens.size * one for one in range(41)]
     fields = {"sequences": new, "prefix_indptr": indptr}
     yield Shot("create_sequences", fields, {"token_ids": np.tile(tokens, 40)}, 4)
@@ -279,12 +282,12 @@ ATTACKS: Final = (
         ways=("session",),
     ),
     Attack(
-        "S17 an engine of the cluster stands still",
+        "S17 an engine of the cluster is stopped",
         each(Shot("list_sequences", {}, times=64)),
         stops_engine=True,
     ),
     Attack(
-        "S18 nobody reads the log",
+        "S18 the log has no reader",
         each(Shot("get_sequence", {"id": "absent"}, times=1000)),
         reads_no_log=True,
         ways=("http",),
@@ -292,11 +295,11 @@ ATTACKS: Final = (
 )
 
 
-# Carrying an attack out.
+# The attacker.
 
 
-def carry_out(attack: Attack, door: Door, seconds: float, pipe: Any) -> None:
-    """Prepare, wait for the word, then send bursts for so many seconds; the outcome."""
+def run_attack(attack: Attack, door: Door, seconds: float, pipe: Any) -> None:
+    """Prepare, wait for the pipe, send bursts for `seconds`, then send the outcome."""
     if door.way == "session":
         client: Any = Session(door.path, api_key=door.key, timeout=SETUP_S)
     else:
@@ -326,30 +329,32 @@ async def over_road(
     attack: Attack, door: Door, seconds: float, statuses: Counter[str], begin: Callable[[], object]
 ) -> None:
     road = await RoadCaller.connect(door.path, ARENA_BYTES, name="attacker", key=door.key)
-    laid = []
+    shots: list[tuple[Shot, Slot, int, Slot]] = []
     for shot in attack.burst():
-        given = b"".join(bytes(part) for part in parts_of(shot))
-        request = road.take(len(given))
-        request.view(len(given))[:] = given
-        laid.append((shot, request, len(given), road.take(shot.answer_bytes)))
+        body = b"".join(bytes(part) for part in parts_of(shot))
+        request = road.take(len(body))
+        request.view(len(body))[:] = body
+        shots.append((shot, request, len(body), road.take(shot.answer_bytes)))
     begin()
     ends = time.monotonic() + seconds
-    while time.monotonic() < ends and laid:
+    while time.monotonic() < ends and shots:
         calls = [
-            asyncio.ensure_future(road.call(BY_NAME[shot.operation].number, *rest))
-            for shot, *rest in laid
+            asyncio.ensure_future(
+                road.call(BY_NAME[shot.operation].number, request, length, answer)
+            )
+            for shot, request, length, answer in shots
             for _ in range(shot.times)
         ]
         for first in range(0, len(calls), ROAD_AT_ONCE):
             await asyncio.wait(calls[first : first + ROAD_AT_ONCE], timeout=ends - time.monotonic())
         for one in calls:
-            statuses[told(one)] += 1
+            statuses[status_of(one)] += 1
         if road.lost or not all(one.done() for one in calls):
             break
 
 
-def told(call: asyncio.Future[Answered]) -> str:
-    """The status of a call; the name of the error where it has none, "-" while it has no answer."""
+def status_of(call: asyncio.Future[Answered]) -> str:
+    """A call's status, the name of its error, or "-" without an answer."""
     if not call.done():
         return "-"
     error = call.exception()
@@ -421,11 +426,11 @@ def head(
 
 
 async def answered(reader: asyncio.StreamReader) -> str:
-    """An answer's status, its body read."""
-    told = await reader.readuntil(b"\r\n\r\n")
+    """Read an answer; returns its status."""
+    head = await reader.readuntil(b"\r\n\r\n")
     length = 0
-    for line in told.lower().split(b"\r\n"):
+    for line in head.lower().split(b"\r\n"):
         if line.startswith(b"content-length:"):
             length = int(line.split(b":")[1])
     await reader.readexactly(length)
-    return told.split(b" ", 2)[1].decode()
+    return head.split(b" ", 2)[1].decode()

@@ -1,4 +1,4 @@
-"""What is asked of the service in a measurement: sequences filled, decodes and prefills of them."""
+"""Requests of a measurement: decodes and prefills, and sequences filled for them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Request:
 
     @property
     def answer_bytes(self) -> int:
-        """Of an o like q, and its lse."""
+        """Bytes of the answer's o and lse."""
         q = self.tensors["q"]
         return int(q.nbytes + 4 * q.size // q.shape[-1])
 
@@ -56,7 +56,7 @@ class Request:
 
 
 class Load(Protocol):
-    """Requests to be sent in turn; crosses from process to process."""
+    """Requests to send in turn. A load is pickled for the process that sends it."""
 
     def requests(self) -> list[Request]: ...
 
@@ -70,7 +70,7 @@ class Heads:
     dim: int
 
     def pool(self, num_layers: int = 1) -> tuple[str, ...]:
-        """Command line of a service with such a pool."""
+        """Options of a service whose pool has these heads."""
         sizes = {"num-kv-heads": self.num_kv, "head-dim": self.dim, "num-layers": num_layers}
         return tuple(word for key, size in sizes.items() for word in (f"--pool.{key}", str(size)))
 
@@ -117,7 +117,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """`num_rows` query rows over as many keys that are sent along."""
+    """`num_rows` query rows over as many keys, which the request carries."""
 
     heads: Heads
     num_rows: int
@@ -131,7 +131,7 @@ class Ragged:
 
 
 def random(shape: tuple[int, ...]) -> Half:
-    """Fresh unit-normal numbers."""
+    """New unit-normal numbers."""
     return np.random.default_rng().standard_normal(shape, dtype=np.float32).astype(np.float16)
 
 

@@ -1,4 +1,4 @@
-"""Traces of prompts: read, made up, split, and multiplied."""
+"""Traces of prompts: read, generated, split and multiplied."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ BLOCK_TOKENS: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt of `blocks`, where equal numbers mean equal prompts up to there, that comes `at`
-    seconds and gets `output` tokens. Its last block may be short: it has `tokens` in all."""
+    """A prompt of `blocks`, at `at` seconds, that gets `output` tokens.
+
+    Equal block numbers mean equal prompts up to there. The prompt has `tokens` tokens; its last
+    block may be short.
+    """
 
     at: float
     blocks: tuple[int, ...]
@@ -28,7 +31,7 @@ class Request:
 def read_trace(path: Path) -> list[Request]:
     """The requests of a file in the format of Mooncake's published traces, in order."""
     with path.open(encoding="utf-8") as lines:
-        told = [json.loads(line) for line in lines]
+        records = [json.loads(line) for line in lines]
     return [
         Request(
             one["timestamp"] / 1e3,
@@ -36,7 +39,7 @@ def read_trace(path: Path) -> list[Request]:
             max(1, min(one["input_length"], len(one["hash_ids"]) * BLOCK_TOKENS)),
             max(1, one["output_length"]),
         )
-        for one in told
+        for one in records
         if one["hash_ids"]
     ]
 
@@ -44,7 +47,7 @@ def read_trace(path: Path) -> list[Request]:
 def generated_trace(
     count: int, seed: int = 0, per_s: float = 4.0, families: int = 40
 ) -> list[Request]:
-    """Chats that grow: each request goes on with one of `families`, or begins it anew."""
+    """Growing chats: each request continues one of `families`, or starts it again."""
     rng = np.random.default_rng(seed)
     chats: dict[int, list[int]] = {}
     next_block, at, made = 0, 0.0, []
@@ -63,7 +66,7 @@ def generated_trace(
 
 
 def shortened(requests: Iterable[Request], longest: int) -> list[Request]:
-    """The same with at most the first so many blocks of every prompt."""
+    """The same requests, every prompt cut to its first `longest` blocks."""
     return [
         replace(
             one,
@@ -79,7 +82,7 @@ def num_distinct(requests: Iterable[Request]) -> int:
 
 
 def split(requests: Sequence[Request], parts: int) -> list[list[Request]]:
-    """The requests in `parts`, those that begin alike together, with about as many blocks each."""
+    """The requests in `parts` of about equal size; prompts with the same start stay together."""
     families: dict[int, list[Request]] = defaultdict(list)
     for request in requests:
         families[request.blocks[0]].append(request)
@@ -97,9 +100,9 @@ def blocks_of(requests: Iterable[Request]) -> int:
 
 
 def multiplied(requests: Sequence[Request], per_s: float, seconds: float) -> list[Request]:
-    """So many requests a second, for so many seconds, by copies of a trace at its own pace.
+    """`per_s` requests a second for `seconds`, from copies of a trace at its own pace.
 
-    A copy's blocks are its own. Each begins at some moment of the trace, and again at its end.
+    Copies share no blocks. Each starts at a random moment of the trace and wraps around.
     """
     begins = np.array([one.at for one in requests]) - requests[0].at
     span = float(begins[-1]) + 1.0

@@ -1,10 +1,9 @@
-"""What calls cost on one service, for the simulation: measured in pieces, between the replays that
-a simulation with these costs is held to, on other requests.
+"""Costs of calls on one service, for the simulation, measured between the replays of bench.cluster.
 
-A piece is three measurements. Requests one at a time, with what each process used of a processor
-for each call. The same requests on two services at once, one at a time on each, so that both
-processors are busy. And small calls, one at a time and by many callers: a process that hardly
-sleeps saves what it takes to wake up.
+A round has three measurements on requests that the replays do not use: requests one at a time, with
+each process's CPU time of each call; the same requests on two services at once, so that two
+processors are busy; and small calls, one at a time and by many callers, whose processes hardly
+sleep and so show the cost of a wake-up.
 """
 
 from __future__ import annotations
@@ -14,26 +13,27 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Final
 
 from attnd import AsyncClient, Client
 
 from bench.cases.trace import Request
-from bench.driver.processes import Processes, Result, Watched, undisturbed
-from bench.driver.replay import Called, Played, replay
+from bench.driver.processes import TRIES, Processes, Result, Usage, undisturbed
+from bench.driver.replay import CallRecord, ReplayResult, replay
 from bench.driver.servers import Server
 from simulation.calls import ACTORS, CallCosts
 
 SLICE_S: Final = 0.02
 """`engine.slice_ms`, as the services are started with."""
 UNSLICED_S: Final = 1e6
-"""Where the engine's estimates call nothing of the trace long."""
+"""The slice if no call of the trace was long enough to be cut."""
 SMALL_CALLS: Final = 3000
 CALLERS: Final = 32
 ENGINE: Final = ACTORS.index("engine")
 LEAST_SLEEPS_SAVED: Final = 0.2
-"""Of a call: where no more is saved, nothing can be said of what waking up takes."""
+"""Sleeps saved per call, below which the cost of a wake-up cannot be estimated."""
 
 
 def url(server: Server) -> str:
@@ -41,14 +41,14 @@ def url(server: Server) -> str:
 
 
 def clear(servers: Sequence[Server]) -> None:
-    """Nothing is cached any more."""
+    """Empty the prefix caches."""
     for server in servers:
         with Client(url(server)) as client:
             client.clear()
 
 
 async def small_calls(server: Server, callers: int, count: int = SMALL_CALLS) -> float:
-    """Calls a second that ask for a sequence's length, by so many callers of one client."""
+    """`get_sequence` calls a second by `callers` tasks of one client."""
     client = AsyncClient(url(server))
     name = (await client.create_sequence()).id
     left = iter(range(count))
@@ -65,65 +65,71 @@ async def small_calls(server: Server, callers: int, count: int = SMALL_CALLS) ->
     return rate
 
 
+def count_calls(server: Server, callers: int) -> float:
+    """`small_calls` in an event loop of its own."""
+    return asyncio.run(small_calls(server, callers))
+
+
 def slices(server: Server) -> float:
-    """Slices of long work that a service's engine has run."""
+    """The number of slices of long work that a service's engine has run."""
     with Client(url(server)) as client:
         found = re.findall(r"^attnd_slices_total (\S+)$", client.metrics(), re.MULTILINE)
     return sum(map(float, found))
 
 
-def wakes_s(alone: Watched, many: Watched) -> list[float]:
-    """Seconds that each actor takes to wake up, by what it used and how often it slept in as many
-    calls one at a time and by many callers."""
+def wakes_s(alone: Usage, many: Usage) -> list[float]:
+    """Seconds of a wake-up of each actor: CPU time saved by many callers, over sleeps saved."""
     found = []
     for actor in range(len(ACTORS)):
         saved = alone.sleeps[actor] - many.sleeps[actor]
         spent = alone.cpu_s[actor] - many.cpu_s[actor]
-        told = saved > LEAST_SLEEPS_SAVED * SMALL_CALLS
-        found.append(max(0.0, spent / saved) if told else 0.0)
+        is_known = saved > LEAST_SLEEPS_SAVED * SMALL_CALLS
+        found.append(max(0.0, spent / saved) if is_known else 0.0)
     return found
 
 
 @dataclass(slots=True)
 class Calibration:
-    """What the pieces have told so far."""
+    """The figures of all rounds so far."""
 
-    calls: list[Called] = field(default_factory=list)
+    calls: list[CallRecord] = field(default_factory=list)
     together: list[float] = field(default_factory=list)
     wakes: list[list[float]] = field(default_factory=list)
     disturbed: int = 0
     is_sliced: bool = False
+    tries: int = TRIES
 
-    def piece(self, one: Server, two: Sequence[Server], requests: Sequence[Request]) -> None:
-        """Another piece, by one service and by two that are as large together."""
+    def run(self, one: Server, two: Sequence[Server], requests: Sequence[Request]) -> None:
+        """Another round, on one service and on two of half its size."""
         processes = Processes.of([one])
 
-        def alone() -> Played:
+        def alone() -> ReplayResult:
             clear([one])
             return asyncio.run(replay([(url(one), requests)], 1, processes))
 
-        def beside() -> Played:
+        def beside() -> ReplayResult:
             clear(two)
             return asyncio.run(replay([(url(server), requests) for server in two], 1))
 
-        played, _ = self.take(undisturbed(processes, alone))
-        _, seen = self.take(undisturbed(Processes.of(two), beside))
+        played, _ = self.counted(undisturbed(processes, alone, self.tries))
+        _, seen = self.counted(undisturbed(Processes.of(two), beside, self.tries))
         self.calls += played.calls
         once = sum(call.cpu_s[ENGINE] for call in played.calls)
         self.together.append(min(1.0, len(two) * once / seen.cpu_s[ENGINE]))
         self.is_sliced = slices(one) > 0
         quiet, many = (
-            self.take(undisturbed(processes, lambda n=n: asyncio.run(small_calls(one, n))))[1]  # type: ignore[misc]
-            for n in (1, CALLERS)
+            self.counted(undisturbed(processes, partial(count_calls, one, callers), self.tries))[1]
+            for callers in (1, CALLERS)
         )
         self.wakes.append(wakes_s(quiet, many))
 
-    def take(self, told: tuple[Result, Watched]) -> tuple[Result, Watched]:
-        self.disturbed += told[1].is_disturbed
-        return told
+    def counted(self, run: tuple[Result, Usage]) -> tuple[Result, Usage]:
+        """Count a run if it was disturbed."""
+        self.disturbed += run[1].is_disturbed
+        return run
 
     def costs(self) -> CallCosts:
-        """Of all pieces together."""
+        """The costs by all rounds together."""
         wakes = [median(one) for one in zip(*self.wakes, strict=True)]
         slice_s = SLICE_S if self.is_sliced else UNSLICED_S
         return CallCosts.fitted(self.calls, slice_s, median(self.together), wakes)

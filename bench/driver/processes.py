@@ -1,4 +1,4 @@
-"""What processes use of a machine's processors, and what others use beside them."""
+"""Processor time of a service's processes, and of the rest of the machine beside them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from bench.driver.servers import Server
 
 TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 SLEEPS: Final = re.compile(r"^voluntary_ctxt_switches:\s+(\d+)$", re.MULTILINE)
-MOST_OF_OTHERS: Final = 0.05
-"""Share of the processors that others may use before what was measured meanwhile is disturbed."""
+MAX_OTHERS: Final = 0.05
+"""Share of the processors that other processes may use; beyond it a run counts as disturbed."""
 TRIES: Final = 3
 Result = TypeVar("Result")
 
 
 def children(server: Server) -> dict[str, list[int]]:
-    """The processes of a service: `door` and `engine`, each with those of its kind."""
+    """The process ids of a service's doors and engines, under "door" and "engine"."""
     found: dict[str, list[int]] = {"door": [], "engine": []}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -36,24 +36,24 @@ def children(server: Server) -> dict[str, list[int]]:
 
 
 class Processes:
-    """Groups of processes; each figure is of all threads of a group together."""
+    """Groups of processes; each figure is the sum over a group's threads."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._groups = groups
 
     @classmethod
     def of(cls, servers: Sequence[Server]) -> Processes:
-        """This one, that calls; the servers' doors; their engines."""
+        """Three groups: this process, which calls; the servers' doors; their engines."""
         every = [children(server) for server in servers]
         doors = [pid for one in every for pid in one["door"]]
         return cls([[os.getpid()], doors, [pid for one in every for pid in one["engine"]]])
 
     def read(self) -> tuple[float, ...]:
-        """Seconds of processor that each group has used."""
+        """Processor seconds of each group."""
         return tuple(sum(map(spent_s, group)) for group in self._groups)
 
     def sleeps(self) -> tuple[int, ...]:
-        """How often each group's threads have had to wait."""
+        """Voluntary context switches of each group."""
         return tuple(sum(map(slept, group)) for group in self._groups)
 
 
@@ -78,16 +78,15 @@ def slept(pid: int) -> int:
 
 
 def machine_s() -> float:
-    """Seconds in which the machine's processors were not idle, what the host took included."""
+    """Seconds in which the machine's processors were not idle, stolen time included."""
     words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     user, nice, system, _, _, irq, softirq, steal = map(int, words)
     return (user + nice + system + irq + softirq + steal) / TICKS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """Seconds by the clock and of each group's processors, how often each group slept, and the
-    share of the machine that others used."""
+class Usage:
+    """Wall time, processor time and sleeps of each group, and the share of other processes."""
 
     wall_s: float
     cpu_s: tuple[float, ...]
@@ -96,11 +95,11 @@ class Watched:
 
     @property
     def is_disturbed(self) -> bool:
-        return self.others > MOST_OF_OTHERS
+        return self.others > MAX_OTHERS
 
 
-def watched(processes: Processes, act: Callable[[], Result]) -> tuple[Result, Watched]:
-    """What `act` gives, and what it took."""
+def measured_usage(processes: Processes, act: Callable[[], Result]) -> tuple[Result, Usage]:
+    """The result of `act`, and the usage meanwhile."""
     spent, slept_before = processes.read(), processes.sleeps()
     machine, begun = machine_s(), time.perf_counter()
     result = act()
@@ -109,13 +108,15 @@ def watched(processes: Processes, act: Callable[[], Result]) -> tuple[Result, Wa
     sleeps = tuple(b - a for a, b in zip(slept_before, processes.sleeps(), strict=True))
     others = machine_s() - machine - sum(cpu_s)
     cores = len(os.sched_getaffinity(0))
-    return result, Watched(wall_s, cpu_s, sleeps, round(max(0.0, others / (wall_s * cores)), 4))
+    return result, Usage(wall_s, cpu_s, sleeps, round(max(0.0, others / (wall_s * cores)), 4))
 
 
-def undisturbed(processes: Processes, act: Callable[[], Result]) -> tuple[Result, Watched]:
-    """As `watched`; done again, some times, while others use much of the machine."""
-    for left in reversed(range(TRIES)):
-        result, seen = watched(processes, act)
+def undisturbed(
+    processes: Processes, act: Callable[[], Result], tries: int = TRIES
+) -> tuple[Result, Usage]:
+    """As `measured_usage`, up to `tries` times while a run is disturbed."""
+    for left in reversed(range(tries)):
+        result, seen = measured_usage(processes, act)
         if not (seen.is_disturbed and left):
             return result, seen
         print(f"disturbed: others used {seen.others:.0%} of the machine; again", flush=True)

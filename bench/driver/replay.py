@@ -1,5 +1,8 @@
-"""A trace replayed on running services: every request begins from the prefix cache, is prefilled
-and committed, decodes some tokens, and is deleted. What each call took is kept."""
+"""A trace replayed on running services, with a record of every call.
+
+Every request starts from the prefix cache, is prefilled and committed, decodes a few tokens, and is
+deleted.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ KV_HEADS: Final = 2
 QO_HEADS: Final = 8
 HEAD_DIM: Final = 64
 PAGE: Final = 16
-"""Tokens of a page, and what a block of the trace becomes."""
+"""Tokens of a page. A block of the trace becomes a page."""
 LAYERS: Final = 1
 DECODES: Final = 4
-"""Tokens that a request decodes, whatever the trace says."""
+"""Tokens that every request decodes."""
 POOL: Final = {
     "num-layers": LAYERS,
     "num-kv-heads": KV_HEADS,
@@ -35,9 +38,8 @@ POOL: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
-    """One call: its kind, tokens that are new in it and pairs of query and key, and seconds by the
-    clock and of each process's processor."""
+class CallRecord:
+    """A call: its kind, new tokens, pairs of query and key, wall time, and CPU time by process."""
 
     kind: str
     new: int
@@ -47,11 +49,11 @@ class Called:
 
 
 @dataclass(slots=True)
-class Played:
-    """What came of a replay: seconds of every request and in all, tokens asked for and cached."""
+class ReplayResult:
+    """Seconds of every request and in all, the calls, tokens of prompts, and cached tokens."""
 
     request_s: list[float] = field(default_factory=list)
-    calls: list[Called] = field(default_factory=list)
+    calls: list[CallRecord] = field(default_factory=list)
     wall_s: float = 0.0
     tokens: int = 0
     cached: int = 0
@@ -67,7 +69,7 @@ class Played:
 def summary(
     request_s: Sequence[float], wall_s: float, hit_rate: float, calls: int
 ) -> dict[str, float]:
-    """The figures that a simulation is held to."""
+    """The figures that a simulation is compared with."""
     p50, p99 = np.percentile(request_s, (50, 99)).tolist()
     return {
         "requests_per_s": round(len(request_s) / wall_s, 2),
@@ -79,24 +81,26 @@ def summary(
 
 
 def token_ids(blocks: Sequence[int]) -> NDArray[np.uint32]:
-    """Ids of a prompt, a page for each block, which only these blocks have."""
+    """Token ids of a prompt, a page for each block, unique to these blocks."""
     numbers = np.array(blocks, np.int64)[:, np.newaxis] * PAGE + np.arange(PAGE)
     return (numbers % (1 << 32)).astype(np.uint32).ravel()
 
 
-class Player:
-    """Plays requests on one service by one client."""
+class Rereplayer:
+    """Replays requests on one service by one client."""
 
-    def __init__(self, client: AsyncClient, played: Played, processes: Processes | None) -> None:
+    def __init__(
+        self, client: AsyncClient, result: ReplayResult, processes: Processes | None
+    ) -> None:
         self._client = client
-        self._played = played
+        self._result = result
         self._processes = processes
         rows = np.random.default_rng(0).standard_normal((2**14, QO_HEADS, HEAD_DIM))
         self._q: NDArray[Any] = rows.astype(np.float32)
         self._kv = np.ascontiguousarray(self._q[:, :KV_HEADS])
 
-    async def play(self, request: Request) -> None:
-        """One request, from its beginning to its deletion. The service names the sequence."""
+    async def replay(self, request: Request) -> None:
+        """One request, from create to delete. The service names the sequence."""
         ids = token_ids(request.blocks)
         begun = time.perf_counter()
         prefix = Prefix(ids)
@@ -104,21 +108,21 @@ class Player:
             "create", ids.size, 0, lambda: self._client.create_sequence(prefix=prefix)
         )
         name, cached = made.id, made.cached_len
-        self._played.tokens += ids.size
-        self._played.cached += cached
+        self._result.tokens += ids.size
+        self._result.cached += cached
         await self.prefill(name, cached, ids.size)
         await self.call("commit", ids.size - cached, 0, lambda: self._client.commit(name, prefix))
         for step in range(DECODES):
             await self.decode(name, ids.size + step)
         await self.call("delete", ids.size, 0, lambda: self._client.delete_sequence(name))
-        self._played.request_s.append(time.perf_counter() - begun)
+        self._result.request_s.append(time.perf_counter() - begun)
 
     async def prefill(self, name: str, cached: int, length: int) -> None:
-        """The last token at least is computed, whatever is cached; none is appended for it."""
+        """Computes at least the last token, and appends those that are not cached."""
         new = length - cached
         rows = max(1, new)
         pairs = rows * length - rows * (rows - 1) // 2
-        kv = {"k": self._kv[:new], "v": self._kv[:new]} if new else {}
+        kv: dict[str, Any] = {"k": self._kv[:new], "v": self._kv[:new]} if new else {}
         for layer in range(LAYERS):
             await self.call(
                 "prefill",
@@ -146,7 +150,7 @@ class Player:
         wall_s = time.perf_counter() - begun
         after = self._processes.read() if self._processes else ()
         cpu_s = tuple(b - a for a, b in zip(before, after, strict=True))
-        self._played.calls.append(Called(kind, new, pairs, wall_s, cpu_s))
+        self._result.calls.append(CallRecord(kind, new, pairs, wall_s, cpu_s))
         return answer
 
 
@@ -154,26 +158,26 @@ async def replay(
     shares: Sequence[tuple[str, Sequence[Request]]],
     workers: int,
     processes: Processes | None = None,
-) -> Played:
-    """Replay each share of a trace on the service at its URL, `workers` requests of it at a time.
+) -> ReplayResult:
+    """Replay each share of a trace on the service at its URL, `workers` requests at a time.
 
-    With `processes` what each call cost them is measured, which wants one worker.
+    `processes`: also measure their CPU time of each call, which requires one worker.
     """
-    played = Played()
+    result = ReplayResult()
     clients = [AsyncClient(url, timeout=120.0) for url, _ in shares]
 
-    async def work(player: Player, left: list[Request]) -> None:
+    async def work(replayer: Rereplayer, left: list[Request]) -> None:
         while left:
-            await player.play(left.pop())
+            await replayer.replay(left.pop())
 
     begun = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for client, (_, requests) in zip(clients, shares, strict=True):
             left = list(requests)[::-1]
-            player = Player(client, played, processes)
+            replayer = Rereplayer(client, result, processes)
             for _ in range(workers):
-                group.create_task(work(player, left))
-    played.wall_s = time.perf_counter() - begun
+                group.create_task(work(replayer, left))
+    result.wall_s = time.perf_counter() - begun
     for client in clients:
         await client.aclose()
-    return played
+    return result
