@@ -1,4 +1,4 @@
-"""What the core refuses, with the numbers a caller needs; a refusal changes nothing.
+"""Errors of the core, with the numbers a caller needs. An operation that raises changes nothing.
 
 CoreError
 ├── UnknownSequence     ids
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 
 class CoreError(Exception):
-    """Base of every refusal."""
+    """Base of every error that a caller causes."""
 
 
 class UnknownSequence(CoreError):
@@ -39,13 +39,13 @@ class LengthMismatch(CoreError):
     """The caller's `offsets` differ from the lengths stored."""
 
     def __init__(self, lengths: Mapping[str, int]) -> None:
-        told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        super().__init__(f"offsets differ from the stored lengths: {told}")
+        stored = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        super().__init__(f"offsets differ from the stored lengths: {stored}")
         self.lengths = dict(lengths)
 
 
 class SequenceTaken(CoreError):
-    """A shard is in another epoch than the caller's: `epochs` by sequence id."""
+    """Shards are in another epoch than the caller's: `epochs` has the present one of each."""
 
     def __init__(self, epochs: Mapping[str, int]) -> None:
         super().__init__(f"another writer has taken over: {', '.join(epochs)}")
@@ -53,10 +53,10 @@ class SequenceTaken(CoreError):
 
 
 class OutOfPages(CoreError):
-    """Too few pages are free, and too few can be evicted: `available` are both together.
+    """Too few pages are free or evictable; `available` counts both.
 
-    `held` has the namespace's own pages by state (`referenced` ones are held by sequences and
-    leases, `pinned` ones by hard pins, `cached` ones can be evicted), and its `leases`.
+    `held` has the namespace's own pages by state (`referenced` by sequences and leases, `pinned`
+    by hard pins, `cached` and so evictable), and its number of `leases`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class UnknownLease(CoreError):
 
 
 class UnknownPage(CoreError):
-    """No page of that key is cached, or pinned, where the caller can see it."""
+    """No cached or pinned page of the caller's namespace has that key."""
 
     def __init__(self, key: str) -> None:
         super().__init__(f"no such page: {key}")
@@ -90,16 +90,16 @@ class UnknownPage(CoreError):
 
 
 class KeyMismatch(CoreError):
-    """The name given for a page contradicts the one that it, or another page, has already."""
+    """The name given for a page contradicts an existing name of that page or of another."""
 
     def __init__(self, page: int, rule: str, sequence: str | None = None) -> None:
-        """`sequence` is the one of a batch that the page is of."""
+        """`sequence`: in a batch, the id of the sequence that has the page."""
         super().__init__(f"page {page}: {rule}")
         self.page, self.rule, self.sequence = page, rule, sequence
 
 
 class InvalidRequest(CoreError):
-    """A field breaks a rule; `value` is what was given (shortened by whoever prints it)."""
+    """`field` had `value`, which breaks `rule`. The value is printed shortened."""
 
     def __init__(self, field: str, value: object, rule: str) -> None:
         super().__init__(f"{field} = {value}: {rule}")
@@ -109,5 +109,5 @@ class InvalidRequest(CoreError):
 class IntegrityError(RuntimeError):
     """An invariant of the core is broken; the message has the numbers."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what}: this is a bug")
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{message}: this is a bug")

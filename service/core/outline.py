@@ -1,6 +1,6 @@
-"""Pool and tree as seen from afar: the state of every page, the largest parts of the tree.
+"""An outline of pool and tree: the state of every page, and the largest parts of the tree.
 
-The work is bounded, whatever the pool and the tree have become.
+The work is bounded for any size of pool and tree.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Int32 = NDArray[np.int32]
 UInt8 = NDArray[np.uint8]
 
 MOST_CELLS: Final = 2**17
-"""Pages whose states are told; of a larger pool every so manyth."""
+"""Maximum pages with a state; a larger pool is sampled at a fixed step."""
 MOST_PARTS: Final = 512
-MOST_LOOKED_AT: Final = 1024
-"""Sequences, and named nodes, that the parts are chosen from: those with the most pages."""
+MOST_CANDIDATES: Final = 1024
+"""The parts are chosen from this many sequences and named nodes with the most pages."""
 MOST_ROWS: Final = 8192
-"""Parts that are looked at before the largest are chosen: some 10 ms."""
+"""Maximum parts examined before the largest are chosen: some 10 ms."""
 MOST_NAMESPACES: Final = 64
 
 
 def page_states(tree: PrefixTree, most: int = MOST_CELLS) -> tuple[UInt8, int]:
-    """The states of pages 0, s, 2s, ...: 0 free, else as a named node's; and s."""
+    """The states of pages 0, s, 2s, ... (0: free, else a named node's state), and s."""
     named, num_pages = tree.cache.named, tree.allocator.num_pages
     step = -(-num_pages // most)
     states = tree.allocator.held(step).astype(np.uint8)
@@ -44,12 +44,12 @@ def page_states(tree: PrefixTree, most: int = MOST_CELLS) -> tuple[UInt8, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outline:
-    """The largest parts of the tree, [n] each, every part behind the one above it.
+    """The largest parts of the tree, [n] each, every part after its parent.
 
-    The first rows are the `namespaces` themselves; then come nodes, and the private ends of
-    sequences. `parents` is the row above, -1 for a namespace; `pages` are a part's own, `totals`
-    those of all below it as well, whether they have rows or not; `sequences` counts those that
-    share it; `used` is when it was used last; `states` are as those of pages.
+    The first rows are the `namespaces`, then nodes and private ends of sequences. `parents` is the
+    parent's row, -1 for a namespace; `pages` are a part's own, `totals` include everything below
+    it, with or without a row; `sequences` counts the sequences that share it; `used` is the time of
+    its last use; `states` are states of pages.
     """
 
     namespaces: list[str]
@@ -63,7 +63,7 @@ class Outline:
 
 @dataclass(slots=True)
 class Rows:
-    """Parts in the order in which they were met. `places` has nodes and namespaces."""
+    """Parts in order of discovery; `places` maps nodes and namespaces to their rows."""
 
     places: dict[Node | Namespace, int] = field(default_factory=dict)
     above: list[Node | Namespace | None] = field(default_factory=list)
@@ -84,8 +84,8 @@ class Rows:
         self.states.append(state)
 
     def add_path(self, node: Node | None, owner: Namespace) -> None:
-        """A node and all above it, as far as they are not there yet; under its namespace where
-        there are `MOST_ROWS` already."""
+        """Add a node and all above it that have no row; after `MOST_ROWS` the node goes directly
+        under its namespace."""
         while node is not None and node not in self.places:
             self.places[node] = len(self.above)
             name = node.name
@@ -101,13 +101,13 @@ class Rows:
 
 
 def outline(tree: PrefixTree, most: int = MOST_PARTS) -> Outline:
-    """At most `most` parts of the tree, the largest ones."""
+    """The largest parts of the tree, at most `most`."""
     books, rows = tree.books, Rows()
     namespaces = largest_namespaces(tree.budget.namespaces.values())
     for namespace in namespaces:
         rows.places[namespace] = len(rows.above)
         rows.add(None, -1, 0, 0.0, 0)
-    columns = largest(books.num_pages, MOST_LOOKED_AT)
+    columns = largest(books.num_pages, MOST_CANDIDATES)
     held = zip(books.num_pages[columns].tolist(), books.used[columns].tolist(), strict=True)
     for leaf, (num_pages, used) in zip(books.leaves(columns), held, strict=True):
         if leaf.owner in rows.places:
@@ -119,7 +119,7 @@ def outline(tree: PrefixTree, most: int = MOST_PARTS) -> Outline:
 
 
 def summed_up(rows: Rows, namespaces: list[str], most: int) -> Outline:
-    """The largest parts, when every part has been given what is below it."""
+    """The largest parts, with the totals of everything below each."""
     order = np.argsort(np.array(rows.starts, np.int32), kind="stable")
     above = [-1 if one is None else rows.places[one] for one in rows.above]
     totals, sequences, used = rows.pages.copy(), rows.sequences, rows.used
@@ -131,7 +131,7 @@ def summed_up(rows: Rows, namespaces: list[str], most: int) -> Outline:
             used[parent] = max(used[parent], used[row])
     sizes = np.array(totals, np.int32)
     order = order[sizes[order] > 0]
-    if order.size > most:  # whatever is above a part is larger than the part
+    if order.size > most:  # a parent is larger than its children
         order = order[largest(sizes[order], most)]
     new = np.full(sizes.size + 1, -1, np.int32)
     new[order] = np.arange(order.size, dtype=np.int32)
@@ -148,18 +148,18 @@ def summed_up(rows: Rows, namespaces: list[str], most: int) -> Outline:
 
 
 def largest_namespaces(namespaces: Iterable[Namespace]) -> list[Namespace]:
-    """Those with the most pages."""
+    """The namespaces with the most pages."""
     found = sorted((one for one in namespaces if one.used), key=lambda one: -one.used)
     return found[:MOST_NAMESPACES]
 
 
 def largest_named(named: NamedPages) -> list[tuple[Node, Namespace]]:
-    """Named nodes with their namespaces: all, or about those with the most pages."""
+    """Named nodes with their namespaces: all, or by sampling those with the most pages."""
     numbers = range(len(named.nodes))
-    if len(numbers) > MOST_LOOKED_AT:
+    if len(numbers) > MOST_CANDIDATES:
         sample = named.node_of[:: -(-named.node_of.size // MOST_CELLS)]
         sizes = np.bincount(sample[sample >= 0], minlength=1)
-        found: Iterable[int] = largest(sizes, MOST_LOOKED_AT).tolist()
+        found: Iterable[int] = largest(sizes, MOST_CANDIDATES).tolist()
     else:
         found = numbers
     nodes = [named.nodes[number] for number in found]
@@ -167,7 +167,7 @@ def largest_named(named: NamedPages) -> list[tuple[Node, Namespace]]:
 
 
 def largest(sizes: NDArray[np.integer], most: int) -> NDArray[np.intp]:
-    """The places of the largest numbers, at most so many, none of them 0; in their order."""
+    """Indices of the `most` largest nonzero numbers, ascending."""
     places = np.flatnonzero(sizes)
     if places.size > most:
         places = np.sort(places[np.argpartition(sizes[places], places.size - most)[-most:]])

@@ -1,4 +1,4 @@
-"""How much sequences share: looked at a small piece at a time."""
+"""Measures how much sequences share, a small piece at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAVES_AT_ONCE: Final = 64
 
 
 class Sharing(NamedTuple):
-    """Nodes without a name that sequences share, and tokens seen / tokens stored: 1 for none."""
+    """Unnamed nodes that sequences share, and tokens seen / tokens stored (1: nothing shared)."""
 
     num_unnamed: int = 0
     ratio: float = 1.0
@@ -23,9 +23,9 @@ class Sharing(NamedTuple):
 def sharing_steps(
     books: SequenceBooks, leaves: Sequence[Leaf], page_size: int
 ) -> Generator[None, None, Sharing]:
-    """Look at the sequences and at every node above them, each by its least kv_len.
+    """Count the sequences, each by its minimum kv_len, and every node above them.
 
-    What changes between two steps is counted as it was or as it is.
+    A change between two steps may or may not be counted.
     """
     seen = shared = num_unnamed = 0
     nodes: set[Node] = set()

@@ -1,4 +1,4 @@
-"""Steps: an extension of sequences at many layers at once, and what it takes to undo it."""
+"""Steps: extends sequences at many layers at once, and rolls such an extension back."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from service.core.values import Extension, Indices, Int32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepExtension:
-    """`first` is the extension of the first layer; at the other `layers` lengths alone changed.
+    """`first` is the extension of the first layer; at the other `layers` only lengths changed.
 
-    The page table is that of all layers, so slots and pages are the first layer's.
+    All layers share one page table, so the slots and pages are the first layer's.
     """
 
     first: Extension
@@ -31,9 +31,9 @@ def extend_layers(
     counts: Int32,
     offsets: Int32 | None = None,
 ) -> StepExtension:
-    """`PrefixTree.extend` at each of `layers`, where every sequence has one length; all or none.
+    """`PrefixTree.extend` at each of `layers`; all or none.
 
-    Raises `InvalidRequest` where lengths differ from layer to layer, and as `extend`.
+    Raises `InvalidRequest` if a sequence's lengths differ between the layers, and as `extend`.
     """
     check_level(tree, layers, ids)
     first = tree.extend(layers[0], ids, counts, offsets)
@@ -44,7 +44,8 @@ def extend_layers(
 
 
 def check_level(tree: PrefixTree, layers: Sequence[int], ids: Ids) -> None:
-    """Every sequence has the same length at each of the layers, so that one plan serves them."""
+    """Raises `InvalidRequest` unless each sequence has one length at all the layers, so that one
+    plan serves them."""
     if not 0 <= min(layers) <= max(layers) < tree.num_layers:
         raise InvalidRequest("layers", list(layers), f"0 to {tree.num_layers - 1}")
     batch = tree.books.look_up_distinct(ids)
@@ -53,26 +54,26 @@ def check_level(tree: PrefixTree, layers: Sequence[int], ids: Ids) -> None:
     if uneven.any():
         at = int(uneven.argmax())
         low, high = int(lengths[:, at].min()), int(lengths[:, at].max())
-        rule = f"has {low} to {high} tokens at the step's layers: all must have as many"
+        rule = f"has {low} to {high} tokens at the step's layers: its lengths must be equal"
         raise InvalidRequest("sequences", batch.ids[at], rule)
 
 
 def undo_layers(tree: PrefixTree, extension: StepExtension) -> None:
-    """Take back an extension of many layers; the latest of the same sequences first.
+    """Roll back an extension of many layers; of several of the same sequences, the newest first.
 
     Raises `IntegrityError` as `PrefixTree.undo`.
     """
     first, others = extension.first, extension.layers
     if others.size:
         if not all(tree.books.holds(leaf) for leaf in first.leaves):
-            raise IntegrityError("a step was to be undone whose sequences are gone")
+            raise IntegrityError("cannot roll back a step: its sequences were deleted")
         where = np.ix_(others, columns(first))
         if not (tree.books.lengths[where] == first.lengths).all():
-            raise IntegrityError("a step was to be undone whose sequences changed since")
+            raise IntegrityError("cannot roll back a step: its sequences have changed since")
         tree.books.lengths[where] = first.before
     tree.undo(first)
 
 
 def columns(extension: Extension) -> Indices:
-    """Where the books have the sequences of an extension."""
+    """The columns of an extension's sequences in the books."""
     return np.array([leaf.index for leaf in extension.leaves], np.intp)

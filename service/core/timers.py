@@ -1,4 +1,4 @@
-"""Due times: what is due by now, found without looking at what is not."""
+"""Timers: finds the items that are due without looking at the others."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Final, Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 LEAST_STALE: Final = 1024
-"""Entries that no longer count are not cleaned up among fewer."""
+"""Superseded entries are only removed from a heap with more entries than this."""
 
 
 class Timers(Generic[T]):
     """At most one due time per item, in seconds by one clock.
 
-    A heap by time. Entries that a later `set` or `cancel` replaced stay in it, but never as its
-    first: `next_due`, which loops ask for in every pass, is an attribute.
+    A heap by time. Entries superseded by a later `set` or `cancel` stay in it, but never as its
+    first: so `next_due`, which loops read in every pass, is a plain attribute.
     """
 
     __slots__ = ("_entry_of", "_heap", "_num_made", "next_due")
@@ -25,7 +25,7 @@ class Timers(Generic[T]):
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, T]] = []
         self._entry_of: dict[T, tuple[float, int]] = {}
-        """The time and the number of the one entry of each item that counts."""
+        """Time and number of each item's valid entry."""
         self._num_made = 0
         self.next_due = math.inf
         """When the first item is due; infinity where there is none."""
@@ -37,7 +37,7 @@ class Timers(Generic[T]):
         return bool(self._entry_of)
 
     def set(self, item: T, due: float) -> None:
-        """Make an item due at `due`, whatever was set before; infinity cancels."""
+        """Make an item due at `due`, replacing an earlier time; infinity cancels."""
         if due == math.inf:
             self.cancel(item)
             return
@@ -50,18 +50,17 @@ class Timers(Generic[T]):
         self._clean()
 
     def cancel(self, item: T) -> None:
-        """Take an item's due time away, if it has one."""
+        """Remove an item's due time, if it has one."""
         if self._entry_of.pop(item, None) is not None:
             self._clean()
 
     def due_of(self, item: T) -> float:
-        """When an item is due; infinity where nothing is set."""
+        """When an item is due; infinity if it has no due time."""
         entry = self._entry_of.get(item)
         return math.inf if entry is None else entry[0]
 
     def take_due(self, now: float, most: int) -> Iterator[T]:
-        """The items that are due, the earliest first, at most `most` of them; each without a due
-        time from then on."""
+        """Remove and yield the due items, earliest first, at most `most` of them."""
         for _ in range(most):
             if self.next_due > now:
                 return
@@ -71,7 +70,7 @@ class Timers(Generic[T]):
             yield item
 
     def _clean(self) -> None:
-        """Drop first entries that do not count."""
+        """Drop superseded entries from the front of the heap."""
         heap = self._heap
         while heap and not self._counts(heap[0]):
             heappop(heap)

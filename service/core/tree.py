@@ -1,6 +1,6 @@
-"""The prefix tree: sequences that share whole pages, and every change one can make to them.
+"""The prefix tree: sequences that share whole pages, and every operation that changes them.
 
-A change either happens or raises having changed nothing: each method checks first, then changes.
+An operation that raises has changed nothing: each method checks first, then changes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from service.core.pool.namespaces import Namespace
 from service.core.prefix.cache import PrefixCache
 from service.core.prefix.keys import Prefix
 from service.core.prefix.named_pages import NamedPages
-from service.core.prefix.nodes import Leaf, Links
+from service.core.prefix.nodes import Leaf, Links, owner_of
 from service.core.sequences.books import Ids, SequenceBooks
 from service.core.sequences.creation import first_lengths
 from service.core.sequences.cuts import Cuts
-from service.core.sequences.views import view
+from service.core.sequences.views import SequenceView, view
 from service.core.sharing import Sharing, sharing_steps
 from service.core.values import (
     Extension,
@@ -30,11 +30,10 @@ from service.core.values import (
     Int32,
     NewSpec,
     RowCopies,
-    SequenceView,
     row_copies,
 )
 
-# Named here because the class has a method called `list`.
+# Named here because `PrefixTree` has a method `list`.
 Leaves = list[Leaf]
 Views = list[SequenceView]
 
@@ -42,9 +41,9 @@ Views = list[SequenceView]
 class PrefixTree:
     """All sequences of one pool, `num_layers` layers deep.
 
-    Not thread-safe: one thread owns it. `allocator`, `books` and the leaves' links are open to the
-    planner and the integrity check, which only read them. `budget` says who may have how many
-    pages, `cache` finds those that are committed, `cuts` cuts sequences, many at once.
+    Not thread-safe: one thread owns it. The planner and the integrity check read `allocator`,
+    `books` and the leaves' links. `budget` allocates pages within quotas, `cache` finds committed
+    pages, `cuts` cuts sequences, many at once.
     """
 
     __slots__ = (
@@ -60,7 +59,7 @@ class PrefixTree:
     )
 
     def __init__(self, num_pages: int, page_size: int, num_layers: int) -> None:
-        """Raises `InvalidRequest` for a pool whose token slots do not fit int32."""
+        """Raises `InvalidRequest` for a size below 1, or if token slots exceed int32."""
         if min(num_pages, page_size, num_layers) < 1:
             given = (num_pages, page_size, num_layers)
             raise InvalidRequest("num_pages, page_size, num_layers", given, "each at least 1")
@@ -79,11 +78,11 @@ class PrefixTree:
         self.cuts = Cuts(self.books, self.budget, self._links, page_size)
 
     def create(self, new: Sequence[NewSpec]) -> RowCopies:
-        """Make sequences, each empty or a fork; all or none.
+        """Create sequences; all or none.
 
-        A fork shares its parent's full pages up to its length and gets a fresh page for the rest,
-        whose rows the returned copies bring there. A parent may come earlier in `new`. One with a
-        prefix begins with the longest part of it that is cached.
+        A fork shares its parent's full pages up to its length and gets a fresh page for the rest:
+        the caller must execute the returned copies. A parent can be an earlier one of `new`. A
+        sequence with a prefix starts with the prefix's longest cached beginning.
 
         Raises `InvalidRequest`, `SequenceExists`, `UnknownSequence` (parents), `OutOfPages`.
         """
@@ -102,70 +101,69 @@ class PrefixTree:
                 continue
             self._add(spec, parent, length, tail)
             if parent is not None and num_rows:
-                # A parent of this very call has no rows yet: they come from where its own do.
+                # A parent created by this call has no rows yet: copy from its own source.
                 page, source = int(tail[0]), int(parent.table[full])
                 written_from[page] = source = written_from.get(source, source)
                 copies.append((source, page, num_rows))
         return row_copies(copies)
 
     def free(self, ids: Ids) -> None:
-        """Forget sequences; pages that nothing else holds become free. All or none.
+        """Delete sequences; pages that nothing else holds become free. All or none.
 
-        Raises `UnknownSequence`, `InvalidRequest` where an id comes twice.
+        Raises `UnknownSequence`, `InvalidRequest` for a duplicate id.
         """
         leaves = self.books.leaves(self.books.look_up_distinct(ids).indices)
         for leaf in leaves:
-            self._drop_pages(leaf, leaf.start)
+            self.cuts.drop_pages(leaf, leaf.start)
             self._links.detach(leaf, leaf.parent)
             self.books.remove(leaf)
 
     def truncate(self, name: str, length: int) -> RowCopies:
         """Cut every layer to `length` tokens.
 
-        A cut within a shared page leaves that page to the others: its rows are copied to a page of
-        the sequence's own, one that the cut sets free or else a fresh one.
+        After a cut within a shared page, the caller must execute the returned copy of its rows to
+        a page of the sequence's own.
 
         Raises `UnknownSequence`, `InvalidRequest` beyond the sequence's length, `OutOfPages`.
         """
         return self.cuts.finish(self.cuts.prepare((name,), (length,)))
 
     def cut_layer(self, name: str, layer: int, length: int) -> None:
-        """Cut one layer to `length` tokens; pages that no layer reaches any more are given back.
+        """Cut one layer to `length` tokens, releasing pages that no layer reaches any more.
 
-        Raises `UnknownSequence`, `InvalidRequest` beyond what the layer has, or within pages that
-        others share.
+        Raises `UnknownSequence`, `InvalidRequest` beyond the layer's length or within shared pages.
         """
         self._check_layer(layer)
         leaf = self.books.leaf(name)
         longest, shared = int(self.books.lengths[layer, leaf.index]), leaf.start * self.page_size
         if not shared <= length <= longest:
-            rule = f"{shared} to {longest}: what it shares with others, and what the layer has"
+            rule = f"{shared} (tokens in shared pages) to {longest} (the layer's length)"
             raise InvalidRequest("length", length, rule)
         self.books.lengths[layer, leaf.index] = length
         longest = int(self.books.lengths[:, leaf.index].max())
-        self._drop_pages(leaf, -(-longest // self.page_size))
+        self.cuts.drop_pages(leaf, -(-longest // self.page_size))
         self.books.renew(leaf)
 
     def extend(
         self, layer: int, ids: Ids, counts: Int32, offsets: Int32 | None = None
     ) -> Extension:
-        """Add `counts` [B] tokens to sequences at one layer, with pages where needed; all or none.
+        """Add `counts` [B] tokens to sequences at one layer, allocating pages; all or none.
 
-        `offsets` [B] are the lengths that the caller believes to be true.
+        `offsets` [B] are the lengths that the caller expects.
 
-        Raises `UnknownSequence`, `InvalidRequest`, `LengthMismatch` (with the true lengths of all
-        `ids`), `OutOfPages`.
+        Raises `UnknownSequence`, `InvalidRequest`, `LengthMismatch` (with the stored lengths of
+        all `ids`), `OutOfPages`.
         """
         self._check_layer(layer)
         batch = self.books.look_up_distinct(ids)
         index = batch.indices
-        held = self.books.lengths[layer]  # a row of its own: one index is ten times as fast as two
+        held = self.books.lengths[layer]  # indexing a row is ten times as fast as two dimensions
         before = held[index]
         if counts.shape != before.shape or (counts < 0).any():
-            raise InvalidRequest("counts", counts, f"{before.size} numbers, none negative")
+            raise InvalidRequest("counts", counts, f"must be {before.size} numbers, none negative")
         if offsets is not None and not np.array_equal(offsets, before):
             raise LengthMismatch(dict(zip(batch.ids, before.tolist(), strict=True)))
-        # In 64 bits until it is known that the pool has that many slots.
+        # In 64 bits until the pool is known to have that many slots.
         wanted = before + counts.astype(np.int64)
         missing = -(-wanted // self.page_size) - self.books.num_pages[index]
         grown = np.flatnonzero(missing > 0)
@@ -179,10 +177,10 @@ class PrefixTree:
         return Extension(slots, lengths, layer, leaves, before, got, new_pages, num_pages)
 
     def undo(self, extension: Extension) -> None:
-        """Take back an extension; of several of the same sequences, the latest first.
+        """Roll back an extension; of several of the same sequences, the newest first.
 
-        What became of other sequences since does not matter. Raises `IntegrityError` when its own
-        have changed since, are gone, or share what was added.
+        Raises `IntegrityError` if one of its sequences has changed since, was deleted, or shares
+        the added tokens.
         """
         books, layer = self.books, extension.layer
         index = np.array([leaf.index for leaf in extension.leaves], np.intp)
@@ -193,20 +191,20 @@ class PrefixTree:
             and np.array_equal(books.num_pages[grown], extension.num_pages)
         )
         if not same:
-            raise IntegrityError("an extension was to be undone whose sequences changed since")
+            raise IntegrityError("cannot roll back an extension: its sequences have changed since")
         kept = extension.num_pages - extension.num_new_pages
         pairs = [*zip(extension.leaves, extension.before.tolist(), strict=True)]
         pairs += zip(extension.grown, (kept * self.page_size).tolist(), strict=True)
         for leaf, length in pairs:
             if leaf.start * self.page_size > length:
                 raise IntegrityError(
-                    f"an extension of {leaf.id} was to be undone to {length} tokens, and its first "
+                    f"cannot roll back an extension of {leaf.id} to {length} tokens: its first "
                     f"{leaf.start} pages are shared"
                 )
         books.lengths[layer][index] = extension.before
         for leaf, count in zip(extension.grown, extension.num_new_pages.tolist(), strict=True):
-            self._drop_pages(leaf, int(books.num_pages[leaf.index]) - count)
-            # The next extension may reach the same length on other pages.
+            self.cuts.drop_pages(leaf, int(books.num_pages[leaf.index]) - count)
+            # The next extension can reach the same length on other pages.
             books.renew(leaf)
         if extension.after_undo is not None:
             extension.after_undo()
@@ -225,7 +223,7 @@ class PrefixTree:
             raise LengthMismatch(dict(zip(names, lengths.tolist(), strict=True)))
 
     def read(self, ids: Ids, layer: int) -> tuple[Int32, Leaves]:
-        """kv_len at `layer`, int32 [B], and the leaves, which must be left as they are.
+        """kv_len at `layer`, int32 [B], and the leaves, which the caller must not change.
 
         Raises `UnknownSequence` with every unknown id.
         """
@@ -234,7 +232,7 @@ class PrefixTree:
         return self.books.lengths[layer][index], self.books.leaves(index)
 
     def page_table(self, ids: Ids, layer: int) -> CsrTable:
-        """The sequences' pages at `layer`, in the order of `ids`."""
+        """The page tables at `layer`, in the order of `ids`."""
         lengths, leaves = self.read(ids, layer)
         return csr_table([leaf.table for leaf in leaves], lengths, self.page_size)
 
@@ -249,39 +247,39 @@ class PrefixTree:
         return indptr(lengths), token_slots(tables, start, lengths, self.page_size)
 
     def plan_key(self, ids: Ids, layer: int) -> Hashable:
-        """Equal keys, equal plans (for equal queries); the same at each layer of a decode step."""
+        """A key whose equality means equal plans for equal queries, also across layers."""
         self._check_layer(layer)
         index = self.books.look_up(ids).indices
         return self.books.serials[index].tobytes(), self.books.lengths[layer][index].tobytes()
 
     def describe(self, name: str) -> SequenceView:
-        """What is known of one sequence. Raises `UnknownSequence`."""
+        """The view of one sequence. Raises `UnknownSequence`."""
         return view(self.books, self.books.leaf(name), self.page_size)
 
     def list(self, after: str | None, limit: int) -> Views:
-        """Up to `limit` sequences in order of id, those after `after` (None: from the start)."""
+        """Up to `limit` sequences in order of id, after `after` (None: from the first)."""
         return [view(self.books, leaf, self.page_size) for leaf in self.books.after(after, limit)]
 
     def tick(self, now: float) -> None:
-        """The time is `now`, in seconds by one clock: leases and soft pins end in time."""
+        """Advance the time to `now` seconds: leases, priorities and soft pins expire."""
         self.books.now = now
         self.cache.tick(now)
 
     @property
     def next_end(self) -> float:
-        """When time alone will next change something."""
-        return min(self.books.next_end, self.cache.next_end)
+        """Time of the next expiry."""
+        return min(self.books.next_expiry, self.cache.next_end)
 
     def integrity_steps(self, namespace: str | None = None) -> Pieces:
-        """`check_integrity` in small pieces between which the tree may change; only of what one
-        namespace has, where one is given."""
+        """`check_integrity` in small pieces between which the tree may change; with `namespace`
+        only that one's sequences and pages."""
         if namespace is None:
             return integrity_steps(self.books, self._links, self.budget)
         held = self.budget.namespaces.get(namespace) or Namespace(namespace)
         return own_integrity_steps(self.books, self._links, held)
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError`, with the numbers, where an invariant does not hold."""
+        """Raises `IntegrityError`, with the numbers, if an invariant does not hold."""
         for _ in self.integrity_steps():
             pass
 
@@ -291,16 +289,16 @@ class PrefixTree:
 
     @property
     def num_held(self) -> int:
-        """Pages that sequences and leases refer to, or that are pinned."""
+        """Pages held by sequences, leases or pins."""
         return self.allocator.num_referenced - self._named.num_cached
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that are cached, or shared by two sequences or more; leaves are not counted."""
+        """Nodes, leaves not counted."""
         return self._links.count
 
     def sharing_steps(self, namespace: str) -> Generator[None, None, Sharing]:
-        """What the sequences of one namespace share, in small pieces between which they may
+        """The sharing among one namespace's sequences, in small pieces between which they may
         change."""
         held = self.budget.namespaces.get(namespace)
         leaves = [] if held is None else list(held.leaves)
@@ -316,7 +314,7 @@ class PrefixTree:
             raise InvalidRequest("layer", layer, f"0 to {self.num_layers - 1}")
 
     def _add(self, spec: NewSpec, parent: Leaf | None, length: int, tail: Int32) -> None:
-        """A new sequence with `parent`'s full pages up to its first length, then `tail`."""
+        """Add a sequence with `parent`'s full pages up to its first length, then `tail`."""
         full = length // self.page_size
         shared = tail[:0] if parent is None else parent.table[:full]
         node = None if parent is None else self._links.node_ending_at(parent, full)
@@ -326,7 +324,7 @@ class PrefixTree:
         self._links.attach(leaf, node)
 
     def _add_cached(self, spec: NewSpec, prefix: Prefix) -> None:
-        """A new sequence with as much of the prefix as is cached."""
+        """Add a sequence with the longest cached beginning of `prefix`."""
         found = self.cache.match(spec.namespace, prefix)
         node = found.cut(self._links)
         table = found.table()
@@ -334,14 +332,8 @@ class PrefixTree:
         length = found.num_pages * self.page_size
         self._links.attach(self.books.add(spec, owner, length, table), node)
 
-    def _drop_pages(self, leaf: Leaf, keep: int) -> None:
-        """Release the leaf's own pages after the first `keep` of its table."""
-        count = int(self.books.num_pages[leaf.index])
-        self.budget.give_back(leaf.owner, leaf.table[keep:count])
-        self.books.set_num_pages(leaf, keep)
-
     def _grow(self, grown: Indices, missing: Int32) -> None:
-        """Give each leaf of the columns `grown` as many fresh pages as it is `missing`."""
+        """Give each leaf of the columns `grown` the fresh pages that it is `missing`."""
         if grown.size == 0:
             return
         leaves, held = self.books.leaves(grown), self.books.num_pages[grown].tolist()
@@ -358,10 +350,10 @@ class PrefixTree:
         self.books.last_page[grown] = pages[ends - 1]
 
     def _slots_after(self, index: Indices, before: Int32, counts: Int32) -> Int32:
-        """Slots of the `counts` tokens after `before`, whose pages are there already."""
+        """Slots of the `counts` tokens after `before`, whose pages are allocated."""
         first = before // self.page_size
         if (counts == 1).all() and (first == self.books.num_pages[index] - 1).all():
-            # A decode step writes into last pages only: no table needs to be touched.
+            # A decode step writes into last pages only: no table is read.
             slots: Int32 = (self.books.last_page[index] - first) * self.page_size + before
             return slots
         tables = [leaf.table for leaf in self.books.leaves(index)]
@@ -369,18 +361,10 @@ class PrefixTree:
 
 
 def all_of(steps: Generator[None, None, Sharing]) -> Sharing:
-    """The result of steps that are taken all at once."""
+    """Run all steps and return their result."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
             result: Sharing = end.value
             return result
-
-
-def owner_of(leaves: Leaves) -> Namespace:
-    """The namespace of a batch, which has one."""
-    owner = leaves[0].owner
-    if any(leaf.owner is not owner for leaf in leaves):
-        raise IntegrityError("sequences of two namespaces in one batch")
-    return owner

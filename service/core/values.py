@@ -1,4 +1,4 @@
-"""What the prefix tree takes and gives: plain values."""
+"""Arguments and results of the prefix tree: plain values."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ Int32 = NDArray[np.int32]
 Indices = NDArray[np.intp]
 
 DEFAULT_NAMESPACE: Final = "default"
-"""Everybody's, where nobody says whose."""
+"""The namespace of callers without a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewSpec:
-    """A sequence to make: empty, a fork of `parent` at `length` (None: all of it), or beginning
-    with as much of `prefix` as is cached in its `namespace`. `ttl_s`: seconds it lives unused.
+    """A sequence to create: empty, a fork of `parent` at `length` (None: its whole length), or
+    starting with the longest cached beginning of `prefix` in its `namespace`. `ttl_s`: idle seconds
+    before deletion (None: never).
 
     `shard` says which pages of it come here (None: all); `length` counts the tokens in them.
     """
@@ -43,7 +44,7 @@ class NewSpec:
 class RowCopies:
     """Copy the first `num_rows[i]` slots of page `src_pages[i]` to `dst_pages[i]`, every layer.
 
-    int32 [n] each. No page is both a source and a destination, so the order does not matter.
+    int32 [n] each. No page is both source and destination, so the order does not matter.
     """
 
     src_pages: Int32
@@ -62,12 +63,12 @@ def row_copies(triples: Sequence[tuple[int, int, int]]) -> RowCopies:
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class Extension:
-    """What `PrefixTree.extend` did: where the new tokens go, and what it takes to undo it.
+    """The result of `PrefixTree.extend`, with everything that undoing it needs.
 
-    `slots` int32 [sum(counts)] are token slots (`page * page_size + offset`) in row order;
-    `lengths` int32 [B] is kv_len after. The rest is the tree's own: the leaves of the sequences
-    and their lengths before; the leaves that got pages, how many, and how many they have since; and
-    what `PrefixTree.undo` calls last.
+    `slots` int32 [sum(counts)]: token slots (`page * page_size + offset`) of the new tokens, in row
+    order. `lengths` int32 [B]: kv_len afterwards. For the undo: the `leaves` and their lengths
+    `before`; the leaves that got pages (`grown`), how many each got (`num_new_pages`), and how many
+    each has now (`num_pages`); and what `PrefixTree.undo` calls last.
     """
 
     slots: Int32
@@ -82,24 +83,5 @@ class Extension:
 
     @property
     def num_stored(self) -> int:
-        """Tokens that have a slot; all of them, unless sequences are shards."""
+        """Tokens that have a slot: all, unless sequences are shards."""
         return int(np.count_nonzero(self.slots >= 0))
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceView:
-    """One sequence: `length` is the least over layers, `lengths` per layer.
-
-    `pages` is the size of its page table and `last_page_len` the tokens in the last one, at the
-    longest layer. `parent` is the id it was forked off, which may be gone by now. `ttl_s` is how
-    long it lives unused (None: for good). Of a `shard`, numbers are of what is held here.
-    """
-
-    id: str
-    length: int
-    lengths: tuple[int, ...]
-    pages: int
-    last_page_len: int
-    parent: str | None
-    ttl_s: float | None = None
-    shard: Shard | None = None

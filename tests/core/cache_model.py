@@ -472,7 +472,7 @@ class Driver:
             del model.leases[name]
             model.let_go(path(page), before)
         model.expire()
-        over = self.tree.books.outlived(lambda name: name.endswith("/s0"))
+        over = self.tree.books.expired(lambda name: name.endswith("/s0"))
         for name, one in model.sequences.items():
             if one.ttl_s is None:
                 continue

@@ -322,7 +322,7 @@ def test_a_commit_goes_on_from_what_is_committed_with_the_rest_of_the_names(kind
 def test_pages_that_are_not_committed_cannot_be_skipped(tree: PrefixTree) -> None:
     begun(tree, "a", 1, 2, 3)
     tree.cache.commit("a", Prefix(ids(1)))
-    with pytest.raises(InvalidRequest, match="at most 4, the tokens of the sequence that are"):
+    with pytest.raises(InvalidRequest, match="at most 4, the sequence's committed tokens"):
         tree.cache.commit("a", Prefix(ids(3), skipped=2))
     assert found(tree, 1, 2, 3) == 1
 

@@ -108,7 +108,7 @@ def test_ids_are_in_order_whatever_came_and_went() -> None:
                 names.add(name)
         if chance.random() < 0.5:
             assert [view.id for view in tree.list(None, 100)] == sorted(names)
-            assert tree.books.beginning_with("s1", 99) == sorted(
+            assert tree.books.with_prefix("s1", 99) == sorted(
                 name for name in names if name.startswith("s1")
             )
     for number in range(5000):

@@ -125,7 +125,7 @@ def test_only_the_largest_parts_have_rows_and_sums_know_of_the_others(tree: Pref
 def test_of_very_many_sequences_and_nodes_the_longest_are_looked_at(
     tree: PrefixTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outlines, "MOST_LOOKED_AT", 2)
+    monkeypatch.setattr(outlines, "MOST_CANDIDATES", 2)
     for number, pages in enumerate((1, 6, 3, 9, 1)):
         start(tree, f"s{number}", pages)
         keep(tree, *range(10 * number, 10 * number + pages))

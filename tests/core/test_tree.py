@@ -13,8 +13,9 @@ from service.core.errors import (
     UnknownSequence,
 )
 from service.core.prefix.keys import Prefix
+from service.core.sequences.views import SequenceView
 from service.core.tree import PrefixTree
-from service.core.values import NewSpec, SequenceView
+from service.core.values import NewSpec
 
 
 @pytest.fixture
@@ -379,7 +380,7 @@ def test_a_plan_key_is_not_used_again_after_a_truncate(pool, shared) -> None:
     ("specs", "error", "told"),
     [
         ([NewSpec("x"), NewSpec("a")], SequenceExists, "a"),
-        ([NewSpec("x"), NewSpec("x")], InvalidRequest, "once"),
+        ([NewSpec("x"), NewSpec("x")], InvalidRequest, "duplicate id"),
         ([NewSpec("x", "y"), NewSpec("y"), NewSpec("z", "w")], UnknownSequence, "y, w"),
         ([NewSpec("x", "x")], UnknownSequence, "x"),
         ([NewSpec("x", "a", 6)], InvalidRequest, "0 to 5"),
@@ -517,6 +518,6 @@ def test_an_extension_that_others_share_is_not_undone(change) -> None:
         pool.tree.cache.commit("a", Prefix(np.arange(8, dtype=np.uint32)))
     else:
         pool.tree.free(["a"])
-    with pytest.raises(IntegrityError, match="was to be undone"):
+    with pytest.raises(IntegrityError, match="cannot roll back"):
         pool.tree.undo(extension)
     pool.tree.check_integrity()

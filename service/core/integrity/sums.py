@@ -15,9 +15,9 @@ from service.core.sequences.books import SequenceBooks
 
 
 class Sums:
-    """How many nodes there are, who holds each page, and what each namespace has.
+    """Counts of nodes, of the holders of each page, and of each namespace's pages.
 
-    `collect` may be interrupted; its sums are worth nothing once `is_stale`.
+    `collect` may be interrupted; its sums are invalid once `is_stale`.
     """
 
     def __init__(self, books: SequenceBooks, links: Links, budget: Budget) -> None:
@@ -30,7 +30,7 @@ class Sums:
 
     @property
     def is_stale(self) -> bool:
-        """Whether something has changed since the sums were begun."""
+        """Whether something has changed since the sums were started."""
         return self._count_changes() != self._num_changes
 
     def _count_changes(self) -> tuple[int, int, int]:
@@ -38,7 +38,7 @@ class Sums:
         return named.num_changes, allocator.num_changes, self._books.num_changes
 
     def collect(self) -> Iterator[None]:
-        """Add everything up, a sequence or a node at a time."""
+        """Sum up, one sequence or node per step."""
         for leaf in list(self._books):
             owner, count = leaf.owner.name, int(self._books.num_pages[leaf.index])
             self._hold(owner, leaf.table[leaf.start : count])
@@ -63,22 +63,22 @@ class Sums:
             yield
 
     def _hold(self, owner: str, pages: Int32) -> None:
-        """A holder of distinct pages, which count for a namespace."""
+        """Count a holder of distinct pages, and the pages for a namespace."""
         self._used[owner] += pages.size
         self._holders[pages] += 1
 
     def check_nodes(self) -> None:
-        """Raises `IntegrityError` where nodes or serials are miscounted."""
+        """Raises `IntegrityError` for wrong counts of nodes or serials."""
         books, links = self._books, self._links
         count = len(self._unnamed) + links.named.num_nodes
         if count != links.count:
-            raise IntegrityError(f"{links.count} nodes were counted, {count} are there")
+            raise IntegrityError(f"the links count {links.count} nodes, there are {count}")
         serials = books.serials[[leaf.index for leaf in books]]
         if (distinct := np.unique(serials).size) != len(books):
             raise IntegrityError(f"{len(books)} sequences have {distinct} serials")
 
     def check_pages(self) -> None:
-        """Raises `IntegrityError` where pages, leases or namespaces are miscounted."""
+        """Raises `IntegrityError` for wrong counts of pages, leases or namespaces."""
         pages, budget = self._links.named, self._budget
         check_holders(self._holders, budget.allocator)
         for node in pages.nodes:

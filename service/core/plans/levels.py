@@ -1,4 +1,4 @@
-"""One cascade level: runs of neighbouring sequences, each with one stretch of pages."""
+"""Cascade levels: in each, runs of neighbouring sequences attend one range of pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.core.plans.ragged import (
 from service.core.values import Indices
 
 MAX_INDICES: Final = 2**22
-"""Entries of one level's page table: 16 MiB, made in some tens of milliseconds."""
+"""Maximum entries of one level's page table: 16 MiB, built in some tens of milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,9 +29,9 @@ class CascadeLevel:
 
     All int32. `qo_indptr` [S+1] covers all plan rows, `kv_indptr` [S+1] counts pages,
     `kv_last_page_len` [S] is in 1..page_size, or 0 for a segment without pages, `kv_start` [S] is
-    the position of the segment's first key in each row's own sequence. `causal` says whether the
-    level has a key to hide from a row because it comes after the row's position. `tokens_read`
-    counts the keys of segments that have rows.
+    the position of the segment's first key in each row's own sequence. `causal`: some key of the
+    level comes after a row's position and must be hidden. `tokens_read` counts the keys of segments
+    that have rows.
     """
 
     qo_indptr: Int32
@@ -47,7 +47,7 @@ class CascadeLevel:
 class PlanBatch:
     """Sequences in plan order: page tables, kv_len [B], and rows as `qo_indptr` [B+1]; int32.
 
-    `first` [B] is where the first row of each stands; None: they are the last of their sequence.
+    `first` [B] is the position of each one's first row; None: rows are the last of their sequence.
     """
 
     page_size: int
@@ -63,7 +63,7 @@ class PlanBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Sequences `first[i]:last[i]` see tokens `begin[i] * page_size : end[i]` of their own.
+    """Sequences `first[i]:last[i]` see their tokens `begin[i] * page_size : end[i]`.
 
     All int32. Runs are disjoint, in any order, and need not cover the batch; `begin` counts pages,
     `end` tokens.
@@ -76,7 +76,7 @@ class Runs:
 
 
 def cut_level(batch: PlanBatch, runs: Runs, causal: bool) -> CascadeLevel:
-    """The level of `runs`; sequences in none of them get a segment without pages."""
+    """The level of `runs`; other sequences get a segment without pages."""
     mark = np.zeros(batch.size + 1, dtype=bool)
     mark[0] = mark[-1] = mark[runs.first] = mark[runs.last] = True
     bounds = np.flatnonzero(mark)
@@ -88,9 +88,9 @@ def cut_level(batch: PlanBatch, runs: Runs, causal: bool) -> CascadeLevel:
     tokens = end - start
     pages = page_counts(tokens, batch.page_size)
     if (count := int(pages.sum(dtype=np.int64))) > MAX_INDICES:
-        rule = f"their page table has {count} entries, at most {MAX_INDICES} are planned at once"
+        rule = f"their page table has {count} entries, at most {MAX_INDICES} can be planned at once"
         raise InvalidRequest("sequences", batch.size, f"{rule}: send fewer sequences")
-    # A run's pages are in the table of each of its sequences: the first one's will do.
+    # All sequences of a run have the run's pages in their tables: use the first one's.
     tables = [batch.tables[place] for place in bounds[:-1].tolist()]
     qo_indptr = batch.qo_indptr[bounds]
     return CascadeLevel(
@@ -105,7 +105,8 @@ def cut_level(batch: PlanBatch, runs: Runs, causal: bool) -> CascadeLevel:
 
 
 def _hides(batch: PlanBatch, bounds: Indices, end: Int32, tokens: Int32) -> bool:
-    """Whether some row comes before the last of its segment's `tokens`, which stop at `end`."""
+    """Whether some row's position is before the last of its segment's `tokens`, which end at
+    `end`."""
     qo_lens = lens_of(batch.qo_indptr)
     if qo_lens.size == 0:
         return False

@@ -1,4 +1,4 @@
-"""From sequences and queries to index arrays: which keys each query row attends, level by level."""
+"""Plans: index arrays of the keys that each query row attends, level by level."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ CascadeMode = Literal["auto", "always", "never"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CascadePlan:
-    """What each query row attends: the levels (0 = most shared) whose states are to be merged.
+    """The levels (0 = most shared) that query rows attend; a row's states of all levels are merged.
 
     Plan row r is row `order[r]` of the request (None: the identity). `positions` int32 [n], in plan
-    order, is the row's position in its own sequence, `kv_len - qo_len + i`; negative where there
-    are more queries than keys. `is_cascade` says whether some level is shared by sequences.
-    `tokens_read` counts the keys of all segments that have query rows, `tokens_flat` what would
-    be read without sharing.
+    order, is the row's position in its own sequence, `kv_len - qo_len + i`; negative if there are
+    more queries than keys. `is_cascade`: sequences share some level. `tokens_read` counts the keys
+    of all segments that have query rows, `tokens_flat` the keys read without sharing.
     """
 
     levels: tuple[CascadeLevel, ...]
@@ -55,10 +54,10 @@ def make_plan(
 ) -> CascadePlan:
     """The plan for rows `qo_indptr[b]:qo_indptr[b+1]` attending all of sequence `ids[b]`.
 
-    `shards` is for sequences of which this engine holds a part only.
+    `shards` is given for sequences of which this pool has only a part.
 
-    `always` gives every stretch of pages that several sequences see a segment of its own, `auto`
-    those that save more than they cost, `never` none.
+    `mode`: `always` makes a segment of every range of pages that several sequences share, `auto` of
+    those that save more than they cost, `never` of none.
 
     Raises `UnknownSequence`.
     """
@@ -70,25 +69,27 @@ def make_plan(
         segments = cut_segments(parents, (qo_lens > 0).tolist(), tree.page_size, mode == "auto")
     # The only row of a sequence is its last: no key comes after it.
     hides = causal and bool((qo_lens > 1).any())
-    stands = None
+    row_positions = None
     if shards is not None:
-        stands = shards.positions(leaves, qo_lens, tree.page_size, hides)
+        row_positions = shards.positions(leaves, qo_lens, tree.page_size, hides)
     order = None
     if segments is not None and segments.shared and segments.order != list(range(len(leaves))):
         places = np.array(segments.order, dtype=np.intp)
         leaves = [leaves[place] for place in segments.order]
         order = ramps(qo_indptr[places], qo_lens[places])
         kv_lens, qo_lens = kv_lens[places], qo_lens[places]
-        stands = None if stands is None else stands[order]
+        row_positions = None if row_positions is None else row_positions[order]
     tables = [leaf.table for leaf in leaves]
-    batch = PlanBatch(tree.page_size, tables, kv_lens, indptr(qo_lens), _first(stands, qo_lens))
+    batch = PlanBatch(
+        tree.page_size, tables, kv_lens, indptr(qo_lens), _first(row_positions, qo_lens)
+    )
     runs = [_flat_runs(batch)] if segments is None else _runs(segments, batch)
     cut = [cut_level(batch, level, hides) for level in runs]
-    # A level without keys adds nothing, but one level there must be.
+    # Levels without keys add nothing, but a plan has at least one level.
     levels = [level for level in cut if level.kv_indices.size] or cut[:1]
     return CascadePlan(
         levels=tuple(levels),
-        positions=ramps(kv_lens - qo_lens, qo_lens) if stands is None else stands,
+        positions=ramps(kv_lens - qo_lens, qo_lens) if row_positions is None else row_positions,
         order=order,
         is_cascade=segments is not None and bool(segments.shared),
         tokens_read=sum(level.tokens_read for level in levels),
@@ -105,12 +106,12 @@ def explicit_levels(
 ) -> CascadePlan:
     """The plan for rows that attend one whole sequence at each of `levels`.
 
-    A level is `(ids, qo_indptr)`: rows `qo_indptr[s]:qo_indptr[s+1]` attend `ids[s]`. Rows that a
-    level leaves out at either end, of `num_rows` in all (None: as many as the longest level has),
-    attend nothing there. Every level's keys count from position 0, and `causal` holds for the last
-    level, where `positions` are at home.
+    A level is `(ids, qo_indptr)`: rows `qo_indptr[s]:qo_indptr[s+1]` attend `ids[s]`. The plan has
+    `num_rows` rows (None: those of the longest level); rows that a level omits at either end attend
+    nothing there. Every level's keys count from position 0. `causal` and `positions` apply to the
+    last level.
 
-    Raises `UnknownSequence`, and `InvalidRequest` where a row would see a page twice.
+    Raises `UnknownSequence`, and `InvalidRequest` if a row would see a page twice.
     """
     total = max(int(qo_indptr[-1]) for _, qo_indptr in levels) if num_rows is None else num_rows
     batches = [_explicit_batch(tree, layer, *level, total) for level in levels]
@@ -129,16 +130,16 @@ def explicit_levels(
     )
 
 
-def _first(stands: Int32 | None, qo_lens: Int32) -> Int32 | None:
-    """Where the first row of each sequence stands; anything for those without rows."""
-    if stands is None or stands.size == 0:
+def _first(row_positions: Int32 | None, qo_lens: Int32) -> Int32 | None:
+    """The position of each sequence's first row; undefined for sequences without rows."""
+    if row_positions is None or row_positions.size == 0:
         return None
-    first: Int32 = stands[np.minimum(indptr(qo_lens)[:-1], stands.size - 1)]
+    first: Int32 = row_positions[np.minimum(indptr(qo_lens)[:-1], row_positions.size - 1)]
     return first
 
 
 def _flat_runs(batch: PlanBatch) -> Runs:
-    """Every sequence by itself."""
+    """One run per sequence."""
     places = np.arange(batch.size, dtype=np.int32)
     return Runs(places, places + 1, np.zeros_like(places), batch.kv_lens)
 
@@ -170,7 +171,7 @@ def _runs(segments: Segments, batch: PlanBatch) -> list[Runs]:
 def _explicit_batch(
     tree: PrefixTree, layer: int, ids: Ids, qo_indptr: Int32, num_rows: int
 ) -> PlanBatch:
-    """One explicit level; rows before and after it belong to an empty sequence at each end."""
+    """One explicit level; an empty sequence at each end has the rows before and after it."""
     nothing = np.zeros(1, dtype=np.int32)
     kv_lens, leaves = tree.read(ids, layer)
     return PlanBatch(
@@ -187,10 +188,9 @@ def _check_disjoint(
     levels: Sequence[tuple[Ids, Int32]],
     batches: Sequence[PlanBatch],
 ) -> None:
-    """Raises `InvalidRequest` where a row sees a page by two levels.
+    """Raises `InvalidRequest` if a row sees a page at two levels.
 
-    Sequences have pages in common exactly when they share the first one, so it is enough to compare
-    that.
+    Sequences share pages exactly if they share the first one, so only that is compared.
     """
     rows = []
     for (ids, _), batch in zip(levels, batches, strict=True):
@@ -207,12 +207,12 @@ def _check_disjoint(
             for ids, at in levels
             if at[0] <= row < at[-1]
         ]
-        rule = f"row {row} would see pages that these sequences share twice"
+        rule = f"these sequences share pages, which row {row} would see twice"
         raise InvalidRequest("levels", names, rule)
 
 
 def _flat_tokens(batches: Sequence[PlanBatch]) -> int:
-    """Keys read if every run of rows that attend the same sequences read them by itself."""
+    """Keys read if each run of rows with the same sequences read them separately."""
     runs = np.unique(np.concatenate([batch.qo_indptr for batch in batches]))[:-1]
     places = [np.searchsorted(batch.qo_indptr, runs, "right") - 1 for batch in batches]
     return sum(int(b.kv_lens[at].sum()) for b, at in zip(batches, places, strict=True))

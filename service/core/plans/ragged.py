@@ -1,4 +1,4 @@
-"""Ragged arithmetic: CSR page tables, and the token slots behind them."""
+"""Ragged arrays: CSR page tables and their token slots."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def last_page_lens(tokens: Int32, pages: Int32, page_size: int) -> Int32:
 
 
 def gather_pages(tables: Sequence[Int32], first: Int32, count: Int32) -> Int32:
-    """`tables[i][first[i] : first[i] + count[i]]` one after the other."""
+    """`tables[i][first[i] : first[i] + count[i]]`, concatenated."""
     if not tables:
         return np.empty(0, dtype=np.int32)
     last = (first + count).tolist()
@@ -62,7 +62,7 @@ def csr_table(tables: Sequence[Int32], tokens: Int32, page_size: int) -> CsrTabl
 
 
 def ramps(starts: Int32, counts: Int32) -> Int32:
-    """`starts[b], starts[b] + 1, ...` (`counts[b]` of them), one after the other; int32."""
+    """`starts[b], starts[b] + 1, ...` (`counts[b]` numbers) for each b, concatenated; int32."""
     ends = np.cumsum(counts, dtype=np.int32)
     total = int(ends[-1]) if ends.size else 0
     ramp: Int32 = np.arange(total, dtype=np.int32)
@@ -71,7 +71,7 @@ def ramps(starts: Int32, counts: Int32) -> Int32:
 
 
 def lens_of(indptr: Int32) -> Int32:
-    """What `indptr` [n+1] sums up: int32 [n]."""
+    """The counts of which `indptr` [n+1] has the prefix sums: int32 [n]."""
     return indptr[1:] - indptr[:-1]
 
 

@@ -1,4 +1,4 @@
-"""Which stretches of pages a batch has in common: the prefix tree cut down to the batch."""
+"""Segments: the ranges of pages that sequences of a batch share, from the prefix tree."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from service.core.prefix.nodes import Node
 
 SEGMENT_TOKENS: Final = 64
 STATE_TOKENS: Final = 8
-"""What a shared segment costs, in tokens of KV read, so that one that saves less is not cut out.
+"""Cost of a shared segment, in tokens of KV read: only segments that save more are cut.
 
-Every sequence that sees the segment gets one more attention state to write, read and merge: with
-float32 states, fp16 KV and 32 query heads on 8 KV heads that is 2 * 32 * 129 * 4 bytes against
-4 KiB per token, 8 tokens. The segment itself is one more piece of work to start, whatever its
-length: the 64 tokens are what a worker of a device reads in the microsecond or so that takes.
+Each sequence of the segment has one more attention state to write, read and merge: with float32
+states, fp16 KV and 32 query heads on 8 KV heads 2 * 32 * 129 * 4 bytes against 4 KiB per token,
+so 8 tokens. Starting one more piece of work takes a device about a microsecond, in which one of
+its workers reads 64 tokens.
 """
-
-
 MOST_NODES: Final = 4096
-"""Nodes of the tree that one plan looks at: some milliseconds. What is above more of them is not
-shared in the plan."""
+"""Maximum nodes of the tree that one plan visits: some milliseconds. Sharing above further nodes is
+not used."""
 MOST_LEVELS: Final = 128
-"""Levels of a plan, of which each is work of its own. What is shared below them is read apart."""
+"""Maximum levels of a plan, since each costs work. Sharing below them is not used."""
 
 
 class SharedSegment(NamedTuple):
@@ -37,7 +35,7 @@ class SharedSegment(NamedTuple):
 
 
 class OwnSegments(NamedTuple):
-    """The next `num` sequences in plan order have their own pages from `begin` on."""
+    """The next `num` sequences in plan order read their own pages from `begin` on."""
 
     level: int
     num: int
@@ -56,19 +54,18 @@ class Segments:
 def cut_segments(
     parents: Sequence[Node | None], reads: Sequence[bool], page_size: int, fold: bool
 ) -> Segments:
-    """Segments of a batch whose leaves hang under `parents`.
+    """Segments of a batch; `parents` are the parents of its leaves.
 
-    Nodes seen by the same sequences make one segment. Sequences are put in an order where each
-    segment's are neighbours: the batch's own order where that does. With `fold`, a segment that
-    saves less than it costs goes to the segments below it; only sequences with `reads` count.
+    Nodes seen by the same sequences form one segment. The plan order makes each segment's sequences
+    neighbours, and is the batch's own order where possible. With `fold`, a segment that saves less
+    than it costs is added to the segments below it; only sequences with `reads` count as savings.
     """
     tree = _batch_tree(parents)
-    everybody = all(reads)
+    all_read = all(reads)
     members = _count(tree)
-    readers = members if everybody else _count(tree, reads)
+    readers = members if all_read else _count(tree, reads)
     segments = Segments([], [], [])
-    # What is still to visit, next one last: a part of the tree, the page its segment begins
-    # with, the segment's level.
+    # Still to visit, the next one last: part of the tree, first page and level of its segment.
     stack: list[tuple[Node | int | None, int, int]] = [(None, 0, 0)]
     while stack:
         part, begin, level = stack.pop()
@@ -78,9 +75,9 @@ def cut_segments(
             continue
         kids = tree.below[part]
         if part is not None and len(kids) > 1 and level < MOST_LEVELS - 1:
-            # Folded, each reading part below would read these pages by itself.
+            # If folded, each reading part below reads these pages itself.
             parts = len(kids)
-            if not everybody:
+            if not all_read:
                 parts = sum([(reads[k] if isinstance(k, int) else readers[k] > 0) for k in kids])
             saved = (parts - 1) * (part.end - begin) * page_size
             if not fold or saved >= SEGMENT_TOKENS + STATE_TOKENS * readers[part]:
@@ -98,9 +95,10 @@ def cut_segments(
 
 @dataclass(frozen=True, slots=True)
 class _BatchTree:
-    """What a batch has `below` each node (None: the root): nodes, and places in the batch.
+    """The part of the tree that a batch uses.
 
-    In the batch's order. `branching` are the nodes that have a node below.
+    `below` has the children of each node (None: the root) in the batch's order: nodes, and indices
+    of sequences in the batch. `branching` are the nodes with a node among their children.
     """
 
     below: dict[Node | None, list[Any]]
@@ -113,15 +111,15 @@ def _batch_tree(parents: Sequence[Node | None]) -> _BatchTree:
     for place, parent in enumerate(parents):
         if parent is not last:  # neighbours are often siblings
             last = parent
-            kids = tree.below[parent] if parent in tree.below else _hang(tree, parent)
+            kids = tree.below[parent] if parent in tree.below else _add_path(tree, parent)
         kids.append(place)
     return tree
 
 
-def _hang(tree: _BatchTree, node: Node | None) -> list[Any]:
-    """Put a node in its place, with those above it that are not there yet; what is below it.
+def _add_path(tree: _BatchTree, node: Node | None) -> list[Any]:
+    """Add a node and its missing ancestors; returns the node's children.
 
-    With `MOST_NODES` in the tree it hangs under the root, as if it shared nothing.
+    After `MOST_NODES` a node is added under the root, as if it shared nothing.
     """
     made = tree.below[node] = []
     while node is not None:
@@ -136,7 +134,7 @@ def _hang(tree: _BatchTree, node: Node | None) -> list[Any]:
 
 
 def _count(tree: _BatchTree, reads: Sequence[bool] | None = None) -> dict[Node, int]:
-    """Sequences of the batch under each node: all, or those with `reads`."""
+    """Number of the batch's sequences below each node: all, or those with `reads`."""
     counts: dict[Node, int] = {}
     nodes = [node for node in tree.below if node is not None]
     for node in sorted(nodes, key=lambda node: node.start, reverse=True):

@@ -13,9 +13,9 @@ Int32 = NDArray[np.int32]
 class PageAllocator:
     """Hands out page ids `0..num_pages-1`; O(1) per page, never fragments.
 
-    Free pages form a stack. A fresh allocator hands them out in ascending order, so that a long
-    sequence lies in one run of memory; a released page is the next one handed out, because its
-    bytes are the likeliest to be cached still.
+    Free pages form a stack. A fresh allocator hands them out in ascending order, so a long sequence
+    occupies one run of memory. A released page is the next one handed out, because its bytes are
+    the likeliest to be in a CPU or device cache.
     """
 
     __slots__ = ("_num_free", "_refcounts", "_scratch", "_stack", "num_changes")
@@ -26,7 +26,7 @@ class PageAllocator:
         self._refcounts: Int32 = np.zeros(num_pages, dtype=np.int32)
         self._scratch: Int32 = np.zeros(num_pages, dtype=np.int32)
         self.num_changes = 0
-        """Grows with every page that is given or taken back."""
+        """Increases with every allocation and release."""
 
     @property
     def num_pages(self) -> int:
@@ -51,7 +51,7 @@ class PageAllocator:
 
     @property
     def free_pages(self) -> Int32:
-        """A copy: the free pages, the next to be handed out last."""
+        """A copy of the stack of free pages; the last one is handed out next."""
         return self._stack[: self._num_free].copy()
 
     def allocate(self, count: int) -> Int32:
@@ -69,13 +69,13 @@ class PageAllocator:
         return pages
 
     def retain(self, pages: Int32) -> None:
-        """One more holder for each of the distinct `pages`."""
+        """Add a holder to each of the distinct `pages`."""
         self._check_held(pages, "retained")
         self.num_changes += 1
         self._refcounts[pages] += 1
 
     def release(self, pages: Int32) -> None:
-        """One holder less for each of the distinct `pages`; those without holders become free."""
+        """Remove a holder from each of the distinct `pages`; pages without holders become free."""
         self.num_changes += 1
         if pages.size == 1:
             self._release_one(int(pages[0]))
@@ -83,13 +83,13 @@ class PageAllocator:
         self._check_held(pages, "released")
         left = self._refcounts[pages] - 1
         self._refcounts[pages] = left
-        # Reversed, so that the next allocation gets them in the order they had here.
+        # Reversed, so that the next allocation returns them in this order.
         freed = pages[left == 0][::-1]
         self._stack[self._num_free : self._num_free + freed.size] = freed
         self._num_free += freed.size
 
     def _release_one(self, page: int) -> None:
-        """As `release`, for one page: evictions often take no more."""
+        """`release` for one page, the common case of evictions."""
         if not 0 <= page < self.num_pages:
             raise IntegrityError(f"page {page} of {self.num_pages} released")
         left = int(self._refcounts[page]) - 1
@@ -108,7 +108,7 @@ class PageAllocator:
         unheld = pages[self._refcounts[pages] == 0]
         if unheld.size:
             raise IntegrityError(f"free page {unheld[0]} {verb}")
-        # Two equal entries would write one cell twice: the earlier one then reads another's rank.
+        # Duplicates write the same cell, so the earlier one reads the later one's rank.
         rank = np.arange(pages.size, dtype=np.int32)
         self._scratch[pages] = rank
         if (twice := pages[self._scratch[pages] != rank]).size:

@@ -1,4 +1,4 @@
-"""Who may take how many pages: allocation within quotas, with eviction before refusal."""
+"""Page allocation within the namespaces' quotas, evicting cached pages where none is free."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NO_LIMIT: Final = 2**63
 
 
 class EvictionPaused(Exception):
-    """So many pages were evicted as one turn may evict, and more have to be; ask again."""
+    """A turn's limit of evictions is reached and more are needed: retry in a later turn."""
 
 
 class Budget:
-    """Gives pages to namespaces, out of the free ones first, then out of those that are cached."""
+    """Allocates pages for namespaces: free pages first, then by evicting cached ones."""
 
     __slots__ = ("_links", "_named", "allocator", "most_evicted", "namespaces", "num_evicted")
 
@@ -27,12 +27,13 @@ class Budget:
         self.namespaces: dict[str, Namespace] = {}
         self.num_evicted = 0
         self.most_evicted = NO_LIMIT
-        """What one `take` evicts before it raises `EvictionPaused`, with nothing else changed."""
+        """Maximum pages that one `take` evicts; then it raises `EvictionPaused`, without a change
+        beyond the evictions."""
         self._named = named
         self._links = links
 
     def namespace(self, name: str) -> Namespace:
-        """The books of a namespace, opened when it is met for the first time."""
+        """The namespace's books, created on first use."""
         found = self.namespaces.get(name)
         if found is None:
             for idle in [one for one in self.namespaces.values() if one.is_idle]:
@@ -41,10 +42,10 @@ class Budget:
         return found
 
     def set_quota(self, name: str, max_pages: int | None, reserved_pages: int) -> Namespace:
-        """At most `max_pages` (None: no limit) for a namespace, `reserved_pages` kept for it.
+        """Limit a namespace to `max_pages` (None: no limit) and reserve `reserved_pages` for it.
 
-        What it has beyond that already stays. Raises `InvalidRequest` where reservations pass the
-        pool, or the namespace's own limit.
+        Pages above the new limit stay. Raises `InvalidRequest` when reservations exceed the pool
+        or the namespace's own limit.
         """
         if max_pages is not None and reserved_pages > max_pages:
             raise InvalidRequest("reserved_pages", reserved_pages, f"at most max_pages {max_pages}")
@@ -57,31 +58,30 @@ class Budget:
         return namespace
 
     def take(self, owner: Namespace, count: int) -> Int32:
-        """`count` pages for a namespace, int32 [count], evicting what must go; all or none.
+        """Allocate `count` pages for a namespace, int32 [count], evicting as needed; all or none.
 
-        Raises `OutOfPages` with what the namespace holds.
+        Raises `OutOfPages`.
         """
         if count and count > self.available(owner):
-            self._make_room(owner, count)
+            self._evict_for(owner, count)
         pages = self.allocator.allocate(count)
         owner.used += count
         return pages
 
-    def give_back(self, owner: Namespace, pages: Int32) -> None:
-        """Pages that nothing holds any more."""
+    def release(self, owner: Namespace, pages: Int32) -> None:
+        """Return pages that nothing holds any more."""
         self.allocator.release(pages)
         owner.used -= pages.size
 
     def available(self, owner: Namespace) -> int:
-        """Pages that the namespace can have without an eviction; may be negative."""
+        """Pages the namespace can allocate without evictions; can be negative."""
         free = self.allocator.num_free
         if len(self.namespaces) > 1 or owner.name not in self.namespaces:
             free -= sum(one.unfilled for one in self.namespaces.values() if one is not owner)
         return free if owner.max_pages is None else min(free, owner.max_pages - owner.used)
 
     def obtainable(self, owner: Namespace) -> int:
-        """Pages that the namespace could have now: free ones, and those that would be evicted for
-        it, within its quota."""
+        """Pages the namespace can allocate within its quota, evictions included."""
         others = [one for one in self.namespaces.values() if one is not owner]
         kept = sum(one.unfilled for one in others)
         spare = sum(self._spare(one, owner) for one in others)
@@ -91,28 +91,28 @@ class Budget:
         return max(0, most)
 
     def evict(self, namespace: Namespace, count: int) -> int:
-        """Evict up to `count` of a namespace's pages; how many were."""
+        """Evict up to `count` of a namespace's pages; returns how many."""
         evicted = 0
         while evicted < count and (node := namespace.order.first()) is not None:
             size = min(node.pages.size, count - evicted)
             is_whole = size == node.pages.size
-            gone = self._named.shorten(node, size)
+            pages = self._named.shorten(node, size)
             if is_whole:
                 self._remove(namespace, node)
-            self.give_back(namespace, gone)
+            self.release(namespace, pages)
             evicted += size
         self.num_evicted += evicted
         return evicted
 
     def evict_ahead(self, count: int) -> int:
-        """Evict up to `count` pages of whoever has the most beyond its share."""
+        """Evict up to `count` pages, from the namespaces furthest above their share."""
         evicted = 0
         while evicted < count and (victim := self._victim(None)) is not None:
             evicted += self.evict(victim, min(count - evicted, self._spare(victim, None)))
         return evicted
 
     def _remove(self, namespace: Namespace, node: Node) -> None:
-        """Unlink a node whose pages are all gone."""
+        """Unlink a node that has no pages left."""
         self._links.remove(node)
         parent = node.parent
         if parent is None:
@@ -120,10 +120,10 @@ class Budget:
         elif parent.name is not None:
             namespace.order.lost_a_child(parent, parent.name)
 
-    def _make_room(self, owner: Namespace, count: int) -> None:
-        """Evict until `count` pages are available, or refuse before anything is evicted.
+    def _evict_for(self, owner: Namespace, count: int) -> None:
+        """Evict until `count` pages are available; raises `OutOfPages` before the first eviction.
 
-        Raises `EvictionPaused` once `most_evicted` are gone and more have to be.
+        Raises `EvictionPaused` after `most_evicted` evictions where more are needed.
         """
         own = 0 if owner.max_pages is None else owner.used + count - owner.max_pages
         if count > self.obtainable(owner):
@@ -140,14 +140,14 @@ class Budget:
             left -= self.evict(victim, min(missing, self._spare(victim, owner), left))
 
     def _spare(self, victim: Namespace, taker: Namespace | None) -> int:
-        """Cached pages of `victim` that may go for `taker`: not those reserved for it, but its own
-        always."""
+        """Cached pages of `victim` that can be evicted for `taker`: all of the taker's own, and of
+        another namespace those above its reservation."""
         if victim is taker:
             return victim.cached
         return min(victim.cached, max(0, victim.used - victim.reserved_pages))
 
     def _victim(self, taker: Namespace | None) -> Namespace | None:
-        """Who loses pages for `taker`: itself when over its share, else who is furthest over."""
+        """The namespace to evict from: `taker` if above its share, else the one furthest above."""
         able = [one for one in self.namespaces.values() if self._spare(one, taker) > 0]
         if not able:
             return None
@@ -159,7 +159,7 @@ class Budget:
         return max(able, key=lambda one: one.used - one.reserved_pages)
 
     def _equal_share(self) -> int:
-        """An equal part for everyone of what is reserved for nobody."""
+        """The unreserved pages, divided equally among the namespaces in use."""
         users = [one for one in self.namespaces.values() if one.used or one.reserved_pages]
         reserved = sum(one.reserved_pages for one in users)
         return (self.allocator.num_pages - reserved) // max(1, len(users))

@@ -12,21 +12,21 @@ OUT: Final = 0
 QUEUED: Final = 1
 ASIDE: Final = 2
 WAITING: Final = 3
-"""Where a node stands: nowhere; in its rank's queue; in the heap beside it; behind its children."""
+"""A node's place: not in the order; in its rank's queue; in the rank's heap; waiting until its
+children are evicted."""
 LEAST_ENTRIES: Final = 1024
-"""Entries that hold no more are not looked for among fewer."""
+"""Superseded entries are only removed from heaps with more entries than this."""
 
 Entry = tuple[int, int, Node, Name]
-"""Of a heap: the node's stamp, a number of its own, the node."""
+"""Heap entry: the node's stamp, a unique number, the node and its name."""
 
 
 class EvictionOrder:
-    """Cached nodes, lowest rank first, then least recently used; those with children not yet.
+    """Cached nodes by rank, lowest first, then by last use; nodes with children are not evicted.
 
-    A node that is used goes to the end of its rank's queue, children before parents, so the first
-    of a queue has no children as long as ranks agree. Where a child ranks above its parent,
-    the parent waits behind it and then comes back through a small heap, by its stamp. Constant time
-    a node.
+    A used node goes to the end of its rank's queue, children before parents, so the first of a
+    queue has no children while ranks agree. A parent that ranks below its child waits for the
+    child's eviction and returns through a small heap ordered by stamp. Constant time per node.
     """
 
     __slots__ = ("_aside", "_num_aside", "_num_entries", "_put_aside", "_queues", "_stamp")
@@ -37,7 +37,7 @@ class EvictionOrder:
         self._stamp = self._put_aside = self._num_aside = self._num_entries = 0
 
     def use(self, node: Node, name: Name, rank: int) -> None:
-        """The node was used last of all."""
+        """Make a node the most recently used one."""
         self._stamp += 1
         name.stamp, name.rank, name.place = self._stamp, rank, QUEUED
         queue = self._queues.get(rank)
@@ -46,7 +46,7 @@ class EvictionOrder:
         queue[node] = name
 
     def take_out(self, node: Node, name: Name) -> None:
-        """The node is held from now on, or gone."""
+        """Remove a node that is held again, or deleted."""
         if name.place == QUEUED:
             queue = self._queues[name.rank]
             del queue[node]
@@ -57,13 +57,13 @@ class EvictionOrder:
         name.place = OUT
 
     def rank_again(self, node: Node, name: Name, rank: int) -> None:
-        """Another rank for a node in the order, which keeps its last use."""
+        """Change a node's rank, keeping its last use."""
         self.take_out(node, name)
         name.rank = rank
         self._set_aside(node, name)
 
     def lost_a_child(self, node: Node, name: Name) -> None:
-        """A node that waited may have nothing to wait for any more."""
+        """Queue a waiting node whose last child was evicted."""
         if name.place == WAITING and not node.children:
             self._set_aside(node, name)
 
@@ -87,7 +87,7 @@ class EvictionOrder:
             self._clean()
 
     def _clean(self) -> None:
-        """Drop entries of nodes that are not aside any more, or have been used since."""
+        """Drop superseded entries."""
         for rank, heap in list(self._aside.items()):
             kept = {one[3].number: one for one in heap if is_aside(one, rank)}
             self._aside[rank] = sorted(kept.values(), key=lambda one: one[:2])
@@ -125,6 +125,6 @@ class EvictionOrder:
 
 
 def is_aside(entry: Entry, rank: int) -> bool:
-    """Whether an entry of a rank's heap still says where its node stands."""
+    """Whether an entry of a rank's heap is its node's current one."""
     stamp, _, _, name = entry
     return (name.place, name.rank, name.stamp) == (ASIDE, rank, stamp)

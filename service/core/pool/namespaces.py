@@ -1,4 +1,4 @@
-"""Namespaces: whose pages are whose, how many of each, and how many each may have."""
+"""Namespaces: the pages, sequences and leases of each, and its quota."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Root:
-    """Where the paths of a namespace and cache salt begin; `key` stands before the first page's."""
+    """The root of all paths of a namespace and cache salt; `key` precedes the first page's key."""
 
     namespace: Namespace
     cache_salt: str
@@ -25,12 +25,12 @@ class Root:
 
 @dataclass(slots=True, eq=False)
 class Namespace:
-    """The pages that one tenant holds.
+    """One tenant's pages and quota.
 
-    `used` of them in all: `cached` ones that can be evicted, `pinned` ones that only hard pins
-    hold, and those that sequences and leases refer to. At most `max_pages` (None: no limit);
-    `reserved_pages` are kept for it when it has fewer. `leases` are its leases by their ids, `pins`
-    the nodes of its hard pins by root and page key, `leaves` its sequences.
+    `used` counts its pages: `cached` ones, which can be evicted, `pinned` ones, held by hard pins
+    alone, and the rest, held by sequences and leases. It has at most `max_pages` (None: no limit);
+    `reserved_pages` are never allocated to others. `leases` by id, `pins`: the nodes of its hard
+    pins by root and page key, `leaves`: its sequences.
     """
 
     name: str
@@ -76,23 +76,23 @@ class Namespace:
 
     @property
     def unfilled(self) -> int:
-        """Pages that are kept for it and that it does not have yet."""
+        """Reserved pages that it does not use yet."""
         return max(0, self.reserved_pages - self.used)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held for it and nobody has said anything about it."""
+        """Whether it holds nothing and has no quota."""
         held = self.used or self.num_sequences or self.num_leases
         return not held and not self.reserved_pages and self.max_pages is None
 
     def root(self, cache_salt: str) -> Root:
-        """The root of a salt, made when it is asked for the first time."""
+        """The root of a salt, created on first use."""
         root = self.roots.get(cache_salt)
         if root is None:
             root = self.roots[cache_salt] = Root(self, cache_salt, root_key(self.name, cache_salt))
         return root
 
     def drop_root(self, root: Root) -> None:
-        """Forget a root that nothing hangs under any more: salts are the caller's to invent."""
+        """Delete a root without children: callers may invent any number of salts."""
         if not root.kids and self.roots.get(root.cache_salt) is root:
             del self.roots[root.cache_salt]

@@ -1,4 +1,4 @@
-"""The prefix cache: committed pages found again by their names, kept, held and let go."""
+"""The prefix cache: finds, retains, holds and evicts committed pages by their names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.core.pool.budget import Budget
 from service.core.prefix.changes import Cleared
 from service.core.prefix.commits import DEFAULT, Commits, keep_path
 from service.core.prefix.keys import Prefix, root_key
-from service.core.prefix.leases import Held, Leases
+from service.core.prefix.leases import Hold, Leases
 from service.core.prefix.matching import MOST_MATCHED, Match, named_path, walk
 from service.core.prefix.nodes import FOREVER, Links, Node, Retention, named
 from service.core.sequences.books import SequenceBooks
@@ -29,7 +29,7 @@ class PrefixCache:
         self.named = links.named
         self.leases = Leases(links, links.named)
 
-    # Finding.
+    # Lookup and leases.
 
     def match(self, namespace: str, prefix: Prefix) -> Match:
         """The longest beginning of `prefix` that is cached in the namespace."""
@@ -40,37 +40,42 @@ class PrefixCache:
         return walk(self.named, root, None, prefix, prefix.num_pages(self.named.page_size))
 
     def lease(self, namespace: str, prefix: Prefix, lease_id: str, lease_s: float) -> int:
-        """Hold the longest cached beginning of `prefix` for so long; its pages, and no lease where
-        there are none."""
+        """Hold the longest cached beginning of `prefix` for `lease_s`; returns its pages.
+
+        With 0 pages there is no lease.
+        """
         found = self.match(namespace, prefix)
         node = found.cut(self._links)
         if node is not None:
             owner = named(node).root.namespace
-            self.leases.open(lease_id, owner, node, self.named.keeping.now + lease_s)
+            self.leases.open(lease_id, owner, node, self.named.retention.now + lease_s)
         return found.num_pages
 
     def reopen(
         self, namespace: str, lease_id: str, key: bytes, cache_salt: str, lease_s: float
     ) -> None:
-        """A lease that another pool gave, on a page and all before it. Raises `UnknownPage`."""
+        """Open a lease under another pool's id, on a page and all before it.
+
+        Raises `UnknownPage`.
+        """
         node = self._page(namespace, key, cache_salt)
-        ends = self.named.keeping.now + lease_s
+        ends = self.named.retention.now + lease_s
         self.leases.open(lease_id, named(node).root.namespace, node, ends)
 
     def renew_lease(self, namespace: str, lease_id: str, ends: float) -> None:
-        """Let a lease of the namespace end then. Raises `UnknownLease`."""
+        """Change the end of one of the namespace's leases. Raises `UnknownLease`."""
         self.leases.renew(lease_id, self._budget.namespaces.get(namespace), ends)
 
     def close_lease(self, namespace: str, lease_id: str) -> None:
-        """End a lease of the namespace now. Raises `UnknownLease`."""
+        """End one of the namespace's leases now. Raises `UnknownLease`."""
         self.leases.close(lease_id, self._budget.namespaces.get(namespace))
 
     def has_lease(self, namespace: str, lease_id: str) -> bool:
         held = self._budget.namespaces.get(namespace)
         return held is not None and lease_id in held.leases
 
-    def holds(self, namespace: str, most: int) -> list[Held]:
-        """A namespace's hard pins and leases, at most `most` of them."""
+    def holds(self, namespace: str, most: int) -> list[Hold]:
+        """A namespace's hard pins and leases, at most `most` together."""
         held = self._budget.namespaces.get(namespace)
         return [] if held is None else self.leases.of(held, most)
 
@@ -81,7 +86,7 @@ class PrefixCache:
         return Prefix(None, self.named.keys[pages], cache_salt)
 
     def use(self, namespace: str, prefix: Prefix) -> int:
-        """Use the longest cached beginning of `prefix` now, holding nothing; its pages."""
+        """Mark the longest cached beginning of `prefix` as used now; returns its pages."""
         found = self.match(namespace, prefix)
         node = found.cut(self._links)
         if node is not None:
@@ -89,21 +94,21 @@ class PrefixCache:
             self._links.release(node)
         return found.num_pages
 
-    # Keeping.
+    # Commits and pins.
 
     def commit(self, name: str, prefix: Prefix, keep: Retention = DEFAULT) -> int:
-        """Name a sequence's full pages as far as `prefix` does; see `Commits.commit`."""
+        """Commit a sequence's full pages under the names of `prefix`; see `Commits.commit`."""
         return self._commits.commit(name, prefix, keep)
 
     def commit_all(
         self, names: Sequence[str], prefixes: Sequence[Prefix], keep: Retention = DEFAULT
     ) -> list[int]:
-        """As `commit`, for many sequences; all or none."""
+        """`commit` for many sequences; all or none."""
         return self._commits.commit_all(names, prefixes, keep)
 
     def committed(self, name: str, prefix: Prefix) -> tuple[int, bytes]:
-        """How many pages of a sequence have names, and what stands before the next one's: the last
-        one's key, or that of the prefix's root. Raises `UnknownSequence`."""
+        """Number of a sequence's committed pages, and the last one's key (of the prefix's root, if
+        there are none). Raises `UnknownSequence`."""
         leaf = self._commits.leaf(name)
         node = leaf.parent
         while node is not None and node.name is None:
@@ -113,7 +118,8 @@ class PrefixCache:
         return node.end, self.named.last_key(node)
 
     def pin(self, namespace: str, key: bytes, cache_salt: str, soft_ttl_s: float | None) -> int:
-        """Pin a page and all before it: soft for so long, or hard (None). Pages that it covers.
+        """Pin a page and all before it, softly for `soft_ttl_s` or hard (None); returns the number
+        of pages.
 
         Raises `UnknownPage`.
         """
@@ -122,24 +128,24 @@ class PrefixCache:
             self.leases.pin(named(node).root, key, node)
         else:
             keep_path(
-                self._links, node, Retention(0, -FOREVER, self.named.keeping.now + soft_ttl_s)
+                self._links, node, Retention(0, -FOREVER, self.named.retention.now + soft_ttl_s)
             )
         return node.end
 
     def unpin(self, namespace: str, key: bytes, cache_salt: str) -> None:
-        """Take the pins of a page away, hard and soft. Raises `UnknownPage` where it has none."""
+        """Remove a page's hard and soft pins. Raises `UnknownPage` if it has none."""
         node = self._page(namespace, key, cache_salt)
         was_hard = self.leases.unpin(named(node).root, key)
         ends = named(node).keep.soft_ends
         if not was_hard and ends == -FOREVER:
             raise UnknownPage(key.hex())
-        # What comes before it is evicted after it in any case.
+        # The pages before it are evicted after it in any case.
         for above in named_path(node):
             if named(above).keep.soft_ends <= ends:
-                self.named.keeping.unpin(above)
+                self.named.retention.unpin(above)
 
     def _page(self, namespace: str, key: bytes, cache_salt: str) -> Node:
-        """The node that ends with the page of that key."""
+        """The node that ends with the page of `key`, split if needed."""
         held = self._budget.namespaces.get(namespace)
         root = None if held is None else held.roots.get(cache_salt)
         found = None if root is None else self.named.find(root, key)
@@ -154,25 +160,25 @@ class PrefixCache:
             raise InvalidRequest("page_key", key.hex(), rule)
         return Match(node, node.start + at + 1).cut(self._links) or node
 
-    # Letting go.
+    # Eviction and time.
 
     def evict(self, namespace: str, count: int) -> int:
-        """Evict up to `count` cached pages of a namespace; how many were."""
+        """Evict up to `count` cached pages of a namespace; returns how many."""
         held = self._budget.namespaces.get(namespace)
         return 0 if held is None else self._budget.evict(held, count)
 
     def cleared(self, namespace: str) -> None:
-        """Say that all that could be evicted was."""
+        """Report to the listener that all evictable pages were evicted."""
         if self.named.listener is not None:
             self.named.listener(Cleared(namespace))
 
     def tick(self, now: float) -> None:
-        """The time is `now`: end what ends by then."""
-        self.named.keeping.now = now
+        """Advance the time to `now`: end expired leases, priorities and soft pins."""
+        self.named.retention.now = now
         self.leases.expire(now)
-        self.named.keeping.expire()
+        self.named.retention.expire()
 
     @property
     def next_end(self) -> float:
-        """When time alone will next change something."""
-        return min(self.leases.next_end, self.named.keeping.next_end)
+        """Time of the next expiry."""
+        return min(self.leases.next_end, self.named.retention.next_end)

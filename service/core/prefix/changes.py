@@ -1,7 +1,7 @@
-"""What became of cached pages, in records: the seam that events are made of.
+"""Records of changes to cached pages, from which the engine makes events.
 
-Keys and ids are bytes of their own, one page's after another's: what they came in may be much
-larger, and whoever hears of a change may keep it.
+Keys and token ids are concatenated bytes of their own, so a listener can keep them without keeping
+the larger buffers they came in.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Stored:
-    """Pages can be found from now on: `keys` are theirs in the order of their prompt.
+    """Pages were stored: `keys` in the order of their prompt.
 
-    `parent_key` is the key of the page before them (of the root, for a prompt's first pages).
-    `token_ids`, uint32, where they are known.
+    `parent_key` is the key of the page before them (the root's, for a prompt's first pages).
+    `token_ids` are uint32, None where unknown.
     """
 
     namespace: str
@@ -26,7 +26,7 @@ class Stored:
 
 @dataclass(slots=True, eq=False)
 class Removed:
-    """Pages cannot be found any more."""
+    """Pages were evicted."""
 
     namespace: str
     keys: bytes
@@ -34,11 +34,11 @@ class Removed:
 
 @dataclass(slots=True, eq=False)
 class Cleared:
-    """Nothing of the namespace can be found any more, but for what is held."""
+    """All pages of the namespace that nothing holds were evicted."""
 
     namespace: str
 
 
 Change = Stored | Removed | Cleared
 Listener = Callable[[Change], None]
-"""Called in the midst of a change of the tree: it keeps what it is told, and looks at nothing."""
+"""Called during a change of the tree: it may keep the record and must not read the tree."""

@@ -1,4 +1,4 @@
-"""Committing: a sequence's full pages get names, or it moves onto those that have them already."""
+"""Commits: name a sequence's full pages, or move it onto cached pages of the same names."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from service.core.prefix.nodes import Leaf, Links, Node, Retention, check_depth,
 from service.core.sequences.books import SequenceBooks
 
 BATCHED: Final = {"offset": "offsets"}
-"""Fields that are called otherwise in a call for many sequences."""
+"""Fields with another name in a call for many sequences."""
 DEFAULT: Final = Retention()
-"""What is kept like everything else."""
+"""The retention of pages committed without one."""
 
 
 class Commits:
-    """Shares the tree's books, links and pages."""
+    """Commits sequences of a tree, whose books, links and pages it shares."""
 
     __slots__ = ("_books", "_budget", "_links", "_named")
 
@@ -32,13 +32,13 @@ class Commits:
         self._named = links.named
 
     def commit(self, name: str, prefix: Prefix, keep: Retention = DEFAULT) -> int:
-        """Name a sequence's full pages as far as `prefix` does; how many are named now.
+        """Name a sequence's full pages as `prefix` does; returns the number of named pages.
 
-        Where pages of those names are cached, the sequence moves onto them and its own go free:
-        not those that it shares with forks, which then stay without names.
+        If pages of those names are cached, the sequence moves onto them and its own become free;
+        pages that it shares with forks stay, without names.
 
-        Raises `UnknownSequence`, `InvalidRequest` beyond the sequence's length and where skipped
-        pages are not committed, `KeyMismatch` where a page has another name already.
+        Raises `UnknownSequence`; `InvalidRequest` beyond the sequence's length, and if skipped
+        pages are not committed; `KeyMismatch` if a page has another name already.
         """
         leaf = self._books.leaf(name)
         return self._commit(leaf, prefix, self._num_named(leaf, prefix), keep)
@@ -50,9 +50,9 @@ class Commits:
     def commit_all(
         self, names: Sequence[str], prefixes: Sequence[Prefix], keep: Retention = DEFAULT
     ) -> list[int]:
-        """As `commit`, for many sequences; all or none.
+        """`commit` for many sequences; all or none.
 
-        Raises `InvalidRequest` where their pages lie in too many nodes for one turn.
+        Raises `InvalidRequest` also if their pages are in too many nodes for one turn.
         """
         leaves = self._books.leaves(self._books.look_up_distinct(names).indices)
         check_depth(leaves)
@@ -72,7 +72,7 @@ class Commits:
         return [self._commit(leaf, prefix, stop, keep) for leaf, prefix, stop in plans]
 
     def _check(self, leaf: Leaf, prefix: Prefix, stop: int) -> None:
-        """Raises what `_commit` would."""
+        """Raise the errors of `_commit` without changing anything."""
         path = self._named_path(leaf, prefix)
         above = path[-1] if path else None
         done = 0 if above is None else above.end
@@ -88,7 +88,7 @@ class Commits:
                 self._free_key(root, found, prefix)
 
     def _claim(self, leaf: Leaf, prefix: Prefix, stop: int, claims: dict[Node, Prefix]) -> None:
-        """Pages without names that sequences of one batch share must get the same name by each."""
+        """Raise `KeyMismatch` if two sequences of a batch name a shared page differently."""
         size, node = self._named.page_size, leaf.parent
         last: Prefix | None = None
         while node is not None and node.name is None:
@@ -100,20 +100,20 @@ class Commits:
                     count = known - prefix.skipped
                     same = num_equal(prefix, other, prefix.skipped, known, size)
                     if same < count:
-                        told = "another sequence of the call names it otherwise"
-                        raise KeyMismatch(prefix.skipped + same, told)
+                        rule = "another sequence of the call gives it another name"
+                        raise KeyMismatch(prefix.skipped + same, rule)
                 last = other
                 if known < end:
                     claims[node] = prefix
             node = node.parent
 
     def _named_path(self, leaf: Leaf, prefix: Prefix) -> list[Node]:
-        """The nodes of a sequence that have names, among them all pages that are skipped."""
+        """The named nodes of a sequence. Raises `InvalidRequest` if skipped pages have no name."""
         path = named_path(leaf.parent)
         done = path[-1].end if path else 0
         if prefix.skipped > done:
             size = self._named.page_size
-            rule = f"at most {done * size}, the tokens of the sequence that are committed"
+            rule = f"at most {done * size}, the sequence's committed tokens"
             raise InvalidRequest("offset", prefix.skipped * size, rule)
         return path
 
@@ -134,7 +134,7 @@ class Commits:
         return stop
 
     def _num_named(self, leaf: Leaf, prefix: Prefix) -> int:
-        """Full pages that the prefix names, all of which the sequence must have."""
+        """Full pages that the prefix names. Raises `InvalidRequest` if the sequence has fewer."""
         size, length = self._named.page_size, self._books.length(leaf)
         count = prefix.num_pages(size)
         if prefix.num_tokens(size) > length:
@@ -146,8 +146,8 @@ class Commits:
         return count
 
     def _agreed_root(self, path: list[Node], prefix: Prefix, stop: int) -> Root:
-        """The root of the named `path`, which must be that of the prefix, as its pages up to `stop`
-        must have the names that the prefix gives."""
+        """The root of the named `path`. Raises `KeyMismatch` unless it has the prefix's salt and
+        its pages up to `stop` have the prefix's names."""
         root = named(path[0]).root
         if root.cache_salt != prefix.cache_salt:
             raise KeyMismatch(0, "it is committed with another cache_salt")
@@ -172,15 +172,15 @@ class Commits:
         stop: int,
         keep: Retention,
     ) -> bool:
-        """Name the pages between `above`, which is the last that has a name, and `stop`; False
-        where that cannot be."""
+        """Name the pages after `above`, the last named node, up to `stop`; returns False if forks
+        that share them prevent it."""
         begin = 0 if above is None else above.end
         found = self._walk(root, above, prefix, stop)
         first = found.num_pages
         key = b"" if first == stop else found.next_key or self._free_key(root, found, prefix)
         if first > begin:
             if leaf.start > begin:
-                return False  # forks hold these too, and would lose their places below them
+                return False  # forks share these pages and would lose their parent node
             self._move(leaf, found)
         if first == stop:
             return True
@@ -194,12 +194,12 @@ class Commits:
             end = start + node.pages.size
             own = keys[(start - first) * KEY_BYTES : (end - first) * KEY_BYTES]
             self._named.give_name(node, root, own, prefix.ids_of(start, end, size), keep)
-            self._links.grow_together(node)
+            self._links.merge_up(node)
         return True
 
     def _walk(self, root: Root, above: Node | None, prefix: Prefix, stop: int) -> Match:
-        """What is cached of the prefix below `above`. Raises `InvalidRequest` where that is in more
-        nodes than one call finds."""
+        """Match the prefix below `above`. Raises `InvalidRequest` for a match of more nodes than
+        one call finds."""
         found = walk(self._named, root, above, prefix, stop)
         if found.is_cut:
             count = found.num_pages * self._named.page_size
@@ -210,8 +210,8 @@ class Commits:
         return found
 
     def _free_key(self, root: Root, found: Match, prefix: Prefix) -> bytes:
-        """The key of the first page that is not found. Raises `KeyMismatch` where it stands for a
-        page of other or unknown ids."""
+        """The key of the first page that is not cached. Raises `KeyMismatch` if a cached page of
+        other or unknown token ids has that key."""
         names, node, at = self._named, found.node, found.num_pages
         key = root.key
         if node is not None:
@@ -225,19 +225,19 @@ class Commits:
         return key
 
     def _move(self, leaf: Leaf, found: Match) -> None:
-        """Put a leaf onto cached pages; its own for the same tokens go free."""
+        """Move a leaf onto cached pages and free its own for the same tokens."""
         start, old = leaf.start, leaf.parent
         own = leaf.table[start : found.num_pages].copy()
         node = found.cut(self._links)
         leaf.table[start : found.num_pages] = found.table()[start:]
         self._links.attach(leaf, node)
         self._links.detach(leaf, old)
-        self._budget.give_back(leaf.owner, own)
+        self._budget.release(leaf.owner, own)
         self._books.set_num_pages(leaf, int(self._books.num_pages[leaf.index]))
         self._books.renew(leaf)
 
     def _keep(self, leaf: Leaf, stop: int, keep: Retention) -> None:
-        """Keep the first `stop` pages of a leaf's path at least like this."""
+        """Raise the retention of the first `stop` pages of a leaf's path."""
         node = leaf.parent
         while node is not None and node.start >= stop:
             node = node.parent
@@ -247,7 +247,7 @@ class Commits:
 
 
 def num_equal(one: Prefix, other: Prefix, page: int, stop: int, page_size: int) -> int:
-    """How many of the pages `page:stop` two prefixes name alike, from the first on."""
+    """Leading pages of `page:stop` that two prefixes name alike."""
     first, second = (
         names.ids_of(page, stop, page_size)
         if names.page_keys is None
@@ -260,16 +260,16 @@ def num_equal(one: Prefix, other: Prefix, page: int, stop: int, page_size: int) 
 
 
 def keep_path(links: Links, node: Node | None, keep: Retention) -> None:
-    """Keep a named node and all above it at least like this."""
+    """Raise the retention of a named node and all above it."""
     path = named_path(node)
     for node in path:
-        links.named.keeping.keep(node, keep)
+        links.named.retention.keep(node, keep)
     for node in path[1:]:
-        links.grow_together(node)
+        links.merge_up(node)
 
 
 def unnamed_path(links: Links, leaf: Leaf, stop: int) -> list[Node]:
-    """The nodes without a name above `leaf`, from the root down, the last one cut at `stop`."""
+    """The unnamed nodes above `leaf`, from the root down, the last one split at `stop`."""
     if stop < leaf.start:
         links.node_ending_at(leaf, stop)
     path = []

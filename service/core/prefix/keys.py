@@ -1,4 +1,4 @@
-"""Page keys: how pages are named, from a caller's own chain or from token ids."""
+"""Page keys: names of pages, given by the caller or derived from token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 KEY_BYTES: Final = 16
 WORDS: Final = KEY_BYTES // 8
-"""A key as numbers: it is compared as two uint64."""
+"""A key is compared as two uint64."""
 
 Keys = NDArray[np.uint64]
 TokenIds = NDArray[np.uint32]
@@ -20,12 +20,11 @@ TokenIds = NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """The beginning of a prompt, by exactly one of `token_ids` and `page_keys`.
+    """The beginning of a prompt, named by exactly one of `token_ids` and `page_keys`.
 
-    `token_ids` uint32 [n]; a last page that is not full counts for nothing. `page_keys` uint64
-    [n, 2], the 16 bytes of each page's key. `cache_salt` divides a namespace: pages are found again
-    under the salt they were committed with. The first `skipped` pages are named elsewhere: ids and
-    keys begin behind them.
+    `token_ids` uint32 [n]; a partial last page is ignored. `page_keys` uint64 [n, 2], 16 bytes per
+    key. `cache_salt` divides a namespace: pages are only found under the salt they were committed
+    with. Ids and keys start after the first `skipped` pages, which are committed already.
     """
 
     token_ids: TokenIds | None = None
@@ -34,16 +33,16 @@ class Prefix:
     skipped: int = 0
     computed: bytes = b""
     computed_from: int = 0
-    """With token ids: the keys of its pages from one on, where they were worked out before."""
+    """With token ids: the keys of its pages from `computed_from` on, if computed before."""
 
     def num_pages(self, page_size: int) -> int:
-        """Full pages that it names, skipped ones included."""
+        """Named full pages, skipped ones included."""
         if self.page_keys is not None:
             return self.skipped + len(self.page_keys)
         return self.skipped + (0 if self.token_ids is None else self.token_ids.size // page_size)
 
     def num_tokens(self, page_size: int) -> int:
-        """Tokens that it names, skipped ones and those of a last page that is not full included."""
+        """Named tokens, including skipped ones and those of a partial last page."""
         given = 0 if self.token_ids is None else self.token_ids.size
         return self.skipped * page_size + given
 
@@ -61,7 +60,7 @@ class Prefix:
         return self.page_keys[page - self.skipped : stop - self.skipped]
 
     def key_at(self, page: int, before: bytes, page_size: int) -> bytes:
-        """The key of one page, with the key `before` it."""
+        """The key of one page; `before` is the key of the page before it."""
         if self.page_keys is not None:
             key: bytes = self.page_keys[page - self.skipped].tobytes()
             return key
@@ -69,8 +68,7 @@ class Prefix:
         return blake2b(before + ids, digest_size=KEY_BYTES).digest()
 
     def chain(self, key: bytes, page_size: int) -> Iterator[bytes]:
-        """The keys of all pages, one after another; `key` stands before the first. None may be
-        skipped."""
+        """Yield the keys of all pages; `key` precedes the first. No page may be skipped."""
         pages = self.num_pages(page_size)
         if self.page_keys is not None:
             every = self.page_keys.tobytes()
@@ -83,7 +81,7 @@ class Prefix:
             yield key
 
     def keys_from(self, page: int, key: bytes, stop: int, page_size: int) -> bytes:
-        """The keys of pages `page:stop`, one after another; `key` is the first of them."""
+        """The keys of pages `page:stop`, concatenated; `key` is the first of them."""
         if page + 1 == stop:
             return key
         if self.page_keys is not None:
@@ -99,8 +97,8 @@ class Prefix:
         return b"".join(chained)
 
     def hashed(self, first: int, key: bytes, page_size: int) -> Generator[None, None, Prefix]:
-        """The same with the keys of the pages of its token ids from `first` on, `key` before that,
-        worked out one at a time."""
+        """A copy with the keys of its pages from `first` on, computed one per step; `key` precedes
+        them."""
         chained = []
         for page in range(first, self.num_pages(page_size)):
             key = self.key_at(page, key, page_size)
@@ -116,10 +114,10 @@ class Prefix:
 
 
 def root_key(namespace: str, cache_salt: str) -> bytes:
-    """What stands before the first page's key: nothing is shared across namespaces or salts."""
+    """The key before the first page's: it differs by namespace and salt, so they share no pages."""
     return blake2b(f"{namespace}\0{cache_salt}".encode(), digest_size=KEY_BYTES).digest()
 
 
 def as_keys(raw: bytes) -> Keys:
-    """Keys one after another, as uint64 [n, 2]."""
+    """Concatenated keys as uint64 [n, 2]."""
     return np.frombuffer(raw, dtype=np.uint64).reshape(-1, WORDS)

@@ -1,4 +1,4 @@
-"""Leases and hard pins: what holds cached pages without a sequence."""
+"""Leases and hard pins: they hold cached pages without a sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.core.prefix.nodes import FOREVER, Links, Node, named
 from service.core.timers import Timers
 
 ENDED_AT_ONCE: Final = 256
-"""Leases that end in one tick: a millisecond or two. The next tick ends the rest."""
+"""Maximum leases that end in one tick: a millisecond or two. The next tick ends the rest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,9 +27,9 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """What holds a page and all before it: a lease until `ends`, by the tree's clock, or a hard
-    pin."""
+class Hold:
+    """A lease (until `ends`, by the tree's clock) or a hard pin (`lease_id` None), which holds the
+    page of `key` and all before it."""
 
     lease_id: str | None
     root: Root
@@ -39,7 +39,7 @@ class Held:
 
 
 class Leases:
-    """Leases and hard pins of every namespace, which has them in its own books."""
+    """Opens and ends leases and hard pins; each `Namespace` lists its own."""
 
     __slots__ = ("_ends", "_links", "_named")
 
@@ -52,7 +52,7 @@ class Leases:
         return len(self._ends)
 
     def open(self, lease_id: str, namespace: Namespace, node: Node, ends: float) -> None:
-        """A lease on `node`, which stays until then or until it is closed."""
+        """Hold `node` until `ends` or until the lease is closed."""
         lease = namespace.leases[lease_id] = Lease(lease_id, namespace, node, ends)
         named(node).own += 1
         self._named.num_changes += 1
@@ -60,7 +60,7 @@ class Leases:
         self._ends.set(lease, ends)
 
     def renew(self, lease_id: str, namespace: Namespace | None, ends: float) -> None:
-        """Let a lease end then. Raises `UnknownLease`."""
+        """Change the end of a lease. Raises `UnknownLease`."""
         lease = find(namespace, lease_id)
         lease.ends = ends
         self._ends.set(lease, ends)
@@ -70,7 +70,7 @@ class Leases:
         self._end(find(namespace, lease_id))
 
     def expire(self, now: float) -> None:
-        """End leases whose time is over, some at a time."""
+        """End expired leases, at most `ENDED_AT_ONCE`."""
         if self._ends.next_due <= now:
             for lease in self._ends.take_due(now, ENDED_AT_ONCE):
                 self._end(lease)
@@ -80,7 +80,7 @@ class Leases:
         return self._ends.next_due
 
     def pin(self, root: Root, key: bytes, node: Node) -> None:
-        """Pin hard the node that ends with the page of that key, unless it is pinned already."""
+        """Hard-pin the node that ends with the page of `key`; repeating a pin has no effect."""
         pins = root.namespace.pins
         if (root, key) not in pins:
             pins[root, key] = node
@@ -89,7 +89,7 @@ class Leases:
             self._named.pin(node, 1)
 
     def unpin(self, root: Root, key: bytes) -> bool:
-        """Take a hard pin away; False where there is none."""
+        """Remove a hard pin; returns False if there is none."""
         node = root.namespace.pins.pop((root, key), None)
         if node is None:
             return False
@@ -98,14 +98,14 @@ class Leases:
         self._named.pin(node, -1)
         return True
 
-    def of(self, namespace: Namespace, most: int) -> list[Held]:
-        """A namespace's hard pins, and its leases; at most `most` of both together."""
+    def of(self, namespace: Namespace, most: int) -> list[Hold]:
+        """A namespace's hard pins and leases, at most `most` together."""
         pins = islice(namespace.pins.items(), most)
-        held = [Held(None, root, key, node.end) for (root, key), node in pins]
-        for one in islice(namespace.leases.values(), most - len(held)):
+        holds = [Hold(None, root, key, node.end) for (root, key), node in pins]
+        for one in islice(namespace.leases.values(), most - len(holds)):
             key = self._named.last_key(one.node)
-            held.append(Held(one.id, named(one.node).root, key, one.node.end, one.ends))
-        return held
+            holds.append(Hold(one.id, named(one.node).root, key, one.node.end, one.ends))
+        return holds
 
     def _end(self, lease: Lease) -> None:
         del lease.namespace.leases[lease.id]

@@ -1,4 +1,4 @@
-"""Finding cached pages: down the tree by the keys of pages, then compared page by page at once."""
+"""Finds cached pages: walks down the tree by page keys, then compares all pages at once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from service.core.prefix.named_pages import NamedPages
 from service.core.prefix.nodes import Int32, Links, Node, named
 
 MOST_MATCHED: Final = 1024
-"""Nodes that one call finds: some milliseconds. A path has that many only where other sequences or
-leases end at that many places of it."""
+"""Maximum nodes that one call matches: some milliseconds. A path only has more where other
+sequences or leases end at more places of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,12 +24,12 @@ class Match:
     node: Node | None
     num_pages: int
     next_key: bytes | None = None
-    """The key of the page after them, if it is known that nothing has it."""
+    """The key of the page after them, if no cached page has it."""
     is_cut: bool = False
-    """There may be more: as many nodes were looked at as one turn walks."""
+    """Whether the match may be longer: it stopped after `MOST_MATCHED` nodes."""
 
     def table(self) -> Int32:
-        """The pages, in order; int32 [num_pages]."""
+        """The matched pages in order, int32 [num_pages]."""
         table = np.empty(self.num_pages, dtype=np.int32)
         node = self.node
         while node is not None:
@@ -39,17 +39,18 @@ class Match:
         return table
 
     def cut(self, links: Links) -> Node | None:
-        """The node that ends with the last page; whoever asks must hold it."""
+        """The node that ends with the last matched page, split if needed; the caller must hold
+        it."""
         if self.node is None or self.node.end == self.num_pages:
             return self.node
         return links.split(self.node, self.num_pages)
 
 
 def walk(names: NamedPages, root: Root, node: Node | None, prefix: Prefix, stop: int) -> Match:
-    """The longest way below `node` (None: the root) whose pages are those of the prefix, at most
-    `MOST_MATCHED` nodes of it.
+    """The longest path below `node` (None: the root) with the prefix's pages up to page `stop`.
 
-    Nodes are found by the keys of their first pages; then all their pages are compared at once.
+    At most `MOST_MATCHED` nodes: they are found by the keys of their first pages; then all their
+    pages are compared at once.
     """
     begin = at = 0 if node is None else node.end
     key = root.key if node is None else names.last_key(node)

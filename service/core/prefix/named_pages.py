@@ -1,4 +1,4 @@
-"""Named pages: their keys and token ids, and the state of every node that holds them."""
+"""Named pages: their keys and token ids, and the state of every named node."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ from service.core.prefix.nodes import (
     Retention,
     named,
 )
-from service.core.prefix.retention import Keeping
+from service.core.prefix.retention import RetentionTimers
 
 
 class NamedPages:
-    """One row per page of the pool, valid while the page has a name; `nodes` by their numbers.
+    """One row per page of the pool, valid while the page has a name; named `nodes` by number.
 
-    `keeping` says how long they are kept, `num_pages` counts pages with a name, `num_changes` grows
-    whenever nodes or their holders change. `states` has each
-    node's state by its number once more, for whoever asks about all pages at once. `listener`, if
-    there is one, is told what is stored and removed.
+    `retention` keeps their priorities, `num_pages` counts pages with names, `num_changes` increases
+    whenever nodes or their holders change. `states` repeats each node's state by its number, for
+    queries over all pages at once. `listener`, if set, receives stored and removed pages.
     """
 
     __slots__ = (
         "_free_numbers",
         "_key_bytes",
-        "keeping",
         "keys",
         "listener",
         "node_of",
@@ -43,6 +41,7 @@ class NamedPages:
         "num_changes",
         "num_pages",
         "page_size",
+        "retention",
         "states",
         "token_ids",
     )
@@ -55,7 +54,7 @@ class NamedPages:
         self.nodes: list[Node | None] = []
         self.states = bytearray()
         self.listener: Listener | None = None
-        self.keeping = Keeping()
+        self.retention = RetentionTimers()
         self.num_pages = self.num_cached = self.num_changes = 0
         self.page_size = page_size
         self._free_numbers: list[int] = []
@@ -65,31 +64,33 @@ class NamedPages:
     def give_name(
         self, node: Node, root: Root, keys: bytes, ids: TokenIds | None, keep: Retention
     ) -> None:
-        """Commit a node's pages, whose `keys` one after another and `ids` uint32 [n * page_size]
-        these are. All of its children are held by sequences."""
+        """Commit a node's pages, with their concatenated `keys` and `ids` uint32 [n * page_size].
+
+        All of the node's children must be held by sequences.
+        """
         name = Name(root, self._number(node), ids is not None, keep, len(node.children))
         name.state = self.states[name.number] = REFERENCED
-        name.used = self.keeping.now
+        name.used = self.retention.now
         node.name = name
         self._write(node.pages, name.number, keys, ids)
         self.num_pages += node.pages.size
         root.namespace.num_nodes += 1
         self._kids_above(node, root)[keys[:KEY_BYTES]] = node
-        self.keeping.watch(node, name)
+        self.retention.watch(node, name)
         if self.listener is not None:
             before = self.key_before(node, root)
-            told = None if ids is None else ids.tobytes()
-            self.listener(Stored(root.namespace.name, keys, before, told))
+            token_ids = None if ids is None else ids.tobytes()
+            self.listener(Stored(root.namespace.name, keys, before, token_ids))
 
     def _write(self, pages: Int32, number: int, keys: bytes, ids: TokenIds | None) -> None:
-        """The rows of pages that get names."""
+        """Write the rows of newly named pages."""
         if pages.size > 1:
             self.keys[pages] = as_keys(keys)
             self.node_of[pages] = number
             if ids is not None:
                 self.token_ids[pages] = ids.reshape(-1, self.page_size)
             return
-        # One page by its number, which is faster: a commit while decoding has no more.
+        # One page by its number is faster: a commit while decoding has no more.
         page = pages.item()
         self._key_bytes[page * KEY_BYTES : (page + 1) * KEY_BYTES] = keys
         self.node_of[page] = number
@@ -97,7 +98,7 @@ class NamedPages:
             self.token_ids[page] = ids
 
     def split(self, upper: Node, lower: Node, name: Name) -> None:
-        """`upper` has taken the front of `lower`: it is named and held likewise."""
+        """Name `upper`, which has taken the front of `lower`, with the same holders."""
         upper.name = Name(name.root, self._number(upper), name.with_ids, name.keep)
         name.root.namespace.num_nodes += 1
         upper.name.kids = {self.first_key(lower): lower}
@@ -107,12 +108,12 @@ class NamedPages:
         upper.name.place = OUT
         self.node_of[upper.pages] = upper.name.number
         self._kids_above(upper, name.root)[self.first_key(upper)] = upper
-        self.keeping.watch(upper, upper.name)
+        self.retention.watch(upper, upper.name)
         if name.state == CACHED:
-            name.root.namespace.order.rank_again(upper, upper.name, self.keeping.rank(upper.name))
+            name.root.namespace.order.rank_again(upper, upper.name, self.retention.rank(upper.name))
 
     def absorb(self, parent: Node, child: Node) -> None:
-        """`child` is about to take the pages of `parent`, and its place."""
+        """Transfer the names of `parent`'s pages to `child`, which is about to replace it."""
         above, name = named(parent), named(child)
         self._count(above, -parent.pages.size)
         self.node_of[parent.pages] = name.number
@@ -121,15 +122,15 @@ class NamedPages:
         self._forget(above)
 
     def shorten(self, node: Node, count: int) -> Int32:
-        """Take the names of a cached node's last `count` pages, which are returned."""
+        """Remove and return a cached node's last `count` pages, which lose their names."""
         name = named(node)
         keep = node.pages.size - count
-        gone = node.pages[keep:]
+        removed = node.pages[keep:]
         self._count(name, -count)
-        self.node_of[gone] = -1
+        self.node_of[removed] = -1
         self.num_pages -= count
         if self.listener is not None:
-            keys = self.key_of(gone.item()) if count == 1 else self.keys[gone].tobytes()
+            keys = self.key_of(removed.item()) if count == 1 else self.keys[removed].tobytes()
             self.listener(Removed(name.root.namespace.name, keys))
         if keep == 0:
             name.root.namespace.order.take_out(node, name)
@@ -137,12 +138,12 @@ class NamedPages:
             self._forget(name)
         else:
             node.pages = node.pages[:keep]
-        return gone
+        return removed
 
-    # Who holds them.
+    # Holders and states.
 
     def hold(self, node: Node | None) -> None:
-        """One more holder of a node, and so of all above it."""
+        """Add a holder to a node, and so to all above it."""
         while node is not None:
             name = named(node)
             name.refs += 1
@@ -151,8 +152,8 @@ class NamedPages:
             self._settle(node, name)
             node = node.parent
 
-    def let_go(self, node: Node) -> bool:
-        """One holder less; whether it was the last, so that the parent has one less as well."""
+    def unhold(self, node: Node) -> bool:
+        """Remove a holder; returns True for the last one: then the parent has one fewer as well."""
         name = named(node)
         name.refs -= 1
         if name.refs:
@@ -161,7 +162,7 @@ class NamedPages:
         return True
 
     def pin(self, node: Node | None, by: int) -> None:
-        """One hard pin more (`by` 1) or less (-1) on a node, and so on all above it."""
+        """Add (`by` 1) or remove (-1) a hard pin on a node, and so on all above it."""
         while node is not None:
             name = named(node)
             had = name.pins > 0
@@ -172,7 +173,7 @@ class NamedPages:
             node = node.parent
 
     def is_last_holder(self, parent: Node, child: Node) -> bool:
-        """Whether `child`, cached just now, is all that held `parent`, and is kept as long."""
+        """Whether `child`, just cached, was the only holder of `parent`, with equal retention."""
         above, name = named(parent), named(child)
         return (
             above.refs == 1
@@ -182,7 +183,7 @@ class NamedPages:
         )
 
     def are_alike(self, parent: Node, child: Node) -> bool:
-        """Whether nothing tells `parent` from its only child, both of which are held."""
+        """Whether `parent` and its only child are held alike, with equal retention."""
         above, name = named(parent), named(child)
         held = above.state == name.state == REFERENCED and above.pins == name.pins == 0
         return held and above.own == 0 and self._is_like(parent, above, name)
@@ -195,7 +196,7 @@ class NamedPages:
         )
 
     def _settle(self, node: Node, name: Name) -> None:
-        """The state that follows from the holders; what becomes cached was used just now."""
+        """Update the state from the holders; a node that becomes cached counts as just used."""
         state = REFERENCED if name.refs else PINNED if name.pins else CACHED
         if state == name.state:
             return
@@ -205,13 +206,13 @@ class NamedPages:
         if name.state == CACHED:
             order.take_out(node, name)
         name.state = self.states[name.number] = state
-        name.used = self.keeping.now
+        name.used = self.retention.now
         self._count(name, size)
         if state == CACHED:
-            order.use(node, name, self.keeping.rank(name))
+            order.use(node, name, self.retention.rank(name))
 
     def _count(self, name: Name, pages: int) -> None:
-        """So many pages more in the name's state."""
+        """Count `pages` more (negative: fewer) in the name's state."""
         self.num_changes += 1
         namespace = name.root.namespace
         if name.state == CACHED:
@@ -220,7 +221,7 @@ class NamedPages:
         elif name.state == PINNED:
             namespace.pinned += pages
 
-    # Looking them up.
+    # Lookup.
 
     def key_of(self, page: int) -> bytes:
         return self._key_bytes[page * KEY_BYTES : (page + 1) * KEY_BYTES].tobytes()
@@ -236,8 +237,10 @@ class NamedPages:
         return self.key_of(node.pages.item(-1))
 
     def num_same(self, pages: Int32, prefix: Prefix, first: int) -> int:
-        """How many of these pages, whose ids are known if it has some, are those of the prefix from
-        page `first` on, none of them skipped."""
+        """Leading `pages` that equal the prefix's pages from page `first` on.
+
+        None of those may be skipped. If the prefix has token ids, the pages' ids must be known.
+        """
         last = first + pages.size
         keys = prefix.keys_of(first, last)
         if keys is not None:
@@ -248,7 +251,7 @@ class NamedPages:
         return equal_rows(self.token_ids[pages], ids.reshape(-1, self.page_size))
 
     def find(self, root: Root, key: bytes) -> tuple[Node, int] | None:
-        """The node with the page of that key, and the page's place in it; looks at every page."""
+        """The node that has the page of `key`, and the page's index in it; scans every page."""
         words = np.frombuffer(key, dtype=np.uint64)
         for page in np.flatnonzero(self.keys[:, 0] == words[0]).tolist():
             number = int(self.node_of[page])
@@ -282,14 +285,14 @@ class NamedPages:
 
     def _forget(self, name: Name) -> None:
         if (node := self.nodes[name.number]) is not None:
-            self.keeping.forget(node)
+            self.retention.forget(node)
         self.nodes[name.number] = None
         name.root.namespace.num_nodes -= 1
         self._free_numbers.append(name.number)
 
 
 def equal_rows(held: NDArray[np.unsignedinteger], given: NDArray[np.unsignedinteger]) -> int:
-    """How many rows are equal before the first that is not."""
+    """Number of leading equal rows."""
     if np.array_equal(held, given):
         return len(held)
     first = int((held != given).ravel().argmax())

@@ -1,19 +1,19 @@
-"""The links of the prefix tree: nodes of whole pages, private leaves, and how they split and merge.
+"""Nodes of the prefix tree: shared nodes of whole pages, private leaves, and their links.
 
-Nothing here allocates pages; a split or a merge moves pages between holders, never in or out.
+Nothing here allocates pages: a split or merge moves pages between nodes, never in or out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.errors import InvalidRequest
+from service.core.errors import IntegrityError, InvalidRequest
 
 if TYPE_CHECKING:
     from service.core.pool.namespaces import Namespace, Root
@@ -25,19 +25,19 @@ Int32 = NDArray[np.int32]
 DEFAULT_PRIORITY: Final = 35
 FOREVER: Final = math.inf
 MAX_WALKED: Final = 65536
-"""Nodes that one turn looks at for a batch: some milliseconds."""
+"""Maximum nodes that one turn visits for a batch: some milliseconds."""
 REFERENCED: Final = 1
 PINNED: Final = 2
 CACHED: Final = 3
-"""The states of a named node: held by sequences or leases, by hard pins alone, by nothing."""
+"""States of a named node: held by sequences or leases, by hard pins alone, or not held."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long pages are kept: by `priority` until `priority_ends`, then by `fallback`.
+    """How long pages are kept: with `priority` until `priority_ends`, then with `fallback`.
 
-    Until `soft_ends` they are evicted after all that is not pinned. Ends are the tree's clock.
-    `fallback` is the priority after `priority_ends`; None: the default one.
+    Until `soft_ends` they are evicted after all unpinned pages. Times are by the tree's clock.
+    `fallback` None: the default priority.
     """
 
     priority: int = DEFAULT_PRIORITY
@@ -47,20 +47,20 @@ class Retention:
 
     @property
     def lasting_priority(self) -> int | None:
-        """The best priority without an end, if one was given."""
+        """The highest priority without an end, if one was given."""
         return self.priority if self.priority_ends == FOREVER else self.fallback
 
 
 @dataclass(slots=True, eq=False)
 class Name:
-    """What a node has once its pages are committed: they can be found by their keys.
+    """The name of a node whose pages are committed and can be found by their keys.
 
-    `number` is the node's in the books of pages. `kids` are the named nodes below by the key of
-    their first page, once there is one. `refs` counts the children that sequences or leases hold
-    and the leases on this very node, `pins` likewise for hard pins; `own` counts the leases and
-    pins on it. `with_ids`: the pages' token ids are known. `stamp` orders nodes by their last use;
-    `place` and `rank` say where in the order of eviction the node stands, `used` when its state
-    changed last, by the tree's clock.
+    `number` is the node's row in `NamedPages.nodes`. `kids`: its named child nodes by the key of
+    their first page (None: it never had one). `refs` counts the children held by sequences or
+    leases plus the leases on this node; `pins` likewise for hard pins; `own` counts the leases and
+    pins on this node. `with_ids`: the pages' token ids are known. `stamp` orders nodes by last use;
+    `place` and `rank` are its position in the eviction order; `used` is the time of its last change
+    of state, by the tree's clock.
     """
 
     root: Root
@@ -80,11 +80,11 @@ class Name:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Full pages seen by every sequence below it, and never written again.
+    """Full pages shared by every sequence below, never written again.
 
-    `start` counts the pages before it on the path. A node has at least one page. Without a `name`
-    it is there because sequences share it, and has, between operations, at least two children; with
-    one it stays until it is evicted, and all nodes above it have a name too.
+    `start` counts the pages before it on the path. A node has at least one page. A node without a
+    `name` exists because sequences share it: between operations it has at least two children. A
+    named node stays until it is evicted, and all nodes above it have names too.
     """
 
     parent: Node | None
@@ -95,18 +95,18 @@ class Node:
 
     @property
     def end(self) -> int:
-        """Pages of the path up to and with this node."""
+        """Pages of the path, this node's included."""
         return self.start + self.pages.size
 
 
 @dataclass(slots=True, eq=False)
 class Leaf:
-    """The private end of one sequence's path: the only part that is ever written.
+    """The private end of one sequence's path: the only part that is written.
 
     `table` is the sequence's whole page table, shared pages first, in a buffer that grows by
-    doubling; what is valid of it is `num_pages` in the sequence's books. Pages from `start` on are
-    the leaf's own. `index` is the sequence's place in the books; `origin` the id it was forked off;
-    `owner` the namespace that its pages count for; `shard` which of the sequence's pages are here
+    doubling; its first `num_pages` entries (in the books) are valid. Pages from `start` on are the
+    leaf's own. `index` is the sequence's column in the books; `origin` the id it was forked from;
+    `owner` the namespace its pages count for; `shard` the part of the sequence's pages in this pool
     (None: all).
     """
 
@@ -120,19 +120,19 @@ class Leaf:
     shard: Shard | None = None
 
     def push(self, held: int, pages: Int32) -> None:
-        """Put `pages` after the first `held` of the table."""
+        """Append `pages` to the first `held` entries of the table."""
         end = held + pages.size
         if end > self.table.size:
-            self._make_room(held, end)
+            self._grow(held, end)
         self.table[held:end] = pages
 
     def push_one(self, held: int, page: int) -> None:
-        """As `push`, for one page: what a decode step does to every sequence now and then."""
+        """`push` for one page, the common case of a decode."""
         if held == self.table.size:
-            self._make_room(held, held + 1)
+            self._grow(held, held + 1)
         self.table[held] = page
 
-    def _make_room(self, held: int, end: int) -> None:
+    def _grow(self, held: int, end: int) -> None:
         grown = np.empty(max(end, 2 * held), dtype=np.int32)
         grown[:held] = self.table[:held]
         self.table = grown
@@ -141,27 +141,32 @@ class Leaf:
 def named(node: Node) -> Name:
     """The name of a node that must have one."""
     if node.name is None:
-        raise RuntimeError("a node without a name among named ones: this is a bug")
+        raise RuntimeError("a named node has no name: this is a bug")
     return node.name
 
 
+def owner_of(leaves: Sequence[Leaf]) -> Namespace:
+    """The namespace of a batch: all its sequences have the same one."""
+    owner = leaves[0].owner
+    if any(leaf.owner is not owner for leaf in leaves):
+        raise IntegrityError("sequences of two namespaces in one batch")
+    return owner
+
+
 def check_depth(leaves: Iterable[Leaf]) -> None:
-    """Raises `InvalidRequest` where paths to the root are together longer than one turn walks."""
+    """Raises `InvalidRequest` if the paths to the root have too many nodes for one turn."""
     count = 0
     for leaf in leaves:
         node = leaf.parent
         while node is not None and count < MAX_WALKED:
             count, node = count + 1, node.parent
         if count == MAX_WALKED:
-            rule = f"lie in {MAX_WALKED} nodes of the prefix tree or more: fewer in a call"
+            rule = f"are in {MAX_WALKED} nodes of the prefix tree or more: name fewer per call"
             raise InvalidRequest("sequences", "their pages", rule)
 
 
 class Links:
-    """How nodes and leaves hang together; `count` is the number of nodes.
-
-    `named` keeps the books of nodes that have a name.
-    """
+    """Links between nodes and leaves; `count` is the number of nodes, `named` has their names."""
 
     __slots__ = ("count", "named")
 
@@ -172,9 +177,9 @@ class Links:
     def node_ending_at(self, leaf: Leaf, end: int) -> Node | None:
         """The node of `leaf`'s path whose last page is the path's `end`-th; None for `end = 0`.
 
-        Splits a node, or the front off the leaf, where none ends there; a node made that way has
-        one child, so the caller must hang another under it, or name it. The part of a split node
-        that is further from the root stays the same object. `end` counts full pages of the path.
+        If none ends there, a node or the leaf is split. The new node has one child, so the caller
+        must attach another or name the node. The lower part of a split node stays the same object.
+        `end` counts full pages of the path.
         """
         if end == 0:
             return None
@@ -186,7 +191,7 @@ class Links:
         return node if node is None or node.end == end else self.split(node, end)
 
     def split(self, node: Node, end: int) -> Node:
-        """The upper part of a node, whose last page is the path's `end`-th."""
+        """Split a node; returns the upper part, whose last page is the path's `end`-th."""
         size = end - node.start
         upper = self.split_off(node, node.pages[:size])
         node.pages = node.pages[size:]
@@ -195,7 +200,7 @@ class Links:
         return upper
 
     def split_off(self, lower: Node | Leaf, pages: Int32) -> Node:
-        """A new node that takes `pages` off the front of `lower` and stands above it."""
+        """Move `pages` from the front of `lower` to a new node above it."""
         upper = Node(lower.parent, lower.start, pages, {lower})
         if lower.parent is not None:
             lower.parent.children.remove(lower)
@@ -207,7 +212,7 @@ class Links:
         return upper
 
     def attach(self, leaf: Leaf, node: Node | None) -> None:
-        """Hang `leaf` under `node` (None: it shares nothing)."""
+        """Make `leaf` a child of `node` (None: it shares nothing)."""
         self.named.num_changes += 1
         leaf.parent = node
         leaf.start = 0 if node is None else node.end
@@ -217,7 +222,7 @@ class Links:
                 self.named.hold(node)
 
     def detach(self, leaf: Leaf, node: Node | None) -> None:
-        """Take `leaf` from under `node`; a node without a name that has one child left merges."""
+        """Remove `leaf` from `node`; an unnamed node merges with its last child."""
         if node is None:
             return
         node.children.remove(leaf)
@@ -228,11 +233,11 @@ class Links:
             self.merge(node, child)
 
     def release(self, node: Node | None) -> None:
-        """One holder less for a named node; what nothing holds any more is cached from now on.
+        """Remove a holder from a named node; nodes without holders become cached.
 
-        Nodes that are used last at the same moment become one.
+        Nodes that become cached together are merged.
         """
-        while node is not None and self.named.let_go(node):
+        while node is not None and self.named.unhold(node):
             parent = node.parent
             while parent is not None and self.named.is_last_holder(parent, node):
                 self.named.absorb(parent, node)
@@ -240,22 +245,22 @@ class Links:
                 parent = node.parent
             node = parent
 
-    def grow_together(self, node: Node) -> None:
-        """Make one of a named node and the one above it where nothing tells them apart."""
+    def merge_up(self, node: Node) -> None:
+        """Merge a named node with its parent if both have the same holders and retention."""
         parent = node.parent
         if parent is not None and self.named.are_alike(parent, node):
             self.named.absorb(parent, node)
             self.merge(parent, node)
 
     def remove(self, node: Node) -> None:
-        """Forget a node without children."""
+        """Unlink a node without children."""
         self.count -= 1
         self.named.num_changes += 1
         if node.parent is not None:
             node.parent.children.remove(node)
 
     def merge(self, node: Node, child: Node | Leaf) -> None:
-        """Give the pages of `node` to its only child, which takes its place."""
+        """Move the pages of `node` to its only child, which replaces it."""
         self.count -= 1
         self.named.num_changes += 1
         child.parent = node.parent

@@ -1,4 +1,4 @@
-"""How long named nodes are kept: priorities and soft pins, and when they end."""
+"""Retention of named nodes: priorities and soft pins, and their ends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from service.core.prefix.nodes import (
 from service.core.timers import Timers
 
 SOFT_PIN: Final = 1000
-"""Rank that a soft pin adds: above every priority."""
+"""A soft pin adds this to a node's rank, which puts it above every priority."""
 ENDED_AT_ONCE: Final = 256
-"""Nodes looked at in one tick: a millisecond or two. The next tick looks at the rest."""
+"""Maximum nodes updated in one tick: a millisecond or two. The next tick updates the rest."""
 
 
-class Keeping:
-    """`now` is the time by the tree's clock."""
+class RetentionTimers:
+    """Applies retentions to nodes and ends them in time; `now` is the time by the tree's clock."""
 
     __slots__ = ("_ends", "now")
 
@@ -32,13 +32,13 @@ class Keeping:
         self._ends: Timers[Node] = Timers()
 
     def rank(self, name: Name) -> int:
-        """Low ranks are evicted first."""
+        """The node's eviction rank; low ranks are evicted first."""
         return name.keep.priority + (SOFT_PIN if name.keep.soft_ends > self.now else 0)
 
     def keep(self, node: Node, keep: Retention) -> None:
-        """Keep a node at least like this: the higher priority counts, then the later end.
+        """Raise a node's retention: the higher priority wins, then the later end.
 
-        The best priority without an end counts again when one with an end is over.
+        When a priority with an end expires, the highest priority without one applies again.
         """
         name = named(node)
         held = after(name.keep, self.now)
@@ -57,7 +57,7 @@ class Keeping:
         self._rank_again(node, name)
 
     def expire(self) -> None:
-        """End priorities and soft pins whose time is over, some at a time."""
+        """End expired priorities and soft pins, at most `ENDED_AT_ONCE`."""
         if self._ends.next_due > self.now:
             return
         for node in self._ends.take_due(self.now, ENDED_AT_ONCE):
@@ -70,12 +70,12 @@ class Keeping:
         return self._ends.next_due
 
     def watch(self, node: Node, name: Name) -> None:
-        """Look at a node again when the first of its ends has come."""
+        """Schedule a node's update for the first of its ends."""
         ends = (name.keep.priority_ends, name.keep.soft_ends)
         self._ends.set(node, min((one for one in ends if one > self.now), default=FOREVER))
 
     def forget(self, node: Node) -> None:
-        """A node loses its name."""
+        """Cancel a node's update: it loses its name."""
         self._ends.cancel(node)
 
     def _rank_again(self, node: Node, name: Name) -> None:
@@ -86,7 +86,7 @@ class Keeping:
 
 
 def after(keep: Retention, now: float) -> Retention:
-    """What is left of a retention when its ends up to `now` have come."""
+    """The retention that remains at time `now`."""
     if keep.priority_ends <= now:
         lasts = DEFAULT_PRIORITY if keep.fallback is None else keep.fallback
         keep = Retention(lasts, soft_ends=keep.soft_ends)

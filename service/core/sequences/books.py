@@ -1,4 +1,4 @@
-"""The books: every sequence's leaf, and its numbers in columns that numpy reads batch-wise."""
+"""The books: every sequence's leaf, and its numbers in columns that numpy reads by batch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Indices = NDArray[np.intp]
 
 _FIRST_CAPACITY = 64
 ENDED_AT_ONCE: Final = 1024
-"""Sequences that are looked at in one round of those whose time may be over."""
+"""Maximum sequences examined for expiry per call."""
 LEAST_UNSORTED: Final = 1024
-"""Names to be sorted in are not cleaned up among fewer."""
-GONE: Final = -1
-"""The serial of a column without a sequence."""
+"""Deleted ids are only removed from an unsorted list longer than this."""
+NO_SERIAL: Final = -1
+"""The serial of an unused column."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,29 +49,30 @@ Ids = Sequence[str] | Batch
 
 
 class Watch(NamedTuple):
-    """Columns of sequences, and the serials that they had."""
+    """Columns of sequences, and their serials at that time."""
 
     indices: Indices
     serials: Int64
 
 
 class SequenceBooks:
-    """One column per live sequence; a freed column is used again.
+    """One column per live sequence; freed columns are reused.
 
     `lengths` int32 [num_layers, capacity] is kv_len; `num_pages` int32 the size of the page table;
-    `last_page` int32 the table's last page, so that a decode step finds where to write without
-    touching tables; `serials` int64 names the state of a sequence's written pages (see `renew`).
-    `ttl_s` float64 is how long a sequence lives unused, `used` when it was used last, and `now` the
-    time. Batches are used only while some sequence has an end, or somebody watches (`is_watched`).
-    `num_changes` grows whenever a sequence comes, goes, or gets other pages.
+    `last_page` int32 the table's last page, so that a decode finds its slots without reading
+    tables; `serials` int64 identifies the state of a sequence's written pages (see `renew`).
+    `ttl_s` float64 is the idle time before deletion, `used` the time of the last use, `now` the
+    time. Batches only update `used` while some sequence can expire or `is_watched` is set.
+    `num_changes` increases whenever a sequence is added or removed or gets other pages; `version`
+    whenever ids change.
     """
 
     __slots__ = (
+        "_expiry",
         "_free",
         "_index_of",
         "_is_sorted",
         "_leaves",
-        "_mortal",
         "_next_serial",
         "_sorted",
         "_unsorted",
@@ -95,7 +96,7 @@ class SequenceBooks:
         self._unsorted: list[str] = []
         self._is_sorted = True
         self._next_serial = 0
-        self._mortal: Timers[Leaf] = Timers()
+        self._expiry: Timers[Leaf] = Timers()
         self.now = 0.0
         self.is_watched = False
         self.num_changes = self.version = 0
@@ -116,9 +117,9 @@ class SequenceBooks:
         return (self._leaves[index] for index in self._index_of.values())
 
     def add(self, spec: NewSpec, owner: Namespace, length: int, table: Int32) -> Leaf:
-        """A new sequence, `length` tokens at every layer, with all of `table` as its page table.
+        """Add a sequence with `length` tokens at every layer and the page table `table`.
 
-        Its leaf hangs nowhere yet.
+        `whole_length`: for a shard, the length of the whole sequence. The leaf has no parent yet.
         """
         if not self._free:
             self._add_column()
@@ -128,7 +129,7 @@ class SequenceBooks:
         self._index_of[spec.id] = index
         owner.leaves.add(leaf)
         self.num_changes += 1
-        self._names_changed(spec.id)
+        self._ids_changed(spec.id)
         self.lengths[:, index] = length
         self.set_num_pages(leaf, table.size)
         self.renew(leaf)
@@ -137,30 +138,30 @@ class SequenceBooks:
         return leaf
 
     def set_ttl(self, leaf: Leaf, ttl_s: float) -> None:
-        """How long a sequence lives unused, from now on."""
+        """Set the idle seconds before deletion, counted from now."""
         self.ttl_s[leaf.index] = ttl_s
         if ttl_s < FOREVER:
             self.used[leaf.index] = self.now
-        self._mortal.set(leaf, self.now + ttl_s)
+        self._expiry.set(leaf, self.now + ttl_s)
 
     def rename(self, leaf: Leaf, name: str) -> None:
-        """Call a sequence by a name that no other has."""
+        """Change a sequence's id to one that no other has."""
         self._index_of[name] = self._index_of.pop(leaf.id)
         leaf.id = name
-        self._names_changed(name)
+        self._ids_changed(name)
 
     def remove(self, leaf: Leaf) -> None:
-        """Forget a sequence; its pages and links are the caller's."""
+        """Remove a sequence, whose pages and links the caller has removed."""
         del self._index_of[leaf.id]
         leaf.owner.leaves.discard(leaf)
         self.num_changes += 1
-        leaf.table = leaf.table[:0].copy()  # the leaf stays in its column until another comes
+        leaf.table = leaf.table[:0].copy()  # the leaf stays in its column until the next one
         self._free.append(leaf.index)
-        self._names_changed()
+        self._ids_changed()
         self.lengths[:, leaf.index] = 0
         self.num_pages[leaf.index] = 0
-        self.serials[leaf.index] = GONE
-        self._mortal.cancel(leaf)
+        self.serials[leaf.index] = NO_SERIAL
+        self._expiry.cancel(leaf)
 
     def set_num_pages(self, leaf: Leaf, count: int) -> None:
         self.num_changes += 1
@@ -168,7 +169,7 @@ class SequenceBooks:
         self.last_page[leaf.index] = leaf.table[count - 1] if count else 0
 
     def renew(self, leaf: Leaf) -> None:
-        """A serial never used before: what was planned for the sequence holds no more."""
+        """Give a sequence a new serial, which invalidates the plans made for it."""
         self.serials[leaf.index] = self._next_serial
         self._next_serial += 1
 
@@ -181,7 +182,7 @@ class SequenceBooks:
             batch = ids if ids.version == self.version else self._find(ids.ids)
         else:
             batch = self._find(ids)
-        if self.is_watched or self._mortal.next_due < FOREVER:
+        if self.is_watched or self._expiry.next_due < FOREVER:
             self.used[batch.indices] = self.now
         return batch
 
@@ -192,7 +193,7 @@ class SequenceBooks:
         """
         batch = self.look_up(ids)
         if not batch.is_distinct:
-            refuse_twice(batch.ids)
+            check_distinct(batch.ids)
         return batch
 
     def _find(self, ids: Sequence[str]) -> Batch:
@@ -211,17 +212,17 @@ class SequenceBooks:
         return self._leaves[index]
 
     def holds(self, leaf: Leaf) -> bool:
-        """Whether the leaf's sequence is still the one that was made with it."""
+        """Whether the leaf's sequence still exists."""
         return self._index_of.get(leaf.id) == leaf.index and self._leaves[leaf.index] is leaf
 
     def watch(self, names: Iterable[str]) -> Watch:
-        """What those of the sequences that there are look like now; see `changed`."""
+        """Record the state of those sequences that exist; see `changed`."""
         found = [self._index_of[name] for name in names if name in self._index_of]
         indices = np.array(found, np.intp)
         return Watch(indices, self.serials[indices])
 
     def changed(self, watch: Watch) -> str | None:
-        """The id of a sequence that was deleted, cut, or given other pages since, if one was."""
+        """The id of a sequence that was deleted, cut or given other pages since, or None."""
         differ = np.flatnonzero(self.serials[watch.indices] != watch.serials)
         return self._leaves[watch.indices[differ[0]]].id if differ.size else None
 
@@ -231,65 +232,63 @@ class SequenceBooks:
         return [every[index] for index in indices.tolist()]
 
     def length(self, leaf: Leaf) -> int:
-        """The least kv_len over layers."""
-        least: int = min(self.lengths[:, leaf.index].tolist())
-        return least
+        """The minimum kv_len over layers."""
+        shortest: int = min(self.lengths[:, leaf.index].tolist())
+        return shortest
 
     def after(self, after: str | None, limit: int) -> list[Leaf]:
         """Up to `limit` leaves in order of id, those after `after`."""
-        names = self._names()
-        first = 0 if after is None else bisect_right(names, after)
-        return [self._leaves[self._index_of[name]] for name in names[first : first + limit]]
+        ids = self._sorted_ids()
+        first = 0 if after is None else bisect_right(ids, after)
+        return [self._leaves[self._index_of[name]] for name in ids[first : first + limit]]
 
-    def beginning_with(self, prefix: str, limit: int) -> list[str]:
-        """Up to `limit` ids that begin with `prefix`, in order."""
-        names = self._names()
-        first = bisect_left(names, prefix)
-        found = names[first : first + limit]
-        return [name for name in found if name.startswith(prefix)]
+    def with_prefix(self, prefix: str, limit: int) -> list[str]:
+        """Up to `limit` ids that start with `prefix`, in order."""
+        ids = self._sorted_ids()
+        first = bisect_left(ids, prefix)
+        return [name for name in ids[first : first + limit] if name.startswith(prefix)]
 
-    def _names_changed(self, come: str | None = None) -> None:
-        """What was worked out from the names holds no more; a name that has `come` is sorted in
-        when somebody asks."""
+    def _ids_changed(self, added: str | None = None) -> None:
+        """Invalidate the order of ids and earlier batches; an added id is sorted in on demand."""
         self._is_sorted = False
-        if come is not None:
-            self._unsorted.append(come)
+        if added is not None:
+            self._unsorted.append(added)
             if len(self._unsorted) > LEAST_UNSORTED + 2 * len(self):
                 self._unsorted = [name for name in set(self._unsorted) if name in self._index_of]
         self.version += 1
 
-    def _names(self) -> list[str]:
-        """All names in order. What is in order already is not sorted again."""
+    def _sorted_ids(self) -> list[str]:
+        """All ids in order; only ids added since the last call are sorted."""
         if not self._is_sorted:
             known = self._index_of
-            names = [name for name in self._sorted if name in known]
-            names += sorted(name for name in self._unsorted if name in known)
-            names.sort()  # two runs that are merged
-            self._sorted = names if len(names) == len(known) else list(dict.fromkeys(names))
+            ids = [name for name in self._sorted if name in known]
+            ids += sorted(name for name in self._unsorted if name in known)
+            ids.sort()  # merges two sorted runs
+            self._sorted = ids if len(ids) == len(known) else list(dict.fromkeys(ids))
             self._unsorted.clear()
             self._is_sorted = True
         return self._sorted
 
-    def outlived(self, is_held: Callable[[str], bool], most: int = ENDED_AT_ONCE) -> list[str]:
-        """Ids of sequences that nobody has used for as long as they may live unused, some of them.
+    def expired(self, is_held: Callable[[str], bool], most: int = ENDED_AT_ONCE) -> list[str]:
+        """Ids of sequences that were idle for their `ttl_s`, among the next `most` candidates.
 
-        Those that `is_held` says are in use have been used just now.
+        Sequences for which `is_held` is true count as used now.
         """
-        over: list[str] = []
-        for leaf in self._mortal.take_due(self.now, most):
+        ids: list[str] = []
+        for leaf in self._expiry.take_due(self.now, most):
             if is_held(leaf.id):
                 self.used[leaf.index] = self.now
             ends = float(self.used[leaf.index] + self.ttl_s[leaf.index])
             if ends <= self.now:
-                over.append(leaf.id)
+                ids.append(leaf.id)
             else:
-                self._mortal.set(leaf, ends)
-        return over
+                self._expiry.set(leaf, ends)
+        return ids
 
     @property
-    def next_end(self) -> float:
-        """When to ask next who has outlived its time."""
-        return self._mortal.next_due
+    def next_expiry(self) -> float:
+        """The earliest time at which a sequence can have expired."""
+        return self._expiry.next_due
 
     def _add_column(self) -> None:
         index = len(self._leaves)
@@ -303,10 +302,10 @@ class SequenceBooks:
             self.used = np.concatenate((self.used, np.zeros_like(self.used)))
 
 
-def refuse_twice(ids: Sequence[str]) -> None:
-    """Raises `InvalidRequest` for the first id that comes twice, if one does."""
+def check_distinct(ids: Sequence[str]) -> None:
+    """Raises `InvalidRequest` for the first duplicate id."""
     seen: set[str] = set()
     for name in ids:
         if name in seen:
-            raise InvalidRequest("sequences", name, "an id may come once in a request")
+            raise InvalidRequest("sequences", name, "duplicate id")
         seen.add(name)

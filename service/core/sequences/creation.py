@@ -1,20 +1,20 @@
-"""Checks on a list of sequences to make: ids, parents, and what each one starts with."""
+"""Checks sequences to create, and derives the state that each starts with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from service.core.errors import InvalidRequest, SequenceExists, UnknownSequence
-from service.core.sequences.books import SequenceBooks, refuse_twice
+from service.core.sequences.books import SequenceBooks, check_distinct
 from service.core.values import NewSpec
 
 
 def first_lengths(books: SequenceBooks, new: Sequence[NewSpec]) -> list[int]:
-    """How many tokens each of `new` starts with; a parent may come earlier in `new`.
+    """The first length of each of `new`; a parent can be an earlier one of `new`.
 
-    Raises `InvalidRequest`, `SequenceExists` (every such id), `UnknownSequence` (every parent).
+    Raises `InvalidRequest`, `SequenceExists` (all such ids), `UnknownSequence` (all such parents).
     """
-    refuse_twice([spec.id for spec in new])
+    check_distinct([spec.id for spec in new])
     if existing := [spec.id for spec in new if spec.id in books]:
         raise SequenceExists(existing)
     made: dict[str, int] = {}
@@ -23,15 +23,15 @@ def first_lengths(books: SequenceBooks, new: Sequence[NewSpec]) -> list[int]:
     for spec in new:
         made[spec.id] = 0
         if spec.prefix is not None and (spec.parent is not None or spec.length is not None):
-            raise InvalidRequest("prefix", "given", "a sequence has a parent or a prefix, not both")
+            raise InvalidRequest("prefix", "given", "cannot be combined with parent or length")
         if spec.prefix is not None:
             from_prefix.add(spec.id)
         elif spec.parent in from_prefix:
-            rule = "its length is known when it is made: fork it by a later call"
+            rule = "its length is not known before it is created: fork it in a later call"
             raise InvalidRequest("parent", spec.parent, rule)
         elif spec.parent is None:
             if spec.length:
-                raise InvalidRequest("length", spec.length, "0, or a parent to take tokens from")
+                raise InvalidRequest("length", spec.length, "must be 0 without a parent")
         elif spec.parent in books or (spec.parent in made and spec.parent != spec.id):
             known = made.get(spec.parent)
             longest = books.length(books.leaf(spec.parent)) if known is None else known

@@ -1,4 +1,4 @@
-"""Cutting sequences to a length, and to a length with chosen tokens behind it that move up."""
+"""Cuts sequences to a length, optionally keeping chosen later tokens, which move up."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Final
 
 import numpy as np
 
-from service.core.errors import IntegrityError, InvalidRequest
+from service.core.errors import InvalidRequest
 from service.core.pool.budget import Budget
-from service.core.prefix.nodes import Leaf, Links, check_depth
+from service.core.prefix.nodes import Leaf, Links, check_depth, owner_of
 from service.core.sequences.books import SequenceBooks
 from service.core.values import Int32, RowCopies, row_copies
 
@@ -19,11 +19,11 @@ NO_PAGES: Final = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """One sequence's cut, which can no longer fail.
+    """A checked cut of one sequence, with all pages that it needs.
 
-    `length` tokens stay where they are, then come those at `keep`, int32, in rising order. The
-    first `full` pages are left as they are. Pages from `start` on are the sequence's own. Where
-    `full` is before it, `tail` are the pages after `full`: some of its own, then `fresh` ones.
+    The first `length` tokens stay in place, then come the tokens `keep`, int32, ascending. The
+    first `full` pages are unchanged; pages from `start` on are the sequence's own. In a cut within
+    shared pages (`full < start`) the pages after `full` are `tail`: own pages, then `fresh` ones.
     """
 
     leaf: Leaf
@@ -36,7 +36,7 @@ class Cut:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the cut lies in pages that others hold, too."""
+        """Whether the cut is within pages shared with other sequences."""
         return self.full < self.start
 
     @property
@@ -49,9 +49,10 @@ class Cut:
 
 
 class Cuts:
-    """Cuts of many sequences; shares the tree's books, links and pages.
+    """Cuts sequences of a tree, whose books, links and pages it shares.
 
-    `prepare` checks and takes pages, then rows move (`moves`), then `finish` changes the books.
+    `prepare` checks and allocates, then the caller moves rows (`moves`), then `finish` updates the
+    books.
     """
 
     __slots__ = ("_books", "_budget", "_links", "_page_size")
@@ -70,10 +71,9 @@ class Cuts:
         *,
         batch: bool = False,
     ) -> list[Cut]:
-        """Check every cut and take the pages that they need; all or none.
+        """Check every cut and allocate the pages that they need; all or none.
 
-        `batch`: a refusal says whose length or token it is about. Raises `UnknownSequence`,
-        `InvalidRequest`, `OutOfPages`.
+        `batch`: errors name the sequence. Raises `UnknownSequence`, `InvalidRequest`, `OutOfPages`.
         """
         leaves = self._books.leaves(self._books.look_up_distinct(ids).indices)
         cuts, wanted = [], []
@@ -90,7 +90,7 @@ class Cuts:
                 stays = num_in_place(keep, length)
                 length, keep = length + stays, keep[stays:]
             if (self._books.lengths[:, leaf.index] == length + keep.size).all():
-                continue  # it is as it should be
+                continue  # nothing to cut
             cut, num_fresh = self._planned(leaf, length, keep)
             cuts.append(cut)
             wanted.append(num_fresh)
@@ -98,21 +98,19 @@ class Cuts:
             check_depth(cut.leaf for cut in cuts if cut.is_shared)
         if not sum(wanted):
             return cuts
-        owner = leaves[0].owner
-        if any(leaf.owner is not owner for leaf in leaves):
-            raise IntegrityError("sequences of two namespaces in one batch")
-        pages = np.split(self._budget.take(owner, sum(wanted)), np.cumsum(wanted)[:-1])
+        taken = self._budget.take(owner_of(leaves), sum(wanted))
+        pages = np.split(taken, np.cumsum(wanted)[:-1])
         return [replace(cut, fresh=fresh) for cut, fresh in zip(cuts, pages, strict=True)]
 
     def release(self, cuts: Sequence[Cut]) -> None:
-        """Give back the pages of cuts that are not carried out."""
+        """Release the pages of cuts that are cancelled."""
         for cut in cuts:
-            self._budget.give_back(cut.leaf.owner, cut.fresh)
+            self._budget.release(cut.leaf.owner, cut.fresh)
 
     def moves(self, cuts: Sequence[Cut]) -> tuple[Int32, Int32]:
-        """Slots of the rows that move, and where to, in the order to move them; int32 [n] each.
+        """Source and destination slots of the rows to move, in this order; int32 [n] each.
 
-        A row moves to a slot that no later row comes from.
+        No row's destination is a later row's source.
         """
         size = self._page_size
         sources, targets = [NO_PAGES], [NO_PAGES]
@@ -125,23 +123,24 @@ class Cuts:
         return np.concatenate(sources), np.concatenate(targets)
 
     def finish(self, cuts: Sequence[Cut]) -> RowCopies:
-        """Cut every layer. The copies bring the rows before a cut within a shared page."""
+        """Cut every layer. The caller must execute the copies: rows before a cut within a shared
+        page."""
         copies: list[tuple[int, int, int]] = []
         for cut in cuts:
             leaf, length = cut.leaf, cut.length_after
             if cut.is_shared:
                 copies += self._leave_shared(cut)
             else:
-                self._drop_pages(leaf, -(-length // self._page_size))
+                self.drop_pages(leaf, -(-length // self._page_size))
             self._books.lengths[:, leaf.index] = length
             self._books.renew(leaf)
         return row_copies(copies)
 
     def _planned(self, leaf: Leaf, length: int, keep: Int32) -> tuple[Cut, int]:
-        """A cut without its fresh pages, and how many it must be given.
+        """A cut without its fresh pages, and how many it needs.
 
-        Rows that are kept all go to fresh pages where the cut is shared, as they may come from the
-        sequence's own. A cut without them takes one of its own where it has one.
+        In a shared cut kept rows move to fresh pages only, since they may come from the sequence's
+        own. A shared cut without kept rows reuses one of the sequence's own pages.
         """
         full, start = length // self._page_size, leaf.start
         behind = -(-(length + keep.size) // self._page_size) - full if full < start else 0
@@ -150,17 +149,16 @@ class Cuts:
         return Cut(leaf, length, keep, full, start, reused, NO_PAGES), behind - reused.size
 
     def _leave_shared(self, cut: Cut) -> list[tuple[int, int, int]]:
-        """Leave a leaf its first `full` pages, and its tail behind them.
+        """Reduce a leaf to its first `full` pages, followed by its tail.
 
-        Pages that it shared with sequences of the same batch may be its own by now.
+        Pages that it shared with sequences of the same batch may have become its own.
         """
         leaf, tail, num_rows = cut.leaf, cut.tail, cut.length % self._page_size
         count = int(self._books.num_pages[leaf.index])
         copies = [(int(leaf.table[cut.full]), int(tail[0]), num_rows)] if num_rows else []
         own = max(leaf.start, cut.full)
         behind = leaf.table[cut.start + cut.reused.size : count]
-        gone = np.concatenate((leaf.table[own : cut.start], behind))
-        self._budget.give_back(leaf.owner, gone)
+        self._budget.release(leaf.owner, np.concatenate((leaf.table[own : cut.start], behind)))
         if cut.full < leaf.start:
             lower, upper = leaf.parent, self._links.node_ending_at(leaf, cut.full)
             self._links.attach(leaf, upper)
@@ -169,32 +167,32 @@ class Cuts:
         self._books.set_num_pages(leaf, cut.full + tail.size)
         return copies
 
-    def _drop_pages(self, leaf: Leaf, keep: int) -> None:
+    def drop_pages(self, leaf: Leaf, keep: int) -> None:
         """Release the leaf's own pages after the first `keep` of its table."""
         count = int(self._books.num_pages[leaf.index])
-        self._budget.give_back(leaf.owner, leaf.table[keep:count])
+        self._budget.release(leaf.owner, leaf.table[keep:count])
         self._books.set_num_pages(leaf, keep)
 
 
 def check_cut(length: int, keep: Int32, longest: int) -> None:
-    """A length that the sequence has, and tokens behind it, each once, in rising order."""
+    """Raises `InvalidRequest` unless the sequence has that length, and `keep` ascends after it."""
     if not 0 <= length <= longest:
         raise InvalidRequest("length", length, f"0 to {longest}, the sequence's length")
     if not keep.size:
         return
     if (keep[1:] <= keep[:-1]).any():
         at = int((keep[1:] <= keep[:-1]).argmax()) + 1
-        raise InvalidRequest("keep", int(keep[at]), "must rise: each token once, in order")
+        raise InvalidRequest("keep", int(keep[at]), "must be strictly ascending")
     first, last = int(keep[0]), int(keep[-1])
     if first < length:
-        rule = f"must be at least {length}: tokens before the length stay anyway"
+        rule = f"must be at least {length}: tokens before the length are kept in any case"
         raise InvalidRequest("keep", first, rule)
     if last >= longest:
-        rule = f"must be below {longest}, the length of the sequence"
+        rule = f"must be below {longest}, the sequence's length"
         raise InvalidRequest("keep", last, rule)
 
 
 def num_in_place(keep: Int32, length: int) -> int:
-    """How many of the tokens that are kept follow `length` without a gap, and so do not move."""
+    """Number of kept tokens that follow `length` without a gap, and so do not move."""
     moved = keep != np.arange(length, length + keep.size, dtype=np.int32)
     return int(moved.argmax()) if moved.any() else keep.size

@@ -1,4 +1,4 @@
-"""Sequences that leave for another pool or come from one: what the tree does for them."""
+"""Exports and imports of sequences: generation, names, lengths and slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.core.values import Int32
 
 
 def generation(tree: PrefixTree, leaf: Leaf, instance_id: str) -> str:
-    """32 hex digits that change whenever a sequence's tokens do, and when the pool starts anew."""
+    """32 hex digits that change when a sequence's tokens change, and when the pool restarts."""
     books = tree.books
     state = [books.serials[leaf.index].tobytes(), books.lengths[:, leaf.index].tobytes()]
     if leaf.shard is not None:
@@ -26,7 +26,7 @@ def generation(tree: PrefixTree, leaf: Leaf, instance_id: str) -> str:
 
 
 def names_of(tree: PrefixTree, leaf: Leaf) -> Prefix | None:
-    """What names the committed pages of a sequence, by token ids where all of theirs are known."""
+    """The names of a sequence's committed pages: token ids if all are known, else keys."""
     path = named_path(leaf.parent)
     if not path:
         return None
@@ -39,8 +39,10 @@ def names_of(tree: PrefixTree, leaf: Leaf) -> Prefix | None:
 
 
 def fill(tree: PrefixTree, name: str, lengths: Sequence[int]) -> None:
-    """Give a sequence its `lengths`, one for each layer and none below what it has, with pages for
-    the longest; what is to be in them is the caller's to write. Raises `OutOfPages`."""
+    """Extend a sequence to `lengths`, one per layer, none below the present one.
+
+    Allocates pages for the longest; the caller writes the rows. Raises `OutOfPages`.
+    """
     leaf = tree.books.leaf(name)
     wanted = np.array(lengths, np.int32)
     longest = int(wanted.argmax())
@@ -50,13 +52,13 @@ def fill(tree: PrefixTree, name: str, lengths: Sequence[int]) -> None:
 
 
 def slots_of(tree: PrefixTree, table: Int32, start: int, stop: int) -> Int32:
-    """Where tokens `start:stop` of a page table are."""
+    """Token slots of tokens `start:stop` of a page table."""
     span = np.array([start], np.int32), np.array([stop - start], np.int32)
     return token_slots((table,), *span, tree.page_size)
 
 
 def rename(tree: PrefixTree, name: str, new: str, ttl_s: float | None) -> None:
-    """Call a sequence `new` from now on, with another time to live. Raises `SequenceExists`."""
+    """Change a sequence's id and time to live. Raises `SequenceExists`."""
     books = tree.books
     if new in books:
         raise SequenceExists((new,))

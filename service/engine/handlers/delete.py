@@ -69,7 +69,7 @@ def chosen(
     if fields.prefix is None:
         names = [name for name in fields.names if name in books]
     else:
-        found = books.beginning_with(request.tenant.prefix + fields.prefix, len(books))
+        found = books.with_prefix(request.tenant.prefix + fields.prefix, len(books))
         names = [name for name in found if not name.startswith(HIDDEN)]
     if not fields.skip:
         leaving.check(names, request)

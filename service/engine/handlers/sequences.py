@@ -11,7 +11,8 @@ import numpy as np
 
 from service.core.errors import InvalidRequest
 from service.core.prefix.keys import Prefix
-from service.core.values import NewSpec, RowCopies, SequenceView
+from service.core.sequences.views import SequenceView
+from service.core.values import NewSpec, RowCopies
 from service.engine.handlers.drain import refuse_new
 from service.engine.handlers.prefix import most_tokens, prefix_of
 from service.engine.handlers.rows import NUMBER_BYTES

@@ -162,7 +162,7 @@ class Store:
     @property
     def next_expiry(self) -> float:
         """When the next sequence, or mark of one that moves, expires, by `time.monotonic()`."""
-        return min(self.tree.books.next_end, self.leaving.ends.next_due)
+        return min(self.tree.books.next_expiry, self.leaving.ends.next_due)
 
     def expire(self, is_held: Callable[[str], bool]) -> None:
         """Delete the sequences that nobody has used for as long as they may live unused, and end
@@ -173,8 +173,8 @@ class Store:
         """
         books, marks, ends = self.tree.books, self.leaving.marks, time.monotonic() + EXPIRY_S
         self.leaving.expire(self.now, is_held)
-        while books.next_end <= self.now and time.monotonic() < ends:
-            over = books.outlived(lambda name: name in marks or is_held(name), ENDED_AT_ONCE)
+        while books.next_expiry <= self.now and time.monotonic() < ends:
+            over = books.expired(lambda name: name in marks or is_held(name), ENDED_AT_ONCE)
             self.tree.free(over)
             self.imports.forget(over)
 
