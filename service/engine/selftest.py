@@ -18,7 +18,7 @@ from service.engine.loop.place import Place
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.image.reading import place, read_layout, split
-from service.operations.spec import validate
+from service.operations.schema.spec import validate
 from service.operations.table import BY_NAME
 
 Float64 = NDArray[np.float64]

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from pydantic import Field
 
-from service.operations.common import (
+from service.operations.schema.fields import (
     INT32_MAX,
     MAX_SEQUENCES,
     Cap,
@@ -34,9 +34,9 @@ from service.operations.common import (
     pool_sizes,
     refuse,
 )
-from service.operations.info import InfoAnswer
-from service.operations.spec import Operation
-from service.operations.tensors import MASKS, pair, query, row, state
+from service.operations.schema.info import InfoAnswer
+from service.operations.schema.spec import Operation
+from service.operations.schema.tensors import MASKS, pair, query, row, state
 
 MAX_LEVELS: Final = 16
 

@@ -6,9 +6,9 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from service.operations.common import Count, Fields
-from service.operations.names import PageKey
-from service.operations.spec import Operation
+from service.operations.schema.fields import Count, Fields
+from service.operations.schema.page_names import PageKey
+from service.operations.schema.spec import Operation
 
 FROM_NOW: Final = -1
 MAX_EVENTS: Final = 1000

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from service.operations.common import (
+from service.operations.schema.fields import (
     TENSOR_DTYPES,
     Counts,
     Entries,
@@ -19,8 +19,8 @@ from service.operations.common import (
     int32,
     refuse,
 )
-from service.operations.info import InfoAnswer
-from service.operations.spec import Operation, TensorSpec
+from service.operations.schema.info import InfoAnswer
+from service.operations.schema.spec import Operation, TensorSpec
 
 MAX_EMPTY_ELEMENTS: Final = 2**24
 """Largest answer of a merge whose lists are empty: it takes memory that no body paid for."""

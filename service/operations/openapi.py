@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
 from service.errors import KINDS
-from service.operations.common import Fields
-from service.operations.spec import Operation, Symbols, TensorSpec
+from service.operations.schema.fields import Fields
+from service.operations.schema.spec import Operation, Symbols, TensorSpec
 from service.operations.table import OPERATIONS
 
 Schema = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from service.operations.common import (
+from service.operations.schema.fields import (
     Count,
     Counts,
     Entries,
@@ -23,8 +23,8 @@ from service.operations.common import (
     int32,
     refuse,
 )
-from service.operations.info import InfoAnswer
-from service.operations.names import (
+from service.operations.schema.info import InfoAnswer
+from service.operations.schema.page_names import (
     NAMES,
     CacheSalt,
     NamedPages,
@@ -32,8 +32,8 @@ from service.operations.names import (
     Seconds,
     check_names_given,
 )
+from service.operations.schema.spec import Operation
 from service.operations.sequences import MAX_BATCH
-from service.operations.spec import Operation
 
 DEFAULT_LEASE_S: Final = 10.0
 MAX_LEASE_S: Final = 3600.0

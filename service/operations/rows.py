@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from service.operations.common import (
+from service.operations.schema.fields import (
     Count,
     Counts,
     DType,
@@ -28,9 +28,9 @@ from service.operations.common import (
     pool_sizes,
     refuse,
 )
-from service.operations.info import InfoAnswer
-from service.operations.spec import Operation
-from service.operations.tensors import pair, row
+from service.operations.schema.info import InfoAnswer
+from service.operations.schema.spec import Operation
+from service.operations.schema.tensors import pair, row
 
 
 class AppendFields(Fields):

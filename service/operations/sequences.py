@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import numpy as np
 from pydantic import Field
 
-from service.operations.common import (
+from service.operations.schema.fields import (
     Count,
     Counts,
     Entries,
@@ -23,8 +23,8 @@ from service.operations.common import (
     int32,
     refuse,
 )
-from service.operations.info import InfoAnswer
-from service.operations.names import (
+from service.operations.schema.info import InfoAnswer
+from service.operations.schema.page_names import (
     NAMES,
     CacheSalt,
     NamedPages,
@@ -33,7 +33,7 @@ from service.operations.names import (
     check_names_given,
     given_names,
 )
-from service.operations.spec import Operation
+from service.operations.schema.spec import Operation
 
 MAX_NEW: Final = 65536
 MAX_LISTED: Final = 1000

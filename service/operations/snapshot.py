@@ -6,8 +6,8 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from service.operations.common import Count, Fields, NoFields
-from service.operations.spec import Operation, TensorSpec
+from service.operations.schema.fields import Count, Fields, NoFields
+from service.operations.schema.spec import Operation, TensorSpec
 
 STATES: Final = "0 free, 1 referenced, 2 pinned, 3 cached"
 

@@ -6,9 +6,9 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from service.operations.common import Count, Fields, NoFields
-from service.operations.info import InfoAnswer
-from service.operations.spec import Operation
+from service.operations.schema.fields import Count, Fields, NoFields
+from service.operations.schema.info import InfoAnswer
+from service.operations.schema.spec import Operation
 
 
 class PoolAnswer(Fields):

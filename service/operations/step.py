@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from service.operations.attention import ScoringFields
-from service.operations.common import (
+from service.operations.schema.fields import (
     INT32_MAX,
     Count,
     Entries,
@@ -25,8 +25,8 @@ from service.operations.common import (
     one_each,
     refuse,
 )
-from service.operations.info import InfoAnswer
-from service.operations.spec import Operation, check_heads
+from service.operations.schema.info import InfoAnswer
+from service.operations.schema.spec import Operation, check_heads
 
 MAX_STEP_LAYERS: Final = 4096
 MAX_SLOTS: Final = 4096

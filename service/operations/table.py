@@ -23,6 +23,7 @@ from service.operations.prefix import (
     UNPIN,
 )
 from service.operations.rows import APPEND, GATHER
+from service.operations.schema.spec import Operation
 from service.operations.sequences import (
     CLAIM,
     CREATE_SEQUENCES,
@@ -35,7 +36,6 @@ from service.operations.sequences import (
     TRUNCATE_SEQUENCES,
 )
 from service.operations.snapshot import SNAPSHOT
-from service.operations.spec import Operation
 from service.operations.status import DRAIN_ENGINE, ENGINES, INFO, POOL
 from service.operations.transfer import CANCEL_IMPORT, EXPORT, GET_IMPORT, HAND_OVER, IMPORT
 

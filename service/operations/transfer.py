@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from attnd.wire.dtypes import DTYPE_NAMES
 from pydantic import Field
 
-from service.operations.common import (
+from service.operations.schema.fields import (
     Count,
     Counts,
     Entries,
@@ -18,11 +18,11 @@ from service.operations.common import (
     pool_sizes,
     refuse,
 )
-from service.operations.info import InfoAnswer, PoolDType
-from service.operations.names import NAMES, CacheSalt, Seconds
+from service.operations.schema.info import InfoAnswer, PoolDType
+from service.operations.schema.page_names import NAMES, CacheSalt, Seconds
+from service.operations.schema.spec import Operation, TensorSpec
+from service.operations.schema.tensors import row
 from service.operations.sequences import SequenceFields, ShardAnswer, ShardFields
-from service.operations.spec import Operation, TensorSpec
-from service.operations.tensors import row
 
 MAX_BESIDE: Final = 256
 DEFAULT_PART_BYTES: Final = 16 * 2**20

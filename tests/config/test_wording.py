@@ -18,7 +18,7 @@ from service.errors import (
     UnknownPage,
     UnknownSequence,
 )
-from service.operations.spec import validate
+from service.operations.schema.spec import validate
 from service.operations.step import StepFields
 from service.operations.table import OPERATIONS
 

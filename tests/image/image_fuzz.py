@@ -27,8 +27,8 @@ from service.engine.handlers.exports import header_digest
 from service.errors import AttndError, InvalidRequest, MalformedBody
 from service.image.json_body import image_of_json
 from service.image.reading import place, split
-from service.operations.info import InfoAnswer, LimitsAnswer
-from service.operations.spec import Prepared, prepare
+from service.operations.schema.info import InfoAnswer, LimitsAnswer
+from service.operations.schema.spec import Prepared, prepare
 from service.operations.table import BY_NAME, OPERATIONS
 from service.operations.transfer import Header
 

@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 
 from service.image.writing import header, in_order, shaped, size
-from service.operations.info import InfoAnswer, LimitsAnswer
-from service.operations.spec import Prepared, prepare
+from service.operations.schema.info import InfoAnswer, LimitsAnswer
+from service.operations.schema.spec import Prepared, prepare
 from service.operations.table import BY_NAME
 
 LAYERS, KV_HEADS, QO_HEADS, HEAD_DIM = 2, 2, 4, 64

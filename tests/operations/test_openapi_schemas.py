@@ -13,7 +13,7 @@ from service.errors import KINDS, Cancelled, NotSupported, UnsupportedMediaType
 from service.image.json_body import image_of_json
 from service.image.reading import read_layout
 from service.operations.openapi import JSON, PROBLEM, REF, SAFETENSORS, operation_object, schemas
-from service.operations.spec import Operation, prepare
+from service.operations.schema.spec import Operation, prepare
 from service.operations.table import BY_NAME, OPERATIONS
 
 TENSORS = {

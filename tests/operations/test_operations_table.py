@@ -8,8 +8,8 @@ import pytest
 from attnd.wire.dtypes import DTYPES
 
 from service.errors import InvalidRequest
-from service.operations.query import query_values
-from service.operations.spec import Operation
+from service.operations.schema.query import query_values
+from service.operations.schema.spec import Operation
 from service.operations.table import BY_NAME, BY_NUMBER, OPERATIONS
 
 NUMBERS = {

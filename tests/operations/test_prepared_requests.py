@@ -10,8 +10,8 @@ import pytest
 from declared import INFO, KV_HEADS, QO_HEADS, prepared, queries, rows
 
 from service.errors import InvalidRequest
-from service.operations.common import check_mask_length
-from service.operations.spec import Prepared
+from service.operations.schema.fields import check_mask_length
+from service.operations.schema.spec import Prepared
 
 AB = {"layer": 1, "sequences": ["a", "b"]}
 

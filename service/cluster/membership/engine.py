@@ -21,8 +21,8 @@ from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST, Layout, place, read_layout, split
 from service.image.writing import PROBLEM, RESPONSE, image
-from service.operations.info import InfoAnswer
-from service.operations.spec import Operation
+from service.operations.schema.info import InfoAnswer
+from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
 from service.tenants import Tenant

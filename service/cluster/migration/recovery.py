@@ -18,8 +18,8 @@ from service.cluster.routing.locator import ASK_DEADLINE_S, in_time, part_at
 from service.cluster.routing.replies import MOVING_PAUSE_S, each
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError
+from service.operations.schema.spec import Operation
 from service.operations.sequences import GET_SEQUENCE
-from service.operations.spec import Operation
 from service.operations.transfer import GET_IMPORT, HAND_OVER, IMPORT
 from service.tenants import Tenant
 

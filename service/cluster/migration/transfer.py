@@ -17,7 +17,7 @@ from service.cluster.routing.replies import each
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, NotReady
 from service.operations.prefix import COMMIT, MATCH
-from service.operations.spec import Operation
+from service.operations.schema.spec import Operation
 from service.operations.transfer import CANCEL_IMPORT, EXPORT, IMPORT, MAX_BESIDE, Header
 from service.tenants import Tenant
 

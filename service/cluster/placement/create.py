@@ -23,8 +23,8 @@ from service.errors import (
     Overloaded,
     SequenceExists,
 )
+from service.operations.schema.spec import Prepared
 from service.operations.sequences import DELETE_SEQUENCES
-from service.operations.spec import Prepared
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
 

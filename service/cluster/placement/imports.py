@@ -11,8 +11,8 @@ from service.cluster.placement.placer import place_pages, prefix_of
 from service.cluster.routing.locator import ASK_DEADLINE_S
 from service.cluster.routing.replies import each
 from service.errors import NotReady, SequenceExists
-from service.operations.names import NamedPages
-from service.operations.spec import Prepared
+from service.operations.schema.page_names import NamedPages
+from service.operations.schema.spec import Prepared
 from service.operations.transfer import GET_IMPORT
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot

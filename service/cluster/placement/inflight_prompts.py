@@ -11,7 +11,7 @@ from typing import Final
 
 from service.cluster.membership.engine import Call
 from service.operations.rows import APPEND
-from service.operations.spec import Operation
+from service.operations.schema.spec import Operation
 
 LONGEST_S: Final = 5.0
 """No prompt counts as under way for longer."""

@@ -19,7 +19,7 @@ from service.cluster.placement.prefixes import chained_keys
 from service.cluster.routing.tags import BETWEEN
 from service.core.prefix.keys import Prefix, as_keys
 from service.errors import InvalidRequest, NotReady
-from service.operations.spec import Prepared
+from service.operations.schema.spec import Prepared
 
 if TYPE_CHECKING:
     from service.cluster.routing.router import Router

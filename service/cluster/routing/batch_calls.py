@@ -28,9 +28,9 @@ from service.errors import InvalidRequest, LostSequence, NotReady, SequenceMovin
 from service.image.json_text import dump_json
 from service.image.reading import read_layout, split
 from service.image.writing import RESPONSE
-from service.operations.common import Int32
+from service.operations.schema.fields import Int32
+from service.operations.schema.spec import Prepared
 from service.operations.sequences import GET_SEQUENCE
-from service.operations.spec import Prepared
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
 

@@ -10,7 +10,7 @@ import numpy as np
 from attnd.wire.dtypes import Array
 from numpy.typing import NDArray
 
-from service.operations.common import Int32, check_mask_length
+from service.operations.schema.fields import Int32, check_mask_length
 
 Arrays = dict[str, Array]
 Int64 = NDArray[np.int64]

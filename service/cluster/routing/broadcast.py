@@ -13,7 +13,7 @@ from service.cluster.routing.tags import tag_in
 from service.doors.kit.problems import ProblemText
 from service.errors import InvalidRequest, UnknownLease
 from service.operations.prefix import MAX_HOLDS
-from service.operations.spec import Prepared
+from service.operations.schema.spec import Prepared
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
 

@@ -21,8 +21,8 @@ from service.cluster.routing.replies import each, reply
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import InvalidRequest, LostSequence, UnknownSequence
 from service.image.json_text import dump_json
+from service.operations.schema.spec import Prepared
 from service.operations.sequences import DELETE_SEQUENCE, DELETE_SEQUENCES, MAX_LISTED
-from service.operations.spec import Prepared
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
 

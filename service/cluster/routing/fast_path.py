@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from service.cluster.membership.engine import Call, Engine
 from service.image.json_pieces import is_short
 from service.image.reading import MAX_VALUES
-from service.operations.spec import Operation, Prepared
+from service.operations.schema.spec import Operation, Prepared
 
 if TYPE_CHECKING:
     from service.cluster.routing.locator import Homes

@@ -21,7 +21,7 @@ from service.cluster.sharded.epochs import Dealt
 from service.cluster.sharded.operations import asked
 from service.errors import NotReady
 from service.image.reading import REQUEST, place, read_layout, split
-from service.operations.spec import Operation
+from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
 from service.tenants import Tenant

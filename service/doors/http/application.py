@@ -16,7 +16,7 @@ from service.doors.http.endpoints.operation import PathEndpoint
 from service.doors.http.endpoints.pages import Pages
 from service.doors.http.endpoints.regions import region_routes
 from service.doors.http.live.page import LivePage
-from service.operations.spec import Operation
+from service.operations.schema.spec import Operation
 from service.operations.table import OPERATIONS
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST, place, read_layout, split
 from service.image.writing import PROBLEM, RESPONSE, header
-from service.operations.spec import Operation
+from service.operations.schema.spec import Operation
 from service.tenants import Tenant
 
 

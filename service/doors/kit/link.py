@@ -16,7 +16,7 @@ from service.doors.kit.spare_slots import SpareSlots
 from service.doors.kit.timeouts import Timeouts
 from service.errors import AnswerTooLarge, NotReady, Overloaded
 from service.metrics import Metrics
-from service.operations.spec import Operation
+from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered, RoadCaller
 from service.road.caller_end.slots import ArenaFull, Slot
 from service.tenants import Tenant

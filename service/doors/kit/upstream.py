@@ -10,7 +10,7 @@ from attnd.wire.dtypes import Part
 from config.server import ServerSettings
 from service.doors.kit.answer_shares import AnswerShares
 from service.metrics import Metrics
-from service.operations.spec import Operation
+from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
 from service.tenants import Tenant

@@ -10,7 +10,7 @@ from service import __version__
 from service.doors.oip.datatypes import DATATYPES
 from service.errors import NoSuchRoute
 from service.image.json_text import dump_json
-from service.operations.spec import Operation, TensorSpec
+from service.operations.schema.spec import Operation, TensorSpec
 from service.operations.table import OPERATIONS
 
 VERSION: Final = "1"

@@ -6,7 +6,7 @@ from service.engine.loop.job import Answered, Seconds, Work
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.image.json_text import dump_json
-from service.operations.common import refuse
+from service.operations.schema.fields import refuse
 
 NOT_KEPT = "the service keeps no events: set it to how many pages they may tell of"
 

@@ -30,7 +30,7 @@ from service.errors import (
     PartMismatch,
     SequenceExists,
 )
-from service.operations.names import NamedPages
+from service.operations.schema.page_names import NamedPages
 from service.operations.transfer import Header
 
 if TYPE_CHECKING:

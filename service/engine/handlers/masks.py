@@ -6,7 +6,7 @@ import numpy as np
 
 from kernels.backend import Array, Int32, Mask
 from kernels.masks import mask_row_offsets, packbits
-from service.operations.common import check_mask_length
+from service.operations.schema.fields import check_mask_length
 
 
 def ragged_mask(

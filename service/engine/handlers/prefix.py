@@ -16,8 +16,8 @@ from service.engine.loop.job import Answered, Cost, Counts, Seconds, Sliced, Ste
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.image.json_text import dump_json
-from service.operations.names import NamedPages
 from service.operations.prefix import MAX_HOLDS
+from service.operations.schema.page_names import NamedPages
 
 Array = np.ndarray[Any, Any]
 

@@ -15,7 +15,7 @@ from config.settings import ServerSettings
 from kernels.backend import Backend
 from kernels.lanes import address_of
 from service.errors import NotReady, Overloaded, Unauthorized
-from service.operations.info import InfoAnswer
+from service.operations.schema.info import InfoAnswer
 from service.operations.table import BY_NAME
 from service.road.arena import Pinning
 from service.road.engine_end.admission import Admission

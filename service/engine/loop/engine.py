@@ -35,8 +35,8 @@ from service.engine.store.store import FATAL, Store
 from service.errors import AttndError, NotReady, Overloaded, kind_of
 from service.keys import keys_of, read_again
 from service.metrics import Metrics
-from service.operations.info import InfoAnswer, LimitsAnswer
-from service.operations.spec import Operation
+from service.operations.schema.info import InfoAnswer, LimitsAnswer
+from service.operations.schema.spec import Operation
 from service.operations.step import STEP
 from service.operations.table import BY_NUMBER
 from service.processes.handed_files import ReadFile, from_disk

@@ -13,8 +13,8 @@ from kernels.tensor import PinnedArray
 from service.engine.loop.place import Array, Place
 from service.image.json_pieces import Pieces
 from service.image.reading import placing, split
-from service.operations.info import InfoAnswer
-from service.operations.spec import Operation, Prepared, preparing
+from service.operations.schema.info import InfoAnswer
+from service.operations.schema.spec import Operation, Prepared, preparing
 from service.road.engine_end.calls import Call
 from service.tenants import OPEN, Tenant
 

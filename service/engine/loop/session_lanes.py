@@ -16,8 +16,8 @@ from service.engine.loop.request import REMEMBERED_BYTES, Request
 from service.errors import InvalidRequest, MalformedBody, Overloaded, problem
 from service.image.json_text import load_json
 from service.image.reading import MAX_HEADER_BYTES
-from service.operations.info import InfoAnswer
-from service.operations.spec import Operation, validate
+from service.operations.schema.info import InfoAnswer
+from service.operations.schema.spec import Operation, validate
 from service.operations.step import STEP, StepFields, check_step
 from service.road.engine_end.calls import STEP_ROUTE, AskedArena, Call
 from service.road.engine_end.session import Session

@@ -14,8 +14,8 @@ from service.engine.loop.job import NOTHING, Counts, Job, Seconds
 from service.engine.store.store import Store
 from service.errors import KINDS, OutOfPages, kind_of
 from service.metrics import Metrics
+from service.operations.schema.spec import Operation
 from service.operations.snapshot import SNAPSHOT
-from service.operations.spec import Operation
 
 QUIET_S: Final = 0.0003
 """Replies are recorded when no call has come for this long, ..."""

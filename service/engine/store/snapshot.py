@@ -14,7 +14,7 @@ from service.engine.loop.job import Answered, Seconds, Work
 from service.engine.loop.request import Request
 from service.image.json_text import dump_json
 from service.image.writing import Shaped, in_order, shaped
-from service.operations.common import refuse
+from service.operations.schema.fields import refuse
 
 if TYPE_CHECKING:
     from service.engine.store.store import Store

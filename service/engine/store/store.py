@@ -23,7 +23,7 @@ from service.engine.store.move_marks import Leaving
 from service.engine.store.plan_cache import PlanCache
 from service.engine.store.snapshot import Snapshots
 from service.engine.store.unfinished_imports import UnfinishedImports
-from service.operations.info import InfoAnswer
+from service.operations.schema.info import InfoAnswer
 
 if TYPE_CHECKING:
     from service.engine.handlers.table import Begin

@@ -10,9 +10,9 @@ import pytest
 from service.cluster.routing.batch_split import cut, join
 from service.errors import InvalidRequest
 from service.operations.attention import DecodeFields, PrefillFields
-from service.operations.common import Fields
 from service.operations.prefix import CommitSequencesFields
 from service.operations.rows import AppendFields, GatherFields
+from service.operations.schema.fields import Fields
 from service.operations.sequences import TruncateSequencesFields
 
 GROUPS = ([0, 3], [1], [2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from service.cluster.routing.tags import Names, made_id, tag_in, tag_of_instance
-from service.operations.common import ID_PATTERN
+from service.operations.schema.fields import ID_PATTERN
 
 
 def test_an_id_that_was_made_tells_its_engine() -> None:

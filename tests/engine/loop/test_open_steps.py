@@ -24,7 +24,7 @@ from service.engine.loop.slices import Pace
 from service.engine.store.store import Store
 from service.errors import Forbidden
 from service.metrics import Metrics
-from service.operations.spec import validate
+from service.operations.schema.spec import validate
 from service.operations.step import STEP, StepFields
 from service.operations.table import BY_NAME
 from service.road.engine_end.calls import STEP_ROUTE, AskedArena, Call

@@ -23,7 +23,7 @@ from service.engine.loop.scheduler import Scheduler
 from service.engine.loop.slices import Pace
 from service.engine.store.store import Store
 from service.metrics import Metrics
-from service.operations.spec import validate
+from service.operations.schema.spec import validate
 from service.operations.table import BY_NAME
 from tests.engine.fake_backend import FakeBackend
 from tests.engine.harness import (

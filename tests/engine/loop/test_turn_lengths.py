@@ -18,7 +18,7 @@ from kernels import make_backend
 from kernels.backend import PoolGeometry
 from service.engine.handlers import table as turns
 from service.engine.loop.engine import RATES
-from service.operations.common import MAX_SEQUENCES
+from service.operations.schema.fields import MAX_SEQUENCES
 from service.operations.sequences import MAX_BATCH
 from service.processes.watchdog import Watchdog
 from tests.engine.harness import Asked, Caller, Refused, outcome, with_engine

@@ -26,7 +26,7 @@ import numpy as np
 from attnd.wire import frames as f
 
 from service.image.writing import image
-from service.operations.common import ID_PATTERN
+from service.operations.schema.fields import ID_PATTERN
 from service.operations.table import BY_NAME
 from tests.engine.random_calls.hostile_caller import (
     ARENA_BYTES,

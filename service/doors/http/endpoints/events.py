@@ -27,9 +27,9 @@ from service.doors.kit.event_page import events_after
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, NotReady
 from service.image.json_text import dump_json
-from service.operations.common import refuse
 from service.operations.events import FROM_NOW
-from service.operations.query import number
+from service.operations.schema.fields import refuse
+from service.operations.schema.query import number
 from service.tenants import Tenant
 
 if TYPE_CHECKING:

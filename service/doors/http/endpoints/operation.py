@@ -26,8 +26,8 @@ from service.image.json_text import dump_json
 from service.image.path_fields import placing_fields
 from service.image.reading import REQUEST
 from service.image.writing import PROBLEM, header
-from service.operations.query import query_values
-from service.operations.spec import Operation
+from service.operations.schema.query import query_values
+from service.operations.schema.spec import Operation
 from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
 

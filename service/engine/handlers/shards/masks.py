@@ -17,7 +17,7 @@ from service.core.plans.ragged import lens_of
 from service.core.sequences.books import Ids
 from service.core.shards.rows import ShardView, tokens_here
 from service.core.tree import PrefixTree
-from service.operations.common import check_mask_length
+from service.operations.schema.fields import check_mask_length
 
 MOST_BYTES: Final = 256 * 2**20
 

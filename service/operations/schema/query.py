@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from service.errors import unknown_name
-from service.operations.common import refuse
-from service.operations.spec import Operation
+from service.operations.schema.fields import refuse
+from service.operations.schema.spec import Operation
 
 
 def query_values(operation: Operation, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from service.image.json_pieces import ITEMS, Pieces, finish
 from service.image.reading import Entry
 
 if TYPE_CHECKING:
-    from service.operations.info import InfoAnswer
+    from service.operations.schema.info import InfoAnswer
 
 Int32 = NDArray[np.int32]
 Entries = Mapping[str, Entry]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from service.operations.common import NAMING
+from service.operations.schema.fields import NAMING
 
 if TYPE_CHECKING:
-    from service.operations.spec import Operation
+    from service.operations.schema.spec import Operation
 
 Routing = Literal[
     "sequence",  # the engine of the sequence that `id` names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from service.operations.common import Fields
+from service.operations.schema.fields import Fields
 
 PoolDType = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"]
 

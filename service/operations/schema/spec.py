@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from service.errors import invalid_fields, unknown_tensor
 from service.image.json_pieces import ITEMS, Pieces, finish
 from service.image.reading import Entry, Layout, reading_layout
-from service.operations.common import Entries, Fields, refuse, unchecked
-from service.operations.info import InfoAnswer
-from service.operations.routing import Routing, default_routing
+from service.operations.schema.fields import Entries, Fields, refuse, unchecked
+from service.operations.schema.info import InfoAnswer
+from service.operations.schema.routing import Routing, default_routing
 from service.tenants import OPEN, Scope, Tenant
 
 Symbols = tuple[str | int, ...]

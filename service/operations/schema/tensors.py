@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from service.operations.common import TENSOR_DTYPES
-from service.operations.spec import Symbols, TensorSpec
+from service.operations.schema.fields import TENSOR_DTYPES
+from service.operations.schema.spec import Symbols, TensorSpec
 
 
 def query(rows: str = "n", like: str = "") -> TensorSpec:

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from service.operations.common import Entries, Fields, refuse
-from service.operations.spec import TensorSpec
+from service.operations.schema.fields import Entries, Fields, refuse
+from service.operations.schema.spec import TensorSpec
 
 UInt32 = NDArray[np.uint32]
 UInt8 = NDArray[np.uint8]
