@@ -31,7 +31,7 @@ from service.core.errors import OutOfPages
 from service.core.prefix.keys import Prefix
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec
-from service.engine.store.event_history import History
+from service.engine.store.event_history import EventHistory
 
 CACHE_RESULTS: Final = RESULTS / "cache-cpu.json"
 SIZES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -213,7 +213,7 @@ def long_prompt(page_size: int = TIMED_PAGE_SIZE) -> dict[str, float]:
 def many_pages(num_cached: int, page_size: int = TIMED_PAGE_SIZE) -> dict[str, float]:
     """Commit and evict of one page beside `num_cached` pages, with the event history kept."""
     tree = PrefixTree(num_cached + REPEATS * 2, page_size, 1)
-    tree.cache.named.listener = History(page_size, EVENTS_HISTORY).hear
+    tree.cache.named.listener = EventHistory(page_size, EVENTS_HISTORY).hear
     rng = np.random.default_rng(1)
     one = np.array([NODE_PAGES * page_size], np.int32)
     for _ in range(num_cached // NODE_PAGES):

@@ -233,10 +233,11 @@ class Metrics:
                 stage[bisect_left(SECONDS, spent)] += 1.0
                 stage[-1] += spent
 
-    def load(self, inflight: int, waiting: int) -> None:
-        """Operations admitted and not answered by now, and those whose turn has not come."""
+    def load(self, inflight: int, waiting: int, sessions: int) -> None:
+        """Operations without an answer, those of them that wait for their turn, and sessions."""
         self._inflight[0] = inflight
         self._waiting[0] = waiting
+        self._sessions[0] = sessions
 
     def rejected(self, reason: Reason) -> None:
         """An operation was turned away, or dropped before it ran."""
@@ -273,10 +274,6 @@ class Metrics:
     def out_of_pages(self) -> None:
         """The pool could not give the pages an operation needed."""
         self._out_of_pages[0] += 1.0
-
-    def sessions(self, count: int) -> None:
-        """Connections to the engine, by now."""
-        self._sessions[0] = count
 
     def pool(self, free: int, referenced: int, sequences: int, nodes: int) -> None:
         """The pool after an operation: pages, and counts."""

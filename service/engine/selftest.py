@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from kernels.backend import NUMPY_DTYPES, TENSOR_DTYPES, Array, DType, PoolGeometry
 from service.engine.handlers.table import begin_turn
-from service.engine.loop.job import Alone, Grouped, Seconds, Sliced
-from service.engine.loop.place import Place
+from service.engine.loop.job import Seconds, SharedAttention, SlicedWork, SoloLaunch
+from service.engine.loop.place import AnswerPlace
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.image.reading import place, read_layout, split
@@ -104,15 +104,17 @@ def check_trunk_and_fork(store: Store, lengths: Lengths) -> None:
 
 def run(store: Store, name: str, fields: dict[str, Any], **tensors: Array) -> dict[str, Array]:
     """One operation from its turn to its answer's tensors."""
-    operation, answer = BY_NAME[name], Place()
+    operation, answer = BY_NAME[name], AnswerPlace()
     request = Request(operation, validate(operation.fields, fields), tensors, answer)
     work = begin_turn(store, request, Seconds())
     match work:
-        case Grouped(attends, finish):
-            finish(store.backend.attend(attends).result())
-        case Alone(start, finish):
+        case SharedAttention(attends, finish):
+            states = store.backend.attend(attends).result()
+            if finish is not None:
+                finish(states)
+        case SoloLaunch(start, finish):
             finish(start().result())
-        case Sliced():
+        case SlicedWork():
             work.run()
     if answer.image is None:
         raise SelfTestFailed(f"{name} has no answer")

@@ -31,7 +31,7 @@ from service.core.prefix.keys import Prefix, as_keys, root_key
 from service.core.prefix.nodes import Retention
 from service.core.tree import PrefixTree
 from service.core.values import NewSpec, RowCopies
-from service.engine.store.event_history import History
+from service.engine.store.event_history import EventHistory
 
 NUM_PAGES = 40
 PAGE_SIZE = 2
@@ -166,7 +166,7 @@ class Driver:
     def begin(self) -> None:
         """A tree with nothing in it, and whoever listens to it."""
         self.tree = PrefixTree(NUM_PAGES, PAGE_SIZE, 1)
-        self.history = History(PAGE_SIZE, EVENTS_HISTORY)
+        self.history = EventHistory(PAGE_SIZE, EVENTS_HISTORY)
         self.changes: list[Change] = []
         self.tree.cache.named.listener = self.hear
         for namespace in NAMESPACES:

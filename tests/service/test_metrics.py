@@ -65,12 +65,11 @@ name, *pairs = sys.argv[1:]
 metrics = Metrics(name, {key: int(fd) for key, fd in (pair.split("=") for pair in pairs)})
 metrics.observe("decode", "ok", 0.002)
 metrics.observe(name, "ok", 0.3)
-metrics.load(2, 1)
+metrics.load(2, 1, 3 if name == "engine" else 0)
 metrics.appended(10)
 if name == "engine":
     metrics.pool(30, 10, 4, 2)
     metrics.build("1.2.3", "cpu")
-    metrics.sessions(3)
 print("up", flush=True)
 sys.stdin.read()
 """
@@ -111,8 +110,8 @@ def filled() -> Metrics:
     metrics.stages(0.001, 0.0002, 0.0, 0.0005, 0.0, 0.0001)
     metrics.observe("decode", "overloaded", 0.0001)
     metrics.rejected("overloaded")
-    metrics.load(3, 0)
-    metrics.load(2, 1)
+    metrics.load(3, 0, 2)
+    metrics.load(2, 1, 2)
     metrics.appended(5)
     metrics.kv_read(1000, 400, "cascade")
     metrics.kv_read(1000, -20, "explicit")
@@ -124,7 +123,6 @@ def filled() -> Metrics:
     metrics.cache(cached=6, pinned=4, leases=2, evicted=9)
     metrics.pool(free=30, referenced=10, sequences=4, nodes=2)
     metrics.looked_up(tokens=64, found=48)
-    metrics.sessions(2)
     return metrics
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Final
 
 from service.engine.handlers.sequences import MADE_AT_ONCE, VIEW_BYTES
-from service.engine.loop.job import Answered, Seconds, Sliced, Steps, Work, in_slices
+from service.engine.loop.job import Completed, Seconds, SlicedWork, Slices, Work, in_slices
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.engine.store.unfinished_imports import HIDDEN
@@ -20,7 +20,7 @@ def delete_sequence(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(0)
     store.tree.free((request.fields.id,))
     request.place.lay({})
-    return Answered()
+    return Completed()
 
 
 def delete_sequences(
@@ -42,7 +42,7 @@ def delete_sequences(
         deleted = count(names)
         store.tree.free(names)
         request.place.lay({"num_deleted": deleted} | told)
-        return Answered()
+        return Completed()
     books = store.tree.books
 
     def pieces() -> Generator[None, None, int]:
@@ -54,18 +54,18 @@ def delete_sequences(
             yield
         return deleted
 
-    def steps() -> Steps:
+    def slices() -> Slices:
         deleted = yield from in_slices(pieces())
         request.place.lay({"num_deleted": deleted} | told)
 
-    return Sliced(steps(), lambda: None)
+    return SlicedWork(slices())
 
 
 def chosen(
     store: Store, request: Request, skips: Callable[[Sequence[str]], Collection[str]]
 ) -> tuple[list[str], list[str] | None]:
     """The sequences to delete, and those to be skipped, where any are. Raises SequenceMoving."""
-    fields, books, leaving = request.fields, store.tree.books, store.leaving
+    fields, books, leaving = request.fields, store.tree.books, store.move_marks
     if fields.prefix is None:
         names = [name for name in fields.names if name in books]
     else:

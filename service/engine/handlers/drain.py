@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from service.core.errors import InvalidRequest
 from service.core.sequences.transfer import generation
-from service.engine.loop.job import Answered, Seconds, Work
+from service.engine.loop.job import Completed, Seconds, Work
 from service.engine.loop.request import Request
 from service.engine.store.move_marks import Mark
 from service.engine.store.store import Store
@@ -19,7 +19,7 @@ def drain_engine(store: Store, request: Request, _: Seconds) -> Work:
     numbers = store.numbers()
     told = {"name": request.fields.name, "draining": store.is_draining}
     request.place.lay(told | {"sequences": numbers.sequences})
-    return Answered()
+    return Completed()
 
 
 def refuse_new(store: Store) -> None:
@@ -29,7 +29,7 @@ def refuse_new(store: Store) -> None:
 
 
 def hand_over(store: Store, request: Request, _: Seconds) -> Work:
-    fields, leaving, tree = request.fields, store.leaving, store.tree
+    fields, leaving, tree = request.fields, store.move_marks, store.tree
     request.place.require(0)
     name, mark = fields.id, leaving.marks.get(fields.id)
     shown = request.tenant.shown(name)
@@ -50,4 +50,4 @@ def hand_over(store: Store, request: Request, _: Seconds) -> Work:
         mark.is_handed = fields.state == "gone"
         leaving.end(name)
     request.place.lay({})
-    return Answered()
+    return Completed()

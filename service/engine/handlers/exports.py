@@ -14,7 +14,7 @@ from service.core.prefix.keys import KEY_BYTES, Prefix
 from service.core.prefix.nodes import FOREVER, Leaf
 from service.core.sequences.transfer import generation, names_of, slots_of
 from service.engine.handlers.rows import NUMBER_BYTES
-from service.engine.loop.job import Answered, Cost, Seconds, Sliced, Step, Steps, Work
+from service.engine.loop.job import Completed, Cost, Seconds, Slice, SlicedWork, Slices, Work
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.errors import InvalidRequest, SequenceChanged
@@ -41,7 +41,7 @@ def export_sequence(
     """All pages of a sequence that are here, or those of one `part` of a whole sequence."""
     fields = request.fields
     leaf = store.tree.books.leaf(fields.id)
-    store.leaving.prolong(fields.id)
+    store.move_marks.prolong(fields.id)
     header = header_of(store, leaf, fields.part_bytes, part)
     if fields.part is None:
         return tell_header(store, request, leaf, header, part)
@@ -151,7 +151,7 @@ def tell_header(
     laid = request.place.lay(told, shapes)
     for name, place in laid.items():
         place[...] = names[name]
-    return Answered()
+    return Completed()
 
 
 def spans_of(header: Header, part: Part) -> list[tuple[int, int, int]]:
@@ -201,12 +201,12 @@ def read_part(store: Store, request: Request, table: Int32, header: Header) -> W
     k, v = laid["k"], laid["v"]
     digest = PartDigest(bytes.fromhex(fields.before), fields.part)
 
-    def steps() -> Steps:
+    def slices() -> Slices:
         for layer, rows, slots in pieces(store, table, spans):
             out = k[rows], v[rows]
             cost = Cost(num_bytes=2.0 * (out[0].nbytes + out[1].nbytes))
-            yield Step(partial(store.backend.read_stored, layer, slots, out), "export", cost)
+            yield Slice(partial(store.backend.read_stored, layer, slots, out), "export", cost)
             digest.update(*out)
         request.place.lay({"header": None, "digest": digest.digest().hex()}, shapes)
 
-    return Sliced(steps(), lambda: None)
+    return SlicedWork(slices())

@@ -6,7 +6,6 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kernels.backend import Done
 from service.core.sequences.transfer import fill, rename
 from service.core.values import NewSpec
 from service.engine.handlers.drain import refuse_new
@@ -18,11 +17,20 @@ from service.engine.handlers.exports import (
     rows_at_once,
     spans_of,
 )
-from service.engine.handlers.prefix import ANSWER_BYTES, NO_COST, most_tokens, prefix_of
-from service.engine.loop.job import Answered, Cost, Seconds, Sliced, Step, Steps, Work
+from service.engine.handlers.prefix import ANSWER_BYTES, most_tokens, prefix_of
+from service.engine.loop.job import (
+    Completed,
+    Cost,
+    Seconds,
+    Slice,
+    SlicedWork,
+    Slices,
+    Work,
+    empty_slice,
+)
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
-from service.engine.store.unfinished_imports import Unfinished
+from service.engine.store.unfinished_imports import UnfinishedImport
 from service.errors import (
     DigestMismatch,
     ImportExists,
@@ -50,7 +58,7 @@ def import_sequence(store: Store, request: Request, _: Seconds, shard: Shard | N
 def get_import(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(ANSWER_BYTES)
     tell(request, store.imports.get(request.fields.id, request.tenant))
-    return Answered()
+    return Completed()
 
 
 def cancel_import(store: Store, request: Request, _: Seconds) -> Work:
@@ -59,7 +67,7 @@ def cancel_import(store: Store, request: Request, _: Seconds) -> Work:
     store.tree.free((ended.hidden,))
     store.imports.remove(ended)
     request.place.lay({})
-    return Answered()
+    return Completed()
 
 
 def begin(store: Store, request: Request, header: Header, shard: Shard | None) -> Work:
@@ -80,12 +88,12 @@ def begin(store: Store, request: Request, header: Header, shard: Shard | None) -
         store.imports.add(under_way)
     touch(store, under_way)
     tell(request, under_way)
-    return Answered()
+    return Completed()
 
 
 def take_pages(
     store: Store, request: Request, header: Header, digest: bytes, shard: Shard | None
-) -> Unfinished:
+) -> UnfinishedImport:
     """The hidden sequence, beginning with what is cached. Raises `OutOfPages`."""
     fields, tree = request.fields, store.tree
     size, prefix = header.page_size, None
@@ -93,7 +101,7 @@ def take_pages(
         names = NamedPages(cache_salt=header.cache_salt)
         prefix = prefix_of(names, request.tensors, most_tokens(store))
     namespace = request.tenant.namespace
-    new = Unfinished(fields.id, namespace, header, digest, digest, 0, 0, fields.idle_s, 0.0)
+    new = UnfinishedImport(fields.id, namespace, header, digest, digest, 0, 0, fields.idle_s, 0.0)
     new.shard = fields.shard
     length = None if fields.base is None else fields.base_len // size * size
     spec = NewSpec(new.hidden, fields.base, length, prefix, namespace, fields.idle_s, shard)
@@ -134,11 +142,11 @@ def receive(store: Store, request: Request) -> Work:
     digest = PartDigest(digest_before(into, fields.before), number)
     leaf = store.tree.books.leaf(into.hidden)
 
-    def steps() -> Steps:
+    def slices() -> Slices:
         at_once = rows_at_once(store)
         for start in range(0, len(k), at_once):
             digest.update(k[start : start + at_once], v[start : start + at_once])
-            yield Step(lambda: Done(None), "digest", NO_COST)
+            yield empty_slice()
         found = digest.digest()
         if found.hex() != fields.digest:
             raise DigestMismatch(f"part {number}", fields.digest, found.hex())
@@ -146,15 +154,15 @@ def receive(store: Store, request: Request) -> Work:
         for layer, rows, slots in pieces(store, leaf.table, spans, own):
             write = partial(store.backend.write_stored, layer, k[rows], v[rows], slots)
             cost = Cost(num_bytes=2.0 * (k[rows].nbytes + v[rows].nbytes))
-            yield Step(write, "import", cost)
+            yield Slice(write, "import", cost)
         into.next_part, into.latest = number + 1, found
         touch(store, into)
         tell(request, into)
 
-    return Sliced(steps(), lambda: None, made=(into.hidden,))
+    return SlicedWork(slices(), made=(into.hidden,))
 
 
-def digest_before(into: Unfinished, given: str | None) -> bytes:
+def digest_before(into: UnfinishedImport, given: str | None) -> bytes:
     """What the next part's digest was made upon."""
     if into.latest is None:
         if given is None:
@@ -180,16 +188,16 @@ def finish(store: Store, request: Request) -> Work:
     rename(store.tree, into.hidden, fields.id, into.header.ttl_s)
     store.imports.remove(into)
     tell(request, into, is_done=True)
-    return Answered()
+    return Completed()
 
 
-def touch(store: Store, into: Unfinished) -> None:
+def touch(store: Store, into: UnfinishedImport) -> None:
     """Its time to live begins anew."""
     store.tree.books.leaf(into.hidden)
     into.expires_at = time.time() + into.idle_s
 
 
-def tell(request: Request, into: Unfinished, is_done: bool = False) -> None:
+def tell(request: Request, into: UnfinishedImport, is_done: bool = False) -> None:
     request.place.lay(
         {
             "id": request.tenant.shown(into.name),

@@ -12,7 +12,16 @@ import numpy as np
 from service.core.prefix.keys import Prefix, as_keys
 from service.core.prefix.nodes import FOREVER, Retention
 from service.engine.handlers.drain import refuse_new
-from service.engine.loop.job import Answered, Cost, Counts, Seconds, Sliced, Steps, Work, in_slices
+from service.engine.loop.job import (
+    Completed,
+    Cost,
+    Counts,
+    Seconds,
+    SlicedWork,
+    Slices,
+    Work,
+    in_slices,
+)
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.image.json_text import dump_json
@@ -49,7 +58,7 @@ def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
         num_pages = cache.use(namespace, prefix)
     size = store.geometry.page_size
     request.place.lay({"matched_len": num_pages * size, "num_pages": num_pages, "lease": lease})
-    return Answered(counts=looked_up(prefix, num_pages, size))
+    return Completed(counts=looked_up(prefix, num_pages, size))
 
 
 def commit(store: Store, request: Request, _: Seconds) -> Work:
@@ -69,16 +78,16 @@ def commit(store: Store, request: Request, _: Seconds) -> Work:
             }
         )
 
-    def steps(first: int, before: bytes) -> Steps:
+    def slices(first: int, before: bytes) -> Slices:
         finish((yield from in_slices(prefix.hashed(first, before, store.geometry.page_size))))
 
     if prefix.token_ids is not None and prefix.token_ids.size > HASHED_AT_ONCE:
         done, before = cache.committed(fields.id, prefix)
         size = store.geometry.page_size
         if prefix.skipped <= done < prefix.num_pages(size) - HASHED_AT_ONCE // size:
-            return Sliced(steps(done, before), lambda: None)
+            return SlicedWork(slices(done, before))
     finish(prefix)
-    return Answered()
+    return Completed()
 
 
 def commit_sequences(store: Store, request: Request, _: Seconds) -> Work:
@@ -102,7 +111,7 @@ def commit_sequences(store: Store, request: Request, _: Seconds) -> Work:
             ],
         }
     )
-    return Answered()
+    return Completed()
 
 
 def part_of(prefix: Prefix, first: int, last: int, skipped: int) -> Prefix:
@@ -141,14 +150,14 @@ def renew_lease(store: Store, request: Request, _: Seconds) -> Work:
     else:
         cache.renew_lease(namespace, fields.id, store.now + fields.lease_s)
     request.place.lay({"id": fields.id, "expires_at": time.time() + fields.lease_s})
-    return Answered()
+    return Completed()
 
 
 def release_lease(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(0)
     store.tree.cache.close_lease(request.tenant.namespace, request.fields.id)
     request.place.lay({})
-    return Answered()
+    return Completed()
 
 
 def pin(store: Store, request: Request, _: Seconds) -> Work:
@@ -159,7 +168,7 @@ def pin(store: Store, request: Request, _: Seconds) -> Work:
         refuse_holding(store, namespace, key, fields.cache_salt)
     pages = store.tree.cache.pin(namespace, key, fields.cache_salt, fields.soft_ttl_s)
     request.place.lay({"num_pages": pages})
-    return Answered()
+    return Completed()
 
 
 def refuse_holding(store: Store, namespace: str, key: bytes, cache_salt: str) -> None:
@@ -175,7 +184,7 @@ def unpin(store: Store, request: Request, _: Seconds) -> Work:
     key = bytes.fromhex(fields.page_key)
     store.tree.cache.unpin(request.tenant.namespace, key, fields.cache_salt)
     request.place.lay({})
-    return Answered()
+    return Completed()
 
 
 def holds(store: Store, request: Request, _: Seconds) -> Work:
@@ -193,7 +202,7 @@ def holds(store: Store, request: Request, _: Seconds) -> Work:
     text = dump_json({"holds": told})
     request.place.require(2 * len(text))  # quotes are escaped in the header
     request.place.lay_text(text)
-    return Answered()
+    return Completed()
 
 
 def evict(store: Store, request: Request, _: Seconds) -> Work:
@@ -212,7 +221,7 @@ def evicting(store: Store, request: Request, count: int, told: bool = False) -> 
     evicted = cache.evict(namespace, min(count, EVICTED_AT_ONCE))
     if evicted < EVICTED_AT_ONCE or evicted == count:
         finish(store, request, evicted, told)
-        return Answered()
+        return Completed()
 
     def pieces() -> Generator[None, None, int]:
         done = evicted
@@ -224,11 +233,11 @@ def evicting(store: Store, request: Request, count: int, told: bool = False) -> 
             yield
         return done
 
-    def steps() -> Steps:
+    def slices() -> Slices:
         done = yield from in_slices(pieces())
         finish(store, request, done, told)
 
-    return Sliced(steps(), lambda: None)
+    return SlicedWork(slices())
 
 
 def finish(store: Store, request: Request, evicted: int, told: bool) -> None:
@@ -240,7 +249,7 @@ def finish(store: Store, request: Request, evicted: int, told: bool) -> None:
 def get_namespace(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(ANSWER_BYTES)
     request.place.lay(store.namespace_fields(request.fields.name))
-    return Answered()
+    return Completed()
 
 
 def list_namespaces(store: Store, request: Request, _: Seconds) -> Work:
@@ -248,7 +257,7 @@ def list_namespaces(store: Store, request: Request, _: Seconds) -> Work:
     names = sorted(one.name for one in every if one.used or one.num_sequences)
     request.place.require(ANSWER_BYTES + sum(len(name) + 3 for name in names))
     request.place.lay({"namespaces": names})
-    return Answered()
+    return Completed()
 
 
 def set_namespace(store: Store, request: Request, _: Seconds) -> Work:
@@ -256,7 +265,7 @@ def set_namespace(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(ANSWER_BYTES)
     store.tree.budget.set_quota(fields.name, fields.max_pages, fields.reserved_pages)
     request.place.lay(store.namespace_fields(fields.name))
-    return Answered()
+    return Completed()
 
 
 def most_tokens(store: Store) -> int:

@@ -20,14 +20,14 @@ from service.core.steps import extend_layers, undo_layers
 from service.core.values import Extension
 from service.engine.loop.job import (
     AllOf,
-    Alone,
-    Answered,
+    Completed,
     Cost,
     Counts,
     Seconds,
-    Sliced,
-    Step,
-    Steps,
+    Slice,
+    SlicedWork,
+    Slices,
+    SoloLaunch,
     Work,
 )
 from service.engine.loop.request import Request
@@ -62,10 +62,10 @@ def append(
     request.place.lay({"lengths": extension.lengths.tolist()})
     counted = Counts(appended=extension.num_stored)
     if store.is_long_write(rows):
-        steps = write_steps(store, extension, rows)
-        return Sliced(steps, lambda: store.undo(extension), counts=counted)
+        slices = write_slices(store, extension, rows)
+        return SlicedWork(slices, lambda: store.undo(extension), counts=counted)
     pending = store.write(extension, rows, seconds)
-    return Answered(extension, pending, counted)
+    return Completed(extension, pending, counted)
 
 
 def append_layers(
@@ -80,12 +80,12 @@ def append_layers(
     counted = Counts(appended=every.first.num_stored * len(fields.layers))
     parts = [(layer, k, v) for layer, k, v in zip(fields.layers, *rows, strict=True)]
 
-    def steps() -> Steps:
+    def slices() -> Slices:
         for layer, k, v in parts:
-            yield from write_steps(store, replace(every.first, layer=layer), (k, v))
+            yield from write_slices(store, replace(every.first, layer=layer), (k, v))
 
     if store.is_long_write(rows) or len(parts) > LAYERS_AT_ONCE:
-        return Sliced(steps(), lambda: undo_layers(store.tree, every), counts=counted)
+        return SlicedWork(slices(), lambda: undo_layers(store.tree, every), counts=counted)
     started = time.monotonic()
     try:
         written = [store.backend.append(layer, k, v, every.first.slots) for layer, k, v in parts]
@@ -93,10 +93,10 @@ def append_layers(
         undo_layers(store.tree, every)
         raise
     seconds.copy_in += time.monotonic() - started
-    return Answered(every, AllOf(tuple(written)), counted)
+    return Completed(every, AllOf(tuple(written)), counted)
 
 
-def write_steps(store: Store, extension: Extension, rows: tuple[Array, Array]) -> Steps:
+def write_slices(store: Store, extension: Extension, rows: tuple[Array, Array]) -> Slices:
     """The rows of an extension, some at a time."""
     k, v = rows
     cost = write_cost(rows)
@@ -104,7 +104,7 @@ def write_steps(store: Store, extension: Extension, rows: tuple[Array, Array]) -
         part = slice(span.first, span.last)
         slots = extension.slots[part]
         start = partial(store.backend.append, extension.layer, k[part], v[part], slots)
-        yield Step(start, "append", span.cost)
+        yield Slice(start, "append", span.cost)
 
 
 def gather(
@@ -130,20 +130,20 @@ def gather(
         slots = chosen.slots(first, last, geometry.page_size)
         return store.backend.gather(fields.layer, slots, dtype, out=part)
 
-    def steps() -> Steps:
+    def slices() -> Slices:
         for span in paced_spans(store.pace, "gather", chosen.num_rows, cost):
             pieces = -(-(span.last - span.first) // ROWS_AT_ONCE)
             for part in even_spans(span.last - span.first, span.cost, pieces):
                 first, last = span.first + part.first, span.first + part.last
-                yield Step(partial(read, first, last), "gather", part.cost)
+                yield Slice(partial(read, first, last), "gather", part.cost)
 
     if store.pace.is_long("gather", cost) or chosen.num_rows > ROWS_AT_ONCE:
-        return Sliced(steps(), lambda: None)
-    return Alone(partial(read, 0, chosen.num_rows), lambda _: None)
+        return SlicedWork(slices())
+    return SoloLaunch(partial(read, 0, chosen.num_rows), lambda _: None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chosen:
+class TokenRows:
     """Tokens `first[b]:first[b] + counts[b]` of each sequence; `indptr` [B+1] are their sums."""
 
     leaves: Sequence[Leaf]
@@ -171,7 +171,7 @@ class Chosen:
         return token_slots(tables, first[some], counts[some], page_size)
 
 
-def choose(store: Store, fields: Any, start: Any, stop: Any) -> Chosen:
+def choose(store: Store, fields: Any, start: Any, stop: Any) -> TokenRows:
     """Tokens `start:stop`, numbers or int64 [B], of each sequence; no slot is looked up yet.
 
     A stop beyond a sequence's end means its end. Raises `InvalidRequest` for more tokens than int32
@@ -184,4 +184,4 @@ def choose(store: Store, fields: Any, start: Any, stop: Any) -> Chosen:
     if int(counts.sum(dtype=np.int64)) > np.iinfo(np.int32).max:
         rule = "together they hold more than 2**31 - 1 tokens"
         raise InvalidRequest("sequences", len(fields.ids), rule)
-    return Chosen(leaves, first, counts, prefix_sums(counts))
+    return TokenRows(leaves, first, counts, prefix_sums(counts))

@@ -17,16 +17,15 @@ from service.engine.handlers.drain import refuse_new
 from service.engine.handlers.prefix import most_tokens, prefix_of
 from service.engine.handlers.rows import NUMBER_BYTES
 from service.engine.loop.job import (
-    Answered,
+    Completed,
     Cost,
     Counts,
     Seconds,
-    Sliced,
-    Step,
-    Steps,
+    SlicedWork,
+    Slices,
     Work,
+    empty_slice,
     in_slices,
-    nothing_left,
 )
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
@@ -71,15 +70,15 @@ def create_sequences(
     ids = [next(names) if one.id is None else one.id for one in new]
     text = sum(map(len, ids)) + sum(len(one.parent or "") for one in new)
     request.place.require(view_bytes(store) * len(new) + text)
-    made = Made(store, request, ids, as_shards)
+    made = SequenceBatch(store, request, ids, as_shards)
     if len(new) <= MADE_AT_ONCE and made.is_short:
         made.some(0, len(new))
-        return Answered(counts=made.lay())
+        return Completed(counts=made.lay())
     # A list: what the answer is counted by is known when it is made.
-    return Sliced(made.steps(), made.undo, made=tuple(fresh), undo_steps=made.undo_steps)
+    return SlicedWork(made.slices(), made.undo, made=tuple(fresh), undo_slices=made.undo_slices)
 
 
-class Made:
+class SequenceBatch:
     """The sequences of one request, made some at a time; all or none."""
 
     def __init__(
@@ -150,10 +149,10 @@ class Made:
         self._request.place.lay_text(f'{{"sequences":[{",".join(self._views)}]}}')
         return Counts(looked_up=self._looked_up, found=self._found)
 
-    def steps(self) -> Steps:
+    def slices(self) -> Slices:
         yield from in_slices(self._pieces())
         self.lay()
-        yield Step(nothing_left, "turn", NO_COST)  # the end of a long answer is a turn of its own
+        yield empty_slice()  # the end of a long answer is a turn of its own
 
     def _pieces(self) -> Generator[None, None, None]:
         at_once = MADE_AT_ONCE if self.is_short else 1
@@ -166,7 +165,7 @@ class Made:
         for piece in self._undo_pieces():
             del piece
 
-    def undo_steps(self) -> Steps:
+    def undo_slices(self) -> Slices:
         """As `undo`, some at a time."""
         yield from in_slices(self._undo_pieces())
 
@@ -231,7 +230,7 @@ def list_sequences(store: Store, request: Request, _: Seconds) -> Work:
     following = shown[-1]["id"] if len(own) > fields.limit else None
     request.place.require((view_bytes(store) + 2 * LONGEST_ID) * len(shown))
     request.place.lay({"sequences": shown, "next": following})
-    return Answered()
+    return Completed()
 
 
 def is_shown(name: str, tenant: Tenant) -> bool:
@@ -242,7 +241,7 @@ def is_shown(name: str, tenant: Tenant) -> bool:
 def get_sequence(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(view_bytes(store) + 2 * LONGEST_ID)
     request.place.lay(sequence_fields(store.tree.describe(request.fields.id), request.tenant))
-    return Answered()
+    return Completed()
 
 
 def page_table(store: Store, request: Request, _: Seconds) -> Work:
@@ -266,7 +265,7 @@ def page_table(store: Store, request: Request, _: Seconds) -> Work:
     text = spelled(table_arrays(table) | {"levels": levels, "order": order})
     if numbers <= SPELLED_AT_ONCE:
         request.place.lay_text("".join(text))
-        return Answered()
+        return Completed()
 
     def pieces() -> Generator[None, None, str]:
         parts = []
@@ -275,10 +274,10 @@ def page_table(store: Store, request: Request, _: Seconds) -> Work:
             yield
         return "".join(parts)
 
-    def steps() -> Steps:
+    def slices() -> Slices:
         request.place.lay_text((yield from in_slices(pieces())))
 
-    return Sliced(steps(), lambda: None)
+    return SlicedWork(slices())
 
 
 def table_arrays(table: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from kernels.backend import AttentionState, Pending, RaggedAttend
 from service.engine.handlers.attention import FLOAT32, TEXT_BYTES, in_base, scoring, state_shapes
 from service.engine.handlers.masks import ragged_mask
-from service.engine.loop.job import Alone, Cost, Seconds, Sliced, Step, Steps, Work
+from service.engine.loop.job import Cost, Seconds, Slice, SlicedWork, Slices, SoloLaunch, Work
 from service.engine.loop.request import Request
 from service.engine.loop.slices import (
     cut_ragged,
@@ -49,18 +49,18 @@ def ragged_prefill(store: Store, request: Request, _: Seconds) -> Work:
     )
     cost = ragged_cost(whole)
 
-    def steps() -> Steps:
-        yield from ragged_steps(store, whole, cost)
+    def slices() -> Slices:
+        yield from ragged_slices(store, whole, cost)
         in_base(laid["lse"], fields.lse_base)
 
     if store.pace.is_long("ragged", cost):
-        return Sliced(steps(), lambda: None)
-    return Alone(
+        return SlicedWork(slices())
+    return SoloLaunch(
         partial(store.backend.attend_ragged, whole), lambda _: in_base(laid["lse"], fields.lse_base)
     )
 
 
-def ragged_steps(store: Store, whole: RaggedAttend, cost: Cost) -> Steps:
+def ragged_slices(store: Store, whole: RaggedAttend, cost: Cost) -> Slices:
     """Some rows at a time, with the keys that they may see."""
     keys = ragged_keys(whole)
     positions = whole.row_positions
@@ -68,7 +68,7 @@ def ragged_steps(store: Store, whole: RaggedAttend, cost: Cost) -> Steps:
     fixed = Cost(num_bytes=row_bytes * float(keys.max(initial=0)))
     for span in paced_spans(store.pace, "ragged", keys + 1, cost, fixed):
         piece = cut_ragged(whole, positions, span)
-        yield Step(partial(store.backend.attend_ragged, piece), "ragged", span.cost)
+        yield Slice(partial(store.backend.attend_ragged, piece), "ragged", span.cost)
 
 
 def ragged_cost(request: RaggedAttend) -> Cost:
@@ -100,12 +100,12 @@ def merge(store: Store, request: Request, _: Seconds) -> Work:
         into = replace(out, o=out.o[first:last], lse=out.lse[first:last])
         return store.backend.merge(o[rows], natural[rows], part, out=into)
 
-    def steps() -> Steps:
+    def slices() -> Slices:
         weights = np.diff(indptr).astype(np.int64) + 1
         for span in paced_spans(store.pace, "merge", weights, cost):
-            yield Step(partial(start, span.first, span.last), "merge", span.cost)
+            yield Slice(partial(start, span.first, span.last), "merge", span.cost)
         in_base(laid["lse"], fields.lse_base)
 
     if store.pace.is_long("merge", cost):
-        return Sliced(steps(), lambda: None)
-    return Alone(partial(start, 0, num_lists), lambda _: in_base(laid["lse"], fields.lse_base))
+        return SlicedWork(slices())
+    return SoloLaunch(partial(start, 0, num_lists), lambda _: in_base(laid["lse"], fields.lse_base))

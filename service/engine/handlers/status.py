@@ -1,4 +1,4 @@
-"""What the service says of itself: what it serves, and the state of its pool."""
+"""The state of the service: its description, its pool, snapshots and events."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import logging
 from typing import Any, Final
 
 from service.core.errors import IntegrityError
-from service.engine.loop.job import Answered, Cost, Seconds, Sliced, Steps, Work, in_slices
+from service.engine.loop.job import Completed, Cost, Seconds, SlicedWork, Slices, Work, in_slices
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.image.json_text import dump_json
+from service.operations.schema.fields import refuse
 
 LOG: Final = logging.getLogger("attnd.engine")
 TEXT_BYTES: Final = 1024
 """Room for the numbers, and for the verdict of an integrity check."""
+NO_SNAPSHOTS: Final = "the service takes no snapshots: set it to true"
+NO_EVENTS: Final = "the service keeps no events: set it to the number of pages to keep events of"
 BROKEN: Final = "broken: the service's log has the numbers"
 
 
@@ -21,13 +24,13 @@ def info(store: Store, request: Request, _: Seconds) -> Work:
     text = dump_json(store.info.model_dump())
     request.place.require(2 * len(text))  # quotes are escaped in the header
     request.place.lay_text(text)
-    return Answered()
+    return Completed()
 
 
 def engines(store: Store, request: Request, _: Seconds) -> Work:
     """The whole pool's numbers of this moment."""
     numbers = store.numbers()
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": "engine",
         "instance_id": store.info.instance_id,
         "free": numbers.free,
@@ -39,17 +42,17 @@ def engines(store: Store, request: Request, _: Seconds) -> Work:
         "imports": numbers.imports,
         "draining": store.is_draining,
     }
-    told |= page_pace(store)
+    fields |= page_pace(store)
     if request.fields.counts:
-        told["counts"] = store.counts()
-    text = dump_json({"engines": [told]})
+        fields["counts"] = store.counts()
+    text = dump_json({"engines": [fields]})
     request.place.require(TEXT_BYTES + 2 * len(text))
     request.place.lay_text(text)
-    return Answered()
+    return Completed()
 
 
 def page_pace(store: Store) -> dict[str, float]:
-    """Seconds that pages of prompts take at all layers, by what work has taken so far."""
+    """Estimated seconds for pages of prompts at all layers, by the measured pace."""
     geometry, pace = store.geometry, store.pace
     page_bytes, layers = float(geometry.page_bytes), geometry.num_layers
     pair = Cost(flops=4.0 * store.num_qo_heads * geometry.head_dim * geometry.page_size**2)
@@ -62,7 +65,7 @@ def page_pace(store: Store) -> dict[str, float]:
 
 
 def pool(store: Store, request: Request, _: Seconds) -> Work:
-    """The caller's numbers of this moment, and the verdict of a check with others in between: of
+    """The namespace's numbers of this moment, and the verdict of an integrity check in slices: of
     the whole pool for the scope `admin`, else of what the caller's namespace has."""
     request.place.require(TEXT_BYTES)
     namespace = request.tenant.namespace
@@ -81,7 +84,7 @@ def pool(store: Store, request: Request, _: Seconds) -> Work:
     held = store.tree.budget.namespaces.get(namespace)
     num_named = 0 if held is None else held.num_nodes
 
-    def steps() -> Steps:
+    def slices() -> Slices:
         sharing = yield from in_slices(store.tree.sharing_steps(namespace))
         look = {"nodes": num_named + sharing.num_unnamed, "sharing_ratio": sharing.ratio}
         integrity = "ok"
@@ -93,4 +96,27 @@ def pool(store: Store, request: Request, _: Seconds) -> Work:
             integrity = BROKEN
         request.place.lay(fields | look | {"integrity": integrity})
 
-    return Sliced(steps(), lambda: None)
+    return SlicedWork(slices())
+
+
+def snapshot(store: Store, request: Request, _: Seconds) -> Work:
+    if store.snapshots is None:
+        refuse("server.live", False, NO_SNAPSHOTS)
+    taken = store.snapshots.newest()
+    request.place.require(2 * len(taken.text), taken.shapes)  # quotes are escaped in the header
+    laid = request.place.lay_text(taken.text, taken.shapes)
+    for name, array in taken.arrays.items():
+        laid[name][...] = array
+    return Completed()
+
+
+def events(store: Store, request: Request, _: Seconds) -> Work:
+    """A page of the namespace's history."""
+    history, fields = store.history, request.fields
+    if not history.is_kept:
+        refuse("cache.events_history", 0, NO_EVENTS)
+    found, following, too_old = history.page(request.tenant.namespace, fields.after, fields.limit)
+    text = dump_json({"events": found, "next": following, "too_old": too_old})
+    request.place.require(2 * len(text))  # quotes are escaped in the header
+    request.place.lay_text(text)
+    return Completed()

@@ -14,7 +14,7 @@ from kernels.lanes import FLAG_BYTES, LAYER_FLAGS, Lane, Slot, StepWork
 from service.core.sequences.books import Batch
 from service.core.steps import StepExtension, check_level, extend_layers, undo_layers
 from service.engine.handlers.attention import LOG2_E, counts_of
-from service.engine.loop.job import Counts, Mode, Opened, Seconds
+from service.engine.loop.job import Counts, Mode, OpenedStep, Seconds
 from service.engine.loop.request import Request
 from service.engine.store.plan_cache import Planned
 from service.engine.store.store import Store
@@ -35,7 +35,7 @@ class StepPlace:
 
 def step(
     store: Store, request: Request, seconds: Seconds, shards: ShardBatch | None = None
-) -> Opened:
+) -> OpenedStep:
     """Extend, plan, and start; the layers then follow their caller."""
     fields, where = request.fields, request.step
     if not isinstance(where, StepPlace):
@@ -45,7 +45,7 @@ def step(
     if fields.op == "echo":
         run = where.lane.begin(step_work(fields, None, None))
         where.tell({"levels": 0, "cascade": False})
-        return Opened(run, lambda: None, where.lane)
+        return OpenedStep(run, lambda: None, where.lane)
     batch = store.tree.books.look_up(fields.ids)
     extension = extend(store, fields, batch, shards)
 
@@ -69,7 +69,7 @@ def step(
         raise
     seconds.plan += time.monotonic() - started
     where.tell({"levels": planned.num_levels, "cascade": planned.is_cascade})
-    return Opened(run, undo, where.lane, counts_of_step(store, fields, planned, extension))
+    return OpenedStep(run, undo, where.lane, counts_of_step(store, fields, planned, extension))
 
 
 def extend(

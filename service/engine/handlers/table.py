@@ -6,10 +6,9 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from service.engine.handlers.attention import cascade, decode, prefill
+from service.engine.handlers.attention import attend, cascade
 from service.engine.handlers.delete import delete_sequence, delete_sequences
 from service.engine.handlers.drain import drain_engine, hand_over
-from service.engine.handlers.events import events
 from service.engine.handlers.exports import export_sequence
 from service.engine.handlers.imports import cancel_import, get_import, import_sequence
 from service.engine.handlers.prefix import (
@@ -35,12 +34,11 @@ from service.engine.handlers.sequences import (
     page_table,
 )
 from service.engine.handlers.states import merge, ragged_prefill
-from service.engine.handlers.status import engines, info, pool
+from service.engine.handlers.status import engines, events, info, pool, snapshot
 from service.engine.handlers.steps import step
 from service.engine.handlers.truncate import truncate, truncate_sequences
 from service.engine.loop.job import Seconds, Work
 from service.engine.loop.request import Request
-from service.engine.store.snapshot import snapshot
 from service.engine.store.store import Store
 
 Names = Callable[[Request], Iterable[str]]
@@ -129,8 +127,8 @@ TURNS: Final[dict[str, Turn]] = {
     "page_table": Turn(page_table, reads=ids_of),
     "append": Turn(append, ids_of, ids_of),
     "gather": Turn(gather, reads=ids_of, launches=True),
-    "decode": Turn(decode, ids_of, appended_ids, is_attention=True),
-    "prefill": Turn(prefill, ids_of, appended_ids, is_attention=True),
+    "decode": Turn(attend, ids_of, appended_ids, is_attention=True),
+    "prefill": Turn(attend, ids_of, appended_ids, is_attention=True),
     "ragged_prefill": Turn(ragged_prefill, launches=True),
     "cascade": Turn(cascade, reads=level_ids, is_attention=True),
     "merge": Turn(merge, launches=True),
@@ -188,7 +186,7 @@ def refuse_leaving(store: Store, request: Request) -> None:
     """Raises SequenceMoving where a request is for a sequence that leaves this engine."""
     turn = turn_of(request)
     if not turn.moves:
-        store.leaving.check((*turn.reads(request), *turn.writes(request)), request)
+        store.move_marks.check((*turn.reads(request), *turn.writes(request)), request)
 
 
 def sharing_of(request: Request, turn: Turn) -> Hashable | None:

@@ -17,7 +17,7 @@ from service.engine.handlers.sequences import (
     sequence_fields,
     view_bytes,
 )
-from service.engine.loop.job import Answered, Cost, Seconds, Sliced, Step, Steps, Work
+from service.engine.loop.job import Completed, Cost, Seconds, Slice, SlicedWork, Slices, Work
 from service.engine.loop.request import Request
 from service.engine.store.store import Store, StoreLost
 
@@ -45,7 +45,7 @@ def truncate(store: Store, request: Request, _: Seconds, shards: ShardCut | None
     if layer is not None:
         store.tree.cut_layer(name, layer, length)
         answer()
-        return Answered()
+        return Completed()
     keep = np.array(fields.keep or (), np.int32)
     cuts = store.tree.cuts.prepare((name,), (length,), (keep,))
     return cut(store, cuts, answer)
@@ -73,7 +73,7 @@ def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:
     if not sources.size:
         finish(store, cuts)
         answer()
-        return Answered()
+        return Completed()
     begun = False
 
     def move(moves: Sequence[Move]) -> Done[None]:
@@ -83,9 +83,9 @@ def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:
             move_rows(store, layer, sources[first:last], targets[first:last])
         return Done(None)
 
-    def steps() -> Steps:
+    def slices() -> Slices:
         for moves, cost in move_plan(store, sources.size):
-            yield Step(partial(move, moves), "move", cost)
+            yield Slice(partial(move, moves), "move", cost)
         finish(store, cuts)
         answer()
 
@@ -94,7 +94,7 @@ def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:
             raise StoreLost("rows that a truncate keeps were moved in part")
         store.tree.cuts.release(cuts)
 
-    return Sliced(steps(), undo, must_finish=lambda: begun)
+    return SlicedWork(slices(), undo, must_finish=lambda: begun)
 
 
 def move_plan(store: Store, num_rows: int) -> Iterator[tuple[list[Move], Cost]]:

@@ -100,7 +100,7 @@ class Callers:
             reason = f"{len(self.ungreeted)} connections have not sent HELLO, and more come"
             oldest.refuse(Overloaded(f"{reason}: send it at once", retry_after_s=1.0))
             del self.ungreeted[oldest]
-            self._look_after(oldest)
+            self.look_after(oldest)
         self._number += 1
         address = ""
         if is_remote:
@@ -120,7 +120,7 @@ class Callers:
         events: Sequence[Event] = session.read() if mask & selectors.EVENT_READ else ()
         if self.ungreeted and session.greeted:
             self.ungreeted.pop(session, None)
-        self._look_after(session)
+        self.look_after(session)
         return events
 
     def close_ended(self) -> list[Call]:
@@ -137,31 +137,26 @@ class Callers:
             session.close()
         return calls
 
-    def answer(self, call: Call, status: int, length: int, stages: Stages, held: int) -> None:
-        session = call.session
-        session.answer(call, status, length, stages, held)
-        self._look_after(session)
-
     def fail(
         self, call: Call, error: Exception, stages: Stages = NO_STAGES, needed: int = 0
     ) -> None:
         session = call.session
         session.fail(call, error, stages, needed=needed)
-        self._look_after(session)
+        self.look_after(session)
 
     def send_state(self, state: State) -> None:
         """Send the engine's state to all sessions."""
         self._state = state
         for session in self.sessions:
             session.send_state(state)
-            self._look_after(session)
+            self.look_after(session)
 
     def beat(self) -> None:
         """Send the state to doors again, which shows that the engine is alive."""
         for session in self.sessions:
             if session.greeted and session.standing.is_door:
                 session.send_state(self._state)
-                self._look_after(session)
+                self.look_after(session)
 
     def check_keys(self) -> None:
         """The keys were read again: end sessions whose key was revoked."""
@@ -170,7 +165,7 @@ class Callers:
                 session.standing.renew()
             except Unauthorized as error:
                 session.refuse(error)
-                self._look_after(session)
+                self.look_after(session)
 
     def close(self, timeout_s: float) -> None:
         """Send what is still to be sent, for `timeout_s` at most, then close all sessions."""
@@ -187,7 +182,7 @@ class Callers:
             listener.close()
         self._spare.close()
 
-    def _look_after(self, session: Session) -> None:
+    def look_after(self, session: Session) -> None:
         """Note a session that is over; watch its socket for room to write where output waits."""
         if session.closed:
             return
@@ -207,7 +202,7 @@ class Callers:
         for session in self.ungreeted:
             if now - session.started > GREETING_S:
                 session.end(f"no HELLO within {GREETING_S:g} s")
-                self._look_after(session)
+                self.look_after(session)
 
     def _make_room(self, namespace: str) -> None:
         """Raises Overloaded where all sessions, or the namespace's share of them, are taken. Not

@@ -23,12 +23,12 @@ from service import __version__
 from service.engine.loop.callers import Callers
 from service.engine.loop.job import Job
 from service.engine.loop.open_steps import FREE_S
-from service.engine.loop.place import DoesNotFit, Place
+from service.engine.loop.place import AnswerPlace, DoesNotFit
 from service.engine.loop.request import Request, RequestReader
-from service.engine.loop.scheduler import Scheduler
+from service.engine.loop.scheduler import NOTED_S, Scheduler
 from service.engine.loop.session_lanes import SessionLanes
 from service.engine.loop.slices import Pace
-from service.engine.loop.stats import QUIET_S, Stats
+from service.engine.loop.stats import MOST_REPLIES, QUIET_S, Stats
 from service.engine.selftest import self_test
 from service.engine.store.limits import Limits
 from service.engine.store.store import FATAL, Store
@@ -227,9 +227,9 @@ class Engine:
 
     def _wait_s(self) -> float | None:
         """Seconds to wait for sockets: none while calls that come could join work in hand."""
-        scheduler = self.scheduler
-        if (oldest := scheduler.oldest_start) is not None:
-            return 1e-3 if time.monotonic() - oldest > SPIN_S else 0.0
+        scheduler, launches = self.scheduler, self.scheduler.launches.in_flight
+        if (oldest := launches[0] if launches else scheduler.long_work.running) is not None:
+            return 1e-3 if time.monotonic() - oldest.started > SPIN_S else 0.0
         if scheduler.is_busy:
             return 0.0 if scheduler.steps.is_young else 1e-3
         if self._stats.replies:
@@ -294,7 +294,9 @@ class Engine:
             return
         unread = self._unread.get((operation, tenant))
         if unread is None:
-            unread = self._unread[operation, tenant] = Request(operation, None, {}, Place(), tenant)
+            unread = self._unread[operation, tenant] = Request(
+                operation, None, {}, AnswerPlace(), tenant
+            )
         now = time.monotonic()
         job = Job(unread, call, now, now + call.deadline_s, is_unread=True)
         self._jobs[call] = job
@@ -357,7 +359,8 @@ class Engine:
         if error is None:
             request = job.request
             status, length = request.operation.status, request.place.length
-            self.callers.answer(call, status, length, stages, self.store.tree.num_held)
+            call.session.answer(call, status, length, stages, self.store.tree.num_held)
+            self.callers.look_after(call.session)
         else:
             needed = error.needed if isinstance(error, DoesNotFit) else 0
             self.callers.fail(call, error, stages, needed)
@@ -365,26 +368,21 @@ class Engine:
 
     def _account(self, began: float, received: float) -> None:
         """End a round: record what was answered, or leave it until no call has come for a while."""
-        now, stats = time.monotonic(), self._stats
-        if not stats.replies:
-            self._record_load()
-        else:
+        now, stats, reading_s = time.monotonic(), self._stats, received - began
+        if stats.replies:
             stats.spent_s += now - received
-            if stats.is_due(now):
+            if now > stats.due or len(stats.replies) >= MOST_REPLIES:
                 self._record()
                 now = time.monotonic()
-        self._watchdog.note("reading of frames", received - began)
+        self._metrics.load(len(self._jobs), self.scheduler.queue.count, len(self.callers.sessions))
+        if reading_s > NOTED_S:
+            self._watchdog.note("reading of frames", reading_s)
         self._watchdog.passed(now - began)
 
     def _record(self) -> None:
         """Record the answers since the last time in metrics and pace."""
         self.scheduler.launches.learn()
         self._stats.record()
-        self._record_load()
-
-    def _record_load(self) -> None:
-        self._metrics.load(len(self._jobs), self.scheduler.num_waiting)
-        self._metrics.sessions(len(self.callers.sessions))
 
     # Wake up, and end.
 

@@ -1,4 +1,4 @@
-"""What an operation's turn leaves to be done: nothing, a share of a launch, its own, or slices."""
+"""Jobs: operations from their arrival to their reply, with the work that handlers leave to do."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from service.engine.loop.request import Request
 
 Mode = Literal["flat", "cascade", "explicit"]
 Start = Callable[[], Pending[Any]]
+T = TypeVar("T")
+TURN_S: Final = 2e-3
+"""Seconds of the engine's own small pieces of work between two turns of others."""
 
 
 @dataclass(slots=True)
 class Seconds:
-    """Seconds per stage of one operation's life."""
+    """Seconds of one operation in each stage; replies list them in this order."""
 
     queue: float = 0.0
     plan: float = 0.0
@@ -30,11 +33,6 @@ class Seconds:
     kernel: float = 0.0
     copy_out: float = 0.0
     encode: float = 0.0
-
-    @property
-    def stages(self) -> tuple[float, float, float, float, float, float]:
-        """In the order in which answers tell them."""
-        return self.queue, self.plan, self.copy_in, self.kernel, self.copy_out, self.encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +46,6 @@ class Counts:
     looked_up: int = 0
     found: int = 0
 
-    def with_appended(self, rows: int) -> Counts:
-        """The same for attention that has appended so many rows."""
-        return Counts(rows, self.read_bytes, self.saved_bytes, self.mode)
-
 
 NOTHING = Counts()
 
@@ -64,17 +58,153 @@ class Cost:
     flops: float = 0.0
 
 
+NO_COST: Final = Cost()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """One piece of long work: how to start it, and what it is thought to cost as work of `kind`."""
+class Completed:
+    """The answer lies in its place. `extension` is undone if the operation has to be.
+
+    The reply waits for `pending`, which still reads the request's tensors.
+    """
+
+    extension: Extension | StepExtension | None = None
+    pending: Pending[Any] | None = None
+    counts: Counts = NOTHING
+
+
+@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
+class SharedAttention:
+    """Attention that may share a launch; `finish` completes the answer from its states, where
+    anything is left to do."""
+
+    attends: tuple[Attend, ...]
+    finish: Callable[[list[AttentionState]], None] | None
+    cost: Cost
+    extension: Extension | None = None
+    counts: Counts = NOTHING
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SoloLaunch:
+    """A launch of its own; `finish` completes the answer from its result."""
+
+    start: Start
+    finish: Callable[[Any], None]
+    extension: None = None
+    counts: Counts = NOTHING
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """One piece of long work: how to start it, and its estimated cost as work of `kind`."""
 
     start: Start
     kind: str
     cost: Cost
 
 
-Steps = Generator[Step, Any, None]
-"""Yields pieces one after another, and is sent the result of each."""
+Slices = Generator[Slice, Any, None]
+"""Yields slices one after another, and is sent the result of each."""
+
+
+def nothing_to_undo() -> None:
+    """For work that changes nothing before its end."""
+
+
+def is_reversible() -> bool:
+    """For work that can be stopped between any two slices: it never has to finish."""
+    return False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlicedWork:
+    """Work too long for one turn: others have their turns between two of its slices.
+
+    `undo` takes back all that the operation changed; `undo_slices` does so where that is too long
+    for one turn as well. `made` names sequences that are locked until it is over, beside those of
+    the request. `must_finish`: whether it can no longer be undone.
+    """
+
+    slices: Slices
+    undo: Callable[[], None] = nothing_to_undo
+    extension: None = None
+    counts: Counts = NOTHING
+    made: tuple[str, ...] = ()
+    must_finish: Callable[[], bool] = is_reversible
+    undo_slices: Callable[[], Slices] | None = None
+
+    def run(self) -> None:
+        """Run all slices at once, waiting for each."""
+        result = None
+        with suppress(StopIteration):
+            while True:
+                result = self.slices.send(result).start().result()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenedStep:
+    """A step on its lane, which ends when `run` is done.
+
+    `undo` takes back all that the operation changed, once nothing of it runs any more.
+    """
+
+    run: Run
+    undo: Callable[[], None]
+    lane: Lane
+    counts: Counts = NOTHING
+    extension: None = None
+
+
+Work = Completed | SharedAttention | SoloLaunch | SlicedWork | OpenedStep
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """An operation from its arrival to its reply.
+
+    `arrived` and `deadline` are `time.monotonic()`. `token` is the call to reply to. `alone`: its
+    turn comes when nothing before it can be undone any more. `watch`: the sequences that must not
+    change while its slices run. `stopped_by`: why its slices are being undone. While `is_unread`,
+    the request has only its operation and tenant; `reading` reads the rest in pieces.
+    """
+
+    request: Request
+    token: Any
+    arrived: float
+    deadline: float
+    cancelled: bool = False
+    alone: bool = False
+    is_unread: bool = False
+    reading: Generator[None, None, Request] | None = None
+    seconds: Seconds = field(default_factory=Seconds)
+    work: Work | None = None
+    error: Exception | None = None
+    watch: Watch | None = None
+    stopped_by: Exception | None = None
+
+    @property
+    def extension(self) -> Extension | StepExtension | None:
+        return None if self.work is None else self.work.extension
+
+
+def in_slices(pieces: Generator[None, None, T]) -> Generator[Slice, Any, T]:
+    """Run small pieces of the engine's own work, `TURN_S` of them a slice; their result."""
+    ends = time.monotonic() + TURN_S
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        if time.monotonic() >= ends:
+            yield empty_slice()
+            ends = time.monotonic() + TURN_S
+
+
+def empty_slice() -> Slice:
+    """A slice without device work: others have their turns, then the operation goes on."""
+    return Slice(lambda: Done(None), "turn", NO_COST)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,141 +230,3 @@ class AllOf:
     def result(self) -> None:
         for part in self.parts:
             part.result()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Answered:
-    """The answer lies in its place. `extension` is undone if it is not to count.
-
-    `pending` is what still reads the request's tensors: the reply waits for it.
-    """
-
-    extension: Extension | StepExtension | None = None
-    pending: Pending[Any] | None = None
-    counts: Counts = NOTHING
-
-
-@dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
-class Grouped:
-    """Attention that may share a launch; `finish` completes the answer from its states."""
-
-    attends: tuple[Attend, ...]
-    finish: Callable[[list[AttentionState]], None]
-    cost: Cost
-    extension: Extension | None = None
-    counts: Counts = NOTHING
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Alone:
-    """A launch of its own; `finish` completes the answer from its result."""
-
-    start: Start
-    finish: Callable[[Any], None]
-    extension: None = None
-    counts: Counts = NOTHING
-
-
-def can_be_undone() -> bool:
-    """What most work says: it may be stopped between two steps."""
-    return False
-
-
-T = TypeVar("T")
-TURN_S: Final = 2e-3
-"""Seconds of small pieces of work between two turns of others."""
-
-
-def in_slices(pieces: Generator[None, None, T]) -> Generator[Step, Any, T]:
-    """Small pieces of work of the engine's own, `TURN_S` of them at a time; their result."""
-    ends = time.monotonic() + TURN_S
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        if time.monotonic() >= ends:
-            yield Step(nothing_left, "turn", Cost())
-            ends = time.monotonic() + TURN_S
-
-
-def nothing_left() -> Done[None]:
-    return Done(None)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sliced:
-    """Work too long for one turn: `steps` yields launches and is sent their results.
-
-    Between two steps others have their turns. `undo` takes back all that the operation changed.
-    `made` names sequences that nobody else may change until it is over, beside those of the turn.
-    `must_finish`: whether it has gone so far that it cannot be undone any more. `undo_steps`: what
-    `undo` does, where that is too long for one turn as well.
-    """
-
-    steps: Steps
-    undo: Callable[[], None]
-    extension: None = None
-    counts: Counts = NOTHING
-    made: tuple[str, ...] = ()
-    must_finish: Callable[[], bool] = can_be_undone
-    undo_steps: Callable[[], Steps] | None = None
-
-    def run(self) -> None:
-        """All of it at once, waiting for every step."""
-        result = None
-        with suppress(StopIteration):
-            while True:
-                result = self.steps.send(result).start().result()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Opened:
-    """A step on its lane: over when `run` is done, which is its caller's affair.
-
-    `undo` takes back all that the operation changed, once nothing of it runs any more.
-    """
-
-    run: Run
-    undo: Callable[[], None]
-    lane: Lane
-    counts: Counts = NOTHING
-    extension: None = None
-
-
-Work = Answered | Grouped | Alone | Sliced | Opened
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """An operation from its arrival to its reply.
-
-    `arrived` and `deadline` are `time.monotonic()`. `token` is whoever asked, for the reply.
-    `alone`: it is to begin when nothing before it can be undone any more. `watch`: the sequences
-    that must stay as they were when its slices began. `stopped_by`: why its slices undo it now.
-    `is_unread`: the request says so far only which operation and whose it is; `reading` is what has
-    begun to read the rest.
-    """
-
-    request: Request
-    token: Any
-    arrived: float
-    deadline: float
-    cancelled: bool = False
-    alone: bool = False
-    is_unread: bool = False
-    reading: Generator[None, None, Request] | None = None
-    seconds: Seconds = field(default_factory=Seconds)
-    work: Work | None = None
-    error: Exception | None = None
-    watch: Watch | None = None
-    stopped_by: Exception | None = None
-
-    @property
-    def extension(self) -> Extension | StepExtension | None:
-        return None if self.work is None else self.work.extension
-
-    @property
-    def attends(self) -> tuple[Attend, ...]:
-        return self.work.attends if isinstance(self.work, Grouped) else ()

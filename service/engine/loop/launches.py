@@ -16,7 +16,7 @@ from typing import Any, Final
 from kernels.backend import Attend, Pending
 from service.engine.handlers.table import turn_of
 from service.engine.loop.errors import refusal_of
-from service.engine.loop.job import Alone, Answered, Cost, Grouped, Job, Sliced
+from service.engine.loop.job import Completed, Cost, Job, SharedAttention, SlicedWork, SoloLaunch
 from service.engine.store.store import FATAL, Store
 from service.metrics import Metrics
 
@@ -41,7 +41,7 @@ class Launch:
             return False
         for job in self.jobs:
             work = job.work
-            if type(work) is Answered and work.pending is not None and not work.pending.done:
+            if type(work) is Completed and work.pending is not None and not work.pending.done:
                 return False
         return True
 
@@ -51,10 +51,11 @@ class Launch:
         taken = 0
         for job in self.jobs:
             match job.work:
-                case Grouped(attends, finish):
-                    finish(result[taken : taken + len(attends)])
+                case SharedAttention(attends, finish):
+                    if finish is not None:
+                        finish(result[taken : taken + len(attends)])
                     taken += len(attends)
-                case Alone():
+                case SoloLaunch():
                     job.work.finish(result)
                 case _:  # the answer is complete, or an error
                     continue
@@ -124,7 +125,7 @@ class Launches:
         self.group.append(job)
         if sharing is not None and job.error is None:
             self.sharing = sharing
-        if type(job.work) is Grouped:
+        if type(job.work) is SharedAttention:
             pace = self._store.pace
             self._group_s += pace.seconds("attend", job.work.cost)
             if self._group_s > pace.slice_s:
@@ -194,9 +195,9 @@ class Launches:
         """Start the device work of jobs that go together: one launch, or none (None)."""
         attends: list[Attend] = []
         for job in jobs:
-            if type(job.work) is Grouped:
+            if type(job.work) is SharedAttention:
                 attends += job.work.attends
-            elif isinstance(job.work, Alone):  # then no other job of them has a launch
+            elif isinstance(job.work, SoloLaunch):  # then no other job of them has a launch
                 return job.work.start()
         return self._store.backend.attend(attends) if attends else None
 
@@ -207,7 +208,7 @@ class Launches:
         num_jobs = num_rows = 0
         num_bytes = flops = 0.0
         for job in launch.jobs:
-            if type(work := job.work) is Grouped:
+            if type(work := job.work) is SharedAttention:
                 num_jobs += 1
                 num_bytes += work.cost.num_bytes
                 flops += work.cost.flops
@@ -270,14 +271,14 @@ class Launches:
         if job.error is not None:
             return
         try:
-            if isinstance(job.work, Sliced):  # the estimate has risen since
+            if isinstance(job.work, SlicedWork):  # the estimate has risen since
                 job.work.run()
             else:
                 Launch([job], self._start([job])).finish()
         except FATAL:
             raise
         except Exception as error:
-            if isinstance(job.work, Sliced):
+            if isinstance(job.work, SlicedWork):
                 job.work.undo()
             elif job.extension is not None:
                 self._store.undo(job.extension)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from kernels.backend import Pending
 from service.engine.loop.fair import FairQueue
-from service.engine.loop.job import Job, Sliced, Step
+from service.engine.loop.job import Job, Slice, SlicedWork
 from service.engine.store.store import FATAL, Store
 from service.errors import Cancelled, DeadlineExceeded, Internal
 from service.metrics import Metrics
@@ -24,8 +24,8 @@ class RunningSlice:
     """A slice on the device."""
 
     job: Job
-    work: Sliced
-    step: Step
+    work: SlicedWork
+    slice: Slice
     pending: Pending[Any]
     started: float
 
@@ -47,53 +47,47 @@ class LongWork:
         self._charge = charge
         self._queue: FairQueue[tuple[Job, Any]] = FairQueue()
         """Jobs in turn, each with the result of its latest slice."""
-        self._slice: RunningSlice | None = None
-
-    @property
-    def count(self) -> int:
+        self.running: RunningSlice | None = None
+        """The slice on the device."""
+        self.count = 0
         """Number of operations under way."""
-        return self._queue.count + (self._slice is not None)
-
-    @property
-    def slice_started(self) -> float | None:
-        """When the slice on the device started, by `time.monotonic()`."""
-        return None if self._slice is None else self._slice.started
 
     def begin(self, job: Job) -> None:
+        self.count += 1
         self._wait(job, None)
 
     def run_slice(self) -> None:
         """Take the result of a finished slice, and start the next one."""
-        if self._slice is not None and self._slice.pending.done:
-            self._finish_slice(self._slice)
-        if self._queue.count and self._slice is None:
+        if self.running is not None and self.running.pending.done:
+            self._finish_slice(self.running)
+        if self._queue.count and self.running is None:
             self._start_slice(*self._queue.pop())
-            if self._slice is not None and self._slice.pending.done:
-                self._finish_slice(self._slice)  # where the device is the processor
+            if self.running is not None and self.running.pending.done:
+                self._finish_slice(self.running)  # where the device is the processor
 
     def stop_all(self, error: Exception) -> None:
         """End every operation with `error`, undone."""
-        if self._slice is not None:
-            current, self._slice = self._slice, None
+        if self.running is not None:
+            current, self.running = self.running, None
             current.pending.result()
             self._stop_or_finish(current.job, current.work, error)
         while self._queue.count:
             job, _ = self._queue.pop()
-            if isinstance(job.work, Sliced):
+            if isinstance(job.work, SlicedWork):
                 self._stop_or_finish(job, job.work, error)
 
-    def _stop_or_finish(self, job: Job, work: Sliced, error: Exception) -> None:
+    def _stop_or_finish(self, job: Job, work: SlicedWork, error: Exception) -> None:
         """End an operation; one that can no longer be undone runs to its end."""
         if work.must_finish():
             work.run()
-            self._end(job, job.stopped_by)
+            self._over(job, job.stopped_by)
         else:
             self._stop(job, work, error)
 
     def _start_slice(self, job: Job, result: Any) -> None:
         """Start the next slice of a job, unless it is over, cancelled or out of time."""
         work = job.work
-        if not isinstance(work, Sliced):
+        if not isinstance(work, SlicedWork):
             raise RuntimeError("a long operation without slices: this is a bug")
         if (error := unwanted(job)) is not None and not work.must_finish():
             self._metrics.rejected("cancelled" if job.cancelled else "deadline_exceeded")
@@ -105,11 +99,11 @@ class LongWork:
             return
         started = time.monotonic()
         try:
-            step = work.steps.send(result)
-            self._slice = RunningSlice(job, work, step, step.start(), started)
+            piece = work.slices.send(result)
+            self.running = RunningSlice(job, work, piece, piece.start(), started)
             self._metrics.slices(1)
         except StopIteration:
-            self._end(job, job.stopped_by)
+            self._over(job, job.stopped_by)
         except FATAL:
             raise
         except Exception as failure:
@@ -117,7 +111,7 @@ class LongWork:
 
     def _finish_slice(self, current: RunningSlice) -> None:
         """Account for a finished slice, and keep its result for the operation's next one."""
-        self._slice = None
+        self.running = None
         try:
             result = current.pending.result()
         except FATAL:
@@ -126,25 +120,31 @@ class LongWork:
             self._stop(current.job, current.work, error)
             return
         spent = time.monotonic() - current.started
-        self._store.pace.correct(current.step.kind, current.step.cost, spent)
+        self._store.pace.correct(current.slice.kind, current.slice.cost, spent)
         current.job.seconds.kernel += spent
         self._charge(current.job, spent)
         self._queue.charge(current.job.request.tenant.namespace, spent)
         self._wait(current.job, result)
 
+    def _over(self, job: Job, error: Exception | None) -> None:
+        self.count -= 1
+        self._end(job, error)
+
     def _wait(self, job: Job, result: Any) -> None:
         """Queue a job's next slice behind those of others."""
         self._queue.append(job.request.tenant.namespace, (job, result))
 
-    def _stop(self, job: Job, work: Sliced, error: Exception) -> None:
+    def _stop(self, job: Job, work: SlicedWork, error: Exception) -> None:
         """End an operation between two slices and undo it, in slices where that is long as well."""
-        work.steps.close()
-        if work.undo_steps is None:
+        work.slices.close()
+        if work.undo_slices is None:
             work.undo()
-            self._end(job, error)
+            self._over(job, error)
             return
         job.stopped_by, job.watch = error, None
-        job.work = Sliced(work.undo_steps(), lambda: None, made=work.made, must_finish=lambda: True)
+        job.work = SlicedWork(
+            work.undo_slices(), lambda: None, made=work.made, must_finish=lambda: True
+        )
         self._wait(job, None)
 
 

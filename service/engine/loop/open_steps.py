@@ -15,7 +15,7 @@ from typing import Final
 
 from kernels.lanes import Lane, Lanes
 from service.engine.handlers.table import turn_of
-from service.engine.loop.job import Job, Opened
+from service.engine.loop.job import Job, OpenedStep
 from service.engine.loop.long_work import unwanted
 from service.engine.loop.request import Request
 from service.engine.store.store import FATAL
@@ -34,7 +34,7 @@ BEHIND: Final = "a step before it on the same lane was aborted, and this one wit
 class LaneSteps:
     """The steps on one lane, oldest first; `error`: why they are being aborted."""
 
-    jobs: deque[tuple[Job, Opened]]
+    jobs: deque[tuple[Job, OpenedStep]]
     error: Exception | None = None
     was_aborted: bool = False
     """Whether a step was aborted: the lane takes none until the caller has the flags cleared."""
@@ -93,7 +93,7 @@ class OpenSteps:
             rule = "a step of this arena was aborted: send DEVICE again before the next step"
             raise InvalidRequest("step", "given", rule)
 
-    def begin(self, job: Job, work: Opened) -> None:
+    def begin(self, job: Job, work: OpenedStep) -> None:
         self._by_lane.setdefault(work.lane, LaneSteps(deque())).jobs.append((job, work))
         self.count += 1
         for name in turn_of(job.request).writes(job.request):
@@ -104,8 +104,8 @@ class OpenSteps:
     def layer(self, job: Job, layer: int) -> Exception | None:
         """Run a layer of a step that its caller says is ready; the error, where it cannot run."""
         work = job.work
-        steps = self._by_lane.get(work.lane) if isinstance(work, Opened) else None
-        if steps is None or not isinstance(work, Opened) or steps.error is not None:
+        steps = self._by_lane.get(work.lane) if isinstance(work, OpenedStep) else None
+        if steps is None or not isinstance(work, OpenedStep) or steps.error is not None:
             return InvalidRequest("ready", layer, "its step is not open")
         try:
             if steps.jobs[0][0] is not job:

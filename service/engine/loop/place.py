@@ -43,7 +43,7 @@ class AnswerLayout:
         return cls(head, tensors, size(head, tensors))
 
 
-class Place:
+class AnswerPlace:
     """Memory for one answer. `memory` None: as much as it takes, of its own (no caller waits).
 
     `limit` bounds any answer, whatever the place. `length` is that of the image laid last; laying

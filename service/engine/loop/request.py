@@ -10,7 +10,7 @@ from typing import Any, Final
 from attnd.wire.dtypes import BOOL
 
 from kernels.tensor import PinnedArray
-from service.engine.loop.place import Array, Place
+from service.engine.loop.place import AnswerPlace, Array
 from service.image.json_pieces import Pieces
 from service.image.reading import placing, split
 from service.operations.schema.info import InfoAnswer
@@ -39,7 +39,7 @@ class Request:
     operation: Operation
     fields: Any
     tensors: dict[str, Array]
-    place: Place
+    place: AnswerPlace
     tenant: Tenant = OPEN
     known: dict[str, Any] = field(default_factory=dict)
     is_for_shards: bool = False
@@ -101,7 +101,7 @@ class RequestReader:
         tensors = yield from placing(image, start, prepared.layout)
         if pinned:
             tensors = {name: array.view(PinnedArray) for name, array in tensors.items()}
-        answer = Place(call.answer, self._limit, pinned)
+        answer = AnswerPlace(call.answer, self._limit, pinned)
         return Request(
             operation,
             prepared.fields,

@@ -20,7 +20,7 @@ from service.core.pool.budget import NO_LIMIT, EvictionPaused
 from service.engine.handlers.table import begin_turn, refuse_leaving, sharing_of, turn_of
 from service.engine.loop.errors import refusal_of
 from service.engine.loop.fair import FairQueue
-from service.engine.loop.job import Alone, Job, Opened, Sliced
+from service.engine.loop.job import Job, OpenedStep, SlicedWork, SoloLaunch
 from service.engine.loop.launches import Launches
 from service.engine.loop.long_work import LongWork
 from service.engine.loop.open_steps import OpenSteps
@@ -92,13 +92,6 @@ class Scheduler:
             or self.long_work.count
             or self.steps.count
         )
-
-    @property
-    def oldest_start(self) -> float | None:
-        """When the oldest launch or slice in flight started; None while the device is idle."""
-        if self.launches.in_flight:
-            return self.launches.in_flight[0].started
-        return self.long_work.slice_started
 
     def cancel(self, job: Job) -> None:
         """The caller wants no answer: a waiting job ends at once, long work at its next slice."""
@@ -215,13 +208,13 @@ class Scheduler:
             return False
         finally:
             budget.most_evicted = NO_LIMIT
-        if isinstance(job.work, Sliced):
+        if isinstance(job.work, SlicedWork):
             return self._begin_long(job, job.work)
-        if isinstance(job.work, Opened):
+        if isinstance(job.work, OpenedStep):
             self.steps.begin(job, job.work)
             return True
         launches.add(job, sharing)
-        if turn.is_barrier or isinstance(job.work, Alone):
+        if turn.is_barrier or isinstance(job.work, SoloLaunch):
             launches.submit()  # a barrier's reply goes out here: it is never run again
         return True
 
@@ -232,7 +225,7 @@ class Scheduler:
         try:
             if job.request.step is not None:
                 self.steps.check(job.request.step.lane)
-            if self._store.leaving.marks:
+            if self._store.move_marks.marks:
                 refuse_leaving(self._store, job.request)
             job.work = begin_turn(self._store, job.request, job.seconds)
         except (*FATAL, EvictionPaused):
@@ -242,11 +235,11 @@ class Scheduler:
         finally:
             self._charge(job, time.monotonic() - started)
 
-    def _begin_long(self, job: Job, work: Sliced) -> bool:
+    def _begin_long(self, job: Job, work: SlicedWork) -> bool:
         """Start long work once nothing before it can be undone; False while something can."""
         launches = self.launches
         if not job.alone and (launches.group or launches.in_flight):
-            work.steps.close()
+            work.slices.close()
             work.undo()
             job.work, job.alone = None, True
             launches.submit()
@@ -261,7 +254,7 @@ class Scheduler:
 
     def _end_long(self, job: Job, error: Exception | None) -> None:
         """Long work is done, or was stopped and undone with an error."""
-        if isinstance(job.work, Sliced):
+        if isinstance(job.work, SlicedWork):
             self._locks.release(job.request, job.work.made)
         if error is not None:
             job.error = error if isinstance(error, Cancelled) else refusal_of(job, error)

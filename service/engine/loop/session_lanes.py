@@ -11,7 +11,7 @@ from attnd.wire.frames import DEVICE_ARENA, DONE, json_frame, layer_frame, opene
 from kernels.lanes import Lane, Lanes, NoRoom, Owner
 from service.engine.handlers.steps import StepPlace
 from service.engine.loop.open_steps import OpenSteps
-from service.engine.loop.place import Place
+from service.engine.loop.place import AnswerPlace
 from service.engine.loop.request import REMEMBERED_BYTES, Request
 from service.errors import InvalidRequest, MalformedBody, Overloaded, problem
 from service.image.json_text import load_json
@@ -77,7 +77,7 @@ class SessionLanes:
         read = self._remember if len(description) <= REMEMBERED_BYTES else self._read
         fields = read(description, call.tenant)
         where = StepPlace(held.lane, partial(self._send_opened, call))
-        return Request(operation, fields, {}, Place(call.answer), call.tenant, step=where)
+        return Request(operation, fields, {}, AnswerPlace(call.answer), call.tenant, step=where)
 
     def send_done(self, call: Call, layer: int) -> None:
         """Report a layer as done to its caller."""

@@ -47,7 +47,7 @@ class Pace:
         self._overheads: dict[str, float] = {}
 
     def seconds(self, kind: str, cost: Cost) -> float:
-        """An estimate for work of one kind ("attend", "append", ...)."""
+        """Estimated seconds for work of one kind ("attend", "append", ...)."""
         guess = cost.num_bytes / self._bytes_per_s + cost.flops / self._flops_per_s
         return guess * self._factors.get(kind, 1.0)
 
@@ -97,7 +97,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RowSpan:
     """Rows `first:last`, and what they cost."""
 
     first: int
@@ -105,17 +105,17 @@ class Span:
     cost: Cost
 
 
-def even_spans(num_rows: int, cost: Cost, num_spans: int) -> list[Span]:
+def even_spans(num_rows: int, cost: Cost, num_spans: int) -> list[RowSpan]:
     """Rows that all cost the same, in up to `num_spans` runs."""
     num_spans = max(1, min(num_spans, num_rows))
     bounds = np.linspace(0, num_rows, num_spans + 1).astype(np.int64).tolist()
     share = Cost(cost.num_bytes / num_spans, cost.flops / num_spans)
-    return [Span(a, b, share) for a, b in pairwise(bounds)]
+    return [RowSpan(a, b, share) for a, b in pairwise(bounds)]
 
 
 def paced_spans(
     pace: Pace, kind: str, rows: int | Int64, cost: Cost, fixed: Cost | None = None
-) -> Iterator[Span]:
+) -> Iterator[RowSpan]:
     """Runs of rows of about a slice each, by what the pace has learned from those before.
 
     `rows` are as many that all cost the same, or the weights of unequal ones; every run pays
@@ -139,7 +139,7 @@ def paced_spans(
             last = min(max(last, first + 1), size)
         end = last if total is None else int(total[last - 1])
         share = (end - done) / whole
-        yield Span(first, last, Cost(cost.num_bytes * share, cost.flops * share))
+        yield RowSpan(first, last, Cost(cost.num_bytes * share, cost.flops * share))
         first, done = last, end
 
 
@@ -204,7 +204,7 @@ def cut_mask(mask: Mask | None, first: int, last: int) -> Mask | None:
     return None if mask is None else Mask(mask.bits, mask.row_offsets[first:last])
 
 
-def cut_attend(attend: Attend, span: Span) -> tuple[Attend, Any]:
+def cut_attend(attend: Attend, span: RowSpan) -> tuple[Attend, Any]:
     """Plan rows `span` of an attention, and which of the request's rows they are.
 
     Rows that lie together go straight to the answer; others come back in memory of their own.
@@ -231,7 +231,7 @@ def ragged_keys(request: RaggedAttend) -> Int64:
     return in_window(keys, request.row_positions, request.scoring.window_left)
 
 
-def cut_ragged(request: RaggedAttend, positions: Int32, span: Span) -> RaggedAttend:
+def cut_ragged(request: RaggedAttend, positions: Int32, span: RowSpan) -> RaggedAttend:
     """Rows `span` of a ragged request, with the keys of the requests they belong to."""
     first, last = span.first, span.last
     begin = max(int(np.searchsorted(request.qo_indptr, first, "right")) - 1, 0)

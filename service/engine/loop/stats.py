@@ -21,7 +21,7 @@ QUIET_S: Final = 0.0003
 """Replies are recorded when no call has come for this long, ..."""
 LATEST_S: Final = 0.002
 """... when the oldest is this old, ..."""
-MOST: Final = 64
+MOST_REPLIES: Final = 64
 """... or when there are this many."""
 OUT_OF_PAGES: Final = KINDS[OutOfPages].code
 PACE_WEIGHT: Final = 0.1
@@ -49,9 +49,10 @@ class Stats:
     def __init__(self, metrics: Metrics, store: Store) -> None:
         self._metrics = metrics
         self._store = store
-        self._due = 0.0
         self.replies: list[ReplyRecord] = []
         """Those that are not recorded yet."""
+        self.due = 0.0
+        """When they must be recorded, even if calls are waiting."""
         self.spent_s = 0.0
         """Time of the rounds that these replies took."""
         self.seconds_per_operation = 0.0
@@ -60,7 +61,7 @@ class Stats:
         """Note a job that was answered just now."""
         now, error, work = time.monotonic(), job.error, job.work
         if not self.replies:
-            self._due = now + LATEST_S
+            self.due = now + LATEST_S
         self.replies.append(
             ReplyRecord(
                 job.request.operation,
@@ -71,10 +72,6 @@ class Stats:
                 job.token.session.standing.is_door,
             )
         )
-
-    def is_due(self, now: float) -> bool:
-        """Whether replies must be recorded even if calls are waiting."""
-        return now > self._due or len(self.replies) >= MOST
 
     def record(self) -> None:
         """Record all replies, and the pool as it is now."""

@@ -56,7 +56,7 @@ class Past:
             self.has_forgotten = True
 
 
-class History:
+class EventHistory:
     """Listens to the changes of the cache. Numbers begin with the microseconds at the start, so
     that one from before a restart is too old."""
 

@@ -26,7 +26,7 @@ class Mark:
     is_handed: bool = False
 
 
-class Leaving:
+class MoveMarks:
     """The marks by the sequences' names in the tree; false where there are none, as nearly
     always."""
 

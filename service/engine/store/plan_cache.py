@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,8 +36,8 @@ class Planned:
     tokens_flat: int
     max_keys: int
     num_segments: int
-    repeated: dict[Hashable, Any] = field(default_factory=dict)
-    """What attention makes of the plan for one kind of query, for the other layers of a step."""
+    by_kind: dict[Hashable, Any] = field(default_factory=dict)
+    """What attention derives from the plan for one kind of query: the same for all layers."""
 
     @property
     def num_indices(self) -> int:
@@ -45,7 +45,7 @@ class Planned:
 
 
 class PlanCache:
-    """Least recently used plans go first, by count and by size."""
+    """Evicts the least recently used plans, by count and by size."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
@@ -65,9 +65,11 @@ class PlanCache:
         once; `shards` where that is not all there is."""
         view = None if shards is None else shards.key
         key = (self._tree.plan_key(ids, layer), qo_indptr.tobytes(), causal, mode, view)
-        return self._get(
-            key, lambda: make_plan(self._tree, ids, layer, qo_indptr, causal, mode, shards)
-        )
+        planned = self._kept.get(key)
+        if planned is not None:
+            self._kept.move_to_end(key)
+            return planned
+        return self._keep(key, make_plan(self._tree, ids, layer, qo_indptr, causal, mode, shards))
 
     def levels(
         self,
@@ -86,7 +88,11 @@ class PlanCache:
             causal,
             num_rows,
         )
-        return self._get(key, lambda: explicit_levels(tree, layer, levels, causal, num_rows))
+        planned = self._kept.get(key)
+        if planned is not None:
+            self._kept.move_to_end(key)
+            return planned
+        return self._keep(key, explicit_levels(tree, layer, levels, causal, num_rows))
 
     def clear(self) -> None:
         self._kept.clear()
@@ -95,24 +101,20 @@ class PlanCache:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def _get(self, key: Hashable, make: Callable[[], CascadePlan]) -> Planned:
-        planned = self._kept.get(key)
-        if planned is not None:
-            self._kept.move_to_end(key)
-            return planned
-        planned = from_core(make(), self._tree.page_size)
+    def _keep(self, key: Hashable, plan: CascadePlan) -> Planned:
+        planned = from_core(plan, self._tree.page_size)
         self._kept[key] = planned
         self._num_indices += planned.num_indices
         while len(self._kept) > MAX_ENTRIES or (
             self._num_indices > MAX_INDICES and len(self._kept) > 1
         ):
-            _, gone = self._kept.popitem(last=False)
-            self._num_indices -= gone.num_indices
+            _, oldest = self._kept.popitem(last=False)
+            self._num_indices -= oldest.num_indices
         return planned
 
 
 def from_core(plan: CascadePlan, page_size: int) -> Planned:
-    """The core's plan in the backend's words; the arrays are the same."""
+    """The core's plan as the backend takes it, with the same arrays."""
     levels = tuple(
         Level(
             qo_indptr=level.qo_indptr,

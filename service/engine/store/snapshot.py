@@ -1,4 +1,4 @@
-"""The operation `snapshot`, and how often it may look at all there is."""
+"""Snapshots of the whole pool, and how often they look at all of it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.outline import Outline, outline, page_states
-from service.engine.loop.job import Answered, Seconds, Work
-from service.engine.loop.request import Request
 from service.image.json_text import dump_json
 from service.image.writing import Shaped, in_order, shaped
-from service.operations.schema.fields import refuse
 
 if TYPE_CHECKING:
     from service.engine.store.store import Store
 
 LEAST_S: Final = 0.2
-"""Whoever asks sooner gets the last one again."""
+"""Least seconds between two snapshots; sooner requests get the last one again."""
 TREE_SHARE: Final = 0.02
-"""Of the engine's time, for looking at the tree: a large one is looked at less often."""
-NOT_TAKEN: Final = "the service takes no snapshots: set it to true"
+"""Share of the engine's time for looking at the tree: a large one is looked at less often."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
-    """One moment, as it is answered."""
+class PoolSnapshot:
+    """The answer for one moment."""
 
     text: str
     arrays: dict[str, NDArray[Any]]
@@ -36,7 +32,7 @@ class Snapshot:
 
 
 @dataclass(slots=True, eq=False)
-class Tree:
+class TreeOutline:
     """The tree at one moment; the next look is due at `again`."""
 
     outline: Outline
@@ -50,19 +46,19 @@ class Snapshots:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._last: Snapshot | None = None
+        self._last: PoolSnapshot | None = None
         self._taken = 0.0
-        self._tree: Tree | None = None
+        self._tree: TreeOutline | None = None
 
-    def newest(self) -> Snapshot:
-        """A new one, or the last where that is young."""
+    def newest(self) -> PoolSnapshot:
+        """A new snapshot, or the last one where that is younger than `LEAST_S`."""
         now = self._store.now
         if self._last is None or now - self._taken >= LEAST_S:
             self._store.tree.books.is_watched = True
             self._last, self._taken = self._take(now), now
         return self._last
 
-    def _take(self, now: float) -> Snapshot:
+    def _take(self, now: float) -> PoolSnapshot:
         store, tree = self._store, self._look(now)
         states, step = page_states(store.tree)
         numbers = store.numbers()
@@ -89,23 +85,12 @@ class Snapshots:
             "tree_idle_s": np.maximum(now - tree.used, 0.0).astype(np.float32),
             "tree_states": tree.states,
         }
-        return Snapshot(dump_json(fields), arrays, in_order(shaped(arrays)))
+        return PoolSnapshot(dump_json(fields), arrays, in_order(shaped(arrays)))
 
     def _look(self, now: float) -> Outline:
         tree = self._tree
         if tree is None or now >= tree.again:
             started = time.monotonic()
             seen = outline(self._store.tree)
-            tree = self._tree = Tree(seen, now + (time.monotonic() - started) / TREE_SHARE)
+            tree = self._tree = TreeOutline(seen, now + (time.monotonic() - started) / TREE_SHARE)
         return tree.outline
-
-
-def snapshot(store: Store, request: Request, _: Seconds) -> Work:
-    if store.snapshots is None:
-        refuse("server.live", False, NOT_TAKEN)
-    taken = store.snapshots.newest()
-    request.place.require(2 * len(taken.text), taken.shapes)  # quotes are escaped in the header
-    laid = request.place.lay_text(taken.text, taken.shapes)
-    for name, array in taken.arrays.items():
-        laid[name][...] = array
-    return Answered()

@@ -17,9 +17,9 @@ from service.core.values import Extension
 from service.engine.loop.job import Cost, Seconds
 from service.engine.loop.request import Request
 from service.engine.loop.slices import Pace
-from service.engine.store.event_history import History
+from service.engine.store.event_history import EventHistory
 from service.engine.store.limits import Limits
-from service.engine.store.move_marks import Leaving
+from service.engine.store.move_marks import MoveMarks
 from service.engine.store.plan_cache import PlanCache
 from service.engine.store.snapshot import Snapshots
 from service.engine.store.unfinished_imports import UnfinishedImports
@@ -84,11 +84,11 @@ class Store:
         self.limits = Limits(info.limits.max_sequences, info.limits.max_sequences)
         self.tree = PrefixTree(geometry.num_pages, geometry.page_size, geometry.num_layers)
         self.plans = PlanCache(self.tree)
-        self.history = History(geometry.page_size, events_history)
+        self.history = EventHistory(geometry.page_size, events_history)
         if self.history.is_kept:
             self.tree.cache.named.listener = self.history.hear
         self.imports = UnfinishedImports(self.tree.books)
-        self.leaving = Leaving(self.tree)
+        self.move_marks = MoveMarks(self.tree)
         self.is_draining = False
         self.shard_handlers: Mapping[str, Begin] = {}
         """What handles requests once the engine holds shards, by operation."""
@@ -157,12 +157,12 @@ class Store:
     @property
     def next_end(self) -> float:
         """When time alone will next change something, by `time.monotonic()`."""
-        return min(self.tree.next_end, self.leaving.ends.next_due)
+        return min(self.tree.next_end, self.move_marks.ends.next_due)
 
     @property
     def next_expiry(self) -> float:
         """When the next sequence, or mark of one that moves, expires, by `time.monotonic()`."""
-        return min(self.tree.books.next_expiry, self.leaving.ends.next_due)
+        return min(self.tree.books.next_expiry, self.move_marks.ends.next_due)
 
     def expire(self, is_held: Callable[[str], bool]) -> None:
         """Delete the sequences that nobody has used for as long as they may live unused, and end
@@ -171,8 +171,8 @@ class Store:
         A sequence that `is_held` says is in use was used just now. Nothing that was launched may be
         unsettled.
         """
-        books, marks, ends = self.tree.books, self.leaving.marks, time.monotonic() + EXPIRY_S
-        self.leaving.expire(self.now, is_held)
+        books, marks, ends = self.tree.books, self.move_marks.marks, time.monotonic() + EXPIRY_S
+        self.move_marks.expire(self.now, is_held)
         while books.next_expiry <= self.now and time.monotonic() < ends:
             over = books.expired(lambda name: name in marks or is_held(name), ENDED_AT_ONCE)
             self.tree.free(over)

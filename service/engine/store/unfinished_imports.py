@@ -20,7 +20,7 @@ others come before them in order."""
 
 
 @dataclass(slots=True, eq=False)
-class Unfinished:
+class UnfinishedImport:
     """An import of `header` that will be called `name`, and is called `hidden` until then.
 
     `begun` is the digest that it was begun with, `latest` that of the last part that has come: None
@@ -53,28 +53,28 @@ class UnfinishedImports:
 
     def __init__(self, books: SequenceBooks) -> None:
         self._books = books
-        self._by_name: dict[str, Unfinished] = {}
+        self._by_name: dict[str, UnfinishedImport] = {}
         self._counts: Counter[str] = Counter()
 
-    def add(self, begun: Unfinished) -> None:
+    def add(self, begun: UnfinishedImport) -> None:
         self._by_name[begun.name] = begun
         self._counts[begun.namespace] += 1
 
-    def find(self, name: str) -> Unfinished | None:
+    def find(self, name: str) -> UnfinishedImport | None:
         found = self._by_name.get(name)
         if found is not None and found.hidden not in self._books:
             self.remove(found)
             return None
         return found
 
-    def get(self, name: str, tenant: Tenant) -> Unfinished:
+    def get(self, name: str, tenant: Tenant) -> UnfinishedImport:
         """Raises `UnknownImport`."""
         found = self.find(name)
         if found is None:
             raise UnknownImport(tenant.shown(name))
         return found
 
-    def remove(self, ended: Unfinished) -> None:
+    def remove(self, ended: UnfinishedImport) -> None:
         del self._by_name[ended.name]
         self._counts[ended.namespace] -= 1
         if not self._counts[ended.namespace]:

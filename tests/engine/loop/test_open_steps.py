@@ -16,7 +16,7 @@ from service.core.values import NewSpec
 from service.engine.handlers.steps import StepPlace
 from service.engine.loop.engine import make_info
 from service.engine.loop.job import Job
-from service.engine.loop.place import Place
+from service.engine.loop.place import AnswerPlace
 from service.engine.loop.request import Request
 from service.engine.loop.scheduler import Scheduler
 from service.engine.loop.session_lanes import SessionLanes
@@ -100,13 +100,13 @@ class Rig:
         given: dict[str, Any] = {"op": "decode", "layers": layers, "slots": [SLOT]}
         given |= {"sequences": list(names)} if names else {}
         heads = {"num_qo_heads": GEOMETRY.num_kv_heads, "dtype": "F32"}
-        request = Request(STEP, validate(StepFields, given | heads | fields), {}, Place())
+        request = Request(STEP, validate(StepFields, given | heads | fields), {}, AnswerPlace())
         request.step = StepPlace(lane, self.opened.append)
         return self.admit(request, seconds)
 
     def ask(self, name: str, seconds: float = 30.0, **fields: Any) -> Job:
         operation = BY_NAME[name]
-        request = Request(operation, validate(operation.fields, fields), {}, Place())
+        request = Request(operation, validate(operation.fields, fields), {}, AnswerPlace())
         return self.admit(request, seconds)
 
     def admit(self, request: Request, seconds: float) -> Job:

@@ -17,7 +17,7 @@ from kernels.host_lanes import HostLanes
 from service.engine.loop import request as requests
 from service.engine.loop.engine import make_info
 from service.engine.loop.job import Job
-from service.engine.loop.place import Place
+from service.engine.loop.place import AnswerPlace
 from service.engine.loop.request import Request
 from service.engine.loop.scheduler import Scheduler
 from service.engine.loop.slices import Pace
@@ -109,7 +109,7 @@ def test_no_tensor_of_a_request_that_is_over_is_kept(
 
     def ask(name: str, fields: dict[str, Any], **tensors: Any) -> Job:
         operation = BY_NAME[name]
-        request = Request(operation, validate(operation.fields, fields), tensors, Place())
+        request = Request(operation, validate(operation.fields, fields), tensors, AnswerPlace())
         now = time.monotonic()
         late = name == "decode" and end == "deadline_exceeded"
         return Job(request, None, now, now - 1 if late else now + 60)

@@ -19,7 +19,7 @@ from service.engine.handlers.masks import ragged_mask
 from service.engine.loop.job import Cost
 from service.engine.loop.slices import (
     Pace,
-    Span,
+    RowSpan,
     cut_attend,
     cut_ragged,
     even_spans,
@@ -86,7 +86,7 @@ def empty_state(q: Any) -> AttentionState:
     return AttentionState(np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, np.float32))
 
 
-def in_pieces(backend: Backend, whole: Attend, spans: list[Span]) -> AttentionState:
+def in_pieces(backend: Backend, whole: Attend, spans: list[RowSpan]) -> AttentionState:
     """The answer of `whole`, piece by piece."""
     out = empty_state(whole.q)
     for span in spans:
@@ -106,12 +106,12 @@ def same(one: AttentionState, other: AttentionState, case: str) -> None:
         )
 
 
-def random_spans(rng: Rng, n: int) -> list[Span]:
+def random_spans(rng: Rng, n: int) -> list[RowSpan]:
     """Runs that cover rows 0 to n."""
     cuts = np.unique(np.concatenate(([0], rng.integers(0, n + 1, 4), [n]))).tolist()
     if len(cuts) == 1:
-        return [Span(0, 0, Cost())]
-    return [Span(a, b, Cost()) for a, b in pairwise(cuts)]
+        return [RowSpan(0, 0, Cost())]
+    return [RowSpan(a, b, Cost()) for a, b in pairwise(cuts)]
 
 
 def test_pieces_of_attention_over_pages_have_the_numbers_of_the_whole(rng: Rng) -> None:
@@ -122,7 +122,7 @@ def test_pieces_of_attention_over_pages_have_the_numbers_of_the_whole(rng: Rng) 
         n = whole.plan.positions.size
         spans = random_spans(rng, n)
         same(in_pieces(made.backend, whole, spans), wanted, f"{spans}")
-        one_by_one = [Span(at, at + 1, Cost()) for at in range(n)]
+        one_by_one = [RowSpan(at, at + 1, Cost()) for at in range(n)]
         same(in_pieces(made.backend, whole, one_by_one), wanted, "row by row")
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from service.core.prefix.changes import Change, Cleared, Removed, Stored
-from service.engine.store.event_history import PAGES_AN_EVENT, History
+from service.engine.store.event_history import PAGES_AN_EVENT, EventHistory
 
 PAGE = 4
 
@@ -21,8 +21,8 @@ def stored(first: int, count: int, namespace: str = "a") -> Stored:
     return Stored(namespace, keys(first, count), bytes(16), ids.tobytes())
 
 
-def history(*changes: Change, most: int = 1000) -> History:
-    made = History(PAGE, most)
+def history(*changes: Change, most: int = 1000) -> EventHistory:
+    made = EventHistory(PAGE, most)
     for change in changes:
         made.hear(change)
     return made

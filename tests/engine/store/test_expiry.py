@@ -229,7 +229,7 @@ def test_an_import_and_the_mark_of_a_sequence_that_leaves_end_by_themselves() ->
         assert (await pool(caller))["imports"] == 1
         store = caller.engine.store
         await asyncio.sleep(0.3)  # nobody calls: the engine wakes up by itself
-        assert not store.leaving and "~c" not in store.tree.books
+        assert not store.move_marks and "~c" not in store.tree.books
         assert (await pool(caller))["imports"] == 0
         await ok(caller, "get_sequence", id="a")
 

@@ -25,7 +25,7 @@ from service.core.tree import PrefixTree
 from service.core.values import Extension
 from service.engine.handlers import attention, rows, steps
 from service.engine.handlers.shards.masks import shard_mask
-from service.engine.loop.job import Opened, Seconds, Work
+from service.engine.loop.job import OpenedStep, Seconds, Work
 from service.engine.loop.request import Request
 from service.engine.store.plan_cache import Planned
 from service.engine.store.store import Store
@@ -93,12 +93,8 @@ def gather(store: Store, request: Request, seconds: Seconds) -> Work:
     return rows.gather(store, request, seconds, ShardBatch(store, request))
 
 
-def decode(store: Store, request: Request, seconds: Seconds) -> Work:
-    return attention.decode(store, request, seconds, paged_batch(store, request))
-
-
-def prefill(store: Store, request: Request, seconds: Seconds) -> Work:
-    return attention.prefill(store, request, seconds, paged_batch(store, request))
+def attend(store: Store, request: Request, seconds: Seconds) -> Work:
+    return attention.attend(store, request, seconds, paged_batch(store, request))
 
 
 def paged_batch(store: Store, request: Request) -> ShardBatch | None:
@@ -126,7 +122,7 @@ def cascade(store: Store, request: Request, seconds: Seconds) -> Work:
     return attention.cascade(store, request, seconds)
 
 
-def step(store: Store, request: Request, seconds: Seconds) -> Opened:
+def step(store: Store, request: Request, seconds: Seconds) -> OpenedStep:
     fields, tree = request.fields, store.tree
     if fields.op == "echo":
         return steps.step(store, request, seconds)

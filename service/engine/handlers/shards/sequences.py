@@ -16,7 +16,7 @@ from service.core.values import NewSpec
 from service.engine.handlers import delete, prefix, sequences, truncate
 from service.engine.handlers.rows import NUMBER_BYTES
 from service.engine.handlers.shards.batch import refuse_shards
-from service.engine.loop.job import Answered, Seconds, Work
+from service.engine.loop.job import Completed, Seconds, Work
 from service.engine.loop.request import Request
 from service.engine.store.store import Store
 
@@ -48,7 +48,7 @@ def claim(store: Store, request: Request, _: Seconds) -> Work:
         raise InvalidRequest("id", fields.id, "is whole: only shards have epochs")
     before = shard.claim(fields.id, fields.epoch)
     request.place.lay({"epoch": before, "lengths": shard.lengths.tolist()})
-    return Answered()
+    return Completed()
 
 
 class ShardCut:

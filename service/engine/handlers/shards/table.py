@@ -14,8 +14,8 @@ from service.engine.handlers.table import Begin
 SHARD_HANDLERS: Final[Mapping[str, Begin]] = {
     "append": batch.append,
     "gather": batch.gather,
-    "decode": batch.decode,
-    "prefill": batch.prefill,
+    "decode": batch.attend,
+    "prefill": batch.attend,
     "cascade": batch.cascade,
     "step": batch.step,
     "create_sequences": sequences.create_sequences,

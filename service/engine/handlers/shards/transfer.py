@@ -53,7 +53,7 @@ def shard_of(given: ShardAnswer, header: Header) -> Shard:
 
 def hand_over(store: Store, request: Request, seconds: Seconds) -> Work:
     fields = request.fields
-    if fields.state == "leaving" and fields.id not in store.leaving.marks:
+    if fields.state == "leaving" and fields.id not in store.move_marks.marks:
         layout = WHOLE
         if fields.shard is not None:
             layout = ShardLayout(fields.shard.rank, fields.shard.ranks)
