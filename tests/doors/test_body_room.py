@@ -11,7 +11,7 @@ import pytest
 from images import write_image
 from scripted import Running, decode_body, only, receive_all, request, serving, wait_for
 
-from service.doors.http.protocol.body_shares import FIRST_BYTES, Underway
+from service.doors.http.protocol.body_shares import FIRST_BYTES, BodyShares
 from service.errors import Overloaded
 
 MIB = 2**20
@@ -42,7 +42,7 @@ def test_heads_without_bodies_cost_nobody_else_a_429(small: Running) -> None:
         assert len(large) > 2 * MIB
         assert only(small.say(request("/v1/decode", large, connection="close"))).status == 200
     wait_for(lambda: not small.door.active, "them to be gone")
-    assert (small.door.underway.total, small.door.underway.by_caller) == (0, {})
+    assert (small.door.shares.total, small.door.shares.by_caller) == (0, {})
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 1000])
@@ -68,7 +68,7 @@ def test_a_body_whose_room_grows_comes_through_whole(small: Running, pieces: int
 
 
 def test_room_for_declared_lengths_is_shared() -> None:
-    book = Underway(64 * MIB)
+    book = BodyShares(64 * MIB)
     assert book.first_room("a", 32 * MIB) == 32 * MIB, "alone"
     book.change("a", 0, 8 * MIB)
     assert book.first_room("a", MIB) == FIRST_BYTES, "a has its eighth"

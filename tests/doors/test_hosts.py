@@ -10,7 +10,7 @@ import pytest
 from scripted import Running, only, receive_all, serving
 
 from config.settings import load_settings
-from service.doors.http.protocol.heads import ONCE, Said
+from service.doors.http.protocol.heads import ONCE, Headers
 from service.doors.http.protocol.hosts import HostRule
 from service.errors import Forbidden, MalformedRequest
 from service.keys import line_of
@@ -106,7 +106,7 @@ def rule(*arguments: str) -> HostRule:
 
 def is_refused(rule: HostRule, host: str, origin: str | None = None) -> bool:
     given = None if origin is None else origin.encode()
-    refusal = rule.refusal(Said(host=host.encode(), origin=given))
+    refusal = rule.refusal(Headers(host=host.encode(), origin=given))
     assert refusal is None or isinstance(refusal, Forbidden)
     return refusal is not None
 
@@ -142,7 +142,7 @@ def test_a_service_that_is_not_private_has_all_names(keys: str) -> None:
 @pytest.mark.parametrize("host", NONE)
 def test_what_is_no_host_is_malformed(host: str) -> None:
     for arguments in ([], ["--auth.open", "true"]):
-        refusal = rule(*arguments).refusal(Said(host=host.encode()))
+        refusal = rule(*arguments).refusal(Headers(host=host.encode()))
         assert isinstance(refusal, MalformedRequest)
 
 

@@ -34,7 +34,7 @@ def test_long_json_becomes_an_image_and_an_image_becomes_long_json(
     np.testing.assert_array_equal(heard.tensors["q"].reshape(-1), wanted)
     answered = response.json()
     np.testing.assert_array_equal(np.array(answered["tensors"]["q"]["data"], np.float32), wanted)
-    assert door.door.helper.process is not None
+    assert door.door.long_json.process is not None
 
 
 def test_what_is_wrong_with_long_json_is_told_as_with_short(client: httpx.Client) -> None:
@@ -124,7 +124,7 @@ def test_a_client_that_leaves_does_not_upset_the_process(
 
 def test_a_process_that_dies_is_started_again(door: Running, client: httpx.Client) -> None:
     assert client.post("/v1/decode", json=long_request()).status_code == 200
-    door.door.helper.process.kill()
+    door.door.long_json.process.kill()
     statuses = [client.post("/v1/decode", json=long_request()).status_code for _ in range(2)]
     assert statuses[1] == 200
 
@@ -134,5 +134,5 @@ def test_the_process_ends_when_it_has_nothing_to_do(
 ) -> None:
     monkeypatch.setattr("service.doors.http.long_json.IDLE_S", 0.05)
     assert client.post("/v1/decode", json=long_request()).status_code == 200
-    wait_for(lambda: door.door.helper.process is None, "its end")
+    wait_for(lambda: door.door.long_json.process is None, "its end")
     assert client.post("/v1/decode", json=long_request()).status_code == 200

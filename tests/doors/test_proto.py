@@ -1,17 +1,17 @@
-"""The .proto that the gRPC door reads: the standard's names and numbers, and a strict reader."""
+"""The gRPC door's descriptors: the standard's names and numbers, and those of the .proto beside."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from service.doors.grpc.messages import POOL, SERVICE
-from service.doors.grpc.proto import read_proto
+from service.doors.grpc.messages import DESCRIPTORS, POOL, SERVICE
 
-HEAD = 'syntax = "proto3"; package p;'
+FIELD = re.compile(r"^ +(?:repeated )?(?:map<.*>|[\w.]+) (\w+) = (\d+);", re.M)
+RPC = re.compile(r"rpc (\w+)\(")
 
 
 def all_messages(file: Any) -> Iterator[Any]:
@@ -20,7 +20,7 @@ def all_messages(file: Any) -> Iterator[Any]:
         yield from one.nested_types
 
 
-def told(field: Any) -> tuple[Any, ...]:
+def shape(field: Any) -> tuple[Any, ...]:
     of = field.message_type or field.enum_type
     return field.number, field.type, field.is_repeated, of.full_name if of else None
 
@@ -34,7 +34,7 @@ def test_every_message_is_the_standards() -> None:
     for ours in all_messages(POOL.FindFileByName("open_inference.proto")):
         standard = theirs[ours.full_name].fields_by_name
         for field in ours.fields:
-            assert told(field) == told(standard[field.name]), (ours.full_name, field.name)
+            assert shape(field) == shape(standard[field.name]), (ours.full_name, field.name)
             choice = field.containing_oneof
             assert (choice and choice.name) == (
                 standard[field.name].containing_oneof and "parameter_choice"
@@ -53,19 +53,16 @@ def test_every_method_is_the_standards() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('syntax = "proto2"; package p;', "'\"proto2\"' where '\"proto3\"' is expected"),
-        (f"{HEAD} option x = 1;", "'option' is no message, enum or service"),
-        (f"{HEAD} message A {{ int32 a = 1;", "'the end' where 'a word' is expected"),
-        (f"{HEAD} message A {{ int32 a 1; }}", "'1' where '=' is expected"),
-        (f"{HEAD} message A {{ B b = 1; }}", "no message or enum 'B'"),
-        (f"{HEAD} message A {{ int32 a = x; }}", "invalid literal"),
-        (f"{HEAD} service S {{ get A(B); }}", "'get' where 'rpc' is expected"),
-    ],
-)
-def test_what_the_reader_does_not_know_it_refuses(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=r".") as refused:
-        read_proto(text, "x.proto")
-    assert words in str(refused.value)
+def test_the_descriptors_are_made_of_the_proto() -> None:
+    text = DESCRIPTORS.with_suffix(".proto").read_text(encoding="utf-8")
+    file = POOL.FindFileByName("open_inference.proto")
+    maps = [one for one in all_messages(file) if one.GetOptions().map_entry]
+    values = [one for enum in file.enum_types_by_name.values() for one in enum.values]
+    fields = [
+        one for message in all_messages(file) if message not in maps for one in message.fields
+    ]
+    named = sorted([(one.name, one.number) for one in (*fields, *values)])
+    in_text = [(name, int(number)) for name, number in FIELD.findall(text)]
+    enums = re.findall(r"^  (\w+) = (\d+);", text, re.M)
+    assert sorted([*in_text, *((name, int(number)) for name, number in enums)]) == named
+    assert RPC.findall(text) == [one.name for one in SERVICE.methods]

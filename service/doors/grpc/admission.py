@@ -15,7 +15,7 @@ import grpc.aio
 
 from config.server import ServerSettings
 from service.doors.grpc.rpc import Rpc, problem_metadata, status_of
-from service.doors.kit.authentication import Gate
+from service.doors.kit.authentication import Authenticator
 from service.doors.kit.ledger import Ledger
 from service.doors.kit.problems import document_of
 from service.errors import AttndError, MalformedRequest, Overloaded
@@ -34,12 +34,12 @@ class Entrance(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def __init__(
         self,
         limits: ServerSettings,
-        gate: Gate | None,
+        authenticator: Authenticator | None,
         ledger: Ledger,
         needs_no_key: frozenset[str],
     ) -> None:
         self.limits = limits
-        self.gate = gate
+        self.authenticator = authenticator
         self.ledger = ledger
         self.needs_no_key = needs_no_key
         """Methods that are answered without a key, and without a message."""
@@ -56,7 +56,7 @@ class Entrance(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if handler is None or method in self.needs_no_key:
             return handler
         try:
-            tenant = tenant_of(self.gate, details.invocation_metadata)
+            tenant = tenant_of(self.authenticator, details.invocation_metadata)
             self.take_place(tenant)
         except AttndError as error:
             return self.refusing(method, error)
@@ -65,7 +65,7 @@ class Entrance(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def take_place(self, tenant: Tenant) -> None:
         """Raises Overloaded."""
         most = self.limits.grpc_max_calls
-        share = most if self.gate is None else max(most // SHARES, 1)
+        share = most if self.authenticator is None else max(most // SHARES, 1)
         name = tenant.namespace
         if self.taken.total() >= most or self.taken[name] >= share:
             told = f"{self.taken[name]} calls of this namespace and {most} of all may run at once"
@@ -106,12 +106,14 @@ class Entrance(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def tenant_of(gate: Gate | None, metadata: Any) -> Tenant:
+def tenant_of(authenticator: Authenticator | None, metadata: Any) -> Tenant:
     """Whose call it is. Raises Unauthorized, MalformedRequest."""
-    if gate is None:
+    if authenticator is None:
         return OPEN
     shown = [value for name, value in metadata or () if name == AUTHORIZATION]
     if len(shown) > 1:
         raise MalformedRequest("the metadata authorization is given twice: send it once")
     text = shown[0] if shown else ""
-    return gate.tenant_of(text.encode("latin-1", "replace") if isinstance(text, str) else text)
+    return authenticator.tenant_of(
+        text.encode("latin-1", "replace") if isinstance(text, str) else text
+    )

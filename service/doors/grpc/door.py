@@ -20,19 +20,17 @@ from service.doors.grpc.messages import (
 )
 from service.doors.grpc.rpc import Rpc, problem_metadata, status_of
 from service.doors.grpc.tensors import read_request, write_answer
-from service.doors.kit.authentication import Gate
-from service.doors.kit.ledger import Ledger
+from service.doors.kit.authentication import Authenticator
+from service.doors.kit.ledger import CLIENT_GONE, Ledger
 from service.doors.kit.link import QUIET_S, Link
 from service.doors.kit.problems import ProblemText, document_of
-from service.doors.kit.request import CLIENT_GONE
 from service.doors.kit.tracing import Tracing
 from service.doors.kit.upstream import MakeUpstream
 from service.doors.oip import models
-from service.doors.oip.models import MODELS, Model, model_of
-from service.doors.oip.problems import error_text
-from service.doors.oip.request import NO_REGIONS, Call
+from service.doors.oip.models import MODELS, Model, error_text, model_of
+from service.doors.oip.request import Call
 from service.doors.oip.statistics import statistics
-from service.errors import NotReady, NotSupported, RequestTimeout
+from service.errors import NotReady, RequestTimeout
 from service.image.json_body import fields_text_of_image
 from service.image.writing import PROBLEM
 from service.metrics import Metrics
@@ -42,12 +40,6 @@ from service.tenants import Tenant
 
 UNGUARDED: Final = frozenset({"ServerLive", "ServerReady"})
 """What is answered without a key, as HTTP's health is."""
-REGION_METHODS: Final = tuple(
-    f"{kind}SharedMemory{action}"
-    for kind in ("System", "Cuda")
-    for action in ("Status", "Register", "Unregister")
-)
-"""Of Triton's shared memory extensions, which are not supported."""
 Answer = Callable[[Any, Tenant], Any]
 
 
@@ -58,17 +50,17 @@ class GrpcDoor:
         self,
         limits: ServerSettings,
         metrics: Metrics,
-        gate: Gate | None = None,
+        authenticator: Authenticator | None = None,
         tracing: Tracing | None = None,
         make_upstream: MakeUpstream = Link,
     ) -> None:
-        """`gate` None: everybody is let in."""
+        """`authenticator` None: the service has no keys."""
         self.limits = limits
-        self.gate = gate
+        self.authenticator = authenticator
         self.metrics = metrics
-        self.link = make_upstream(limits, gate is not None, metrics)
+        self.link = make_upstream(limits, authenticator is not None, metrics)
         self.ledger = Ledger(metrics, tracing)
-        self.entrance = Entrance(limits, gate, self.ledger, UNGUARDED)
+        self.entrance = Entrance(limits, authenticator, self.ledger, UNGUARDED)
         self.draining = asyncio.Event()
         """Set when no more is taken."""
         self.calls = 0
@@ -88,7 +80,6 @@ class GrpcDoor:
             "ModelConfig": ("model", self.model_config),
             "ModelStatistics": ("model", self.model_statistics),
             "RepositoryIndex": ("model", self.index),
-            **dict.fromkeys(REGION_METHODS, ("regions", self.refuse_regions)),
         }
         found = {}
         for method in SERVICE.methods:
@@ -178,7 +169,7 @@ class GrpcDoor:
         link = self.link
         link.ready()
         call = read_request(model, request)
-        slot, length = await link.lay(call.pieces)
+        slot, length = await link.lay(call.pieces())
         answered, place = await self.ask(rpc, model, call, slot, length)
         try:
             if answered.status >= 400:
@@ -208,7 +199,7 @@ class GrpcDoor:
 
     def let_in(self, rpc: Rpc) -> None:
         """Say whose call it is. Raises Unauthorized."""
-        rpc.tenant = tenant_of(self.gate, rpc.context.invocation_metadata())
+        rpc.tenant = tenant_of(self.authenticator, rpc.context.invocation_metadata())
 
     async def answered(self, rpc: Rpc, work: Callable[[], Awaitable[Any]]) -> Any:
         """What the work gives, or its error as a status; either way it stands in the ledger."""
@@ -265,9 +256,6 @@ class GrpcDoor:
             self.ledger.add(rpc)
 
         return handle
-
-    def refuse_regions(self, request: Any, tenant: Tenant) -> Any:
-        raise NotSupported(NO_REGIONS)
 
     def live(self, request: Any, tenant: Tenant) -> Any:
         return {"live": True}

@@ -1,7 +1,7 @@
-"""The protocol's messages and methods as Python has them, made from `open_inference.proto`.
+"""The protocol's messages and methods, from the descriptors of `open_inference.proto`.
 
-They live in a pool of their own, so that a client of the same protocol in one process with the door
-does not meet them.
+They have a descriptor pool of their own, so that a client of the same protocol can be imported into
+the door's process.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from service.doors.grpc.proto import read_proto
 from service.errors import MalformedBody
 
-PATH: Final = Path(__file__).with_name("open_inference.proto")
+DESCRIPTORS: Final = Path(__file__).with_name("open_inference.binpb")
 POOL: Final = DescriptorPool()
-FILE: Final = POOL.AddSerializedFile(
-    read_proto(PATH.read_text(encoding="utf-8"), PATH.name).SerializeToString()
-)
+for file in FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file:
+    POOL.Add(file)
 SERVICE: Final = POOL.FindServiceByName("inference.GRPCInferenceService")
 
 
@@ -31,14 +30,14 @@ def message(name: str) -> Any:
 
 
 def decoder(name: str) -> Callable[[bytes], Any]:
-    """Reads a message of that name; raises MalformedBody."""
+    """A function that reads a message of that name, and raises MalformedBody."""
     read = message(name).FromString
 
     def decode(data: bytes) -> Any:
         try:
             return read(data)
         except DecodeError as error:
-            raise MalformedBody(f"no message {name}: {error}") from None
+            raise MalformedBody(f"not a message {name}: {error}") from None
 
     return decode
 

@@ -10,7 +10,7 @@ import grpc
 from attnd.wire.frames import NO_STAGES
 
 from service.doors.kit.headers import call_id_of, request_id_of, server_timing, traceparent_of
-from service.doors.oip.problems import error_text
+from service.doors.oip.models import error_text
 from service.image.json_text import dump_json
 from service.tenants import NOBODY
 

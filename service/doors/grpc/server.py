@@ -15,7 +15,7 @@ from config.sections import Settings
 from config.server import ServerSettings
 from service.doors.grpc.credentials import make_credentials
 from service.doors.grpc.door import GrpcDoor
-from service.doors.kit.authentication import make_gate
+from service.doors.kit.authentication import make_authenticator
 from service.doors.kit.link import Link
 from service.doors.kit.tls import HANDSHAKE_S
 from service.doors.kit.tracing import make_tracing
@@ -57,7 +57,7 @@ class Server:
         self.name = name
         self.secret = secret
         self.make_upstream = make_upstream
-        self.gate = make_gate(settings.auth, read)
+        self.authenticator = make_authenticator(settings.auth, read)
         self.credentials = make_credentials(settings.server, read)
         self.tracing = make_tracing(settings.log.otlp_endpoint, name)
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -77,7 +77,7 @@ class Server:
         self.door = door = GrpcDoor(
             self.limits,
             self.metrics,
-            self.gate,
+            self.authenticator,
             self.tracing,
             self.make_upstream,
         )
@@ -119,8 +119,8 @@ class Server:
 
     def read_again(self) -> None:
         """Keys and certificate may have changed; in the loop's thread."""
-        if self.gate is not None:
-            self.gate.read_again()
+        if self.authenticator is not None:
+            self.authenticator.read_again()
         if self.credentials is not None:
             self.credentials.read_again()
 

@@ -1,4 +1,4 @@
-"""What all connections of a door share: the road to the engine, the limits, the drain."""
+"""State shared by all connections of an HTTP door: the link to the engine, limits, the drain."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from typing import Final
 from config.sections import Settings
 from config.server import ServerSettings
 from service.doors.http.application import make_application
-from service.doors.http.long_json import Helper
-from service.doors.http.protocol.body_shares import Underway
+from service.doors.http.long_json import LongJson
+from service.doors.http.protocol.body_shares import BodyShares
 from service.doors.http.protocol.connection import Connection
-from service.doors.http.protocol.exchange import Exchange
 from service.doors.http.protocol.hosts import HostRule
-from service.doors.kit.authentication import Gate
+from service.doors.kit.authentication import Authenticator
 from service.doors.kit.ledger import Ledger
 from service.doors.kit.link import QUIET_S, Link
 from service.doors.kit.pieces import OneByOne
@@ -29,11 +28,10 @@ from service.metrics import Metrics
 
 LOG: Final = logging.getLogger("attnd.http")
 READ_BYTES: Final = 64 * 2**10
-"""Of the buffer that all connections read into in turn, but for bodies in their slots."""
+"""The buffer into which all connections receive heads and short bodies."""
 SWEEP_S: Final = 0.5
 SPARE_DESCRIPTORS: Final = 128
-"""Half of them for the road, logs and listening sockets, half for connections that are being
-refused."""
+"""Half of them are for the road, logs and listening sockets, half for connections being refused."""
 COMPLAIN_EVERY_S: Final = 10.0
 
 
@@ -44,39 +42,37 @@ class Door:
         self,
         limits: ServerSettings,
         metrics: Metrics,
-        gate: Gate | None = None,
+        authenticator: Authenticator | None = None,
         tracing: Tracing | None = None,
         make_upstream: MakeUpstream = Link,
         host_rule: HostRule | None = None,
     ) -> None:
-        """`gate` None: everybody is let in."""
+        """`authenticator` None: the service has no keys."""
         self.limits = limits
-        self.gate = gate
+        self.authenticator = authenticator
         self.host_rule = host_rule or HostRule(Settings())
         self.metrics = metrics
         self.loop = asyncio.get_running_loop()
         self.ledger = Ledger(metrics, tracing)
-        self.link = link = make_upstream(limits, gate is not None, metrics)
-        self.connect, self.ready = link.connect, link.ready
-        self.take, self.slot, self.give_back = link.take, link.slot, link.give_back
+        self.link = link = make_upstream(limits, authenticator is not None, metrics)
+        self.take, self.give_back = link.take, link.give_back
         self.drained = asyncio.Event()
-        self.helper = Helper(self)
+        self.long_json = LongJson(self)
         self.long_work = OneByOne()
         self.buffer = bytearray(READ_BYTES)
         self.connections: set[Connection] = set()
-        self.underway = Underway(limits.max_inflight_bytes)
+        self.shares = BodyShares(limits.max_inflight_bytes)
         soft, spare = descriptors()
         self.max_connections = min(limits.max_connections, soft - spare)
         self.max_lingering = spare // 2
         self.active = 0
+        """Requests without a response."""
         self.date = b""
         self.last_complaint = 0.0
         self.last_work = self.loop.time()
         self.is_trimmed = True
-        self.app = make_application(self)
+        self.app, self.endpoints = make_application(self)
         self.sweeping = self.loop.call_soon(self.sweep)
-
-    # the road
 
     @property
     def state(self) -> tuple[str, str]:
@@ -84,23 +80,23 @@ class Door:
 
     @property
     def draining(self) -> str:
-        """Why no more requests are taken; empty while they are."""
+        """Why no more requests are accepted; empty while they are."""
         return self.link.draining
 
     # connections
 
     def admit(self, connection: Connection) -> bool:
-        """Whether one more connection may stay."""
+        """Add a connection; returns whether it may stay."""
         self.connections.add(connection)
         if self.draining:
             return False
         return len(self.connections) <= self.max_connections or self.make_room(connection)
 
     def make_room(self, newest: Connection) -> bool:
-        """Close one idle connection for a new one; whether there was one.
+        """Close one idle connection for a new one; returns whether there was one.
 
-        First go those without a valid request so far, then those of the host with the most, then
-        those that have waited longest.
+        Connections without a valid request go first, then those of the host with the most, then
+        those that have been idle longest.
         """
         idle = [one for one in self.connections if one.is_idle and one is not newest]
         if not idle:
@@ -110,11 +106,8 @@ class Door:
         self.complain("idle connections are closed for new ones")
         return True
 
-    def forget(self, connection: Connection) -> None:
-        self.connections.discard(connection)
-
     def too_many(self) -> AttndError:
-        """Why a connection may not stay."""
+        """The error for a connection that may not stay."""
         if self.draining:
             return NotReady(self.draining)
         self.complain("new connections are refused")
@@ -135,11 +128,11 @@ class Door:
             LOG.warning("%s: %s", what, self.full)
 
     def may_linger(self, connection: Connection) -> bool:
-        """Whether a closing connection may wait for its client, or would take another's place."""
+        """Whether a closing connection may wait for its client without taking another's place."""
         return len(self.connections) < self.max_connections + self.max_lingering
 
     def sweep(self) -> None:
-        """Twice a second: what has taken too long, the date, memory that nobody uses."""
+        """Check deadlines, the date, and unused memory, twice a second."""
         now = self.loop.time()
         self.date = formatdate(usegmt=True).encode()
         for connection in list(self.connections):
@@ -151,22 +144,10 @@ class Door:
             self.link.trim()
         self.sweeping = self.loop.call_later(SWEEP_S, self.sweep)
 
-    # requests
-
-    def enter(self, exchange: Exchange) -> None:
-        """A request has begun."""
-        self.active += 1
-        if self.draining:
-            exchange.keep_alive = False
-
-    def leave(self) -> None:
-        """A request has ended."""
-        self.active -= 1
-        if self.draining and not self.active:
-            self.drained.set()
+    # the end
 
     def drain(self, reason: str) -> None:
-        """Take no more requests; `drained` is set when all that came before are answered."""
+        """Accept no more requests; `drained` is set when the accepted ones have responses."""
         self.link.draining = reason
         if not self.active:
             self.drained.set()
@@ -174,12 +155,12 @@ class Door:
             connection.drain()
 
     def give_up(self, error: AttndError) -> None:
-        """Answer with `error` whatever is not answered yet."""
+        """Respond to every request with `error`."""
         for connection in list(self.connections):
             connection.give_up(error)
 
     async def close(self, seconds: float) -> None:
-        """The end of the door: connections close when their answers are sent, or after a time."""
+        """Close connections once their responses are sent, or after `seconds`; then the link."""
         self.sweeping.cancel()
         ends = self.loop.time() + seconds
         for connection in list(self.connections):
@@ -189,7 +170,7 @@ class Door:
         for connection in list(self.connections):
             connection.transport.abort()
         self.ledger.settle()
-        self.helper.close()
+        self.long_json.close()
         self.link.close()
 
 

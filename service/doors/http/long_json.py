@@ -1,7 +1,7 @@
-"""Long JSON is turned into images, and images into long JSON, by a process beside the door.
+"""Converts long JSON to images, and images to long JSON, in a worker process beside the door.
 
-The two share the arena, so only places and lengths go between them. The process is started when it
-is first needed, works on one body at a time, and ends when it has been idle for a while.
+The two share the arena, so only offsets and lengths are exchanged. The process starts when it is
+first needed, converts one body at a time, and ends after `IDLE_S` without work.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 IDLE_S: Final = 60.0
 MAX_WAITING: Final = 64
 GROWTH: Final = 4
-"""At most so many bytes of an image become of one character: `0,` may stand for an F64."""
+"""Maximum image bytes per JSON character: `0,` may stand for an F64."""
 SPARE_BYTES: Final = 64 * 2**10
 
 
-class Helper:
-    """The process, as its door sees it."""
+class LongJson:
+    """The worker process of one door."""
 
     def __init__(self, door: Door) -> None:
         self.door = door
@@ -55,38 +55,37 @@ class Helper:
     ) -> tuple[Slot, int]:
         """The image of a request of `length` characters. Raises ProblemText, Overloaded."""
         room = GROWTH * length + SPARE_BYTES
-        slot, size, _ = await self.ask(TO_IMAGE, text, length, room, given)
+        slot, size, _ = await self.convert(TO_IMAGE, text, length, room, given)
         return placed(slot, length, size), size
 
     async def json_of_image(self, image: Slot, length: int, limit: int) -> tuple[Slot | None, int]:
-        """An answer as JSON and its length; no slot when that passes the limit."""
-        slot, size, _ = await self.ask(TO_JSON, image, length, limit, {})
+        """A reply as JSON, and its length; no slot if that exceeds the limit."""
+        slot, size, _ = await self.convert(TO_JSON, image, length, limit, {})
         return slot, size
 
     async def image_of_inference(
         self, body: Slot, length: int, json_bytes: int, given: Mapping[str, Any]
     ) -> tuple[Slot, int, dict[str, Any]]:
-        """The image of an inference request whose JSON is long, its length, and what the answer is
-        to be. Raises ProblemText, Overloaded."""
+        """The image of an inference request, its length, and the form of the response. Raises
+        ProblemText, Overloaded."""
         room = length + GROWTH * json_bytes + SPARE_BYTES
-        slot, size, told = await self.ask(INFERENCE_TO_IMAGE, body, length, room, given)
-        return placed(slot, length, size), size, told
+        slot, size, form = await self.convert(INFERENCE_TO_IMAGE, body, length, room, given)
+        return placed(slot, length, size), size, form
 
     async def inference_of_image(
         self, image: Slot, length: int, limit: int, given: Mapping[str, Any]
     ) -> tuple[Slot | None, int, dict[str, Any]]:
-        """An answer with tensors spelled out, its length, and how much of it is JSON; no slot when
-        it passes the limit."""
-        return await self.ask(IMAGE_TO_INFERENCE, image, length, limit, given)
+        """A response, its length, and the length of its JSON; no slot if it exceeds the limit."""
+        return await self.convert(IMAGE_TO_INFERENCE, image, length, limit, given)
 
-    async def ask(
+    async def convert(
         self, kind: int, source: Slot, length: int, room: int, given: Mapping[str, Any]
     ) -> tuple[Slot | None, int, dict[str, Any]]:
-        """One order. It is carried out to its end even when nobody waits for it any more, because
-        the process still writes to its slot."""
+        """Have the worker convert one body. It converts a cancelled request's body to its end, and
+        writes to its slot until then."""
         if self.waiting >= MAX_WAITING:
-            told = f"{self.waiting} long JSON bodies wait already: retry later, or send safetensors"
-            raise Overloaded(told, retry_after_s=1.0)
+            busy = f"{self.waiting} long JSON bodies are waiting: retry later, or send safetensors"
+            raise Overloaded(busy, retry_after_s=1.0)
         text = dump_json(given).encode()
         work = asyncio.ensure_future(self.order(kind, source, length, room, text))
         work.add_done_callback(forget_error)
@@ -95,12 +94,12 @@ class Helper:
     async def order(
         self, kind: int, source: Slot, length: int, room: int, given: bytes
     ) -> tuple[Slot | None, int, dict[str, Any]]:
-        """Wait for the turn, and for the outcome."""
+        """Wait for the worker, and for its result."""
         source.hold()
         self.waiting += 1
         try:
             async with self.turn:
-                into = await self.door.slot(room)
+                into = await self.door.link.slot(room)
                 head = ORDER.pack(kind, source.offset, length, into.offset, room, len(given))
                 outcome, size, text = await self.exchange(head + given)
         finally:
@@ -114,7 +113,7 @@ class Helper:
         return None, size, {}
 
     async def exchange(self, order: bytes) -> tuple[int, int, bytes]:
-        """Send an order, and receive its outcome."""
+        """Send an order, and receive its result."""
         loop = self.door.loop
         if self.ending is not None:
             self.ending.cancel()
@@ -125,7 +124,7 @@ class Helper:
             text = await self.receive(sock, length)
         except OSError as error:
             self.close()
-            raise Internal(f"the process for long JSON has ended: {error}") from error
+            raise Internal(f"the worker process for long JSON has ended: {error}") from error
         self.ending = loop.call_later(IDLE_S, self.close)
         return outcome, size, text
 
@@ -139,7 +138,7 @@ class Helper:
         return data
 
     def start(self) -> socket.socket:
-        """Start the process; it maps the arena too."""
+        """Start the process; it maps the arena, too."""
         arena = self.door.link.arena_fd
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -149,13 +148,13 @@ class Helper:
                 (*command_of("service.doors.http.long_json_worker"), *map(str, descriptors)),
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
-                start_new_session=True,  # Ctrl-C is not for it
+                start_new_session=True,  # ignore Ctrl-C
             )
         self.sock = ours
         return ours
 
     def close(self) -> None:
-        """End the process; there is nothing that it could lose."""
+        """Kill the process."""
         if self.ending is not None:
             self.ending.cancel()
         if self.process is not None and self.sock is not None:
@@ -166,13 +165,13 @@ class Helper:
 
 
 def placed(slot: Slot | None, length: int, size: int) -> Slot:
-    """The slot of an image, which always has room."""
+    """The slot of an image, which always fits."""
     if slot is None:
         raise Internal(f"{length} bytes of JSON became an image of {size}: this is a bug")
     return slot
 
 
 def forget_error(work: asyncio.Future[Any]) -> None:
-    """Whoever waited has it; and if nobody does, it is nobody's."""
+    """The caller has the error; if the caller was cancelled, nobody needs it."""
     if not work.cancelled():
         work.exception()

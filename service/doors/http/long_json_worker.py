@@ -1,4 +1,4 @@
-"""The process that turns long JSON into images and back, in the door's arena: `helper.py` runs it.
+"""The process that converts long JSON to images and back, in the door's arena (`long_json.py`).
 
 It reads orders from a socket until that ends: what to do, the place of what is given and of what is
 to be written in the arena, and what else there is to know (the fields that path and query gave).

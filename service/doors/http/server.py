@@ -20,7 +20,7 @@ from config.sections import Settings
 from service.doors.http.door import Door
 from service.doors.http.protocol.connection import Connection
 from service.doors.http.protocol.hosts import HostRule
-from service.doors.kit.authentication import make_gate
+from service.doors.kit.authentication import make_authenticator
 from service.doors.kit.link import Link
 from service.doors.kit.tls import HANDSHAKE_S, Tls, make_tls
 from service.doors.kit.tracing import make_tracing
@@ -66,7 +66,7 @@ class Server(uvicorn.Server):
         self.name = name
         self.secret = secret
         self.make_upstream = make_upstream
-        self.gate = make_gate(settings.auth, read)
+        self.authenticator = make_authenticator(settings.auth, read)
         self.tls = make_tls(settings.server, read)
         self.tracing = make_tracing(settings.log.otlp_endpoint, name)
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
         self.door = door = Door(
             self.settings.server,
             self.metrics,
-            self.gate,
+            self.authenticator,
             self.tracing,
             self.make_upstream,
             HostRule(self.settings),
@@ -100,7 +100,7 @@ class Server(uvicorn.Server):
     async def meet(self, door: Door) -> None:
         """Connect to the engine; it answers when it is ready to take calls."""
         try:
-            await door.connect(self.engine_socket, self.name, self.secret)
+            await door.link.connect(self.engine_socket, self.name, self.secret)
         except (ConnectionError, FileNotFoundError) as error:
             # the engine could not start, and has said why: whoever started both ends the service
             LOG.debug("the engine at %s has gone: %s", self.engine_socket, error)
@@ -168,8 +168,8 @@ class Server(uvicorn.Server):
 
     def read_again(self) -> None:
         """Keys and certificate may have changed; in the loop's thread."""
-        if self.gate is not None:
-            self.gate.read_again()
+        if self.authenticator is not None:
+            self.authenticator.read_again()
         if self.tls is not None:
             self.tls.read_again()
 

@@ -1,8 +1,8 @@
-"""The arena of a door with several engines: one for all of them.
+"""The arena of a door with several engines, shared by all engines of its host.
 
-A door receives a body before anybody knows which engine it is for, so it lies where every engine of
-this host reads it, and answers are written where the door sends them from. To and from engines of
-other hosts images are sent.
+A door receives a body before the engine is chosen, so every engine of the host maps the arena that
+holds it, and writes replies where the door sends them from. Engines of other hosts get and send
+images over TCP.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIRST_BYTES: Final = 64 * 2**20
 
 
 class DoorArena:
-    """Slots of one growing memory, which sessions are begun with."""
+    """Slots of one growing memory, which the door brings to its sessions."""
 
     def __init__(self, limits: ServerSettings) -> None:
         self.limit = limits.max_inflight_bytes
@@ -40,11 +40,11 @@ class DoorArena:
         self.answers = AnswerShares(self.limit)
 
     def take(self, size: int) -> Slot:
-        """Raises ArenaFull when the memory may not grow for it."""
+        """Raises ArenaFull when the memory cannot grow any more."""
         return self.spare.take(size, self.cut)
 
     def cut(self, size: int) -> Slot:
-        """A slot not much larger than asked for. Raises ArenaFull."""
+        """A slot not much larger than `size`. Raises ArenaFull."""
         try:
             return self.slots.take(size)
         except ArenaFull as full:
@@ -64,7 +64,7 @@ class DoorArena:
             raise overloaded(full) from None
 
     def lay(self, parts: Sequence[Part]) -> tuple[Slot, int]:
-        """An image's parts in a slot, and its length. Raises Overloaded."""
+        """A slot with an image's parts, and the image's length. Raises Overloaded."""
         slot = self.slot(sum(map(len, parts)))
         into, at = slot.view(), 0
         for part in parts:
@@ -77,7 +77,7 @@ class DoorArena:
         self.spare.put(slot)
 
     def trim(self) -> None:
-        """Give memory that nobody uses back to the system. Not while a device holds it."""
+        """Return unused memory to the system. Not while a device holds it."""
         self.spare.free()
         self.slots.trim()
 
@@ -87,8 +87,8 @@ class DoorArena:
 
 
 def overloaded(full: ArenaFull) -> AttndError:
-    told = (
-        f"{full.needed} bytes are needed for bodies and answers in flight, {full.free} of "
-        f"{full.size} are free: retry later, or raise server.max_inflight_bytes"
+    text = (
+        f"requests and replies in flight need {full.needed} more bytes, {full.free} of {full.size} "
+        "are free: retry later, or raise server.max_inflight_bytes"
     )
-    return Overloaded(told, retry_after_s=1.0)
+    return Overloaded(text, retry_after_s=1.0)

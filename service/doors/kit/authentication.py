@@ -1,4 +1,4 @@
-"""Who may call through a door: what it asks of those who come, once for all protocols."""
+"""Authentication, shared by all doors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SCHEME: Final = b"bearer"
 REMEDY: Final = "send the header Authorization: Bearer KEY"
 
 
-class Gate:
-    """The keys of a door's service; `keys` is another object when they have been read again."""
+class Authenticator:
+    """The service's keys; `keys` is replaced when the key file is read again."""
 
     __slots__ = ("auth", "keys", "read")
 
@@ -25,18 +25,18 @@ class Gate:
         self.read = read
 
     def tenant_of(self, authorization: bytes) -> Tenant:
-        """Whoever shows this Authorization header's value, empty for none. Raises Unauthorized."""
+        """The tenant of an Authorization header's value, empty for none. Raises Unauthorized."""
         scheme, _, key = authorization.partition(b" ")
         if authorization and scheme.lower() != SCHEME:
-            raise Unauthorized(f"Authorization is of another scheme than Bearer: {REMEDY}")
+            raise Unauthorized(f"the scheme of Authorization is not Bearer: {REMEDY}")
         return self.keys.check(key.strip(), REMEDY).tenant
 
     def read_again(self) -> None:
-        """The file of keys may have changed."""
+        """Read the key file again; an unusable file changes nothing."""
         self.keys = read_again(self.auth, self.keys, self.read) or self.keys
 
 
-def make_gate(auth: AuthSettings, read: ReadFile = from_disk) -> Gate | None:
-    """None where there are no keys, and so no gate. Raises KeysError."""
+def make_authenticator(auth: AuthSettings, read: ReadFile = from_disk) -> Authenticator | None:
+    """None for a service without keys. Raises KeysError."""
     keys = keys_of(auth, read)
-    return None if keys is None else Gate(auth, keys, read)
+    return None if keys is None else Authenticator(auth, keys, read)

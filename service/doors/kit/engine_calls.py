@@ -1,4 +1,4 @@
-"""An operation that a door asks of the engine by itself: fields to it, fields and tensors back."""
+"""Calls that a door makes of the engine for itself: fields there, fields and tensors back."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from service.image.json_body import fields_text_of_image
 from service.image.json_text import dump_json
 from service.image.reading import REQUEST, place, read_layout, split
 from service.image.writing import PROBLEM, RESPONSE, header
+from service.operations.events import EVENTS
 from service.operations.schema.spec import Operation
 from service.tenants import Tenant
 
 
-async def asked(
+async def call_engine(
     link: Upstream, operation: Operation, fields: dict[str, Any], tenant: Tenant
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The answer's fields, and copies of its tensors. Raises AttndError, ProblemText."""
+    """The reply's fields, and copies of its tensors. Raises AttndError, ProblemText."""
     request, length = await link.lay([header(REQUEST, dump_json(fields), ())])
     try:
         most = link.limits.max_answer_bytes
@@ -36,3 +37,10 @@ async def asked(
         return layout.fields, {name: tensor.copy() for name, tensor in tensors.items()}
     finally:
         link.give_back(slot)
+
+
+async def events_after(link: Upstream, tenant: Tenant, last: int) -> dict[str, Any]:
+    """The cache's events after number `last`: the reply of `events`. Raises AttndError,
+    ProblemText."""
+    fields, _ = await call_engine(link, EVENTS, {"after": last}, tenant)
+    return fields

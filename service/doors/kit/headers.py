@@ -1,5 +1,4 @@
-"""What every door reads of a request beside its body, and tells beside its answer: request ids,
-traces, the time of each stage."""
+"""Headers and metadata that all doors have: request ids, trace contexts, the time of each stage."""
 
 from __future__ import annotations
 
@@ -13,30 +12,30 @@ REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 TRACEPARENT: Final = re.compile(
     rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,200})?"
 )
-"""W3C Trace Context: version, trace, parent, flags; later versions may have more behind them."""
+"""W3C Trace Context: version, trace, parent, flags; later versions may append fields."""
 HEX_ID: Final = re.compile(rb"[0-9a-fA-F]{32}")
 
 
 def request_id_of(given: bytes) -> bytes:
-    """The id that the client gave, or one that is made when it is none."""
+    """The client's request id, or a random one if that is missing or invalid."""
     return given if REQUEST_ID.fullmatch(given) else b"%032x" % getrandbits(128)
 
 
 def traceparent_of(given: bytes) -> bytes:
-    """The caller's trace, empty when it is none."""
+    """The caller's trace context; empty if it is missing or invalid."""
     return given if TRACEPARENT.fullmatch(given) else b""
 
 
 def call_id_of(request_id: bytes) -> bytes:
-    """A request id in the 16 bytes that the road has for it: itself when it is that many in
-    hexadecimal, else its BLAKE2b digest."""
+    """A request id in the 16 bytes that the road has for it: the id itself if it is 32 hexadecimal
+    digits, else its BLAKE2b digest."""
     if HEX_ID.fullmatch(request_id):
         return bytes.fromhex(request_id.decode("ascii"))
     return blake2b(request_id, digest_size=16).digest()
 
 
 def server_timing(stages: Sequence[float]) -> bytes:
-    """Milliseconds per stage; 0 for a stage that the request never reached."""
+    """The header Server-Timing: milliseconds per stage, 0 for one the request never reached."""
     queue, plan, copy_in, kernel, copy_out, encode = stages
     return (
         b"queue;dur=%.3f, plan;dur=%.3f, copy-in;dur=%.3f, kernel;dur=%.3f, "

@@ -1,7 +1,6 @@
-"""What is told of answered requests, a little later: their log lines, metrics and spans.
+"""Records answered requests some milliseconds later: their log lines, metrics and spans.
 
-A client that sends its next request at once would wait for both to be written, so they are kept
-for a few milliseconds and told together.
+A client that sends its next request at once would otherwise wait for all of these.
 """
 
 from __future__ import annotations
@@ -9,24 +8,55 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
-from service.doors.kit.request import Request
 from service.doors.kit.tracing import Tracing
 from service.metrics import Metrics
-from service.tenants import NOBODY, OPEN
+from service.tenants import NOBODY, OPEN, Tenant
 
 ACCESS: Final = logging.getLogger("attnd.access")
 DELAY_S: Final = 0.01
-"""How long an answered request may stay untold."""
-ELSEWHERE_S: Final = 0.015
-"""After so long the other processes have told, too, what they answered before."""
+"""Delay between a response and its records."""
+OTHERS_S: Final = 0.015
+"""After this delay the other processes have recorded their earlier requests, too."""
 QUIET: Final = frozenset({"live", "ready", "metrics"})
-"""Asked every few seconds by machines: logged at debug."""
+"""Called by machines every few seconds: logged at debug."""
+CLIENT_GONE: Final = 499
+"""The status logged for a client that closed its connection before the response."""
+
+
+class Request(Protocol):
+    """An answered request of any protocol. `status` is HTTP's, `started` by the performance
+    counter; `traceparent` is empty for a caller without a trace."""
+
+    @property
+    def request_id(self) -> bytes: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def method(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def status(self) -> int: ...
+    @property
+    def code(self) -> str: ...
+    @property
+    def started(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def stages(self) -> Sequence[float]: ...
+    @property
+    def peer(self) -> str: ...
+    @property
+    def tenant(self) -> Tenant: ...
+    @property
+    def traceparent(self) -> bytes: ...
 
 
 class Ledger:
-    """Belongs to one event loop; `settle` tells all at once (before a scrape, at the end)."""
+    """The records of one event loop; `settle` writes them at once (for `/metrics`, at the end)."""
 
     def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
         self._metrics = metrics
@@ -40,17 +70,17 @@ class Ledger:
         self._answered.append(request)
 
     def settle(self) -> None:
-        """Tell all that was answered."""
+        """Record every answered request."""
         answered, self._answered = self._answered, []
         for request in answered:
             self._metrics.observe(request.op, request.code, request.seconds)
             if self._tracing is not None:
-                self._tracing.tell(request)
+                self._tracing.record(request)
         log(answered)
 
 
 def log(answered: Sequence[Request]) -> None:
-    """The access lines of requests, in one record: a record costs as much as several lines."""
+    """Write access lines, in one record: a record costs as much as several lines."""
     usual: list[Request] = []
     quiet: list[Request] = []
     for request in answered:
@@ -61,8 +91,8 @@ def log(answered: Sequence[Request]) -> None:
 
 
 def fields_of(request: Request) -> dict[str, object]:
-    """What the access line of one request tells."""
-    told: dict[str, object] = {
+    """The fields of a request's access line."""
+    fields: dict[str, object] = {
         "id": request.request_id.decode("ascii"),
         "op": request.op,
         "method": request.method,
@@ -73,5 +103,5 @@ def fields_of(request: Request) -> dict[str, object]:
         "peer": request.peer,
     }
     if request.tenant not in (OPEN, NOBODY):
-        told["namespace"] = request.tenant.namespace
-    return told
+        fields["namespace"] = request.tenant.namespace
+    return fields

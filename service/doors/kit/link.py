@@ -1,10 +1,11 @@
-"""What a door's requests share of the road: the session with the engine, its slots, its state."""
+"""A door's session with one engine: its slots, its state, its calls."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import Final
 
 from attnd.wire.dtypes import Part
@@ -12,8 +13,8 @@ from attnd.wire.dtypes import Part
 from config.server import ServerSettings
 from service.doors.kit.answer_shares import AnswerShares
 from service.doors.kit.arena import DoorArena, overloaded
-from service.doors.kit.spare_slots import SpareSlots
-from service.doors.kit.timeouts import Timeouts
+from service.doors.kit.spare_slots import MAX_BYTES, SpareSlots
+from service.doors.kit.timeouts import CHECK_S, GRACE_S
 from service.errors import AnswerTooLarge, NotReady, Overloaded
 from service.metrics import Metrics
 from service.operations.schema.spec import Operation
@@ -25,18 +26,20 @@ FIRST_ARENA_BYTES: Final = 64 * 2**20
 GROW_S: Final = 5.0
 """How long a request waits for the arena to grow."""
 SPARE_BYTES: Final = 64 * 2**10
-"""Room for an answer beyond the length of its request; one that is longer is asked for again."""
-MOST_FIELDS: Final = 2**20
-"""Room for an answer without tensors, whatever the length of its request."""
+"""Room for a reply beyond the length of its request; for a longer reply the call is repeated."""
+MAX_FIELDS_BYTES: Final = 2**20
+"""Most room for a reply without tensors."""
 STALE_S: Final = 5.0
-"""An engine says every second that it is there; one that has not for so long is not ready."""
+"""An engine reports its state every second; one silent for this long is not ready."""
 QUIET_S: Final = 5.0
-"""A door without work for as long gives unused arena memory back."""
-LESS: Final = "ask for less at once (gather takes start and stop), or raise server.max_answer_bytes"
+"""A door idle for this long returns unused arena memory to the system."""
+LESS: Final = (
+    "request less per call (gather takes start and stop), or raise server.max_answer_bytes"
+)
 
 
 class Link:
-    """The way to the engine of one door, on its event loop."""
+    """The session of one door with its engine, on the door's event loop."""
 
     def __init__(
         self,
@@ -45,27 +48,29 @@ class Link:
         metrics: Metrics | None = None,
         arena: DoorArena | None = None,
     ) -> None:
-        """`has_keys`: calls are made for the tenants who showed them. The engine counts by itself,
-        so there is nothing for `metrics`. `arena`: that of a door with other engines, too."""
+        """`has_keys`: calls are made for the tenants of keys. `metrics` is unused: the engine
+        counts its own. `arena`: that of a door with several engines."""
         self.arena = arena
         self.limits = limits
         self.has_keys = has_keys
         self.loop = asyncio.get_running_loop()
         self.caller: RoadCaller | None = None
         self.draining = ""
-        """Why no more requests are taken; empty while they are."""
+        """Why no more requests are accepted; empty while they are."""
         self.spare = SpareSlots() if arena is None else arena.spare
+        self.give_back = self.spare.put
+        """Give up a slot that nothing here refers to any more; a call may still hold it."""
         self.answers = AnswerShares(limits.max_inflight_bytes) if arena is None else arena.answers
-        self.timeouts = None if arena is not None else Timeouts()
-        """A router has its own."""
+        self.checking: asyncio.TimerHandle | None = None
+        """Checks deadlines while calls are in flight. A router checks its own."""
         self.growing: asyncio.Task[int] | None = None
         self.on_reached: Callable[[], object] | None = None
-        """Called when a connection is made, before the engine has answered."""
+        """Called when the engine's socket accepts the connection, before the engine replies."""
         self.needed: dict[str, int] = {}
-        """What answers need that are about as long every time."""
+        """Room for replies by operation, where all have about the same length."""
 
     async def connect(self, path: str, name: str, secret: str) -> None:
-        """Meet the engine, as a door by the service's secret.
+        """Open the session, as a door by the service's secret.
 
         Raises OSError, NotReady, FrameError.
         """
@@ -78,15 +83,15 @@ class Link:
 
     @property
     def state(self) -> tuple[str, str]:
-        """`starting`, `ready`, `draining` or `lost`, and why."""
+        """`starting`, `ready`, `draining` or `lost`, and the reason."""
         if self.draining:
             return "draining", self.draining
         if self.caller is None:
-            return "starting", "the service is starting: its engine has not answered yet"
+            return "starting", "the service is starting: its engine has not replied yet"
         return self.caller.state.state, self.caller.state.reason
 
     def ready(self) -> RoadCaller:
-        """The way to the engine. Raises NotReady."""
+        """The session. Raises NotReady unless requests are served."""
         caller = self.caller
         if self.draining or caller is None or caller.state.state != "ready":
             state, reason = self.state
@@ -94,17 +99,17 @@ class Link:
         return caller
 
     def check_heard(self) -> None:
-        """Raises NotReady where the engine has not been heard for a while, as when it is stopped.
+        """Raises NotReady if the engine has been silent for a while, for example stopped.
 
-        Calls are sent all the same: their deadlines bound what they wait.
+        Calls are sent nevertheless: their deadlines limit how long they wait.
         """
         caller = self.ready()
         if (age := self.loop.time() - caller.beat) > STALE_S:
-            told = f"the engine was last heard {age:.0f} s ago, and says every second that it runs"
-            raise NotReady(f"{told}: resume its process, or restart the service")
+            text = f"the engine has been silent for {age:.0f} s, and reports its state every second"
+            raise NotReady(f"{text}: resume its process, or restart the service")
 
     def engine(self) -> RoadCaller:
-        """The way to the engine for a request that was admitted. Raises NotReady."""
+        """The session, for a request that was accepted. Raises NotReady."""
         if self.caller is None or self.caller.lost:
             raise NotReady(self.state[1])
         return self.caller
@@ -120,38 +125,36 @@ class Link:
         return self.caller is not None and self.caller.pinned_bytes > 0
 
     def take(self, size: int) -> Slot:
-        """A slot from what the arena has now. Raises ArenaFull."""
+        """A slot of the arena as large as it is now. Raises ArenaFull."""
         if self.caller is None or self.caller.lost:
             raise ArenaFull(size, 0, 0)
         return self.spare.take(size, self.caller.take)
 
-    def give_back(self, slot: Slot) -> None:
-        """Give up a slot that nothing here refers to any more; a call may still hold it."""
-        self.spare.put(slot)
-
     async def slot(self, size: int, *, exactly: bool = False) -> Slot:
-        """A slot, not much larger if `exactly`; the arena grows for it as far as it may.
+        """A slot, not much larger if `exactly`; the arena grows for it up to its limit.
 
         Raises Overloaded, NotReady.
         """
         caller = self.engine()
         if self.arena is not None:
             return self.arena.slot(size, exactly=exactly)
-        if self.growing is not None:  # an arena that the device uses grows while no call has it
+        if self.growing is not None:  # an arena that a device holds grows only while unused
             await asyncio.wait((self.growing,), timeout=GROW_S)
         take = caller.take if exactly else partial(self.spare.take, cut=caller.take)
         try:
             return take(size)
         except ArenaFull as full:
-            if full.size < self.limits.max_inflight_bytes:
-                await self.grow(caller, full)
+            limit = self.limits.max_inflight_bytes
+            if full.size < limit:
+                wanted = max(2 * full.size, full.size + full.needed)
+                await self.grow(caller, min(wanted, limit))
         try:
             return take(size)
         except ArenaFull as full:
             raise overloaded(full) from None
 
     async def lay(self, parts: Sequence[Part]) -> tuple[Slot, int]:
-        """An image's parts in a slot, and its length. Raises Overloaded, NotReady."""
+        """A slot with an image's parts, and the image's length. Raises Overloaded, NotReady."""
         slot = await self.slot(sum(map(len, parts)))
         into, at = slot.view(), 0
         for part in parts:
@@ -159,30 +162,28 @@ class Link:
             at += len(part)
         return slot, at
 
-    async def grow(self, caller: RoadCaller, full: ArenaFull) -> None:
-        """Ask for an arena with room for what did not fit; only once, whoever asks."""
-        size = min(max(2 * full.size, full.size + full.needed), self.limits.max_inflight_bytes)
-        await self.grow_to(caller, size)
-
-    async def grow_to(self, caller: RoadCaller, size: int) -> None:
+    async def grow(self, caller: RoadCaller, size: int) -> None:
+        """Request a larger arena, or wait for a request in flight."""
         if self.growing is None:
             self.growing = self.loop.create_task(caller.grow(size))
             self.growing.add_done_callback(self.has_grown)
         await asyncio.wait((self.growing,), timeout=GROW_S)
 
     async def reach(self, arena: DoorArena, end: int) -> None:
-        """Have the engine reach the door's arena up to there, which has grown. Raises Overloaded,
+        """Have the engine map the door's arena, which has grown, up to `end`. Raises Overloaded,
         NotReady."""
-        for _ in range(2):  # it may have been growing by less
+        for _ in range(2):  # a request in flight may be for less
             if self.growing is None and end <= self.engine().reach:
                 return
-            await self.grow_to(self.engine(), arena.slots.size)
+            await self.grow(self.engine(), arena.slots.size)
         if end > self.engine().reach:
-            told = f"the engine reaches {self.engine().reach} bytes of the door's arena of {end}"
-            raise Overloaded(f"{told}: set server.max_arena_bytes alike", retry_after_s=1.0)
+            text = f"the engine maps {self.engine().reach} bytes of the door's arena of {end}"
+            raise Overloaded(
+                f"{text}: set server.max_arena_bytes to the same value", retry_after_s=1.0
+            )
 
     def has_grown(self, growing: asyncio.Task[int]) -> None:
-        """The arena is as large as it gets, or the session is over, which every call will tell."""
+        """The arena has its size, or the session is over, which the next call reports."""
         self.growing = None
         if not growing.cancelled():
             growing.exception()
@@ -197,41 +198,39 @@ class Link:
         request_id: bytes,
         tenant: Tenant,
     ) -> tuple[Answered, Slot]:
-        """The engine's answer, of at most `most` bytes, and the slot that it lies in.
+        """The engine's reply, of at most `most` bytes, and the slot that holds it.
 
-        Raises AnswerTooLarge, Overloaded, NotReady, and DeadlineExceeded where the engine has said
-        nothing `GRACE_S` after the deadline; what the engine refuses is an answer too.
+        Raises AnswerTooLarge, Overloaded, NotReady, and DeadlineExceeded if the engine is silent
+        `GRACE_S` after the deadline. An error of the engine's is a reply, too.
         """
-        timeouts = self.timeouts
-        if timeouts is None:
-            return await self.exchange(
-                operation, request, length, most, deadline_us, request_id, tenant
-            )
-        with timeouts.limit(deadline_us * 1e-6 or self.limits.deadline_s):
-            return await self.exchange(
-                operation, request, length, most, deadline_us, request_id, tenant
-            )
-
-    async def exchange(
-        self,
-        operation: Operation,
-        request: Slot,
-        length: int,
-        most: int,
-        deadline_us: int,
-        request_id: bytes,
-        tenant: Tenant,
-    ) -> tuple[Answered, Slot]:
-        """As `call`, for as long as it takes."""
-        room = (length if operation.gives else min(length, MOST_FIELDS)) + SPARE_BYTES
-        room = max(room, self.needed.get(operation.name, 0))
-        slot = await self.answer_slot(tenant, min(room, most), exactly=room > most)
+        room = (length if operation.gives else min(length, MAX_FIELDS_BYTES)) + SPARE_BYTES
+        if self.needed:
+            room = max(room, self.needed.get(operation.name, 0))
+        ends = inf
+        if self.arena is None:
+            ends = self.loop.time() + GRACE_S + (deadline_us * 1e-6 or self.limits.deadline_s)
+            if self.checking is None:
+                self.checking = self.loop.call_later(CHECK_S, self.check_deadlines)
+        engine = self.caller
         while True:
+            size = min(room, most)
+            if self.has_keys:
+                self.answers.check(tenant.namespace, size)
             try:
-                engine = self.engine()
+                if self.arena is not None or self.growing is not None or room > most:
+                    slot = await self.slot(size, exactly=room > most)
+                else:
+                    slot = self.take(size)
+            except ArenaFull:
+                slot = await self.slot(size)
+            if self.has_keys and slot.size > MAX_BYTES:
+                self.answers.count(tenant.namespace, slot)
+            try:
+                if engine is None or engine.lost:
+                    raise NotReady(self.state[1])
                 if self.arena is not None and engine.reach < self.arena.slots.size:
-                    ends = (one.offset + one.size for one in (request, slot))
-                    await self.reach(self.arena, max(ends))
+                    ends_of = (one.offset + one.size for one in (request, slot))
+                    await self.reach(self.arena, max(ends_of))
                 answered = await engine.call(
                     operation.number,
                     request,
@@ -240,6 +239,7 @@ class Link:
                     deadline_us=deadline_us,
                     request_id=request_id,
                     tenant=engine.number_of(tenant) if self.has_keys else 0,
+                    ends=ends,
                 )
             except BaseException:
                 self.give_back(slot)
@@ -251,19 +251,18 @@ class Link:
                 raise AnswerTooLarge(answered.needed, most, LESS)
             if operation.gives and not operation.has_body:
                 self.needed[operation.name] = answered.needed + SPARE_BYTES
-            slot = await self.answer_slot(tenant, answered.needed)
+            room = answered.needed
 
-    async def answer_slot(self, tenant: Tenant, size: int, *, exactly: bool = False) -> Slot:
-        """A slot for an answer, of the share of its namespace. Raises Overloaded, NotReady."""
-        if self.has_keys:
-            self.answers.check(tenant.namespace, size)
-        slot = await self.slot(size, exactly=exactly)
-        if self.has_keys:
-            self.answers.count(tenant.namespace, slot)
-        return slot
+    def check_deadlines(self) -> None:
+        """Fail overdue calls; repeated while calls are in flight."""
+        caller = self.caller
+        self.checking = None
+        if caller is not None and caller.pending:
+            caller.time_out(self.loop.time())
+            self.checking = self.loop.call_later(CHECK_S, self.check_deadlines)
 
     def trim(self) -> None:
-        """Give memory that nobody uses back to the system."""
+        """Return unused memory to the system."""
         if self.arena is None:
             self.spare.free()
             if self.caller is not None:
@@ -271,8 +270,8 @@ class Link:
 
     def close(self) -> None:
         """End the session."""
-        if self.timeouts is not None:
-            self.timeouts.close()
+        if self.checking is not None:
+            self.checking.cancel()
         if self.arena is None:
             self.spare.free()
         if self.caller is not None:

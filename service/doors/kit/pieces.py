@@ -1,4 +1,4 @@
-"""Long work of an event loop in pieces, with a pass of the loop after each."""
+"""Long work on an event loop in pieces, with a pass of the loop after each piece."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class OneByOne:
-    """Does one piece of long work per pass of the loop, whoever the work is for."""
+    """Runs one piece of long work per pass of the loop, over all requests."""
 
     __slots__ = ("_turn",)
 
@@ -19,7 +19,7 @@ class OneByOne:
         self._turn = asyncio.Lock()
 
     async def do(self, pieces: Pieces[T]) -> T:
-        """The result of some work. Work of a single piece is done at once."""
+        """The result of the work. Work of a single piece runs at once."""
         try:
             next(pieces)
         except StopIteration as end:

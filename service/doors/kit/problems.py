@@ -1,4 +1,4 @@
-"""Errors as problem documents, whoever wrote them: this door, its helper or the engine."""
+"""Errors as problem documents, from this door, its worker for long JSON, or the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOG: Final = logging.getLogger("attnd.doors")
 
 
 class ProblemText(Exception):
-    """A problem that another process has written; `text` is the document."""
+    """An error of another process; `text` is its problem document."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -26,7 +26,7 @@ class ProblemText(Exception):
 
 
 def document_of(error: BaseException, request_id: bytes) -> dict[str, Any]:
-    """The document that tells an error; what is no refusal is a bug, and logged with its
+    """The problem document of an error. Any error but an AttndError is a bug, and logged with its
     traceback."""
     if isinstance(error, ProblemText):
         return error.problem

@@ -1,5 +1,5 @@
-"""Deadlines of calls that no engine answers. One timer checks all of them: a timer for each call
-costs as much as finding its engine."""
+"""Deadlines of calls to engines that do not reply. One timer checks all: a timer for each
+call would cost as much as choosing its engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRACE_S: Final = 5.0
 
 
 class Timeouts:
-    """Calls in flight, by task, with the time of the loop at which each fails."""
+    """Calls in flight, by task, with the time of the loop at which each expires."""
 
     __slots__ = ("cancelled", "ends", "loop", "timer")
 

@@ -1,31 +1,33 @@
-"""OpenTelemetry: a span for every request whose caller samples its own, sent to a collector.
+"""OpenTelemetry: a span for every request whose caller samples its trace, sent to a collector.
 
-The extra `otel` brings the library, which is imported here alone.
+The library comes with the extra `otel`; only this module imports it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from attnd.wire.frames import STAGES
 
 from service import __version__
-from service.doors.kit.request import Request
 from service.extras import how_to_install
+
+if TYPE_CHECKING:
+    from service.doors.kit.ledger import Request
 
 SAMPLED: Final = 1
 EXPORT_S: Final = 5.0
-"""How long a collector may take to accept spans."""
+"""Timeout of a collector that receives spans."""
 
 
 class TracingError(ValueError):
-    """Spans cannot be made; one line that names the setting and the remedy."""
+    """Spans cannot be sent; one line with the setting and the remedy."""
 
 
 class Tracing:
-    """Makes spans of answered requests; `exporter` sends them, some seconds later, in batches."""
+    """Records answered requests as spans; `exporter` sends them some seconds later, in batches."""
 
     def __init__(self, exporter: Any, process: str) -> None:
         """Raises ImportError without the extra."""
@@ -41,15 +43,15 @@ class Tracing:
         self.provider.add_span_processor(BatchSpanProcessor(exporter))
         self.tracer = self.provider.get_tracer("attnd", __version__)
 
-    def tell(self, request: Request) -> None:
-        """A span for a request that has been answered, if its caller samples."""
-        given = request.traceparent
-        if not given or not int(given[53:55], 16) & SAMPLED:
+    def record(self, request: Request) -> None:
+        """Record a span for an answered request, if its caller samples."""
+        trace = request.traceparent
+        if not trace or not int(trace[53:55], 16) & SAMPLED:
             return
         otel = self.otel
         caller = otel.SpanContext(
-            trace_id=int(given[3:35], 16),
-            span_id=int(given[36:52], 16),
+            trace_id=int(trace[3:35], 16),
+            span_id=int(trace[36:52], 16),
             is_remote=True,
             trace_flags=otel.TraceFlags(SAMPLED),
         )
@@ -69,12 +71,12 @@ class Tracing:
         span.end(nanoseconds(ended))
 
     async def close(self) -> None:
-        """Send what has not been sent."""
+        """Send the remaining spans."""
         await asyncio.get_running_loop().run_in_executor(None, self.provider.shutdown)
 
 
 def attributes(request: Request) -> dict[str, str | int]:
-    """What a span says of its request."""
+    """The attributes of a request's span."""
     return {
         "http.request.method": request.method,
         "url.path": request.path,
@@ -86,8 +88,8 @@ def attributes(request: Request) -> dict[str, str | int]:
 
 
 def stage_ends(request: Request, started: float, ended: float) -> list[tuple[str, float, float]]:
-    """Each stage that the request reached, its seconds, and when it ended: they follow one another,
-    the last of them at the end."""
+    """Name, seconds and end of each stage that the request reached. Stages follow one another, and
+    the last one ends with the request."""
     found: list[tuple[str, float, float]] = []
     end = ended
     for stage, seconds in zip(reversed(STAGES), reversed(request.stages), strict=True):
@@ -102,7 +104,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 def make_tracing(endpoint: str | None, process: str) -> Tracing | None:
-    """Spans for the collector at `endpoint` (OTLP over HTTP); None without one.
+    """Tracing with the collector at `endpoint` (OTLP over HTTP); None without an endpoint.
 
     Raises TracingError.
     """
@@ -114,4 +116,4 @@ def make_tracing(endpoint: str | None, process: str) -> Tracing | None:
         return Tracing(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S), process)
     except ImportError as error:
         text = f"log.otlp_endpoint {endpoint}: {error}: {how_to_install('otel')}"
-        raise TracingError(f"{text}, or leave it out") from error
+        raise TracingError(f"{text}, or remove the setting") from error

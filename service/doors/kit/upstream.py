@@ -1,4 +1,4 @@
-"""What a door calls: one engine (`Link`) or several behind a router; it cannot tell which."""
+"""What a door calls: one engine (`Link`) or several behind a router, by the same methods."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Upstream(Protocol):
 
     limits: ServerSettings
     draining: str
-    """Why no more requests are taken; empty while they are."""
+    """Why no more requests are accepted; empty while they are."""
     answers: AnswerShares
 
     async def connect(self, path: str, name: str, secret: str) -> None:
-        """Meet what is called, as a door by the service's secret.
+        """Open the sessions, as a door by the service's secret.
 
         Raises OSError, NotReady, FrameError.
         """
 
     @property
     def state(self) -> tuple[str, str]:
-        """`starting`, `ready`, `draining` or `lost`, and why."""
+        """`starting`, `ready`, `draining` or `lost`, and the reason."""
 
     def ready(self) -> object:
         """Raises NotReady unless requests are served."""
@@ -42,19 +42,19 @@ class Upstream(Protocol):
         """The arena's file, for a process beside the door. Raises NotReady."""
 
     def check_heard(self) -> None:
-        """Raises NotReady where no engine has been heard for a while."""
+        """Raises NotReady if every engine has been silent for a while."""
 
     def take(self, size: int) -> Slot:
-        """A slot from what the arena has now. Raises ArenaFull."""
+        """A slot of the arena as large as it is now. Raises ArenaFull."""
 
     async def slot(self, size: int, *, exactly: bool = False) -> Slot:
-        """A slot, not much larger if `exactly`; the arena grows for it as far as it may.
+        """A slot, not much larger if `exactly`; the arena grows for it up to its limit.
 
         Raises Overloaded, NotReady.
         """
 
     async def lay(self, parts: Sequence[Part]) -> tuple[Slot, int]:
-        """An image's parts in a slot, and its length. Raises Overloaded, NotReady."""
+        """A slot with an image's parts, and the image's length. Raises Overloaded, NotReady."""
 
     def give_back(self, slot: Slot) -> None:
         """Give up a slot that nothing here refers to any more; a call may still hold it."""
@@ -69,18 +69,18 @@ class Upstream(Protocol):
         request_id: bytes,
         tenant: Tenant,
     ) -> tuple[Answered, Slot]:
-        """The answer, of at most `most` bytes, and the slot that it lies in.
+        """The reply, of at most `most` bytes, and the slot that holds it.
 
-        Raises AnswerTooLarge, Overloaded, NotReady; what an engine refuses is an answer too.
+        Raises AnswerTooLarge, Overloaded, NotReady; an error of an engine is a reply, too.
         """
 
     def trim(self) -> None:
-        """Give memory that nobody uses back to the system."""
+        """Return unused memory to the system."""
 
     def close(self) -> None:
         """End the sessions."""
 
 
 MakeUpstream = Callable[[ServerSettings, bool, Metrics | None], Upstream]
-"""From a door's limits, whether it has keys, so that calls are made for the tenants who showed
-them, and where it counts; called on the door's event loop."""
+"""Arguments: a door's limits, whether it has keys (and calls for their tenants), and its metrics.
+Called on the door's event loop."""

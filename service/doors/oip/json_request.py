@@ -1,4 +1,4 @@
-"""Requests as HTTP carries them: a JSON object, and the binary tensor data behind it."""
+"""Requests over HTTP: a JSON object, and binary tensor data behind it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from service.image.reading import MAX_RANK, MAX_TENSORS, MAX_VALUES
 BINARY_SIZE: Final = "binary_data_size"
 BINARY: Final = "binary_data"
 BINARY_OUTPUT: Final = "binary_data_output"
-REMEMBERED_BYTES: Final = 4096
-"""Longest JSON of a request that is remembered."""
-MOST_REMEMBERED: Final = 256
+MAX_CACHED_BYTES: Final = 4096
+"""Longest JSON of a cached request."""
+MAX_CACHED: Final = 256
 TOP_KEYS: Final = frozenset({"id", "parameters", "inputs", "outputs"})
 INPUT_KEYS: Final = frozenset({"name", "shape", "datatype", "parameters", "data"})
 INPUT_PARAMETERS: Final = REGION_PARAMETERS | {BINARY_SIZE}
@@ -43,7 +43,7 @@ OUTPUT_PARAMETERS: Final = REGION_PARAMETERS | {BINARY}
 
 
 def read_request(model: Model, text: bytes, data: memoryview) -> Call:
-    """A request by its JSON text, and the binary data behind it, which the call's inputs point to.
+    """Read a request's JSON text, and the binary data behind it, which the call refers to.
 
     Raises MalformedBody, InvalidRequest, NotSupported.
     """
@@ -65,40 +65,29 @@ def read_request(model: Model, text: bytes, data: memoryview) -> Call:
 
 
 class Requests:
-    """Reads requests, and remembers those that would be read the same way again: a step's JSON is
-    that of the step before."""
+    """Reads requests, and caches those whose JSON determines them: a step's JSON repeats that of
+    the step before."""
 
-    __slots__ = ("kept",)
+    __slots__ = ("cached",)
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[str, bytes, int], Call] = {}
+        self.cached: dict[tuple[str, bytes, int], Call] = {}
 
     def read(self, model: Model, text: bytes, data: memoryview) -> Call:
         """As `read_request`."""
         key = (model.name, text, len(data))
-        kept = self.kept.get(key)
-        if kept is None:
+        call = self.cached.get(key)
+        if call is None:
             call = read_request(model, text, data)
-            if call.repeats and len(text) <= REMEMBERED_BYTES:
-                if len(self.kept) >= MOST_REMEMBERED:
-                    self.kept.clear()
-                self.kept[key] = replace(call, tensors=tuple(map(without_data, call.tensors)))
-            return call
-        return replace(kept, tensors=tuple(with_data(one, data) for one in kept.tensors))
-
-
-def without_data(one: Input) -> Input:
-    return replace(one, data=b"")
-
-
-def with_data(one: Input, data: memoryview) -> Input:
-    """An input that was read before, with the binary data that came now."""
-    begin = one.offset or 0
-    return replace(one, data=data[begin : begin + one.size])
+            if call.repeats and len(text) <= MAX_CACHED_BYTES:
+                if len(self.cached) >= MAX_CACHED:
+                    self.cached.clear()
+                self.cached[key] = replace(call, tensors=())
+        return call
 
 
 def read_wanted(document: Mapping[str, Any], parameters: dict[str, Any]) -> Wanted:
-    """What the answer is to be; takes the protocol's own parameters out of `parameters`."""
+    """The form of the response; removes the protocol's own parameters from `parameters`."""
     binary = read_flag(BINARY_OUTPUT, parameters.pop(BINARY_OUTPUT, False))
     deadline_us = read_timeout(parameters.pop(TIMEOUT, 0))
     name = document.get("id", "")
@@ -119,7 +108,7 @@ def read_wanted(document: Mapping[str, Any], parameters: dict[str, Any]) -> Want
 def read_inputs(
     model: Model, given: list[Any], lists: dict[str, bytes], data: memoryview
 ) -> list[Input]:
-    """The inputs; binary data lies in their order, and to its last byte is theirs."""
+    """The inputs; their binary data lies in the same order, without gaps."""
     inputs = []
     at = 0
     for index, one in enumerate(given):
@@ -135,8 +124,8 @@ def read_inputs(
             size = read_binary_size(name, entry, parameters)
             check_size(name, size, needed)
             if at + size > len(data):
-                told = f"ends at byte {at + size} of the binary data, which has {len(data)}"
-                raise MalformedBody(f"input {name} {told}")
+                text = f"ends at byte {at + size} of the binary data, which has {len(data)}"
+                raise MalformedBody(f"input {name} {text}")
             inputs.append(Input(name, dtype, tuple(shape), data[at : at + size], at))
             at += size
         else:
@@ -149,7 +138,7 @@ def read_inputs(
 
 
 def read_binary_size(name: str, entry: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
-    """How many bytes of the binary data are an input's."""
+    """The length of an input in the binary data. Raises InvalidRequest."""
     size = parameters[BINARY_SIZE]
     if type(size) is not int or "data" in entry:
         raise InvalidRequest(f"{name}.{BINARY_SIZE}", size, "must be a count, without data")
@@ -157,7 +146,7 @@ def read_binary_size(name: str, entry: Mapping[str, Any], parameters: Mapping[st
 
 
 def read_spelled(name: str, data: object, lists: dict[str, bytes], dtype: DType) -> memoryview:
-    """The bytes of an input whose numbers are spelled out, flat or nested."""
+    """The bytes of an input whose numbers are JSON, flat or nested."""
     field = f"{name}.data"
     if isinstance(data, str) and data in lists:
         array: Array = read_data(field, lists[data], DTYPE_NAMES[dtype])
@@ -169,7 +158,7 @@ def read_spelled(name: str, data: object, lists: dict[str, bytes], dtype: DType)
 
 
 def flat(field: str, values: list[Any], depth: int = MAX_RANK) -> list[Any]:
-    """The elements of nested lists, in order; the JSON text has bounded how many lists."""
+    """The elements of nested lists, in order; the number of lists was checked in the text."""
     if not depth:
         raise InvalidRequest(field, values, f"must be nested {MAX_RANK} times at most")
     found: list[Any] = []

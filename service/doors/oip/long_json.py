@@ -1,4 +1,4 @@
-"""What the process for long JSON does with requests and answers of the protocol."""
+"""Requests and responses of the protocol with long JSON, in the worker process."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from service.doors.oip.request import Wanted
 def image_of_request(
     body: memoryview, given: Mapping[str, Any]
 ) -> tuple[list[Part], dict[str, Any]]:
-    """The image of a request whose JSON lies from `begin` to `end`, and what the answer is to
-    be."""
+    """The image of a request whose JSON is `body[begin:end]`, and the form of its response."""
     begin, end = given["begin"], given["end"]
     call = read_request(model_of(given["model"]), bytes(body[begin:end]), body[end:])
-    return call.pieces, asdict(call.wanted)
+    return call.pieces(body[end:]), asdict(call.wanted)
 
 
 def answer_of_image(
     image: memoryview, given: Mapping[str, Any]
 ) -> tuple[list[Part], dict[str, Any]]:
-    """The answer that was wanted, and how much of it is JSON."""
+    """The response, and the length of its JSON."""
     parts, json_bytes = answer_parts(given["model"], image, wanted_of(given["wanted"]))
     return parts, {"json_bytes": json_bytes}
 
 
-def wanted_of(told: Mapping[str, Any]) -> Wanted:
-    """`Wanted` again, after `asdict`."""
-    return Wanted(**{**told, "outputs": tuple((name, flag) for name, flag in told["outputs"])})
+def wanted_of(fields: Mapping[str, Any]) -> Wanted:
+    """The inverse of `asdict`."""
+    return Wanted(**{**fields, "outputs": tuple((name, flag) for name, flag in fields["outputs"])})

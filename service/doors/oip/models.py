@@ -1,4 +1,4 @@
-"""Operations as the protocol's models: which there are, and what is told of each."""
+"""Operations as models of the protocol, and their metadata."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ PLATFORM: Final = "attnd"
 EXTENSIONS: Final = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
 INDEX_DATATYPE: Final = "INT32"
 NUMBERED: Final = "{i}"
-"""In the name of an output that stands for as many as the request makes."""
+"""Stands for a number in an output's name: the request determines how many there are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
     """One operation as a model.
 
-    `inputs` are the names of its inputs with the datatypes that each may have; `list_fields` those
-    of its fields that may come as inputs too, `text_fields` those that are strings.
+    `inputs` are the names of its inputs with the datatypes that each may have; `list_fields`
+    are fields that may come as inputs too, `text_fields` fields that are strings.
     """
 
     operation: Operation
@@ -56,7 +56,7 @@ def make_model(operation: Operation) -> Model:
 
 
 def choices(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What a field's schema allows, one of several or one."""
+    """The alternatives in a field's schema."""
     return list(schema.get("anyOf", [schema]))
 
 
@@ -76,13 +76,18 @@ MODELS: Final = {operation.name: make_model(operation) for operation in OPERATIO
 
 
 def model_of(name: str, version: str = "") -> Model:
-    """The model of that name; raises NoSuchRoute."""
+    """The model of that name. Raises NoSuchRoute."""
     model = MODELS.get(name)
     if model is None:
         raise NoSuchRoute(f"no model {name[:100]!r}: the models are {', '.join(MODELS)}")
     if version not in ("", VERSION):
-        raise NoSuchRoute(f"no version {version[:100]!r} of {name}: there is only {VERSION}")
+        raise NoSuchRoute(f"no version {version[:100]!r} of {name}: the only one is {VERSION}")
     return model
+
+
+def error_text(problem: Mapping[str, Any]) -> str:
+    """A problem document as the one string that the protocol's clients show."""
+    return f"{problem['code']}: {problem['detail']}"
 
 
 def server_metadata() -> dict[str, Any]:
@@ -90,7 +95,7 @@ def server_metadata() -> dict[str, Any]:
 
 
 def metadata(model: Model) -> dict[str, Any]:
-    """A model's inputs and outputs; of several datatypes that one may have, the first."""
+    """A model's inputs and outputs, each with its first datatype."""
     operation = model.operation
     inputs = [tensor(spec) for spec in operation.takes] + [
         {"name": name, "datatype": INDEX_DATATYPE, "shape": [-1]} for name in lists(model)
@@ -117,9 +122,9 @@ def lists(model: Model) -> list[str]:
 
 
 def config(model: Model) -> dict[str, Any]:
-    """A model's configuration: as its metadata, with what is optional, and under `parameters` the
-    datatypes that each tensor may have and the JSON schema of the fields."""
-    told = metadata(model)
+    """A model's metadata with its optional inputs; `parameters` has each tensor's datatypes and
+    the JSON schema of the fields."""
+    found = metadata(model)
     required = {spec.name for spec in model.operation.takes if not spec.optional}
     specs = (*model.operation.takes, *model.operation.gives)
     known = dump_json({spec.name: datatypes(spec) for spec in specs})
@@ -130,9 +135,9 @@ def config(model: Model) -> dict[str, Any]:
         "backend": PLATFORM,
         "max_batch_size": 0,
         "input": [
-            configured(one) | {"optional": one["name"] not in required} for one in told["inputs"]
+            configured(one) | {"optional": one["name"] not in required} for one in found["inputs"]
         ],
-        "output": [configured(one) for one in told["outputs"]],
+        "output": [configured(one) for one in found["outputs"]],
         "parameters": {
             "datatypes": {"string_value": known},
             "fields": {"string_value": schema},
@@ -140,14 +145,14 @@ def config(model: Model) -> dict[str, Any]:
     }
 
 
-def configured(told: Mapping[str, Any]) -> dict[str, Any]:
-    datatype = f"TYPE_{told['datatype']}"
-    return {"name": told["name"], "data_type": datatype, "dims": told["shape"]}
+def configured(tensor: Mapping[str, Any]) -> dict[str, Any]:
+    datatype = f"TYPE_{tensor['datatype']}"
+    return {"name": tensor["name"], "data_type": datatype, "dims": tensor["shape"]}
 
 
 def index(state: tuple[str, str]) -> list[dict[str, Any]]:
-    """Every model, with whether it can be called; `state` is the engine's, and why."""
+    """Every model and whether it is ready; `state` is the engine's state and its reason."""
     is_ready = state[0] == "ready"
-    told = {"version": VERSION, "state": "READY" if is_ready else "UNAVAILABLE"}
+    state_of_all = {"version": VERSION, "state": "READY" if is_ready else "UNAVAILABLE"}
     reason = "" if is_ready else state[1]
-    return [{"name": name, **told, "reason": reason} for name in MODELS]
+    return [{"name": name, **state_of_all, "reason": reason} for name in MODELS]

@@ -1,4 +1,4 @@
-"""A request of the protocol, however it came, as the image that the engine reads."""
+"""A request of the protocol, of either door, as the image that the engine reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.image.reading import MAX_RANK, MAX_VALUES, REQUEST, are_counts, is_
 from service.image.writing import Shaped, header
 
 TIMEOUT: Final = "timeout"
-"""The request parameter that the protocol's clients give a deadline by, in microseconds."""
+"""The request parameter with a client's deadline, in microseconds."""
 MAX_TIMEOUT_US: Final = 3_600_000_000
 REGION_PARAMETERS: Final = frozenset(
     {"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"}
@@ -33,7 +33,7 @@ NO_REGIONS: Final = (
 @dataclass(frozen=True, slots=True)
 class Input:
     """One input: its bytes, row-major and little-endian; `offset` is where they begin in the binary
-    data, None when the numbers were spelled out."""
+    data, None for numbers in JSON."""
 
     name: str
     dtype: DType
@@ -41,15 +41,11 @@ class Input:
     data: Part
     offset: int | None = None
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the answer is to be: `outputs` are the names asked for, each with whether its data is
-    to be binary, none for all; `binary` says so of those."""
+    """The form of the response: the names of `outputs` with whether each is binary; none for all,
+    whose form is `binary`."""
 
     id: str = ""
     outputs: tuple[tuple[str, bool], ...] = ()
@@ -58,32 +54,38 @@ class Wanted:
 
     @property
     def has_text(self) -> bool:
-        """Whether any tensor is to be spelled out."""
-        return not all(is_binary for _, is_binary in self.outputs or (("", self.binary),))
+        """Whether any tensor is written as JSON."""
+        if self.outputs:
+            return not all(is_binary for _, is_binary in self.outputs)
+        return not self.binary
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request taken in: its image's header, and the tensors in the order in which they lie.
+    """A request that was read: its image's header, and the tensors in the order in which they lie.
 
-    `repeats`: it depends on nothing but the request's JSON, and the length of the data behind it.
+    `span`: first and last byte of the tensors in the binary data, where they lie without gaps.
+    `repeats`: the call depends on nothing but the request's JSON, and the length of that data.
     """
 
     head: bytes
     tensors: tuple[Input, ...]
     wanted: Wanted
+    span: tuple[int, int] | None = None
     repeats: bool = False
 
-    @property
-    def pieces(self) -> list[Part]:
-        """The whole image, to be laid piece after piece."""
+    def pieces(self, data: Part = b"") -> list[Part]:
+        """The image in parts; `data` is the request's binary data."""
+        if self.span is not None:
+            begin, end = self.span
+            return [self.head, data[begin:end]]
         return [self.head, *(one.data for one in self.tensors)]
 
 
 def make_call(
     model: Model, parameters: Mapping[str, Any], inputs: Sequence[Input], wanted: Wanted
 ) -> Call:
-    """The call for a request's parameters, the protocol's own left out, and its inputs.
+    """The call for a request's inputs and parameters, without the protocol's own parameters.
 
     Raises InvalidRequest, and MalformedBody for a parameter that is not JSON.
     """
@@ -100,14 +102,29 @@ def make_call(
         else:
             tensors.append(one)
     shapes: tuple[Shaped, ...] = tuple((one.name, one.dtype, one.shape) for one in tensors)
-    told_by_json = all(one.offset is not None for one in tensors)
-    repeats = len(tensors) == len(inputs) and told_by_json
     head = header(REQUEST, dump_fields(fields), shapes)
-    return Call(head, tuple(tensors), wanted, repeats)
+    span = span_of(tensors)
+    return Call(
+        head, tuple(tensors), wanted, span, span is not None and len(tensors) == len(inputs)
+    )
+
+
+def span_of(tensors: Sequence[Input]) -> tuple[int, int] | None:
+    """First and last byte of tensors in the binary data; None for gaps, or numbers in JSON."""
+    begin = end = 0
+    for index, one in enumerate(tensors):
+        if one.offset is None:
+            return None
+        if not index:
+            begin = end = one.offset
+        if one.offset != end:
+            return None
+        end += len(one.data)
+    return begin, end
 
 
 def field_value(model: Model, name: str, value: Any) -> Any:
-    """A request parameter as a field: a string is JSON, unless the field is a string itself."""
+    """A request parameter as a field: a string is JSON, unless the field is a string."""
     if name not in model.fields:
         raise unknown_name(name, value, f"model {model.name}", "parameter", tuple(model.fields))
     if not isinstance(value, str) or name in model.text_fields:
@@ -142,24 +159,24 @@ def refuse_regions(parameters: Mapping[str, Any]) -> None:
 
 
 def check_size(name: str, size: int, needed: int) -> None:
-    """The bytes given for an input are as many as its shape has."""
+    """Raises InvalidRequest unless an input has the bytes of its shape."""
     if size != needed:
         raise InvalidRequest(f"{name}.data", f"{size} bytes", f"its shape needs {needed}")
 
 
 def check_outputs(model: Model, outputs: Iterable[tuple[str, bool]]) -> None:
-    """Each output asked for is one that the model has, and is asked for once."""
+    """Raises InvalidRequest for a requested output that the model lacks, or that is repeated."""
     seen: set[str] = set()
     for name, _ in outputs:
         if not any(is_named(name, spec.name) for spec in model.operation.gives):
             raise InvalidRequest("outputs", name, f"model {model.name} has no such output")
         if name in seen:
-            raise InvalidRequest("outputs", name, "is asked for twice")
+            raise InvalidRequest("outputs", name, "is requested twice")
         seen.add(name)
 
 
 def is_named(name: str, spec: str) -> bool:
-    """Whether a declared output's name, perhaps with a number, is that."""
+    """Whether `name` is the declared name `spec`, which may stand for numbered ones."""
     stem, numbered, _ = spec.partition(NUMBERED)
     if not numbered:
         return name == spec
@@ -168,15 +185,15 @@ def is_named(name: str, spec: str) -> bool:
 
 
 def read_timeout(value: Any) -> int:
-    """A deadline in microseconds; 0 is none."""
+    """A deadline in microseconds; 0 for none. Raises InvalidRequest."""
     if type(value) is not int or not 0 <= value <= MAX_TIMEOUT_US:
         rule = f"must be microseconds, 0 (none) to {MAX_TIMEOUT_US}"
         raise InvalidRequest(TIMEOUT, value, rule)
     return value
 
 
-def refuse_keys(what: str, given: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Nothing that is not understood is passed over."""
+def refuse_keys(prefix: str, given: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raises InvalidRequest for an unknown key."""
     if extra := given.keys() - known:
         name = min(extra)
-        raise InvalidRequest(f"{what}{name}", given[name], "is not known here: leave it out")
+        raise InvalidRequest(f"{prefix}{name}", given[name], "is unknown: remove it")

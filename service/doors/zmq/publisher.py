@@ -14,7 +14,7 @@ import zmq.asyncio
 from attnd.wire.frames import FrameError
 
 from config.settings import Settings
-from service.doors.kit.event_page import events_after
+from service.doors.kit.engine_calls import events_after
 from service.doors.kit.link import Link
 from service.doors.kit.problems import ProblemText
 from service.doors.kit.upstream import MakeUpstream

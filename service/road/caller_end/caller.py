@@ -8,11 +8,12 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 from attnd.wire import frames as f
 
-from service.errors import NotReady
+from service.errors import DeadlineExceeded, NotReady
 from service.road.caller_end.greeting import greet, greet_remote
 from service.road.caller_end.peer_process import PeerProcess
 from service.road.caller_end.shared_arena import OwnArena
@@ -57,6 +58,8 @@ class Pending:
     future: asyncio.Future[Answered]
     request: Slot
     answer: Slot
+    ends: float
+    """When `RoadCaller.time_out` fails it, by the loop's clock."""
 
 
 class RoadCaller:
@@ -164,10 +167,12 @@ class RoadCaller:
         deadline_us: int = 0,
         request_id: bytes = f.NO_REQUEST_ID,
         tenant: int = 0,
+        ends: float = inf,
     ) -> Answered:
         """Send the image of `length` bytes in `request`; the answer goes to `answer` if it fits.
 
-        `tenant` is the number of whom a door calls for.
+        `tenant` is the number of the tenant a door calls for; `ends` is when `time_out` fails the
+        call, by the loop's clock.
 
         Cancelling this tells the engine; both slots stay taken until the engine has answered, for
         it may still read and write them. Raises NotReady when the session is or gets lost.
@@ -193,14 +198,21 @@ class RoadCaller:
             self.send(request.view(length))
         request.hold()
         answer.hold()
-        self.pending[number] = Pending(future, request, answer)
+        self.pending[number] = Pending(future, request, answer, ends)
         try:
             return await future
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, DeadlineExceeded):
             if number in self.pending:
                 with suppress(NotReady):  # the engine has cancelled all by its end
                     self.send(f.CANCEL_FRAME.pack(f.CANCEL, 0, f.CALL_ID.size, number))
             raise
+
+    def time_out(self, now: float) -> None:
+        """Fail calls whose time is over; the engine may still apply them."""
+        for pending in self.pending.values():
+            if now > pending.ends and not pending.future.done():
+                text = "no engine replied in time; the operation may have been applied"
+                pending.future.set_exception(DeadlineExceeded(text))
 
     async def grow(self, arena_bytes: int) -> int:
         """Ask for a larger arena; its size then, which may be less. Raises NotReady."""

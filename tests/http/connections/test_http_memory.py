@@ -149,7 +149,7 @@ def test_one_namespace_leaves_room_for_the_bodies_of_another(tmp_path: Path) -> 
                 headers = {"content-type": SAFETENSORS, "authorization": f"Bearer {name}"}
                 response = client.post("/v1/merge", content=body, headers=headers)
                 assert response.status_code == status, response.text
-        assert service.door.underway.by_caller.keys() == {"red"}
+        assert service.door.shares.by_caller.keys() == {"red"}
 
 
 def test_memory_that_the_system_does_not_give_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,7 @@ def test_what_does_not_hold_together_is_refused(channel: Any) -> None:
     given.ClearField("contents")
     assert "o.data = 0 bytes: its shape needs 2" in refusal(channel, made).details()
     given.parameters["shared_memory_size"].int64_param = 2
-    assert "shared_memory_size = 2: is not known here" in refusal(channel, made).details()
+    assert "shared_memory_size = 2: is unknown" in refusal(channel, made).details()
     made = request("prefill")
     add_input(made, "packed_mask", "UINT8", [1], uint_contents=[300])
     assert "must be within the range of UINT8" in refusal(channel, made).details()

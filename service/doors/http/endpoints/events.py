@@ -1,4 +1,4 @@
-"""Events as a stream: one poll of the engine for all who listen by equal keys, each at its pace."""
+"""The cache's events as a stream. One poll of the engine serves all clients of a tenant."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from service.doors.http.endpoints.responses import (
     begin_stream,
     finish,
 )
-from service.doors.http.protocol.authentication import still_holds
+from service.doors.http.protocol.authentication import is_still_valid
 from service.doors.http.protocol.exchange import Exchange
-from service.doors.kit.event_page import events_after
+from service.doors.kit.engine_calls import events_after
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, NotReady
 from service.image.json_text import dump_json
@@ -41,15 +41,15 @@ POLL_S: Final = 0.05
 KEEP_ALIVE_S: Final = 15.0
 KEEP_ALIVE: Final = b": still here\n\n"
 KEPT: Final = 256
-"""Events that a door keeps for all listeners; who is further behind asks the engine."""
+"""Events that a door keeps for all clients; older ones come from the engine."""
 AT_ONCE: Final = 16
-"""Events that are written before looking whether the client reads them."""
-HEADERS: Final = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
+"""Events written before checking whether the client reads them."""
+HEADERS: Final = b"content-type: text/event-stream\r\ncache-control: no-store\r\n"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Page:
-    """Events as a stream has them, and the number of the last."""
+    """Encoded events, and the number of the last one."""
 
     events: list[bytes]
     next: int
@@ -57,7 +57,7 @@ class Page:
 
 
 class Feed:
-    """The newest events as one tenant sees them, up to number `newest`, while somebody listens."""
+    """The newest events of one tenant, up to number `newest`, while a client listens."""
 
     __slots__ = ("changed", "door", "events", "is_over", "listeners", "newest", "task", "tenant")
 
@@ -75,7 +75,7 @@ class Feed:
         """Until the service is no longer ready."""
         try:
             while True:
-                self.door.ready()
+                self.door.link.ready()
                 await self.look()
                 await asyncio.sleep(POLL_S)
         except NotReady:
@@ -85,7 +85,7 @@ class Feed:
             self.changed.set()
 
     async def look(self) -> None:
-        """Take in what is new; what cannot be asked now is asked again."""
+        """Fetch new events; an error is ignored until the next poll."""
         try:
             page = await page_after(self.door, self.tenant, self.newest)
         except (AttndError, ProblemText):
@@ -99,7 +99,7 @@ class Feed:
             self.changed = asyncio.Event()
 
     async def after(self, last: int) -> Page:
-        """Some of what follows an event. Raises AttndError, ProblemText."""
+        """Some events after number `last`. Raises AttndError, ProblemText."""
         begin = len(self.events) - (self.newest - last)
         if begin < 0 or last > self.newest:
             return await page_after(self.door, self.tenant, last)
@@ -108,7 +108,7 @@ class Feed:
 
 
 class EventStream:
-    """ASGI: the stream's endpoint, over one door."""
+    """ASGI endpoint of the stream, of one door."""
 
     def __init__(self, door: Door) -> None:
         self.door = door
@@ -123,27 +123,27 @@ class EventStream:
         if exchange.method not in ("GET", "HEAD"):
             raise wrong_method(exchange, ["GET", "HEAD"])
         last = last_event(exchange)
-        self.door.ready()
+        self.door.link.ready()
         page = await page_after(self.door, exchange.tenant, last)
         connection = begin_stream(self.door, exchange, HEADERS, KEEP_ALIVE)
         if exchange.method == "GET":
-            with suppress(AttndError, ProblemText):  # whoever comes again is told them then
+            with suppress(AttndError, ProblemText):  # a client that reconnects gets the error
                 await self.stream(connection, exchange, page)
         finish(self.door, exchange, 200, "ok")
 
     async def stream(self, connection: Connection, exchange: Exchange, page: Page) -> None:
-        """Write page after page until the service ends, or the key is none any more."""
+        """Write page after page until the service ends, or the key is revoked."""
         tenant = exchange.tenant
         feed = self.feeds.get(tenant)
         if feed is None or feed.is_over:
             feed = self.feeds[tenant] = Feed(self.door, tenant, page.next)
         feed.listeners += 1
         try:
-            while not feed.is_over and still_holds(self.door.gate, exchange):
+            while not feed.is_over and is_still_valid(self.door.authenticator, exchange):
                 if page.events or page.too_old:
                     connection.send(b"", written(page))
-                    await taken(connection)
-                elif feed.newest <= page.next and not await happens(feed.changed, KEEP_ALIVE_S):
+                    await wait_until_read(connection)
+                elif feed.newest <= page.next and not await wait_for(feed.changed, KEEP_ALIVE_S):
                     connection.send(b"", [KEEP_ALIVE])
                 page = await feed.after(page.next)
         finally:
@@ -161,7 +161,7 @@ def last_event(exchange: Exchange) -> int:
     if unknown := given.keys() - {"after"}:
         refuse(min(unknown), given[min(unknown)], "this route has no such parameter")
     text, name = given.get("after", str(FROM_NOW)), "after"
-    for key, value in exchange.head.headers if exchange.head else ():
+    for key, value in exchange.head.raw_headers if exchange.head else ():
         if key == b"last-event-id" and value:
             text, name = value.decode("latin-1"), "Last-Event-ID"
     last = number(text)
@@ -172,8 +172,8 @@ def last_event(exchange: Exchange) -> int:
 
 async def page_after(door: Door, tenant: Tenant, last: int) -> Page:
     """Events from the engine. Raises AttndError, ProblemText."""
-    told = await events_after(door.link, tenant, last)
-    return Page([event_text(event) for event in told["events"]], told["next"], told["too_old"])
+    page = await events_after(door.link, tenant, last)
+    return Page([event_text(event) for event in page["events"]], page["next"], page["too_old"])
 
 
 def event_text(event: dict[str, Any]) -> bytes:
@@ -181,17 +181,17 @@ def event_text(event: dict[str, Any]) -> bytes:
 
 
 def written(page: Page) -> list[bytes]:
-    """A page's bytes; when events before it are gone, that comes first."""
+    """A page's bytes; an event `too_old` comes first if earlier events were dropped."""
     if not page.too_old:
         return page.events
     first = page.next - len(page.events)
-    told = f'id: {first}\nevent: too_old\ndata: {{"id":{first},"type":"too_old"}}\n\n'
-    return [told.encode(), *page.events]
+    dropped = f'id: {first}\nevent: too_old\ndata: {{"id":{first},"type":"too_old"}}\n\n'
+    return [dropped.encode(), *page.events]
 
 
-async def taken(connection: Connection) -> None:
-    """Return when the client has read most of what was sent; one that reads nothing for long is
-    left."""
+async def wait_until_read(connection: Connection) -> None:
+    """Return when the client has read most of what was sent; a client that reads nothing for
+    `idle_timeout_s` is disconnected."""
     patience, loop = connection.door.limits.idle_timeout_s, connection.loop
     ends, unsent = loop.time() + patience, connection.unsent_bytes()
     while connection.intake.is_held and not connection.transport.is_closing():
@@ -202,8 +202,8 @@ async def taken(connection: Connection) -> None:
         await asyncio.sleep(POLL_S)
 
 
-async def happens(event: asyncio.Event, seconds: float) -> bool:
-    """Whether it happens within so long."""
+async def wait_for(event: asyncio.Event, seconds: float) -> bool:
+    """Whether the event is set within `seconds`."""
     try:
         await asyncio.wait_for(event.wait(), seconds)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""What the HTTP door tells of itself in the Open Inference Protocol: health, models, statistics."""
+"""The Open Inference Protocol's pages over HTTP: health, models, statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from starlette.routing import BaseRoute, Route
 from service.doors.http.endpoints.inference import InferenceEndpoint
 from service.doors.http.endpoints.pages import named
 from service.doors.http.endpoints.responses import EXCHANGE
-from service.doors.http.protocol.exchange import JSON, Exchange
+from service.doors.http.protocol.exchange import Exchange
+from service.doors.kit.media import JSON
 from service.doors.oip import models
 from service.doors.oip.models import MODELS, Model, model_of
 from service.doors.oip.statistics import statistics
@@ -25,17 +26,17 @@ MODEL: Final = "/v2/models/{model}"
 
 
 class ModelPages:
-    """The endpoints, over one door."""
+    """The endpoints of one door."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Door, infer: InferenceEndpoint) -> None:
         self.door = door
+        self.infer = infer
 
     def routes(self) -> list[BaseRoute]:
-        """Of a model, with and without its version in the path."""
-        infer = InferenceEndpoint(self.door)
+        """A model's paths with and without its version, and those of all models."""
         found: list[BaseRoute] = [
-            Route(f"{MODEL}/infer", infer),
-            Route(f"{MODEL}/versions/{{version}}/infer", infer),
+            Route(f"{MODEL}/infer", self.infer),
+            Route(f"{MODEL}/versions/{{version}}/infer", self.infer),
             page("/v2", self.server),
             page("/v2/health/live", self.live, "live", needs_no_key=True),
             page("/v2/health/ready", self.ready, "ready", needs_no_key=True),
@@ -52,28 +53,28 @@ class ModelPages:
         return found
 
     async def live(self, request: Request) -> Response:
-        return told({"live": True})
+        return json_response({"live": True})
 
     async def ready(self, request: Request) -> Response:
         self.door.link.check_heard()
-        return told({"ready": True})
+        return json_response({"ready": True})
 
     async def model_ready(self, request: Request) -> Response:
         model = model_in(request)
         self.door.link.check_heard()
-        return told({"name": model.name, "ready": True})
+        return json_response({"name": model.name, "ready": True})
 
     async def server(self, request: Request) -> Response:
-        return told(models.server_metadata())
+        return json_response(models.server_metadata())
 
     async def metadata(self, request: Request) -> Response:
-        return told(models.metadata(model_in(request)))
+        return json_response(models.metadata(model_in(request)))
 
     async def config(self, request: Request) -> Response:
-        return told(models.config(model_in(request)))
+        return json_response(models.config(model_in(request)))
 
     async def index(self, request: Request) -> Response:
-        return told(models.index(self.door.state))
+        return json_response(models.index(self.door.state))
 
     async def model_statistics(self, request: Request) -> Response:
         return self.counted(request, [model_in(request)])
@@ -85,7 +86,7 @@ class ModelPages:
         exchange: Exchange = request.scope[EXCHANGE]
         exchange.tenant.require("admin", exchange.path)
         self.door.ledger.settle()
-        return told({"model_stats": statistics(of, self.door.metrics)})
+        return json_response({"model_stats": statistics(of, self.door.metrics)})
 
 
 def model_in(request: Request) -> Model:
@@ -105,5 +106,5 @@ def page(
     return Route(path, named(name, answer, needs_no_key=needs_no_key), methods=[method])
 
 
-def told(document: Any) -> Response:
+def json_response(document: Any) -> Response:
     return Response(dump_json(document), media_type=JSON)

@@ -1,4 +1,4 @@
-"""What the door answers itself: an index, health, metrics, the OpenAPI document and its page."""
+"""Pages of the door: an index, health, metrics, the OpenAPI document and its viewer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from starlette.routing import BaseRoute, Route
 
 from service.doors.http.endpoints.index import index_page
 from service.doors.http.endpoints.responses import EXCHANGE
-from service.doors.http.protocol.exchange import JSON, Exchange
-from service.doors.kit.ledger import ELSEWHERE_S
+from service.doors.http.protocol.exchange import Exchange
+from service.doors.kit.ledger import OTHERS_S
+from service.doors.kit.media import JSON
 from service.errors import InvalidRequest, NoSuchRoute
 from service.image.json_text import dump_json
 
@@ -36,15 +37,15 @@ A_DAY: Final = {"cache-control": "public, max-age=86400"}
 
 
 class Pages:
-    """The endpoints, over one door."""
+    """The endpoints of one door."""
 
     def __init__(self, door: Door, document: Callable[[], dict[str, Any]]) -> None:
         self.door = door
         self.document = document
 
     def routes(self) -> list[BaseRoute]:
-        gate = self.door.gate
-        open_docs = gate is not None and gate.auth.open_docs
+        keys = self.door.authenticator
+        open_docs = keys is not None and keys.auth.open_docs
         pages = (
             ("/", self.index, "index", True),
             ("/health/live", self.live, "live", True),
@@ -61,11 +62,11 @@ class Pages:
 
     @property
     def has_open_metrics(self) -> bool:
-        gate = self.door.gate
-        return gate is not None and gate.auth.open_metrics
+        keys = self.door.authenticator
+        return keys is not None and keys.auth.open_metrics
 
     async def index(self, request: Request) -> HTMLResponse:
-        page = index_page(self.door.limits.live, has_keys=self.door.gate is not None)
+        page = index_page(self.door.limits.live, has_keys=self.door.authenticator is not None)
         return HTMLResponse(page, headers=INDEX_HEADERS)
 
     async def live(self, request: Request) -> Response:
@@ -79,7 +80,7 @@ class Pages:
         exchange: Exchange = request.scope[EXCHANGE]
         if not self.has_open_metrics:
             exchange.tenant.require("admin", "/metrics")
-        await asyncio.sleep(ELSEWHERE_S)
+        await asyncio.sleep(OTHERS_S)
         self.door.ledger.settle()
         body, content_type = self.door.metrics.render()
         return Response(body, headers={"content-type": content_type})
@@ -88,7 +89,7 @@ class Pages:
         return Response(dump_json(self.document()), media_type=JSON)
 
     async def docs(self, request: Request) -> HTMLResponse:
-        """Swagger UI, whose files lie beside it."""
+        """Swagger UI, with its files below the same path."""
         return get_swagger_ui_html(
             openapi_url="openapi.json",
             title="attnd",
@@ -107,7 +108,7 @@ class Pages:
 def named(
     name: str, page: Callable[[Request], Any], *, needs_no_key: bool = False
 ) -> Callable[[Request], Any]:
-    """The page, under its name in log and metrics. None of them takes a query."""
+    """The endpoint of a page, with its name in log and metrics. No page takes a query."""
 
     async def answer(request: Request) -> Any:
         request.scope[EXCHANGE].op = name
@@ -121,5 +122,5 @@ def named(
 
 @cache
 def content(name: str) -> bytes:
-    """A file of Swagger UI; whoever reads the page makes the door keep its 1.5 MB."""
+    """A file of Swagger UI, 1.5 MB, kept once it has been requested."""
     return (ASSETS / name).read_bytes()

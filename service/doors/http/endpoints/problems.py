@@ -1,4 +1,4 @@
-"""Refusals as application/problem+json documents with the headers that belong to them."""
+"""Errors as responses: application/problem+json documents, and the headers that belong to them."""
 
 from __future__ import annotations
 
@@ -7,57 +7,51 @@ from typing import Any, Final
 
 from starlette.exceptions import HTTPException
 
-from service import errors
-from service.doors.http.protocol.exchange import Exchange
-from service.doors.http.protocol.heads import Headers
+from service.doors.http.protocol.exchange import CONTENT_TYPES, Exchange
+from service.doors.kit.media import PROBLEM
 from service.doors.kit.problems import document_of
-from service.doors.oip.problems import error_text
+from service.doors.oip.models import error_text
+from service.errors import AttndError, MethodNotAllowed, NoSuchRoute
 from service.image.json_text import dump_json
 
 INFERENCE_PATHS: Final = "/v2/"
-"""Errors under these say themselves in one string too."""
-Told = tuple[int, str, bytes, Headers]
-"""Status, code, document, and headers beside the usual ones."""
+"""Problem documents below this path have the protocol's field `error`, too."""
 
 
-def tell(error: BaseException, exchange: Exchange) -> Told:
-    """How an error is answered."""
+def problem_response(error: BaseException, exchange: Exchange) -> tuple[int, str, bytes, bytes]:
+    """Status, code, document, and header lines for an error."""
     if isinstance(error, HTTPException):
-        error = of_framework(error, exchange)
+        error = router_error(error, exchange)
     document = document_of(error, exchange.request_id)
     if exchange.path.startswith(INFERENCE_PATHS):
         document["error"] = error_text(document)
-    return document["status"], document["code"], dump_json(document).encode(), headers_of(document)
+    headers = CONTENT_TYPES[PROBLEM] + headers_of(document)
+    return document["status"], document["code"], dump_json(document).encode(), headers
 
 
-def headers_of(document: dict[str, Any]) -> Headers:
-    """What the document says to a client's HTTP library."""
+def headers_of(document: dict[str, Any]) -> bytes:
+    """Header lines for a client's HTTP library."""
     match document["status"]:
         case 401:
-            return [(b"www-authenticate", b"Bearer")]
+            return b"www-authenticate: Bearer\r\n"
         case 405:
-            return [(b"allow", ", ".join(document["allow"]).encode())]
-        case 429:
-            return [(b"retry-after", whole_seconds(document.get("retry_after_s", 1.0)))]
+            return b"allow: %b\r\n" % ", ".join(document["allow"]).encode()
+        case 429:  # RFC 9110 has whole seconds; the document has the fraction
+            return b"retry-after: %d\r\n" % max(1, -int(-document.get("retry_after_s", 1.0) // 1))
         case 503:
-            return [(b"retry-after", b"1")]
+            return b"retry-after: 1\r\n"
         case _:
-            return []
+            return b""
 
 
-def whole_seconds(seconds: float) -> bytes:
-    """Rounded up, as RFC 9110 has them; the document carries the fraction."""
-    return b"%d" % max(1, -int(-seconds // 1))
-
-
-def of_framework(error: HTTPException, exchange: Exchange) -> errors.AttndError:
-    """The router's refusals in this service's words."""
+def router_error(error: HTTPException, exchange: Exchange) -> AttndError:
+    """An error of Starlette's router as the service's own."""
     if error.status_code == 405:
         allow = sorted((error.headers or {}).get("Allow", "").split(", "))
         return wrong_method(exchange, allow)
-    return errors.NoSuchRoute(f"{exchange.path}: see /docs")
+    return NoSuchRoute(f"{exchange.path}: see /docs")
 
 
-def wrong_method(exchange: Exchange, allow: Sequence[str]) -> errors.AttndError:
-    told = f"{exchange.method} {exchange.path}: use {' or '.join(allow)}"
-    return errors.MethodNotAllowed(told, allow=allow)
+def wrong_method(exchange: Exchange, allow: Sequence[str]) -> AttndError:
+    text = f"{exchange.method} {exchange.path}: use {' or '.join(allow)}"
+    return MethodNotAllowed(text, allow=allow)

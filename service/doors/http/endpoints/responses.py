@@ -1,19 +1,19 @@
-"""Answering requests: from the application's answer or error to the connection and the ledger."""
+"""Runs a request's endpoint, and takes its response or error to the connection and the ledger."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 from attnd.wire.dtypes import Part
 from starlette.routing import Match
 
-from service.doors.http.endpoints.problems import Told, tell
-from service.doors.http.protocol.client_gone import ClientGone
-from service.doors.http.protocol.exchange import PROBLEM, Exchange
-from service.doors.http.protocol.heads import Headers
-from service.doors.kit.request import CLIENT_GONE
+from service.doors.http.endpoints.problems import problem_response
+from service.doors.http.protocol.bodies import ClientGone
+from service.doors.http.protocol.exchange import Exchange
+from service.doors.kit.ledger import CLIENT_GONE
 from service.errors import AttndError, Internal
 from service.road.caller_end.slots import Slot
 
@@ -25,15 +25,22 @@ Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
-EXCHANGE: Final = "attnd.retries"
-"""Where a scope carries the `Exchange`."""
+EXCHANGE: Final = "attnd.exchange"
+"""The key of a scope's `Exchange`."""
+NO_PARAMS: Final[dict[str, str]] = {}
 
 
 async def run(door: Door, exchange: Exchange) -> None:
-    """One request, from its head to its place in the ledger."""
-    door.enter(exchange)
+    """One request, from its head to its entry in the ledger."""
+    door.active += 1
+    if door.link.draining:
+        exchange.keep_alive = False
     try:
-        await hand_over(door, exchange)
+        endpoint = door.endpoints.get((exchange.method, exchange.path))
+        if endpoint is not None and exchange.refusal is None:
+            await endpoint(exchange, NO_PARAMS)
+        else:
+            await run_application(door, exchange)
     except asyncio.CancelledError:
         if not exchange.is_gone:
             raise
@@ -41,19 +48,21 @@ async def run(door: Door, exchange: Exchange) -> None:
     except ClientGone:
         finish(door, exchange, CLIENT_GONE, "client_gone")
     except Exception as error:
-        answer_problem(door, exchange, tell(error, exchange))
+        respond_problem(door, exchange, error)
     finally:
-        door.leave()
+        door.active -= 1
+        if door.link.draining and not door.active:
+            door.drained.set()
 
 
-async def hand_over(door: Door, exchange: Exchange) -> None:
-    """Let the application answer, as ASGI has it; operations answer the exchange itself.
+async def run_application(door: Door, exchange: Exchange) -> None:
+    """Have the application's router find the endpoint, as ASGI does.
 
-    The router is called without FastAPI's middleware, which is for exceptions, dependencies and
-    telemetry that nothing here uses, and costs three times as much as the router.
+    Skips FastAPI's middleware for exceptions, dependencies and telemetry, which nothing here uses
+    and which costs three times as much as the router.
     """
-    head, connection = exchange.head, exchange.connection
-    if head is None or connection is None:
+    head = exchange.head
+    if head is None or exchange.connection is None:
         raise Internal("a request without its head or connection: this is a bug")
     scope: Scope = {
         "type": "http",
@@ -65,7 +74,7 @@ async def hand_over(door: Door, exchange: Exchange) -> None:
         "raw_path": head.target.raw_path,
         "query_string": head.target.query,
         "root_path": "",
-        "headers": head.headers,
+        "headers": head.raw_headers,
         "client": None,
         "server": None,
         "state": {},
@@ -76,18 +85,13 @@ async def hand_over(door: Door, exchange: Exchange) -> None:
     if exchange.refusal is None:
         await door.app.router(scope, adapter.receive, adapter.send)
     else:
-        await answer_without_key(door, exchange.refusal, scope, adapter)
+        await run_without_key(door, exchange.refusal, scope, adapter)
     if not exchange.is_answered:
-        raise Internal(f"{exchange.method} {exchange.path} was not answered: this is a bug")
+        raise Internal(f"{exchange.method} {exchange.path} has no response: this is a bug")
 
 
-async def answer_without_key(
-    door: Door, refusal: AttndError, scope: Scope, adapter: Adapter
-) -> None:
-    """Run the endpoint that declares that it needs no key, or raise the refusal.
-
-    The matched route runs itself, without a second look at the path.
-    """
+async def run_without_key(door: Door, refusal: AttndError, scope: Scope, adapter: Adapter) -> None:
+    """Run an endpoint that declares that it needs no key, else raise the refusal."""
     for route in door.app.router.routes:
         match, child = route.matches(scope)
         if match is Match.FULL:
@@ -100,7 +104,7 @@ async def answer_without_key(
 
 
 class Adapter:
-    """ASGI's receive and send for one exchange: what the router's other endpoints work with."""
+    """ASGI's receive and send for one exchange, for endpoints that are Starlette's."""
 
     __slots__ = ("door", "exchange", "has_received", "headers", "parts", "status")
 
@@ -109,12 +113,12 @@ class Adapter:
         self.exchange = exchange
         self.has_received = False
         self.status = 0
-        self.headers: Headers = []
+        self.headers = b""
         self.parts: list[Part] = []
 
     async def receive(self) -> Event:
-        """An empty body: only operations have others, and read them from the exchange. Then there
-        is nothing more to come; a client that hangs up cancels the task."""
+        """An empty body: only operations have others, and read them from the exchange. Waits
+        forever after that: a client that hangs up cancels the task."""
         if self.has_received:
             await asyncio.get_running_loop().create_future()
         self.has_received = True
@@ -123,77 +127,82 @@ class Adapter:
     async def send(self, event: Event) -> None:
         if event["type"] == "http.response.start":
             self.status = event["status"]
-            self.headers = [one for one in event["headers"] if one[0] != b"content-length"]
+            lines = [one for one in event["headers"] if one[0] != b"content-length"]
+            self.headers = b"".join([b"%b: %b\r\n" % one for one in lines])
             return
         self.parts.append(event.get("body", b""))
         if not event.get("more_body", False):
-            answer(self.door, self.exchange, self.status, self.headers, self.parts)
+            respond(self.door, self.exchange, self.status, self.headers, self.parts)
 
 
-def answer(
+def respond(
     door: Door,
     exchange: Exchange,
     status: int,
-    headers: Headers,
+    headers: bytes,
     parts: Sequence[Part],
     code: str = "ok",
 ) -> None:
-    """Send the whole answer. Large parts are sent as they lie in memory, which must not change."""
-    connection = exchange.connection
-    if exchange.is_answered or connection is None:
-        raise Internal(f"{exchange.method} {exchange.path} was answered twice: this is a bug")
+    """Send the whole response; `headers` are whole lines. Large parts are sent from where they lie,
+    and must not change."""
+    connection, body = exchange.connection, exchange.body
+    if exchange.is_answered or connection is None or body is None:
+        raise Internal(f"{exchange.method} {exchange.path} has two responses: this is a bug")
     exchange.is_answered = True
-    connection.prepare_to_close(exchange)
-    length = sum(map(len, parts))
-    head = exchange.answer_head(status, length, door.date, headers)
+    if not body.complete or connection.half_closed is not None:
+        connection.prepare_to_close(exchange)
+    head = exchange.response_head(status, sum(map(len, parts)), door.date, headers)
     connection.send(head, parts if exchange.method != "HEAD" else ())
     finish(door, exchange, status, code)
 
 
-def begin_stream(door: Door, exchange: Exchange, headers: Headers, filler: bytes) -> Connection:
-    """Send the head of an answer that goes on until it is finished: the connection's end ends it,
-    in every version of HTTP. `filler` may come between its parts, and means nothing."""
+def begin_stream(door: Door, exchange: Exchange, headers: bytes, filler: bytes) -> Connection:
+    """Send the head of a response that ends with its connection, in every version of HTTP. `filler`
+    may stand between its parts, and means nothing."""
     connection = exchange.connection
     if exchange.is_answered or connection is None:
-        raise Internal(f"{exchange.method} {exchange.path} was answered twice: this is a bug")
+        raise Internal(f"{exchange.method} {exchange.path} has two responses: this is a bug")
     exchange.is_answered = True
     exchange.keep_alive = False
     exchange.filler = filler
-    connection.send(exchange.answer_head(200, None, door.date, headers), ())
+    connection.send(exchange.response_head(200, None, door.date, headers), ())
     return connection
 
 
-def answer_problem(door: Door, exchange: Exchange, told: Told) -> None:
-    """Send a refusal."""
-    status, code, document, headers = told
-    if exchange.is_answered:  # the answer is out: the error has been logged
-        return
-    content_type = (b"content-type", PROBLEM.encode())
-    answer(door, exchange, status, [content_type, *headers], [document], code)
+def respond_problem(door: Door, exchange: Exchange, error: BaseException) -> None:
+    """Send an error, unless the response has been sent; then it is only logged."""
+    status, code, document, headers = problem_response(error, exchange)
+    if not exchange.is_answered:
+        respond(door, exchange, status, headers, [document], code)
 
 
 def finish(door: Door, exchange: Exchange, status: int, code: str) -> None:
-    """The answer is out, or nobody is there to read it."""
+    """Stop the clock, free memory, and record the request: the response is sent, or the client is
+    gone."""
     connection, body = exchange.connection, exchange.body
-    exchange.end(status, code)
+    exchange.seconds = perf_counter() - exchange.started
+    exchange.status, exchange.code = status, code
+    exchange.body = exchange.head = exchange.connection = None
+    if body is not None:
+        body.release()
     door.ledger.add(exchange)
     if connection is not None:
         connection.answered(exchange, is_whole=body is None or body.complete)
 
 
 async def read_body(door: Door, exchange: Exchange, limit: int) -> tuple[Slot | None, int]:
-    """The slot that holds the whole body, None for an empty one, and its length.
+    """The slot with the whole body, None for an empty one, and the body's length.
 
-    Raises BodyTooLarge, before the body is read when its length is declared; MalformedBody,
+    Raises BodyTooLarge, for a declared length before the body is read; MalformedBody,
     RequestTimeout, Overloaded, NotReady, ClientGone.
     """
     body, connection = exchange.body, exchange.connection
     if body is None or connection is None:
-        raise Internal("a body was read after the answer: this is a bug")
+        raise Internal("a body was read after the response: this is a bug")
     body.check(limit)
     while not body.complete:
         if body.wanted:
-            body.place(await door.slot(body.wanted))
+            body.place(await door.link.slot(body.wanted))
         connection.welcome_body(exchange, body)
         await body.change()
     return body.slot, body.received

@@ -1,4 +1,4 @@
-"""What everybody who looks at the live page is shown: one snapshot a quarter second for all."""
+"""The contents of the live page: four snapshots a second, shared by all viewers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from attnd.wire.dtypes import Array
 
 from service.doors.http.live.samples import COLUMNS, Samples
-from service.doors.kit.engine_calls import asked
+from service.doors.kit.engine_calls import call_engine
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, NotReady
 from service.image.json_text import dump_json
@@ -26,12 +26,12 @@ PERIOD_S: Final = 0.25
 LOAD: Final = ("inflight", "waiting", "sessions")
 TREE: Final = "tree_"
 WATCHER: Final = tenant_of("default", ("read", "admin"))
-"""As whom the engine is asked where it has keys; the door has asked its viewers for theirs."""
+"""The tenant for snapshots of an engine with keys; the door has checked its viewers' keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of what is shown, as an event; another version of it has another number."""
+    """A part of the page, as an event; every version has another number."""
 
     number: int
     data: str
@@ -39,7 +39,7 @@ class Part:
 
 
 class Feed:
-    """One door's, while somebody looks. `viewers` counts them."""
+    """The feed of one door, while it has viewers."""
 
     __slots__ = (
         "changed",
@@ -58,27 +58,27 @@ class Feed:
         self.parts: dict[str, Part] = {}
         self.viewers = 0
         self.seen = door.loop.time()
-        """When the engine answered last."""
+        """When the engine replied last."""
         self.is_over = False
         self.changed = asyncio.Event()
         self.task = door.loop.create_task(self.run())
 
     @property
     def tenant(self) -> Tenant:
-        return OPEN if self.door.gate is None else WATCHER
+        return OPEN if self.door.authenticator is None else WATCHER
 
     async def run(self) -> None:
-        """Until the service is no longer ready. A busy engine is waited for; its load is told
-        meanwhile, by what it counts."""
+        """Poll until the service is no longer ready. The load comes from metrics, which a
+        busy engine has, too."""
         loop, look = self.door.loop, None
         try:
             while True:
-                self.door.ready()
+                self.door.link.ready()
                 due = loop.time() + PERIOD_S
                 if look is None or look.done():
                     look = loop.create_task(self.look())
                 await asyncio.wait((look,), timeout=PERIOD_S)
-                self.tell_load()
+                self.put_load()
                 self.wake()
                 await asyncio.sleep(max(0.0, due - loop.time()))
         except NotReady:
@@ -94,13 +94,13 @@ class Feed:
         self.changed = asyncio.Event()
 
     async def look(self) -> None:
-        """Take a snapshot in; what cannot be asked now is asked again."""
+        """Fetch a snapshot; an error is ignored until the next one."""
         link = self.door.link
         try:
             if "service" not in self.parts:
-                info, _ = await asked(link, INFO, {}, self.tenant)
+                info, _ = await call_engine(link, INFO, {}, self.tenant)
                 self.put("service", info | {"columns": COLUMNS})
-            pool, arrays = await asked(link, SNAPSHOT, {}, self.tenant)
+            pool, arrays = await call_engine(link, SNAPSHOT, {}, self.tenant)
         except (AttndError, ProblemText):
             return
         self.seen = self.door.loop.time()
@@ -108,7 +108,7 @@ class Feed:
         self.put("tree", tree_of(pool.pop("namespaces"), arrays))
         self.put("pool", pool)
 
-    def tell_load(self) -> None:
+    def put_load(self) -> None:
         """The engine's load, and how old the snapshot is."""
         blocks = self.door.metrics.totals(LOAD)
         load: dict[str, float] = {key[0]: int(block[0]) for key, block in blocks.items()}
@@ -117,20 +117,20 @@ class Feed:
         self.put("summary", self.samples.summary())
 
     def put(self, name: str, value: Any) -> None:
-        """Another version of a part, if it is another."""
+        """Replace a part, if it has changed."""
         before, data = self.parts.get(name), dump_json(value)
         if before is None or before.data != data:
             number = 1 if before is None else before.number + 1
             self.parts[name] = Part(number, data, event(name, data))
 
     def after(self, had: dict[str, int]) -> list[bytes]:
-        """The events that a viewer has not had; `had` has the numbers of those it had."""
+        """The events that a viewer lacks; `had` has the numbers of those it was sent."""
         found = []
         for name, part in self.parts.items():
             if had.get(name) != part.number:
                 had[name] = part.number
                 found.append(part.event)
-        if "service" not in had:  # which says what the rows' columns are
+        if "service" not in had:  # it names the rows' columns
             return found
         first, rows = self.samples.after(had.get("rows", 0))
         if rows:

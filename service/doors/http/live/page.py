@@ -11,7 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from service.doors.http.endpoints.events import HEADERS, KEEP_ALIVE, KEEP_ALIVE_S, happens, taken
+from service.doors.http.endpoints.events import (
+    HEADERS,
+    KEEP_ALIVE,
+    KEEP_ALIVE_S,
+    wait_for,
+    wait_until_read,
+)
 from service.doors.http.endpoints.pages import named
 from service.doors.http.endpoints.problems import wrong_method
 from service.doors.http.endpoints.responses import (
@@ -24,7 +30,7 @@ from service.doors.http.endpoints.responses import (
 )
 from service.doors.http.live.feed import Feed
 from service.doors.http.live.samples import Samples
-from service.doors.http.protocol.authentication import still_holds
+from service.doors.http.protocol.authentication import is_still_valid
 from service.doors.http.protocol.exchange import Exchange
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError, InvalidRequest, NoSuchRoute
@@ -64,8 +70,8 @@ SAFE: Final = {
 
 
 class LivePage:
-    """The endpoints, over one door. The files hold nothing of the service's and are everybody's;
-    the stream asks for a key where there are keys."""
+    """The endpoints of one door. The files are static and need no key; the stream needs the key of
+    an operator."""
 
     def __init__(self, door: Door) -> None:
         self.door = door
@@ -80,20 +86,21 @@ class LivePage:
         ]
 
     async def page(self, request: Request) -> Response:
-        return answer_of("live.html")
+        return file_response("live.html")
 
     async def file(self, request: Request) -> Response:
-        return answer_of(request.path_params["name"])
+        return file_response(request.path_params["name"])
 
 
 class LiveStream:
-    """ASGI: the stream's endpoint. All who look share a feed, which ends with the last of them."""
+    """ASGI endpoint of the stream. All viewers share a feed, which ends with the last viewer."""
 
     def __init__(self, door: Door) -> None:
         self.door = door
         self.samples = Samples(door.metrics, door.loop)
         self.feed: Feed | None = None
-        self.needs_no_key = door.gate is not None and door.gate.auth.open_live
+        keys = door.authenticator
+        self.needs_no_key = keys is not None and keys.auth.open_live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[EXCHANGE]
@@ -105,26 +112,28 @@ class LiveStream:
             raise InvalidRequest("query", query, "this route takes no parameters")
         if not self.needs_no_key:
             exchange.tenant.require("admin", LIVE_STREAM)
-        self.door.ready()
+        self.door.link.ready()
         connection = begin_stream(self.door, exchange, HEADERS, KEEP_ALIVE)
         if exchange.method == "GET":
-            with suppress(AttndError, ProblemText):  # whoever comes again is told them then
+            with suppress(AttndError, ProblemText):  # a client that reconnects gets the error
                 await self.show(connection, exchange)
         finish(self.door, exchange, 200, "ok")
 
     async def show(self, connection: Connection, exchange: Exchange) -> None:
-        """Send what is new until the service ends, or the key is none any more. Who reads slowly
-        gets the newest only."""
+        """Send news until the service ends, or the key is revoked. A slow reader gets the newest
+        state only."""
         feed = self.feed
         if feed is None or feed.is_over:
             feed = self.feed = Feed(self.door, self.samples)
         feed.viewers += 1
         had: dict[str, int] = {}
         try:
-            while not feed.is_over and (self.needs_no_key or still_holds(self.door.gate, exchange)):
+            while not feed.is_over and (
+                self.needs_no_key or is_still_valid(self.door.authenticator, exchange)
+            ):
                 connection.send(b"", feed.after(had) or [KEEP_ALIVE])
-                await taken(connection)
-                await happens(feed.changed, KEEP_ALIVE_S)
+                await wait_until_read(connection)
+                await wait_for(feed.changed, KEEP_ALIVE_S)
         finally:
             feed.viewers -= 1
             if not feed.viewers:
@@ -133,15 +142,15 @@ class LiveStream:
                     self.feed = None
 
 
-def answer_of(name: str) -> Response:
+def file_response(name: str) -> Response:
     """One of the page's files."""
-    held = files().get(name)
-    if held is None:
+    content = files().get(name)
+    if content is None:
         raise NoSuchRoute(f"/live/{name}: see /live")
-    return Response(held, headers=SAFE, media_type=TYPES[Path(name).suffix])
+    return Response(content, headers=SAFE, media_type=TYPES[Path(name).suffix])
 
 
 @cache
 def files() -> dict[str, bytes]:
-    """All of them by name: some 60 KB, read when the first is asked for."""
+    """The page's files by name: some 60 KB, read at the first request."""
     return {path.name: path.read_bytes() for path in FILES.iterdir() if path.suffix in TYPES}

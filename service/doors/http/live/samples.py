@@ -1,4 +1,4 @@
-"""What the service has counted, once a second, for the last five minutes."""
+"""The service's counters, sampled once a second for the last five minutes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PERIOD_S: Final = 1.0
 KEPT: Final = 300
 ATTENTION: Final = frozenset({"decode", "prefill", "ragged_prefill", "cascade", "step"})
 COUNTED: Final = ("attention", "other", "failed")
-"""Operations of the engine's: attention, others, and those that were answered with an error."""
+"""Operations of the engine: attention, others, and errors."""
 SUMS: Final = {
     "tokens_appended": "tokens",
     "kv_bytes_read": "read",
@@ -30,8 +30,8 @@ SUMS: Final = {
 }
 TIMES: Final = ("queue", *STAGES)
 COLUMNS: Final = ("time", *COUNTED, *SUMS.values(), *REASONS, *TIMES, "turns")
-"""Of a row: when, in seconds since the epoch; rates a second; seconds that all operations together
-spent in each stage, and turns, both a second."""
+"""Columns of a row: its time, in seconds since the epoch; rates per second; seconds that operations
+spent in each stage, and turns, both per second."""
 WATCHED: Final = frozenset(
     {"requests", *SUMS, "rejected", "queue_duration_seconds", "stage_duration_seconds"}
 )
@@ -40,7 +40,7 @@ QUANTILES: Final = (0.5, 0.99)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Everything counted by a moment, since the start; `spread` has each stage's histogram."""
+    """The counters at one time, since the start; `spread` has each stage's histogram."""
 
     clock: float
     values: tuple[float, ...]
@@ -48,7 +48,7 @@ class Sample:
 
 
 def sample_of(blocks: Mapping[Key, Sequence[float]]) -> Sample:
-    """`values` are those of the columns behind the time."""
+    """`values` are in the order of the columns after the time."""
     found = dict.fromkeys(COLUMNS[1:], 0.0)
     spread: dict[str, Sequence[float]] = {}
     for key, block in blocks.items():
@@ -71,7 +71,7 @@ def sample_of(blocks: Mapping[Key, Sequence[float]]) -> Sample:
 
 
 class Samples:
-    """One door's. `newest` is the number of the last row; rows are JSON."""
+    """The samples of one door. `newest` is the number of the last row; rows are JSON."""
 
     __slots__ = ("_loop", "_metrics", "_rows", "_samples", "newest")
 
@@ -96,13 +96,13 @@ class Samples:
         self.newest += 1
 
     def after(self, number: int) -> tuple[int, list[str]]:
-        """The rows behind that number, as far as they are kept; and the number of the first."""
+        """The rows after `number` that are kept; and the number of the first of them."""
         first = max(number, self.newest - len(self._rows))
         return first + 1, list(self._rows)[first - self.newest :] if first < self.newest else []
 
     def summary(self) -> dict[str, Any]:
-        """Totals since the start, and each stage's latency over the rows: operations that had the
-        stage, then milliseconds in the mean and at the quantiles."""
+        """Totals since the start, and each stage's latency over the rows: the number of operations,
+        and milliseconds at the mean and the quantiles."""
         first, last = self._samples[0], self._samples[-1]
         latency = {}
         for stage in TIMES:
@@ -118,7 +118,7 @@ class Samples:
 
 
 def latency_of(histogram: Sequence[float]) -> list[float]:
-    """Count, mean and `QUANTILES` in milliseconds; counts by bucket come with the sum behind."""
+    """Count, mean and `QUANTILES` in milliseconds, from counts by bucket and the sum."""
     *counts, total = histogram
     number = sum(counts)
     if not number:
@@ -128,7 +128,7 @@ def latency_of(histogram: Sequence[float]) -> list[float]:
 
 
 def quantiles(counts: Iterable[float], number: float) -> list[float]:
-    """By the straight line through the bucket that holds each; in the last one, its lower end."""
+    """`QUANTILES`, by linear interpolation in the bucket; in the last bucket, its lower end."""
     below = list(accumulate(counts))
     found = []
     for share in QUANTILES:
@@ -140,6 +140,6 @@ def quantiles(counts: Iterable[float], number: float) -> list[float]:
 
 
 def short(value: float) -> float:
-    """Four digits are enough for the eye; whole numbers stay whole."""
+    """Four significant digits; whole numbers as integers."""
     rounded = float(f"{value:.4g}")
     return int(rounded) if rounded.is_integer() else rounded

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 from typing import Final, Protocol
 
-from service.doors.http.protocol.body_shares import FIRST_BYTES, GROWTH, Underway
+from service.doors.http.protocol.body_shares import FIRST_BYTES, GROWTH, BodyShares
 from service.doors.http.protocol.chunks import Chunks
-from service.doors.http.protocol.client_gone import ClientGone
 from service.errors import AttndError, BodyTooLarge
 from service.road.caller_end.slots import ArenaFull, Slot
 
-NOTHING: Final = memoryview(b"")
+EMPTY: Final = memoryview(b"")
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the response."""
 
 
 class Source(Protocol):
-    """Where slots come from, and go to."""
+    """Lends slots of the arena."""
 
-    underway: Underway
+    shares: BodyShares
 
     def take(self, size: int) -> Slot:
         """Raises ArenaFull."""
@@ -26,11 +29,11 @@ class Source(Protocol):
 
 
 class Body:
-    """One body. A declared length is received straight into its slot, chunks are copied there.
-    The slot grows with what comes; `caller` is whose share of all room it takes.
+    """One body. The event loop receives a declared length straight into a slot; chunks are copied.
 
-    When no slot can be had at once it stalls, holding what `wanted` says, until it is `place`d.
-    `lead` bytes of the slot before it are left free.
+    The slot grows as bytes arrive, within the share of `caller`. Without room in the arena the body
+    stalls: `wanted` is the size of the slot that it needs, until `place` gives it one. The first
+    `lead` bytes of the slot are left free.
     """
 
     __slots__ = (
@@ -40,6 +43,7 @@ class Body:
         "complete",
         "declared",
         "failure",
+        "is_open",
         "lead",
         "limit",
         "received",
@@ -54,71 +58,64 @@ class Body:
         self.declared = declared
         self.chunks = chunks
         self.limit = limit
-        self.received = self.lead = 0
+        self.received = self.lead = self.booked = self.wanted = 0
+        """`booked`: bytes of the caller's share that this body uses."""
         self.caller = ""
-        self.booked = 0
-        """Bytes of that share."""
         self.complete = chunks is None and not declared
+        self.is_open = False
+        """Whether it accepts bytes: it has a slot, and neither stalls, failed, nor is complete."""
         self.slot: Slot | None = None
-        self.view = NOTHING
+        self.view = EMPTY
         self.source: Source | None = None
-        self.wanted = 0
-        """Bytes of the slot that it waits for; 0 when it has room."""
         self.failure: AttndError | ClientGone | None = None
         self.waiting: asyncio.Future[None] | None = None
 
     @property
-    def is_open(self) -> bool:
-        """Whether it takes in what comes: it was asked for, and has room."""
-        if self.source is None or self.wanted or self.failure is not None:
-            return False
-        return self.slot is not None
-
-    @property
     def left(self) -> int:
-        """Declared bytes that have not come yet."""
+        """Declared bytes that have not arrived."""
         return 0 if self.declared is None else self.declared - self.received
 
     def begin(self, source: Source, caller: str = "", lead: int = 0) -> None:
-        """Ask for room; a body declared beyond the limit gets none, and will be refused."""
+        """Reserve a slot; not for a body declared beyond the limit, which is rejected later."""
         self.source, self.caller, self.lead = source, caller, lead
+        declared = self.declared
         if self.complete or self.failure is not None:
             return
-        if self.declared is None:
-            self.ask(FIRST_BYTES)
-        elif self.declared <= FIRST_BYTES and self.declared <= self.limit:
-            self.ask(self.declared)
-        elif self.declared <= self.limit:
-            self.ask(source.underway.first_room(caller, self.declared))
+        if declared is None:
+            self.reserve(FIRST_BYTES)
+        elif declared <= FIRST_BYTES and declared <= self.limit:
+            self.reserve(declared)
+        elif declared <= self.limit:
+            self.reserve(source.shares.first_room(caller, declared))
 
-    def ask(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """Take a slot, or stall; fail where the caller's share is used up."""
-        if self.source is None:
-            raise RuntimeError("a body that nobody asked for has no room: this is a bug")
+        source = self.source
+        if source is None:
+            raise RuntimeError("a body that has not begun reserves a slot: this is a bug")
+        if size > FIRST_BYTES or self.booked > FIRST_BYTES:
+            try:
+                source.shares.change(self.caller, self.booked, size)
+            except AttndError as error:
+                self.fail(error)
+                return
+            self.booked = size
         try:
-            self.book(size)
-        except AttndError as error:
-            self.fail(error)
-            return
-        try:
-            self.place(self.source.take(self.lead + size))
+            self.place(source.take(self.lead + size))
         except ArenaFull:
             self.wanted = self.lead + size
+            self.is_open = False
             self.wake()
 
-    def book(self, size: int) -> None:
-        """Take `size` bytes of the caller's share in place of those that it has. Raises
-        Overloaded."""
-        if self.source is not None and (size > FIRST_BYTES or self.booked > FIRST_BYTES):
-            self.source.underway.change(self.caller, self.booked, size)
-        self.booked = size
-
     def place(self, slot: Slot) -> None:
-        """Go on in this slot, with what has come already copied over."""
+        """Continue in this slot; copies the bytes that have arrived."""
         view = slot.view()[self.lead :]
-        view[: self.received] = self.view[: self.received]
-        self.give_up_slot()
+        if self.received:
+            view[: self.received] = self.view[: self.received]
+        if self.slot is not None:
+            self.give_up_slot()
         self.slot, self.view, self.wanted = slot, view, 0
+        self.is_open = self.failure is None
 
     def room(self) -> memoryview:
         """Where the next bytes of a body of declared length go."""
@@ -130,27 +127,32 @@ class Body:
         if self.received == self.declared:
             self.finish()
         elif self.declared is not None and self.received >= len(self.view):
-            self.ask(min(GROWTH * self.received, self.declared))
+            self.reserve(min(GROWTH * self.received, self.declared))
 
     def feed(self, data: memoryview) -> int:
-        """Copy in what has come; how much of `data` was the body's. Less than all of it when the
-        body is complete, or stalls."""
-        if self.chunks is None:
-            piece = data[: len(self.room())]
-            self.view[self.received : self.received + len(piece)] = piece
-            self.got(len(piece))
-            return len(piece)
-        return self.feed_chunks(self.chunks, data)
+        """Copy the body's part of `data`; returns its length. The rest is left when the body is
+        complete, or stalls. A broken body consumes everything."""
+        if self.chunks is not None:
+            try:
+                return self.feed_chunks(self.chunks, data)
+            except AttndError as error:
+                self.fail(error)
+                return len(data)
+        begin, declared = self.received, self.declared or 0
+        count = min(len(data), len(self.view) - begin, declared - begin)
+        self.view[begin : begin + count] = data[:count]
+        self.got(count)
+        return count
 
     def feed_chunks(self, chunks: Chunks, data: memoryview) -> int:
-        """As `feed`, one chunk's data after another while there is room."""
+        """As `feed`, chunk by chunk while there is room."""
         used = 0
         for begin, end in chunks.read(data):
             size = self.received + end - begin
             if size > self.limit:
                 raise too_large(size, self.limit)
             if size > len(self.view):
-                self.ask(min(max(2 * len(self.view), size), self.limit))
+                self.reserve(min(max(2 * len(self.view), size), self.limit))
                 if self.failure is not None:
                     return len(data)
                 if self.wanted:
@@ -165,13 +167,22 @@ class Body:
         return used
 
     def finish(self) -> None:
-        self.complete = True
-        self.book(0)
-        self.wake()
+        self.complete, self.is_open = True, False
+        if self.booked:
+            self.unbook()
+        if self.waiting is not None:
+            self.wake()
+
+    def unbook(self) -> None:
+        """Give the caller's share back."""
+        if self.source is not None:
+            self.source.shares.change(self.caller, self.booked, 0)
+            self.booked = 0
 
     def fail(self, error: AttndError | ClientGone) -> None:
-        """It will not come whole: whoever waits for it raises this."""
+        """The body will not arrive whole: `change` raises this."""
         self.failure = self.failure or error
+        self.is_open = False
         self.wake()
 
     def wake(self) -> None:
@@ -179,7 +190,7 @@ class Body:
             self.waiting.set_result(None)
 
     async def change(self) -> None:
-        """Return when it is complete or stalls. Raises its failure."""
+        """Return when the body is complete or stalls. Raises its failure."""
         if not (self.complete or self.wanted or self.failure):
             self.waiting = asyncio.get_running_loop().create_future()
             await self.waiting
@@ -187,7 +198,7 @@ class Body:
             raise self.failure
 
     def check(self, limit: int) -> None:
-        """Hold it to a limit. Raises BodyTooLarge, and its failure."""
+        """Lower the limit. Raises BodyTooLarge, or the body's failure."""
         if self.failure is not None:
             raise self.failure
         self.limit = min(self.limit, limit)
@@ -196,24 +207,26 @@ class Body:
             raise too_large(size, limit)
 
     def take_over(self, slot: Slot, source: Source) -> None:
-        """Hold the request's image from now on, in place of the body as it came."""
+        """Hold the request's image, in place of the body as received."""
         self.give_up_slot()
         self.slot, self.source = slot, source
 
     def release(self) -> None:
-        """The request is over: give its memory back, now. (A failure has a traceback, and that has
-        this body.)"""
-        self.book(0)
-        self.give_up_slot()
-        self.failure = None
+        """Free the memory at the request's end. (A failure's traceback refers to this body.)"""
+        if self.booked:
+            self.unbook()
+        self.view, self.failure = EMPTY, None
+        if self.slot is not None and self.source is not None:
+            self.source.give_back(self.slot)
+            self.slot = None
 
     def give_up_slot(self) -> None:
-        self.view = NOTHING
+        self.view, self.is_open = EMPTY, False
         if self.slot is not None and self.source is not None:
             self.source.give_back(self.slot)
         self.slot = None
 
 
 def too_large(size: int, limit: int) -> AttndError:
-    told = f"the body is {size} bytes or more, at most {limit} are read: send less at once"
-    return BodyTooLarge(told, size=size, limit=limit)
+    text = f"the body is at least {size} bytes, the limit is {limit}: send less per request"
+    return BodyTooLarge(text, size=size, limit=limit)

@@ -1,6 +1,6 @@
-"""One HTTP/1.1 connection: what its socket brings, what is sent on it, and when it ends.
+"""One HTTP/1.1 connection: receives requests, sends responses, and closes.
 
-The loop fills the buffers that are given here, so a body comes straight into the arena.
+The event loop fills the buffers that `get_buffer` returns, so a body comes straight into the arena.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnd.wire.dtypes import Part
 
-from service.doors.http.endpoints.problems import tell
-from service.doors.http.endpoints.responses import answer_problem, run
-from service.doors.http.protocol.authentication import Entrance
-from service.doors.http.protocol.bodies import Body
-from service.doors.http.protocol.client_gone import ClientGone
-from service.doors.http.protocol.exchange import PROBLEM, Exchange
-from service.doors.http.protocol.half_closed import CONTINUE, Watch
+from service.doors.http.endpoints.problems import problem_response
+from service.doors.http.endpoints.responses import finish, respond_problem, run
+from service.doors.http.protocol.authentication import ConnectionKey
+from service.doors.http.protocol.bodies import Body, ClientGone
+from service.doors.http.protocol.exchange import Exchange
+from service.doors.http.protocol.half_closed import CONTINUE, HalfClosed
 from service.doors.http.protocol.heads import Head
 from service.doors.http.protocol.intake import Intake
 from service.errors import AttndError, NotReady, RequestTimeout
@@ -30,34 +29,34 @@ if TYPE_CHECKING:
     from service.doors.http.door import Door
 
 JOIN_BYTES: Final = 64 * 2**10
-"""Below this, copying an answer behind its head is cheaper than sending the two as they lie."""
+"""Up to this size, copying a body behind its head is cheaper than sending the two in place."""
 WITH_BODY: Final = frozenset({"POST", "PUT"})
 LINGER_S: Final = 2.0
-"""How long a closed connection is read, so that what it was told is not lost to a reset."""
+"""How long a closed connection is still read, so that a TCP reset does not discard the response."""
 
 
 class Connection(asyncio.BufferedProtocol):
-    """Belongs to one door. `deadline` is when, by the loop's clock, patience ends."""
+    """A connection of one door; `deadline`, by the loop's clock, is checked by `Door.sweep`."""
 
     __slots__ = (
         "address",
         "deadline",
         "door",
-        "entrance",
         "exchange",
+        "half_closed",
         "intake",
+        "is_closing",
         "is_known",
         "is_paused",
         "is_timed",
         "is_tls",
-        "leaving",
+        "key",
         "loop",
         "peer",
         "since",
         "task",
         "transport",
         "unsent",
-        "watch",
     )
 
     def __init__(self, door: Door) -> None:
@@ -66,19 +65,19 @@ class Connection(asyncio.BufferedProtocol):
         self.intake = Intake(door.limits, self.begin)
         self.exchange: Exchange | None = None
         self.task: asyncio.Task[None] | None = None
-        self.entrance = None if door.gate is None else Entrance(door.gate)
-        self.is_paused = self.is_timed = self.is_tls = self.leaving = False
+        self.key = None if door.authenticator is None else ConnectionKey(door.authenticator)
+        self.is_paused = self.is_timed = self.is_tls = self.is_closing = False
         self.is_known = False
-        """Whether a request has come whose key is valid; without keys, whether any has."""
-        self.watch: Watch | None = None
-        """Once the client has closed its side."""
+        """Whether a request with a valid key has come; without keys, whether any has."""
+        self.half_closed: HalfClosed | None = None
+        """Set once the client has closed its sending side."""
         self.deadline = inf
         self.unsent = 0
-        """Bytes of answers that the client has not taken, when last looked at."""
+        """Bytes of responses that the client had not read at the last check."""
         self.peer = self.address = ""
-        """The client with its port, and its host."""
+        """The client's address with and without its port."""
 
-    # what the loop calls
+    # called by the event loop
 
     def connection_made(self, transport: Any) -> None:
         self.transport: asyncio.Transport = transport
@@ -86,17 +85,17 @@ class Connection(asyncio.BufferedProtocol):
         self.address = self.peer.rpartition(":")[0]
         self.is_tls = transport.get_extra_info("sslcontext") is not None
         self.since = self.loop.time()
-        """When it was accepted, or its last answer was sent."""
+        """When it was accepted, or its last response was sent."""
         self.deadline = self.since + self.door.limits.idle_timeout_s
         if not self.door.admit(self):
             self.refuse(self.door.too_many())
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.door.forget(self)
-        self.leaving = True
+        self.door.connections.discard(self)
+        self.is_closing = True
         self.deadline = inf
-        if self.watch is not None:
-            self.watch.stop()
+        if self.half_closed is not None:
+            self.half_closed.stop()
         if self.exchange is not None:
             self.hang_up(self.exchange)
 
@@ -105,28 +104,31 @@ class Connection(asyncio.BufferedProtocol):
         return self.door.buffer if body is None else body.room()
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self.leaving:
+        if self.is_closing:
             return
-        body = self.intake.direct
+        intake = self.intake
+        body = intake.direct
         if body is None:
-            self.read(self.door.buffer, nbytes)
+            try:
+                intake.read(self.door.buffer, 0, nbytes)
+            except AttndError as error:
+                self.refuse(error)
+                return
+            self.update_deadline()
             return
         body.got(nbytes)
-        if body.complete:
-            self.intake.look_at(body)
-            self.is_timed, self.deadline = False, inf
-        elif not body.is_open:
-            self.intake.look_at(body)
-            self.see_how_far()
+        if not body.is_open:  # complete, or it stalls
+            intake.direct = None
+            self.update_deadline()
 
     def eof_received(self) -> bool:
-        """The client has closed its side; whether the connection stays open for an answer."""
+        """The client has closed its side; returns whether to stay open for a response."""
         intake = self.intake
-        if self.leaving or intake.is_underway or (self.exchange is None and not intake.ahead):
+        if self.is_closing or intake.is_underway or (self.exchange is None and not intake.ahead):
             return False
-        if self.is_tls:  # it ends for both sides at once
+        if self.is_tls:  # TLS ends for both sides at once
             return False
-        self.watch = Watch(self)
+        self.half_closed = HalfClosed(self)
         return True
 
     def pause_writing(self) -> None:
@@ -136,96 +138,87 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self.intake.is_held = False
         self.unsent = 0
-        if self.exchange is None and not self.leaving:
-            self.go_on()
+        if self.exchange is None and not self.is_closing:
+            self.resume()
 
     # reading
 
-    def read(self, data: bytearray | bytes, end: int) -> None:
-        """Bytes in the order they came."""
+    def update_deadline(self) -> None:
+        """Set the deadline of a request that has begun; pause reading bytes that have no place."""
         intake = self.intake
-        try:
-            intake.read(data, 0, end)
-        except AttndError as error:
-            self.refuse(error)
-            return
-        self.see_how_far()
-
-    def see_how_far(self) -> None:
-        """Set the clock for a request that has begun; stop reading what would be in the way."""
-        intake = self.intake
-        if intake.is_underway:
+        body = intake.body
+        is_partial = body is not None and not body.complete
+        if is_partial or intake.parser is not None:
             if not self.is_timed:
                 self.is_timed = True
                 self.deadline = self.loop.time() + self.door.limits.receive_timeout_s
         elif self.exchange is not None:
             self.is_timed, self.deadline = False, inf
-        if intake.is_blocked and not self.is_paused and not self.transport.is_closing():
-            self.is_paused = True
-            self.transport.pause_reading()
+        if (is_partial or intake.ahead) and intake.is_blocked and not self.is_paused:
+            self.is_paused = not self.transport.is_closing()
+            if self.is_paused:
+                self.transport.pause_reading()
 
-    def begin(self, head: Head, body: Body) -> None:
-        """A request's head is here: make room for its body, and let it be answered."""
-        exchange = Exchange(head, self.peer)
+    def begin(self, head: Head, request_id: bytes, body: Body) -> None:
+        """A request's head is here: reserve room for its body, and start its task."""
+        door, headers = self.door, head.headers
+        exchange = Exchange(head, request_id, self.peer)
         exchange.connection = self
         exchange.body = body
         self.exchange = exchange
-        if self.entrance is not None:
-            self.entrance.authenticate(exchange)
-        exchange.refusal = self.door.host_rule.refusal(exchange.said) or exchange.refusal
-        self.is_known = self.is_known or exchange.refusal is None
-        if exchange.method in WITH_BODY and exchange.refusal is None:
-            body.begin(self.door, self.caller_of(exchange), exchange.lead)
-        self.task = self.loop.create_task(run(self.door, exchange))
-
-    def caller_of(self, exchange: Exchange) -> str:
-        """Whose share of the arena a request takes."""
-        if self.entrance is None:
-            return self.address
-        return exchange.tenant.namespace
+        if self.key is not None:
+            self.key.authenticate(exchange)
+        if headers.host not in door.host_rule.accepted or headers.origin is not None:
+            exchange.refusal = door.host_rule.refusal(headers) or exchange.refusal
+        if exchange.refusal is None:
+            self.is_known = True
+            if exchange.method in WITH_BODY:
+                caller = self.address if self.key is None else exchange.tenant.namespace
+                body.begin(door, caller, headers.lead)
+        self.task = self.loop.create_task(run(door, exchange))
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits for a request's head, and all answers are sent."""
-        if self.exchange is not None or self.leaving:
+        """Whether it waits for a request's head, and all responses are sent."""
+        if self.exchange is not None or self.is_closing:
             return False
         return not self.intake.is_held and not self.intake.ahead
 
     def welcome_body(self, exchange: Exchange, body: Body) -> None:
-        """Somebody waits for the body: it may come now."""
+        """An endpoint waits for the body: continue reading."""
         if exchange.expects_continue and not body.received and not self.transport.is_closing():
             self.transport.write(CONTINUE)
         exchange.expects_continue = False
         if self.is_paused or self.intake.ahead:
-            self.go_on()
+            self.resume()
 
-    def go_on(self) -> None:
-        """Read again, what has come ahead first."""
+    def resume(self) -> None:
+        """Read again, beginning with the bytes that came ahead."""
         try:
-            self.intake.go_on()
+            self.intake.resume()
         except AttndError as error:
             self.refuse(error)
             return
         if self.transport.is_closing():
             return
-        if self.is_paused and not self.intake.is_blocked and self.watch is None:
+        if self.is_paused and not self.intake.is_blocked and self.half_closed is None:
             self.is_paused = False
             self.transport.resume_reading()
-        self.see_how_far()
-        if self.watch is not None and self.exchange is None:
-            self.transport.close()  # half a request, and no more
+        self.update_deadline()
+        if self.half_closed is not None and self.exchange is None:
+            self.transport.close()  # half a request, and no more will come
 
-    # answering
+    # responding
 
     def prepare_to_close(self, exchange: Exchange) -> None:
-        """Decide whether the connection ends with this answer."""
-        if not self.intake.keeps_step(exchange.expects_continue):
+        """Decide whether the connection ends with this response."""
+        if not self.intake.can_continue(exchange.expects_continue):
             exchange.keep_alive = False
-        if self.watch is not None and not self.intake.ahead:
+        if self.half_closed is not None and not self.intake.ahead:
             exchange.keep_alive = False
 
     def send(self, head: bytes, parts: Sequence[Part]) -> None:
-        """The whole answer; a large body is sent as it lies in memory."""
+        """Send a response; a large body is sent from where it lies."""
         if self.transport.is_closing():
             return
         if sum(map(len, parts)) <= JOIN_BYTES:
@@ -234,11 +227,12 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.writelines((head, *parts))
 
     def answered(self, exchange: Exchange, is_whole: bool) -> None:
-        """The answer is with the transport: on to the next request, or to the end. `is_whole`: the
-        request had been read to its end."""
+        """The transport has the response: on to the next request, or to the end. `is_whole`: the
+        request was received to its end."""
         self.exchange = self.task = None
-        self.intake.answered()
-        if self.leaving:
+        intake = self.intake
+        intake.body = None
+        if self.is_closing:
             return
         if not exchange.keep_alive:
             self.close(softly=not is_whole)
@@ -246,28 +240,27 @@ class Connection(asyncio.BufferedProtocol):
         self.is_timed = False
         self.since = self.loop.time()
         self.deadline = self.since + self.door.limits.idle_timeout_s
-        if not self.intake.is_held and (self.intake.ahead or self.is_paused):
-            self.loop.call_soon(self.go_on)
+        if not intake.is_held and (intake.ahead or self.is_paused):
+            self.loop.call_soon(self.resume)
 
-    # endings
+    # closing
 
     def refuse(self, error: AttndError) -> None:
-        """Answer what is no request, or comes at a bad time, and close."""
-        exchange = Exchange(None, self.peer)
-        status, code, document, headers = tell(error, exchange)
-        headers = [(b"content-type", PROBLEM.encode()), *headers]
-        head = exchange.answer_head(status, len(document), self.door.date, headers)
-        self.transport.write(head + document)
-        exchange.end(status, code)
-        self.door.ledger.add(exchange)
+        """Respond to bytes that are no request, or come too late, and close."""
+        exchange = Exchange(None, b"", self.peer)
+        status, code, document, headers = problem_response(error, exchange)
+        self.transport.write(
+            exchange.response_head(status, len(document), self.door.date, headers) + document
+        )
+        finish(self.door, exchange, status, code)
         self.close(softly=True)
 
     def close(self, *, softly: bool) -> None:
-        """Close when all is sent; softly: when the client has closed too, or after a short while,
-        for closing while it still sends would cost it the answer."""
+        """Close when everything is sent. Softly: after the client has closed too, or a short while;
+        closing while the client still sends would cost it the response."""
         intake = self.intake
-        softly = (softly or bool(intake.ahead)) and self.watch is None
-        self.leaving = True
+        softly = (softly or bool(intake.ahead)) and self.half_closed is None
+        self.is_closing = True
         intake.direct, intake.ahead = None, b""
         if not softly or not self.door.may_linger(self):
             self.transport.close()
@@ -280,12 +273,12 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.resume_reading()
 
     def give_place(self) -> None:
-        """Close at once, for another connection."""
-        self.leaving = True
+        """Close at once, in favour of another connection."""
+        self.is_closing = True
         self.transport.abort()
 
     def hang_up(self, exchange: Exchange) -> None:
-        """The client is gone: whatever waits for its answer may stop."""
+        """The client is gone: cancel its request."""
         exchange.is_gone = True
         if exchange.body is not None and not exchange.body.complete:
             exchange.body.fail(ClientGone())
@@ -293,25 +286,25 @@ class Connection(asyncio.BufferedProtocol):
             self.task.cancel()
 
     def drain(self) -> None:
-        """The door takes no more: what has not come whole is refused."""
+        """The door drains: refuse a request that has not been received to its end."""
         refusal = NotReady(self.door.draining)
         if self.exchange is not None:
             self.exchange.keep_alive = False
             if self.exchange.body is not None and not self.exchange.body.complete:
                 self.exchange.body.fail(refusal)
-        elif self.intake.is_underway and not self.leaving:
+        elif self.intake.is_underway and not self.is_closing:
             self.refuse(refusal)
 
     def give_up(self, error: AttndError) -> None:
-        """Answer a request whose work nobody will wait for any longer."""
+        """Respond with an error, and cancel the request."""
         exchange, task = self.exchange, self.task
         if exchange is not None and task is not None:
             exchange.keep_alive = False
-            answer_problem(self.door, exchange, tell(error, exchange))
+            respond_problem(self.door, exchange, error)
             task.cancel()
 
     def check(self, now: float) -> None:
-        """End what has taken too long."""
+        """Close the connection, or end its request, if the deadline has passed."""
         if now < self.deadline:
             return
         self.deadline = inf
@@ -319,7 +312,7 @@ class Connection(asyncio.BufferedProtocol):
         if unsent and unsent != self.unsent and self.exchange is None:  # the client reads, slowly
             self.unsent = unsent
             self.deadline = now + self.door.limits.idle_timeout_s
-        elif self.leaving or unsent:
+        elif self.is_closing or unsent:
             self.transport.abort()
         elif self.intake.is_underway:
             self.time_out()
@@ -327,16 +320,18 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.close()
 
     def unsent_bytes(self) -> int:
-        """Bytes of answers that the client has not acknowledged; those that the system holds for it
-        count only while there are more."""
+        """Bytes of responses that the client has not acknowledged; those in the system's buffer
+        count only while others wait behind them."""
         size: int = self.transport.get_write_buffer_size()
         return size + held_by_system(self.transport.get_extra_info("socket")) if size else 0
 
     def time_out(self) -> None:
-        """A request has not come whole in time."""
+        """Fail a request that has not been received in time."""
         seconds = self.door.limits.receive_timeout_s
-        told = f"the request did not arrive whole within {seconds:g} s: send it faster, or raise "
-        error = RequestTimeout(f"{told}server.receive_timeout_s")
+        error = RequestTimeout(
+            f"the request was not received within {seconds:g} s: send it faster, or raise "
+            "server.receive_timeout_s"
+        )
         if self.exchange is not None and self.exchange.body is not None:
             self.exchange.body.fail(error)
         else:
@@ -344,12 +339,12 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def held_by_system(sock: Any) -> int:
-    """Bytes in a socket's send buffer, 0 where the system does not say."""
+    """Bytes in a socket's send buffer; 0 where the system does not report it."""
     try:
-        told = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))  # SIOCOUTQ, for sockets
+        size = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))  # SIOCOUTQ, for sockets
     except (OSError, AttributeError):
         return 0
-    return int.from_bytes(told, sys.byteorder)
+    return int.from_bytes(size, sys.byteorder)
 
 
 def name_of(peer: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -11,17 +12,23 @@ from urllib.parse import unquote
 import httptools
 
 from service.doors.kit.headers import REQUEST_ID, traceparent_of
+from service.doors.kit.media import JSON, SAFETENSORS
 from service.errors import AttndError, HeadersTooLarge, MalformedRequest
+from service.road.arena import ALIGNMENT
 
 END: Final = b"\r\n\r\n"
 REMEMBERED_BYTES: Final = 128
-"""Longest target whose parts are remembered."""
+"""Longest target whose parts are cached."""
 SEEN_BYTES: Final = 1024
-"""Longest head that a connection remembers."""
+"""Longest head that a connection caches."""
 REQUEST_ID_LINE: Final = re.compile(rb"\r\nx-request-id:[ \t]*([\x21-\x7e]+)[ \t]*(?=\r\n)", re.I)
 SCHEMES: Final = (b"http", b"https")
 AUTHORITY_END: Final = re.compile(rb"[/?#]")
-Headers = list[tuple[bytes, bytes]]
+RawHeaders = list[tuple[bytes, bytes]]
+LEAD_BYTES: Final = 256
+"""Room before a body that begins with JSON: the image's header may be longer than the JSON."""
+MAX_DIGITS: Final = 12
+"""Of the length of that JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,42 +39,47 @@ class Target:
     raw_path: bytes
     query: bytes
     authority: bytes = b""
-    """Of a target that is a whole URL: it stands in place of the header Host (RFC 9112, 3.2.2)."""
+    """Of a target that is a whole URL: it replaces the header Host (RFC 9112, 3.2.2)."""
 
 
 @dataclass(slots=True)
-class Said:
-    """The headers that matter to a door. Of `accept`, `traceparent` and the request id, which
-    decide nothing that matters to others, the last."""
+class Headers:
+    """The headers that a door reads. Of `Accept` and `traceparent`, which may be repeated, the last
+    one counts."""
 
     host: bytes | None = None
     origin: bytes | None = None
     content_length: int = 0
     transfer_encoding: bytes | None = None
-    content_type: bytes = b""
+    media_type: str = ""
+    """`Content-Type` in lower case, without parameters."""
     content_encoding: bytes = b""
-    accept: bytes = b""
+    """Empty for `identity`, too."""
+    accepted: str = ""
+    """The first of JSON and safetensors in `Accept`; empty: the media type of the request."""
     authorization: bytes = b""
     traceparent: bytes = b""
     deadline: bytes | None = None
     """Milliseconds, as the client wrote them."""
     inference_header: bytes = b""
-    """How long the JSON is before the binary data of an inference request."""
+    """Length of the JSON before the binary data of an inference request, as the client wrote it."""
+    lead: int = 0
+    """Bytes to leave free before the body, so that the tensors behind its JSON are aligned and an
+    image's header has room before them. 0 for a body without such parts."""
     expects_continue: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Head:
-    """A request's first line and headers, their names in lower case. `request_id` as it was given,
-    which may be empty or of no use."""
+    """A request's first line and headers. `raw_headers` has lower-case names, and no request id:
+    heads that differ in the id only are one object."""
 
     method: str
     target: Target
-    headers: Headers
+    raw_headers: RawHeaders
     is_http_11: bool
     keep_alive: bool
-    said: Said
-    request_id: bytes
+    headers: Headers
 
 
 ONCE: Final = frozenset(
@@ -77,60 +89,69 @@ ONCE: Final = frozenset(
         *(b"x-attnd-deadline-ms", b"inference-header-content-length"),
     }
 )
-"""Headers that decide something: what stands before this service may read another of two."""
+"""Headers that must not be repeated: a proxy in front may read another one of the two."""
 
 
-def check_once(headers: Headers) -> None:
-    """Raises MalformedRequest for a header of `ONCE` that comes twice."""
+def check_once(raw: RawHeaders) -> None:
+    """Raises MalformedRequest for a header of `ONCE` that is repeated."""
     seen: set[bytes] = set()
-    for name, _ in headers:
+    for name, _ in raw:
         if name in ONCE:
             if name in seen:
                 raise MalformedRequest(f"the header {name.decode()} is given twice: send it once")
             seen.add(name)
 
 
-def said_in(headers: Headers) -> tuple[Said, bytes]:
-    """What headers say, and the request id. Raises MalformedRequest for one that comes twice."""
-    said, request_id = Said(), b""
-    if len(dict(headers)) < len(headers):
-        check_once(headers)
-    for name, value in headers:
+def read_headers(raw: RawHeaders) -> Headers:
+    """Raises MalformedRequest for a header that is repeated and must not be."""
+    found = Headers()
+    if len(dict(raw)) < len(raw):
+        check_once(raw)
+    for name, value in raw:
         match name:
             case b"host":
-                said.host = value
+                found.host = value
             case b"origin":
-                said.origin = value
+                found.origin = value
             case b"content-length":
-                said.content_length = int(value)
+                found.content_length = int(value)
             case b"transfer-encoding":
-                said.transfer_encoding = value
+                found.transfer_encoding = value
             case b"content-type":
-                said.content_type = value
+                found.media_type = value.split(b";", 1)[0].strip().lower().decode("latin-1")
             case b"content-encoding":
-                said.content_encoding = value
+                found.content_encoding = b"" if value == b"identity" else value
             case b"accept":
-                said.accept = value
+                found.accepted = first_accepted(value)
             case b"authorization":
-                said.authorization = value
+                found.authorization = value
             case b"traceparent":
-                said.traceparent = traceparent_of(value)
-            case b"x-request-id":
-                request_id = value
+                found.traceparent = traceparent_of(value)
             case b"x-attnd-deadline-ms":
-                said.deadline = value
+                found.deadline = value
             case b"inference-header-content-length":
-                said.inference_header = value
+                found.inference_header = value
+                if value.isdigit() and len(value) <= MAX_DIGITS:
+                    found.lead = LEAD_BYTES + -int(value) % ALIGNMENT
             case b"expect":
-                said.expects_continue = value.lower() == b"100-continue"
-    return said, request_id
+                found.expects_continue = value.lower() == b"100-continue"
+    return found
+
+
+def first_accepted(accept: bytes) -> str:
+    """The first media type of `Accept` that operations answer in; empty for none."""
+    for part in accept.lower().split(b","):
+        name = part.split(b";", 1)[0].strip().decode("latin-1")
+        if name in (JSON, SAFETENSORS):
+            return name
+    return ""
 
 
 class SeenHead:
-    """A head that may come again, byte by byte, but for a request id of the same length: clients
-    send most of theirs over and over."""
+    """A head that may come again, byte by byte but for a request id of the same length: clients
+    repeat most of their heads."""
 
-    __slots__ = ("_after", "_at", "_before", "_head", "_index", "_length")
+    __slots__ = ("_after", "_at", "_before", "_has_id", "_length", "head")
 
     def __init__(self, raw: bytes, head: Head, found: re.Match[bytes] | None) -> None:
         """`found`: where `raw` has its request id, in the first group."""
@@ -138,51 +159,34 @@ class SeenHead:
         self._before, self._after = raw[:start], raw[end:]
         self._at = end
         self._length = len(raw)
-        self._head = head
-        names = [name for name, _ in head.headers]
-        self._index = -1 if found is None else names.index(b"x-request-id")
+        self._has_id = found is not None
+        self.head = head
 
     @classmethod
-    def of(cls, raw: bytes, head: Head) -> SeenHead | None:
-        """None for one that is long, or has several ids."""
+    def of(cls, raw: bytes, head: Head, request_ids: Sequence[bytes]) -> SeenHead | None:
+        """None for a long head, or one with several request ids."""
         found = list(REQUEST_ID_LINE.finditer(raw))
-        ids = [value for name, value in head.headers if name == b"x-request-id"]
-        if len(raw) > SEEN_BYTES or ids != [match[1] for match in found] or len(ids) > 1:
+        is_found = list(request_ids) == [match[1] for match in found]
+        if len(raw) > SEEN_BYTES or not is_found or len(found) > 1:
             return None
         return cls(raw, head, found[0] if found else None)
 
-    def again(self, data: bytearray | bytes, begin: int, end: int) -> tuple[Head, int] | None:
-        """The head that `data[begin:end]` begins with, and the first byte after it; None where it
-        is another one, or not whole."""
-        after, start = begin + self._length, begin + len(self._before)
+    def again(self, data: bytearray | bytes, begin: int, end: int) -> tuple[bytes, int] | None:
+        """If `data[begin:end]` begins with this head: the request id, empty for none, and the first
+        byte after the head. None for another head, or a part of one."""
+        after = begin + self._length
         if after > end or not data.startswith(self._before, begin):
             return None
-        head = self._head
-        if self._index < 0:
-            return head, after
+        if not self._has_id:
+            return b"", after
         if not data.startswith(self._after, begin + self._at):
             return None
-        given = bytes(data[start : begin + self._at])
-        if not REQUEST_ID.fullmatch(given):
-            return None
-        headers = head.headers.copy()
-        headers[self._index] = (b"x-request-id", given)
-        return (
-            Head(
-                head.method,
-                head.target,
-                headers,
-                head.is_http_11,
-                head.keep_alive,
-                head.said,
-                given,
-            ),
-            after,
-        )
+        given = bytes(data[begin + len(self._before) : begin + self._at])
+        return (given, after) if REQUEST_ID.fullmatch(given) else None
 
 
 class HeadParser:
-    """Reads one head, in as many pieces as it comes. Bodies never come here."""
+    """Reads one head, in any number of pieces. Bodies never come here."""
 
     __slots__ = (
         "done",
@@ -191,6 +195,7 @@ class HeadParser:
         "max_bytes",
         "max_lines",
         "parser",
+        "request_ids",
         "scanned",
         "tail",
         "url",
@@ -199,11 +204,12 @@ class HeadParser:
     def __init__(self, max_bytes: int, max_lines: int) -> None:
         self.max_bytes = max_bytes
         self.max_lines = max_lines
-        self.headers: Headers = []
+        self.headers: RawHeaders = []
+        self.request_ids: list[bytes] = []
         self.url = b""
         self.done = self.keep_alive = False
         self.tail = b""
-        """The last bytes that came: an end may be cut by the pieces."""
+        """The last bytes of earlier pieces: the end of the head may be split over pieces."""
         self.scanned = 0
         self.parser = httptools.HttpRequestParser(self)
 
@@ -213,7 +219,7 @@ class HeadParser:
         return self.scanned > 0
 
     def feed(self, data: bytearray | bytes, begin: int, end: int) -> int | None:
-        """Take in `data[begin:end]`. When the head ends there: the first byte after it, else None.
+        """Read `data[begin:end]`; returns the first byte after the head, or None before its end.
 
         Raises MalformedRequest and HeadersTooLarge.
         """
@@ -233,9 +239,9 @@ class HeadParser:
         return begin if self.done else None
 
     def end_of_lines(self, data: bytearray | bytes, begin: int, end: int) -> int:
-        """The first byte after an empty line, which may have begun in an earlier piece; or `end`.
+        """The first byte after an empty line, which may begin in an earlier piece; else `end`.
 
-        Empty lines may also come before a request.
+        Empty lines may also precede a request.
         """
         if self.tail:
             joined = self.tail + bytes(memoryview(data)[begin : min(end, begin + len(END) - 1)])
@@ -245,41 +251,46 @@ class HeadParser:
         return end if found < 0 else found + len(END)
 
     def run(self, piece: bytes) -> None:
-        """Hand a piece to llhttp; what it refuses is no HTTP."""
+        """Have llhttp read a piece. Raises MalformedRequest, HeadersTooLarge."""
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
-            pass  # no other protocol is spoken here: the request is answered as it is
+            pass  # the door ignores upgrades: it speaks HTTP/1.1 only
         except httptools.HttpParserCallbackError as error:
             if isinstance(error.__context__, AttndError):
                 raise error.__context__ from None
             raise
         except httptools.HttpParserError as error:
-            raise MalformedRequest(f"this is no HTTP/1.1 request: {error}") from None
+            raise MalformedRequest(f"not an HTTP/1.1 request: {error}") from None
+
+    @property
+    def request_id(self) -> bytes:
+        """The last request id that was given; empty for none, or one that cannot be used."""
+        given = self.request_ids[-1] if self.request_ids else b""
+        return given if REQUEST_ID.fullmatch(given) else b""
 
     def head(self) -> Head:
-        """The head, when `done`. Raises MalformedRequest for a version or target of no use."""
+        """The head, when `done`. Raises MalformedRequest for a wrong version or target."""
         parser = self.parser
         version = parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise MalformedRequest(f"HTTP/{version}: this service speaks HTTP/1.1")
         split = split_target if len(self.url) <= REMEMBERED_BYTES else split_target.__wrapped__
-        said, request_id = said_in(self.headers)
-        if version == "1.1" and not said.host:
-            raise MalformedRequest("HTTP/1.1 asks for the header Host: send the service's name")
-        if version == "1.0" and said.transfer_encoding is not None:
+        headers = read_headers(self.headers)
+        if version == "1.1" and not headers.host:
+            raise MalformedRequest("HTTP/1.1 requires the header Host: send the service's name")
+        if version == "1.0" and headers.transfer_encoding is not None:
             raise MalformedRequest("HTTP/1.0 has no Transfer-Encoding: send Content-Length")
         target = split(self.url)
         if target.authority:
-            said.host = target.authority
+            headers.host = target.authority
         return Head(
             method=parser.get_method().decode("ascii"),
             target=target,
-            headers=self.headers,
+            raw_headers=self.headers,
             is_http_11=version == "1.1",
             keep_alive=version == "1.1" and self.keep_alive,
-            said=said,
-            request_id=request_id,
+            headers=headers,
         )
 
     # what llhttp calls
@@ -288,8 +299,12 @@ class HeadParser:
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
-        if len(self.headers) > self.max_lines:
+        name = name.lower()
+        if name == b"x-request-id":
+            self.request_ids.append(value)
+        else:
+            self.headers.append((name, value))
+        if len(self.headers) + len(self.request_ids) > self.max_lines:
             raise HeadersTooLarge(
                 f"more than {self.max_lines} headers: send fewer, or raise server.max_header_count"
             )
@@ -301,19 +316,19 @@ class HeadParser:
 
 @lru_cache(maxsize=1024)
 def split_target(url: bytes) -> Target:
-    """Path and query of a request's target; requests repeat theirs."""
+    """Path and query of a request's target. Raises MalformedRequest."""
     try:
         parsed = httptools.parse_url(url)
     except httptools.HttpParserInvalidURLError:
-        raise MalformedRequest(f"the request's target {url[:100]!r} is no path") from None
+        raise MalformedRequest(f"the request's target {url[:100]!r} is not a path") from None
     raw_path = parsed.path or b"/"
     path = raw_path.decode("latin-1")
     path = unquote(path) if "%" in path else path
     if not path.isprintable():
-        raise MalformedRequest(f"the path {path[:100]!r} has a control character: leave it out")
+        raise MalformedRequest(f"the path {path[:100]!r} has a control character: remove it")
     authority = b""
     if parsed.schema is not None:
         if parsed.schema.lower() not in SCHEMES:
-            raise MalformedRequest(f"the request's target {url[:100]!r} is no http URL")
+            raise MalformedRequest(f"the request's target {url[:100]!r} is not an http URL")
         authority = AUTHORITY_END.split(url.partition(b"://")[2], 1)[0]
     return Target(path, raw_path, parsed.query or b"", authority)

@@ -1,7 +1,7 @@
 """The receiving side of a connection: heads and bodies, one request after another.
 
-Nothing of the next request is looked at before the one before it has been answered, so what is
-wrong with one never meets the answer to another; what a client sends ahead waits.
+The next request is not parsed before the current one has its response, so an error in one never
+mixes with the response to another. Bytes that a client sends ahead wait.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from config.server import ServerSettings
 from service.doors.http.protocol.bodies import Body
 from service.doors.http.protocol.chunks import Chunks
 from service.doors.http.protocol.heads import Head, HeadParser, SeenHead
-from service.errors import AttndError, MalformedRequest
+from service.errors import MalformedRequest
 
 AHEAD_BYTES: Final = 64 * 2**10
-"""How much a client may send ahead of its turn before nothing more is read from it."""
+"""Bytes a client may send ahead before reading from it pauses."""
 DISCARD_BYTES: Final = 256 * 2**10
-"""Rest of a refused body that is still read, to keep the connection."""
+"""Longest rest of a rejected body that is read and discarded, to keep the connection."""
 
 
 class Intake:
-    """What has come and is not answered. `is_held`: no further request may begin."""
+    """Bytes that arrived and belong to no answered request. While `is_held`, no request begins."""
 
     __slots__ = (
         "ahead",
@@ -36,7 +36,10 @@ class Intake:
         "seen",
     )
 
-    def __init__(self, limits: ServerSettings, on_head: Callable[[Head, Body], None]) -> None:
+    def __init__(
+        self, limits: ServerSettings, on_head: Callable[[Head, bytes, Body], None]
+    ) -> None:
+        """`on_head` gets a request's head, its request id (empty for none), and its body."""
         self.limits = limits
         self.on_head = on_head
         self.parser: HeadParser | None = None
@@ -44,82 +47,85 @@ class Intake:
         self.seen: SeenHead | None = None
         """The last head that came whole."""
         self.body: Body | None = None
-        """Of the request whose head was read last, until it is answered."""
+        """Of the request whose head was read last, until its response."""
         self.direct: Body | None = None
-        """The body whose slot the next bytes go to, past this object."""
+        """The body whose slot receives the next bytes, past this object."""
         self.rest = 0
-        """Bytes of a refused body that are still to be passed over."""
+        """Bytes of a rejected body that are still to be discarded."""
         self.ahead = b""
         self.is_held = False
 
     @property
     def is_underway(self) -> bool:
-        """Whether a part of a request has come, and the rest has not."""
+        """Whether a request has arrived in part."""
         body = self.body
-        return body is not None and not body.complete if self.parser is None else True
+        return self.parser is not None or (body is not None and not body.complete)
 
     @property
     def is_blocked(self) -> bool:
-        """Whether more bytes would only be in the way."""
+        """Whether no more bytes can be used now."""
         body = self.body
         if body is not None and not body.complete and not body.is_open:
             return True
         return len(self.ahead) > AHEAD_BYTES
 
     def read(self, data: bytearray | bytes, begin: int, end: int) -> None:
-        """Take in `data[begin:end]`. Raises MalformedRequest and HeadersTooLarge for a head; what
-        is wrong with a body fails the body."""
+        """Use `data[begin:end]`. Raises MalformedRequest and HeadersTooLarge for a head; an error
+        in a body fails the body."""
         while begin < end:
             body = self.body
             if self.rest:
                 used = min(self.rest, end - begin)
                 self.rest -= used
                 begin += used
-            elif body is not None and not body.complete and body.is_open:
-                begin += feed(body, memoryview(data)[begin:end])
-                self.look_at(body)
-            elif body is None and not self.is_held:
+            elif body is None:
+                if self.is_held:
+                    self.ahead += bytes(memoryview(data)[begin:end])
+                    break
                 begin = self.read_head(data, begin, end)
+            elif body.is_open:
+                begin += body.feed(memoryview(data)[begin:end])
             else:
                 self.ahead += bytes(memoryview(data)[begin:end])
-                return
+                break
+        body = self.body
+        is_direct = body is not None and body.is_open and body.chunks is None
+        self.direct = body if is_direct else None
 
     def read_head(self, data: bytearray | bytes, begin: int, end: int) -> int:
-        """The first byte that is not the head's."""
-        parser, seen = self.parser, self.seen
+        """Read a head; returns the first byte after it."""
+        parser, seen, limits = self.parser, self.seen, self.limits
         found = seen.again(data, begin, end) if seen is not None and parser is None else None
-        if found is None:
+        if found is not None and seen is not None:
+            head = seen.head
+            request_id, after = found
+        else:
             if parser is None:
-                limits = self.limits
                 parser = HeadParser(limits.max_header_bytes, limits.max_header_count)
                 self.parser = parser
             stop = parser.feed(data, begin, end)
             if stop is None:
                 return end
-            found, self.parser = (parser.head(), stop), None
+            head, request_id, after, self.parser = parser.head(), parser.request_id, stop, None
             if parser.scanned == stop - begin:
-                self.seen = SeenHead.of(bytes(data[begin:stop]), found[0])
-        head, after = found
-        self.body = body = body_of(head, self.limits)
-        self.on_head(head, body)
-        self.look_at(body)
+                self.seen = SeenHead.of(bytes(data[begin:stop]), head, parser.request_ids)
+        headers = head.headers
+        if headers.transfer_encoding is None:
+            body = Body(headers.content_length, None, limits.max_body_bytes)
+        else:
+            body = chunked_body(headers.transfer_encoding, limits)
+        self.body = body
+        self.on_head(head, request_id, body)
         return after
 
-    def look_at(self, body: Body) -> None:
-        """Where the next bytes go."""
-        straight = body.declared is not None and not body.complete and body.is_open
-        self.direct = body if straight else None
-
-    def go_on(self) -> None:
-        """What has come ahead may be looked at now."""
-        if self.body is not None:
-            self.look_at(self.body)
+    def resume(self) -> None:
+        """Read the bytes that came ahead."""
         data, self.ahead = self.ahead, b""
         self.read(data, 0, len(data))
 
-    def keeps_step(self, must_close: bool) -> bool:
-        """Called when the request is about to be answered: whether the next one can be found.
-        What is left of its body is passed over then, if that is not too much."""
+    def can_continue(self, must_close: bool) -> bool:
+        """Called before the response: whether the next request can be found. The rest of a body is
+        discarded if it is short."""
         body = self.body
         self.direct = None
         if body is None or body.complete:
@@ -129,28 +135,11 @@ class Intake:
         self.rest = body.left
         return True
 
-    def answered(self) -> None:
-        """The request has been answered: the next one may begin."""
-        self.body = None
 
-
-def feed(body: Body, data: memoryview) -> int:
-    """Hand bytes to a body; how many were its own. A broken one takes them all."""
-    try:
-        return body.feed(data)
-    except AttndError as error:
-        body.fail(error)
-        return len(data)
-
-
-def body_of(head: Head, limits: ServerSettings) -> Body:
-    """The body that the head announces. llhttp has checked that it does so in one way only."""
-    said = head.said
-    encoding = said.transfer_encoding
-    if encoding is None:
-        return Body(said.content_length, None, limits.max_body_bytes)
+def chunked_body(encoding: bytes, limits: ServerSettings) -> Body:
+    """A body of unknown length. llhttp has checked that its head declares only one length."""
     body = Body(None, Chunks(limits.max_header_bytes), limits.max_body_bytes)
     if encoding.strip().lower() != b"chunked":
-        told = encoding.decode("latin-1")[:100]
-        body.fail(MalformedRequest(f"Transfer-Encoding is {told}: send chunked, or none"))
+        text = encoding.decode("latin-1")[:100]
+        body.fail(MalformedRequest(f"Transfer-Encoding is {text}: send chunked, or none"))
     return body
