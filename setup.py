@@ -19,7 +19,11 @@ setup(
     },
     package_data={
         "attnd": ["py.typed"],
-        "attnd_service.service": ["doors/grpc/*.proto", "doors/grpc/*.binpb", "doors/http/live/files/*"],
+        "attnd_service.service": [
+            "doors/grpc/*.proto",
+            "doors/grpc/*.binpb",
+            "doors/http/live/files/*",
+        ],
         "attnd_service.kernels": ["cuda/*/*.cu", "cuda/*/*.cuh"],
         "attnd_service.config": ["*.yaml"],
     },

@@ -10,7 +10,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from attnd.wire.frames import NO_STAGES
-from attnd.wire.slots import ALIGNMENT
 
 from service.doors.http.protocol.bodies import Body
 from service.doors.http.protocol.heads import Head, Headers

@@ -10,11 +10,11 @@ from typing import Final
 from urllib.parse import unquote
 
 import httptools
+from attnd.wire.slots import ALIGNMENT
 
 from service.doors.kit.headers import REQUEST_ID, traceparent_of
 from service.doors.kit.media import JSON, SAFETENSORS
 from service.errors import AttndError, HeadersTooLarge, MalformedRequest
-from service.road.arena import ALIGNMENT
 
 END: Final = b"\r\n\r\n"
 REMEMBERED_BYTES: Final = 128
