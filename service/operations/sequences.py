@@ -178,19 +178,6 @@ class TruncateSequencesFields(Fields):
         return tuple(self.sequences)
 
 
-class ClaimFields(Fields):
-    id: SequenceId
-    epoch: Epoch
-    """Later than the present one."""
-
-
-class ClaimAnswer(Fields):
-    epoch: Epoch
-    """The one before."""
-    lengths: Counts
-    """kv_len per layer of the whole sequence, as far as this engine knows."""
-
-
 class PageTableFields(Fields):
     sequences: Ids
     layer: Count = 0
@@ -457,19 +444,6 @@ TRUNCATE_SEQUENCES: Final = Operation(
     check=check_truncates,
     frees=True,
     example={"sequences": ["chat-1", "chat-2"], "lengths": [0, 0]},
-)
-
-CLAIM: Final = Operation(
-    name="claim",
-    number=34,
-    method="POST",
-    path="/v1/sequences/{id}/claim",
-    summary="Begin a new epoch of a shard: who is in an earlier one is refused from now on",
-    tag="sequences",
-    fields=ClaimFields,
-    answer=ClaimAnswer,
-    scope="move",
-    example={"epoch": 1},
 )
 
 PAGE_TABLE: Final = Operation(

@@ -6,6 +6,7 @@ from typing import Final
 
 from service.operations.attention import CASCADE, DECODE, PREFILL, RAGGED_PREFILL
 from service.operations.events import EVENTS
+from service.operations.internal import CLAIM, HAND_OVER
 from service.operations.merge import MERGE
 from service.operations.prefix import (
     CLEAR,
@@ -25,7 +26,6 @@ from service.operations.prefix import (
 from service.operations.rows import APPEND, GATHER
 from service.operations.schema.spec import Operation
 from service.operations.sequences import (
-    CLAIM,
     CREATE_SEQUENCES,
     DELETE_SEQUENCE,
     DELETE_SEQUENCES,
@@ -37,7 +37,7 @@ from service.operations.sequences import (
 )
 from service.operations.snapshot import SNAPSHOT
 from service.operations.status import DRAIN_ENGINE, ENGINES, INFO, POOL
-from service.operations.transfer import CANCEL_IMPORT, EXPORT, GET_IMPORT, HAND_OVER, IMPORT
+from service.operations.transfer import CANCEL_IMPORT, EXPORT, GET_IMPORT, IMPORT
 
 OPERATIONS: Final[tuple[Operation, ...]] = (
     CREATE_SEQUENCES,

@@ -27,7 +27,6 @@ from service.operations.sequences import SequenceFields, ShardAnswer, ShardField
 MAX_BESIDE: Final = 256
 DEFAULT_PART_BYTES: Final = 16 * 2**20
 DEFAULT_IDLE_S: Final = 60.0
-DEFAULT_HAND_OVER_S: Final = 10.0
 MAX_IDLE_S: Final = 3600.0
 STORED_DTYPES: Final = {
     "fp32": "F32",
@@ -183,21 +182,6 @@ class ImportFields(Fields):
         return pool_sizes(info)
 
 
-class HandOverFields(Fields):
-    id: SequenceId
-    state: Literal["leaving", "handed", "gone", "back"]
-    """What becomes of it."""
-    generation: Generation | None = None
-    """With `handed`: that of the export which the other engine has; another is refused (409)."""
-    shard: ShardFields | None = None
-    """With `leaving`, of a part of a sequence: the pages that are here, and leave."""
-    epoch: Epoch | None = None
-    """With `shard`: the epoch that the part is in."""
-    for_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_HAND_OVER_S
-    """Seconds after which a sequence that is leaving stays, and one that is handed is gone, where
-    nobody says what becomes of it, nor exports a part of it."""
-
-
 class ImportAnswer(Fields):
     id: SequenceId
     state: Literal["receiving", "done"]
@@ -279,20 +263,6 @@ def check_part_of(fields: ImportFields, header: Header) -> None:
 def check_rank(shard: ShardFields) -> None:
     if shard.rank >= shard.ranks:
         refuse("shard.rank", shard.rank, f"must be below ranks = {shard.ranks}")
-
-
-def check_hand_over(fields: HandOverFields, entries: Entries, info: InfoAnswer) -> None:
-    state = fields.state
-    if (fields.generation is not None) != (state == "handed"):
-        rule = "goes with state = handed, and must be given then"
-        refuse("generation", fields.generation, rule)
-    if (fields.epoch is not None) != (fields.shard is not None):
-        refuse("epoch", fields.epoch, "goes with shard, and must be given then")
-    if fields.shard is None:
-        return
-    check_rank(fields.shard)
-    if state != "leaving" or fields.shard.ranks == 1:
-        refuse("shard", "given", "goes with state = leaving, and is not all of it")
 
 
 def check_header(header: Header, info: InfoAnswer) -> None:
@@ -382,25 +352,6 @@ IMPORT: Final = Operation(
         "digest": "0f" * 32,
         "tensors": row("k", 1) | row("v", 1),
     },
-)
-
-HAND_OVER: Final = Operation(
-    name="hand_over",
-    number=35,
-    method="POST",
-    path="/v1/sequences/{id}/hand-over",
-    summary="Refuse calls for a sequence while it is moved to another engine",
-    description="First `leaving`: then it may be exported, and is refused to all else. `handed` "
-    "once the other engine has it all: it does not come back by itself any more. `gone` deletes it "
-    "here, `back` has it stay.",
-    tag="transfer",
-    fields=HandOverFields,
-    answer=None,
-    check=check_hand_over,
-    scope="move",
-    status=204,
-    answer_text="It is so.",
-    example={"state": "leaving"},
 )
 
 GET_IMPORT: Final = Operation(

@@ -12,8 +12,9 @@ from service.cluster.routing.replies import each
 from service.cluster.routing.tags import tags_of
 from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
+from service.operations.internal import HAND_OVER
 from service.operations.sequences import GET_SEQUENCE
-from service.operations.transfer import CANCEL_IMPORT, HAND_OVER
+from service.operations.transfer import CANCEL_IMPORT
 from service.tenants import Tenant
 
 if TYPE_CHECKING:

@@ -18,9 +18,10 @@ from service.cluster.routing.locator import ASK_DEADLINE_S, in_time, part_at
 from service.cluster.routing.replies import MOVING_PAUSE_S, each
 from service.doors.kit.problems import ProblemText
 from service.errors import AttndError
+from service.operations.internal import HAND_OVER
 from service.operations.schema.spec import Operation
 from service.operations.sequences import GET_SEQUENCE
-from service.operations.transfer import GET_IMPORT, HAND_OVER, IMPORT
+from service.operations.transfer import GET_IMPORT, IMPORT
 from service.tenants import Tenant
 
 if TYPE_CHECKING:

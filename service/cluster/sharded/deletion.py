@@ -14,8 +14,8 @@ from service.cluster.routing.replies import each, longest, unknown_in
 from service.cluster.sharded.epochs import MEND_S, TRIES, Dealt, ask_anew, is_stale, know, pause
 from service.doors.kit.problems import ProblemText
 from service.errors import SequenceTaken
+from service.operations.internal import HAND_OVER
 from service.operations.sequences import DELETE_SEQUENCES, GET_SEQUENCE
-from service.operations.transfer import HAND_OVER
 from service.tenants import Tenant
 
 if TYPE_CHECKING:

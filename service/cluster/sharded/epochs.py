@@ -20,7 +20,8 @@ from service.cluster.membership.engine import Told
 from service.cluster.routing.replies import each
 from service.doors.kit.problems import ProblemText
 from service.errors import SequenceTaken, UnknownSequence
-from service.operations.sequences import CLAIM, GET_SEQUENCE, TRUNCATE
+from service.operations.internal import CLAIM
+from service.operations.sequences import GET_SEQUENCE, TRUNCATE
 from service.tenants import Tenant
 
 if TYPE_CHECKING:

@@ -1,0 +1,90 @@
+"""Operations that only a cluster's router sends to its engines: claims and transfers of ownership."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
+
+from service.operations.schema.fields import Counts, Entries, Epoch, Fields, SequenceId, refuse
+from service.operations.schema.info import InfoAnswer
+from service.operations.schema.spec import Operation
+from service.operations.sequences import ShardFields
+from service.operations.transfer import MAX_IDLE_S, Generation, check_rank
+
+DEFAULT_HAND_OVER_S: Final = 10.0
+
+
+class ClaimFields(Fields):
+    id: SequenceId
+    epoch: Epoch
+    """Later than the present one."""
+
+
+class ClaimAnswer(Fields):
+    epoch: Epoch
+    """The one before."""
+    lengths: Counts
+    """kv_len per layer of the whole sequence, as far as this engine knows."""
+
+
+class HandOverFields(Fields):
+    id: SequenceId
+    state: Literal["leaving", "handed", "gone", "back"]
+    """What becomes of it."""
+    generation: Generation | None = None
+    """With `handed`: that of the export which the other engine has; another is refused (409)."""
+    shard: ShardFields | None = None
+    """With `leaving`, of a part of a sequence: the pages that are here, and leave."""
+    epoch: Epoch | None = None
+    """With `shard`: the epoch that the part is in."""
+    for_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_HAND_OVER_S
+    """Seconds after which a sequence that is leaving stays, and one that is handed is gone, where
+    nobody says what becomes of it, nor exports a part of it."""
+
+
+def check_hand_over(fields: HandOverFields, entries: Entries, info: InfoAnswer) -> None:
+    state = fields.state
+    if (fields.generation is not None) != (state == "handed"):
+        rule = "goes with state = handed, and must be given then"
+        refuse("generation", fields.generation, rule)
+    if (fields.epoch is not None) != (fields.shard is not None):
+        refuse("epoch", fields.epoch, "goes with shard, and must be given then")
+    if fields.shard is None:
+        return
+    check_rank(fields.shard)
+    if state != "leaving" or fields.shard.ranks == 1:
+        refuse("shard", "given", "goes with state = leaving, and is not all of it")
+
+
+CLAIM: Final = Operation(
+    name="claim",
+    number=34,
+    method="POST",
+    path="/v1/sequences/{id}/claim",
+    summary="Begin a new epoch of a shard: who is in an earlier one is refused from now on",
+    tag="sequences",
+    fields=ClaimFields,
+    answer=ClaimAnswer,
+    scope="move",
+    example={"epoch": 1},
+)
+
+HAND_OVER: Final = Operation(
+    name="hand_over",
+    number=35,
+    method="POST",
+    path="/v1/sequences/{id}/hand-over",
+    summary="Refuse calls for a sequence while it is moved to another engine",
+    description="First `leaving`: then it may be exported, and is refused to all else. `handed` "
+    "once the other engine has it all: it does not come back by itself any more. `gone` deletes it "
+    "here, `back` has it stay.",
+    tag="transfer",
+    fields=HandOverFields,
+    answer=None,
+    check=check_hand_over,
+    scope="move",
+    status=204,
+    answer_text="It is so.",
+    example={"state": "leaving"},
+)
