@@ -1,4 +1,4 @@
-"""Operations that only a cluster's router sends to its engines: claims and transfers of ownership."""
+"""Operations that only a cluster's router sends to engines: claims and transfers of ownership."""
 
 from __future__ import annotations
 
