@@ -25,7 +25,7 @@ TEST_EXTRAS := $(EXTRA)$(if $(findstring cuda,$(EXTRA)),,$(COMMA)dev-cpu),dev,ex
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run run-cluster test test-long test-timing test-all lint types arrows check
+.PHONY: help setup run run-cluster test test-long test-timing test-all lint types arrows check map
 .PHONY: bench bench-stale simulate lock clean
 
 help:  ## List the targets
@@ -95,6 +95,9 @@ bench: $(VENV)/.dev  ## Measure core, cascade and service without a GPU
 bench-stale:  ## Changes of the kernels since each results file was measured
 	@for file in bench/results/*.json; do echo "$$file"; git diff --stat --stat-width=100 \
 	  "$$(sed -n 's/^ "commit": "\(.*\)",$$/\1/p' $$file)" -- kernels | tail -n 1; done
+
+map: $(VENV)/.dev  ## Write docs/files.md, the map of the code
+	$(BIN)/python docs/map.py
 
 simulate: $(VENV)/.dev  ## Simulate a cluster and thousands of engines, TRACE=FILE
 	$(BIN)/python -m simulation $(if $(TRACE),--trace $(TRACE) --tables,--quick) $(ARGS)
