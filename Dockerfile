@@ -1,16 +1,16 @@
 # attnd in a container.
 #   docker build -t attnd .                            the CPU backend
 #   docker build -t attnd:cuda --build-arg EXTRA=cuda .    CuPy for CUDA 13 (EXTRA=cuda12: CUDA 12)
-# It listens on all of the container's addresses, so it wants to know who may call: run it with
-# ATTND_AUTH__KEYS_FILE, or with ATTND_AUTH__OPEN=true where the network keeps others out.
+# It listens on all addresses of the container, so it needs authentication: set ATTND_AUTH__KEYS_FILE,
+# or ATTND_AUTH__OPEN=true on a trusted network.
 # With the gRPC door: EXTRA=cpu,grpc, EXTRA=cuda,grpc.
-# Every package has the version and the hash that deploy/locked/ names (`make lock` writes them).
+# deploy/locked/ has the version and hash of every package (`make lock` writes it).
 
 ARG BASE=python:3.11-slim
 
 FROM ${BASE} AS build
 ARG EXTRA=cpu
-# torch without CUDA, in both variants: the CUDA backend is CuPy's. Empty: the default index alone.
+# torch without CUDA in all variants, because the CUDA backend uses CuPy. Empty: the default index.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN python -m venv /opt/attnd
 WORKDIR /src
@@ -41,10 +41,10 @@ ENV HOME=/home/attnd \
     CUPY_CACHE_DIR=/home/attnd/.cache/cupy \
     ATTND_SERVER__HOST=0.0.0.0 \
     ATTND_LOG__FORMAT=json
-# a number: Kubernetes cannot tell of a name whether it is root (runAsNonRoot)
+# a number, because runAsNonRoot of Kubernetes cannot check a name
 USER 10001:10001
 WORKDIR /home/attnd
-# compiled kernels live in ~/.cache; in the CUDA variant the common ones are there from the start
+# compiled kernels are cached in ~/.cache; the CUDA image has the common ones from the start
 RUN mkdir -p /home/attnd/.cache \
  && case "$EXTRA" in cuda*) attnd compile --arch "$CUDA_ARCHS" ;; esac
 VOLUME /home/attnd/.cache

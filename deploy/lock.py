@@ -1,8 +1,8 @@
-"""Write deploy/locked/: the exact packages of the image, with the hashes of their files.
+"""Writes deploy/locked/: the exact packages of the image, with the hashes of their files.
 
-`make lock` runs it. base.txt is what every image has; the file of an extra has what comes on top.
-torch is the CPU build: name a folder or an index that has it, as in `ARGS="--find-links DIR"`. An
-image of another Python or processor than those below needs files locked for it.
+`make lock` runs it. base.txt has the packages of every image, the file of an extra those on top.
+torch must be the CPU build: name a folder or an index with it, as in `ARGS="--find-links DIR"`. An
+image for another Python or processor than those below needs its own lock files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Locked = dict[str, str]
 
 
 def compiled(*arguments: str) -> Locked:
-    """What uv resolves."""
+    """The packages that uv resolves."""
     command = ["uv", "pip", "compile", "--quiet", "--generate-hashes", "--no-annotate"]
     command += ["--no-header", "--no-emit-index-url", "--python-version", PYTHON]
     command += [

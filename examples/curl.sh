@@ -42,7 +42,7 @@ call POST /v1/merge '{
     "o": {"dtype": "F32", "shape": [1, 2, 1, 2], "data": [1, 2, 3, 4]},
     "lse": {"dtype": "F32", "shape": [1, 2, 1], "data": [0.5, 0.5]}}}'
 
-# a mistake: the answer says what is true, and nothing has changed
+# a wrong offset: the answer has the true length, and nothing changes
 call POST /v1/append '{
   "layer": 0, "sequences": ["prompt"], "offsets": [7],
   "tensors": {

@@ -12,7 +12,7 @@ import torch
 from local_model import Batch
 
 LOGIT_BOUNDS: Final = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 5e-1}
-"""Greatest difference of logits, of a standard deviation up to 2, that is still rounding."""
+"""Largest difference of logits by rounding, for a standard deviation of up to 2."""
 COMPILED: Final = "sdpa, static, compiled"
 
 Tokens = list[int]
@@ -20,7 +20,7 @@ Tokens = list[int]
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Per continuation: the tokens, and the logits `[new tokens, vocab]` each was chosen from."""
+    """The tokens of each continuation, and the logits `[new tokens, vocab]` they were chosen by."""
 
     tokens: list[Tokens]
     logits: list[torch.Tensor]
@@ -28,10 +28,11 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One continuation up to and with the first token that differs: its history is still shared.
+    """One continuation, up to and including the first token that differs.
 
-    `equal` tokens came first; `error` is the logits' greatest difference; `closest` the least gap
-    between the reference's two best; `flipped` its gap between the two tokens that differ.
+    `equal`: number of equal tokens before it. `error`: largest difference of logits. `closest`:
+    least gap between the reference's two best logits. `flipped`: the token that differs, and the
+    reference's gap between both.
     """
 
     equal: int
@@ -43,7 +44,7 @@ class Comparison:
 def compare_one(
     tokens: Tokens, expected: Tokens, logits: torch.Tensor, reference: torch.Tensor
 ) -> Comparison:
-    """Tokens served and expected, and the logits `[new tokens, vocab]` they were chosen from."""
+    """Compare served and expected tokens and their logits `[new tokens, vocab]`."""
     pairs = list(zip(tokens, expected, strict=True))
     equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
     ours, theirs = logits[: equal + 1], reference[: equal + 1]
@@ -58,7 +59,7 @@ def compare_one(
 
 
 def compare(served: Generation, own: Generation, dtype: str, attention: str = "eager") -> None:
-    """Say whether every token is equal and how far logits are apart; SystemExit where too far."""
+    """Print equal tokens and differences of logits; SystemExit if these are too large."""
     both = (served.tokens, own.tokens, served.logits, own.logits)
     each = [compare_one(*continuation) for continuation in zip(*both, strict=True)]
     deviation = torch.stack(own.logits).std().item()
@@ -77,17 +78,17 @@ def compare(served: Generation, own: Generation, dtype: str, attention: str = "e
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way to generate the batch: `run(n)` is one `generate` of n tokens a row. `kind`: whose."""
+    """A way to generate the batch: `run(n)` is one `generate` of n tokens a row."""
 
     name: str
     kind: Literal["attnd", "eager", "sdpa", "static"]
     run: Callable[[int], None]
-    first_run: int = 2  # tokens: everything is made in it that is made once
+    first_run: int = 2  # tokens of the warm-up
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds to every row's first token; tokens a second of all rows after it, and with it."""
+    """Seconds to the first tokens; tokens a second of all rows after them, and in all."""
 
     first_s: float
     decode: float
@@ -95,35 +96,35 @@ class Speed:
 
 
 def compare_speed(contenders: list[Contender], batch: Batch, rounds: int) -> dict[str, Speed]:
-    """Time every contender, prefill in and out, and say who is faster; gives what each reached."""
+    """Time every contender, print which is faster, and return their speeds."""
     speeds = timed(contenders, batch, rounds)
     for name, speed in speeds.items():
         print(f"{name:22}: first tokens after {speed.first_s:.2f} s, ", end="")
         print(f"then {speed.decode:.1f} tokens/s; {speed.whole:.1f} tokens/s with the prefill")
     if COMPILED not in {one.name for one in contenders}:
-        print(f"{COMPILED}: left out on a CPU, where compiling takes minutes: --compile")
+        print(f"{COMPILED}: skipped on a CPU, where compiling takes minutes; --compile includes it")
     served = {one.name for one in contenders if one.kind == "attnd"}
     ours = [speed for name, speed in speeds.items() if name in served]
     others = {name: speed for name, speed in speeds.items() if name not in served}
     if not others:
         return speeds
-    for what, rate in RATES.items():
+    for name, rate in RATES.items():
         best = max(others, key=lambda name: rate(others[name]))
         ratio = max(map(rate, ours)) / rate(others[best])
         verdict = "faster than" if ratio > 1 else "slower than"
-        print(f"{what}, attnd has {ratio:.2f} x the tokens/s of {best}, ", end="")
+        print(f"{name}, attnd has {ratio:.2f} x the tokens/s of {best}, ", end="")
         print(f"the fastest that transformers has here: attnd is {verdict} in-process")
     return speeds
 
 
 RATES: Final[dict[str, Callable[[Speed], float]]] = {
-    "prefill out": lambda speed: speed.decode,
-    "prefill in": lambda speed: speed.whole,
+    "prefill excluded": lambda speed: speed.decode,
+    "prefill included": lambda speed: speed.whole,
 }
 
 
 def timed(contenders: list[Contender], batch: Batch, rounds: int) -> dict[str, Speed]:
-    """The best of so many rounds in which they take turns, after a first run of each."""
+    """The best of `rounds` rounds, in which contenders take turns after a warm-up of each."""
     seconds: dict[str, tuple[list[float], list[float]]] = {}
     for one in contenders:
         began = time.perf_counter()

@@ -23,7 +23,7 @@ class Size:
     shared: int
     suffixes: tuple[int, ...]
     new_tokens: int = 32
-    reference: str = "eager"  # whose tokens are to be met
+    reference: str = "eager"  # the attention whose tokens are expected
 
 
 SIZES: Final = {

@@ -1,4 +1,4 @@
-"""A service of one's own for an example: started on a Unix socket, stopped at the end."""
+"""Starts a service for an example on a Unix socket, and stops it at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Settings = Mapping[str, object]
 
 @contextmanager
 def open_client(url: str | None, settings: Settings) -> Iterator[Client]:
-    """A client of the service at `url`, or, when that is None, of one started with `settings`."""
+    """A client of the service at `url`, or of a new one with `settings` if `url` is None."""
     if url is not None:
         with Client(url) as client:
             yield client
@@ -49,7 +49,7 @@ def serve_tcp(settings: Settings) -> Iterator[str]:
 
 @contextmanager
 def running(settings: Settings, probe: Client) -> Iterator[None]:
-    """The service from when `probe` finds it ready until the end of the block."""
+    """Run the service until the end of the block, which starts when `probe` finds it ready."""
     command = [sys.executable, "-m", "service"]
     for name, value in {"log.level": "warning", **settings}.items():
         command += [f"--{name}", str(value)]
@@ -64,14 +64,14 @@ def running(settings: Settings, probe: Client) -> Iterator[None]:
 
 
 def wait_ready(process: subprocess.Popen[bytes], probe: Client) -> None:
-    """Return when the service is ready; RuntimeError when it ended instead."""
+    """Wait until the service is ready; RuntimeError if it ends before."""
     for _ in range(int(START_S)):
         try:
             return probe.wait_ready(1.0)
         except TimeoutError:
             if process.poll() is not None:
-                told = f"the service ended at its start, exit status {process.returncode}"
-                raise RuntimeError(told) from None
+                status = process.returncode
+                raise RuntimeError(f"the service failed to start: exit status {status}") from None
     probe.wait_ready(0.0)
 
 

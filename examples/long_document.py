@@ -2,10 +2,10 @@
 
     python examples/long_document.py
 
-The document's pages are dealt out: page i lies at engine i mod 2, so neither engine holds more than
-half of it. Each reader forks it, which moves nothing, adds a question of its own and decodes. Every
-query goes to both engines, each attends what it holds, and the states are merged on the way back.
-What comes out is compared with dense attention in float64.
+The document is sharded: page i is on engine i mod 2, so each engine holds half of it. Each reader
+forks it, which copies nothing, appends its own question and decodes. Every query goes to both
+engines, each attends to its own pages, and the cluster's door merges the states. The results are
+compared with dense attention in float64.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def rows(count: int, heads: int) -> Rows:
 def main() -> None:
     k, v = rows(TOKENS, KV_HEADS), rows(TOKENS, KV_HEADS)
     with open_client(None, SETTINGS) as client:
-        while len(client.engines()) < ENGINES:  # ready means that one of them is
+        while len(client.engines()) < ENGINES:  # the cluster is ready with its first engine
             time.sleep(0.1)
         write(client, k, v)
         readers = [NewSequence(parent="document") for _ in range(READERS)]
@@ -59,46 +59,46 @@ def main() -> None:
 
 
 def write(client: Client, k: Rows, v: Rows) -> None:
-    """The document, a chunk at a time."""
+    """Append the document in chunks."""
     client.create_sequence("document", ranks=ENGINES)
     for begin in range(0, TOKENS, CHUNK):
         part = slice(begin, begin + CHUNK)
         count = len(k[part])
         client.append(0, ["document"], k[part], v[part], append_indptr=[0, count], offsets=[begin])
-    told = client.get_sequence("document")
+    reply = client.get_sequence("document")
     held = [engine.referenced for engine in client.engines()]
-    print(f"document: {told.length} tokens in {told.pages} pages, by engine {held}, ", end="")
-    print(f"of {SETTINGS['pool.num-pages']} that each has")
+    print(f"document: {reply.length} tokens in {reply.pages} pages, by engine {held}, ", end="")
+    print(f"of {SETTINGS['pool.num-pages']} in each pool")
 
 
 def read(client: Client, names: list[str], k: Rows, v: Rows) -> float:
-    """Every reader's question by one prefill, then decodes; the greatest error of all."""
-    asked = np.arange(READERS + 1) * QUESTION
+    """All readers' questions in one prefill, then decodes; returns the largest error."""
+    indptr = np.arange(READERS + 1) * QUESTION
     keys = [(k, v)] * READERS
     count = READERS * QUESTION
     q, new = rows(count, QUERY_HEADS), [rows(count, KV_HEADS) for _ in "kv"]
-    told = client.prefill(0, names, q, qo_indptr=asked, causal=True, k=new[0], v=new[1])
-    keys = [grown(keys[i], new, asked[i], asked[i + 1]) for i in range(READERS)]
-    print(f"prefill: {told.levels} levels, the document read once at each engine: {told.cascade}")
-    last = asked[1:] - 1  # the last row of each question sees all there is
-    error = worst(q[last], keys, told.o[last], told.lse[last])
+    reply = client.prefill(0, names, q, qo_indptr=indptr, causal=True, k=new[0], v=new[1])
+    keys = [grown(keys[i], new, indptr[i], indptr[i + 1]) for i in range(READERS)]
+    print(f"prefill: {reply.levels} levels, the document read once at each engine: {reply.cascade}")
+    last = indptr[1:] - 1  # the last row of each question attends to all keys
+    error = worst(q[last], keys, reply.o[last], reply.lse[last])
     one_each = np.arange(READERS + 1)
     for _ in range(STEPS):
         q, new = rows(READERS, QUERY_HEADS), [rows(READERS, KV_HEADS) for _ in "kv"]
-        told = client.decode(0, names, q, k=new[0], v=new[1])
+        reply = client.decode(0, names, q, k=new[0], v=new[1])
         keys = [grown(keys[i], new, one_each[i], one_each[i + 1]) for i in range(READERS)]
-        error = max(error, worst(q, keys, told.o, told.lse))
+        error = max(error, worst(q, keys, reply.o, reply.lse))
     return error
 
 
 def grown(held: tuple[Rows, Rows], new: list[Rows], begin: int, end: int) -> tuple[Rows, Rows]:
-    """A reader's k and v with rows of its own behind them."""
+    """A reader's k and v, followed by its new rows."""
     k, v = (np.concatenate((old, part[begin:end])) for old, part in zip(held, new, strict=True))
     return k, v
 
 
 def worst(q: Rows, keys: list[tuple[Rows, Rows]], o: Rows, lse: Rows) -> float:
-    """The greatest difference from dense attention, of one row for each reader."""
+    """The largest difference from dense attention, over a row of each reader."""
     error = 0.0
     for row, (k, v) in enumerate(keys):
         for head in range(QUERY_HEADS):

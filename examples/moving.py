@@ -2,8 +2,8 @@
 
     python examples/moving.py
 
-The first half of the file is imported, as if the machine had gone away, then the rest. What the
-importing service decodes is what the exporting one does, to the bit.
+The first half of the file is imported, as if the machine had failed, then the rest. Both services
+decode the same bits afterwards.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def through_a_file(here: Client, there: Client, path: Path) -> None:
     path.write_bytes(whole)
     sent: list[int] = []
     there.import_("chat", path, progress=lambda done, _: sent.append(done))
-    print(f"gone on with: {len(sent)} parts sent, {there.get_sequence('chat').length} tokens")
+    print(f"resumed: {len(sent)} parts sent, {there.get_sequence('chat').length} tokens")
 
 
 def compare(here: Client, there: Client, name: str) -> None:

@@ -2,8 +2,8 @@
 
     python examples/prefix_cache.py [--url http://127.0.0.1:8080]
 
-No sequence lives longer than its turn. Without --url it starts a service of its own, and then two
-with a router before them, which knows from their events where a prompt is cached.
+Every turn deletes its sequence. Without --url the example starts a service, and then two behind a
+router, which knows from their events where a prompt is cached.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def show(client: Client) -> None:
     pool = client.pool()
     print(f"no sequences ({pool.sequences}), {pool.cached} pages cached, {pool.free} free")
 
-    # A scheduler that plans ahead takes a lease: until it ends nothing of this is evicted.
+    # A scheduler that plans ahead takes a lease, which prevents eviction until it ends.
     found = client.match_prefix(Prefix(token_ids=system), lease_s=30.0)
     print(f"leased: {found.matched_len} tokens; {client.clear()} other pages evicted")
     if found.lease is not None:
         client.release_lease(found.lease.id)
 
-    # The system prompt is asked for all the time: evict it last.
+    # The system prompt is used all the time: evict it last.
     sequence = client.create_sequence(prefix=Prefix(token_ids=system)).id
     committed = client.commit(sequence, Prefix(token_ids=system), priority=90)
     try:
@@ -76,7 +76,7 @@ def show(client: Client) -> None:
 
 
 def answer(client: Client, history: list[int]) -> int:
-    """One turn: what is cached is not computed again. How many tokens were cached."""
+    """One turn, which computes only missing tokens; returns the number of cached tokens."""
     info = client.info()
     prompt = Prefix(token_ids=history)
     sequence = client.create_sequence(prefix=prompt, ttl_s=60.0)
@@ -93,17 +93,16 @@ def answer(client: Client, history: list[int]) -> int:
 
 
 class Router:
-    """Sends a prompt to the service that has most of it cached, as its events tell."""
+    """Sends a prompt to the service that has most of it cached, according to its events."""
 
     def __init__(self, services: Sequence[Client]) -> None:
         self.services = services
         self.cached: list[set[str]] = [set() for _ in services]
         self.heard = [0 for _ in services]
-        """The last event of each that was read."""
+        """The last event that was read from each service."""
 
     def listen(self) -> None:
-        """Take in all that has happened; a busy router would iterate over `Client.events`, in a
-        thread for each service."""
+        """Read all new events. A busy router would iterate over `Client.events` in threads."""
         for at, service in enumerate(self.services):
             keys = self.cached[at]
             while True:
@@ -120,7 +119,7 @@ class Router:
                     break
 
     def choose(self, prompt: list[int]) -> int:
-        """The service with the longest beginning; of equals, the one with fewer pages."""
+        """The service with the longest cached prefix; of equals, the one with fewer pages."""
         self.listen()
         keys = page_keys(prompt)
         found = [sum(key in cached for key in keys) for cached in self.cached]

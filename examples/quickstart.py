@@ -78,12 +78,12 @@ def show(client: Client) -> None:
         print(f"level {i}: qo_indptr {level.qo_indptr.tolist()}", end=", ")
         print(f"pages per segment {np.diff(level.kv_indptr).tolist()}")
 
-    # What cannot be done changes nothing, and says what is true.
+    # A rejected call changes nothing; its error has the true length.
     try:
         kv = rows(1, info.num_kv_heads)
         client.append(0, [prompt], kv, kv, offsets=[PROMPT_TOKENS - 1])
     except LengthMismatch as error:
-        print(f"refused with {error.status} {error.code}: true length", end=" ")
+        print(f"rejected with {error.status} {error.code}: true length", end=" ")
         print(error.lengths[prompt])
 
     for sequence in [prompt, *forks]:

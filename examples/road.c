@@ -330,7 +330,7 @@ int main(int argc, char **argv) {
     double error = largest_error(o, lse, q, k, v, num_kv_heads, head_dim);
     free(header);
 
-    // delete the sequence: one that is left lives until somebody does
+    // delete the sequence, which otherwise lives until the service ends
     sprintf(fields, "{\"id\":\"road-c-%d\"}", (int)getpid());
     free(call(&session, "\"delete_sequence\"", fields, NULL, 0));
 

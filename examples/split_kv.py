@@ -52,14 +52,14 @@ def main() -> None:
 
 
 def decode(client: Client, name: str, q: Rows, k: Rows, v: Rows) -> AttentionState:
-    """The state of q over all of k and v, held by this service as sequence `name`."""
+    """The state of q over k and v, which this service stores as sequence `name`."""
     client.create_sequence(name)
     client.append(0, [name], k, v, append_indptr=[0, len(k)], offsets=[0])
     return client.decode(0, [name], q).state
 
 
 def dense(q: Rows, k: Rows, v: Rows) -> AttentionState:
-    """The same in float64, with nothing clever."""
+    """The same state, computed directly in float64."""
     group = QUERY_HEADS // KV_HEADS
     keys, values = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
     scores = np.einsum("qhd,khd->qhk", q.astype(np.float64), keys) * HEAD_DIM**-0.5
@@ -69,7 +69,7 @@ def dense(q: Rows, k: Rows, v: Rows) -> AttentionState:
 
 
 def compare(name: str, merged: AttentionState, other: AttentionState) -> None:
-    """Print the greatest differences; SystemExit when one is above the bound."""
+    """Print the largest differences; SystemExit if one is above the bound."""
     o, lse = np.abs(merged.o - other.o).max(), np.abs(merged.lse - other.lse).max()
     print(f"against {name}: o differs by at most {o:.1e}, lse by {lse:.1e}")
     if not (o <= BOUND and lse <= BOUND):

@@ -46,34 +46,34 @@ Model = Any
 
 
 def main() -> None:
-    asked = arguments()
+    chosen = arguments()
     if DEVICE == "cuda":
-        torch.cuda.set_device(asked.gpu)
-    size = SIZES[asked.size]
-    shared = size.shared if asked.shared is None else asked.shared
-    model = build_model(size, asked.dtype, shared)
+        torch.cuda.set_device(chosen.gpu)
+    size = SIZES[chosen.size]
+    shared = size.shared if chosen.shared is None else chosen.shared
+    model = build_model(size, chosen.dtype, shared)
     batch = make_batch(size, shared)
     settings = {
-        **pool_settings(model, asked.dtype),
+        **pool_settings(model, chosen.dtype),
         "pool.page-size": PAGE_SIZE,
         "pool.num-pages": batch.pages,
-        "backend.kind": asked.backend,
+        "backend.kind": chosen.backend,
         "server.device-arena-bytes": ARENA_BYTES,
     }
-    with open_service(asked.url, settings, asked.backend) as service:
-        served = generate_served(model, service, asked.dtype, batch)
+    with open_service(chosen.url, settings, chosen.backend) as service:
+        served = generate_served(model, service, chosen.dtype, batch)
         reference = generate(model, batch, size.reference)
-        compare(served, reference, asked.dtype, size.reference)
-        if asked.tokens_only:
+        compare(served, reference, chosen.dtype, size.reference)
+        if chosen.tokens_only:
             return
         model.set_attn_implementation("attnd")
-        with AttndCache(service.session, model, dtype=asked.dtype) as cache:
-            known = contenders(model, cache, batch, asked.compile)
-            known = [one for one in known if one.kind in {"attnd", *asked.beside.split(",")}]
-            speeds = compare_speed(known, batch, asked.rounds)
-    if asked.out is not None:
-        told = {name: asdict(speed) for name, speed in speeds.items()}
-        asked.out.write_text(json.dumps(told, indent=1), encoding="utf-8")
+        with AttndCache(service.session, model, dtype=chosen.dtype) as cache:
+            known = contenders(model, cache, batch, chosen.compile)
+            known = [one for one in known if one.kind in {"attnd", *chosen.beside.split(",")}]
+            speeds = compare_speed(known, batch, chosen.rounds)
+    if chosen.out is not None:
+        figures = {name: asdict(speed) for name, speed in speeds.items()}
+        chosen.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
 
 
 def arguments() -> argparse.Namespace:
@@ -91,10 +91,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=list(TORCH), default="fp32", help="of the pool")
     parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--gpu", type=int, default=0, help="of the model; the engine has the first")
-    asked = parser.parse_args()
-    if asked.backend == "cuda" and asked.dtype == "fp32":
+    chosen = parser.parse_args()
+    if chosen.backend == "cuda" and chosen.dtype == "fp32":
         parser.error("the cuda backend has no fp32 pools: add --dtype fp16 or --dtype bf16")
-    return asked
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,8 @@ def generate_served(model: Model, service: Service, dtype: str, batch: Batch) ->
         shared = cache.share_prefix(model, batch.ids, batch.mask)
         served = generate(model, batch, "attnd", cache)
     read, saved = (now - then for now, then in zip(kv_bytes(service.client), before, strict=True))
-    told = f"a {model.dtype} model on {DEVICE}, its KV in {dtype}".replace("torch.", "")
-    print(f"served: {told}; {batch.rows} prompts of {int(batch.mask.sum())} tokens, ", end="")
+    description = f"a {model.dtype} model on {DEVICE}, its KV in {dtype}".replace("torch.", "")
+    print(f"served: {description}; {batch.rows} prompts of {int(batch.mask.sum())} tokens, ", end="")
     print(f"{shared} of them not computed again")
     print(f"KV bytes read: {read:.0f}, saved by sharing: {saved:.0f}", end=" ")
     print(f"({saved / (read + saved):.0%} of what flat attention reads)")

@@ -84,7 +84,7 @@ def show(call: Caller) -> None:
     o, lse = state.as_numpy("o"), state.as_numpy("lse")
     print(f"decode of {FORKS} forks: o {o.shape} {o.dtype}, lse {lse.shape}")
 
-    # The same rows, and a second state over other keys: what both saw, merged.
+    # A second state of the same rows over other keys; then both, merged.
     other = call(
         "ragged_prefill",
         {"q": q, **{name: one[:FORKS] for name, one in kv.items()}},
@@ -102,11 +102,11 @@ def show(call: Caller) -> None:
     try:
         call("append", kv, layer=0, sequences=["prompt"], append_indptr=[0, TOKENS], offsets=[7])
     except InferenceServerException as error:
-        print(f"refused with {error.status()}: {error.message()}")
+        print(f"rejected with {error.status()}: {error.message()}")
 
 
 def wait_ready(client: Any) -> None:
-    """Each door is a process of its own: the one that is asked may be the last to start."""
+    """Wait for this protocol's door: each door is a process and starts by itself."""
     from tritonclient.utils import InferenceServerException
 
     for _ in range(100):

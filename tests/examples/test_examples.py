@@ -17,7 +17,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(*command: str, **environment: str) -> str:
-    """What a command from examples/ prints; fails with all of it when its status is not 0."""
+    """The output of a command from examples/; fails with the output unless its status is 0."""
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -35,90 +35,92 @@ def python(example: str, *arguments: str) -> str:
 
 
 def test_the_readme_lists_every_example() -> None:
-    told = (EXAMPLES / "README.md").read_text()
+    output = (EXAMPLES / "README.md").read_text()
     for path in sorted(EXAMPLES.iterdir()):
         if path.suffix in (".py", ".sh"):
-            assert path.name in told, f"{path.name} is not in examples/README.md"
+            assert path.name in output, f"{path.name} is not in examples/README.md"
 
 
 def test_quickstart_shows_levels_and_bytes_saved() -> None:
-    told = python("quickstart.py")
-    assert "4 forks: 67 pages in use" in told, told
-    assert "2 cascade levels" in told, told
+    output = python("quickstart.py")
+    assert "4 forks: 67 pages in use" in output, output
+    assert "2 cascade levels" in output, output
     # 62 shared pages of 16 tokens, read once and not four times, in two layers of 512 bytes
-    assert f"saved reading: {3 * 62 * 16 * 512 * 2}" in told, told
-    assert "409 length_mismatch: true length 1000" in told, told
-    assert "deleted: 0 pages in use" in told, told
+    assert f"saved reading: {3 * 62 * 16 * 512 * 2}" in output, output
+    assert "409 length_mismatch: true length 1000" in output, output
+    assert "deleted: 0 pages in use" in output, output
 
 
 def test_a_growing_chat_finds_its_history_in_the_prefix_cache() -> None:
-    told = python("prefix_cache.py")
-    assert "first chat, turn 1: 0 of 230 tokens cached" in told, told
-    assert "first chat, turn 4: 368 of 440 tokens cached" in told, told
-    assert "second chat, turn 1: 160 of 230 tokens cached" in told, told
-    assert "409 key_mismatch: page 0 has a name already" in told, told
-    assert "evicted in the end: 10 pages, 128 free" in told, told
-    assert "red chat, turn 3: to service 0, 128 of 210 tokens cached" in told, told
-    assert "blue chat, turn 3: to service 1, 128 of 210 tokens cached" in told, told
-    assert "service 0 was cleared: the router knows [0, 13] pages" in told, told
+    output = python("prefix_cache.py")
+    assert "first chat, turn 1: 0 of 230 tokens cached" in output, output
+    assert "first chat, turn 4: 368 of 440 tokens cached" in output, output
+    assert "second chat, turn 1: 160 of 230 tokens cached" in output, output
+    assert "409 key_mismatch: page 0 has a name already" in output, output
+    assert "evicted in the end: 10 pages, 128 free" in output, output
+    assert "red chat, turn 3: to service 0, 128 of 210 tokens cached" in output, output
+    assert "blue chat, turn 3: to service 1, 128 of 210 tokens cached" in output, output
+    assert "service 0 was cleared: the router knows [0, 13] pages" in output, output
 
 
 def test_cascade_shows_three_levels_that_merge_into_the_answer() -> None:
-    told = python("cascade.py")
-    assert "level 2: qo_indptr [0, 1, 2, 3, 4, 5, 6, 7, 8]" in told, told
-    assert "keys read: 1209, where flat decoding reads 5786" in told, told
+    output = python("cascade.py")
+    assert "level 2: qo_indptr [0, 1, 2, 3, 4, 5, 6, 7, 8]" in output, output
+    assert "keys read: 1209, where flat decoding reads 5786" in output, output
 
 
 def test_split_kv_equals_one_service_and_float64() -> None:
-    told = python("split_kv.py")
-    assert "against one service holding all: o differs by at most" in told, told
-    assert "against dense float64: o differs by at most" in told, told
+    output = python("split_kv.py")
+    assert "against one service holding all: o differs by at most" in output, output
+    assert "against dense float64: o differs by at most" in output, output
 
 
 def test_a_long_document_over_two_engines_is_read_by_eight() -> None:
-    told = python("long_document.py")
-    assert "200000 tokens in 3125 pages, by engine [1563, 1562], of 1626 that each has" in told
-    assert "the document read once at each engine: True" in told, told
-    assert "8 readers, a question of 5 tokens and 3 more each: 8 pages more" in told, told
-    assert "against dense float64" in told, told
+    output = python("long_document.py")
+    assert "200000 tokens in 3125 pages, by engine [1563, 1562], of 1626 in each pool" in output
+    assert "the document read once at each engine: True" in output, output
+    assert "8 readers, a question of 5 tokens and 3 more each: 8 pages more" in output, output
+    assert "against dense float64" in output, output
 
 
 def test_a_sequence_moves_through_a_file_and_to_a_service_that_has_most_of_it() -> None:
-    told = python("moving.py")
-    assert "half a file: receiving" in told, told
-    assert "1000 tokens" in told, told
-    assert "both services decode the same, to the bit" in told, told
-    assert "copied: 992 tokens were cached there, 1 page new" in told, told
+    output = python("moving.py")
+    assert "half a file: receiving" in output, output
+    assert "1000 tokens" in output, output
+    assert "both services decode the same, to the bit" in output, output
+    assert "copied: 992 tokens were cached there, 1 page new" in output, output
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_tritons_own_client_decodes_forks(protocol: str) -> None:
-    told = python("triton_client.py", "--protocol", protocol)
-    assert "decode of 4 forks: o (4, 8, 64) float16" in told, told
-    assert "every lse has grown: True" in told, told
-    assert "length_mismatch: offsets differ from the stored lengths: prompt has 1000" in told, told
+    output = python("triton_client.py", "--protocol", protocol)
+    assert "decode of 4 forks: o (4, 8, 64) float16" in output, output
+    assert "every lse has grown: True" in output, output
+    assert "length_mismatch: offsets differ from the stored lengths: prompt has 1000" in output, (
+        output
+    )
 
 
 def test_a_transformers_model_served_generates_what_its_own_attention_does() -> None:
-    told = python("transformers_generate.py", "--rounds", "1")
-    assert "256 of 256 tokens equal to eager attention" in told, told
-    assert "\ntoken for token equal\n" in told, told
+    output = python("transformers_generate.py", "--rounds", "1")
+    assert "256 of 256 tokens equal to eager attention" in output, output
+    assert "\ntoken for token equal\n" in output, output
     # 12 shared pages of 16 tokens, read once and not eight times, in 4 layers and 32 steps
     saved = 7 * 12 * 16 * (2 * 2 * 64 * 4) * 4 * 32
-    assert f"saved by sharing: {saved} " in told, told
+    assert f"saved by sharing: {saved} " in output, output
     speed = r"first tokens after [\d.]+ s, then [\d.]+ tokens/s; [\d.]+ tokens/s with the prefill"
-    for who in ("attnd, prefix shared", "attnd", "eager", "sdpa", "sdpa, static cache"):
-        assert re.search(rf"^{who} *: {speed}$", told, re.MULTILINE), told
-    for what in ("prefill out", "prefill in"):
-        verdict = rf"^{what}, attnd has [\d.]+ x the tokens/s of .* attnd is (faster|slower) than"
-        assert re.search(verdict, told, re.MULTILINE), told
+    for way in ("attnd, prefix shared", "attnd", "eager", "sdpa", "sdpa, static cache"):
+        assert re.search(rf"^{way} *: {speed}$", output, re.MULTILINE), output
+    for rate in ("prefill excluded", "prefill included"):
+        verdict = rf"^{rate}, attnd has [\d.]+ x the tokens/s of .* attnd is (faster|slower) than"
+        assert re.search(verdict, output, re.MULTILINE), output
 
 
 def test_a_half_precision_pool_says_where_tokens_differ_and_why() -> None:
-    told = python("transformers_generate.py", "--dtype", "bf16", "--tokens-only")
-    equal = re.search(r"(\d+) of 256 tokens equal", told)
-    assert equal, told
-    assert (int(equal[1]) == 256) == ("diverges at token" not in told), told
+    output = python("transformers_generate.py", "--dtype", "bf16", "--tokens-only")
+    equal = re.search(r"(\d+) of 256 tokens equal", output)
+    assert equal, output
+    assert (int(equal[1]) == 256) == ("diverges at token" not in output), output
 
 
 def test_logits_too_far_apart_end_with_a_failure_and_near_ties_do_not() -> None:
@@ -134,11 +136,11 @@ def test_logits_too_far_apart_end_with_a_failure_and_near_ties_do_not() -> None:
         "    except SystemExit as failed:\n"
         "        print(failed)\n"
     )
-    told = run(sys.executable, "-c", program, PYTHONPATH=str(EXAMPLES))
-    assert "continuation 0 diverges at token 9: 3 for 9, whose logits are 9.3e-01 apart" in told
-    assert "equal but for near-ties\n" in told, told
-    assert "FAILED: logits may differ by 0.05 at fp16" in told, told
-    assert "FAILED: logits may differ by 0.001 at fp32" in told, told
+    output = run(sys.executable, "-c", program, PYTHONPATH=str(EXAMPLES))
+    assert "continuation 0 diverges at token 9: 3 for 9, whose logits are 9.3e-01 apart" in output
+    assert "equal but for near-ties\n" in output, output
+    assert "FAILED: logits may differ by 0.05 at fp16" in output, output
+    assert "FAILED: logits may differ by 0.001 at fp32" in output, output
 
 
 def test_every_step_of_curl_gets_its_answer() -> None:
@@ -149,8 +151,8 @@ def test_every_step_of_curl_gets_its_answer() -> None:
         "    os.environ['ATTND_SOCKET'] = uds\n"
         "    sys.exit(subprocess.run(['examples/curl.sh', 'http://attnd']).returncode)\n"
     )
-    told = run(sys.executable, "-c", program, PYTHONPATH=str(EXAMPLES))
-    assert '{"status":"ready"}' in told, told
-    assert '"data":[2.0,3.0]' in told, told
-    assert '"lengths":{"prompt":3}' in told, told
-    assert told.rstrip().endswith('"integrity":"ok"}'), told
+    output = run(sys.executable, "-c", program, PYTHONPATH=str(EXAMPLES))
+    assert '{"status":"ready"}' in output, output
+    assert '"data":[2.0,3.0]' in output, output
+    assert '"lengths":{"prompt":3}' in output, output
+    assert output.rstrip().endswith('"integrity":"ok"}'), output
