@@ -143,15 +143,15 @@ def generate(model: Model, batch: Batch, attention: str, cache: Any = None) -> G
 
 
 def generate_served(model: Model, service: Service, dtype: str, batch: Batch) -> Generation:
-    """The same with K and V in attnd; says what sharing the system prompt has saved."""
+    """The same with K and V in attnd; prints the reads that a common prefix saved."""
     model.set_attn_implementation("attnd")
     before = kv_bytes(service.client)
     with AttndCache(service.session, model, dtype=dtype) as cache:
         shared = cache.share_prefix(model, batch.ids, batch.mask)
         served = generate(model, batch, "attnd", cache)
     read, saved = (now - then for now, then in zip(kv_bytes(service.client), before, strict=True))
-    description = f"a {model.dtype} model on {DEVICE}, its KV in {dtype}".replace("torch.", "")
-    print(f"served: {description}; {batch.rows} prompts of {int(batch.mask.sum())} tokens, ", end="")
+    about = f"a {model.dtype} model on {DEVICE}, its KV in {dtype}".replace("torch.", "")
+    print(f"served: {about}; {batch.rows} prompts of {int(batch.mask.sum())} tokens, ", end="")
     print(f"{shared} of them not computed again")
     print(f"KV bytes read: {read:.0f}, saved by sharing: {saved:.0f}", end=" ")
     print(f"({saved / (read + saved):.0%} of what flat attention reads)")
