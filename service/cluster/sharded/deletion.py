@@ -1,4 +1,4 @@
-"""A sequence over several engines is deleted at all of them, or at none."""
+"""A sharded sequence is deleted at all of its engines, or at none."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Call, Engine, Told
-from service.cluster.routing.replies import each, longest, unknown_in
-from service.cluster.sharded.epochs import MEND_S, TRIES, Dealt, ask_anew, is_stale, know, pause
+from service.cluster.membership.engine import Call, Engine
+from service.cluster.membership.engine import Told as EngineReply
+from service.cluster.routing.replies import each, longest
+from service.cluster.sharded.epochs import REPAIR_S, ShardedSequence, all_of, is_stale, retried
 from service.doors.kit.problems import ProblemText
-from service.errors import SequenceTaken
 from service.operations.internal import HAND_OVER
 from service.operations.sequences import DELETE_SEQUENCES, GET_SEQUENCE
 from service.tenants import Tenant
@@ -22,45 +22,60 @@ if TYPE_CHECKING:
     from service.cluster.sharded.ranks import Ranks
 
 
-async def delete(ranks: Ranks, call: Call, fields: dict[str, Any], _: Mapping[str, Array]) -> Told:
-    """No part goes before all are held: then none is on its way to another engine."""
-    async with ranks.held(call, [fields["id"]]) as (one,):
-        for number in range(TRIES):
-            await pause(number)
-            await know(ranks, [one], to_change=False)
-            told = await asyncio.shield(delete_held(ranks, one))
-            if any(map(is_stale, told)):
-                ask_anew([one])
-                continue
-            for refused in told:  # an engine may have got another part of it for its own
-                if isinstance(refused, ProblemText) and unknown_in(refused.problem):
-                    raise refused
-            whole = ranks.whole(told)
-            ranks.forget(call, [one.id])
-            return Told({}, {}, longest(answer.stages for answer in whole))
-    raise SequenceTaken({one.id: one.epoch})
+async def delete(
+    ranks: Ranks, call: Call, fields: dict[str, Any], _: Mapping[str, Array]
+) -> EngineReply:
+    """Marks all shards first: then none is moving to another engine."""
+
+    async def attempt(sequences: list[ShardedSequence], _: bool) -> EngineReply:
+        (one,) = sequences
+        replies = await asyncio.shield(delete_marked(ranks, one))
+        if not any(map(is_stale, replies)):
+            for error in replies:  # an engine may have got another shard of it meanwhile
+                if isinstance(error, ProblemText) and error.problem["code"] == "unknown_sequence":
+                    raise error
+        stages = longest(reply.stages for reply in all_of(replies, ranks))
+        ranks.forget(call, [one.id])
+        return EngineReply({}, {}, stages)
+
+    return await retried(ranks, call, [fields["id"]], attempt)
 
 
-async def delete_held(ranks: Ranks, one: Dealt) -> Sequence[Told | BaseException]:
-    """What the ranks say to holding their parts, where one refuses; else to deleting them."""
-    call, count = ranks.own(HAND_OVER, one.tenant, MEND_S), len(ranks.engines)
-    leaving = {"id": one.id, "state": "leaving", "epoch": one.epoch, "for_s": MEND_S}
-    shards = [{"rank": rank, "ranks": count} for rank in range(count)]
-    both = zip(ranks.engines, shards, strict=True)
-    told = await each([engine.ask(call, leaving | {"shard": shard}) for engine, shard in both])
-    held = [engine for engine, at in zip(ranks.engines, told, strict=True) if isinstance(at, Told)]
-    if len(held) == count:
-        return await each([let_go(engine, one, call) for engine in held])
-    await each([engine.ask(call, {"id": one.id, "state": "back"}) for engine in held])
-    return told
+async def delete_marked(ranks: Ranks, one: ShardedSequence) -> list[EngineReply | BaseException]:
+    """Mark the shards at all ranks, and delete them; or take the marks back where one refuses."""
+    call, count = ranks.own(HAND_OVER, one.tenant, REPAIR_S), len(ranks.engines)
+    mark = {"id": one.id, "state": "leaving", "epoch": one.epoch, "for_s": REPAIR_S}
+    marking = [
+        engine.ask(call, mark | {"shard": {"rank": rank, "ranks": count}})
+        for rank, engine in enumerate(ranks.engines)
+    ]
+    replies = await each(marking)
+    marked = [
+        engine
+        for engine, reply in zip(ranks.engines, replies, strict=True)
+        if isinstance(reply, EngineReply)
+    ]
+    if len(marked) == count:
+        return await each([delete_one(engine, one, call) for engine in marked])
+    await each([engine.ask(call, {"id": one.id, "state": "back"}) for engine in marked])
+    return replies
 
 
-async def let_go(engine: Engine, one: Dealt, call: Call) -> Told:
-    """Delete a part that is held, or has been for too long."""
+async def delete_one(engine: Engine, one: ShardedSequence, call: Call) -> EngineReply:
+    """Delete a marked shard, also if the mark has expired."""
     with suppress(ProblemText):
         return await engine.ask(call, {"id": one.id, "state": "gone"})
-    asked = engine.own(DELETE_SEQUENCES, one.tenant, MEND_S)
-    return await engine.ask(asked, {"ids": [one.id]})
+    delete = engine.own(DELETE_SEQUENCES, one.tenant, REPAIR_S)
+    return await engine.ask(delete, {"ids": [one.id]})
+
+
+async def delete_created(
+    ranks: Ranks, call: Call, fields: dict[str, Any], _: Mapping[str, Array]
+) -> EngineReply:
+    """Delete sequences that were created a moment ago: at every rank, also where one refuses."""
+    replies = await ranks.broadcast(call, fields)
+    ranks.forget(call, fields["ids"])
+    return ranks.whole(replies)[0]
 
 
 async def delete_shards(engines: Sequence[Engine], tenant: Tenant, name: str) -> None:
@@ -72,15 +87,6 @@ async def delete_shards(engines: Sequence[Engine], tenant: Tenant, name: str) ->
 
 async def delete_shard(engine: Engine, tenant: Tenant, name: str) -> None:
     with suppress(ProblemText):
-        reply = await engine.ask(engine.own(GET_SEQUENCE, tenant, MEND_S), {"id": name})
+        reply = await engine.ask(engine.own(GET_SEQUENCE, tenant, REPAIR_S), {"id": name})
         if "shard" in reply.fields:
-            await engine.ask(engine.own(DELETE_SEQUENCES, tenant, MEND_S), {"ids": [name]})
-
-
-async def delete_made(
-    ranks: Ranks, call: Call, fields: dict[str, Any], _: Mapping[str, Array]
-) -> Told:
-    """What was made a moment ago: at every rank, also where one refuses."""
-    told = await ranks.told_by_all(call, fields)
-    ranks.forget(call, fields["ids"])
-    return ranks.whole(told)[0]
+            await engine.ask(engine.own(DELETE_SEQUENCES, tenant, REPAIR_S), {"ids": [name]})

@@ -1,10 +1,10 @@
-"""Who changes a sequence that is dealt out over engines: one door at a time, in its own epoch.
+"""Orders the writers of a sharded sequence: one door at a time, each in an epoch of its own.
 
-A door claims a sequence at every rank before it changes it, with a number above all before; from
-then on ranks refuse whoever claimed earlier, so nothing that is under way elsewhere can come in
-between. What a door of an earlier epoch has left half done is cut back then. Within an epoch a
-sequence only grows, and every rank knows the length of all of it: ranks of equal epoch and lengths
-have parts of the same sequence.
+A door claims a sequence at every rank before it changes it, with a number above all before. From
+then on ranks refuse doors that claimed earlier, so none of their requests can come in between. An
+append that an earlier door left half done is then cut back. Within an epoch a sequence only grows,
+and every rank knows the whole length: ranks of equal epoch and lengths hold shards of the same
+sequence.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from service.cluster.membership.engine import Told
+from service.cluster.membership.engine import Call
+from service.cluster.membership.engine import Told as EngineReply
 from service.cluster.routing.replies import each
 from service.doors.kit.problems import ProblemText
 from service.errors import SequenceTaken, UnknownSequence
@@ -27,123 +28,167 @@ from service.tenants import Tenant
 if TYPE_CHECKING:
     from service.cluster.sharded.ranks import Ranks
 
-MEND_S: Final = 10.0
+REPAIR_S: Final = 10.0
 TRIES: Final = 14
-"""How often other doors may come in between before a call is refused: half a second or so."""
+"""How often other doors can interfere before a request is refused: half a second or so."""
 FIRST_PAUSE_S: Final = 0.001
 LONGEST_PAUSE_S: Final = 0.1
 STALE: Final = frozenset({"length_mismatch", "sequence_taken"})
+Result = TypeVar("Result")
+
+
+class Stale(Exception):
+    """A rank is not in the state that this door believed: another door was at work."""
 
 
 @dataclass(slots=True, eq=False)
-class Dealt:
-    """One sequence, as this door knows it. `lengths` is kv_len by layer in `epoch`, None where it
-    has to be asked for. `is_owned`: this door claimed the epoch. Not `is_even`: what it began may
-    have been done by some ranks alone."""
+class ShardedSequence:
+    """One sequence, as this door knows it.
+
+    `lengths` is kv_len by layer in `epoch`, None if the ranks must be asked. `is_owned`: this door
+    claimed the epoch. Not `is_consistent`: perhaps only some ranks have carried out a change.
+    """
 
     tenant: Tenant
     id: str
     lengths: list[int] | None = None
     epoch: int = 0
     is_owned: bool = False
-    is_even: bool = True
+    is_consistent: bool = True
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def is_at(self, lengths: Sequence[int], epoch: int) -> None:
-        """Claimed, and nothing half done."""
+    def set_claimed(self, lengths: Sequence[int], epoch: int) -> None:
+        """This door owns the epoch, and all ranks have these lengths."""
         self.lengths, self.epoch = list(lengths), epoch
-        self.is_owned = self.is_even = True
+        self.is_owned = self.is_consistent = True
+
+    @property
+    def known_lengths(self) -> list[int]:
+        if self.lengths is None:
+            raise RuntimeError(f"the lengths of {self.id} are not known: this is a bug")
+        return self.lengths
+
+    def is_current(self, *, to_write: bool) -> bool:
+        """Whether it can be read, or changed, without asking the ranks first."""
+        return self.lengths is not None and self.is_consistent and (self.is_owned or not to_write)
 
 
 def later(epoch: int) -> int:
-    """An epoch after this one, and as good as surely after those of others: they are times, in
-    microseconds. Two that are equal do no harm: each rank takes one of them."""
+    """An epoch after this one, and almost certainly after those of others: epochs are times in
+    microseconds. Two equal ones do no harm: each rank takes one of them."""
     return max(epoch + 1, time.time_ns() // 1000)
 
 
+async def retried(
+    ranks: Ranks,
+    call: Call,
+    ids: Sequence[str],
+    attempt: Callable[[list[ShardedSequence], bool], Awaitable[Result]],
+    *,
+    to_write: bool = False,
+    rereads: bool = False,
+) -> Result:
+    """The result of `attempt` on sequences whose state is known, repeated while it is `Stale`.
+
+    `attempt` gets the sequences, and whether the ranks were asked after the request arrived.
+    Sequences to be changed are claimed first (`to_write`). `rereads`: what this door does not own
+    is asked for in any case. Raises SequenceTaken where other doors keep interfering.
+    """
+    async with ranks.locked(call, ids) as sequences:
+        for number in range(TRIES):
+            await pause(number)
+            if rereads:
+                invalidate([one for one in sequences if not one.is_owned])
+            await refresh(ranks, sequences, to_write=to_write)
+            try:
+                return await attempt(sequences, number > 0)
+            except Stale:
+                invalidate(sequences)
+        raise SequenceTaken({one.id: one.epoch for one in sequences})
+
+
 async def pause(number: int) -> None:
-    """Wait before all tries but the first, so that two doors do not keep each other waiting."""
+    """Wait before all tries but the first, so that two doors do not block each other."""
     if number:
         longest = min(FIRST_PAUSE_S * 2**number, LONGEST_PAUSE_S)
         await asyncio.sleep(random.uniform(0.0, longest))
 
 
-async def know(ranks: Ranks, every: Sequence[Dealt], *, to_change: bool) -> None:
-    """Ask for what is not known of sequences; claim those that are to be changed."""
-    asking = [one for one in every if is_wanting(one, to_change)]
-    if not asking:
-        return
-    for told in await each([know_one(ranks, one, to_change) for one in asking]):
-        if isinstance(told, BaseException):
-            ranks.forget_all(every)  # perhaps nobody knows them
-            raise told
-
-
-def ask_anew(every: Sequence[Dealt]) -> None:
-    """Other doors may have changed the sequences: what is known of them holds no more."""
-    for one in every:
+def invalidate(sequences: Sequence[ShardedSequence]) -> None:
+    """Other doors may have changed the sequences: ask for their lengths before the next use."""
+    for one in sequences:
         one.lengths = None
 
 
-def is_wanting(one: Dealt, to_change: bool) -> bool:
-    """Whether ranks must be asked before the sequence is read, or changed."""
-    return one.lengths is None or not one.is_even or (to_change and not one.is_owned)
+def all_of(replies: Sequence[EngineReply | BaseException], ranks: Ranks) -> list[EngineReply]:
+    """The replies of all ranks. Raises `Stale` if one is, else the first error."""
+    if any(map(is_stale, replies)):
+        raise Stale
+    return ranks.whole(replies)
 
 
-async def know_one(ranks: Ranks, one: Dealt, to_change: bool) -> None:
-    if one.is_even and (one.is_owned or not to_change):
-        await learn(ranks, one)
-    if is_wanting(one, to_change):
+async def refresh(ranks: Ranks, sequences: Sequence[ShardedSequence], *, to_write: bool) -> None:
+    """Ask for what is not known of sequences, and claim those to be changed."""
+    asking = [one for one in sequences if not one.is_current(to_write=to_write)]
+    for result in await each([refresh_one(ranks, one, to_write) for one in asking]):
+        if isinstance(result, BaseException):
+            ranks.forget_all(sequences)  # they may have moved, or be deleted
+            raise result
+
+
+async def refresh_one(ranks: Ranks, one: ShardedSequence, to_write: bool) -> None:
+    if one.is_consistent and (one.is_owned or not to_write):
+        await read(ranks, one)
+    if not one.is_current(to_write=to_write):
         await claim(ranks, one)
 
 
-async def learn(ranks: Ranks, one: Dealt) -> None:
-    """Read what all ranks know. Where they go on differing, what some have done alone is cut."""
+async def read(ranks: Ranks, one: ShardedSequence) -> None:
+    """Ask all ranks for the lengths. If they keep differing, claim, which cuts what only some
+    ranks have."""
+    call = ranks.own(GET_SEQUENCE, one.tenant, REPAIR_S)
     for number in range(TRIES // 2):
         await pause(number)
-        known = [shard_of(one, part) for part in await parts(ranks, one)]
-        epoch, lengths = known[0]["epoch"], known[0]["lengths"]
-        if all((part["epoch"], part["lengths"]) == (epoch, lengths) for part in known):
-            one.is_owned = one.is_owned and one.epoch == epoch
-            one.lengths, one.epoch = lengths, epoch
+        views = await ranks.all(call, {"id": one.id})
+        if (state := common_state(one, views)) is not None:
+            one.is_owned = one.is_owned and one.epoch == state[0]
+            one.epoch, one.lengths = state
             return
     await claim(ranks, one)
 
 
-async def parts(ranks: Ranks, one: Dealt) -> list[dict[str, Any]]:
-    """What each rank tells of the sequence."""
-    call = ranks.own(GET_SEQUENCE, one.tenant, MEND_S)
-    return [told.fields for told in await ranks.all(call, {"id": one.id})]
-
-
-def shard_of(one: Dealt, part: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises UnknownSequence where another sequence has the name by now."""
-    shard: dict[str, Any] | None = part.get("shard")
-    if shard is None:
+def common_state(
+    one: ShardedSequence, views: Sequence[EngineReply]
+) -> tuple[int, list[int]] | None:
+    """Epoch and lengths, where all ranks have the same. Raises UnknownSequence where a rank has
+    another sequence by that name."""
+    shards: list[dict[str, Any] | None] = [view.fields.get("shard") for view in views]
+    states = [None if shard is None else (shard["epoch"], shard["lengths"]) for shard in shards]
+    if None in states:
         raise UnknownSequence([one.id])
-    return shard
+    return states[0] if all(state == states[0] for state in states) else None
 
 
-async def claim(ranks: Ranks, one: Dealt) -> None:
-    """Make this door the one that changes the sequence, and all ranks agree on its lengths.
+async def claim(ranks: Ranks, one: ShardedSequence) -> None:
+    """Make this door the writer, and all ranks agree on the lengths.
 
-    Raises SequenceTaken where others keep coming in between.
+    Raises SequenceTaken where other doors keep interfering.
     """
-    call, seen, own = ranks.own(CLAIM, one.tenant, MEND_S), one.epoch, one.epoch
+    call, seen, own = ranks.own(CLAIM, one.tenant, REPAIR_S), one.epoch, one.epoch
     known = one.lengths if one.is_owned else None
-    one.is_owned = one.is_even = False
+    one.is_owned = one.is_consistent = False
     for number in range(TRIES):
         await pause(number)
         epoch = later(seen)
-        told = await ranks.told_by_all(call, {"id": one.id, "epoch": epoch})
-        refused = [answer for answer in told if not isinstance(answer, Told)]
-        if refused and not all(map(is_stale, refused)):
-            ranks.whole(told)
-        seen = max([epoch, *(epoch_in(answer, one.id) for answer in refused)])
-        if not refused:
-            held = [answer.fields for answer in ranks.whole(told)]
-            # what this door has begun itself and nobody has seen is as if it had not been
-            nobody_else = known is not None and all(part["epoch"] == own for part in held)
+        replies = await ranks.broadcast(call, {"id": one.id, "epoch": epoch})
+        errors = [reply for reply in replies if not isinstance(reply, EngineReply)]
+        if not all(map(is_stale, errors)):
+            ranks.whole(replies)
+        seen = max([epoch, *(epoch_in(error, one.id) for error in errors)])
+        if not errors:
+            held = [reply.fields for reply in ranks.whole(replies)]
+            # a change that only this door has begun, and nobody has seen, is cut back as well
+            nobody_else = known is not None and all(shard["epoch"] == own for shard in held)
             await settle(ranks, one, epoch, held, known if nobody_else else None)
             return
     raise SequenceTaken({one.id: seen})
@@ -151,37 +196,35 @@ async def claim(ranks: Ranks, one: Dealt) -> None:
 
 async def settle(
     ranks: Ranks,
-    one: Dealt,
+    one: ShardedSequence,
     epoch: int,
     held: Sequence[Mapping[str, Any]],
     known: Sequence[int] | None,
 ) -> None:
-    """Cut what only some ranks have, in an epoch that all have been claimed for."""
-    columns = zip(*(part["lengths"] for part in held), strict=True)
-    lengths = [min(column) for column in columns]
-    if known is not None:
-        lengths = [min(both) for both in zip(lengths, known, strict=True)]
-    call, asking = ranks.own(TRUNCATE, one.tenant, MEND_S), []
-    for engine, part in zip(ranks.engines, held, strict=True):
-        if part["lengths"] == lengths:
+    """Cut what only some ranks have, in an epoch that was claimed at all."""
+    every = [shard["lengths"] for shard in held] + ([] if known is None else [known])
+    lengths = [min(layer) for layer in zip(*every, strict=True)]
+    call, cutting = ranks.own(TRUNCATE, one.tenant, REPAIR_S), []
+    for engine, shard in zip(ranks.engines, held, strict=True):
+        if shard["lengths"] == lengths:
             continue
         cuts = [{"layer": layer, "length": length} for layer, length in enumerate(lengths)]
-        if len(set(lengths)) == 1:  # also within what is shared: a cut of all layers was begun
+        if len(set(lengths)) == 1:  # also within shared pages: a cut of all layers was begun
             cuts = [{"length": lengths[0]}]
-        asking += [engine.ask(call, {"id": one.id, "epoch": epoch} | cut) for cut in cuts]
-    ranks.whole(await each(asking))
-    one.is_at(lengths, epoch)
+        cutting += [engine.ask(call, {"id": one.id, "epoch": epoch} | cut) for cut in cuts]
+    ranks.whole(await each(cutting))
+    one.set_claimed(lengths, epoch)
 
 
-def is_stale(refused: object) -> bool:
-    """Whether a rank is not where this door believed: another one was at work."""
-    if isinstance(refused, ProblemText):
-        return refused.problem["code"] in STALE
-    return isinstance(refused, SequenceTaken)
+def is_stale(reply: object) -> bool:
+    """Whether a rank refused a request because it is in another state than the door believed."""
+    if isinstance(reply, ProblemText):
+        return reply.problem["code"] in STALE
+    return isinstance(reply, SequenceTaken)
 
 
-def epoch_in(refused: object, name: str) -> int:
-    """The epoch that a refusal tells of, 0 where it tells none."""
-    if not isinstance(refused, ProblemText):
+def epoch_in(error: object, name: str) -> int:
+    """The epoch that an error names, 0 if it names none."""
+    if not isinstance(error, ProblemText):
         return 0
-    return int(refused.problem.get("epochs", {}).get(name, 0))
+    return int(error.problem.get("epochs", {}).get(name, 0))

@@ -1,4 +1,4 @@
-"""What the ranks of a sequence are asked for each operation, and what becomes of their answers."""
+"""Requests to the ranks of sharded sequences, by operation, and one reply made of theirs."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Call, Told
+from service.cluster.membership.engine import Call
+from service.cluster.membership.engine import Told as EngineReply
 from service.cluster.routing.batch_split import row_sums
 from service.cluster.routing.replies import each, longest
-from service.cluster.sharded.deletion import delete, delete_made
+from service.cluster.sharded.deletion import delete, delete_created
 from service.cluster.sharded.epochs import (
+    REPAIR_S,
     TRIES,
-    Dealt,
-    ask_anew,
-    claim,
+    ShardedSequence,
+    Stale,
+    all_of,
+    common_state,
+    invalidate,
     is_stale,
-    know,
     later,
     pause,
-    shard_of,
+    refresh,
+    retried,
 )
 from service.cluster.sharded.shard_replies import gathered, has_all, one_state, whole_view
 from service.doors.kit.problems import ProblemText
-from service.errors import (
-    AttndError,
-    InvalidRequest,
-    LengthMismatch,
-    SequenceTaken,
-)
+from service.errors import AttndError, InvalidRequest, LengthMismatch
 from service.operations.sequences import DELETE_SEQUENCES
 
 if TYPE_CHECKING:
@@ -40,183 +39,156 @@ if TYPE_CHECKING:
 
 Fields = dict[str, Any]
 Arrays = Mapping[str, Array]
-UNDO_S: Final = 10.0
+Sequences = list[ShardedSequence]
 
 
-async def asked(ranks: Ranks, call: Call, fields: Mapping[str, Any], arrays: Arrays) -> Told:
-    """The answer of all ranks to an operation. Raises InvalidRequest for one that needs its
-    sequences on one engine."""
-    ask = ASKED.get(call.operation.name)
-    if ask is None:
+async def handle(
+    ranks: Ranks, call: Call, fields: Mapping[str, Any], arrays: Arrays
+) -> EngineReply:
+    """Raises InvalidRequest for an operation that needs its sequences on one engine."""
+    handler = HANDLERS.get(call.operation.name)
+    if handler is None:
         ids = fields.get("sequences", fields.get("id"))
         rule = f"over {len(ranks.engines)} engines: {call.operation.name} takes those on one"
         raise InvalidRequest("sequences", ids, rule)
-    return await ask(ranks, call, dict(fields), arrays)
+    return await handler(ranks, call, dict(fields), arrays)
 
 
-async def rows(ranks: Ranks, call: Call, fields: Fields, arrays: Arrays) -> Told:
+async def rows(ranks: Ranks, call: Call, fields: Fields, arrays: Arrays) -> EngineReply:
     """append, decode, prefill: the same for all ranks, which pick their own rows."""
-    ids, believed = fields["sequences"], fields.get("offsets")
     refuse_field("layers", fields)
-    layer = fields["layer"]
+    ids, layer, offsets = fields["sequences"], fields["layer"], fields.get("offsets")
     counts = np.diff(row_sums(fields, len(ids))).tolist()
-    appends, asked_anew = "k" in arrays, False
-    async with ranks.held(call, ids) as every:
-        for number in range(TRIES):
-            await pause(number)
-            await know(ranks, every, to_change=appends)
-            before = [lengths_of(one)[layer] for one in every]
-            if believed is not None and list(believed) != before:
-                if asked_anew:
-                    raise LengthMismatch(dict(zip(ids, before, strict=True)))
-                asked_anew = True
-                ask_anew(every)
-                continue
-            asked_anew = False
-            for one in every if appends else ():
-                one.is_even = False  # until all ranks have done it
-            agreed = {"offsets": before, "epochs": [one.epoch for one in every]}
-            told = await ranks.told_by_all(call, fields | agreed, arrays)
-            refused = [one for one in told if not isinstance(one, Told)]
-            if not refused:
-                break
-            if any(map(is_stale, refused)):
-                ask_anew(every)
-                continue
+    appends = "k" in arrays
+
+    async def attempt(sequences: Sequences, is_fresh: bool) -> EngineReply:
+        before = [one.known_lengths[layer] for one in sequences]
+        if offsets is not None and list(offsets) != before:
+            if is_fresh:
+                raise LengthMismatch(dict(zip(ids, before, strict=True)))
+            raise Stale
+        for one in sequences if appends else ():
+            one.is_consistent = False  # until all ranks have appended
+        state = {"offsets": before, "epochs": [one.epoch for one in sequences]}
+        replies = await ranks.broadcast(call, fields | state, arrays)
+        try:
+            parts = all_of(replies, ranks)
+        except Stale:
+            raise
+        except BaseException:
             if appends:
-                with suppress(ProblemText, AttndError):  # what fails is done before the next use
-                    await know(ranks, every, to_change=True)
-            ranks.whole(told)
-        else:
-            raise SequenceTaken({one.id: one.epoch for one in every})
-        if appends:
-            for one, count in zip(every, counts, strict=True):
-                grow(one, layer, count)
+                with suppress(ProblemText, AttndError):  # else before the next use
+                    await refresh(ranks, sequences, to_write=True)
+            raise
         after = [length + count for length, count in zip(before, counts, strict=True)]
-        return joined(call, [one for one in told if isinstance(one, Told)], fields, after)
+        for one, length in zip(sequences, after, strict=True) if appends else ():
+            one.known_lengths[layer], one.is_consistent = length, True
+        return joined(call, parts, fields, after)
+
+    return await retried(ranks, call, ids, attempt, to_write=appends)
 
 
-def lengths_of(one: Dealt) -> list[int]:
-    if one.lengths is None:
-        raise RuntimeError(f"the lengths of {one.id} are not known: this is a bug")
-    return one.lengths
-
-
-def grow(one: Dealt, layer: int, count: int) -> None:
-    """It has been appended to, at all ranks."""
-    lengths_of(one)[layer] += count
-    one.is_even = True
-
-
-def joined(call: Call, told: Sequence[Told], fields: Fields, lengths: list[int]) -> Told:
-    """One answer of all ranks'."""
-    stages = longest(one.stages for one in told)
+def joined(
+    call: Call, parts: Sequence[EngineReply], fields: Fields, lengths: list[int]
+) -> EngineReply:
+    """One reply of all ranks'."""
+    stages = longest(part.stages for part in parts)
     if call.operation.name == "append":
-        return Told({"lengths": lengths}, {}, stages)
-    states = one_state([one.arrays for one in told], fields.get("lse_base", "e"))
-    answer = told[0].fields | {
-        "levels": max(one.fields["levels"] for one in told),
-        "cascade": any(one.fields["cascade"] for one in told),
+        return EngineReply({"lengths": lengths}, {}, stages)
+    states = one_state([part.arrays for part in parts], fields.get("lse_base", "e"))
+    text = parts[0].fields | {
+        "levels": max(part.fields["levels"] for part in parts),
+        "cascade": any(part.fields["cascade"] for part in parts),
     }
-    return Told(answer, states, stages)
+    return EngineReply(text, states, stages)
 
 
-async def gather(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
-    """Every rank's rows, and then in order."""
+async def gather(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineReply:
+    """Every rank's rows, put in order."""
     span = fields.get("start", 0), fields.get("stop")
-    async with ranks.held(call, fields["sequences"]) as every:
-        for number in range(TRIES):
-            await pause(number)
-            await know(ranks, every, to_change=False)
-            lengths = [lengths_of(one)[fields["layer"]] for one in every]
-            epochs = {"epochs": [one.epoch for one in every]}
-            told = await ranks.told_by_all(call, fields | epochs)
-            if not any(map(is_stale, told)):
-                rows_of = [(one.fields, one.arrays) for one in ranks.whole(told)]
-                if has_all(rows_of, lengths, span, ranks.page_size):
-                    answer, arrays = gathered(rows_of, lengths, span, ranks.page_size)
-                    stages = longest(one.stages for one in ranks.whole(told))
-                    return Told(answer, arrays, stages)
-            ask_anew(every)  # it has been appended to
-    raise SequenceTaken({one.id: one.epoch for one in every})
+
+    async def attempt(sequences: Sequences, _: bool) -> EngineReply:
+        lengths = [one.known_lengths[fields["layer"]] for one in sequences]
+        epochs = {"epochs": [one.epoch for one in sequences]}
+        replies = all_of(await ranks.broadcast(call, fields | epochs), ranks)
+        parts = [(reply.fields, reply.arrays) for reply in replies]
+        if not has_all(parts, lengths, span, ranks.page_size):
+            raise Stale  # rows were appended meanwhile
+        text, arrays = gathered(parts, lengths, span, ranks.page_size)
+        return EngineReply(text, arrays, longest(reply.stages for reply in replies))
+
+    return await retried(ranks, call, fields["sequences"], attempt)
 
 
-async def create(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
+async def create(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineReply:
     """Empty sequences, and forks of those that are here: at every rank, all or none.
 
-    Raises Forbidden for a caller who may not create: the ranks see the router's scopes, not his.
+    Raises Forbidden: the ranks see the router's scopes, not the caller's.
     """
     call.tenant.require(call.operation.scope, call.operation.name)
     call = replace(call, tenant=ranks.acting_for(call.tenant))
     new = fields["sequences"]
     own = {one["id"] for one in new}
     parents = sorted({one["parent"] for one in new if one.get("parent")} - own)
-    asked_anew = False
-    async with ranks.held(call, parents) as every:
-        for number in range(TRIES):
-            await pause(number)
-            ask_anew([one for one in every if not one.is_owned])
-            await know(ranks, every, to_change=False)
-            known = {one.id: one for one in every}
-            try:
-                made = plan_new(ranks, call, new, known)
-            except InvalidRequest:  # by what this door believes
-                if asked_anew or not every:
-                    raise
-                asked_anew = True
-                ask_anew(every)
-                continue
-            asking = []
-            for rank, engine in enumerate(ranks.engines):
-                shard = {"rank": rank, "ranks": len(ranks.engines)}
-                there = [part_of(one, shard, made[one["id"]]) for one in new]
-                asking.append(engine.ask(call, {"sequences": there}))
-            told = await each(asking)
-            if all(isinstance(one, Told) for one in told):
-                break
-            await unmake(ranks, call, [one["id"] for one in new], told)
-            if not any(map(is_stale, told)):
-                ranks.whole(told)
-            ask_anew(every)
-        else:
-            raise SequenceTaken({one.id: one.epoch for one in every})
-        views = [one.fields["sequences"] for one in ranks.whole(told)]
-    answers = []
-    for shown in zip(*views, strict=True):
-        name = shown[0]["id"]
-        ranks.books[call.tenant.namespace, name] = made[name]
-        answers.append(whole_view(shown))
-    return Told({"sequences": answers}, {}, longest(one.stages for one in ranks.whole(told)))
+
+    async def attempt(sequences: Sequences, is_fresh: bool) -> EngineReply:
+        try:
+            created = plan_new(ranks, call, new, {one.id: one for one in sequences})
+        except InvalidRequest:
+            if is_fresh or not sequences:
+                raise
+            raise Stale from None
+        asking = []
+        for rank, engine in enumerate(ranks.engines):
+            shard = {"rank": rank, "ranks": len(ranks.engines)}
+            there = [shard_fields(one, shard, created[one["id"]]) for one in new]
+            asking.append(engine.ask(call, {"sequences": there}))
+        replies = await each(asking)
+        if not all(isinstance(reply, EngineReply) for reply in replies):
+            await undo_create(ranks, call, [one["id"] for one in new], replies)
+        parts = all_of(replies, ranks)
+        views = list(zip(*(part.fields["sequences"] for part in parts), strict=True))
+        for view in views:
+            name = view[0]["id"]
+            ranks.books[call.tenant.namespace, name] = created[name]
+        shown = {"sequences": [whole_view(view) for view in views]}
+        return EngineReply(shown, {}, longest(part.stages for part in parts))
+
+    return await retried(ranks, call, parents, attempt, rereads=True)
 
 
 def plan_new(
-    ranks: Ranks, call: Call, new: Sequence[Mapping[str, Any]], parents: Mapping[str, Dealt]
-) -> dict[str, Dealt]:
-    """What the new sequences will be. An empty one is this door's to change; a fork begins in its
-    parent's epoch, which more than one door may know, and must be claimed before it is changed."""
+    ranks: Ranks,
+    call: Call,
+    new: Sequence[Mapping[str, Any]],
+    parents: Mapping[str, ShardedSequence],
+) -> dict[str, ShardedSequence]:
+    """The new sequences by id. This door owns an empty one. A fork begins in its parent's epoch,
+    which other doors may know, so it must be claimed before it is changed."""
     layers = ranks.engines[0].info.num_layers
-    made: dict[str, Dealt] = {}
+    created: dict[str, ShardedSequence] = {}
     for one in new:
         name, parent = one["id"], one.get("parent")
-        made[name] = Dealt(ranks.acting_for(call.tenant), name)
+        created[name] = ShardedSequence(ranks.acting_for(call.tenant), name)
         if parent is None:
-            made[name].is_at([0] * layers, later(0))
+            created[name].set_claimed([0] * layers, later(0))
             continue
-        of = made.get(parent) or parents[parent]
-        length = fork_length(parent, lengths_of(of), one.get("length"))
-        made[name].lengths, made[name].epoch = [length] * layers, of.epoch
-    return made
+        of = created.get(parent) or parents[parent]
+        length = fork_length(parent, of.known_lengths, one.get("length"))
+        created[name].lengths, created[name].epoch = [length] * layers, of.epoch
+    return created
 
 
-def part_of(new: Mapping[str, Any], shard: Fields, made: Dealt) -> Fields:
-    """What one rank is asked to make."""
+def shard_fields(new: Mapping[str, Any], shard: Fields, created: ShardedSequence) -> Fields:
+    """One new sequence, for the engine of one rank."""
     same = {name: new[name] for name in ("id", "ttl_s", "parent") if new.get(name) is not None}
-    same["epoch"] = made.epoch
-    return same | ({"length": lengths_of(made)[0]} if "parent" in same else {"shard": shard})
+    same["epoch"] = created.epoch
+    own = {"length": created.known_lengths[0]} if "parent" in same else {"shard": shard}
+    return same | own
 
 
 def fork_length(parent: str | None, lengths: Sequence[int], wanted: int | None) -> int:
-    """How many tokens a fork gets. Raises InvalidRequest as an engine does."""
+    """The number of tokens of a fork. Raises InvalidRequest as an engine does."""
     least, most = min(lengths), max(lengths)
     if wanted is None and least != most:
         rule = f"its layers hold {least} to {most} tokens: say length = {least}, or append first"
@@ -226,34 +198,61 @@ def fork_length(parent: str | None, lengths: Sequence[int], wanted: int | None) 
     return least if wanted is None else wanted
 
 
-async def unmake(ranks: Ranks, call: Call, ids: list[str], told: Sequence[object]) -> None:
-    """Delete what some ranks have made, where others have not."""
+async def undo_create(ranks: Ranks, call: Call, ids: list[str], replies: Sequence[object]) -> None:
+    """Delete what some ranks have created, where others have not."""
     ranks.forget(call, ids)
     await each(
         [
-            engine.ask(engine.own(DELETE_SEQUENCES, call.tenant, UNDO_S), {"ids": ids})
-            for engine, one in zip(ranks.engines, told, strict=True)
-            if isinstance(one, Told)
+            engine.ask(engine.own(DELETE_SEQUENCES, call.tenant, REPAIR_S), {"ids": ids})
+            for engine, reply in zip(ranks.engines, replies, strict=True)
+            if isinstance(reply, EngineReply)
         ]
     )
 
 
-async def get(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
-    async with ranks.held(call, [fields["id"]]) as (one,):
+async def get(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineReply:
+    """What the ranks say of it, once they agree; what all of them have, where they go on
+    differing."""
+    async with ranks.locked(call, [fields["id"]]) as (one,):
         for number in range(TRIES):
             await pause(number)
-            if not one.is_even:
-                await know(ranks, [one], to_change=False)
-            told = await ranks.all(call, fields)
-            shards = [shard_of(one, part.fields) for part in told]
-            if all(
-                (s["epoch"], s["lengths"]) == (shards[0]["epoch"], shards[0]["lengths"])
-                for s in shards
-            ):
+            if number or not one.is_consistent:
+                await refresh(ranks, [one], to_write=False)
+            parts = await ranks.all(call, fields)
+            if common_state(one, parts) is not None:
                 break
-            ask_anew([one])
-            await know(ranks, [one], to_change=False)
-    return Told(whole_view([one.fields for one in told]), {}, longest(one.stages for one in told))
+            invalidate([one])
+    shown = whole_view([part.fields for part in parts])
+    return EngineReply(shown, {}, longest(part.stages for part in parts))
+
+
+async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineReply:
+    """First at the rank of the last page: only that one may need a fresh page, and lack one."""
+    for name in ("layer", "epoch", "keep"):
+        refuse_field(name, fields)
+    length = fields["length"]
+    last = ranks.engines[length // ranks.page_size % len(ranks.engines)]
+
+    async def attempt(sequences: Sequences, is_fresh: bool) -> EngineReply:
+        (one,) = sequences
+        if length > (least := min(one.known_lengths)):
+            if is_fresh:
+                raise InvalidRequest("length", length, f"0 to {least}, the sequence's length")
+            raise Stale
+        # an epoch of its own: tokens that were cut may come again, with other numbers
+        cut, num_layers = fields | {"epoch": later(one.epoch)}, len(one.known_lengths)
+        one.is_consistent = False
+        (first,) = await each([last.ask(call, cut)])
+        if not isinstance(first, EngineReply):
+            one.is_consistent = not is_stale(first)
+            all_of([first], ranks)
+        one.lengths = None  # at least one rank is in the new epoch
+        parts = all_of(await ranks.broadcast(call, cut), ranks)
+        one.set_claimed([length] * num_layers, cut["epoch"])
+        shown = whole_view([part.fields for part in parts])
+        return EngineReply(shown, {}, longest(part.stages for part in parts))
+
+    return await retried(ranks, call, [fields["id"]], attempt, to_write=True)
 
 
 def refuse_field(name: str, fields: Fields) -> None:
@@ -261,41 +260,8 @@ def refuse_field(name: str, fields: Fields) -> None:
         raise InvalidRequest(name, fields[name], "is for sequences that are on one engine")
 
 
-async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Told:
-    """First at the rank that has the last page: only there a fresh page may be wanting."""
-    for name in ("layer", "epoch", "keep"):
-        refuse_field(name, fields)
-    length = fields["length"]
-    async with ranks.held(call, [fields["id"]]) as (one,):
-        for number in range(TRIES):
-            await pause(number)
-            await claim(ranks, one)
-            lengths = lengths_of(one)
-            if length > min(lengths):
-                rule = f"0 to {min(lengths)}, the sequence's length"
-                raise InvalidRequest("length", length, rule)
-            # in an epoch of its own: what has been cut off may come again, with other numbers
-            last = ranks.engines[length // ranks.page_size % len(ranks.engines)]
-            asked, one.is_even = fields | {"epoch": later(one.epoch)}, False
-            first = await each([last.ask(call, asked)])
-            if not isinstance(first[0], Told):
-                if is_stale(first[0]):
-                    continue
-                one.is_even = True
-                ranks.whole(first)
-            one.lengths = None  # at least one rank is in the new epoch
-            told = await ranks.told_by_all(call, asked)
-            if any(map(is_stale, told)):
-                continue
-            views = ranks.whole(told)
-            one.is_at([length] * len(lengths), asked["epoch"])
-            shown = whole_view([view.fields for view in views])
-            return Told(shown, {}, longest(view.stages for view in views))
-    raise SequenceTaken({one.id: one.epoch})
-
-
-Ask = Callable[["Ranks", Call, Fields, Arrays], Awaitable[Told]]
-ASKED: Final[dict[str, Ask]] = {
+Handler = Callable[["Ranks", Call, Fields, Arrays], Awaitable[EngineReply]]
+HANDLERS: Final[dict[str, Handler]] = {
     "append": rows,
     "decode": rows,
     "prefill": rows,
@@ -304,5 +270,5 @@ ASKED: Final[dict[str, Ask]] = {
     "get_sequence": get,
     "truncate": truncate,
     "delete_sequence": delete,
-    "delete_sequences": delete_made,
+    "delete_sequences": delete_created,
 }

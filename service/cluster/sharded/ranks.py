@@ -1,8 +1,8 @@
-"""Engines that sequences are dealt out over, page by page: to the router one engine among others.
+"""The engines of sharded sequences, which the router uses as if they were one engine.
 
-Every engine is asked the same, with the sequences' whole lengths; it stores the rows whose pages
-are its own and attends what it holds, and the states are merged here. Lengths are remembered, and
-believed for as long as the ranks agree (`epochs.py`).
+Every engine gets the same request, with the sequences' whole lengths. It stores the rows of its own
+pages and attends what it holds; the states are merged here. Lengths are cached, and used for as
+long as the ranks agree with them (`epochs.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any, Final
 
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Call, Engine, Told
-from service.cluster.routing.replies import each, reply
+from service.cluster.membership.engine import Call, Engine
+from service.cluster.membership.engine import Told as EngineReply
+from service.cluster.routing.replies import each
+from service.cluster.routing.replies import reply as reply_in_slot
 from service.cluster.routing.tags import BETWEEN, Name
-from service.cluster.sharded.epochs import Dealt
-from service.cluster.sharded.operations import asked
+from service.cluster.sharded.epochs import ShardedSequence
+from service.cluster.sharded.operations import handle
 from service.errors import NotReady
 from service.image.reading import REQUEST, place, read_layout, split
 from service.operations.schema.spec import Operation
@@ -36,13 +38,13 @@ class Ranks:
     def __init__(
         self, engines: Sequence[Engine], acting_for: Callable[[Tenant], Tenant] = lambda one: one
     ) -> None:
-        """`acting_for`: whose the questions are that are asked for the sake of a caller."""
+        """`acting_for`: the tenant of the router's own requests on behalf of a caller."""
         self.engines = tuple(engines)
         self.acting_for = acting_for
         self.tag = BETWEEN.join(engine.tag for engine in engines)
         self.name = BETWEEN.join(engine.name for engine in engines)
         self.promised = 0
-        self.books: OrderedDict[Name, Dealt] = OrderedDict()
+        self.books: OrderedDict[Name, ShardedSequence] = OrderedDict()
 
     @property
     def page_size(self) -> int:
@@ -52,66 +54,63 @@ class Ranks:
         return self.engines[0].own(operation, tenant, deadline_s)
 
     async def call(self, call: Call) -> tuple[Answered, Slot]:
-        """The answer in a slot of the router's; what is refused is raised."""
+        """The reply in a slot of the router's. Raises what the ranks refuse."""
         header, start = split(call.image)
         layout = read_layout(header, len(call.image) - start, REQUEST)
-        told = await self.ask(call, layout.fields, place(call.image, start, layout))
+        reply = await self.ask(call, layout.fields, place(call.image, start, layout))
         if call.operation.answer is None:
             slot = self.engines[0].arena.slot(0)
-            return Answered(call.operation.status, slot.view(0), 0, told.stages), slot
-        return reply(self.engines[0].arena, call, told.fields, told.arrays, told.stages)
+            return Answered(call.operation.status, slot.view(0), 0, reply.stages), slot
+        return reply_in_slot(self.engines[0].arena, call, reply.fields, reply.arrays, reply.stages)
 
     async def ask(
         self, call: Call, fields: Mapping[str, Any], arrays: Arrays | None = None
-    ) -> Told:
+    ) -> EngineReply:
         """As `Engine.ask`."""
-        return await asked(self, call, fields, arrays or {})
+        return await handle(self, call, fields, arrays or {})
 
-    async def all(
-        self, call: Call, fields: Mapping[str, Any], arrays: Arrays | None = None
-    ) -> list[Told]:
-        """The answers of all ranks to the same. Raises the first refusal."""
-        return self.whole(await self.told_by_all(call, fields, arrays))
+    async def all(self, call: Call, fields: Mapping[str, Any]) -> list[EngineReply]:
+        """The replies of all ranks to one request. Raises the first error."""
+        return self.whole(await self.broadcast(call, fields))
 
-    async def told_by_all(
+    async def broadcast(
         self, call: Call, fields: Mapping[str, Any], arrays: Arrays | None = None
-    ) -> list[Told | BaseException]:
-        """What each rank says to the same."""
+    ) -> list[EngineReply | BaseException]:
+        """The reply or the error of each rank to one request."""
         return await each([engine.ask(call, fields, arrays) for engine in self.engines])
 
     @staticmethod
-    def whole(told: Sequence[Told | BaseException]) -> list[Told]:
-        """Answers, when all are. Raises the first refusal, that of an engine that is lost before
-        others."""
-        refused = [one for one in told if isinstance(one, BaseException)]
-        if refused:
-            raise next((one for one in refused if isinstance(one, NotReady)), refused[0])
-        return [one for one in told if isinstance(one, Told)]
+    def whole(replies: Sequence[EngineReply | BaseException]) -> list[EngineReply]:
+        """The replies of all ranks. Raises the first error, that of a lost engine before others."""
+        errors = [reply for reply in replies if isinstance(reply, BaseException)]
+        if errors:
+            raise next((error for error in errors if isinstance(error, NotReady)), errors[0])
+        return [reply for reply in replies if isinstance(reply, EngineReply)]
 
     # books
 
     @asynccontextmanager
-    async def held(self, call: Call, ids: Sequence[str]) -> AsyncIterator[list[Dealt]]:
-        """The sequences, on which nobody else in this door has a call meanwhile."""
-        every = [self.dealt(call.tenant, name) for name in ids]
+    async def locked(self, call: Call, ids: Sequence[str]) -> AsyncIterator[list[ShardedSequence]]:
+        """The sequences, while no other call of this door uses them."""
+        sequences = [self.sequence(call.tenant, name) for name in ids]
         async with AsyncExitStack() as stack:
-            for one in sorted(every, key=lambda one: one.id):
+            for one in sorted(sequences, key=lambda one: one.id):
                 await stack.enter_async_context(one.lock)
-            yield every
+            yield sequences
 
-    def dealt(self, tenant: Tenant, name: str) -> Dealt:
+    def sequence(self, tenant: Tenant, name: str) -> ShardedSequence:
         key = (tenant.namespace, name)
         found = self.books.get(key)
         if found is None:
-            found = self.books[key] = Dealt(self.acting_for(tenant), name)
+            found = self.books[key] = ShardedSequence(self.acting_for(tenant), name)
             if len(self.books) > MOST_REMEMBERED:
                 oldest = next(key for key, one in self.books.items() if not one.lock.locked())
                 del self.books[oldest]
         self.books.move_to_end(key)
         return found
 
-    def forget_all(self, every: Sequence[Dealt]) -> None:
-        for one in every:
+    def forget_all(self, sequences: Sequence[ShardedSequence]) -> None:
+        for one in sequences:
             self.books.pop((one.tenant.namespace, one.id), None)
 
     def forget(self, call: Call, ids: Sequence[str]) -> None:
@@ -119,7 +118,7 @@ class Ranks:
             self.books.pop((call.tenant.namespace, name), None)
 
     def abandon(self) -> dict[Tenant, list[str]]:
-        """One of the engines is lost: the sequences that were dealt out over them."""
+        """Forget all sequences, as one of the engines is lost; their ids by tenant."""
         by_tenant: dict[Tenant, list[str]] = {}
         for one in self.books.values():
             by_tenant.setdefault(one.tenant, []).append(one.id)
@@ -128,4 +127,4 @@ class Ranks:
 
 
 Home = Engine | Ranks
-"""Where a sequence is."""
+"""The engine of a sequence, or those of a sharded one."""

@@ -1,4 +1,4 @@
-"""Answers of the engines that a sequence's pages are dealt out over, made into those of the whole.
+"""One reply for a sharded sequence, made of those of its engines.
 
 Page i of a sequence lies at rank i mod `ranks`: see `service.core.shards.layout`.
 """
@@ -20,12 +20,12 @@ LN2: Final = np.float32(math.log(2))
 
 
 def held_by(length: int, ranks: int, page_size: int) -> list[int]:
-    """How many of a sequence's tokens each rank holds."""
+    """The number of a sequence's tokens at each rank."""
     return [int(held(length, rank, ranks, page_size)) for rank in range(ranks)]
 
 
 def whole_view(parts: Sequence[Mapping[str, Any]]) -> Fields:
-    """What is told of a sequence, from what each rank in order tells of its part."""
+    """The description of a sequence, from those of its shards by rank."""
     known = (part["shard"]["lengths"] for part in parts)
     lengths = [min(column) for column in zip(*known, strict=True)]
     pages = sum(part["pages"] for part in parts)
@@ -39,27 +39,27 @@ def whole_view(parts: Sequence[Mapping[str, Any]]) -> Fields:
     }
 
 
-def one_state(told: Sequence[Mapping[str, Array]], base: str) -> dict[str, Array]:
+def one_state(replies: Sequence[Mapping[str, Array]], base: str) -> dict[str, Array]:
     """The ranks' states of the same rows as one; log-sum-exps are in `base`."""
-    o = np.stack([one["o"] for one in told], axis=1)
-    lse = np.stack([one["lse"] for one in told], axis=1)
+    o = np.stack([one["o"] for one in replies], axis=1)
+    lse = np.stack([one["lse"] for one in replies], axis=1)
     unit = LN2 if base == "2" else np.float32(1)
     merged = merge_states(o, lse * unit)
     return {"o": np.asarray(merged.o), "lse": np.asarray(merged.lse) / unit}
 
 
 def has_all(
-    told: Sequence[tuple[Fields, Mapping[str, Array]]],
+    replies: Sequence[tuple[Fields, Mapping[str, Array]]],
     lengths: Sequence[int],
     span: tuple[int, int | None],
     page_size: int,
 ) -> bool:
-    """Whether every rank has told as many rows as are its own in sequences of these lengths."""
+    """Whether every rank has sent as many rows as it holds in sequences of these lengths."""
     begin, end = span
     for index, length in enumerate(lengths):
         stop = length if end is None else min(end, length)
-        before, after = (held_by(at, len(told), page_size) for at in (min(begin, stop), stop))
-        for (fields, _), first, last in zip(told, before, after, strict=True):
+        before, after = (held_by(at, len(replies), page_size) for at in (min(begin, stop), stop))
+        for (fields, _), first, last in zip(replies, before, after, strict=True):
             own = fields["kv_indptr"]
             if own[index + 1] - own[index] != last - first:
                 return False
@@ -67,22 +67,22 @@ def has_all(
 
 
 def gathered(
-    told: Sequence[tuple[Fields, Mapping[str, Array]]],
+    replies: Sequence[tuple[Fields, Mapping[str, Array]]],
     lengths: Sequence[int],
     span: tuple[int, int | None],
     page_size: int,
 ) -> tuple[Fields, dict[str, Array]]:
     """K and V of tokens `span` of each sequence, in order, from the rows that every rank has."""
-    ranks, sums, places = len(told), [0], []
+    ranks, sums, places = len(replies), [0], []
     for length in lengths:
         stop = length if span[1] is None else min(span[1], length)
         token = np.arange(min(span[0], length), stop)
         places.append(token // page_size % ranks)
         sums.append(sums[-1] + token.size)
     whole: dict[str, Array] = {}
-    for name, like in told[0][1].items():
+    for name, like in replies[0][1].items():
         whole[name] = np.empty((sums[-1], *like.shape[1:]), like.dtype)
-        for rank, (fields, arrays) in enumerate(told):
+        for rank, (fields, arrays) in enumerate(replies):
             own = fields["kv_indptr"]
             for index, place in enumerate(places):
                 into = whole[name][sums[index] : sums[index + 1]]
