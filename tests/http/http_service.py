@@ -10,8 +10,7 @@ import os
 import socket
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,8 +29,8 @@ from service.engine.store.pool_size import geometry
 from service.metrics import Metrics
 from service.processes.cells import make_shared
 from service.road.engine_end.listening import listen
+from tests.harness.waiting import WAIT_S, wait_for
 
-WAIT_S: Final = 60.0
 SECRET: Final = "what the supervisor hands to its processes"
 ARGUMENTS: Final = (
     *("--backend.kind", KIND),
@@ -213,10 +212,3 @@ def serving(*arguments: str) -> Iterator[Service]:
         ending.callback(service.stop)
         wait_for(lambda: server.started and service.door.state[0] == "ready", "the start")
         yield service
-
-
-def wait_for(condition: Callable[[], object], what: str, seconds: float = WAIT_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.005)

@@ -14,11 +14,12 @@ import numpy as np
 import tritonclient.grpc
 import tritonclient.http
 from http_messages import LAYERS, rows
-from http_service import SECRET, WAIT_S, Service, wait_for
+from http_service import SECRET, Service
 from tritonclient.utils import np_to_triton_dtype
 
 from service.doors.grpc.server import Server
 from service.metrics import Metrics
+from tests.harness.waiting import WAIT_S, wait_for
 
 
 @dataclass

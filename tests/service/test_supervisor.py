@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from supervised import ROOT, WAIT_S, Service, kill, supervised, wait_until_gone
+from supervised import started, supervised
 
-from kernels import cuda_devices
 from service.supervisor import ECHO_S
+from tests.harness.processes import ROOT, Process, kill, wait_until_gone
+from tests.harness.waiting import WAIT_S
 
 
 @pytest.fixture
@@ -22,15 +23,15 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "engine.sock"
 
 
-def pids(service: Service, *processes: str) -> list[int]:
-    return [service.up(process)["pid"] for process in processes]
+def pids(service: Process, *processes: str) -> list[int]:
+    return [started(service, process)["pid"] for process in processes]
 
 
 def test_every_process_is_handed_its_sockets_settings_and_name(path: Path) -> None:
     workers = ("--server.http-workers", "2")
     with supervised(*workers, "--pool.num-pages", "77", socket=path) as service:
-        engine = service.up("engine")
-        doors = [service.up("http-0"), service.up("http-1")]
+        engine = started(service, "engine")
+        doors = [started(service, "http-0"), started(service, "http-1")]
         assert [door["worker"] for door in doors] == [0, 1]
         assert engine["sockets"] == [str(path)]
         assert doors[0]["sockets"] == doors[1]["sockets"] and "127.0.0.1" in doors[0]["sockets"][0]
@@ -41,8 +42,8 @@ def test_every_process_is_handed_its_sockets_settings_and_name(path: Path) -> No
             assert process["metrics"] == ["engine", "http-0", "http-1", "main"]
         port = int(doors[0]["url"].rpartition(":")[2])
         socket.create_connection(("127.0.0.1", port)).close()
-        service.find(lambda entry: f"listening on {doors[0]['url']} " in entry["message"])
-        service.find(lambda entry: entry["message"] == f"sessions at {path}")
+        service.find_entry(lambda entry: f"listening on {doors[0]['url']} " in entry["message"])
+        service.find_entry(lambda entry: entry["message"] == f"sessions at {path}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -52,7 +53,7 @@ def test_a_signal_lets_every_process_finish_and_ends_with_0(
     behave = "work on for a while"
     with supervised(engine=behave, door=behave, socket=path) as service:
         left = pids(service, "engine", "http-0")
-        service.signal(number)
+        service.send_signal(number)
         assert service.status() == 0
         wait_until_gone(*left)
     assert not path.exists()
@@ -63,9 +64,9 @@ def test_a_signal_lets_every_process_finish_and_ends_with_0(
 def test_a_second_signal_ends_at_once(path: Path, number: signal.Signals) -> None:
     with supervised(engine="never stop", door="never stop", socket=path) as service:
         left = pids(service, "engine", "http-0")
-        service.signal(signal.SIGTERM)
+        service.send_signal(signal.SIGTERM)
         time.sleep(2 * ECHO_S)
-        service.signal(number)
+        service.send_signal(number)
         assert service.status() == 128 + number
         wait_until_gone(*left)
 
@@ -75,7 +76,7 @@ def test_a_signal_to_the_process_and_to_its_group_counts_once(path: Path) -> Non
         engine, door = pids(service, "engine", "http-0")
         for pid in (engine, door):
             os.kill(pid, signal.SIGINT)  # ignored
-        for pid in (service.process.pid, engine, door, service.process.pid):
+        for pid in (service.child.pid, engine, door, service.child.pid):
             os.kill(pid, signal.SIGTERM)
         assert service.status() == 0
     assert service.messages("warning", "error") == []
@@ -88,7 +89,7 @@ def test_what_does_not_finish_is_killed_after_the_drain_and_the_service_still_en
     drain = ("--server.drain-timeout-s", "0.1")
     with supervised(*drain, engine="never stop", socket=path) as service:
         left = pids(service, "engine", "http-0")
-        service.signal(signal.SIGTERM)
+        service.send_signal(signal.SIGTERM)
         assert service.status() == 0
         wait_until_gone(*left)
     (warning,) = service.messages("warning")
@@ -97,9 +98,9 @@ def test_what_does_not_finish_is_killed_after_the_drain_and_the_service_still_en
 
 def test_while_the_service_stops_nobody_new_waits_at_the_door(path: Path) -> None:
     with supervised(engine="never stop", socket=path) as service:
-        url = service.up("http-0")["url"]
-        service.signal(signal.SIGTERM)
-        wait_until_gone(service.up("http-0")["pid"])
+        url = started(service, "http-0")["url"]
+        service.send_signal(signal.SIGTERM)
+        wait_until_gone(started(service, "http-0")["pid"])
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 1.0)
 
@@ -110,27 +111,6 @@ def test_an_engine_that_cannot_start_says_why_in_one_line_and_the_service_ends_w
     with supervised(engine="refuse", socket=path) as service:
         assert service.status() == 1
     assert service.messages("warning", "error") == ["no such device"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--backend.kind", "cpu", "--pool.num-pages", "100000000"], "lower pool.num_pages"),
-        pytest.param(
-            ["--backend.kind", "cuda"],
-            "backend.kind = cuda",
-            marks=pytest.mark.skipif(bool(cuda_devices()), reason="there is a CUDA device"),
-        ),
-    ],
-)
-def test_a_backend_that_cannot_start_ends_the_service_with_one_line_and_1(
-    path: Path, arguments: list[str], reason: str
-) -> None:
-    with supervised(*arguments, engine="real", socket=path) as service:
-        assert service.status() == 1
-    (line,) = service.messages("warning", "error")
-    assert line.startswith("cannot start: ") and reason in line
 
 
 def test_a_door_that_cannot_start_is_not_tried_again(path: Path) -> None:
@@ -151,12 +131,12 @@ def test_when_the_engine_is_killed_the_doors_finish_and_the_service_ends_with_1(
 
 def test_when_a_door_is_killed_it_is_started_again_and_the_others_do_not_notice(path: Path) -> None:
     with supervised("--server.http-workers", "2", socket=path) as service:
-        before = {name: service.up(name) for name in ("engine", "http-0", "http-1")}
+        before = {name: started(service, name) for name in ("engine", "http-0", "http-1")}
         kill(before["http-0"]["pid"])
-        again = service.up("http-0", count=2)
+        again = started(service, "http-0", count=2)
         assert again["pid"] != before["http-0"]["pid"]
         assert {**again, "pid": 0, "time": 0} == {**before["http-0"], "pid": 0, "time": 0}
-        service.signal(signal.SIGTERM)
+        service.send_signal(signal.SIGTERM)
         assert service.status() == 0
         ups = [entry["process"] for entry in service.entries() if entry["message"] == "up"]
     assert sorted(ups) == ["engine", "http-0", "http-0", "http-1"]
@@ -176,26 +156,26 @@ def test_a_door_that_dies_of_every_start_ends_the_service_with_1(path: Path) -> 
 def test_when_the_supervisor_is_killed_nothing_is_left_behind(path: Path, behave: str) -> None:
     with supervised(engine=behave, door=behave, socket=path) as service:
         left = pids(service, "engine", "http-0")
-        service.signal(signal.SIGKILL)
+        service.send_signal(signal.SIGKILL)
         assert service.status() == -signal.SIGKILL
         wait_until_gone(*left)
     with supervised(socket=path) as service:  # the socket file it left is replaced
-        service.up("engine")
+        started(service, "engine")
 
 
 def test_a_crash_while_finishing_is_told_by_the_exit_status(path: Path) -> None:
     with supervised(engine="crash at the end", socket=path) as service:
         pids(service, "engine", "http-0")
-        service.signal(signal.SIGTERM)
+        service.send_signal(signal.SIGTERM)
         assert service.status() == 1
     assert service.messages("error") == ["engine was killed by SIGABRT while it finished its work"]
 
 
 def test_a_signal_during_the_start_ends_with_0(path: Path) -> None:
     with supervised(socket=path) as service:
-        service.find(lambda entry: "listening on" in entry["message"])
+        service.find_entry(lambda entry: "listening on" in entry["message"])
         time.sleep(0.02)
-        service.signal(signal.SIGTERM)
+        service.send_signal(signal.SIGTERM)
         assert service.status() == 0
     assert service.messages("warning", "error") == []
 

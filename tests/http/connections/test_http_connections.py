@@ -15,9 +15,10 @@ from typing import Any
 import httpx
 import pytest
 from http_messages import JSON, SAFETENSORS, check_problem
-from http_service import WAIT_S, Service, serving, wait_for
+from http_service import Service, serving
 
 from service.logs import ConsoleLines
+from tests.harness.waiting import WAIT_S, wait_for
 
 
 @dataclass(frozen=True)

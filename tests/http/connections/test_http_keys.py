@@ -22,11 +22,12 @@ from http_messages import (
 )
 from http_process import listening, process
 from http_secrets import write_keys
-from http_service import WAIT_S, Service, serving, wait_for
+from http_service import Service, serving
 
 from config.settings import ServerSettings
 from service.addresses import bind_addresses
 from service.road.engine_end.listening import CannotListen
+from tests.harness.waiting import WAIT_S, wait_for
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,9 @@ from http_messages import (
     rows,
     write_body,
 )
-from http_service import Service, serving, wait_for
+from http_service import Service, serving
+
+from tests.harness.waiting import wait_for
 
 DEPTH = 3
 

@@ -30,9 +30,10 @@ from http_messages import (
     rows,
     write_body,
 )
-from http_service import Service, serving, wait_for
+from http_service import Service, serving
 
 from service.keys import line_of
+from tests.harness.waiting import wait_for
 
 MIB = 2**20
 

@@ -26,12 +26,14 @@ from http_messages import (
     rows,
     write_body,
 )
-from http_process import START_S, process
+from http_process import process
 from http_secrets import HOST, Files, trusting, write_files
-from http_service import WAIT_S, Service, serving, wait_for
+from http_service import Service, serving
 
 from config.settings import SettingsError, load_settings
 from service.doors.kit.tls import Tls, TlsError
+from tests.harness.processes import START_S
+from tests.harness.waiting import WAIT_S, wait_for
 
 
 @pytest.fixture(scope="module")

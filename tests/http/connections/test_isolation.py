@@ -30,11 +30,12 @@ from http_messages import (
     write_body,
 )
 from http_process import listening
-from http_service import WAIT_S, serving
+from http_service import serving
 
 from service.keys import line_of
 from service.operations.table import BY_NAME, OPERATIONS
 from service.tenants import SCOPES
+from tests.harness.waiting import WAIT_S
 
 TOKENS = list(range(101, 101 + 2 * PAGE_SIZE))
 DIGEST = "0f" * 32

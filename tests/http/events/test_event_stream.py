@@ -14,10 +14,11 @@ import httpx
 import numpy as np
 import pytest
 from http_messages import LAYERS, PAGE_SIZE, append, create, rows
-from http_service import Service, serving, wait_for
+from http_service import Service, serving
 
 from service.doors.http.endpoints import events
 from service.keys import line_of
+from tests.harness.waiting import wait_for
 
 IDS = list(range(3 * PAGE_SIZE))
 FEW = ("--cache.events-history", "4")

@@ -14,12 +14,13 @@ import httpx
 import numpy as np
 import pytest
 from http_messages import PAGE_SIZE, PAGES, append, create, rows
-from http_service import Service, serving, wait_for
+from http_service import Service, serving
 from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 
 from service.keys import line_of
 from tests.browser import browser, missing, network, prefers
+from tests.harness.waiting import wait_for
 
 pytestmark = pytest.mark.long
 

@@ -16,10 +16,11 @@ import httpx
 import numpy as np
 import pytest
 from http_messages import PAGE_SIZE, PAGES, append, check_problem, create, post, rows
-from http_service import Service, serving, wait_for
+from http_service import Service, serving
 
 from service.doors.http.live import page, samples
 from service.keys import line_of
+from tests.harness.waiting import wait_for
 
 STREAM = "/live/stream"
 

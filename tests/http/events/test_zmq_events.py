@@ -17,11 +17,12 @@ import pytest
 import zmq
 from http_messages import LAYERS, PAGE_SIZE, append, create, rows
 from http_process import listening
-from http_service import SECRET, WAIT_S, Service, serving, wait_for
+from http_service import SECRET, Service, serving
 
 from config.settings import SettingsError, load_settings
 from service.doors.zmq.batches import payload
 from service.doors.zmq.publisher import Publisher
+from tests.harness.waiting import WAIT_S, wait_for
 
 END = b"\xff" * 8
 

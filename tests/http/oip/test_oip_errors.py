@@ -9,9 +9,11 @@ import httpx
 import numpy as np
 import pytest
 from http_messages import KV_HEADS, LAYERS, PAGES, QO_HEADS, check_problem, rows
-from http_service import Service, serving, wait_for
+from http_service import Service, serving
 from triton_callers import Triton, grpc_client, grpc_door, http_client
 from tritonclient.utils import InferenceServerException
+
+from tests.harness.waiting import wait_for
 
 Q1: Any = np.zeros((1, QO_HEADS, 64), np.float32)
 KV1: Any = np.zeros((1, KV_HEADS, 64), np.float32)

@@ -14,12 +14,13 @@ import httpx
 import numpy as np
 import pytest
 from http_messages import KV_HEADS, LAYERS, QO_HEADS, rows
-from http_service import WAIT_S, Service, serving, wait_for
+from http_service import Service, serving
 from triton_callers import Triton, grpc_client, grpc_door
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from service.doors.grpc.server import Server
+from tests.harness.waiting import WAIT_S, wait_for
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 FUZZ_CASES = 1500

@@ -11,12 +11,13 @@ from typing import Any
 import grpc
 import pytest
 from http_secrets import write_keys
-from http_service import WAIT_S, serving, wait_for
+from http_service import serving
 from triton_callers import grpc_door
 
 from service.doors.grpc import door as door_module
 from service.doors.grpc.messages import message
 from service.doors.grpc.server import Server
+from tests.harness.waiting import WAIT_S, wait_for
 
 NAME = "/inference.GRPCInferenceService/"
 RED = ("authorization", "Bearer a-key-of-red")

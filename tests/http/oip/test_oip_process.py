@@ -10,8 +10,9 @@ from contextlib import suppress
 import pytest
 import tritonclient.grpc
 from http_process import listening, process
-from http_service import WAIT_S, wait_for
 from tritonclient.utils import InferenceServerException
+
+from tests.harness.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.long
 
@@ -49,5 +50,5 @@ def test_a_port_that_is_taken_ends_the_service_with_one_line() -> None:
         taken = str(other.getsockname()[1])
         with process("--server.port", "0", "--server.grpc-port", taken) as running:
             assert running.child.wait(WAIT_S) == 1
-            (told,) = running.told("error")
+            (told,) = running.messages("error")
     assert f"server.grpc_port {taken}" in told, told

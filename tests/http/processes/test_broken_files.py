@@ -14,9 +14,11 @@ import httpx
 import pytest
 import trustme
 from http_messages import create
-from http_process import START_S, Process, process
+from http_process import process
 from http_secrets import Files, trusting, write_files, write_keys
-from http_service import WAIT_S, wait_for
+
+from tests.harness.processes import START_S, Process
+from tests.harness.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.long
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from http_messages import LAYERS, PAGE_SIZE, PAGES, append, ask, check_problem, create, rows
 from http_process import listening
-from http_service import WAIT_S
+
+from tests.harness.waiting import WAIT_S
 
 pytestmark = pytest.mark.long
 

@@ -23,8 +23,11 @@ from http_messages import (
     post,
     rows,
 )
-from http_process import Process, is_alive, is_ready, listening
-from http_service import WAIT_S, needs_a_slow_device, wait_for
+from http_process import is_ready, listening
+from http_service import needs_a_slow_device
+
+from tests.harness.processes import Process, is_alive
+from tests.harness.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.long
 
@@ -68,7 +71,7 @@ def test_sigterm_during_an_operation_longer_than_the_drain_ends_it_with_503(
         assert running.stop() == 0
         check_problem(asked.result(WAIT_S), 503, "not_ready")
     assert not [line for line in running.lines if "Traceback" in line or "terminate" in line]
-    told = running.told("warning", "error")
+    told = running.messages("warning", "error")
     assert told == ["drain: 1 operations were not done in 1 s"], "nothing had to be killed"
 
 
@@ -98,7 +101,7 @@ def test_when_the_engine_is_killed_doors_answer_503_and_the_service_ends_with_1(
         os.kill(running.pid("engine"), signal.SIGKILL)
         check_problem(asked.result(WAIT_S), 503, "not_ready")
         assert running.child.wait(WAIT_S) == 1
-    (told,) = running.told("error")
+    (told,) = running.messages("error")
     assert "engine was killed by SIGKILL" in told, told
 
 
@@ -123,11 +126,14 @@ def test_when_a_door_is_killed_it_starts_again_and_nobody_else_notices(
             told = client.get("/v1/info", headers={"x-request-id": f"two-{index}"})
             assert told.status_code == 200, "with a new connection where the old one is gone"
         assert ask(clients[0], "/v1/decode", fields, q)[1]["o"].shape[0] == 1
+        for door, restarts in (("http-0", 1), ("http-1", 0)):
+            line = f'attnd_process_restarts_total{{process="{door}"}} {restarts}.0'
+            wait_for(lambda line=line: line in clients[0].get("/metrics").text, line)
         for client in clients:
             client.close()
         assert running.stop() == 0
     assert len([line for line in running.lines if "starting it again" in line]) == 1
-    assert running.told("error") == []
+    assert running.messages("error") == []
 
 
 def clients_of_both_doors(running: Process, url: str) -> tuple[list[httpx.Client], list[str]]:

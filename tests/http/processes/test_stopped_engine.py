@@ -9,10 +9,10 @@ import time
 import httpx
 import pytest
 from http_process import listening
-from http_service import WAIT_S, wait_for
 
 from service.doors.kit.link import STALE_S
 from service.doors.kit.timeouts import GRACE_S
+from tests.harness.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.long
 

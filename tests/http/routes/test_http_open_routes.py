@@ -11,10 +11,11 @@ from contextlib import closing
 
 import pytest
 from http_messages import create
-from http_service import WAIT_S, Service, serving
+from http_service import Service, serving
 from starlette.routing import Route
 
 from service.keys import line_of
+from tests.harness.waiting import WAIT_S
 
 KEY = "a-key-of-red"
 SECRET_ID = "the-id-that-only-red-knows"

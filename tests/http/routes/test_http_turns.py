@@ -30,7 +30,9 @@ from http_messages import (
     rows,
     write_body,
 )
-from http_service import Service, needs_a_slow_device, serving, wait_for
+from http_service import Service, needs_a_slow_device, serving
+
+from tests.harness.waiting import wait_for
 
 A = {"layer": 0, "sequences": ["a"]}
 

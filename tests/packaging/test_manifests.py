@@ -1,4 +1,4 @@
-"""Manifests, the systemd unit and the alert rules agree with the service's settings and metrics."""
+"""Compose files, Kubernetes manifests and the systemd unit agree with the service's settings."""
 
 from __future__ import annotations
 
@@ -13,16 +13,49 @@ import pytest
 import yaml
 
 from config.settings import Settings, load_settings
-from service.metrics import SPECS, Metrics
 from service.supervisor import GRACE_S
 
-ROOT: Final = Path(__file__).resolve().parents[1]
-OWN_USER: Final = 10001
-"""The image's."""
+ROOT: Final = Path(__file__).resolve().parents[2]
+IMAGE_USER: Final = 10001
+COMPOSED: Final = ("attnd", "attnd-gpu", "attnd-cluster")
 
 
 def documents(path: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((ROOT / path).read_text(encoding="utf-8")))
+
+
+def composed(file: str, name: str) -> dict[str, Any]:
+    """A service of a compose file."""
+    found: dict[str, Any] = documents(file)[0]["services"][name]
+    return found
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_compose_gives_the_service_settings_that_exist_and_time_to_drain(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = composed("docker-compose.yml", name)
+    for key, value in service["environment"].items():
+        monkeypatch.setenv(key, value)
+    settings = load_settings([])
+    grace = float(service["stop_grace_period"].removesuffix("s"))
+    assert grace > settings.server.drain_timeout_s + GRACE_S
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_compose_without_keys_says_that_it_is_meant_and_with_keys_closes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = composed("docker-compose.yml", name)
+    assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    laid_over = composed("docker-compose.keys.yml", name)
+    for environment, is_open in ((service["environment"], True), (laid_over["environment"], False)):
+        for key, value in environment.items():
+            monkeypatch.setenv(key, value)
+        auth = load_settings([]).auth
+        assert (auth.open, auth.keys_file is None) == (is_open, is_open)
+    mounted = laid_over["volumes"][0].rsplit(":", 2)[1]
+    assert str(auth.keys_file).startswith(f"{mounted}/")
 
 
 def of_kind(path: str, kind: str) -> dict[str, Any]:
@@ -47,8 +80,7 @@ POLICIES: Final = ("deploy/kubernetes.yaml", "deploy/rayservice.yaml")
 def test_every_pod_runs_as_the_images_user_without_privileges(name: str) -> None:
     spec = PODS[name]["spec"]
     assert spec["securityContext"]["runAsNonRoot"] is True
-    assert spec["securityContext"]["runAsUser"] == OWN_USER
-    assert f"USER {OWN_USER}:" in (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert spec["securityContext"]["runAsUser"] == IMAGE_USER
     for container in spec["containers"]:
         bounds = container["securityContext"]
         assert bounds["allowPrivilegeEscalation"] is False
@@ -156,14 +188,6 @@ def test_the_systemd_unit_starts_attnd_with_settings_that_exist(tmp_path: Path) 
     assert float(found["TimeoutStopSec"][0]) > settings.server.drain_timeout_s + GRACE_S
 
 
-def test_the_systemd_unit_signals_the_supervisor_and_gives_up_on_wrong_settings() -> None:
-    found = unit()
-    assert found["KillMode"] == ["mixed"], "the supervisor drains the other processes itself"
-    assert found["RestartPreventExitStatus"] == ["2"]
-    assert found["NoNewPrivileges"] == ["yes"] and found["ProtectSystem"] == ["strict"]
-    assert int(found["LimitNOFILE"][0]) >= 2 * load_settings([]).server.max_connections
-
-
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
 def test_systemd_accepts_the_unit() -> None:
     command = ["systemd-analyze", "verify", "--man=no", str(ROOT / "deploy/attnd.service")]
@@ -172,94 +196,27 @@ def test_systemd_accepts_the_unit() -> None:
     assert not [line for line in complaints if "not executable" not in line]
 
 
-def rules() -> list[dict[str, Any]]:
-    (found,) = documents("config/prometheus-rules.yml")
-    return [rule for group in found["groups"] for rule in group["rules"]]
-
-
-RULES: Final = {rule["alert"]: rule for rule in rules()}
-OF_PROMETHEUS: Final = {"up"}
-WORDS: Final = {
-    *("sum", "min", "max", "by", "rate", "increase", "histogram_quantile"),
-    *("instance", "engine", "process", "op", "le"),
-}
-
-
-def series() -> set[str]:
-    """The names that a scrape can have."""
-    found = set(OF_PROMETHEUS)
-    for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", Metrics().render()[0].decode(), re.M):
-        ends = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
-        found |= {name + end for end in ends}
-    return found
-
-
-def labels_of(metric: str) -> set[str]:
-    """The labels that a series of the metric has, those of the scrape among them."""
-    base = {"job", "instance"}
-    for name, spec in SPECS.items():
-        if re.fullmatch(rf"attnd_{name}(_total|_bucket|_sum|_count)?", metric):
-            return base | set(spec.labels) | ({"le"} if metric.endswith("_bucket") else set())
-    return base | ({"process"} if metric.startswith("process_") else set())
-
-
-@pytest.mark.parametrize("alert", RULES)
-def test_every_alert_reads_metrics_and_labels_that_exist(alert: str) -> None:
-    text = RULES[alert]["expr"]
-    selected = re.findall(r"([a-z_]+)\{([^}]*)\}", text)
-    assert selected, text
-    for metric, chosen in selected:
-        assert metric in series(), metric
-        matchers = dict(re.findall(r'(\w+)(?:=~|!~|!=|=)("[^"]*")', chosen))
-        assert matchers["job"] == '"attnd"'
-        assert set(matchers) <= labels_of(metric), f"{metric}: {matchers}"
-    kept = re.sub(r'\{[^}]*\}|\[[^]]*\]|"[^"]*"', "", text)
-    assert set(re.findall(r"[a-z_]{2,}", kept)) <= WORDS | {metric for metric, _ in selected}
-    for group in re.findall(r"by \(([^)]*)\)", text):
-        for metric, _ in selected:
-            assert {label.strip() for label in group.split(",")} <= labels_of(metric), metric
-
-
-@pytest.mark.parametrize("alert", RULES)
-def test_every_alert_is_formed_as_prometheus_wants_it(alert: str) -> None:
-    rule = RULES[alert]
-    assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
-    assert re.fullmatch(r"[A-Z][A-Za-z]+", alert)
-    assert re.fullmatch(r"\d+[smh]", rule.get("for", "0s"))
-    assert rule["labels"]["severity"] in ("page", "ticket")
-    assert rule["annotations"]["summary"] and rule["annotations"]["description"]
-    text = rule["expr"]
-    assert text.count("(") == text.count(")") and text.count("{") == text.count("}")
-    assert re.search(r"(==|>=|<=|>|<) [0-9.]+$", text), "an alert compares with a number"
-    for total in re.findall(r"\w+_total\b", text):
-        assert re.search(rf"(rate|increase)\({total}\{{", text), f"{total} without rate()"
-    for label in re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]):
-        assert label in text or label in labels_of(re.findall(r"([a-z_]+)\{", text)[0])
-
-
-def test_alert_names_are_used_once() -> None:
-    assert len(RULES) == len(rules())
-
-
-def test_prometheus_loads_the_rules() -> None:
-    (config,) = documents("config/prometheus.yml")
-    assert config["rule_files"] == ["prometheus-rules.yml"]
-    (compose,) = documents("docker-compose.yml")
-    mounted = compose["services"]["prometheus"]["volumes"]
-    folder = "/etc/prometheus"
-    assert f"./config/prometheus-rules.yml:{folder}/prometheus-rules.yml:ro" in mounted
-
-
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool")
-def test_promtool_accepts_the_rules() -> None:
-    path = ROOT / "config/prometheus-rules.yml"
-    assert subprocess.run(["promtool", "check", "rules", str(path)]).returncode == 0
-
-
-def test_grafana_has_no_administrator_with_a_known_password() -> None:
-    (compose,) = documents("docker-compose.yml")
-    environment = compose["services"]["grafana"]["environment"]
-    assert environment["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
-    assert environment["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
-    assert environment["GF_AUTH_BASIC_ENABLED"] == "false"
-    assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+def test_the_manifest_for_kuberay_has_settings_that_exist_and_doors_where_they_are_looked_for() -> (
+    None
+):
+    service, front, _ = documents("deploy/rayservice.yaml")
+    application = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]
+    given = [text for name, value in application["args"].items() for text in (f"--{name}", value)]
+    settings = load_settings(given)
+    assert application["import_path"] == "service.cluster.ray.app:build"
+    assert front["spec"]["ports"][0]["targetPort"] == settings.server.port
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]
+    assert settings.cluster.ingress_resource is not None
+    assert settings.cluster.ingress_resource in head["rayStartParams"]["resources"]
+    labels = head["template"]["metadata"]["labels"]
+    assert front["spec"]["selector"].items() <= labels.items()
+    (workers,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert workers["maxReplicas"] == settings.cluster.max_engines
+    pod = workers["template"]["spec"]
+    grace = settings.cluster.drain_s + settings.server.drain_timeout_s
+    assert pod["terminationGracePeriodSeconds"] > grace
+    for spec in (head["template"]["spec"], pod):
+        (container,) = spec["containers"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts.keys() == {volume["name"] for volume in spec["volumes"]}
+        assert settings.cluster.secret_file == f"{mounts['secret']}/secret"

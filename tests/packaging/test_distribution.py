@@ -24,7 +24,7 @@ import pytest
 
 pytestmark = pytest.mark.long
 
-ROOT: Final = Path(__file__).resolve().parents[1]
+ROOT: Final = Path(__file__).resolve().parents[2]
 SOURCES: Final = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 TREES: Final = ("service", "kernels", "config", "client")
 FOR_OTHER_PROGRAMS: Final = {"grafana", "prometheus.yml", "prometheus-rules.yml"}

@@ -1,0 +1,72 @@
+"""Sizes and wording that every change keeps: folders, Markdown, the README, phrases."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+TRACKED: Final = subprocess.run(
+    ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+).stdout.splitlines()
+FILES: Final = [name for name in TRACKED if (ROOT / name).is_file()]
+MAX_FILES: Final = 16
+LARGER_FOLDERS: Final = {"tests/client": 19, "tests/kernels": 17, "tests/road": 19}
+"""Not yet divided."""
+MAX_COLUMNS: Final = 100
+LONG_PAGES: Final = {
+    *("bench/README.md", "bench/RESULTS.md", "client/README.md", "examples/README.md"),
+    *("docs/decisions/one-engine-many-doors.md", "docs/decisions/repeated-calls.md"),
+    *("docs/oip.md", "docs/operations.md", "docs/road.md", "docs/simulation.md"),
+    *("docs/structures.md", "kernels/NOTES.md", "kernels/README.md"),
+}
+"""Pages with longer lines, not yet wrapped."""
+README_LINES: Final = 200
+PLAIN: Final = ("service/core/", "bench/", "simulation/", "tests/harness/", "tests/packaging/")
+"""Trees in plain English; others follow."""
+PHRASES: Final = re.compile(
+    r"\b(?:told|tells?|whoever|whom|anew|so many|let in|lets? go|dealt|nobody|somebody"
+    r"|is to be|are to be|patience|at a glance)\b",
+    re.IGNORECASE,
+)
+
+
+def test_no_folder_has_more_files_than_a_reader_can_survey() -> None:
+    modules = (name for name in FILES if name.endswith(".py") and not name.endswith("__init__.py"))
+    counts = Counter(name.rpartition("/")[0] for name in modules)
+    found = {
+        folder: count
+        for folder, count in counts.items()
+        if count > LARGER_FOLDERS.get(folder, MAX_FILES)
+    }
+    assert not found, f"at most {MAX_FILES} files a folder: {found}"
+
+
+def test_markdown_wraps() -> None:
+    long = [
+        f"{name}:{number}: {len(line)} columns"
+        for name in FILES
+        if name.endswith(".md") and name not in LONG_PAGES
+        for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > MAX_COLUMNS
+    ]
+    assert not long, long
+
+
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= README_LINES
+
+
+def test_phrases_that_a_reader_has_to_translate_do_not_come_back() -> None:
+    found = [
+        f"{name}:{number}: {match[0]}"
+        for name in FILES
+        if name.startswith(PLAIN) and name.endswith((".py", ".md", ".cu", ".cuh"))
+        for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1)
+        for match in PHRASES.finditer(line.replace("_", " "))
+    ]
+    assert not found, found
