@@ -25,7 +25,7 @@ LONG_PAGES: Final = {
 }
 """Pages with longer lines, not yet wrapped."""
 README_LINES: Final = 200
-PLAIN: Final = ("service/core/", "bench/", "simulation/", "tests/harness/", "tests/packaging/")
+PLAIN: Final = ("service/core/", "bench/", "tests/harness/", "tests/packaging/")
 """Trees in plain English; others follow."""
 PHRASES: Final = re.compile(
     r"\b(?:told|tells?|whoever|whom|anew|so many|let in|lets? go|dealt|nobody|somebody"
