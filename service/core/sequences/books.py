@@ -119,7 +119,7 @@ class SequenceBooks:
     def add(self, spec: NewSpec, owner: Namespace, length: int, table: Int32) -> Leaf:
         """Add a sequence with `length` tokens at every layer and the page table `table`.
 
-        `whole_length`: for a shard, the length of the whole sequence. The leaf has no parent yet.
+        The leaf has no parent yet.
         """
         if not self._free:
             self._add_column()
