@@ -99,7 +99,7 @@ bench-stale:  ## Changes of the kernels since each results file was measured
 map: $(VENV)/.dev  ## Write docs/files.md, the map of the code
 	$(BIN)/python docs/map.py
 
-simulate: $(VENV)/.dev  ## Simulate a cluster and thousands of engines, TRACE=FILE
+simulate: $(VENV)/.dev  ## Simulate thousands of engines, TRACE=FILE
 	$(BIN)/python -m simulation $(if $(TRACE),--trace $(TRACE) --tables,--quick) $(ARGS)
 
 lock: $(BIN)/python  ## Write deploy/locked: the image's packages with their hashes

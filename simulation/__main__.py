@@ -1,7 +1,6 @@
 """Engines and clusters, simulated event by event from measured tables and a trace.
 
     python -m simulation --trace FILE --compare        # beside the measurements of bench.cluster
-    python -m simulation --trace FILE --cluster 16     # the router's rule, 16 runs with noise
     python -m simulation --trace FILE --fleet [--engines 1200 1600 2000] [--per-s 10000]
     python -m simulation --trace FILE --rack 1600      # a rack fails during the run
     python -m simulation --long                        # sequences over many engines
@@ -23,11 +22,10 @@ from typing import Any, Final
 import numpy as np
 
 from bench.cases.trace import Request, generated_trace, multiplied, read_trace, shortened
-from bench.cluster import CALIBRATION, CLUSTER_RESULTS, LONGEST, WORKERS
+from bench.cluster import CALIBRATION, CLUSTER_RESULTS, LONGEST
 from bench.provenance import RESULTS, Results, provenance, read_results, write_results
 from simulation.calls import CallCosts
-from simulation.cluster import Clustered
-from simulation.comparison import MOST_OFF, compare, replays
+from simulation.comparison import MOST_OFF, compare
 from simulation.fleet import Fleet, FleetRun, Outcome, Simulation
 from simulation.gpu_costs import GpuCosts
 from simulation.long_sequences import Links, Setting, long_rows
@@ -39,17 +37,11 @@ WARM: Final = 2 / 3
 """The share of the seconds that is warm-up: pools start empty."""
 
 
-def as_measured(requests: Sequence[Request]) -> tuple[dict[str, Any], CallCosts, list[Request]]:
-    """The results of bench.cluster, the costs of calls in that run, and its requests."""
-    measured = read_results(CLUSTER_RESULTS)
-    costs = CallCosts.of_document(read_results(CALIBRATION))
-    return measured, costs, shortened(requests[-measured["requests"] :], LONGEST)
-
-
 def compared(requests: Sequence[Request]) -> dict[str, Any]:
     """Every figure of bench.cluster's replays, measured and simulated."""
-    measured, costs, played = as_measured(requests)
-    rows = compare(measured, costs, played)
+    measured = read_results(CLUSTER_RESULTS)
+    costs = CallCosts.of_document(read_results(CALIBRATION))
+    rows = compare(measured, costs, shortened(requests[-measured["requests"] :], LONGEST))
     for row in rows:
         print(
             f"{row.replay:9} {row.figure:15} {row.measured:10} ± {row.spread / 2:5.1%} "
@@ -62,43 +54,6 @@ def compared(requests: Sequence[Request]) -> dict[str, Any]:
         "holds": holds,
         "most_off": MOST_OFF,
         "measured": measured["date"],
-    }
-
-
-def clustered(requests: Sequence[Request], times: int) -> dict[str, Any]:
-    """The cluster's figures over `times` runs, in which the times of calls vary at random."""
-    measured, costs, played = as_measured(requests)
-    every: dict[str, list[float]] = {}
-    for seed in range(times):
-        for name, value in once(measured, costs, played, seed).items():
-            every.setdefault(name, []).append(value)
-    rows = [
-        {
-            "figure": name,
-            "mean": round(sum(values) / times, 3),
-            "least": min(values),
-            "most": max(values),
-        }
-        for name, values in every.items()
-    ]
-    for row in rows:
-        print(row)
-    return {"rows": rows, "times": times, "measured": measured["date"]}
-
-
-def once(
-    measured: dict[str, Any], costs: CallCosts, requests: Sequence[Request], seed: int
-) -> dict[str, float]:
-    """One service, separate ones and a cluster, with the same seed."""
-    engines = measured["engines"]
-    one, separate = replays(measured, costs, requests, seed).values()
-    pools = [measured["pages_each"]] * engines
-    cluster = Clustered(costs, measured["cores"], pools, seed).replay(requests, WORKERS * engines)
-    return {
-        "throughput_of_separate": round(cluster["requests_per_s"] / separate["requests_per_s"], 3),
-        "hit_rate_of_one": round(cluster["hit_rate"] / max(1e-9, one["hit_rate"]), 3),
-        "p50_of_separate": round(cluster["p50_ms"] / separate["p50_ms"], 3),
-        "p99_of_separate": round(cluster["p99_ms"] / separate["p99_ms"], 3),
     }
 
 
@@ -174,7 +129,6 @@ def main() -> None:
     )
     parser.add_argument("--trace", type=Path, help="without it a trace is generated")
     parser.add_argument("--compare", action="store_true")
-    parser.add_argument("--cluster", type=int, metavar="TIMES")
     parser.add_argument("--fleet", action="store_true")
     parser.add_argument("--engines", type=int, nargs="+", default=(1200, 1600, 2000))
     parser.add_argument("--per-s", type=float, default=10_000.0)
@@ -186,8 +140,8 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.quick:
         chosen.compare = chosen.fleet = chosen.long = True
-        chosen.cluster, chosen.engines, chosen.per_s, chosen.rack = 1, (80,), 100.0, 80
-    elif not chosen.trace and (chosen.compare or chosen.cluster or chosen.fleet or chosen.rack):
+        chosen.engines, chosen.per_s, chosen.rack = (80,), 100.0, 80
+    elif not chosen.trace and (chosen.compare or chosen.fleet or chosen.rack):
         parser.error("figures that are kept need the published trace: --trace FILE")
     found = run_all(chosen)
     if found and not chosen.quick:
@@ -211,8 +165,6 @@ def run_all(chosen: argparse.Namespace) -> Results:
     found: Results = {}
     if chosen.compare:
         found["compare"] = stamp | compared(trace)
-    if chosen.cluster:
-        found["clustered"] = stamp | clustered(trace, chosen.cluster)
     if chosen.fleet or chosen.rack:
         every = multiplied(trace, chosen.per_s, chosen.seconds)
     if chosen.fleet:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
@@ -24,8 +23,6 @@ WAKES: Final = (1, 2, 1)
 ATTENTION: Final = frozenset({"prefill", "decode"})
 NEW_DECODED: Final = -(-DECODES // PAGE)
 """Pages that a request's decoded tokens take."""
-SPREAD: Final = 0.2
-"""Standard deviation of the logarithm of an engine's time, in runs with noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +101,6 @@ def fit(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
     return whole
 
 
-def nothing() -> None:
-    """For an event without an observer."""
-
-
 @dataclass(slots=True, eq=False)
 class Service:
     """A door and an engine with its pool."""
@@ -120,11 +113,7 @@ class Service:
 class Replay:
     """Requests in a closed loop on services, as `bench.driver.replay.replay` plays them."""
 
-    def __init__(
-        self, costs: CallCosts, cores: float, pools: Sequence[int], seed: int | None = None
-    ) -> None:
-        """With a `seed` the times of an engine's calls vary at random."""
-        self.chance = None if seed is None else random.Random(seed)
+    def __init__(self, costs: CallCosts, cores: float, pools: Sequence[int]) -> None:
         self.clock = Clock()
         shared = Cores(self.clock, cores, costs.together)
         self.costs = costs
@@ -152,23 +141,16 @@ class Replay:
     def _work(self, service: Service, left: deque[Request]) -> None:
         """A worker's next request, and all after it."""
         if left:
-            self._play(service, left.popleft(), lambda: self._work(service, left))
+            self._replay(service, left.popleft(), lambda: self._work(service, left))
 
-    def _play(
-        self,
-        service: Service,
-        request: Request,
-        then: Act,
-        written: Act = nothing,
-        committed: Act = nothing,
-    ) -> None:
-        """One request. `written` runs as its rows arrive, `committed` as its prompt is cached."""
+    def _replay(self, service: Service, request: Request, then: Act) -> None:
+        """One request, from create to delete."""
         begun = self.clock.now
         blocks, length = request.blocks, len(request.blocks) * PAGE
         pool, cached = service.pool, service.pool.match(blocks)
         own = len(blocks) - cached + NEW_DECODED
         if pool.hold(blocks[:cached], own) is None:
-            raise ValueError(f"a prompt of {len(blocks)} blocks beside others in a pool too small")
+            raise ValueError(f"a prompt of {len(blocks)} blocks does not fit beside others")
         self.tokens += length
         self.cached += cached * PAGE
         new = length - cached * PAGE
@@ -179,28 +161,30 @@ class Replay:
         def commit() -> None:
             pool.release(blocks[:cached], own)
             pool.hold(blocks, NEW_DECODED)  # from now on they can be matched
-            committed()
-            self._calls(service, deque([*rest, ("delete", length, 0)]), after, {"delete": delete})
+            self._calls(service, deque(rest), delete)
 
         def delete() -> None:
+            self._calls(service, deque([("delete", length, 0)]), after, arrived=release)
+
+        def release() -> None:
             pool.release(blocks, NEW_DECODED)
 
         def after() -> None:
             self.request_s.append(self.clock.now - begun)
             then()
 
-        self._calls(service, deque([*first, ("commit", new, 0)]), commit, {"prefill": written})
+        self._calls(service, deque([*first, ("commit", new, 0)]), commit)
 
     def _calls(
         self,
         service: Service,
         calls: deque[tuple[str, int, int]],
         after: Act,
-        acts: Mapping[str, Act],
+        arrived: Act | None = None,
     ) -> None:
         """Calls in turn: caller, door, engine, door, caller.
 
-        `acts` has what happens, by kind of call, as a call arrives at the engine.
+        `arrived` runs as a call arrives at the engine, `after` when all calls are answered.
         """
         if not calls:
             after()
@@ -208,40 +192,23 @@ class Replay:
         kind, new, pairs = calls.popleft()
         self.num_calls += 1
         caller_s, door_s, engine_s = self.costs.awake(kind, new, pairs)
-        if self.chance is not None:
-            engine_s *= self.chance.lognormvariate(0.0, SPREAD)
-        door, engine = service.door, service.engine
-
-        def to_door() -> None:
-            door.give(door_s / 2, to_engine)
+        door = service.door
 
         def to_engine() -> None:
-            begun = self.clock.now
-            self.sent(service, kind)
-            if kind in acts:
-                acts[kind]()
+            if arrived is not None:
+                arrived()
+            service.engine.take(Task(engine_s, self.costs.shared_s(kind), back))
 
-            def back() -> None:
-                self.answered(service, kind, engine_s, self.clock.now - begun - engine_s)
-                door.give(door_s / 2, lambda: self.caller.give(caller_s / 2, replied))
-
-            engine.take(Task(engine_s, self.costs.shared_s(kind), back))
+        def back() -> None:
+            door.give(door_s / 2, lambda: self.caller.give(caller_s / 2, replied))
 
         def replied() -> None:
-            self._calls(service, calls, after, acts)
+            self._calls(service, calls, after, arrived)
 
         def begin() -> None:
-            self.caller.give(caller_s / 2, to_door)
+            self.caller.give(caller_s / 2, lambda: door.give(door_s / 2, to_engine))
 
         if self.costs.waiting_s[kind]:
             self.clock.after(self.costs.waiting_s[kind], begin)
         else:
             begin()
-
-    # hooks for a subclass
-
-    def sent(self, service: Service, kind: str) -> None:
-        """A call has arrived at an engine."""
-
-    def answered(self, service: Service, kind: str, engine_s: float, waited_s: float) -> None:
-        """A call is done there, after `engine_s` of work and `waited_s` of waiting."""

@@ -50,12 +50,12 @@ def compare(
 
 
 def replays(
-    measured: dict[str, Any], costs: CallCosts, requests: Sequence[Request], seed: int | None = None
+    measured: dict[str, Any], costs: CallCosts, requests: Sequence[Request]
 ) -> dict[str, dict[str, float]]:
     """Simulated on one service and on separate ones with a perfect split, as measured."""
     each, engines = measured["pages_each"], measured["engines"]
     return {
-        name: Replay(costs, measured["cores"], pools, seed).run(
+        name: Replay(costs, measured["cores"], pools).run(
             split(requests, len(pools)), WORKERS * engines // len(pools)
         )
         for name, pools in (("one", [each * engines]), ("separate", [each] * engines))

@@ -10,19 +10,11 @@ from bench.cluster import CLUSTER_RESULTS, FIGURES, NAMES
 from bench.cluster import table as cluster_table
 from bench.provenance import ROOT, Results, read_results
 from bench.tables import table, with_stamp, wrapped
-from simulation.calls import SPREAD
 from simulation.fleet import Fleet
 from simulation.gpu_costs import GpuCosts, Line
 from simulation.long_sequences import PREFILL_CHUNK, Links
 
 PAGE: Final = ROOT / "docs" / "simulation.md"
-REQUIRED: Final = {
-    "throughput_of_separate": ("throughput beside separate services", "0.9"),
-    "hit_rate_of_one": ("token hit rate beside one engine", "0.95"),
-    "p50_of_separate": ("p50 beside separate services", ""),
-    "p99_of_separate": ("p99 beside separate services", ""),
-}
-"""Names of the cluster's figures, and the least that each must reach."""
 
 
 def compare_table(results: Results) -> str:
@@ -41,21 +33,6 @@ def compare_table(results: Results) -> str:
     verdict = "All within" if results["holds"] else "**Not all within**"
     head = ["replay", "figure", "measured", "range of the rounds", "simulated", "off"]
     return with_stamp(f"{table(head, rows)}\n\n{verdict} {results['most_off']:.0%}.", results)
-
-
-def clustered_table(results: Results) -> str:
-    """The cluster's figures over many simulated runs."""
-    rows = [
-        [
-            REQUIRED[row["figure"]][0],
-            f"{row['mean']:.3f}",
-            f"{row['least']:.3f} to {row['most']:.3f}",
-            REQUIRED[row["figure"]][1],
-        ]
-        for row in results["rows"]
-    ]
-    head = ["the cluster, simulated", f"mean of {results['times']}", "range", "at least"]
-    return with_stamp(table(head, rows), results)
 
 
 def long_table(results: Results) -> str:
@@ -145,7 +122,6 @@ def assumptions_table() -> str:
             "the router's own rule; every engine's state is known at once",
             "as built",
         ],
-        ["times of calls", f"log-normal, {SPREAD:.0%}, in the cluster only", "assumed"],
         ["blocks", "512 tokens, cached once they are held", "the trace's"],
         ["answers", "the trace's lengths, one token a step", "the trace's"],
         ["many users", "copies of the trace at its pace, without common blocks", "assumed"],
@@ -178,7 +154,6 @@ def line(costs: Line, unit: str) -> str:
 
 TABLES: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
     "compare": compare_table,
-    "clustered": clustered_table,
     "long": long_table,
     "fleet": fleet_table,
     "rack": rack_table,

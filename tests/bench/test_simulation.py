@@ -21,7 +21,6 @@ from service.cluster.placement.cost import Load, choose
 from simulation.block_pool import BlockPool
 from simulation.calls import CallCosts, Replay
 from simulation.clock import Clock, Cores
-from simulation.cluster import Clustered
 from simulation.comparison import compare
 from simulation.fleet import Fleet, Simulation
 from simulation.gpu_costs import GpuCosts, Line, Model
@@ -112,23 +111,6 @@ def test_one_worker_takes_the_sum_of_its_calls_and_two_services_share_only_cores
     two = Replay(COSTS, 6, [10_000, 10_000]).run(split(some, 2), workers=4)
     assert two["requests_per_s"] > 1.2 * one["requests_per_s"]
     assert two["hit_rate"] == pytest.approx(one["hit_rate"], abs=0.01)
-
-
-def test_a_cluster_keeps_prompts_with_a_common_start_together() -> None:
-    some = TRACE[:150]
-    separate = Replay(COSTS, 6, [10_000] * 2, seed=1).run(split(some, 2), workers=4)
-    cluster = Clustered(COSTS, 6, [10_000] * 2, seed=1)
-    run = cluster.replay(some, workers=8)
-    assert cluster.num_calls == 150 * 8
-    assert run["hit_rate"] >= separate["hit_rate"]
-    assert run["requests_per_s"] > 0.8 * separate["requests_per_s"]
-    assert not cluster.waiting, "no request is left waiting"
-    for one in cluster.knows.values():
-        assert (one.held, one.unwritten, one.num_waiting) == (0, 0, 0)
-    again = Clustered(COSTS, 6, [10_000] * 2, seed=1).replay(some, workers=8)
-    assert again == run
-    other = Clustered(COSTS, 6, [10_000] * 2, seed=2).replay(some, workers=8)
-    assert other["p50_ms"] != run["p50_ms"]
 
 
 def test_costs_are_fitted_from_calls_and_compared_with_measurements() -> None:
