@@ -60,7 +60,7 @@ class Runner:
                 if number + 1 < steps:
                     ahead = self.step()
                 run()
-                step.handed_over()
+                step.release_to_engine()
             last = step
             host += time.perf_counter() - started
             events[number + 1].record()

@@ -23,7 +23,7 @@ from service.image.reading import (
 from service.image.writing import RESPONSE, image
 
 MARK: Final = secrets.token_hex(8)
-"""What stands for a list of numbers that was cut out of a body."""
+"""Placeholder of a list of numbers that was cut out of a body."""
 
 
 def image_of_json(body: bytes, given: Mapping[str, Any]) -> list[Part]:

@@ -1,8 +1,7 @@
-"""Long JSON text read in pieces: between two of them whoever reads may do something else.
+"""Long JSON text read in pieces, so that an event loop can do other work between two of them.
 
-Reading a header of two megabytes at once takes up to 70 ms, and a loop that has neighbours to serve
-may not be gone for so long. The generators here yield after about a millisecond's work each and
-return the value; what they accept and refuse is what `load_json` does.
+Reading a header of two megabytes at once takes up to 70 ms. The generators here yield after about a
+millisecond of work each and return the value; they accept the same text as `load_json`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from service.image.json_text import DECODER, MAX_KEYS, check_counts, load_json, 
 
 T = TypeVar("T")
 Pieces = Generator[None, None, T]
-"""Yields between pieces of work, and returns the result."""
+"""Yields between pieces of work and returns the result."""
 
 SHORT_VALUES: Final = 8192
 SHORT_OBJECTS: Final = 1024

@@ -1,7 +1,7 @@
 """Tensors inside JSON bodies: `{"q": {"dtype": "F32", "shape": [2, 3], "data": [...]}}`.
 
 `data` is flat, in row-major order. JSON has no infinities, and the log-sum-exp of an empty state
-is one: `"Infinity"`, `"-Infinity"` and `"NaN"` stand for them, in both directions. Numbers are read
+is one: `"Infinity"`, `"-Infinity"` and `"NaN"` represent them, in both directions. Numbers are read
 and written in pieces of a few milliseconds, between which other threads get their turn.
 """
 

@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a header says, checked against the bytes after it: it may be kept and reused."""
+    """The contents of a header, checked against the bytes after it: they can be kept and reused."""
 
     fields: dict[str, Any]
     entries: tuple[Entry, ...]
@@ -56,7 +56,7 @@ class Layout:
 def split(body: bytes | memoryview) -> tuple[bytes, int]:
     """The header's text, copied once, and the offset of the first tensor byte.
 
-    `body` may be memory that its owner still writes: what is checked later is the copy.
+    `body` may be memory that its owner still writes: later checks read the copy.
     """
     if len(body) < 8:
         raise MalformedBody(f"{len(body)} bytes: a safetensors body has at least 8")

@@ -1,4 +1,4 @@
-"""Writing images: where each tensor of one lies, as arrays to fill or as buffers to send."""
+"""Writing images: the places of tensors, as arrays to fill or as buffers to send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session's arena at the engine's end: shared memory that no caller can take away again."""
+"""A session's arena at the engine's end: shared memory that no caller can shrink."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ PAGEABLE: Final = Pinning()
 class Arena:
     """Shared memory of `size` bytes that can grow to `limit`.
 
-    The file is sealed against shrinking, so no caller can take pages away from under the engine.
-    It is the session's own, mapped whole from the start; or a door's, which has it with several
-    engines, and makes it longer itself.
-    Views keep the mapping alive: `close` forgets the arena, and the memory goes with its last view.
+    The file is sealed against shrinking, so no caller can remove pages that the engine uses. It is
+    made for one session and mapped whole at once; or it is a door's (`is_shared`), which shares it
+    with several engines and grows it itself. Views keep the mapping alive: `close` closes the file,
+    and the memory is unmapped with its last view.
     """
 
-    __slots__ = ("fd", "is_brought", "limit", "memory", "pinned", "pinning", "size")
+    __slots__ = ("fd", "is_shared", "limit", "memory", "pinned", "pinning", "size")
 
     def __init__(self, fd: int, size: int, limit: int, mapped: mmap.mmap, pinning: Pinning) -> None:
-        self.is_brought = False
+        self.is_shared = False
         self.fd = fd
         self.size = size
         self.limit = limit
@@ -79,14 +79,14 @@ class Arena:
         return cls(fd, size, limit, mapped, pinning)
 
     @classmethod
-    def brought(cls, fd: int, limit: int, pinning: Pinning) -> Arena:
-        """The arena that a door brings, which is closed with it. Raises OSError, ValueError for
-        what is no such file."""
+    def of_door(cls, fd: int, limit: int, pinning: Pinning) -> Arena:
+        """The arena in a door's file `fd`, which `close` closes. Raises OSError, and ValueError for
+        a file that can shrink."""
         size = min(os.fstat(fd).st_size // PAGE * PAGE, max(pages(limit), PAGE))
         if not is_sealed(fd):
             raise ValueError("it could shrink: seal it")
         arena = cls(fd, size, limit, mmap.mmap(fd, size), pinning)
-        arena.is_brought = True
+        arena.is_shared = True
         return arena
 
     def view(self, offset: int, length: int) -> memoryview:
@@ -101,21 +101,20 @@ class Arena:
 
     @property
     def address(self) -> int:
-        """Where the arena lies in this process."""
+        """The arena's address in this process."""
         return int(np.frombuffer(self.memory, np.uint8, 1).ctypes.data)
 
     def grow(self, size: int) -> None:
-        """Make the arena at least `size` bytes, or as much as its limit; what was brought, as long
-        as it is by now. May raise OSError.
+        """Make the arena at least `size` bytes, up to its limit and to the length of a door's file.
 
-        While anything of it is pinned, nothing of the engine's may be under way in it.
+        May raise OSError. While it is pinned, no work of the engine may use it.
         """
         size = min(pages(size), self.limit)
-        if self.is_brought:
+        if self.is_shared:
             size = min(size, os.fstat(self.fd).st_size // PAGE * PAGE)
         if size <= self.size:
             return
-        if self.is_brought:
+        if self.is_shared:
             memory = memoryview(mmap.mmap(self.fd, size))
         else:
             memory = self.memory
@@ -125,11 +124,11 @@ class Arena:
         self.pin()
 
     def lengthen(self, size: int) -> None:
-        """Give the file `size` bytes, unless a caller has done so itself. May raise OSError."""
+        """Make the file `size` bytes long, unless a caller did so. May raise OSError."""
         if os.fstat(self.fd).st_size < size:
             try:
                 os.ftruncate(self.fd, size)
-            except PermissionError:  # it did so just now: the seal keeps the file from shrinking
+            except PermissionError:  # a caller did so just now; the seal prevents shrinking
                 if os.fstat(self.fd).st_size < size:
                     raise
 
@@ -144,7 +143,7 @@ class Arena:
         self.pinned = memoryview(b"")
 
     def close(self) -> None:
-        """Forget the arena; slots are refused from now on, views stay valid."""
+        """Close the file; slots are refused from now on, views stay valid."""
         self.unpin()
         if self.fd >= 0:
             os.close(self.fd)
@@ -154,7 +153,8 @@ class Arena:
 
 
 def check_place(name: str, offset: int, length: int, size: int) -> None:
-    """A slot lies inside an arena of `size` bytes and begins at a multiple of 64."""
+    """Raises InvalidRequest unless a slot is inside an arena of `size` bytes, at a multiple of
+    64."""
     if offset % ALIGNMENT:
         raise InvalidRequest(f"{name}_offset", offset, f"a multiple of {ALIGNMENT}")
     if offset < 0 or length < 0 or offset + length > size:
@@ -174,7 +174,7 @@ def anonymous_file() -> tuple[int, bool]:
 
 
 def seal(fd: int) -> None:
-    """Nobody can make the file shorter from now on, or undo this."""
+    """Seal the file against shrinking; no process can undo this."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
 
 

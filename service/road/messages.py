@@ -1,4 +1,4 @@
-"""The road's JSON messages: what a session says at its start, as its arena grows, at its end."""
+"""The road's JSON messages: for the start of a session, the growth of its arena, and its end."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from service.tenants import Tenant, tenant_of
 NAME: Final = re.compile(r"[A-Za-z0-9 ._:/-]{0,64}")
 LARGEST: Final = 2**63 - 1
 MOST_TENANTS: Final = 2**16 - 1
-"""What the field of a CALL frame holds."""
+"""The largest value of the field in a CALL frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A caller's first message. `name` is for logs; a `door` passes on calls of others, and shows
-    the `secret` of the service's own ones."""
+    """A caller's first message. `name` is for logs. A `door` forwards calls of other callers, and
+    sends the `secret` of the service's own doors."""
 
     version: int
     name: str
@@ -41,14 +41,14 @@ class Hello:
     key: str = ""
     secret: str = ""
     brings_arena: bool = False
-    """A door's arena is its own; the descriptor comes with this message."""
+    """Whether the door provides the arena: its descriptor comes with this message."""
     nonce: str = ""
-    """Over TCP: WELCOME shows by this that the engine knows the secret, too."""
+    """Over TCP: WELCOME proves with it that the engine knows the secret, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A door's word that calls with this number are a tenant's."""
+    """A door's announcement that calls with this number are a tenant's."""
 
     number: int
     namespace: str
@@ -57,7 +57,7 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the engine is at: `starting`, `ready`, `draining` or `lost`, and why."""
+    """The engine's state: `starting`, `ready`, `draining` or `lost`, and the reason."""
 
     state: str
     reason: str = ""
@@ -65,7 +65,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The engine's answer to HELLO; the arena's descriptor comes beside it."""
+    """The engine's reply to HELLO; the arena's descriptor comes with it."""
 
     version: int
     session: int
@@ -78,12 +78,12 @@ class Welcome:
     state: str
     reason: str
     proof: str = ""
-    """Over TCP, of HELLO's nonce."""
+    """Over TCP: the proof for HELLO's nonce."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """The arena's size after a GROW, all that could be given; the caller maps it anew."""
+    """The arena's size after a GROW, possibly less than requested; the caller remaps it."""
 
     arena_bytes: int
     pinned_bytes: int
@@ -93,8 +93,7 @@ OVER_TCP: Final = frozenset({"nonce", "proof"})
 
 
 def message(kind: int, content: Hello | Welcome | Grown | State) -> bytes:
-    """A JSON message as a frame; what is only for the road over TCP is left out where it is
-    empty."""
+    """A JSON message as a frame, without empty fields that only TCP uses."""
     fields = asdict(content)
     return json_frame(
         kind, {name: value for name, value in fields.items() if value or name not in OVER_TCP}
@@ -133,7 +132,7 @@ def read_object(kind: int, payload: bytes) -> dict[str, Any]:
 
 
 def read_hello(payload: bytes) -> Hello:
-    """A caller's HELLO; keys that are not known here are passed over."""
+    """A caller's HELLO; unknown keys are ignored."""
     value = read_object(HELLO, payload)
     version = count(value, "version", HELLO)
     if version != VERSION:
@@ -156,15 +155,15 @@ def read_hello(payload: bytes) -> Hello:
 
 
 def truth(value: dict[str, Any], key: str) -> bool:
-    """A key of HELLO that is true or false, and may be left out."""
-    told = value.get(key, False)
-    if not isinstance(told, bool):
-        raise FrameError(f"{key} {told!r:.40}: true or false")
-    return told
+    """An optional boolean in HELLO."""
+    found = value.get(key, False)
+    if not isinstance(found, bool):
+        raise FrameError(f"{key} {found!r:.40}: true or false")
+    return found
 
 
 def word(value: dict[str, Any], key: str) -> str:
-    """A key of HELLO that may be left out, and of which no error tells what it holds."""
+    """An optional text in HELLO; no error shows its value, which may be a secret."""
     text = value.get(key, "")
     if not isinstance(text, str) or not text.isascii():
         raise FrameError(f"{key} in HELLO: a string of ASCII characters, or leave it out")
@@ -172,7 +171,7 @@ def word(value: dict[str, Any], key: str) -> str:
 
 
 def read_announced(payload: bytes) -> tuple[int, Tenant]:
-    """A tenant, and the number by which a door's calls name it."""
+    """A tenant, and its number in a door's calls."""
     value = read_object(TENANT, payload)
     number = count(value, "number", TENANT)
     namespace, scopes = value.get("namespace"), value.get("scopes")
@@ -187,7 +186,7 @@ def read_announced(payload: bytes) -> tuple[int, Tenant]:
 
 
 def read_grow(payload: bytes) -> int:
-    """The arena size that a GROW asks for."""
+    """The arena size in a GROW."""
     return count(read_object(GROW, payload), "arena_bytes", GROW)
 
 
@@ -200,7 +199,7 @@ def count(value: dict[str, Any], key: str, kind: int) -> int:
 
 
 def read_known(kind: int, payload: bytes, keys: tuple[str, ...]) -> dict[str, Any]:
-    """Those keys of an engine's message that this version knows; all must be there."""
+    """These keys of an engine's message, of which none may be missing."""
     value = read_object(kind, payload)
     missing = [key for key in keys if key not in value]
     if missing:

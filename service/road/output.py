@@ -6,11 +6,11 @@ import socket
 
 
 class Unread(Exception):
-    """The other end does not read what it is sent."""
+    """The other end does not read."""
 
 
 class Output:
-    """Sends at once what the socket takes and keeps the rest; OSErrors of the socket come out."""
+    """Sends as much as the socket takes and keeps the rest. Raises the socket's OSErrors."""
 
     __slots__ = ("limit", "sent", "sock", "waiting")
 
@@ -19,7 +19,7 @@ class Output:
         self.limit = limit
         self.waiting = bytearray()
         self.sent = 0
-        """Of what waits: so much has gone already."""
+        """Bytes of `waiting` that were sent already."""
 
     def send(self, data: bytes | memoryview) -> None:
         """Send or keep a frame. Raises Unread when more than the limit waits already."""
@@ -33,18 +33,18 @@ class Output:
                 waiting += data[sent:]
         elif len(waiting) - self.sent > self.limit:
             left = len(waiting) - self.sent
-            raise Unread(f"{left} bytes wait to be read, at most {self.limit} may")
+            raise Unread(f"{left} bytes wait to be read, the limit is {self.limit}")
         else:
             waiting += data
 
     def flush(self) -> None:
-        """Send what waits, as much as the socket takes."""
+        """Send waiting bytes, as many as the socket takes."""
         if self.waiting:
             with memoryview(self.waiting) as every, every[self.sent :] as left:
                 try:
                     self.sent += self.sock.send(left)
                 except (BlockingIOError, InterruptedError):
                     return
-            if 2 * self.sent >= len(self.waiting):  # what is moved is less than what has gone
+            if 2 * self.sent >= len(self.waiting):  # fewer bytes are moved than were sent
                 del self.waiting[: self.sent]
                 self.sent = 0

@@ -1,8 +1,8 @@
 """The road over TCP, for a cluster's doors on other hosts: images follow their frames.
 
-There is no memory to share, so each end has an arena of its own, and they mirror each other: a
-CALL's image lies at the same offset in both, and so does an answer's. Who connects shows that it
-knows the cluster's secret, without sending it.
+Without shared memory, each end has an arena of its own, and the arenas mirror each other: the image
+of a CALL has the same offset in both, and so has an answer's. A door proves that it knows the
+cluster's secret without sending it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 SCHEME: Final = "tcp:"
 NONCE_BYTES: Final = 32
 SILENCE_MS: Final = 30_000
-"""A connection whose other end has not acknowledged anything for so long is dead."""
+"""A connection without an acknowledgement for this time is dead."""
 
 
 class Filling:
-    """An image on its way from a stream into `into`, or, where that is None, into nothing."""
+    """An image being received into `into`, or discarded where that is None."""
 
     __slots__ = ("into", "left")
 
@@ -37,7 +37,7 @@ class Filling:
         self.left = length
 
     def feed(self, reader: Reader) -> None:
-        """Take what the reader has of it."""
+        """Take the bytes that the reader has of it."""
         while self.left and (count := reader.take(self.room())):
             self.got(count)
 
@@ -59,13 +59,13 @@ class Filling:
 
 
 class Incoming:
-    """The images of calls, at the engine's end. A call comes in with the last byte of its image;
-    the image of one that was refused is passed over."""
+    """The images of calls, at the engine's end. A call begins with the last byte of its image; the
+    image of a refused call is discarded."""
 
     __slots__ = ("call", "filling", "limit", "live", "nonce")
 
     def __init__(self, live: dict[int, Call], limit: int) -> None:
-        """`live` has the session's calls, `limit` is the longest image that it could place."""
+        """`live` has the session's calls, `limit` is the maximum image in bytes."""
         self.live = live
         self.limit = limit
         self.nonce = secrets.token_hex(NONCE_BYTES)
@@ -77,7 +77,8 @@ class Incoming:
         return self.filling is not None
 
     def begin(self, call: Call | None, length: int, reader: Reader) -> Call | None:
-        """The image of a call, or of a refused one, follows; the call, when it is here whole."""
+        """Receive the image of a call (None: of a refused one); returns the call once it is
+        whole."""
         if length > self.limit:
             raise FrameError(f"an image of {length} bytes: an arena has at most {self.limit}")
         filling = Filling(None if call is None else call.request, length)
@@ -86,7 +87,7 @@ class Incoming:
             return call
         self.filling, self.call = filling, call
         if call is not None:
-            del self.live[call.id]  # nobody could answer it yet
+            del self.live[call.id]  # it cannot be answered yet
         return None
 
     def receive(self, sock: socket.socket, events: list[Event]) -> int:
@@ -104,13 +105,13 @@ class Incoming:
 
 
 def proof(secret: str, nonce: str) -> str:
-    """What shows that one knows the secret, to whom sent this nonce."""
+    """Proves to the sender of this nonce that the caller knows the secret."""
     return hmac.new(secret.encode(), nonce.encode(), "sha256").hexdigest()
 
 
 def engine_proof(secret: str, nonce: str) -> str:
-    """What shows to a door that the engine knows the secret. No nonce of a CHALLENGE begins like
-    this, so a door's own proof cannot be sent back to it."""
+    """Proves to a door that the engine knows the secret. No nonce of a CHALLENGE begins like this,
+    so a door's own proof cannot be replayed to it."""
     return proof(secret, f"engine {nonce}")
 
 
@@ -125,7 +126,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def tune(sock: socket.socket) -> None:
-    """Frames go out at once, and a host that has gone is noticed."""
+    """Send frames at once, and detect a host that is down."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):

@@ -124,7 +124,7 @@ def test_a_step_that_is_left_early_is_taken_back_at_every_rank(
     run(ranked, ["a"], [PAGE + 1], [0], 1)
     slots = ranked.slots(1, HEADS)
     with (
-        pytest.raises(RuntimeError, match="not handed over"),
+        pytest.raises(RuntimeError, match="not released to the engine"),
         ranked.step(["a"], slots, [PAGE + 1]) as step,
     ):
         step.attend(0)
@@ -151,7 +151,7 @@ def test_a_step_over_two_engines_is_captured_in_a_graph(
     for length in range(5 * PAGE, 5 * PAGE + 3 * PAGE):
         with ranked.step(["a"], slots, [length]) as step:
             graph.replay()
-            step.handed_over()
+            step.release_to_engine()
         step.wait()
         seen.append(slots.o(LAYERS - 1).float().cpu().numpy().copy())
     assert all(np.isfinite(one).all() for one in seen)

@@ -196,7 +196,10 @@ def test_an_exception_leaves_everything_as_before_the_step(
         go_through(step, range(layers), 5)
         raise KeyError("the caller's own")
     assert state(session) == before
-    with pytest.raises(RuntimeError, match="not handed over"), session.step(names, slots):
+    with (
+        pytest.raises(RuntimeError, match="not released to the engine"),
+        session.step(names, slots),
+    ):
         pass
     with session.step(names, slots) as step:
         go_through(step, range(LAYERS), 5)
@@ -420,7 +423,7 @@ def test_a_caller_captures_its_side_in_a_cuda_graph(tmp_path: Path) -> None:
 
         with session.step(names, slots) as step:
             layers()
-            step.handed_over()
+            step.release_to_engine()
         step.wait()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -436,7 +439,7 @@ def test_a_caller_captures_its_side_in_a_cuda_graph(tmp_path: Path) -> None:
             for _ in range(20):
                 with session.step(batch, slots) as step:
                     run()
-                    step.handed_over()
+                    step.release_to_engine()
             step.wait()
             torch.cuda.synchronize()
             results.append(x.clone())

@@ -73,7 +73,7 @@ def test_an_engine_that_breaks_the_protocol_is_left(
     loops: Loops, tmp_path: Path, frame: bytes
 ) -> None:
     async def test(caller: RoadCaller) -> None:
-        with pytest.raises(NotReady, match="the engine sent what is no frame"):
+        with pytest.raises(NotReady, match="the engine sent an invalid frame"):
             await ask(caller, b"hello")
 
     def break_it(event: Call | Cancel) -> None:

@@ -91,7 +91,7 @@ def test_what_is_no_socket_is_left_alone(tmp_path: Path, kind: str) -> None:
             path.mkdir()
         case _:
             path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CannotListen, match="no socket lies there: remove it"):
+    with pytest.raises(CannotListen, match="the file there is not a socket: remove it"):
         listen(path, private=False)
     assert path.lstat()
 

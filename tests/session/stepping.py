@@ -120,9 +120,9 @@ def child(source: str, *arguments: str) -> subprocess.Popen[str]:
 
 KILLED = """
 import os, signal, time
-from attnd.wire.images import dump_json
+from attnd.wire.frames import dump_json
 from attnd.road.connection import Connection
-from attnd.road.stepping import arena_told, ask_arena
+from attnd.road.stepping import request_arena, wait_arena
 
 path, count = sys.argv[1], int(sys.argv[2])
 slot = dict(q=4096, k=8192, v=12288, o=16384, lse=20480)
@@ -133,7 +133,7 @@ for _ in range(count):
     if caller == 0:
         ends = time.monotonic() + 60
         connection = Connection(path, 65536, ends, own=False, key="")
-        arena_told(connection, ask_arena(connection, 65536, ends), ends)
+        wait_arena(connection, request_arena(connection, 65536, ends), ends)
         connection.send_step(dump_json(fields).encode(), 0, ends).opened(ends)
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitpid(caller, 0)[1] == signal.SIGKILL

@@ -45,7 +45,7 @@ class Client(Calls):
     ) -> None:
         self._options = options_of(timeout, retries)
         self.dependents = Dependents()
-        """What is closed before the client."""
+        """Objects to close before the client."""
         self._transport: Transport = transport or SocketTransport(
             origin_of(base_url, uds, api_key, verify, cert)
         )

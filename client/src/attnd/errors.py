@@ -93,7 +93,7 @@ class NeverReady(TimedOut, TimeoutError):
 
 
 class ProtocolError(AttndError):
-    """The answer is not what the service's contract promises."""
+    """The answer breaks the service's contract."""
 
 
 class Detail(Generic[T]):
@@ -142,8 +142,8 @@ def read_as_is(value: Any) -> Any:
 class ServiceError(AttndError):
     """The service answered with a problem document (RFC 9457), kept whole in `problem`.
 
-    `status` is the HTTP status, `code` the name of the error, `detail` what happened and what to
-    do, `meta` what travelled beside the document.
+    `status` is the HTTP status, `code` the name of the error, `detail` the cause and the remedy,
+    `meta` the request id and the seconds per stage.
     """
 
     def __init__(self, problem: Mapping[str, Any], meta: Meta) -> None:
@@ -316,7 +316,7 @@ class InvalidRequest(ServiceError):
 
 
 class DigestMismatch(ServiceError):
-    """The data differs from what was exported. `of` is the header, a part or the end; `given` its
+    """The data is not the exported data. `of` is the header, a part or the end; `given` its
     digest as sent, `found` as computed."""
 
     of = text()

@@ -5,7 +5,7 @@
     image        the header: fields `header` and `digest`, the names of pages as its tensor
     8 bytes, image, and so on: the parts, with fields `part`, `before` and `digest`, tensors k and v
 
-A file that ends before its last part is an export that was interrupted: it can be gone on with.
+A file that ends before its last part is an interrupted export, which can be resumed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAGIC: Final = b"attnd export 1".ljust(16, b"\0")
 LENGTH_BYTES: Final = 8
 LONGEST_RECORD: Final = 2**40
 PIECE_BYTES: Final = 2**24
-"""A record is read so many bytes at a time: a length that lies costs no more memory than that."""
+"""Bytes of a record that are read at a time: a wrong length costs no more memory than that."""
 TEXTS: Final = ("before", "digest")
 
 
@@ -70,7 +70,7 @@ class ExportReader:
         if len(magic) < len(MAGIC) and MAGIC.startswith(magic):
             raise InterruptedExport(0, "it has no header")
         if magic != MAGIC:
-            raise ExportFileError(f"the file begins with {magic!r}: it is no export")
+            raise ExportFileError(f"the file begins with {magic!r}: it is not an export")
         self.end = len(MAGIC)
         fields, arrays = self._record()
         self.header = read_header(fields, arrays)
@@ -84,8 +84,10 @@ class ExportReader:
             fields, arrays = self._record()
             part = read_part(fields, arrays, at)
             if (part.number, part.before) != (number, before):
-                told = f"part {part.number} upon {part.before}, where part {number} upon {before}"
-                raise ExportFileError(f"byte {at}: {told} should be")
+                raise ExportFileError(
+                    f"byte {at}: part {part.number} after digest {part.before}, expected part "
+                    f"{number} after {before}"
+                )
             before = part.digest
             yield part
 
@@ -107,13 +109,13 @@ class ExportReader:
         while len(got) < length:
             piece = self._file.read(min(PIECE_BYTES, length - len(got)))
             if not piece:
-                raise InterruptedExport(self.end, f"{length} bytes were to come, {len(got)} did")
+                raise InterruptedExport(self.end, f"{length} bytes expected, {len(got)} found")
             got += piece
         return got
 
 
 def read_header(fields: dict[str, Any], arrays: Mapping[str, Array]) -> ExportHeader:
-    """The header of a file's first record; what is in it is judged where it is imported."""
+    """The header of a file's first record; the importing service checks its fields."""
     header, digest = fields.get("header"), fields.get("digest")
     counts = header.get("num_parts") if isinstance(header, dict) else None
     if not isinstance(header, dict) or not isinstance(digest, str) or type(counts) is not int:

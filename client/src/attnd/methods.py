@@ -1,4 +1,4 @@
-"""The methods of all clients: `Calls` has those that block, `AsyncCalls` those that are awaited.
+"""The methods of all clients: blocking ones in `Calls`, awaited ones in `AsyncCalls`.
 
 Each is made from the function in `attnd.calls` that builds the call and documents the method.
 """
@@ -176,7 +176,7 @@ class Calls:
     def events(self, after: int = FROM_NOW, *, poll_s: float = POLL_S) -> Iterator[CacheEvent]:
         """Changes of cached pages, without end; see `event_page` for `after`.
 
-        Asks every `poll_s` seconds while there are no new events. Raises what a call raises.
+        Asks every `poll_s` seconds while there are no new events. Raises the errors of a call.
         """
         while True:
             page = self.event_page(after)

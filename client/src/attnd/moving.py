@@ -1,6 +1,6 @@
-"""Whole exports and imports: generators that yield calls and are sent their answers.
+"""Whole exports and imports: generators that yield calls and are sent their results.
 
-The clients only carry the calls out, so that blocking and asyncio ones cannot differ.
+The clients only execute the calls, so blocking and asyncio clients cannot differ.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from attnd.export_file import ExportFileError, ExportReader, write_header, write
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
-"""Told how many parts are done, and of how many, after each."""
+"""Called after each part with the number of parts done, and of all parts."""
 Place = str | os.PathLike[str] | BinaryIO
 """A path, or a binary file that is open."""
 Steps = Generator[Call[Any], Any, T]
 End = Literal["source", "target"]
 
 SENT_AGAIN: Final = 2
-"""How often a part is sent again whose digest failed on its way."""
+"""Retries of a part that was damaged in transit."""
 
 
 class Sender(Protocol):
@@ -54,8 +54,8 @@ class AsyncSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ImportOptions:
-    """`share`: begin with pages that are cached by the export's names, and commit those that come.
-    `idle_s`: seconds after which the service gives up an import that nothing comes for."""
+    """`share`: begin with pages that are cached under the export's names, and commit the others.
+    `idle_s`: idle seconds after which the service gives an import up."""
 
     share: bool = True
     idle_s: float | None = None
@@ -65,14 +65,14 @@ DEFAULT: Final = ImportOptions()
 
 
 def silent(done: int, of: int) -> None:
-    """Tells nobody."""
+    """No progress report."""
 
 
 def exporting(
     sequence: str, to: Place, part_bytes: int | None, progress: Progress
 ) -> Steps[ExportHeader]:
-    """Write a sequence to a file; a path with an interrupted export of it as it is now is gone on
-    with. Returns the header."""
+    """Write a sequence to a file, resuming an interrupted export of the same generation. Returns
+    the header."""
     header: ExportHeader = yield export_header(sequence, part_bytes=part_bytes)
     with opened_to_write(to, header) as (file, done, before):
         for number in range(done, header.num_parts):
@@ -85,12 +85,12 @@ def exporting(
 
 @contextmanager
 def opened_to_write(to: Place, header: ExportHeader) -> Iterator[tuple[BinaryIO, int, str]]:
-    """The file, how many parts it has already, and the digest to go on from."""
+    """The file, the number of whole parts in it, and the digest of the last one."""
     if not isinstance(to, (str, os.PathLike)):
         write_header(to, header)
         yield to, 0, header.digest
         return
-    done, before, end = found_in(to, header)
+    done, before, end = parts_in(to, header)
     with open(to, "r+b" if done else "wb") as file:
         file.truncate(end)
         file.seek(end)
@@ -99,8 +99,8 @@ def opened_to_write(to: Place, header: ExportHeader) -> Iterator[tuple[BinaryIO,
         yield file, done, before
 
 
-def found_in(path: str | os.PathLike[str], header: ExportHeader) -> tuple[int, str, int]:
-    """Whole parts of this very export in a file, the last one's digest, and where they end."""
+def parts_in(path: str | os.PathLike[str], header: ExportHeader) -> tuple[int, str, int]:
+    """Number of whole parts of this export in a file, the last one's digest, and their end."""
     done, before, end = 0, header.digest, 0
     with suppress(FileNotFoundError, ExportFileError), open(path, "rb") as file:
         reader = ExportReader(file)
@@ -114,9 +114,9 @@ def found_in(path: str | os.PathLike[str], header: ExportHeader) -> tuple[int, s
 def importing(
     sequence: str, origin: Place, options: ImportOptions, progress: Progress
 ) -> Steps[ImportState]:
-    """Make a sequence from a file; one that was interrupted is gone on with.
+    """Make a sequence from a file, resuming an interrupted import.
 
-    Raises `ExportFileError` for a file that is not whole: the import then waits for the rest.
+    Raises `ExportFileError` for an incomplete file: the import then waits for the rest.
     """
     with opened_to_read(origin) as file:
         reader = ExportReader(file)
@@ -146,7 +146,7 @@ def begun(sequence: str, header: ExportHeader, options: ImportOptions) -> Steps[
 
 
 def sent_until_whole(sequence: str, part: ExportPart) -> Steps[None]:
-    """Send a part, again where it was damaged on its way."""
+    """Send a part, again where it was damaged in transit."""
     for _ in range(SENT_AGAIN):
         with suppress(DigestMismatch):
             yield import_part(sequence, part)
@@ -157,10 +157,10 @@ def sent_until_whole(sequence: str, part: ExportPart) -> Steps[None]:
 def ended(
     sequence: str, header: ExportHeader, digest: str, options: ImportOptions
 ) -> Steps[ImportState]:
-    """The sequence is there, and its pages have their names."""
+    """End the import, and commit the pages under the export's names."""
     state: ImportState = yield end_import(sequence, digest)
     if options.share and (prefix := header.prefix) is not None:
-        with suppress(KeyMismatch):  # the cache has other pages by these names: they stay
+        with suppress(KeyMismatch):  # the cache has other pages under these names, which stay
             yield commit(sequence, prefix)
     return state
 
@@ -172,7 +172,7 @@ def copying(
     options: ImportOptions,
     progress: Progress,
 ) -> Generator[tuple[End, Call[Any]], Any, ImportState]:
-    """Bring a sequence from one service to another; yields each call with whom it is for."""
+    """Copy a sequence from one service to another; yields (service, call) pairs."""
     header: ExportHeader = yield "source", export_header(sequence, part_bytes=part_bytes)
     state: ImportState = yield from at("target", begun(name, header, options))
     before = state.digest or header.digest
@@ -186,7 +186,7 @@ def copying(
 
 
 def at(end: End, steps: Steps[T]) -> Generator[tuple[End, Call[Any]], Any, T]:
-    """The same steps, each with whom it is for."""
+    """The same steps as (service, call) pairs."""
     try:
         call = next(steps)
         while True:
@@ -202,8 +202,8 @@ def at(end: End, steps: Steps[T]) -> Generator[tuple[End, Call[Any]], Any, T]:
         steps.close()
 
 
-def carried_out(steps: Steps[T], send: Callable[[Call[Any]], Any]) -> T:
-    """Carry out calls that block, one after another."""
+def executed(steps: Steps[T], send: Callable[[Call[Any]], Any]) -> T:
+    """Execute the calls of steps one after another, blocking."""
     return every_call(at("source", steps), lambda _, call: send(call))
 
 
@@ -226,13 +226,13 @@ def every_call(
 
 
 async def awaited(steps: Steps[T], send: Callable[[Call[Any]], Awaitable[Any]]) -> T:
-    """As `carried_out`, with calls that are awaited; files are read and written in a thread."""
-    advance: Callable[[Any], Call[Any] | Over] = partial(advanced, steps.send)
+    """As `executed`, with awaited calls; files are read and written in a thread."""
+    advance: Callable[[Any], Call[Any] | Finished] = partial(advanced, steps.send)
     given: Any = None
     try:
         while True:
             call = await asyncio.to_thread(advance, given)
-            if isinstance(call, Over):
+            if isinstance(call, Finished):
                 return cast(T, call.value)
             try:
                 given = await send(call)
@@ -245,18 +245,18 @@ async def awaited(steps: Steps[T], send: Callable[[Call[Any]], Awaitable[Any]]) 
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
-    """What steps came to: no future may raise StopIteration."""
+class Finished:
+    """The result of steps, because a future must not raise StopIteration."""
 
     value: Any
 
 
-def advanced(go_on: Callable[[Any], Call[Any]], given: Any) -> Call[Any] | Over:
-    """The next call, or what the steps came to."""
+def advanced(go_on: Callable[[Any], Call[Any]], given: Any) -> Call[Any] | Finished:
+    """The next call, or the result of the steps."""
     try:
         return go_on(given)
     except StopIteration as stop:
-        return Over(stop.value)
+        return Finished(stop.value)
 
 
 def export(
@@ -269,11 +269,11 @@ def export(
 ) -> ExportHeader:
     """Write a sequence's KV to a file: a path, or a binary file that is open.
 
-    A path that has an interrupted export of the sequence as it is now is gone on with.
-    `progress(done, of)` is told of every part. Raises `SequenceChanged` when the sequence changes
-    meanwhile (export a fork of one that grows), and what a call raises.
+    An interrupted export to the same path is resumed if the sequence has not changed since.
+    `progress(done, of)` is called after every part. Raises `SequenceChanged` when the sequence
+    changes meanwhile (export a fork of a growing one), OSError, and the errors of a call.
     """
-    return carried_out(exporting(sequence, to, part_bytes, progress), self.send)
+    return executed(exporting(sequence, to, part_bytes, progress), self.send)
 
 
 def import_(
@@ -284,12 +284,12 @@ def import_(
     options: ImportOptions = DEFAULT,
     progress: Progress = silent,
 ) -> ImportState:
-    """Make a sequence from a file that `export` wrote; an interrupted import is gone on with.
+    """Make a sequence from a file that `export` wrote; an interrupted import is resumed.
 
-    A part that is damaged on its way is sent again. Raises `ExportFileError` for a file that is
-    none or not whole, what `begin_import` raises, and what a call raises.
+    A part that is damaged in transit is sent again. Raises `ExportFileError` for a file that is not
+    an export or is incomplete, the errors of `begin_import`, and those of a call.
     """
-    return carried_out(importing(sequence, origin, options, progress), self.send)
+    return executed(importing(sequence, origin, options, progress), self.send)
 
 
 async def export_async(
@@ -328,8 +328,8 @@ def copy_sequence(
 ) -> ImportState:
     """Copy a sequence from one service to another, or to another name; the original stays.
 
-    An interrupted copy is gone on with where the sequence is still what it was. Raises what
-    `export` and `import_` do.
+    An interrupted copy is resumed if the sequence has not changed since. Raises the errors of
+    `export` and `import_`.
     """
     steps = copying(sequence, name or sequence, part_bytes, options, progress)
     ends = {"source": source, "target": target}

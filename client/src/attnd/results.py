@@ -1,4 +1,4 @@
-"""What the service's answers become: typed, frozen values with numpy arrays in them."""
+"""Results of calls: typed, frozen values with numpy arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UInt8 = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What travels beside an answer. `timings` are seconds per stage, from `Server-Timing`."""
+    """The request id of an answer, and `timings`, seconds per stage (`Server-Timing`)."""
 
     request_id: str = ""
     timings: Mapping[str, float] = field(default_factory=dict)
@@ -30,10 +30,11 @@ NO_META = Meta()
 
 @dataclass(frozen=True, slots=True)
 class SequenceInfo:
-    """`length` is the least of `lengths`, one per layer; `parent` is whom it was forked from.
+    """`length` is the least of `lengths`, one per layer; `parent` is the id of the
+    sequence it was forked from.
 
-    `cached_len` are the tokens found in the prefix cache when it was made; `ttl_s` how long it
-    lives unused (None: for good).
+    `cached_len` is the number of tokens found in the prefix cache at its creation; `ttl_s` the idle
+    seconds before its deletion (None: never).
     """
 
     id: str
@@ -49,7 +50,7 @@ class SequenceInfo:
 
 @dataclass(frozen=True, slots=True)
 class SequencePage:
-    """Some of all sequences, by id; `next` is what to ask `after` for more, None at the end."""
+    """Some of all sequences, by id; `next` is the `after` of the next page, None at the end."""
 
     sequences: tuple[SequenceInfo, ...]
     next: str | None
@@ -139,7 +140,7 @@ class GatherResult:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Holds what was matched until `expires_at`, in seconds since the epoch."""
+    """Keeps the matched pages until `expires_at`, in seconds since the epoch."""
 
     id: str
     expires_at: float
@@ -147,8 +148,8 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What holds `num_pages` pages up to `page_key` without a sequence: a lease, for `left_s`
-    seconds more, or a hard pin, where `lease` and `left_s` are None."""
+    """A hold on `num_pages` pages up to `page_key` without a sequence: a lease, for `left_s` more
+    seconds, or a hard pin, where `lease` and `left_s` are None."""
 
     lease: str | None
     left_s: float | None
@@ -159,7 +160,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Tokens that are cached, in whole pages; `lease` None: none was asked for, or none are."""
+    """Cached tokens, in whole pages; `lease` None: not requested, or nothing matched."""
 
     matched_len: int
     num_pages: int
@@ -169,7 +170,7 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """What is committed of the tokens that were named; `last_key` is the last page's, in hex."""
+    """The committed tokens and pages; `last_key` is the last page's key in hex."""
 
     committed_len: int
     num_pages: int
@@ -198,8 +199,8 @@ class Pool:
     """Pages by state and in total; `sharing_ratio` is tokens seen per token stored.
 
     `referenced` pages are held by sequences and leases, `pinned` ones by hard pins alone, `cached`
-    ones by nothing: they are found again, or evicted. `imports` are not finished yet. `available`
-    pages could be had now: free ones, and those that would be evicted, within the quota.
+    ones by nothing: a match finds them until they are evicted. `imports` are unfinished.
+    `available` pages can be allocated now: free ones, and cached ones within the quota.
     """
 
     free: int
@@ -221,8 +222,9 @@ class Pool:
 class SnapshotTree:
     """The largest parts of the prefix tree, a row each, below the row they hang under.
 
-    The first rows are the `namespaces`; `parents` is -1 there. `pages` are a part's own, `totals`
-    with those of all below it. `states` are as those of pages, `idle_s` seconds since the last use.
+    The first rows are the `namespaces`; `parents` is -1 there. `pages` counts a row's own pages,
+    `totals` those below it too. `states` has the values of page states, `idle_s` seconds since the
+    last use.
     """
 
     namespaces: tuple[str, ...]
@@ -272,12 +274,12 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """One engine of the service: its pages by state, those of all namespaces; and its pace, the
-    seconds that it takes to compute a page of a prompt, for every page before that one on top, and
-    to read a page for the next token.
+    """One engine of the service: its pages by state, for all namespaces, and its pace in seconds:
+    to compute a page of a prompt (`page_s`), for each page before that one in addition (`pair_s`),
+    and to read a page for the next token (`read_s`).
 
-    `counts`, where they were asked for, are those since its start, by the names of `/metrics`
-    without `attnd_`, labels behind a `/`; of a histogram by bucket, and the sum.
+    `counts`, where requested, are its counters since its start, by the names of `/metrics` without
+    `attnd_`, labels after a `/`; of a histogram the buckets and the sum.
     """
 
     name: str
@@ -298,9 +300,9 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What is served: the pool's geometry, the backend, and what it takes and refuses.
+    """The service: its pool's geometry, backend, dtypes and limits.
 
-    `instance_id` changes when the process starts anew, and the pool with it.
+    `instance_id` changes with every start of the engine, which begins with an empty pool.
     """
 
     instance_id: str
@@ -330,12 +332,12 @@ class Info:
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """What became of cached pages of the caller's namespace.
+    """A change of cached pages of the caller's namespace.
 
     `type` is `stored` (with `page_keys`, the `parent_key` before them, `page_size`, and `token_ids`
     where they are known), `removed` (`page_keys`), `cleared`, `pressure` (`is_high`, pages `free`
-    and `available`), or `too_old`: events before this one were not kept, so what is known from
-    earlier ones may be wrong.
+    and `available`), or `too_old`: earlier events were not kept, so a copy built
+    from them may be wrong.
     """
 
     id: int
@@ -352,8 +354,8 @@ class CacheEvent:
 
 @dataclass(frozen=True, slots=True)
 class EventPage:
-    """Some events in order; `next` is what to ask `after` for more. `too_old`: there were others in
-    between, which are not kept any more."""
+    """Some events in order; `next` is the `after` of the next page. `too_old`: events in between
+    were not kept."""
 
     events: tuple[CacheEvent, ...]
     next: int
@@ -370,7 +372,7 @@ class EventPage:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether the service is live, or ready; if not, `reason` says why in its own words."""
+    """Whether the service is live, or ready; if not, `reason` is its own explanation."""
 
     ok: bool
     reason: str

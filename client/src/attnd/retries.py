@@ -1,10 +1,10 @@
 """From a `Call` to its result, with retries and deadline, without any input or output.
 
 `first_attempt` is the attempt that every call begins with. Where it fails, `retrying` takes over: a
-generator that yields what to do next (`Attempt` or `Pause`) and is sent the outcome. The clients
-only execute these steps, so they cannot differ in anything else.
+generator that yields the next step (`Attempt` or `Pause`) and is sent the outcome. The clients only
+execute these steps, so they cannot differ in anything else.
 
-What is sent again, within `Retries.attempts`:
+Calls that are sent again, within `Retries.attempts`:
   always      nothing was sent (connection refused), or the service answered 429 or 503
   repeatable  the reply was lost (connection broke): only calls that do no harm twice
   never       anything else, including a timeout after sending: the time given was used up

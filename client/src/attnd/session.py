@@ -119,8 +119,9 @@ class Session(Calls):
     `api_key` is the caller's key, where the service has keys. `timeout` and `retries` are as in
     `Client`. `arena_bytes` is the initial size of the shared memory; it grows when calls need more.
 
-    Arrays of a result lie in the arena; its bytes are reused once they are deleted. The next call
-    after a broken connection connects again; after a restart of the engine its sequences are lost.
+    Arrays of a result are views of the arena, whose bytes are reused once they are deleted. The
+    next call after a broken connection connects again; after a restart of the engine its sequences
+    are lost.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class Session(Calls):
                 raise refusal(
                     NotSupported,
                     "steps with numpy arrays need an engine with backend.kind = cpu; this one's "
-                    "slots lie in device memory: use attnd.torch.TorchSession, or decode and "
+                    "slots are in device memory: use attnd.torch.TorchSession, or decode and "
                     "prefill layer by layer",
                 )
             if found is not None:
@@ -169,9 +170,9 @@ class Session(Calls):
         """An uninitialised array in the arena, for the input `name` of later calls.
 
         Arrays made one after another in the order of a call's inputs (`q`, `k`, `v`; `k`, `v`; `o`,
-        `lse`) lie back to back, and a call with exactly these sends them without a copy. Fill them,
-        call, and fill them again. One array given as both `k` and `v` is copied, because an image
-        holds each of them. Raises `ArenaFull`.
+        `lse`) are placed back to back, and a call with exactly these sends them without a copy.
+        Fill them, call, and fill them again. One array given as both `k` and `v` is copied, because
+        an image holds each of them. Raises `ArenaFull`.
         """
         connection = self._road.connected(time.monotonic() + self._options.timeout_s)
         return connection.areas.empty(name, tuple(shape), np.dtype(dtype))
@@ -200,7 +201,7 @@ class Session(Calls):
 
     @property
     def dependents(self) -> Dependents:
-        """What is closed before the session."""
+        """Objects to close before the session."""
         return self._road.dependents
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from service.image.reading import MAX_HEADER_BYTES
 from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation, validate
 from service.operations.step import STEP, StepFields, check_step
-from service.road.engine_end.calls import STEP_ROUTE, AskedArena, Call
+from service.road.engine_end.calls import STEP_ROUTE, ArenaRequest, Call
 from service.road.engine_end.session import Session
 from service.tenants import Tenant
 
@@ -52,7 +52,7 @@ class SessionLanes:
         self._read = read
         self._remember = lru_cache(maxsize=128)(read)
 
-    def request_arena(self, event: AskedArena) -> None:
+    def request_arena(self, event: ArenaRequest) -> None:
         """A session asks for an arena, a larger one, or for its flags to be cleared."""
         held = self.by_session.setdefault(event.session, SessionLane(event.session))
         held.requested.append(event.arena_bytes)

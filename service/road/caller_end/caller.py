@@ -1,4 +1,4 @@
-"""The asyncio caller that a door uses: one session with the engine, its calls pipelined."""
+"""`RoadCaller`: a door's session with the engine, for asyncio, with pipelined calls."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from service.road.tcp import Filling, connected, is_remote
 from service.tenants import Tenant
 
 MAX_OUTPUT_BYTES: Final = 8 * 2**20
-"""Frames that the engine has not read yet; far more than the calls in flight need."""
-LONGEST_DEADLINE_US: Final = 2**32 - 1
+"""Bytes of frames that the engine has not read; far more than the calls in flight need."""
 
 
 @dataclass(slots=True, eq=False)
 class Answered:
-    """An answer. `image` lies in the answer's slot and keeps it taken, or came inside the frame.
+    """An answer. `image` is a view of the answer's slot and keeps it taken, or came in the frame.
 
     `needed` is the capacity that would have held the answer, else 0; `stages` are seconds in the
-    order of `frames.STAGES`; `held` is how many pages sequences and pins hold, where that is told.
+    order of `frames.STAGES`; `held` is the number of pages that sequences and pins hold, None where
+    the engine does not send it.
     """
 
     status: int
@@ -63,7 +63,7 @@ class Pending:
 
 
 class RoadCaller:
-    """One session, for the thread of its event loop. `lost` says why it is over, else is empty."""
+    """One session, for the thread of its event loop. `lost` is why it is over, else empty."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class RoadCaller:
         self.own = own
         self.slots = Slots(mapping) if own is None else own.slots
         self.reach = welcome.arena_bytes
-        """How far the engine reaches into the arena; one that was brought may be longer."""
+        """Bytes of the arena that the engine can use; a shared arena may be longer."""
         self.pinned_bytes = welcome.pinned_bytes
         self.state = State(welcome.state, welcome.reason)
         self.output = Output(sock, MAX_OUTPUT_BYTES)
@@ -93,14 +93,14 @@ class RoadCaller:
         self.grown: asyncio.Future[int] | None = None
         self.is_remote = False
         self.filling: tuple[Filling, int, Answered] | None = None
-        """The image that comes in behind an ANSWER's frame, over TCP only; whose, and the rest."""
+        """Over TCP only: the image that follows an ANSWER's frame, its call, and the answer."""
         self.beat = self.loop.time()
-        """When the engine was heard last, by the loop's clock; doors hear it every second."""
+        """Time of the last STATE by the loop's clock; the engine sends one every second."""
         self.lost = ""
         self.on_lost: Callable[[str], object] | None = None
         self.on_state: Callable[[State], object] | None = None
         self.peer = PeerProcess()
-        """The engine's process. `on_lost` may take it over, else it is closed with the session."""
+        """The engine's process. `on_lost` may keep it; otherwise it is closed with the session."""
 
     @classmethod
     async def connect(
@@ -116,7 +116,7 @@ class RoadCaller:
     ) -> RoadCaller:
         """A session at the engine's socket: a door's with the service's `secret`, else one in the
         namespace of `key`. `path` may be `tcp:HOST:PORT`, for doors. `own`: an arena that a door
-        brings, and has with several engines. `on_reached` is called once somebody listens there.
+        shares with several engines. `on_reached` is called once the connection is made.
         Raises OSError, NotReady when refused, FrameError.
         """
         sock, peer = await connected(path), PeerProcess()
@@ -140,7 +140,7 @@ class RoadCaller:
         return caller
 
     def number_of(self, tenant: Tenant) -> int:
-        """The number for calls of a tenant, of whom the engine is told the first time.
+        """The number of a tenant in calls; the first time it is announced to the engine.
 
         Raises NotReady.
         """
@@ -174,7 +174,7 @@ class RoadCaller:
         `tenant` is the number of the tenant a door calls for; `ends` is when `time_out` fails the
         call, by the loop's clock.
 
-        Cancelling this tells the engine; both slots stay taken until the engine has answered, for
+        Cancelling this cancels the call; both slots stay taken until the engine has answered, for
         it may still read and write them. Raises NotReady when the session is or gets lost.
         """
         self.last_id = number = self.last_id + 1
@@ -186,7 +186,7 @@ class RoadCaller:
             number,
             operation,
             tenant,
-            min(deadline_us, LONGEST_DEADLINE_US),
+            min(deadline_us, f.LONGEST_DEADLINE_US),
             request.offset,
             length,
             answer.offset,
@@ -204,7 +204,7 @@ class RoadCaller:
         except (asyncio.CancelledError, DeadlineExceeded):
             if number in self.pending:
                 with suppress(NotReady):  # the engine has cancelled all by its end
-                    self.send(f.CANCEL_FRAME.pack(f.CANCEL, 0, f.CALL_ID.size, number))
+                    self.send(f.cancel_frame(number))
             raise
 
     def time_out(self, now: float) -> None:
@@ -217,7 +217,7 @@ class RoadCaller:
     async def grow(self, arena_bytes: int) -> int:
         """Ask for a larger arena; its size then, which may be less. Raises NotReady."""
         async with self.growing:
-            if self.grown is not None:  # whoever asked before was cancelled: one GROW at a time
+            if self.grown is not None:  # an earlier caller was cancelled: one GROW at a time
                 await asyncio.shield(self.grown)
             self.send(grow(arena_bytes))
             self.grown = self.loop.create_future()
@@ -226,7 +226,7 @@ class RoadCaller:
             return size
 
     def trim(self) -> None:
-        """Give the memory of unused slots back to the system, where the device does not hold it."""
+        """Return the memory of free slots to the system, unless the device has pinned it."""
         if not self.pinned_bytes:
             self.slots.trim()
 
@@ -234,7 +234,7 @@ class RoadCaller:
         """End the session; calls that wait raise NotReady."""
         self.lose("the session was closed")
 
-    # what the loop calls
+    # Called by the event loop.
 
     def on_readable(self) -> None:
         try:
@@ -250,7 +250,7 @@ class RoadCaller:
         self.on_frames()
 
     def on_frames(self) -> None:
-        """Take in the frames that have arrived."""
+        """Process the frames that have arrived."""
         reader = self.reader
         try:
             for kind, start, size in reader.frames():
@@ -261,10 +261,10 @@ class RoadCaller:
                 else:
                     self.on_message(kind, bytes(reader.window[start : start + size]))
         except f.FrameError as error:
-            self.lose(f"the engine sent what is no frame: {error}")
+            self.lose(f"the engine sent an invalid frame: {error}")
 
     def on_answer(self, start: int, size: int) -> None:
-        """Hand an answer to its call and let go of the call's slots."""
+        """Resolve the call of an answer, and free its slots."""
         reader = self.reader
         number, status, flags, held, length, needed, *stages = f.ANSWER_PAYLOAD.unpack_from(
             reader.buffer, start
@@ -279,8 +279,7 @@ class RoadCaller:
             image = memoryview(bytes(reader.window[begin : start + size]))
         else:
             image = pending.answer.view(length)
-        told = held if flags & f.HELD else None
-        answered = Answered(status, image, needed, tuple(stages), told)
+        answered = Answered(status, image, needed, tuple(stages), held if flags & f.HELD else None)
         if self.is_remote and not flags & f.INLINE:
             filling = Filling(image, length)
             filling.feed(reader)
@@ -290,7 +289,7 @@ class RoadCaller:
         self.settle(number, answered)
 
     def fill(self, underway: tuple[Filling, int, Answered]) -> None:
-        """More of an answer that comes in behind its frame."""
+        """Receive more of an answer that follows its frame."""
         filling, number, answered = underway
         if not filling.receive(self.sock):
             self.lose("the engine left in the middle of an answer")
@@ -299,7 +298,7 @@ class RoadCaller:
             self.settle(number, answered)
 
     def settle(self, number: int, answered: Answered) -> None:
-        """The engine is done with a call."""
+        """Resolve a call whose answer is complete."""
         pending = self.pending.pop(number)
         if not pending.future.done():
             pending.future.set_result(answered)
@@ -321,7 +320,7 @@ class RoadCaller:
             raise f.FrameError(f"{f.NAMES[kind]} came twice")
 
     def on_grown(self, arena_bytes: int, pinned_bytes: int) -> None:
-        """Map the arena anew, unless it was brought."""
+        """Remap the arena, unless the door provides it."""
         if self.own is None:
             if self.is_remote:
                 os.ftruncate(self.mapping.fd, arena_bytes)
@@ -355,7 +354,7 @@ class RoadCaller:
             self.loop.remove_writer(self.sock)
 
     def lose(self, reason: str) -> None:
-        """The session is over: everything that waits fails."""
+        """End the session: all pending calls fail."""
         if self.lost:
             return
         self.lost = reason
@@ -368,13 +367,13 @@ class RoadCaller:
                 call.future.set_exception(NotReady(reason))
         if self.grown is not None and not self.grown.done():
             self.grown.set_exception(NotReady(reason))
-        self.let_go()
+        self.release()
         if self.on_lost is not None:
             self.on_lost(reason)
         self.peer.close()
 
-    def let_go(self) -> None:
-        """Of the connection, and of the arena or what the calls have of it."""
+    def release(self) -> None:
+        """Close the connection; free the arena, or the slots of pending calls in a shared one."""
         slots = [slot for call in self.pending.values() for slot in (call.request, call.answer)]
         self.pending.clear()
         if self.own is None:
@@ -382,7 +381,7 @@ class RoadCaller:
             self.mapping.close()
         elif slots and not self.is_remote:
             self.own.leave(self.loop, self.sock, slots)
-        else:  # nobody but this process writes there
+        else:  # no other process writes there
             self.sock.close()
             for slot in slots:
                 slot.free()

@@ -1,4 +1,4 @@
-"""How a caller's session begins: HELLO goes out, WELCOME and the arena's descriptor come back."""
+"""The start of a door's session: HELLO goes out, WELCOME and the arena's descriptor come back."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def greet_remote(
     if not isinstance(nonce, str) or not NONCE.fullmatch(nonce):
         raise f.FrameError(f"CHALLENGE with nonce {nonce!r:.40}: {2 * NONCE_BYTES} hex digits")
     proved = replace(hello, secret=proof(hello.secret, nonce), nonce=own_nonce)
-    with suppress(BrokenPipeError, ConnectionResetError):  # then it has said why: read that
+    with suppress(BrokenPipeError, ConnectionResetError):  # the engine has refused: read why
         await loop.sock_sendall(sock, message(f.HELLO, proved))
     welcome = welcome_of(*await first())
     if not hmac.compare_digest(engine_proof(hello.secret, own_nonce), welcome.proof):
@@ -68,14 +68,14 @@ async def greet(
     sock: socket.socket, hello: Hello, own: Mapping | None = None, peer: PeerProcess | None = None
 ) -> tuple[f.Reader, Welcome, Mapping]:
     """Say HELLO on a fresh connection; the reader may hold frames that came after WELCOME. `own`:
-    the arena that the caller brings. `peer` learns which process the engine is.
+    the arena that the door provides. `peer` learns the engine's process.
 
     Raises NotReady when the engine refuses or leaves, FrameError when it is no engine.
     """
     loop = asyncio.get_running_loop()
     ask_for_sender(sock, is_wanted=True)
     data = message(f.HELLO, replace(hello, brings_arena=own is not None))
-    with suppress(BrokenPipeError, ConnectionResetError):  # then it has said why: read that
+    with suppress(BrokenPipeError, ConnectionResetError):  # the engine has refused: read why
         sent = 0 if own is None else socket.send_fds(sock, [data], [own.fd])
         await loop.sock_sendall(sock, data[sent:])
     reader = f.Reader(f.FROM_ENGINE)
@@ -109,7 +109,7 @@ def read_welcome(reader: f.Reader) -> Welcome | None:
 
 
 def welcome_of(kind: int, payload: bytes) -> Welcome:
-    """A WELCOME. Raises NotReady for what is a refusal, FrameError for all else."""
+    """A WELCOME. Raises NotReady for a refusal, FrameError for any other frame."""
     if kind == f.REFUSED:
         raise refused(payload)
     if kind != f.WELCOME:

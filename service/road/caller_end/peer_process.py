@@ -1,7 +1,7 @@
-"""The process at the other end of a Unix socket: it tells a lost session from a dead engine.
+"""The process at the other end of a Unix socket: distinguishes a lost session from a dead engine.
 
-The kernel says who sent WELCOME: the socket's own credentials are those of the supervisor, who
-made it. A descriptor of that process becomes readable when it exits, and only then.
+The kernel reports the sender of WELCOME; the socket's own credentials are those of the supervisor,
+which made it. A descriptor of that process becomes readable when it exits, and only then.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ CREDENTIALS: Final = struct.Struct("3i")
 
 
 class PeerProcess:
-    """`fd` is a descriptor of the process, -1 where it is not known: another host, another PID
-    namespace, or a kernel that does not say."""
+    """`fd` is a descriptor of the process, -1 where it is unknown: another host, another PID
+    namespace, or a kernel without such reports."""
 
     __slots__ = ("fd",)
 
@@ -35,7 +35,7 @@ class PeerProcess:
 
     @property
     def has_exited(self) -> bool:
-        """False also where nobody knows."""
+        """Whether the process has exited; False where it is unknown."""
         if self.fd < 0:
             return False
         poll = select.poll()
@@ -49,14 +49,14 @@ class PeerProcess:
 
 
 def ask_for_sender(sock: socket.socket, *, is_wanted: bool) -> None:
-    """Have the kernel say who sends what comes from now on."""
+    """Have the kernel report the sender of all later messages."""
     if hasattr(socket, "SO_PASSCRED"):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, is_wanted)
 
 
 def receive(sock: socket.socket, size: int, most_fds: int) -> tuple[bytes, list[int], int]:
-    """Bytes, descriptors that came with them, and the number of the sender's process, 0 where the
-    kernel does not say. Raises OSError."""
+    """Bytes, descriptors that came with them, and the number of the sender's process, 0 where
+    the kernel does not report it. Raises OSError."""
     room = socket.CMSG_SPACE(most_fds * 4) + socket.CMSG_SPACE(CREDENTIALS.size)
     close_on_exec = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
     data, ancillary, _, _ = sock.recvmsg(size, room, close_on_exec)

@@ -1,4 +1,4 @@
-"""The arena that a door has with several engines, at the door's end."""
+"""The arena that a door shares with several engines, at the door's end."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ READ_BYTES: Final = 2**16
 class OwnArena:
     """Slots for all of a door's sessions.
 
-    What a call has of it may be used again when its engine is done with it. Of a session that was
-    given up, the end of the connection tells that: an engine closes it when it has answered all, or
-    dies. A process that was only stopped may still write there.
+    The slots of a call are free once its engine has answered. The slots of an abandoned session are
+    free at the end of its connection, which an engine closes when it has answered all calls or
+    dies: a stopped process may still write there.
     """
 
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
         self.slots = Slots(mapping)
         self.leaving: dict[socket.socket, asyncio.AbstractEventLoop] = {}
-        """Connections of sessions that were given up, whose engines have not gone yet."""
+        """Connections of abandoned sessions that their engines have not closed yet."""
 
     def leave(
         self, loop: asyncio.AbstractEventLoop, sock: socket.socket, slots: Sequence[Slot]
     ) -> None:
-        """Tell an engine that nobody waits any more; free the slots when it has gone."""
+        """Abandon a session; its slots are freed when the engine closes the connection."""
 
         def on_readable() -> None:
             try:
                 if sock.recv(READ_BYTES):
-                    return  # answers that nobody waits for
+                    return  # answers of abandoned calls
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
@@ -54,7 +54,7 @@ class OwnArena:
         sock.close()
 
     def close(self) -> None:
-        """Give up the memory: nobody takes slots of it any more."""
+        """Close the arena: no more slots can be taken."""
         for sock in list(self.leaving):
             self.forget(sock)
         self.mapping.close()

@@ -1,4 +1,4 @@
-"""Who may have a session with the engine, and whose its calls are."""
+"""Authentication of sessions with the engine, and the tenants of their calls."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ REMEDY: Final = "give it as api_key of the session, or as key in HELLO"
 
 @dataclass(slots=True)
 class Admission:
-    """`keys` None: everybody who may connect is let in. `secret` is what the service's own doors
-    show; where it is empty there are none. Not frozen: keys are read again while sessions last."""
+    """`keys` None: every caller that can connect is accepted. `secret` authenticates the service's
+    own doors; where it is empty there are none. Not frozen: keys are read again during sessions."""
 
     keys: Keys | None = None
     secret: str = ""
 
 
 class Standing:
-    """One session's: `tenants` has those it may call for, by the number that its calls carry. Only
-    a door has others than 0."""
+    """The identity of one session. `tenants` are those it may call for, by their number in calls;
+    only a door has others than 0."""
 
     __slots__ = ("admission", "is_door", "key", "tenants")
 
@@ -39,16 +39,19 @@ class Standing:
         self.is_door = False
 
     def greet(self, hello: Hello, nonce: str = "") -> None:
-        """Find out who has said HELLO, in answer to a CHALLENGE with this nonce where it came over
-        TCP. Raises Unauthorized."""
+        """Authenticate the sender of HELLO; over TCP it answers a CHALLENGE with this nonce.
+
+        Raises Unauthorized."""
         keys, secret = self.admission.keys, self.admission.secret
         if nonce and not hello.door:
             raise Unauthorized("over TCP only doors of the cluster may call: use HTTP")
         if hello.door:
             expected = proof(secret, nonce) if nonce else secret
             if not secret or not hmac.compare_digest(expected, hello.secret):
-                told = "door: only processes that the service has started are its doors"
-                raise Unauthorized(f"{told}: say false")
+                raise Unauthorized(
+                    "door is true, and only processes that the service has started are its doors: "
+                    "send false"
+                )
             self.is_door = True
             self.tenants[0] = OPEN if keys is None else NOBODY
         elif keys is None:
@@ -58,21 +61,21 @@ class Standing:
             self.tenants[0] = self.key.tenant
 
     def proof(self, hello: Hello) -> str:
-        """What shows to a door that this engine knows the secret; empty where it does not ask."""
+        """Proves to a door that this engine knows the secret; empty where no proof is requested."""
         return engine_proof(self.admission.secret, hello.nonce) if hello.nonce else ""
 
     def announce(self, payload: bytes) -> None:
-        """Take in a TENANT frame. Raises FrameError."""
+        """Process a TENANT frame. Raises FrameError."""
         if not self.is_door:
             raise FrameError("TENANT from a caller that is no door of the service")
         number, tenant = read_announced(payload)
         self.tenants[number] = tenant
 
     def renew(self) -> None:
-        """The keys were read again. Raises Unauthorized where this session's is gone."""
+        """The keys were read again. Raises Unauthorized where this session's was removed."""
         if self.key is None or self.admission.keys is None:
             return
         tenant = self.admission.keys.holder(self.key.digest)
         if tenant is None:
-            raise Unauthorized("the key of this session was taken back")
+            raise Unauthorized("the key of this session was removed")
         self.tenants[0] = tenant

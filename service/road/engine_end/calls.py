@@ -1,4 +1,4 @@
-"""What a session hands to the engine, and what all sessions of an engine have in common."""
+"""Events of a session for the engine's loop, and the settings of all sessions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def has_room(namespace: str) -> None:
 class SessionConfig:
     """The engine's rules for its sessions.
 
-    `routes` names the operations' numbers, `limits` is told to callers as it is.
+    `routes` names the operations' numbers, `limits` is sent to callers unchanged.
     """
 
     instance_id: str
@@ -50,10 +50,10 @@ class SessionConfig:
 class Call:
     """One call, waiting for its one answer: `request` its image, `answer` the place for the other.
 
-    Both lie in the arena, begin at multiples of 64 bytes, and may be changed by the caller at any
-    time, so what decides anything is copied first.
+    Both are in the arena, begin at multiples of 64 bytes, and can be changed by the caller at any
+    time, so values are copied before they are checked.
 
-    Not frozen: that would cost 2 µs a call, and `cancelled` is set when the caller takes it back.
+    Not frozen: that would cost 2 µs a call, and `cancelled` is set when the caller cancels.
     """
 
     session: Session
@@ -74,8 +74,8 @@ STEP_ROUTE: Final = 0
 
 
 @dataclass(slots=True, eq=False)
-class AskedArena:
-    """A caller wants a device arena of so many bytes, or its flags cleared after an abort."""
+class ArenaRequest:
+    """A caller requests a device arena of `arena_bytes`, or its flags cleared after an abort."""
 
     session: Session
     arena_bytes: int
@@ -83,7 +83,7 @@ class AskedArena:
 
 @dataclass(slots=True, eq=False)
 class Ready:
-    """A caller says that a layer of its step is ready; lanes in host memory have no flags."""
+    """A layer of a caller's step is ready; lanes in host memory have no flags for it."""
 
     call: Call
     layer: int
@@ -96,5 +96,5 @@ class Cancel:
     call: Call
 
 
-Event = Call | Cancel | AskedArena | Ready
-"""What a session hands to the engine."""
+Event = Call | Cancel | ArenaRequest | Ready
+"""An event of a session."""

@@ -1,4 +1,4 @@
-"""The arena that a door brings: its descriptor, from the first bytes of a session to its HELLO."""
+"""The arena that a door provides: its descriptor, received with HELLO."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from service.road.messages import Hello
 CLOSE_ON_EXEC: Final = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
-class Brought:
-    """A descriptor that came, until somebody takes it over or it is dropped."""
+class DoorArena:
+    """A descriptor that was received, until `arena` uses it or `drop` closes it."""
 
     __slots__ = ("descriptor",)
 
@@ -39,14 +39,14 @@ class Brought:
         if self.descriptor < 0:
             raise FrameError("brings_arena without a descriptor: send it with HELLO")
         try:
-            arena = Arena.brought(self.descriptor, config.max_arena_bytes, config.pinning)
+            arena = Arena.of_door(self.descriptor, config.max_arena_bytes, config.pinning)
         except ValueError as error:
             raise FrameError(f"the arena that came with HELLO: {error}") from None
         self.descriptor = -1
         return arena
 
     def drop(self) -> None:
-        """Close what nobody has taken over."""
+        """Close an unused descriptor."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1

@@ -1,4 +1,4 @@
-"""The engine's unix socket: where it lies, who may bind it, who may connect."""
+"""The engine's unix socket: its path, and the users who may bind it and connect."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CREDENTIALS: Final = struct.Struct("<iII")
 
 
 class Unusable(Exception):
-    """What lies at the path or above it stands in the way."""
+    """A file at the path, or a directory above it, prevents the socket."""
 
 
 class CannotListen(Exception):
-    """The socket cannot be bound where it is to lie; one line that says why and what to do."""
+    """The socket cannot be bound at its path; one line with the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Listening:
     inode: int
 
     def unlink(self) -> None:
-        """Remove the file, unless someone has put another in its place."""
+        """Remove the file, unless another one has replaced it."""
         with contextlib.suppress(OSError):
             if self.path.lstat().st_ino == self.inode:
                 self.path.unlink()
@@ -50,24 +50,24 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end of a connection; -1 where the system does not tell."""
+    """The process and user at the other end of a connection; -1 where unknown."""
 
     pid: int
     uid: int
 
 
 def default_path(port: int) -> Path:
-    """Where the engine of the service on `port` listens when server.socket names no place."""
+    """The engine's socket of the service on `port` where server.socket is not set."""
     return Path(tempfile.gettempdir()) / f"attnd-{os.getuid()}" / f"{port}.sock"
 
 
 def listen(
     path: Path, *, private: bool, mode: int = 0o600, setting: str = "server.socket"
 ) -> Listening:
-    """Bind a unix socket at `path`, in place of one that nobody listens on any more.
+    """Bind a unix socket at `path`, replacing one without a listener.
 
     A `private` directory must be ours alone; one that is missing is made so in any case. `setting`
-    is what errors tell the operator to change. Raises CannotListen.
+    is named in errors. Raises CannotListen.
     """
     try:
         make_directory(path.parent, private)
@@ -100,7 +100,7 @@ def make_directory(directory: Path, private: bool) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """One service at a time looks at what lies in the directory and binds there."""
+    """Lock the directory: one service at a time checks it and binds there."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -110,13 +110,13 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def check_free(path: Path) -> None:
-    """Nothing lies at `path`, or a socket that nobody listens on."""
+    """Raises Unusable unless `path` is free, or a socket without a listener."""
     try:
         found = path.lstat()
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise Unusable("a file that is no socket lies there: remove it, or set another path")
+        raise Unusable("the file there is not a socket: remove it, or set another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         with contextlib.suppress(BlockingIOError):  # its backlog is full
@@ -168,23 +168,23 @@ def may_connect(who: Peer, uids: frozenset[int]) -> bool:
 
 
 def turn_away(sock: socket.socket, error: BaseException) -> None:
-    """Tell a new connection why it gets no session, and close it."""
+    """Refuse a new connection with the reason, and close it."""
     with contextlib.suppress(OSError):
         sock.send(refusal(error))
     sock.close()
 
 
 class SpareDescriptor:
-    """Kept so that a connection can be turned away when the process has no descriptor left.
+    """A reserve, so that connections can be refused when the process has no descriptor left.
 
-    Otherwise it would stay in the backlog, and the listening socket readable, for ever.
+    Otherwise they would stay in the backlog, and the listening socket readable.
     """
 
     def __init__(self) -> None:
         self.fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def turn_away(self, listener: socket.socket, error: BaseException) -> None:
-        """After `accept` raised: take the connection in its place, and tell it why not."""
+        """After `accept` raised: accept the connection with the spare descriptor, and refuse it."""
         os.close(self.fd)
         try:
             with contextlib.suppress(OSError):

@@ -8,14 +8,22 @@ from contextlib import suppress
 from typing import Any, Final
 
 from attnd.wire import frames as f
+from attnd.wire.images import PROBLEM, header
 from attnd.wire.slots import ALIGNMENT
 
-from service.errors import AttndError, MalformedRequest, NoSuchRoute, Overloaded, Unauthorized
+from service.errors import (
+    AttndError,
+    MalformedRequest,
+    NoSuchRoute,
+    Overloaded,
+    Unauthorized,
+    problem,
+)
+from service.image.json_text import dump_json
 from service.road.arena import Arena, check_place
 from service.road.engine_end.admission import Standing
 from service.road.engine_end.calls import Call, Cancel, Event, SessionConfig
-from service.road.engine_end.door_arena import Brought
-from service.road.engine_end.problems import problem_image
+from service.road.engine_end.door_arena import DoorArena
 from service.road.engine_end.stepping import STEPPING, read_stepping
 from service.road.messages import (
     Grown,
@@ -35,14 +43,14 @@ CallValues = tuple[int, int, int, int, int, int, int, int, bytes]
 Stages = tuple[float, ...]
 NOTHING: Final = memoryview(b"")
 READ_BYTES: Final = 16 * 2**10
-"""Of frames that are read at once: 220 calls, some milliseconds where each is refused."""
+"""Bytes of frames read at once: 220 calls, some milliseconds where each is refused."""
 
 
 class Session:
     """Reads frames and writes answers without ever blocking; the engine's loop calls it.
 
-    `ended` says why the session is over. The engine then calls `close` and still hands in one
-    answer for every call in `live`: the arena goes with the last of them.
+    `ended` is why the session is over. The engine then calls `close`, and still gives one answer
+    for every call in `live`: the arena is freed with the last of them.
     """
 
     def __init__(
@@ -56,8 +64,8 @@ class Session:
         *,
         is_remote: bool = False,
     ) -> None:
-        """`is_remote`: over TCP, where images follow their frames. A `pid` of 0 or less is of a
-        process that cannot be seen."""
+        """`is_remote`: over TCP, where images follow their frames. `pid` is 0 or less where the
+        process is not visible."""
         sock.setblocking(False)
         self.sock = sock
         self.pid = pid
@@ -76,15 +84,16 @@ class Session:
         self.live: dict[int, Call] = {}
         self.reader = f.Reader(f.FROM_CALLER)
         self.incoming: Incoming | None = None
-        """What comes in behind the frames of calls; over TCP only."""
+        """Images that follow the frames of calls; over TCP only."""
         answers = config.max_arena_bytes if is_remote else 0
         self.output = Output(sock, config.max_output_bytes + answers)
         self.arena: Arena | None = None
-        self.brought = Brought()
+        self.door_arena = DoorArena()
         self.repeated: dict[Any, Any] = {}
-        """What the engine remembers of places in the arena; goes when those move or go."""
+        """Requests that the engine remembers by their places in the arena; cleared when those
+        move."""
         self.growth = 0
-        """The size that a GROW asks for, while calls keep a pinned arena where it is."""
+        """The size in a GROW that waits, because calls keep a pinned arena in place."""
         if is_remote:
             self.incoming = Incoming(self.live, config.max_arena_bytes)
             self.send(challenge(self.incoming.nonce))
@@ -101,17 +110,17 @@ class Session:
 
     @property
     def wants_write(self) -> bool:
-        """Whether `flush` is to be called once the socket can be written."""
+        """Whether to call `flush` when the socket becomes writable."""
         return bool(self.output.waiting)
 
     def fileno(self) -> int:
         """For selectors."""
         return self.sock.fileno()
 
-    # what arrives
+    # Input.
 
     def read(self) -> list[Event]:
-        """What has arrived, in order; never raises. Look at `ended` and `wants_write` then."""
+        """The events that have arrived, in order; never raises. Check `ended` and `wants_write`."""
         events: list[Event] = []
         if self.ended:
             return events
@@ -146,8 +155,8 @@ class Session:
         except (BlockingIOError, InterruptedError):
             return events
         except (f.FrameError, Unauthorized, Overloaded) as error:
-            told = MalformedRequest(str(error)) if isinstance(error, f.FrameError) else error
-            self.refuse(told)
+            is_malformed = isinstance(error, f.FrameError)
+            self.refuse(MalformedRequest(str(error)) if is_malformed else error)
         except OSError as error:
             self.end(f"the connection broke: {error}")
         return events
@@ -155,11 +164,11 @@ class Session:
     def receive(self) -> int:
         """One read's worth; 0 at the end of the stream. Raises the socket's errors."""
         if self.arena is None and self.incoming is None:
-            return self.brought.receive(self.sock, self.reader)
+            return self.door_arena.receive(self.sock, self.reader)
         return self.reader.receive(self.sock, READ_BYTES)
 
     def read_call(self, values: CallValues) -> Call | None:
-        """A call to run; None when it was answered here, with the rule that it breaks."""
+        """The call in a CALL frame; None when it was refused here."""
         number, route, who, deadline_us, request, length, answer, capacity, name = values
         arena, live, config = self.arena, self.live, self.config
         if arena is None:
@@ -186,7 +195,7 @@ class Session:
         return call
 
     def refuse_call(self, values: CallValues, size: int) -> None:
-        """Answer a call that cannot be taken; the session goes on."""
+        """Answer a call that breaks a rule; the session continues."""
         number, route, _, _, request, length, answer, capacity, _ = values
         try:
             if route not in self.config.numbers:
@@ -201,7 +210,7 @@ class Session:
         self.send_problem(number, status, image)
 
     def read_rare(self, kind: int, payload: bytes, events: list[Event]) -> None:
-        """A frame of steps, or a message about the session."""
+        """Process a frame of steps, or a message about the session."""
         if kind not in STEPPING:
             self.read_message(kind, payload)
         elif self.incoming is not None:
@@ -233,18 +242,18 @@ class Session:
         self.growth = max(read_grow(payload), 1)
         self.grow()
 
-    # the arena
+    # The arena.
 
     def welcome(self, hello: Hello) -> None:
-        """Answer HELLO; an arena that was made here is handed over."""
+        """Reply to HELLO, with the descriptor of an arena that was made here."""
         config = self.config
         try:
-            self.arena = arena = self.brought.arena(hello, config)
+            self.arena = arena = self.door_arena.arena(hello, config)
         except OSError as error:
             self.refuse(Overloaded(f"no memory for an arena: {error}", retry_after_s=1.0))
             return
         finally:
-            self.brought.drop()
+            self.door_arena.drop()
         content = Welcome(
             version=f.VERSION,
             session=self.number,
@@ -259,7 +268,7 @@ class Session:
             proof=self.standing.proof(hello) if self.incoming is not None else "",
         )
         data = message(f.WELCOME, content)
-        if self.incoming is not None or arena.is_brought:
+        if self.incoming is not None or arena.is_shared:
             self.send(data)
             return
         sent = socket.send_fds(self.sock, [data], [arena.fd])
@@ -273,15 +282,15 @@ class Session:
             return
         wanted, self.growth = self.growth, 0
         self.repeated.clear()
-        with suppress(OSError):  # GROWN tells the size that there is
+        with suppress(OSError):  # GROWN has the actual size
             arena.grow(wanted)
         self.send(message(f.GROWN, Grown(arena.size, len(arena.pinned))))
 
-    # what goes out
+    # Output.
 
     def answer(self, call: Call, status: int, length: int, stages: Stages, held: int = 0) -> None:
-        """The one answer of a call whose image of `length` bytes lies at its answer place. A door
-        is told how many pages are `held` now, of all tenants."""
+        """Answer a call whose image of `length` bytes is at its answer place. A door also gets the
+        number of pages `held` now by all tenants."""
         image = NOTHING if self.incoming is None else call.answer[:length]
         self.done(call)
         flags, held = (f.HELD, held) if self.standing.is_door else (0, 0)
@@ -303,7 +312,7 @@ class Session:
         *,
         needed: int = 0,
     ) -> None:
-        """The one answer of a call that failed: its problem, inside the frame."""
+        """Answer a call that failed, with its problem inside the frame."""
         self.done(call)
         status, image = problem_image(error)
         self.send_problem(call.id, status, image, stages, needed)
@@ -311,13 +320,13 @@ class Session:
             self.grow()
 
     def send_state(self, state: State) -> None:
-        """Tell the caller what the engine is at now."""
+        """Send the engine's present state to the caller."""
         self.state = state
         if self.greeted:
             self.send(message(f.STATE, state))
 
     def flush(self) -> None:
-        """Send what waits; the socket can be written."""
+        """Send waiting bytes; the socket can be written."""
         if not self.ended:
             try:
                 self.output.flush()
@@ -325,7 +334,7 @@ class Session:
                 self.end(f"the connection broke: {error}")
 
     def done(self, call: Call) -> None:
-        """The engine will not touch the call's places any more."""
+        """The engine does not use the call's places any more."""
         if self.live.pop(call.id, None) is not call:
             raise RuntimeError(f"call {call.id} was answered twice; this is a bug")
         if self.closed and not self.live:
@@ -358,10 +367,10 @@ class Session:
         except OSError as error:
             self.end(f"the connection broke: {error}")
 
-    # the end
+    # The end.
 
     def refuse(self, error: BaseException) -> None:
-        """Tell the caller what it did wrong, and end the session."""
+        """Send the caller the reason, and end the session."""
         self.send(refused(error))
         self.end(f"refused: {error}")
 
@@ -370,22 +379,28 @@ class Session:
         self.ended = self.ended or reason
 
     def close(self) -> None:
-        """Close the connection. The arena stays until every call in `live` has its answer; whoever
-        brought it learns by the connection's end that it is not used any more."""
+        """Close the connection. The arena stays until every call in `live` has its answer; its door
+        learns from the end of the connection that the engine does not use it any more."""
         self.end("the engine closed it")
         if self.closed:
             return
         self.closed = True
-        self.brought.drop()
-        if self.arena is None or not self.arena.is_brought:
+        self.door_arena.drop()
+        if self.arena is None or not self.arena.is_shared:
             self.sock.close()
         if not self.live:
             self.release()
 
     def release(self) -> None:
-        """Forget the arena; its memory goes with the last view of it."""
+        """Close the arena; its memory is freed with the last view of it."""
         self.sock.close()
         self.repeated.clear()
         self.incoming = None
         if self.arena is not None:
             self.arena.close()
+
+
+def problem_image(error: BaseException) -> tuple[int, bytes]:
+    """The status of an error, and an image of its problem document without tensors."""
+    document = problem(error)
+    return int(document["status"]), header(PROBLEM, dump_json(document), ())

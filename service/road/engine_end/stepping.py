@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from attnd.wire import frames as f
 
-from service.road.engine_end.calls import STEP_ROUTE, AskedArena, Call, Ready
+from service.road.engine_end.calls import STEP_ROUTE, ArenaRequest, Call, Ready
 from service.road.messages import count, read_object
 
 if TYPE_CHECKING:
@@ -17,12 +17,14 @@ STEPPING: Final = (f.DEVICE, f.STEP, f.READY)
 """Kinds of frames that are read here."""
 
 
-def read_stepping(session: Session, kind: int, payload: bytes) -> Call | AskedArena | Ready | None:
-    """What a frame of steps asks for; raises `FrameError` where it breaks the protocol."""
+def read_stepping(
+    session: Session, kind: int, payload: bytes
+) -> Call | ArenaRequest | Ready | None:
+    """The event in a frame of steps; raises `FrameError` where it breaks the protocol."""
     if not session.greeted:
         raise f.FrameError(f"{f.NAMES[kind]} before HELLO: a session begins with HELLO")
     if kind == f.DEVICE:
-        return AskedArena(session, count(read_object(kind, payload), "arena_bytes", kind))
+        return ArenaRequest(session, count(read_object(kind, payload), "arena_bytes", kind))
     if kind == f.STEP:
         return read_step(session, payload)
     number, layer = f.LAYER_PAYLOAD.unpack(payload)

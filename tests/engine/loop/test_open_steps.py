@@ -27,7 +27,7 @@ from service.metrics import Metrics
 from service.operations.schema.spec import validate
 from service.operations.step import STEP, StepFields
 from service.operations.table import BY_NAME
-from service.road.engine_end.calls import STEP_ROUTE, AskedArena, Call
+from service.road.engine_end.calls import STEP_ROUTE, ArenaRequest, Call
 from service.tenants import tenant_of
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import admit, run_round
@@ -270,7 +270,7 @@ def test_a_step_stays_in_its_keys_namespace_and_scopes(rig: Rig, scopes: list[An
     made = HandLanes()
     lanes = SessionLanes(made, rig.scheduler.steps, rig.store.info)
     session: Any = FakeSession()
-    lanes.request_arena(AskedArena(session, 2**16))
+    lanes.request_arena(ArenaRequest(session, 2**16))
     assert len(session.sent) == 1
     assert [(owner.namespace, owner.uid) for owner in made.owners] == [("team", 1000)]
     fields = {"op": "decode", "sequences": ["a"], "layers": [0], "slots": [SLOT], "num_qo_heads": 2}

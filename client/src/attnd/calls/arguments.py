@@ -1,7 +1,7 @@
 """Arguments of calls as JSON and images have them: plain ints, floats and strings, dense arrays.
 
 Whatever counts as a number in Python is taken, numpy's scalars included. What would silently mean
-something else is a `TypeError` or a `ValueError` that says what to write instead.
+anything else is a `TypeError` or a `ValueError` with the remedy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def sequence_ids(ids: Iterable[str], field: str = "sequences") -> list[str]:
 
 
 def sequence_id(name: str, field: str = "sequence", many: str = "") -> str:
-    """One id; raises TypeError for what is no string. `many` is the method for a list of ids."""
+    """One id; raises TypeError for any other type. `many` is the method for a list of ids."""
     if type(name) is str:
         return name
     if isinstance(name, str):
@@ -43,7 +43,7 @@ def sequence_id(name: str, field: str = "sequence", many: str = "") -> str:
 
 
 def whole_numbers(values: Indices | None, field: str) -> list[int] | None:
-    """Ints as a list; raises TypeError for what is no number, ValueError for a fraction."""
+    """Ints as a list; raises TypeError for other types, ValueError for a fraction."""
     if values is None:
         return None
     found: Any = values.tolist() if hasattr(values, "tolist") else values
@@ -57,7 +57,7 @@ def whole_numbers(values: Indices | None, field: str) -> list[int] | None:
 
 
 def whole_number(value: Any, field: str) -> int:
-    """One int; raises TypeError for what is no number, ValueError for a fraction."""
+    """One int; raises TypeError for other types, ValueError for a fraction."""
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
@@ -101,7 +101,7 @@ def plain(value: Any, field: str) -> Any:
 
 
 def check_array(name: str, array: Any) -> None:
-    """Raises TypeError for what is no numpy array."""
+    """Raises TypeError for anything but a numpy array."""
     if isinstance(array, np.ndarray):
         return
     if hasattr(array, "detach") and hasattr(array, "cpu"):
@@ -115,7 +115,7 @@ def check_array(name: str, array: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """What a value is, for a message."""
+    """A value and its type, for a message."""
     kind = type(value)
     where = "" if kind.__module__ in ("builtins", "numpy") else f"{kind.__module__}."
     text = repr(value)

@@ -28,24 +28,24 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Settled(Generic[T]):
-    """The answer that a lost reply must have carried."""
+    """The result that a lost reply must have had."""
 
     value: T
 
 
 def no_recovery(error: ServiceError) -> None:
-    """A refusal is an error."""
+    """No error shows that an earlier attempt was executed."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that costs a microsecond a call
 class Call(Generic[T]):
     """An operation of the service by name, with its fields and arrays; a transport writes them.
 
-    `parse` reads a successful answer (or one whose status is in `also_answers`).
-    `repeatable`: after a lost reply it may be sent again, because doing it twice does no harm.
-    `answer_bytes`: how many bytes of arrays the answer will have, as far as one can know.
-    `recover`: what a refusal means when an earlier attempt's reply was lost and the earlier attempt
-    was, as it turns out, carried out: the answer itself, or a call that gets it. None: an error.
+    `parse` reads a successful answer (or one whose status is in `also_answers`). `repeatable`:
+    after a lost reply it may be sent again, because doing it twice does no harm. `answer_bytes`:
+    how many bytes of arrays the answer will have, as far as one can know. `recover`: called with
+    the error of a retry after a lost reply. If the error shows that the earlier attempt was
+    executed, it returns the result, or a call that gets it; else None.
     """
 
     operation: str

@@ -42,9 +42,9 @@ from attnd.results import (
 class NewSequence:
     """`id` None: the service makes one. With `parent`, fork it at `length` (None: all of it).
 
-    With `prefix`, begin with as much of it as is cached. `ttl_s`: seconds it lives unused. `ranks`:
-    over how many engines of a cluster its pages are dealt out. `shard`, as (rank, ranks), is for
-    those who deal pages out themselves: one engine's part of them.
+    With `prefix`, begin with the cached part of it. `ttl_s`: idle seconds before deletion. `ranks`:
+    the number of engines of a cluster that its pages are sharded over. `shard`, as (rank, ranks),
+    is for callers who shard sequences themselves: the part that one engine stores.
     """
 
     id: str | None = None
@@ -96,8 +96,8 @@ def create_sequence(
     ranks: int | None = None,
 ) -> Call[SequenceInfo]:
     """`create_sequences` of one: empty, `parent` forked at `length` (None: all of it), or beginning
-    with as much of `prefix` as is cached (`cached_len` of the answer). In a cluster its pages may
-    be dealt out over `ranks` engines."""
+    with the cached part of `prefix` (`cached_len` of the result). In a cluster its pages may be
+    sharded over `ranks` engines."""
     fields, arrays = new_sequences([NewSequence(id, parent, length, prefix, ttl_s, ranks)])
     return Call(
         "create_sequences",
@@ -163,11 +163,11 @@ def delete_sequence(sequence: str) -> Call[None]:
         lambda reply: None,
         repeatable=True,
         fields={"id": sequence_id(sequence)},
-        recover=is_gone,
+        recover=deleted_before,
     )
 
 
-def is_gone(error: ServiceError) -> Settled[None] | None:
+def deleted_before(error: ServiceError) -> Settled[None] | None:
     """A sequence unknown on the second attempt was deleted by the first."""
     return Settled(None) if isinstance(error, UnknownSequence) else None
 
@@ -237,14 +237,15 @@ def pool() -> Call[Pool]:
 
 
 def engines(*, counts: bool = False) -> Call[tuple[EngineInfo, ...]]:
-    """The engines of the service, and what each of them has; with `counts`, has counted, too."""
+    """The engines of the service with their pages and pace; with `counts` also their counters."""
     given = {"counts": True} if counts else {}
     return Call("engines", reads(engines_of), repeatable=True, fields=given)
 
 
 def drain_engine(name: str, *, stop: bool = False) -> Call[int]:
-    """Have a cluster's engine take no new sequences, and move those that it has to the others; or
-    `stop` that. Returns at once, with how many it has still; `engines` tells how far it is."""
+    """Drain an engine of a cluster: it accepts no new sequences, and the others take over its own.
+    `stop` ends the drain. Returns at once with the number of sequences left; `engines` shows the
+    progress."""
     return Call(
         "drain_engine",
         reads(lambda reply: int(reply.fields["sequences"])),
@@ -256,8 +257,8 @@ def drain_engine(name: str, *, stop: bool = False) -> Call[int]:
 def snapshot() -> Call[Snapshot]:
     """The state of every page and the tree's largest parts, of all namespaces.
 
-    A key must have the scope admin. What is told is at most a fifth of a second old, the tree a
-    little more where it is very large.
+    Needs the scope `admin`. It is at most a fifth of a second old, a very large tree a little
+    more.
     """
     return Call("snapshot", reads(snapshot_of), repeatable=True)
 
@@ -338,21 +339,23 @@ def pool_of(reply: Reply) -> Pool:
 
 def engines_of(reply: Reply) -> tuple[EngineInfo, ...]:
     known = [field.name for field in fields(EngineInfo)]
-    told = reply.fields["engines"]
-    return tuple(EngineInfo(**{name: one[name] for name in known if name in one}) for one in told)
+    engines = reply.fields["engines"]
+    return tuple(
+        EngineInfo(**{name: one[name] for name in known if name in one}) for one in engines
+    )
 
 
 def snapshot_of(reply: Reply) -> Snapshot:
     apart = {"page_states", "tree", "engines", "meta"}
     known = {field.name for field in fields(Snapshot)} - apart
     columns = [field.name for field in fields(SnapshotTree) if field.name != "namespaces"]
-    told, arrays = reply.fields, reply.tensors
+    given, arrays = reply.fields, reply.tensors
     tree = {name: arrays[f"tree_{name}"] for name in columns}
     return Snapshot(
-        **{name: told[name] for name in known},
+        **{name: given[name] for name in known},
         page_states=arrays["page_states"],
-        tree=SnapshotTree(tuple(told["namespaces"]), **tree),
-        engines=tuple(EnginePages(**one) for one in told.get("engines", ())),
+        tree=SnapshotTree(tuple(given["namespaces"]), **tree),
+        engines=tuple(EnginePages(**one) for one in given.get("engines", ())),
         meta=reply.meta,
     )
 

@@ -1,4 +1,4 @@
-"""Reading answers: whatever is not as the contract promises is a `ProtocolError`."""
+"""Parsing answers: whatever breaks the service's contract is a `ProtocolError`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def reads(parse: Callable[[Reply], T]) -> Callable[[Reply], T]:
         try:
             return parse(reply)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            told = f"the answer lacks what the contract promises: {error!r}"
-            raise ProtocolError(told, reply.meta.request_id) from error
+            detail = f"the answer breaks the service's contract: {error!r}"
+            raise ProtocolError(detail, reply.meta.request_id) from error
 
     return parse_or_say

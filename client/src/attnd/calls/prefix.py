@@ -64,7 +64,7 @@ class Prefix:
 
 
 def token_array(ids: TokenIds) -> NDArray[np.uint32]:
-    """uint32 [n]; raises ValueError for what is no token id."""
+    """uint32 [n]; raises ValueError for anything but token ids."""
     if isinstance(ids, (str, bytes)):
         raise TypeError(f"token_ids is {ids!r}: it must be a list of ints or an integer array")
     array = np.asarray(ids)
@@ -81,8 +81,8 @@ def key_array(keys: PageKeys) -> NDArray[np.uint8]:
     """uint8 [n, 16]; raises ValueError for a key of another length."""
     if isinstance(keys, np.ndarray):
         if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != KEY_BYTES:
-            told = f"page_keys are {keys.dtype} {list(keys.shape)}"
-            raise ValueError(f"{told}: they must be uint8 [n, {KEY_BYTES}]")
+            given = f"page_keys are {keys.dtype} {list(keys.shape)}"
+            raise ValueError(f"{given}: they must be uint8 [n, {KEY_BYTES}]")
         return np.ascontiguousarray(keys)
     if isinstance(keys, (str, bytes)):
         raise TypeError(f"page_keys is {keys!r}: it must be a list of keys, such as [{keys!r}]")
@@ -97,7 +97,7 @@ def match_prefix(prefix: Prefix, *, lease_s: float = DEFAULT_LEASE_S) -> Call[Pr
     return Call(
         "match_prefix",
         reads(match_of),
-        repeatable=True,  # a lease that nobody heard of ends by itself
+        repeatable=True,  # a lease whose reply was lost ends by itself
         fields={**prefix.fields(), "lease_s": float(lease_s)},
         arrays=prefix.arrays(),
     )
@@ -111,10 +111,11 @@ def commit(
     priority: int | None = None,
     duration_s: float | None = None,
 ) -> Call[CommitResult]:
-    """Name the sequence's full pages as far as `prefix` does, so that they outlive it.
+    """Name the sequence's full pages up to the end of `prefix`: they stay cached after its
+    deletion.
 
-    With `offset` the prefix begins behind that many tokens, which are committed already: the
-    `committed_len` of the commit before. Raises `UnknownSequence`, `InvalidRequest` beyond the
+    With `offset` the prefix begins after that many tokens, which are committed already: the
+    `committed_len` of the previous commit. Raises `UnknownSequence`, `InvalidRequest` beyond the
     sequence's length, `KeyMismatch`.
     """
     fields = {
@@ -141,7 +142,7 @@ def commit_sequences(
     priority: int | None = None,
     duration_s: float | None = None,
 ) -> Call[tuple[CommitResult, ...]]:
-    """`commit` for many sequences, all or none, each as far as its prefix does.
+    """`commit` for many sequences, all or none, each with its own prefix.
 
     The prefixes name pages all by token ids or all by page keys, under one `cache_salt`. Raises
     `UnknownSequence`, `InvalidRequest`, `KeyMismatch`.
@@ -175,7 +176,7 @@ def indptr_of(parts: Sequence[Sized]) -> list[int]:
 
 
 def renew_lease(lease: str, lease_s: float = DEFAULT_LEASE_S) -> Call[Lease]:
-    """Let a lease end in `lease_s` seconds; raises `UnknownLease`."""
+    """Extend a lease to `lease_s` seconds from now; raises `UnknownLease`."""
     fields = {"id": lease, "lease_s": float(lease_s)}
     return Call("renew_lease", reads(lease_of_reply), repeatable=True, fields=fields)
 
@@ -183,7 +184,7 @@ def renew_lease(lease: str, lease_s: float = DEFAULT_LEASE_S) -> Call[Lease]:
 def release_lease(lease: str) -> Call[None]:
     """End a lease; raises `UnknownLease`."""
     return Call(
-        "release_lease", nothing, repeatable=True, fields={"id": lease}, recover=lease_is_gone
+        "release_lease", nothing, repeatable=True, fields={"id": lease}, recover=lease_ended_before
     )
 
 
@@ -194,7 +195,9 @@ def pin(
     soft_ttl_s: float | None = None,
     hard: bool = False,
 ) -> Call[int]:
-    """Keep a page and all before it: softly for `soft_ttl_s`, or `hard`; how many pages that are.
+    """Keep a page and all before it: softly for `soft_ttl_s` seconds, or `hard`, until `unpin`.
+
+    Returns the number of pages kept.
 
     Raises `UnknownPage`, `InvalidRequest`.
     """
@@ -206,37 +209,38 @@ def pin(
 
 
 def unpin(page_key: str | bytes, *, cache_salt: str = "") -> Call[None]:
-    """Take the pins of a page away, hard and soft; raises `UnknownPage` where it has none."""
+    """Remove the hard and soft pins of a page; raises `UnknownPage` where it has none."""
     fields = {"page_key": hex_key(page_key)}
     fields |= {"cache_salt": cache_salt} if cache_salt else {}
-    return Call("unpin", nothing, repeatable=True, fields=fields, recover=pin_is_gone)
+    return Call("unpin", nothing, repeatable=True, fields=fields, recover=unpinned_before)
 
 
 def holds() -> Call[tuple[Hold, ...]]:
-    """The hard pins and leases that there are, a thousand at most."""
+    """The hard pins and leases, at most a thousand."""
     return Call("holds", reads(holds_of), repeatable=True)
 
 
 def evict(num_pages_at_most: int) -> Call[int]:
-    """Evict cached pages, those first that would go first; how many were."""
+    """Evict cached pages in the order of eviction; returns their number."""
     fields = {"num_pages": whole_number(num_pages_at_most, "num_pages_at_most")}
     return Call("evict", reads(num_pages), repeatable=False, fields=fields)
 
 
 def clear() -> Call[int]:
-    """Evict all that nothing holds; how many pages were."""
+    """Evict all pages that nothing holds; returns their number."""
     return Call("clear", reads(num_pages), repeatable=True)
 
 
 def get_namespace(name: str) -> Call[Namespace]:
-    """What a namespace has, and may have."""
+    """The quota of a namespace, and its pages by state."""
     return Call("get_namespace", reads(namespace_of), repeatable=True, fields={"name": name})
 
 
 def set_namespace(
     name: str, *, max_pages: int | None = None, reserved_pages: int = 0
 ) -> Call[Namespace]:
-    """What a namespace may have (None: no limit), and what nobody else may take."""
+    """Set a namespace's quota in pages: `max_pages` (None: no limit), and `reserved_pages` that
+    other namespaces cannot use. Needs the scope `admin`."""
     fields = {
         "name": name,
         "max_pages": None if max_pages is None else whole_number(max_pages, "max_pages"),
@@ -246,7 +250,8 @@ def set_namespace(
 
 
 def event_page(after: int = FROM_NOW, limit: int | None = None) -> Call[EventPage]:
-    """What became of cached pages since event `after` (0: all that are kept; -1: nothing yet)."""
+    """Changes of cached pages since event `after` (0: all events kept; -1: none, only the number of
+    the latest event), at most `limit`."""
     fields = plain_fields({"after": after, "limit": limit})
     return Call("events", reads(event_page_of), repeatable=True, fields=fields)
 
@@ -259,13 +264,13 @@ def nothing(_: Reply) -> None:
     """The answer has no fields."""
 
 
-def lease_is_gone(error: ServiceError) -> Settled[None] | None:
-    """A lease unknown on the second attempt was ended by the first."""
+def lease_ended_before(error: ServiceError) -> Settled[None] | None:
+    """A lease unknown on the second attempt was released by the first."""
     return Settled(None) if isinstance(error, UnknownLease) else None
 
 
-def pin_is_gone(error: ServiceError) -> Settled[None] | None:
-    """A page without pins on the second attempt had them taken away by the first."""
+def unpinned_before(error: ServiceError) -> Settled[None] | None:
+    """A page without pins on the second attempt was unpinned by the first."""
     return Settled(None) if isinstance(error, UnknownPage) else None
 
 
@@ -313,8 +318,8 @@ def event_page_of(reply: Reply) -> EventPage:
     return EventPage(events, fields["next"], fields["too_old"], reply.meta)
 
 
-def event_of(told: dict[str, Any]) -> CacheEvent:
-    known = {name: told[name] for name in CacheEvent.__slots__ if name in told}
+def event_of(document: dict[str, Any]) -> CacheEvent:
+    known = {name: document[name] for name in CacheEvent.__slots__ if name in document}
     for name in ("page_keys", "token_ids"):
         if name in known:
             known[name] = tuple(known[name])

@@ -1,4 +1,4 @@
-"""What calls with arrays are made of: their answers, and what a lost reply may have carried."""
+"""Calls with arrays: how they are built, parsed, and recovered after a lost reply."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tensor_call(
     answer_bytes: int = 0,
     recover: Callable[[ServiceError], Settled[T] | Call[T] | None] = no_recovery,
 ) -> Call[T]:
-    """A call with what was given: fields and arrays that are None are left out."""
+    """A call with these fields and arrays, without those that are None."""
     given = {name: array for name, array in arrays.items() if array is not None}
     for name, array in given.items():
         if type(array) is not np.ndarray:
@@ -72,7 +72,7 @@ def attend(
 def attends_only(
     operation: str, fields: dict[str, Any], arrays: dict[str, Array | None]
 ) -> Callable[[ServiceError], Call[AttentionResult] | None]:
-    """The recovery of a call whose lost attempt appended k and v: the attention is still wanted."""
+    """Recovers a call whose lost attempt appended k and v, by a call for the attention alone."""
 
     def recover(error: ServiceError) -> Call[AttentionResult] | None:
         if not landed(error, lengths_after(fields)):
@@ -101,7 +101,7 @@ read_attention: Final = reads(attention_of)
 
 
 def level_states(arrays: Mapping[str, Array], base: LseBase) -> tuple[AttentionState, ...]:
-    """The states of the single levels, which lie beside the merged one."""
+    """The state of each level, beside the merged one."""
     states: list[AttentionState] = []
     while f"o.{len(states)}" in arrays:
         i = len(states)
@@ -128,5 +128,5 @@ def lengths_after(fields: Mapping[str, Any]) -> dict[str, int]:
 
 
 def landed(error: ServiceError, after: dict[str, int]) -> bool:
-    """Whether a refusal shows exactly the lengths that the append would have left."""
+    """Whether an error shows exactly the lengths after the append: it was executed."""
     return isinstance(error, LengthMismatch) and bool(after) and error.lengths == after

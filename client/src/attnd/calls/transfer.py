@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExportHeader:
-    """What an export is of. `fields` go to the importer as they came; `names` is the tensor with
+    """The beginning of an export. `fields` go to the importer unchanged; `names` is the tensor with
     the names of its first pages, where the prefix cache knows them."""
 
     fields: Mapping[str, Any]
@@ -36,12 +36,12 @@ class ExportHeader:
 
     @property
     def generation(self) -> str:
-        """Another one: the sequence has changed, and parts do not go together."""
+        """Changes with the sequence: parts of two generations must not be mixed."""
         return str(self.fields["generation"])
 
     @property
     def prefix(self) -> Prefix | None:
-        """What names its pages, for a commit where it is imported."""
+        """The names of its pages, for a commit at the importer."""
         if not self.names:
             return None
         return Prefix(**self.names, cache_salt=str(self.fields["cache_salt"]))
@@ -49,8 +49,8 @@ class ExportHeader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExportPart:
-    """Rows as the pool stores them. `digest` is made upon `before`, the digest of the part before
-    or of the header: the last part's is that of the whole."""
+    """Rows as the pool stores them. `digest` covers `before`, the digest of the previous part or of
+    the header, so the last part's covers the whole export."""
 
     number: int
     before: str
@@ -62,10 +62,10 @@ class ExportPart:
 
 @dataclass(frozen=True, slots=True)
 class ImportState:
-    """How far an import is: `state` is `receiving` or `done`; `cached_len` tokens were cached.
+    """Progress of an import: `state` is `receiving` or `done`; `cached_len` tokens were cached.
 
-    `digest` is that of the last part that came: None where that was passed over. `expires_at` are
-    seconds since the epoch, when it is given up; None when it is done.
+    `digest` is that of the last part received, None where it was skipped. `expires_at` is when the
+    service gives the import up, in seconds since the epoch; None when it is done.
     """
 
     id: str
@@ -79,7 +79,7 @@ class ImportState:
 
 
 def export_header(sequence: str, *, part_bytes: int | None = None) -> Call[ExportHeader]:
-    """What an export of a sequence begins with; `part_bytes` of k and v at most in a part.
+    """The header of a sequence's export, with at most `part_bytes` bytes of k and v in a part.
 
     Raises `UnknownSequence`.
     """
@@ -90,7 +90,7 @@ def export_header(sequence: str, *, part_bytes: int | None = None) -> Call[Expor
 def export_part(
     sequence: str, header: ExportHeader, number: int, *, before: str
 ) -> Call[ExportPart]:
-    """One part of a sequence. Raises `SequenceChanged` when it is not what the header told."""
+    """One part of a sequence. Raises `SequenceChanged` where it differs from the header."""
     fields = {
         "id": sequence_id(sequence),
         "part": number,
@@ -113,10 +113,11 @@ def export_part(
 def begin_import(
     sequence: str, header: ExportHeader, *, share: bool = True, idle_s: float | None = None
 ) -> Call[ImportState]:
-    """Begin an import, or find out how far it is. Pages are taken at once, `OutOfPages` or none.
+    """Begin an import, or get its progress. All its pages are taken at once, or `OutOfPages`
+    raised.
 
-    `share`: begin with those pages that are cached by the export's names. `idle_s`: seconds after
-    which it is given up when nothing comes. Raises `SequenceExists`, `ImportExists`,
+    `share`: begin with the pages that are cached under the export's names. `idle_s`: idle seconds
+    after which the service gives it up. Raises `SequenceExists`, `ImportExists`,
     `InvalidRequest` for an export of another pool, `DigestMismatch`.
     """
     fields = {
@@ -130,7 +131,7 @@ def begin_import(
 
 
 def import_part(sequence: str, part: ExportPart) -> Call[ImportState]:
-    """Bring one part: the next one, see `ImportState`.
+    """Send the next part, see `ImportState`.
 
     Raises `PartMismatch` for any other, `DigestMismatch`, `UnknownImport`.
     """
@@ -150,7 +151,7 @@ def import_part(sequence: str, part: ExportPart) -> Call[ImportState]:
 
 
 def end_import(sequence: str, digest: str) -> Call[ImportState]:
-    """End an import with the digest of its last part: the sequence is there from now on.
+    """End an import with the digest of its last part: the sequence exists from now on.
 
     Raises `PartMismatch` while parts are missing, `DigestMismatch`, `UnknownImport`.
     """
@@ -164,20 +165,20 @@ def end_import(sequence: str, digest: str) -> Call[ImportState]:
 
 
 def get_import(sequence: str) -> Call[ImportState]:
-    """How far an import is; raises `UnknownImport`."""
+    """Progress of an import; raises `UnknownImport`."""
     return Call(
         "get_import", reads(state_of), repeatable=True, fields={"id": sequence_id(sequence)}
     )
 
 
 def cancel_import(sequence: str) -> Call[None]:
-    """Give an import up, and the pages that it has taken; raises `UnknownImport`."""
+    """Cancel an import and free its pages; raises `UnknownImport`."""
     fields = {"id": sequence_id(sequence)}
-    return Call("cancel_import", nothing, repeatable=True, fields=fields, recover=import_is_gone)
+    return Call("cancel_import", nothing, repeatable=True, fields=fields, recover=cancelled_before)
 
 
-def import_is_gone(error: ServiceError) -> Settled[None] | None:
-    """An import unknown on the second attempt was given up by the first."""
+def cancelled_before(error: ServiceError) -> Settled[None] | None:
+    """An import unknown on the second attempt was cancelled by the first."""
     return Settled(None) if isinstance(error, UnknownImport) else None
 
 
@@ -189,7 +190,7 @@ def import_call(
     return Call(
         "import_sequence",
         reads(state_of),
-        repeatable=True,  # a part or an end that has come already is refused, and known by that
+        repeatable=True,  # a second part or end is refused, which `recover` recognises
         fields=fields,
         arrays={name: np.ascontiguousarray(array) for name, array in arrays.items()},
         recover=recover,

@@ -18,11 +18,12 @@ from attnd.http.responses import ResponseReader
 JOINED_BYTES: Final = 64 * 1024
 """Requests up to this length are written in one piece."""
 PIECE_BYTES: Final = 1 << 20
-"""Of a larger one, written at a time: what the system does not take at once is copied."""
+"""Bytes of a longer one written at a time, because the part that the system does not take at once
+is copied."""
 
 
 class AsyncTransport(Protocol):
-    """What `AsyncClient` sends by: `Transport`, awaited."""
+    """How `AsyncClient` sends requests: `Transport`, awaited."""
 
     async def send(self, request: Request) -> Response: ...
 
@@ -61,7 +62,7 @@ class LoopTransport:
                 await turn
         except TimeoutError as error:
             raise ConnectionFailed(
-                f"{MAX_CONNECTIONS} calls are under way, and none ended in time"
+                f"{MAX_CONNECTIONS} calls are in flight, and none ended in time"
             ) from error
         finally:
             with suppress(ValueError):
@@ -192,7 +193,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._reader.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._answer is None:  # nobody asked: this connection carries nothing more
+        if self._answer is None:  # bytes without a request: the connection cannot be used any more
             self.close()
             return
         try:

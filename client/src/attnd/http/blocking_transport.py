@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 Part = bytes | memoryview
 
 MAX_PARTS: Final = 16
-"""Handed to the system at once."""
+"""Buffers in one system call."""
 
 
 class Transport(Protocol):
-    """What `Client` sends by. `send` raises `ConnectionFailed`, `ReplyLost` or `TimedOut`."""
+    """How `Client` sends requests. `send` raises `ConnectionFailed`, `ReplyLost` or `TimedOut`."""
 
     def send(self, request: Request) -> Response: ...
 
@@ -53,7 +53,7 @@ class SocketTransport:
             self._room.get(timeout=request.timeout_s)
         except Empty as error:
             raise ConnectionFailed(
-                f"{MAX_CONNECTIONS} calls are under way, and none ended in time"
+                f"{MAX_CONNECTIONS} calls are in flight, and none ended in time"
             ) from error
         try:
             return self._send(request, ends)
@@ -119,7 +119,7 @@ class Connection:
         return time.monotonic() - self.idle_since < KEEP_IDLE_S and not self._poll.poll(0)
 
     def write(self, parts: Sequence[Part], ends: float) -> bool:
-        """Send all parts; False when the other side was gone before anything went out.
+        """Send all parts; False when the connection was closed before anything was sent.
 
         An answer that comes before all was sent (a refusal) ends the sending.
         """
@@ -228,7 +228,7 @@ def remaining(ends: float) -> float:
 
 
 def unsent(parts: Sequence[Part], count: int) -> Sequence[Part]:
-    """What is left of `parts` after `count` bytes."""
+    """The rest of `parts` after `count` bytes."""
     if count == sum(map(len, parts)):
         return ()
     for i, part in enumerate(parts):

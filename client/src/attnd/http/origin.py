@@ -1,4 +1,4 @@
-"""`Origin`: whom the client talks to, and how: read from a base URL or a Unix socket's path."""
+"""`Origin`: the address of the service, TLS and key, from a base URL or a Unix socket's path."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ USER_AGENT: Final = "attnd-client"
 PORTS: Final = {"http": 80, "https": 443}
 
 Verify: TypeAlias = "bool | str | SSLContext"
-"""Which certificates of services are trusted: the system's (True), those of a PEM file, any
-(False), or whatever a context says."""
+"""Trusted certificates of services: the system's (True), those of a PEM file, any (False), or an
+`ssl.SSLContext`."""
 Certificate: TypeAlias = str | tuple[str, str] | None
 """PEM files of a client's certificate and its key; one file may hold both."""
 
 REMEMBERED: Final = 512
 """Heads at a time."""
 KEEP_IDLE_S: Final = 60.0
-"""Idle connections go before the service closes them (75 s), so none breaks under a request."""
+"""Idle connections are closed before the service closes them (75 s) under a new request."""
 MAX_CONNECTIONS: Final = 100
-"""At once; a call beyond them waits for one that is done, as long as its timeout allows."""
+"""In use at a time. A further call waits for one of them within its timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """`uds` goes before host and port. `host_header` names them to the service; `prefix` is what
-    every path begins with. `secret` are headers that no error shows; `context` is made for TLS when
-    it is None."""
+    """`uds` takes precedence over host and port, which `host_header` contains. `prefix` is the
+    beginning of every path. `secret` are headers that no error shows; `context` is for TLS."""
 
     host: str
     port: int
@@ -133,7 +132,7 @@ def context_of(verify: Verify, cert: Certificate) -> SSLContext:
         try:
             context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
         except OSError as error:
-            remedy = "a PEM file of the authority's certificate, or True for those of the system"
+            remedy = "a PEM file of the authority's certificate, or True for the system's"
             raise unusable("verify", verify, remedy, error) from error
     if verify is False:
         context.check_hostname = False
@@ -161,5 +160,5 @@ def no_connection(origin: Origin, error: OSError) -> ConnectionFailed:
         remedy = ": give the PEM file of the service's authority as verify"
     elif reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"):
         remedy = ": where the service speaks no TLS, base_url must begin with http://"
-    told = str(error) or "nothing answered in time"
-    return ConnectionFailed(f"no connection to {origin}: {told}{remedy}")
+    cause = str(error) or "no answer in time"
+    return ConnectionFailed(f"no connection to {origin}: {cause}{remedy}")

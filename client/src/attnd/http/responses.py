@@ -42,12 +42,12 @@ class Parsing:
             raise ProtocolError(f"the answer is not HTTP: {error}") from error
 
     def end(self) -> None:
-        """Let the parser go: it refers to this, and this to it."""
+        """Delete the parser: it and this refer to each other."""
         self.parser = None
 
     @property
     def length(self) -> int | None:
-        """Bytes of the body; None where only the chunks, or the connection's end, will tell."""
+        """Bytes of the body; None where chunks or the connection's end delimit it."""
         if self.status in (204, 304):
             return 0
         length = self.headers.get("content-length")
@@ -69,7 +69,7 @@ class Parsing:
 
 
 class ResponseReader:
-    """Receive into `buffer()` and tell `received` how much came, until it gives a response."""
+    """Receive into `buffer()` and call `received` with the count, until it returns a response."""
 
     def __init__(self, unanswered: str = "") -> None:
         """`unanswered`: why a connection may be closed before anything came."""

@@ -1,4 +1,4 @@
-"""Requests placed in the arena: arrays that lie there already are sent in place, others copied."""
+"""Places requests in the arena: arrays of the arena are sent in place, others are copied."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Area:
         self.last = ""
         """Name of the array made last."""
         self.busy = threading.Lock()
-        """Locked while a call's header lies before the arrays."""
+        """Locked while a call's header is before the arrays."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class PlacedCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArraysInPlace:
-    """Arrays that are the first `length` bytes of an area, in the order in which they lie there."""
+    """Arrays that are the first `length` bytes of an area, in the order of their offsets."""
 
     area: Area
     arrays: list[tuple[str, Array]]
@@ -117,7 +117,7 @@ class Areas:
         return self.place_copies(header, [array for _, array in ordered], room)
 
     def find(self, ordered: list[tuple[str, Array]]) -> ArraysInPlace | None:
-        """The area whose first bytes these arrays are; None when they lie elsewhere.
+        """The area whose first bytes these arrays are; None for any other arrays.
 
         One array under two names (as k and v) is not the beginning of an area: it is copied.
         """
@@ -145,7 +145,7 @@ class Areas:
     def place_before(self, area: Area, length: int, header: bytes, room: int) -> PlacedCall | None:
         """Write a header before the first `length` bytes of an area; take a slot for the answer.
 
-        None when the header is too long, or another call's header lies there.
+        None when the header is too long, or another call's header is there.
         """
         size = len(header)
         answer = self._take(room)

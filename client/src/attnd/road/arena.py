@@ -139,7 +139,7 @@ class Arena:
 
 
 def held_by(array: Array) -> tuple[Held, int] | None:
-    """The bytes of an arena that an array lies in, and its offset there; None for other arrays."""
+    """The bytes of an arena that contain an array, and its offset; None for other arrays."""
     base: object = array.base
     while isinstance(base, np.ndarray) and not isinstance(base, Held):
         base = base.base

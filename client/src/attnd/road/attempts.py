@@ -82,10 +82,10 @@ def read_reply(status: int, image: images.Bytes, meta: Meta) -> Reply:
 
 
 def image_of(arena: Arena, place: PlacedCall, length: int) -> images.Bytes:
-    """An answer where it lies; a copy of it when the arena is short. Raises `ProtocolError`."""
+    """The answer as a view of the arena, a copy when that is short. Raises `ProtocolError`."""
     if length > place.capacity:
         raise ProtocolError(f"an answer of {length} bytes in a place of {place.capacity}")
-    place.answer.trim(length)  # this frees the request too, where it lies behind the answer
+    place.answer.trim(length)  # this frees the request too, where it is in the same slot
     image = arena.hold(place.answer.offset, length, place.answer)
     return np.array(image) if arena.is_short else image
 

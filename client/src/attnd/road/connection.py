@@ -73,7 +73,7 @@ class Connection:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the session stands and belongs to this process (not to the parent of a fork)."""
+        """Whether the session is open and belongs to this process (not to the parent of a fork)."""
         return not self.broken and self.pid == os.getpid()
 
     # Calls.
@@ -308,7 +308,7 @@ class Connection:
             pending.reply = answer = Answer(status, length, needed, tuple(seconds), inline)
             if pending.gate is not None:
                 pending.wake()
-            if self._messages:  # the end of a step answers whoever waits for its other frames
+            if self._messages:  # the end of a step also ends waits for its other frames
                 for one in (f.OPENED, f.DONE):
                     self._resolve(one, number, answer)
 
@@ -341,7 +341,7 @@ class Connection:
             pending.wake()
 
     def is_open(self) -> bool:
-        """Read what has arrived while no thread waited: the engine's state, or its end."""
+        """Read frames that arrived while no thread waited: the engine's state, or its end."""
         if not self.broken and self._reading.acquire(blocking=False):
             try:
                 self._is_read = True

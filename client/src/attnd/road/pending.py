@@ -12,7 +12,7 @@ from attnd.road.areas import PlacedCall
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """An ANSWER frame: `length` bytes of image lie at the answer's place, or in `inline`.
+    """An ANSWER frame: `length` bytes of image at the answer's place, or in `inline`.
 
     `needed` is the capacity in bytes that the answer needs, 0 where it fitted. `seconds` has one
     entry for each of `frames.STAGES`. Not frozen: that costs a microsecond per call.

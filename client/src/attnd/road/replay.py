@@ -1,8 +1,8 @@
 """Replay: a session's calls that differ from an earlier one in rows and `offsets` only.
 
 A model's layer makes the same call for every token. All that is known beforehand is kept: the
-request's header, where its arrays lie, and the header of its last answer, from which the result is
-built while the engine works. docs/decisions/repeated-calls.md has the measurements.
+request's header, the place of its arrays, and the header of its last answer, from which the result
+is built while the engine works. docs/decisions/repeated-calls.md has the measurements.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Replays:
         """A key that is equal for calls whose requests are equal but for rows and `offsets`.
 
         None for a call without rows, or with arguments of rare types. Rows count by dtype and
-        shape, arrays of `Session.empty` by identity too, because they are sent from where they lie.
+        shape, arrays of `Session.empty` by identity too, because they are sent in place.
         `marshal` distinguishes 1 from True.
         """
         key: list[object] = [build, len(args)]
@@ -160,7 +160,7 @@ class ExpectedAnswer:
 
 
 class RowsInPlace:
-    """Rows that are sent from where they lie in the arena. It does not keep them alive."""
+    """Rows of the arena that are sent in place. It does not keep them alive."""
 
     __slots__ = ("_area", "_arrays", "_length")
 

@@ -1,4 +1,4 @@
-"""A step at the caller's end: described, accepted, handed over layer by layer, and ended."""
+"""A step at the caller's end: described, accepted, released to the engine layer by layer, ended."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StepCall:
         if begun is not None and isinstance(self._connection.wait(begun, ends), int):
             return
         self.result(ends)
-        raise ProtocolError(f"layer {layer} was handed over after the step's end")
+        raise ProtocolError(f"layer {layer} was released to the engine after the step's end")
 
     def cancel(self) -> None:
         """Have the engine abort the step, without waiting for it."""

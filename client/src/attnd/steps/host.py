@@ -14,7 +14,7 @@ from attnd.steps.lane import Lane
 from attnd.steps.layout import A, Dtypes
 
 View = Callable[[SharedMemory, int, Any, tuple[int, ...], object], A]
-"""An array over shared memory: offset, dtype, shape, and what it keeps taken."""
+"""Makes an array over shared memory: offset, dtype, shape, and an object to keep alive."""
 
 BF16: Final = np.dtype(ml_dtypes.bfloat16)
 F16: Final = np.dtype(np.float16)
@@ -29,7 +29,7 @@ NUMPY: Final = Dtypes(
 
 
 class HostArena(Generic[A]):
-    """The engine runs a layer when it is told so, and the caller waits for it."""
+    """The engine runs a layer on request, and the caller waits for it."""
 
     def __init__(self, lane: Lane[A], size: int, view: View[A]) -> None:
         """`size` bytes of the connection's memory, which grows for them. Raises `ArenaFull`."""
@@ -38,10 +38,10 @@ class HostArena(Generic[A]):
         self._lane, self._shared, self._view = lane, shared, view
         self.flags = self._place.offset
         self.size = self._place.offset + self._place.size
-        lane.ask_arena(shared.slots.size)
+        lane.request_arena(shared.slots.size)
 
     def begin_layer(self, layer: int) -> Callable[[], None]:
-        """Hands a layer over; returns a function that waits for it."""
+        """Requests a layer; returns a function that waits for it."""
         return self._lane.begin_layer(layer)
 
     def hand_over(self, layer: int) -> None:

@@ -18,7 +18,7 @@ from attnd.steps.step import Run, Step
 
 
 class Lane(Generic[A]):
-    """One thread's. Whatever interrupts a step, the lane's next use first waits for its end."""
+    """For one thread. After an interrupted step, the lane's next use first waits for its end."""
 
     def __init__(
         self,
@@ -31,17 +31,17 @@ class Lane(Generic[A]):
         self.room: Room[A] | None = None
         self._num_layers, self._timeout_s, self._make_arena = num_layers, timeout_s, make_arena
         self._runs: deque[Run[A]] = deque()
-        self._asked: Pending | None = None
-        self._spoilt = False
+        self._requested: Pending | None = None
+        self._has_cancelled = False
         """Whether steps were cancelled since the flags were cleared last."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody has slots in the arena, and no step is under way."""
+        """Whether no slots of the arena are in use, and no step is open."""
         return not self._runs and (self.room is None or self.room.is_free)
 
     def ends(self) -> float:
-        """When waiting for the engine is given up, by `time.monotonic()`."""
+        """End of the timeout for the engine, by `time.monotonic()`."""
         return time.monotonic() + self._timeout_s
 
     def open(self, size: int) -> Room[A]:
@@ -52,16 +52,16 @@ class Lane(Generic[A]):
         self.room = Room(self._make_arena(self, size), self._num_layers)
         return self.room
 
-    def ask_arena(self, size: int) -> dict[str, Any]:
+    def request_arena(self, size: int) -> dict[str, Any]:
         """An arena of at least `size` bytes, or the one there is with its flags cleared."""
-        if self._asked is not None:  # an earlier wait was interrupted
+        if self._requested is not None:  # an earlier wait was interrupted
             with suppress(ServiceError):
-                wait_arena(self.connection, self._asked, self.ends())
+                wait_arena(self.connection, self._requested, self.ends())
         with self._whole():
-            self._asked = request_arena(self.connection, size, self.ends())
-        told = wait_arena(self.connection, self._asked, self.ends())
-        self._asked = None
-        return told
+            self._requested = request_arena(self.connection, size, self.ends())
+        description = wait_arena(self.connection, self._requested, self.ends())
+        self._requested = None
+        return description
 
     def send(
         self, description: bytes, slots: Slots[A], layers: Sequence[int], deadline_us: int
@@ -75,13 +75,14 @@ class Lane(Generic[A]):
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Ends the connection where this is interrupted: nobody knows what the engine got."""
+        """Ends the connection where the block is interrupted: the engine's state is unknown
+        then."""
         try:
             yield
         except AttndError:
             raise
         except BaseException:
-            self.connection.abandon("a step was interrupted as its frame went out")
+            self.connection.abandon("a step was interrupted while its frame was sent")
             raise
 
     def await_opening(self) -> None:
@@ -100,13 +101,13 @@ class Lane(Generic[A]):
         return lambda: call.wait_layer(layer, begun, self.ends())
 
     def check(self) -> None:
-        """Lets go of steps that are over, and raises the first error that was not raised yet."""
+        """Forgets steps that are over, and raises the first of their errors not raised before."""
         for run in [run for run in self._runs if run.is_abandoned and not run.is_settled]:
             self.drop(run)
-        if self._spoilt:
-            self._cancel(lambda run: run.is_settled)  # the first time may not have gone out
+        if self._has_cancelled:
+            self._cancel(lambda run: run.is_settled)  # the first CANCEL may not have been sent
             self.recover()
-        self.connection.is_open()  # reads what has come
+        self.connection.is_open()  # reads frames that have arrived
         failed: AttndError | None = None
         while self._runs and self._runs[0].call.is_over:
             run = self._runs.popleft()
@@ -117,17 +118,17 @@ class Lane(Generic[A]):
                 run.call.result(self.ends())
             except AttndError as error:
                 failed = failed or error
-                self._spoilt = True
+                self._has_cancelled = True
         if failed is not None:
             self._cancel(lambda run: not run.is_entered)
             self.recover()
             raise failed
 
     def drop(self, run: Run[A]) -> None:
-        """Cancels a step, those behind it, and those before it that nobody entered."""
+        """Cancels a step, the steps behind it, and those before it that were not entered."""
         if run not in self._runs:
             return
-        self._spoilt = True
+        self._has_cancelled = True
         behind = list(self._runs)[self._runs.index(run) :]
         self._cancel(lambda one: one in behind or not one.is_entered)
 
@@ -142,16 +143,16 @@ class Lane(Generic[A]):
 
         An earlier step that is still being attended comes first: the lane's next use tries again.
         """
-        if not self._spoilt or any(run.is_attending for run in self._runs):
+        if not self._has_cancelled or any(run.is_attending for run in self._runs):
             return
         if not self.connection.broken:
             for run in self._runs:
-                with suppress(ServiceError):  # `check` and `wait` raise what it ended with
+                with suppress(ServiceError):  # `check` and `wait` raise its error
                     run.call.result(self.ends())
             if self.room is not None:
                 self.room.arena.settle()
-                self.ask_arena(self.room.arena.size)
-        self._spoilt = False
+                self.request_arena(self.room.arena.size)
+        self._has_cancelled = False
 
     def close(self) -> None:
         if self.room is not None:

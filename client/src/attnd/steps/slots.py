@@ -1,4 +1,4 @@
-"""Slots: the arrays of a step's layers, and the arena that they lie in."""
+"""Slots: the arrays of a step's layers, in an arena shared with the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Arena(Protocol[Made]):
     def size(self) -> int: ...
 
     def hand_over(self, layer: int) -> None:
-        """Gives a layer to the engine and takes it back, in the order of the caller's work."""
+        """Releases a layer to the engine and waits for it, in the order of the caller's work."""
 
     def settle(self) -> None:
         """Waits until the caller's work so far is done."""
@@ -35,7 +35,7 @@ class Arena(Protocol[Made]):
         """An array over the arena; where it can, it keeps `owner`."""
 
     def close(self) -> None:
-        """Ends what the arena runs beside its memory."""
+        """Ends the threads of the arena."""
 
 
 class Slots(Generic[A]):
@@ -46,7 +46,7 @@ class Slots(Generic[A]):
     def __init__(
         self, place: Slot, tensors: tuple[Tensors[A], ...], arena: Arena[A], at: tuple[Place, ...]
     ) -> None:
-        self._place = place  # the arena's bytes are free again when this is gone
+        self._place = place  # the arena's bytes are freed with this
         self._tensors = tensors
         self.arena = arena
         self.places = at
@@ -83,7 +83,7 @@ class Slots(Generic[A]):
         return self._tensors[layer % len(self._tensors)].v
 
     def o(self, layer: int) -> A:
-        """Output, there after `attend` in the order of torch's current stream."""
+        """Output, valid after `attend` in the order of torch's current stream."""
         return self._tensors[layer % len(self._tensors)].o
 
     def lse(self, layer: int) -> A:
@@ -91,8 +91,8 @@ class Slots(Generic[A]):
         return self._tensors[layer % len(self._tensors)].lse
 
     def attend(self, layer: int) -> A:
-        """Hand the layer over: what torch's current stream is given next finds `o`, and the host
-        does not wait for it on CUDA. May be captured in a CUDA graph. Returns `o(layer)`."""
+        """Release the layer to the engine. Later work of torch's current stream finds `o`; on CUDA
+        the host does not wait. May be captured in a CUDA graph. Returns `o(layer)`."""
         self.arena.hand_over(layer)
         return self.o(layer)
 
@@ -104,13 +104,13 @@ class Room(Generic[A]):
         self.arena = arena
         self._begin = arena.flags + head_bytes(num_layers)
         self.spare = self._begin - ALIGNMENT
-        """Where a number lies that nobody needs: something for an echo to work on."""
+        """Offset of an unused number, on which an echo works."""
         self._free = FreeSlots(arena.size - self._begin)
         self._made: weakref.WeakSet[Slots[A]] = weakref.WeakSet()
 
     @property
     def is_free(self) -> bool:
-        """Whether no slots are left that anybody has."""
+        """Whether no slots of it are in use."""
         return len(self._made) == 0
 
     @property

@@ -19,12 +19,12 @@ class Run(Generic[A]):
     call: StepCall
     slots: Slots[A]
     left: set[int]
-    """Layers that were not handed over yet."""
+    """Layers that were not released to the engine yet."""
     is_entered: bool = False
     is_settled: bool = False
-    """Whether its end was raised, waited for, or brought about by the caller."""
+    """Whether its end was raised, waited for, or caused by the caller."""
     is_abandoned: bool = False
-    """Whether the caller let go of it before its last layer."""
+    """Whether the caller deleted it before its last layer."""
 
     @property
     def is_attending(self) -> bool:
@@ -35,7 +35,7 @@ class Owner(Protocol[A]):
     """The lane that a step runs on."""
 
     def ends(self) -> float:
-        """When waiting for the engine is given up, by `time.monotonic()`."""
+        """End of the timeout for the engine, by `time.monotonic()`."""
 
     def drop(self, run: Run[A]) -> None:
         """Cancels a step and those behind it, without waiting."""
@@ -49,7 +49,7 @@ class Step(Generic[A]):
 
     Entering waits until the engine has accepted the step, and raises its refusal. Where entering
     is interrupted or times out, the step is aborted. Leaving waits for nothing; with an exception,
-    or before every layer was handed over, it aborts the step.
+    or before every layer was released to the engine, it aborts the step.
     """
 
     def __init__(self, owner: Owner[A], run: Run[A], layers: tuple[int, ...]) -> None:
@@ -100,8 +100,8 @@ class Step(Generic[A]):
         self._run.left.discard(layer)
         return o
 
-    def handed_over(self) -> None:
-        """All layers were handed over without `attend`: a CUDA graph captured over the slots was
+    def release_to_engine(self) -> None:
+        """All layers were released without `attend`: a CUDA graph captured over the slots was
         launched."""
         self._run.left.clear()
 
@@ -130,10 +130,10 @@ class Step(Generic[A]):
         elif self._run.left:
             left = set(self._run.left)
             self.abort()
-            raise not_handed_over(left)
+            raise layers_left(left)
 
     def wait(self) -> None:
-        """Wait until the engine is done with it; raises what it ended with (`DeadlineExceeded`).
+        """Wait until the engine has finished it; raises its error (such as `DeadlineExceeded`).
 
         A wait that is interrupted or times out leaves the step as it is: wait again, or `abort`.
         """
@@ -159,9 +159,9 @@ class Step(Generic[A]):
         self._owner.recover()
 
 
-def not_handed_over(layers: set[int]) -> RuntimeError:
+def layers_left(layers: set[int]) -> RuntimeError:
     """The error of a step that was left before these layers."""
     return RuntimeError(
-        f"layers {sorted(layers)} of the step were not handed over, so it was aborted: attend "
-        "every layer, or call handed_over() where a graph does"
+        f"layers {sorted(layers)} of the step were not released to the engine, so it was aborted: "
+        "attend every layer, or call release_to_engine() after a graph's launch"
     )

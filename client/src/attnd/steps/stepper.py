@@ -58,7 +58,7 @@ class Stepper(Generic[A]):
 
     @property
     def is_usable(self) -> bool:
-        """Whether all connections stand."""
+        """Whether all connections are open."""
         return all(lane.connection.is_usable for lane in self.lanes)
 
     def slots(
@@ -124,8 +124,8 @@ class Stepper(Generic[A]):
         """Describe a step to the engine and return at once; the step before may still run.
 
         Without `qo_indptr` it is a decode, one row for each sequence, else a prefill. `layers` are
-        all of the pool's unless they are given. Raises what an earlier step ended with that nobody
-        waited for.
+        all of the pool's by default. Raises the error of an earlier step that was not raised
+        before.
         """
         self.check()
         lane = self._lane_of(slots)
@@ -165,12 +165,12 @@ class Stepper(Generic[A]):
             if lane.room is not None and lane.room.arena is slots.arena:
                 return lane
         raise ValueError(
-            "these slots are of another session, or of a connection that is gone: make new ones "
+            "these slots belong to another session, or to a closed connection: make new ones "
             "with this session's slots()"
         )
 
     def check(self) -> None:
-        """Raises what a step ended with, where that was not raised yet."""
+        """Raises the error of a step that was not raised before."""
         for lane in self.lanes:
             lane.check()
 
@@ -188,5 +188,5 @@ def full(needed: int, lanes: Sequence[Lane[Any]]) -> ArenaFull:
     sizes = [lane.room.size for lane in lanes if lane.room is not None]
     return ArenaFull(
         f"slots of {needed} bytes do not fit the session's arenas of {sizes} bytes, and the engine "
-        "gives no more: let go of slots that are not needed, or make slots of fewer rows"
+        "gives no more: delete slots that are not needed, or make slots of fewer rows"
     )

@@ -27,19 +27,23 @@ DONE: Final = ((driver.WAIT, 1), (driver.WRITE, 0))
 
 
 class DeviceArena:
-    """Device memory of the engine, mapped here. Its slots are handed over by flags."""
+    """Device memory of the engine, mapped here. Its layers are released to the engine by flags."""
 
     def __init__(
-        self, connection: Connection, told: dict[str, Any], num_layers: int, device: torch.device
+        self,
+        connection: Connection,
+        description: dict[str, Any],
+        num_layers: int,
+        device: torch.device,
     ) -> None:
-        """`told` is the engine's DEVICE_ARENA."""
-        self.told = told
-        self.size = int(told["arena_bytes"])
+        """`description` is the engine's DEVICE_ARENA."""
+        self.description = description
+        self.size = int(description["arena_bytes"])
         self.device = device
         self.num_layers = num_layers
         self.flags = 0
         with torch.cuda.device(device):
-            self.address = mapped(bytes.fromhex(told["handle"]), device)
+            self.address = mapped(bytes.fromhex(description["handle"]), device)
         self.memory = device_bytes(self.address, self.size, device)
         self._turns = [together([self], layer) for layer in range(num_layers)]
         self._done = driver.operations(
@@ -48,7 +52,7 @@ class DeviceArena:
                 for layer in range(num_layers)
             ]
         )
-        self._watch = Watch(connection, device, self.free_waits)
+        self._watch = Watch(connection, device, self.unblock_waits)
 
     def ready(self, layer: int) -> int:
         """Address of a layer's first flag; the second, done, is behind it."""
@@ -58,12 +62,12 @@ class DeviceArena:
         """On torch's current stream."""
         self._turns[layer](torch.cuda.current_stream(self.device).cuda_stream)
 
-    def free_waits(self, stream: int) -> None:
-        """Let everything go on that waits for the engine: it is gone."""
+    def unblock_waits(self, stream: int) -> None:
+        """Unblock every wait for the engine, which has ended."""
         self._done(stream)
 
     def settle(self) -> None:
-        """Wait until the current stream has gone through all that it was given."""
+        """Wait for all work of the current stream."""
         torch.cuda.current_stream(self.device).synchronize()
 
     def array(self, offset: int, dtype: Any, shape: tuple[int, ...], owner: object) -> torch.Tensor:

@@ -79,8 +79,8 @@ def close_memory(address: int) -> None:
 
 def operations(kinds: Sequence[tuple[int, int, int]]) -> Callable[[int], None]:
     """Waits and writes, (WAIT or WRITE, address, value), as a function that enqueues them all on a
-    stream. A write comes after everything before it, for whoever sees it; a wait holds up
-    everything behind it."""
+    stream. A write becomes visible after everything before it; a wait blocks everything
+    behind it."""
     packed = b"".join(
         OPERATION.pack(kind, address, value, EQUAL if kind == WAIT else 0)
         for kind, address, value in kinds
@@ -113,9 +113,9 @@ def device_of(index: int) -> int:
 
 def uuid_of(index: int) -> str:
     """The GPU's own id, the same in every process."""
-    told = (c_ubyte * 16)()
-    check(library().cuDeviceGetUuid_v2(told, device_of(index)), "cuDeviceGetUuid")
-    return bytes(told).hex()
+    uuid = (c_ubyte * 16)()
+    check(library().cuDeviceGetUuid_v2(uuid, device_of(index)), "cuDeviceGetUuid")
+    return bytes(uuid).hex()
 
 
 def has_mps(index: int) -> bool:

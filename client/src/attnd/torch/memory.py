@@ -64,7 +64,7 @@ DESCRIBED: Final[list[Any]] = []
 
 @torch.inference_mode(False)
 def device_bytes(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """A tensor of bytes over device memory, as memory of `device` whichever GPU it lies on.
+    """A tensor of bytes over device memory, as memory of `device` whichever GPU owns it.
 
     DLPack takes the device at its word; other ways ask the driver, which names the GPU that owns
     the memory, and kernels of this one would refuse it.

@@ -1,4 +1,4 @@
-"""Where the engine's GPU is, seen from the caller's, and what handing a layer over costs there."""
+"""Where the engine's GPU is relative to the caller's, and the cost of a layer's round trip."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from attnd.torch import driver
 
 Kind = Literal["host", "other_gpu_nvlink", "other_gpu_pcie", "same_gpu_mps", "same_gpu_time_sliced"]
 SLOW_US: Final = 120.0
-"""A hand-over on one GPU that takes longer went through a switch between processes."""
+"""A longer round trip on one GPU includes a switch between processes."""
 REMEDY: Final = (
-    "the engine and this process take turns on one GPU: {us:.0f} us for every layer's hand-over. "
+    "the engine and this process take turns on one GPU: {us:.0f} us for every layer's round trip. "
     "Run an MPS daemon for the two of them, or give the engine a GPU of its own "
     "(docs/operations.md, beside a model runner)"
 )
@@ -32,16 +32,18 @@ class Placement:
     hand_over_us: float
 
 
-def find_placement(told: dict[str, Any], device: torch.device, hand_over_us: float) -> Placement:
-    """From what the engine tells of its GPU, and what was measured; warns of time slicing."""
-    if told.get("kind") != "cuda":
+def find_placement(engine: dict[str, Any], device: torch.device, hand_over_us: float) -> Placement:
+    """From the engine's description of its GPU and the measured time; warns of time slicing."""
+    if engine.get("kind") != "cuda":
         return Placement("host", hand_over_us)
     index = device.index or 0
-    if told.get("uuid") != driver.uuid_of(index):
-        theirs = [i for i in range(torch.cuda.device_count()) if driver.uuid_of(i) == told["uuid"]]
+    if engine.get("uuid") != driver.uuid_of(index):
+        theirs = [
+            i for i in range(torch.cuda.device_count()) if driver.uuid_of(i) == engine["uuid"]
+        ]
         linked = bool(theirs) and driver.has_nvlink(index, theirs[0])
         return Placement("other_gpu_nvlink" if linked else "other_gpu_pcie", hand_over_us)
-    if driver.has_mps(index) and told.get("mps"):
+    if driver.has_mps(index) and engine.get("mps"):
         return Placement("same_gpu_mps", hand_over_us)
     if hand_over_us < SLOW_US:
         return Placement("same_gpu_mps", hand_over_us)

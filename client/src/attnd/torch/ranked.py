@@ -1,4 +1,4 @@
-"""`RankedTorchSession`: steps over sequences whose pages are dealt out over several engines."""
+"""`RankedTorchSession`: steps over sequences whose pages are sharded over several engines."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from attnd import NewSequence
 from attnd.errors import AttndError
 from attnd.steps.host import HostArena
 from attnd.steps.slots import Slots
-from attnd.steps.step import Step, not_handed_over
+from attnd.steps.step import Step, layers_left
 from attnd.torch.arena import DeviceArena, together
 from attnd.torch.merging import State, merge
 from attnd.torch.session import TorchSession
 
 
 class RankedTorchSession:
-    """One `TorchSession` with each engine, by rank: page i of a sequence lies at `paths[i mod n]`.
+    """One `TorchSession` with each engine, by rank: page i of a sequence is at `paths[i mod n]`.
 
-    q, k and v go to all of them; each stores the rows whose pages are its own and attends what it
-    holds, beside the others; their states become one on the caller's stream. Nothing but entering a
+    q, k and v go to all of them; each stores the rows of its own pages and attends them, at the
+    same time as the others; their states are merged on the caller's stream. Nothing but entering a
     step waits on the host on CUDA, and a layer may be captured in a CUDA graph, as with one engine.
     The engines' GPUs must be reachable from `device`, best the first engine's own.
     """
@@ -66,8 +66,8 @@ class RankedTorchSession:
         self._create([NewSequence(sequence, shard=(rank, ranks)) for rank in range(ranks)])
 
     def fork(self, parent: str, sequence: str, length: int | None = None) -> None:
-        """A sequence with the first `length` tokens of another (None: all); no rank tells another
-        anything for it."""
+        """A sequence with the first `length` tokens of another (None: all), without
+        communication between ranks."""
         self._create([NewSequence(sequence, parent, length)] * len(self.sessions))
 
     def _create(self, new: Sequence[NewSequence]) -> None:
@@ -161,7 +161,7 @@ class RankedSlots:
         ]
         self._inputs = [[inputs(part, turn) for part in parts] for turn in range(self._rotation)]
         self._turns: dict[int, Callable[[int], None]] = {}
-        self._merge(0)  # compiles what a capture must find compiled
+        self._merge(0)  # compiles the kernels, which a capture cannot
 
     @property
     def rows(self) -> int:
@@ -229,7 +229,7 @@ class RankedStep:
         slots: RankedSlots,
         undo: Callable[[], None],
     ) -> None:
-        """`undo` cuts the sequences to what they were before the step, at every engine."""
+        """`undo` truncates the sequences to their lengths before the step, at every engine."""
         self._steps, self._undo = tuple(steps), undo
         self.slots = slots
         self._left = set(steps[0].layers)
@@ -254,8 +254,8 @@ class RankedStep:
         self._left.discard(layer)
         return self.slots.attend(layer)
 
-    def handed_over(self) -> None:
-        """All layers were handed over by a CUDA graph that was captured over the slots."""
+    def release_to_engine(self) -> None:
+        """All layers were released by a CUDA graph that was captured over the slots."""
         self._left.clear()
 
     def __enter__(self) -> Self:
@@ -276,14 +276,14 @@ class RankedStep:
         if exc is not None or self._left:
             self.abort()
             if exc is None:
-                raise not_handed_over(self._left)
+                raise layers_left(self._left)
             return
         for step in self._steps:
-            step.handed_over()
+            step.release_to_engine()
             step.__exit__(None, None, None)
 
     def wait(self) -> None:
-        """Wait until every engine is done with it; raises the first of what it ended with."""
+        """Wait until every engine has finished it; raises the first error."""
         failed: AttndError | None = None
         for step in self._steps:
             try:

@@ -20,7 +20,7 @@ from attnd.torch.placement import Placement, find_placement
 from attnd.wire.frames import dump_json
 
 ECHOES: Final = 48
-"""Hand-overs that are measured at the start, at least."""
+"""Minimum number of round trips that are measured at the start."""
 
 
 class TorchSession:
@@ -56,7 +56,7 @@ class TorchSession:
     step = stepping(Stepper[torch.Tensor].step)
 
     def _stepper(self) -> Stepper[torch.Tensor]:
-        """Made anew where a connection broke: earlier slots are worth nothing then."""
+        """A new one where a connection broke; slots made before are invalid then."""
         if not self._steps.is_usable:
             self._steps.close()
             self._steps = self._new_stepper()
@@ -73,11 +73,11 @@ class TorchSession:
         """Ask for an arena, and map it."""
         if self._info.backend != "cuda":
             return HostArena(lane, size, host_view)
-        told = lane.ask_arena(size)
-        return DeviceArena(lane.connection, told, self._info.num_layers, self.device)
+        description = lane.request_arena(size)
+        return DeviceArena(lane.connection, description, self._info.num_layers, self.device)
 
     def _measure(self) -> Placement:
-        """Hand layers over that compute nothing, and see how long that takes."""
+        """Measure the round trip of layers that compute nothing."""
         lane = self._steps.lanes[0]
         room = lane.room
         if room is None:
@@ -92,7 +92,7 @@ class TorchSession:
             call.opened(lane.ends())
             started = time.perf_counter()
             for layer in layers:
-                number.mul_(1.0)  # both ends have a kernel to run: so it is in earnest
+                number.mul_(1.0)  # both ends have a kernel to run, as in a real step
                 if isinstance(arena, HostArena):
                     call.run_layer(layer, lane.ends())
                 else:
@@ -100,8 +100,8 @@ class TorchSession:
             arena.settle()
             best = min(best, (time.perf_counter() - started) / len(layers))
             call.result(lane.ends())
-        told = arena.told if isinstance(arena, DeviceArena) else {"kind": "host"}
-        return find_placement(told, self.device, best * 1e6)
+        engine = arena.description if isinstance(arena, DeviceArena) else {"kind": "host"}
+        return find_placement(engine, self.device, best * 1e6)
 
     def close(self) -> None:
         """End the session; steps that are still open are aborted."""

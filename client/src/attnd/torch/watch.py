@@ -1,4 +1,4 @@
-"""A thread that sleeps until the engine is gone, and then lets the waiting stream go on."""
+"""A thread that sleeps until the engine ends, and then unblocks the waiting stream."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ import torch
 from attnd.road.connection import Connection
 
 AGAIN_S: Final = 0.005
-"""How often flags are set once nobody else will: the stream may come to another wait."""
+"""Seconds between two settings of the flags after the engine's end: the stream may reach another
+wait."""
 
 
 class Watch:
     """Without it a stream that waits for the engine would wait for ever, and its process with it.
 
-    What the layers then find in `o` is worth nothing; the next call of the session raises.
+    The layers' `o` is then undefined, and the session's next call raises.
     """
 
     def __init__(
-        self, connection: Connection, device: torch.device, free_waits: Callable[[int], None]
+        self, connection: Connection, device: torch.device, unblock_waits: Callable[[int], None]
     ) -> None:
-        """`free_waits` sets all flags on a stream of `device`."""
-        self._device, self._free_waits = device, free_waits
+        """`unblock_waits` sets all flags on a stream of `device`."""
+        self._device, self._unblock_waits = device, unblock_waits
         self._fd = os.dup(connection.fileno())
         self._woken, self._wake = os.pipe()
         self._closed = threading.Event()
@@ -52,4 +53,4 @@ class Watch:
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             while not self._closed.wait(AGAIN_S):
-                self._free_waits(stream.cuda_stream)
+                self._unblock_waits(stream.cuda_stream)

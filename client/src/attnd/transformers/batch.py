@@ -34,8 +34,8 @@ class Shape:
 class Batch:
     """Row b of a batch is sequence `names[b]`; `columns` says which of its columns are stored.
 
-    A forward runs through all layers before it counts. One that did not come to its end is taken
-    back before anything else happens. None of this is for several threads.
+    A forward counts once it ran through all layers. One that did not end is undone before anything
+    else happens. For one thread.
     """
 
     def __init__(self, road: Road[Any], num_layers: int) -> None:
@@ -54,7 +54,7 @@ class Batch:
         self._last: Any = None
         self._before: Columns | None = None
         self._caller: object = None
-        """The model whose call is under way, or was interrupted."""
+        """The model whose call is running, or was interrupted."""
         self._begun: list[Columns | None] = []
         """The columns before the first forward that was completed in this call."""
 
@@ -69,8 +69,8 @@ class Batch:
         """Store k and v of a layer and attend; `[rows, columns, num_qo_heads, head_dim]`.
 
         `visible [rows, covered + columns]` hides padding; None hides nothing. The first layer
-        begins a forward, the last one completes it; an error takes all of it back, and so does
-        `leave` where the model fails behind its last layer.
+        begins a forward, the last one completes it; an error undoes all of it, and so does `leave`
+        where the model fails after its last layer.
         """
         if self.recorder is not None:
             return self.recorder(layer, qkv, scoring)
@@ -87,13 +87,13 @@ class Batch:
             if len(self._done) == self.num_layers:
                 self.complete()
         except BaseException:
-            self.give_up()
+            self.abort()
             raise
         return spread(o, step, qkv[0])
 
     def begin(self, shape: Shape, visible: torch.Tensor | None, scoring: Scoring) -> Step:
-        """Say which tokens of which rows a forward adds, and make sequences for a new batch."""
-        self._take_back()
+        """Begin a forward: the tokens that it adds to each row, and sequences for a new batch."""
+        self._undo()
         columns = self._columns_of(shape.rows)
         mask = mask_of(visible, columns, shape.count)
         columns = self._hide(columns, mask)
@@ -109,7 +109,7 @@ class Batch:
         return step
 
     def start(self, rows: int) -> None:
-        """Make an empty sequence for each of so many rows."""
+        """Make `rows` empty sequences."""
         self.names += self._made([NewSequence()] * rows)
         self.columns = Columns(np.zeros((rows, 0), np.bool_))
 
@@ -117,7 +117,7 @@ class Batch:
         """The columns so far; ValueError when the forward has another number of rows."""
         given = self.columns
         if given is not None and len(self.names) != rows and not given.stored.any():
-            delete(self.road.control, self.handed_over())  # the first forward was taken back
+            delete(self.road.control, self.disown())  # the first forward was undone
         if self.columns is None:
             return Columns(np.zeros((rows, 0), np.bool_))
         if len(self.names) != rows:
@@ -156,16 +156,16 @@ class Batch:
         self._done.clear()
 
     def enter(self, model: object) -> None:
-        """A call of the model begins. One that was interrupted is taken back first.
+        """A call of the model begins; an interrupted one is undone first.
 
-        Calls of the model's parts within it are its own matter.
+        Calls of the model's parts inside it are ignored.
         """
         if self._caller in (None, model):
             self._revoke()
             self._caller = model
 
     def leave(self, model: object, *, failed: bool) -> None:
-        """The call is over: its forward counts, or is taken back even where all layers attended."""
+        """The call has ended: its forward counts, or is undone even where all layers attended."""
         if self._caller is not model:
             return
         if not failed:
@@ -178,7 +178,7 @@ class Batch:
     def _revoke(self) -> None:
         if self._caller is None:
             return
-        self._take_back()
+        self._undo()
         if self._begun:
             self._await_last()
             to = self._begun[0] or Columns(np.zeros((len(self.names), 0), np.bool_))
@@ -187,7 +187,7 @@ class Batch:
         self._begun.clear()
 
     def _await_last(self) -> None:
-        """Wait for the last forward's end; one that failed is as if it had never been."""
+        """Wait for the last forward's end; undo it where it failed."""
         last, self._last = self._last, None
         try:
             if last is not None:
@@ -196,22 +196,22 @@ class Batch:
             self.columns = self._before
             raise
 
-    def give_up(self) -> None:
-        """After an error: take the forward back. What went wrong first is what counts."""
+    def abort(self) -> None:
+        """After an error: undo the forward. The first error is the one that is raised."""
         with contextlib.suppress(AttndError):
-            self._take_back()
+            self._undo()
 
     def settle(self) -> None:
-        """What was begun is over: a forward that did not come to its end is taken back.
+        """Undo a forward that did not end.
 
-        Raises RuntimeError when closed, and what the last forward failed with behind its layers'
-        backs; that one is taken back too.
+        Raises RuntimeError when closed, and the error with which the last forward failed after its
+        last layer; that forward is undone too.
         """
-        self._take_back()
+        self._undo()
         self._revoke()
         self._await_last()
 
-    def _take_back(self) -> None:
+    def _undo(self) -> None:
         if self.closed:
             raise RuntimeError("the cache is closed")
         step, handle = self._step, self.handle
@@ -221,7 +221,7 @@ class Batch:
             self.road.undo(handle)
 
     def cut(self, to: Columns) -> None:
-        """Truncate the sequences to what these columns say, which is no more than they hold."""
+        """Truncate the sequences to these columns."""
         if self.columns is None:
             return
         for name, old, new in zip(self.names, self.columns.lengths, to.lengths, strict=True):
@@ -230,7 +230,7 @@ class Batch:
         self.columns = to
 
     def select(self, rows: Sequence[int]) -> None:
-        """Row i goes on as row `rows[i]` was: once as its sequence, else as a fork of it."""
+        """Row i continues row `rows[i]`: the first as its sequence, others as forks of it."""
         self.settle()
         if self.columns is None or list(rows) == list(range(len(self.names))):
             return
@@ -253,8 +253,8 @@ class Batch:
             return []
         return [made.id for made in self.road.control.create_sequences(new)]
 
-    def handed_over(self) -> list[str]:
-        """The sequences, which are another's now."""
+    def disown(self) -> list[str]:
+        """Give up the sequences: the caller owns them now."""
         names, self.names[:] = list(self.names), []
         self.columns = None
         return names
@@ -264,4 +264,4 @@ class Batch:
         try:
             self.settle()
         finally:
-            delete(self.road.control, self.handed_over())
+            delete(self.road.control, self.disown())

@@ -35,7 +35,7 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
     """K and V of one batch, held by attnd: give it as `past_key_values` to a model or `generate`.
 
     Every row is one sequence; padding is not stored. `crop`, `reorder_cache` and their like cut
-    and fork sequences. A forward that fails is taken back before the next one. Close the cache, or
+    and fork sequences. A forward that fails is undone before the next one. Close the cache, or
     use it with `with`: its sequences are deleted then, or when it is collected, or when the
     interpreter ends, or when its session is closed. One thread at a time.
     """
@@ -43,7 +43,7 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
     def __init__(
         self, session: Session | Client | TorchSession, model: Any, *, dtype: str | None = None
     ) -> None:
-        """`dtype` is the pool's, where K and V are to be rounded to another than the model's.
+        """`dtype` is the pool's, if it differs from the model's: K and V are then rounded.
 
         Raises ValueError when the model asks for what attnd does not serve, or when the pool is not
         the model's; then with the command that starts the right service.
@@ -160,11 +160,11 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
             self.batch.cut(self.batch.columns.crop(-tokens_to_remove))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i goes on as row `beam_idx[i]` was."""
+        """Row i continues row `beam_idx[i]`."""
         self.batch.select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row so many times, as generate repeats rows for beams and return sequences."""
+        """Repeat every row `repeats` times, as `generate` does for beams and return sequences."""
         self.batch.select([row for row in range(len(self.sequences)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -175,7 +175,7 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
     def share_prefix(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> int:
-        """Compute once what the prompts of a batch begin with in common, and fork it for each.
+        """Compute common beginnings of the prompts of a batch once, and fork them for each.
 
         Give `generate` the same `input_ids` and `attention_mask` afterwards. Groups share as well:
         all a system prompt, some of them a document behind it. Less than a page is not shared.
@@ -200,9 +200,9 @@ class AttndCache(Cache):  # type: ignore[misc]  # transformers asks isinstance(.
 
         That spares the host's work for each operation of the model, which is most of a decode's
         time on a fast GPU. Needs a `TorchSession` (RuntimeError); the model must do the same
-        operations in each decode, and the logits it gives lie in memory that the next one uses
-        again. All else that the model is given within runs as it is. What was captured is kept for
-        the next time: `reset()` the cache for another batch.
+        operations in each decode, and the next decode overwrites its logits. Other calls of the
+        model run normally. The graph is kept for the next use: `reset()` the cache for another
+        batch.
         """
         if not isinstance(self.batch.road, DeviceRoad):
             raise RuntimeError("graphs need an attnd.torch.TorchSession: this cache has none")

@@ -1,4 +1,4 @@
-"""Which columns of a padded batch each row has in the pool, and what a forward adds to them."""
+"""The columns of a padded batch that each row has in the pool, and those that a forward adds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Columns:
     """A batch as transformers sees it: rows of equal length, padding hidden by a mask.
 
     `stored [rows, columns]`: the tokens that the row's sequence holds. Forwards have covered the
-    first `covered` columns; beyond them a row has what it shares with others already.
+    first `covered` columns; beyond them a row has only columns that it shares with others.
     """
 
     stored: Bools
@@ -46,7 +46,7 @@ class Columns:
 class Forward:
     """What one forward adds: `count` columns, of which some rows have tokens to store.
 
-    `rows` are those batch rows, `indptr` counts their tokens, `offsets` what they hold before.
+    `rows` are those batch rows, `indptr` counts their tokens, `offsets` their lengths before.
     `take`: places of the tokens in the flattened `[rows x count]` columns; None: all of them.
     """
 
@@ -91,7 +91,7 @@ def hide(columns: Columns, visible: Bools) -> Columns:
 def plan(columns: Columns, visible: Bools, count: int) -> Forward:
     """The forward of `count` more columns under the mask `visible [rows, covered + count]`.
 
-    Raises ValueError when the mask is another batch's or shows what was hidden before.
+    Raises ValueError when the mask is another batch's or shows a column that was hidden before.
     """
     begin, end = columns.covered, columns.covered + count
     stored = widened(columns.stored, end)

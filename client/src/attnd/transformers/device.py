@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
 
 DEADLINE_S: Final = 600.0
-"""Of a forward through all layers: its sequences are its own, and nobody else waits for it."""
+"""Of a forward through all layers, which delays no other caller: its sequences are its own."""
 
 
 class Running:
     """A step of the cache and the session's own, which is entered.
 
-    It can be let go when it is over, since it keeps the memory of its slots; `failed` is what it
-    ended with then.
+    `release` waits for its end and frees the memory of its slots; `failed` is then its error.
     """
 
     __slots__ = ("__weakref__", "entered", "failed", "step")
@@ -41,10 +40,10 @@ class Running:
     @property
     def open(self) -> TorchStep:
         if self.entered is None:
-            raise RuntimeError("the step was let go before its end: this is a bug")
+            raise RuntimeError("the step was released before its end: this is a bug")
         return self.entered
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Wait until it is over."""
         entered, self.entered = self.entered, None
         try:
@@ -70,7 +69,7 @@ class Recording:
 
     def attend(self, layer: int, qkv: tuple[torch.Tensor, ...], scoring: Scoring) -> torch.Tensor:
         if self.slots is None:
-            raise RuntimeError("the memory of a recording is gone: this is a bug")
+            raise RuntimeError("the memory of a recording was freed: this is a bug")
         self._road.check(layer, self.step.scoring, scoring)
         return spread(hand_over(self.slots, layer, qkv, self.step), self.step, qkv[0])
 
@@ -120,8 +119,8 @@ class DeviceRoad:
         return self._recordings[-1]
 
     def replayed(self, handle: Running) -> None:
-        """A recording's layers have been handed over in the step's place."""
-        handle.open.handed_over()
+        """A recording has released the step's layers to the engine."""
+        handle.open.release_to_engine()
 
     def check(self, layer: int, said: Scoring, scoring: Scoring) -> None:
         """ValueError when a layer attends otherwise than its step says."""
@@ -140,22 +139,22 @@ class DeviceRoad:
         handle.open.abort()
 
     def wait(self, handle: Running) -> None:
-        handle.let_go()
+        handle.release()
         if handle.failed is not None:
             raise handle.failed
 
     def release(self) -> None:
-        """Let go of the slots, and of all that keeps them."""
+        """Free the slots, and everything that refers to them."""
         self._slots = None
         for recording in self._recordings:
             recording.slots = None
         self._recordings.clear()
         for running in list(self._ended):
-            running.let_go()
+            running.release()
         self._ended.clear()
 
     def _slots_for(self, tokens: int, num_qo_heads: int) -> TorchSlots:
-        """Where the rows of a layer lie: the same memory in every step that it has room for."""
+        """Memory for the rows of a layer: the same in every step that fits into it."""
         slots = self._slots
         if slots is None or slots.rows < tokens or slots.num_qo_heads != num_qo_heads:
             slots = None

@@ -1,4 +1,4 @@
-"""Forwards of a whole model: one that fails behind its last layer's attention is taken back too."""
+"""Forwards of a whole model: one that fails after its last layer's attention is undone too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WATCHED: Final[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()
 
 
 def watch(model: Any) -> None:
-    """Tell batches where calls of the model over their caches begin and end."""
+    """Notify batches of the begin and end of the model's calls over their caches."""
     if isinstance(model, torch.nn.Module) and model not in WATCHED:
         WATCHED.add(model)
         model.register_forward_pre_hook(began, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""What a model's configuration asks of the service's pool, and which models cannot be served."""
+"""The pool that a model's configuration needs, and the models that cannot be served."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def pool_settings(model: Any, dtype: str | None = None) -> dict[str, object]:
 
 
 def geometry_of(model: Any, dtype: str | None = None) -> Geometry:
-    """What the model's configuration says; ValueError when it asks for what attnd does not have."""
+    """The geometry in the model's configuration; ValueError for features that attnd lacks."""
     config = model.config.get_text_config(decoder=True)
     check_served(model.config, config)
     check_attention(model, config)
@@ -147,7 +147,7 @@ def check_pool(geometry: Geometry, info: Info) -> None:
     if given == wanted:
         return
     shape = "{} layers x {} KV heads x {} in {}"
-    told = f"the service's pool is {shape.format(*given)}, the model needs {shape.format(*wanted)}"
+    error = f"the service's pool is {shape.format(*given)}, the model needs {shape.format(*wanted)}"
     if given[:3] == wanted[:3]:
-        told += f"; give dtype={info.dtype!r} to have K and V rounded to the pool's"
-    raise ValueError(f"{told}: start a service for it with\n  {geometry.command()}")
+        error += f"; give dtype={info.dtype!r} to have K and V rounded to the pool's"
+    raise ValueError(f"{error}: start a service for it with\n  {geometry.command()}")

@@ -27,7 +27,7 @@ OF_A_DECODE: Final = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """A decode of so many rows: fill `ids` and `positions`, `replay`, and read `output`."""
+    """A captured decode: fill `ids` and `positions`, `replay`, and read `output`."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -61,14 +61,14 @@ class Decodes:
             step = self.batch.begin(shape, inputs.get("attention_mask"), latest.scoring)
             graph = self._graph(step, forward, inputs) if step.take is None else None
             if graph is None:
-                return forward(**inputs)  # which goes on with the step
+                return forward(**inputs)  # which continues the step
             graph.ids.copy_(ids)
             graph.positions.copy_(inputs["position_ids"])
             graph.replay()
             self.road.replayed(self.batch.handle)
             self.batch.complete()
         except BaseException:
-            self.batch.give_up()
+            self.batch.abort()
             raise
         self.replayed += 1
         return CausalLMOutputWithPast(
@@ -88,8 +88,8 @@ class Decodes:
             self.graphs[rows] = self._capture(step, forward, inputs)
         except RuntimeError as error:
             self.refused = True
-            told = f"the model's decode cannot be captured, so it runs as it is: {error}"
-            warnings.warn(told, RuntimeWarning, stacklevel=2)
+            warning = f"the model's decode cannot be captured, so it runs as it is: {error}"
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
         return self.graphs[rows]
 
     def _capture(self, step: Step, forward: Forward, inputs: dict[str, Any]) -> Graph:

@@ -53,7 +53,7 @@ class HostRoad:
         return step
 
     def end(self, handle: Step) -> None:
-        """The service holds what the calls appended."""
+        """The appended rows are in the service already."""
 
     def undo(self, handle: Step) -> None:
         for name, length in zip(handle.sequences, handle.forward.offsets, strict=True):

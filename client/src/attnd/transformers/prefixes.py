@@ -1,4 +1,4 @@
-"""What the prompts of a batch have in common: computed once, and forked for every prompt."""
+"""Common beginnings of the prompts of a batch: computed once, forked for every prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tokens = list[int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
-    """A batch whose rows hold what they share already: `saved` tokens are not computed again."""
+    """A batch whose rows hold their common tokens: `saved` tokens are not computed again."""
 
     sequences: list[str]
     columns: Columns | None
@@ -63,7 +63,7 @@ def share(
         computed = 0
         for node, branch, count in grown(stack, cache, model, prompts, root):
             computed += count
-            for row, name in zip(node.rows, branch.batch.handed_over(), strict=True):
+            for row, name in zip(node.rows, branch.batch.disown(), strict=True):
                 names[row], lengths[row] = name, node.length
     return Shared(names, stored_columns(mask, lengths), sum(lengths) - computed)
 

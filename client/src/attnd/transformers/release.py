@@ -12,7 +12,7 @@ from attnd.session import Session
 
 
 def delete(control: Session | Client, names: Sequence[str]) -> None:
-    """Delete these sequences; one that is gone, say with its engine, is no error."""
+    """Delete these sequences; a missing one (lost with its engine, say) is no error."""
     for name in names:
         with contextlib.suppress(UnknownSequence):
             control.delete_sequence(name)
@@ -22,7 +22,7 @@ def delete_behind(control: Session | Client, names: Sequence[str]) -> None:
     """Delete the sequences of a cache that was collected.
 
     The collector runs in the midst of anything, a call of this very session included, so a thread
-    does it, for which the session waits when it is closed. Errors have nobody to go to.
+    does it, for which the session waits when it is closed. Errors are ignored.
     """
     if names:
         thread = threading.Thread(target=delete_quietly, args=(control, list(names)), daemon=True)

@@ -1,4 +1,4 @@
-"""How a forward reaches the service: what the cache asks of a session of either kind."""
+"""`Road`: how a forward reaches the service, over any kind of session."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Road(Protocol[Handle]):
         """After the last layer."""
 
     def undo(self, handle: Handle) -> None:
-        """Take back what the layers so far have appended."""
+        """Undo the appends of the layers so far."""
 
     def wait(self, handle: Handle) -> None:
-        """Until a step that has ended is over; raises what it failed with: then it never was."""
+        """Wait until the engine has finished an ended step; raises its error, which undoes it."""
 
     def release(self) -> None:
         """Give shared memory back until the next step."""
@@ -70,7 +70,7 @@ def lay(
 ) -> None:
     """Tokens of a model's `states [rows, heads, columns, head_dim]` as `[tokens, heads, head_dim]`.
 
-    `into` takes as many as it has room for, from token `begin` on.
+    `into` has room for some of them, from token `begin` on.
     """
     by_column = states.transpose(1, 2)
     if take is None and into.numel() == states.numel():

@@ -42,7 +42,7 @@ CODES: Final = {
         (413, "answer_too_large", "The answer is too large"),
         (415, "unsupported_media_type", "The media type is not supported"),
         (422, "invalid_request", "The request breaks a rule"),
-        (422, "digest_mismatch", "The data differs from what was exported"),
+        (422, "digest_mismatch", "The data is not the exported data"),
         (429, "overloaded", "The queue is full"),
         (431, "headers_too_large", "The request's headers are too large"),
         (499, "cancelled", "The caller cancelled the operation"),

@@ -89,7 +89,7 @@ def padded(text: str, alignment: int) -> bytes:
 
 @lru_cache(maxsize=MAX_REMEMBERED)
 def describe(tensors: tuple[Shaped, ...]) -> str:
-    """The header's entries for arrays that lie back to back, each with a comma before it."""
+    """The header's entries for arrays back to back, each with a comma before it."""
     entries, begin = "", 0
     for name, dtype, shape in tensors:
         if dtype not in DTYPE_NAMES:

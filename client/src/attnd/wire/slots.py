@@ -29,17 +29,32 @@ class FreeList:
 
     def take(self, length: int) -> int | None:
         """Take `length` bytes of the first free stretch that has them; their offset, or None."""
-        for i, room in enumerate(self.lengths):
-            if room >= length:
-                return self._cut(i, length)
+        lengths = self.lengths
+        for i, room in enumerate(lengths):
+            if room < length:
+                continue
+            offset = self.begins[i]
+            if room == length:
+                del self.begins[i], lengths[i]
+            else:
+                self.begins[i] = offset + length
+                lengths[i] = room - length
+            self.free -= length
+            return offset
         return None
 
     def take_at(self, offset: int, length: int) -> bool:
         """Take the `length` bytes at `offset`, if a free stretch begins there and has them."""
-        i = bisect_left(self.begins, offset)
-        if i == len(self.begins) or self.begins[i] != offset or self.lengths[i] < length:
+        begins, lengths = self.begins, self.lengths
+        i = bisect_left(begins, offset)
+        if i == len(begins) or begins[i] != offset or lengths[i] < length:
             return False
-        self._cut(i, length)
+        if lengths[i] == length:
+            del begins[i], lengths[i]
+        else:
+            begins[i] += length
+            lengths[i] -= length
+        self.free -= length
         return True
 
     def put(self, offset: int, length: int) -> None:
@@ -61,13 +76,3 @@ class FreeList:
         if size > self.size:
             self.put(self.size, size - self.size)
             self.size = size
-
-    def _cut(self, i: int, length: int) -> int:
-        offset = self.begins[i]
-        if self.lengths[i] == length:
-            del self.begins[i], self.lengths[i]
-        else:
-            self.begins[i] += length
-            self.lengths[i] -= length
-        self.free -= length
-        return offset

@@ -1,4 +1,4 @@
-"""Attention states and their merge operator in numpy, for states that came from several services.
+"""Attention states and their merge operator in numpy, for states from several services.
 
 A state `(o, lse)` describes attention over some set of keys. States over disjoint sets merge into
 the state over their union (the operator of cascade inference and of ring attention):
@@ -67,7 +67,7 @@ def merge_states(
 ) -> AttentionState:
     """Merge states over disjoint sets of keys; all of one shape and one dtype of o.
 
-    Sums are float32. The answer has the dtype of the o given, and lse in `lse_base` (None: the base
+    Sums are float32. The result has the dtype of o, and lse in `lse_base` (None: the base
     all the states share, "e" if they differ). Empty rows are skipped exactly: whatever their o
     holds, `merge(empty, x)` is x bit for bit, and a row that is empty in every state is (0, -inf).
 
@@ -81,7 +81,7 @@ def merge_states(
     top = lse.max(axis=0)
     # Rows empty everywhere have no maximum to subtract; 0 keeps -inf - 0 = -inf, weight 0.
     top = np.where(np.isneginf(top), np.float32(0), top)
-    # log 0 is -inf, and a difference beyond float32 is -inf too: both are what is meant.
+    # log 0 is -inf, and a difference beyond float32 is -inf too: both are intended.
     with np.errstate(divide="ignore", over="ignore"):
         weights = power(lse - top)
         total = weights.sum(axis=0)
