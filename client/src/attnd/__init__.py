@@ -1,177 +1,24 @@
 """Client of attnd, attention and KV cache as a service: see `Client`, `AsyncClient`, `Session`.
 
 `merge_states` merges attention states here, with numpy, when they came from several services.
+
+All names load at the first use of one. Programs that import only a part, such as the service's
+supervisor, which needs `attnd.wire.frames`, do not load numpy and the clients.
 """
 
-from attnd.calls.attention import CascadeLevel, Options
-from attnd.calls.control import NewSequence
-from attnd.calls.prefix import Prefix
-from attnd.calls.transfer import ExportHeader, ExportPart, ImportState
-from attnd.client import AsyncClient, Client
-from attnd.errors import (
-    AnswerTooLarge,
-    ArenaFull,
-    AttndError,
-    BodyTooLarge,
-    Cancelled,
-    ConnectionFailed,
-    DeadlineExceeded,
-    DigestMismatch,
-    Forbidden,
-    HeadersTooLarge,
-    ImportExists,
-    Internal,
-    InvalidRequest,
-    KeyMismatch,
-    LengthMismatch,
-    LostSequence,
-    MalformedBody,
-    MalformedRequest,
-    MethodNotAllowed,
-    NeverReady,
-    NotFound,
-    NotReady,
-    NotSupported,
-    OutOfPages,
-    OutOfSequences,
-    Overloaded,
-    PartMismatch,
-    ProtocolError,
-    ReplyLost,
-    RequestTimeout,
-    SequenceChanged,
-    SequenceExists,
-    SequenceMoving,
-    SequenceTaken,
-    ServiceError,
-    TimedOut,
-    TransportError,
-    Unauthorized,
-    UnknownImport,
-    UnknownLease,
-    UnknownPage,
-    UnknownSequence,
-    UnsupportedMediaType,
-)
-from attnd.export_file import ExportFileError, InterruptedExport
-from attnd.moving import ImportOptions, copy_sequence
-from attnd.results import (
-    AppendResult,
-    AttentionResult,
-    CacheEvent,
-    CommitResult,
-    EngineInfo,
-    EnginePages,
-    EventPage,
-    GatherResult,
-    Health,
-    Hold,
-    Info,
-    Lease,
-    MergeResult,
-    Meta,
-    Namespace,
-    PageTable,
-    PageTableLevel,
-    Pool,
-    PrefixMatch,
-    SequenceInfo,
-    SequencePage,
-    Snapshot,
-    SnapshotTree,
-)
-from attnd.retries import Retries
-from attnd.session import Session
-from attnd.wire.states import AttentionState, LseBase, empty_state, merge_state, merge_states
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnd.public import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AnswerTooLarge",
-    "AppendResult",
-    "ArenaFull",
-    "AsyncClient",
-    "AttentionResult",
-    "AttentionState",
-    "AttndError",
-    "BodyTooLarge",
-    "CacheEvent",
-    "Cancelled",
-    "CascadeLevel",
-    "Client",
-    "CommitResult",
-    "ConnectionFailed",
-    "DeadlineExceeded",
-    "DigestMismatch",
-    "EngineInfo",
-    "EnginePages",
-    "EventPage",
-    "ExportFileError",
-    "ExportHeader",
-    "ExportPart",
-    "Forbidden",
-    "GatherResult",
-    "HeadersTooLarge",
-    "Health",
-    "Hold",
-    "ImportExists",
-    "ImportOptions",
-    "ImportState",
-    "Info",
-    "Internal",
-    "InterruptedExport",
-    "InvalidRequest",
-    "KeyMismatch",
-    "Lease",
-    "LengthMismatch",
-    "LostSequence",
-    "LseBase",
-    "MalformedBody",
-    "MalformedRequest",
-    "MergeResult",
-    "Meta",
-    "MethodNotAllowed",
-    "Namespace",
-    "NeverReady",
-    "NewSequence",
-    "NotFound",
-    "NotReady",
-    "NotSupported",
-    "Options",
-    "OutOfPages",
-    "OutOfSequences",
-    "Overloaded",
-    "PageTable",
-    "PageTableLevel",
-    "PartMismatch",
-    "Pool",
-    "Prefix",
-    "PrefixMatch",
-    "ProtocolError",
-    "ReplyLost",
-    "RequestTimeout",
-    "Retries",
-    "SequenceChanged",
-    "SequenceExists",
-    "SequenceInfo",
-    "SequenceMoving",
-    "SequencePage",
-    "SequenceTaken",
-    "ServiceError",
-    "Session",
-    "Snapshot",
-    "SnapshotTree",
-    "TimedOut",
-    "TransportError",
-    "Unauthorized",
-    "UnknownImport",
-    "UnknownLease",
-    "UnknownPage",
-    "UnknownSequence",
-    "UnsupportedMediaType",
-    "__version__",
-    "copy_sequence",
-    "empty_state",
-    "merge_state",
-    "merge_states",
-]
+
+def __getattr__(name: str) -> Any:
+    public = import_module("attnd.public")
+    names = {exported: getattr(public, exported) for exported in public.__all__}
+    globals().update(names, __all__=[*names, "__version__"])
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
