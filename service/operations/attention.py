@@ -1,4 +1,4 @@
-"""Operations that attend: decode, prefill, ragged prefill, and cascade by explicit levels."""
+"""Attention operations: decode, prefill, ragged prefill, and cascade with explicit levels."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ MAX_LEVELS: Final = 16
 
 
 class ScoringFields(Fields):
-    """What every attention route takes."""
+    """Fields of every attention operation."""
 
     sm_scale: Scale | None = None
-    """Multiplies q.k; absent: head_dim ** -0.5."""
+    """Factor of q·k; absent: head_dim ** -0.5."""
     logits_soft_cap: Cap = 0.0
-    """When above 0, scores become cap * tanh(score / cap)."""
+    """Soft cap: scores become cap * tanh(score / cap); 0: off."""
     lse_base: LseBase = "e"
-    """Base of the log-sum-exp in the answer: natural, or 2."""
+    """Base of the log-sum-exp in the reply: e or 2."""
 
 
 class WindowFields(ScoringFields):
     window_left: Annotated[int, Field(ge=-1, le=INT32_MAX)] = -1
-    """A query sees at most this many keys before its own position; -1 is off."""
+    """Window size: number of keys before its own position that a query sees; -1: all."""
 
 
 class PagedFields(WindowFields):
     layer: Count
     sequences: Ids
     cascade: Literal["auto", "always", "never"] = "auto"
-    """Whether KV shared by several of the sequences is read once for all of them."""
+    """Whether KV that several of the sequences share is read once for all of them."""
     offsets: Offsets | None = None
-    """kv_len at which the caller believes each sequence stands before the call; a mismatch is a 409
-    that changes nothing."""
+    """Expected kv_len of each sequence before the call. A mismatch is a 409 that changes
+    nothing."""
     epochs: Epochs | None = None
     """Of shards that were claimed: the epoch of each sequence. In another it is a 409."""
 
@@ -88,9 +88,10 @@ class DecodeFields(PagedFields):
 
 class PrefillFields(PagedFields):
     qo_indptr: Indptr
-    """int32 [B+1]: sequence b owns rows `qo_indptr[b]:qo_indptr[b+1]` of q, o (and k, v)."""
+    """int32 [B+1]: sequence b has rows `qo_indptr[b]:qo_indptr[b+1]` of q, o (and k, v)."""
     causal: bool = False
-    """Hide keys after a query's own position; queries are the last of their sequence."""
+    """Whether keys after a query's own position are hidden; queries are the sequence's last
+    tokens."""
 
     @cached_property
     def qo_indptr_array(self) -> Int32:
@@ -103,7 +104,7 @@ class RaggedPrefillFields(WindowFields):
     kv_indptr: Indptr
     """int32 [B+1] over rows of k and v."""
     causal: bool = False
-    """Hide keys after a query's own position (aligned bottom-right)."""
+    """Whether keys after a query's own position are hidden (aligned bottom-right)."""
 
     @cached_property
     def qo_indptr_array(self) -> Int32:
@@ -117,8 +118,8 @@ class RaggedPrefillFields(WindowFields):
 class CascadeLevelFields(Fields):
     sequences: Ids
     qo_indptr: Indptr
-    """int32 [S+1]: rows `qo_indptr[s]:qo_indptr[s+1]` of q attend the whole of sequence s. Rows
-    before the first and after the last see nothing at this level."""
+    """int32 [S+1]: rows `qo_indptr[s]:qo_indptr[s+1]` of q attend all of sequence s. Rows before
+    the first and after the last attend nothing at this level."""
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
@@ -134,11 +135,11 @@ class CascadeFields(ScoringFields):
     levels: Annotated[
         list[CascadeLevelFields], Field(min_length=1, max_length=MAX_LEVELS, fail_fast=True)
     ]
-    """Level 0 is the most shared."""
+    """Levels, the most shared one first."""
     causal: bool = False
-    """Applies to the last level."""
+    """Whether keys after a query's own position are hidden at the last level."""
     return_levels: bool = False
-    """Answer each level's own state too: `o.0`, `lse.0`, ..."""
+    """Whether the reply also has each level's own state: `o.0`, `lse.0`, ..."""
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
         return pool_sizes(info)
@@ -147,13 +148,13 @@ class CascadeFields(ScoringFields):
 class AttentionAnswer(Fields):
     lse_base: LseBase
     levels: Count
-    """Cascade levels that ran; 1 is flat."""
+    """Number of cascade levels; 1: nothing shared."""
     cascade: bool
-    """Whether shared KV was read once for the sequences that share it."""
+    """Whether shared KV was read once for all sequences that share it."""
 
 
 def check_paged(fields: PagedFields, entries: Entries, info: InfoAnswer) -> None:
-    """What decode and prefill have in common."""
+    """Rules that decode and prefill share."""
     check_layer(fields.layer, info)
     check_ids(fields.sequences)
     check_offsets(fields.offsets, len(fields.sequences))
@@ -203,8 +204,8 @@ DECODE: Final = Operation(
     method="POST",
     path="/v1/decode",
     summary="One query row per sequence over all of its KV",
-    description="With k and v, those are appended first, all or nothing. KV that forked sequences "
-    "share is read once when `cascade` allows.",
+    description="k and v, if given, are appended first; all or none. KV that forked sequences "
+    "share is read once if `cascade` allows.",
     tag="tensors",
     fields=DecodeFields,
     takes=(query("B"), *pair("B", "to append first", optional=True)),
@@ -223,8 +224,8 @@ PREFILL: Final = Operation(
     method="POST",
     path="/v1/prefill",
     summary="Many query rows per sequence over all of its KV",
-    description="With k and v, those are appended first by the same qo_indptr. A mask is over the "
-    "whole kv_len, appended rows included, and is applied on top of causal and window_left.",
+    description="k and v, if given, are appended first, by the same qo_indptr. A mask covers the "
+    "whole kv_len, appended rows included, and applies in addition to causal and window_left.",
     tag="tensors",
     fields=PrefillFields,
     takes=(query(), *pair("n", "to append first", optional=True), *MASKS),
@@ -248,8 +249,8 @@ RAGGED_PREFILL: Final = Operation(
     number=11,
     method="POST",
     path="/v1/ragged-prefill",
-    summary="Attention over K and V sent along; touches no pool",
-    description="Heads and head_dim are the request's own. q, k and v have one dtype.",
+    summary="Attention over the request's own K and V, without the pool",
+    description="The tensors decide heads and head_dim. q, k and v have one dtype.",
     tag="tensors",
     fields=RaggedPrefillFields,
     takes=(*pair("nnz", "of all requests", like="q"), query(), *MASKS),
@@ -271,9 +272,9 @@ CASCADE: Final = Operation(
     number=12,
     method="POST",
     path="/v1/cascade",
-    summary="Explicit levels: each row attends one whole sequence per level",
-    description="The states of the levels are merged. Levels by which a row would see a page twice "
-    "are refused.",
+    summary="Attention over explicit levels: each row attends one whole sequence per level",
+    description="The states of all levels are merged. Levels at which a row would see a page twice "
+    "are rejected (422).",
     tag="tensors",
     fields=CascadeFields,
     takes=(query(),),
@@ -281,7 +282,7 @@ CASCADE: Final = Operation(
     answer=AttentionAnswer,
     check=check_cascade,
     scope="read",
-    answer_text="The merged state of each row, and with return_levels each level's own.",
+    answer_text="The merged state of each row; with return_levels also each level's own.",
     example={
         "layer": 0,
         "levels": [{"sequences": ["chat-1"], "qo_indptr": [0, 1]}],

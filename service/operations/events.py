@@ -1,4 +1,4 @@
-"""The operation that tells what became of cached pages: a page of events after a number."""
+"""The operation that returns a batch of events about cached pages."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 
 class EventsFields(Fields):
     after: Annotated[int, Field(ge=FROM_NOW, lt=2**53)] = FROM_NOW
-    """The number of the last event that was read; 0: all that are kept; -1: none, only from where
-    to go on."""
+    """Number of the last event read. 0: all kept events; -1: no events, only `next`."""
     limit: Annotated[int, Field(ge=1, le=MAX_EVENTS)] = MAX_EVENTS
-    """At most so many."""
+    """Maximum number of events in the reply."""
 
 
 class EventAnswer(Fields):
     id: EventNumber
-    """One more than that of the event before."""
+    """Number, one more than the previous event's."""
     type: Literal["stored", "removed", "cleared", "pressure"]
     namespace: str
     page_keys: list[PageKey] | None = None
-    """Of stored or removed pages, in the order of their prompt."""
+    """Stored, removed: keys of the pages, in the order of their prompt."""
     parent_key: PageKey | None = None
-    """Stored: the key of the page before these; for a prompt's first, that of its salt."""
+    """Stored: key of the page before them; before a prompt's first page, the key of its salt."""
     token_ids: list[TokenId] | None = None
-    """Stored: those of the pages, where they were committed with ids."""
+    """Stored: token ids of the pages, if they were committed with ids."""
     page_size: Count | None = None
-    """Stored: tokens of a page."""
+    """Stored: tokens per page."""
     is_high: bool | None = None
-    """Pressure: whether more of the pool than `cache.high_watermark` cannot be evicted."""
+    """Pressure: whether the part of the pool that cannot be evicted exceeds
+    `cache.high_watermark`."""
     free: Count | None = None
-    """Pressure: pages that the namespace can have without an eviction."""
+    """Pressure: pages that the namespace can allocate without evictions."""
     available: Count | None = None
-    """Pressure: pages that the namespace could get now, evictions included."""
+    """Pressure: pages that the namespace can allocate, evictions included."""
 
 
 class EventsAnswer(Fields):
     events: list[EventAnswer]
     next: EventNumber
-    """What to ask `after` for those that follow."""
+    """Value of `after` for the next call."""
     too_old: bool
-    """Events after that number are not kept any more: these are the oldest there are, and what is
-    known from earlier ones may be wrong."""
+    """Whether events after `after` were dropped from the history: these are the oldest kept ones,
+    and state derived from earlier ones can be wrong."""
 
 
 EVENTS: Final = Operation(
@@ -61,7 +61,7 @@ EVENTS: Final = Operation(
     number=27,
     method="GET",
     path="/v1/events/page",
-    summary="What became of the namespace's cached pages, after a number",
+    summary="Events about the namespace's cached pages, after a number",
     description="`GET /v1/events` streams the same.",
     tag="prefix cache",
     fields=EventsFields,

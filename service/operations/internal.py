@@ -31,16 +31,16 @@ class ClaimAnswer(Fields):
 class HandOverFields(Fields):
     id: SequenceId
     state: Literal["leaving", "handed", "gone", "back"]
-    """What becomes of it."""
+    """Next state of the transfer."""
     generation: Generation | None = None
-    """With `handed`: that of the export which the other engine has; another is refused (409)."""
+    """With `handed`: generation of the export that the other engine has; a 409 if it differs."""
     shard: ShardFields | None = None
     """With `leaving`, of a part of a sequence: the pages that are here, and leave."""
     epoch: Epoch | None = None
     """With `shard`: the epoch that the part is in."""
     for_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_HAND_OVER_S
-    """Seconds after which a sequence that is leaving stays, and one that is handed is gone, where
-    nobody says what becomes of it, nor exports a part of it."""
+    """Seconds without a call or export after which a leaving sequence stays, and a handed one is
+    deleted."""
 
 
 def check_hand_over(fields: HandOverFields, entries: Entries, info: InfoAnswer) -> None:
@@ -62,7 +62,7 @@ CLAIM: Final = Operation(
     number=34,
     method="POST",
     path="/v1/sequences/{id}/claim",
-    summary="Begin a new epoch of a shard: who is in an earlier one is refused from now on",
+    summary="Claim a shard: start a new epoch and reject writers of earlier ones",
     tag="sequences",
     fields=ClaimFields,
     answer=ClaimAnswer,
@@ -75,16 +75,16 @@ HAND_OVER: Final = Operation(
     number=35,
     method="POST",
     path="/v1/sequences/{id}/hand-over",
-    summary="Refuse calls for a sequence while it is moved to another engine",
-    description="First `leaving`: then it may be exported, and is refused to all else. `handed` "
-    "once the other engine has it all: it does not come back by itself any more. `gone` deletes it "
-    "here, `back` has it stay.",
+    summary="Transfer the ownership of a sequence to another engine",
+    description="`leaving` first: from then on it can only be exported. `handed` once the other "
+    "engine has all of it: from then on it cannot return by timeout. `gone` deletes it here, "
+    "`back` keeps it.",
     tag="transfer",
     fields=HandOverFields,
     answer=None,
     check=check_hand_over,
     scope="move",
     status=204,
-    answer_text="It is so.",
+    answer_text="Done.",
     example={"state": "leaving"},
 )

@@ -1,4 +1,4 @@
-"""The operation that merges attention states over disjoint KV; it touches no pool."""
+"""The operation that merges attention states over disjoint KV, without the pool."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from service.operations.schema.info import InfoAnswer
 from service.operations.schema.spec import Operation, TensorSpec
 
 MAX_EMPTY_ELEMENTS: Final = 2**24
-"""Largest answer of a merge whose lists are empty: it takes memory that no body paid for."""
+"""Maximum elements of the reply to a merge of empty lists, which a small body could make huge."""
 
 
 class MergeFields(Fields):
     lse_base: LseBase = "e"
-    """Base of the log-sum-exp given and answered."""
+    """Base of the log-sum-exps in request and reply."""
     indptr: Annotated[Counts, Field(min_length=1)] | None = None
-    """int32 [T+1] over ragged states; absent: dense `o [T, n, H, D]`, `lse [T, n, H]`."""
+    """int32 [T+1]: prefix sums over ragged states; absent: dense `o [T, n, H, D]`,
+    `lse [T, n, H]`."""
 
     def is_ragged(self) -> bool:
         return self.indptr is not None
@@ -45,7 +46,7 @@ class MergeAnswer(Fields):
 
 
 def check_merge(fields: MergeFields, entries: Entries, info: InfoAnswer) -> None:
-    """Lists without states take no bytes of the body, but a row of the answer each."""
+    """Lists without states take no bytes of the body, but each has a row in the reply."""
     shape, indptr = entries["o"].shape, fields.indptr_array
     lists = shape[0] if indptr is None else indptr.size - 1
     if lists * math.prod(shape[-2:]) > max(math.prod(shape), MAX_EMPTY_ELEMENTS):
@@ -60,7 +61,7 @@ MERGE: Final = Operation(
     method="POST",
     path="/v1/merge",
     summary="Merge attention states over disjoint KV",
-    description="Associative and commutative; the empty state is (0, -inf).",
+    description="The merge is associative and commutative; the empty state is (0, -inf).",
     tag="tensors",
     fields=MergeFields,
     takes=(
@@ -68,7 +69,7 @@ MERGE: Final = Operation(
         TensorSpec("lse", ("F32",), ("T", "n", "H"), "log-sum-exps", ragged=("nnz", "H")),
     ),
     gives=(
-        TensorSpec("o", TENSOR_DTYPES, ("T", "H", "D"), "merged output, in the dtype given"),
+        TensorSpec("o", TENSOR_DTYPES, ("T", "H", "D"), "merged output, in the request's dtype"),
         TensorSpec("lse", ("F32",), ("T", "H"), "merged log-sum-exp"),
     ),
     answer=MergeAnswer,

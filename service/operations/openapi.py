@@ -1,7 +1,7 @@
-"""The operations as OpenAPI tells them: schemas of fields and answers, bodies in both media types.
+"""The OpenAPI document of the operations: schemas of fields and replies, bodies by media type.
 
-An operation with tensors is documented in both: as a JSON schema with every tensor spelled out, and
-as safetensors, a binary string whose `x-attnd-fields` and `x-attnd-tensors` say the same.
+An operation with tensors has two media types: JSON, with a schema of every tensor, and safetensors,
+a binary string described by `x-attnd-fields` and `x-attnd-tensors`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ERRORS_OF_STATE: Final = (404, 409, 410, 507)
 
 
 class Problem(BaseModel):
-    """RFC 9457: every error answer. The numbers that matter stand beside `detail`."""
+    """RFC 9457: the body of every error, with the relevant numbers as further members."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -41,7 +41,7 @@ class Problem(BaseModel):
 
 
 def schemas() -> dict[str, Schema]:
-    """JSON schemas of all models that a body or an answer is made of, for `components.schemas`."""
+    """JSON schemas of all models in requests and replies, for `components.schemas`."""
     models: list[type[BaseModel]] = [Problem]
     for operation in OPERATIONS:
         models += [operation.fields] * operation.has_body
@@ -57,14 +57,14 @@ def schemas() -> dict[str, Schema]:
 
 
 def drop(schema: Schema, names: tuple[str, ...]) -> None:
-    """Takes out of a body's schema what the path gives."""
+    """Remove the path's fields from a body's schema."""
     for name in names:
         del schema["properties"][name]
         schema["required"].remove(name)
 
 
 def operation_object(operation: Operation) -> Schema:
-    """The operation with its parameters, bodies and errors; headers are the door's to add."""
+    """The operation with its parameters, bodies and errors; the door adds headers."""
     document: Schema = {
         "tags": [operation.tag],
         "operationId": operation.name,
@@ -81,7 +81,7 @@ def operation_object(operation: Operation) -> Schema:
 
 
 def parameters(operation: Operation) -> list[Schema]:
-    """Those of path and query."""
+    """The parameters in path and query."""
     schema = operation.fields.model_json_schema(ref_template=REF + "{model}")
     required = schema.get("required", [])
     return [
@@ -96,7 +96,7 @@ def parameters(operation: Operation) -> list[Schema]:
 
 
 def without_null(schema: Schema) -> Schema:
-    """A query cannot say null: it leaves the parameter out."""
+    """The schema without null: in a query the parameter is omitted instead."""
     kept = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
     if len(kept) != 1:
         return schema
@@ -115,7 +115,7 @@ def request_content(operation: Operation) -> Schema:
 
 
 def response(operation: Operation) -> Schema:
-    """What an answer that is no error looks like."""
+    """The response without an error."""
     document: Schema = {"description": operation.answer_text}
     if operation.answer is not None:
         spelled = {"schema": {"$ref": REF + operation.answer.__name__}}
@@ -128,7 +128,7 @@ def response(operation: Operation) -> Schema:
 
 
 def errors(operation: Operation) -> dict[str, Schema]:
-    """Every error that the operation can answer, as problem+json."""
+    """The responses for every error of the operation, as problem+json."""
     statuses = ERRORS_OF_ALL + ERRORS_OF_STATE + ERRORS_OF_BODIES * operation.has_body
     return {str(status): error_response(status) for status in sorted(statuses)}
 

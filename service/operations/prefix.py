@@ -1,4 +1,4 @@
-"""Operations on the prefix cache: match, commit, leases, pins, evict, clear, and quotas."""
+"""Operations on the prefix cache: match, commit, leases, pins, eviction, and quotas."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from service.operations.schema.info import InfoAnswer
 from service.operations.schema.page_names import (
     NAMES,
     CacheSalt,
-    NamedPages,
     PageKey,
+    PageNames,
     Seconds,
     check_names_given,
 )
@@ -39,7 +39,7 @@ DEFAULT_LEASE_S: Final = 10.0
 MAX_LEASE_S: Final = 3600.0
 MAX_HOLDS: Final = 1000
 MAX_COMMITTED_PAGES: Final = 8192
-"""Pages that one call commits in many sequences: they have one turn."""
+"""Maximum pages that one call commits in many sequences, within one turn of the engine."""
 LEASE_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,64}$"
 NAMESPACE_PATTERN: Final = r"^[A-Za-z0-9._-]{1,64}$"
 
@@ -49,58 +49,57 @@ Priority = Annotated[int, Field(ge=1, le=100)]
 NamespaceName = Annotated[str, Field(pattern=NAMESPACE_PATTERN)]
 
 
-class MatchFields(NamedPages):
+class MatchFields(PageNames):
     lease_s: LeaseSeconds = DEFAULT_LEASE_S
-    """Seconds for which what was found is not evicted; 0 takes no lease."""
+    """Duration of the lease on the matched pages, in seconds; 0: no lease."""
 
 
 class LeaseAnswer(Fields):
     id: LeaseId
     expires_at: float
-    """Seconds since the epoch; then the lease ends by itself."""
+    """End of the lease, in seconds since 1970."""
 
 
 class MatchAnswer(Fields):
     matched_len: Count
-    """Tokens that are cached, in whole pages."""
+    """Cached tokens, in full pages."""
     num_pages: Count
     lease: LeaseAnswer | None
-    """Null when none was asked for, nothing was found, or the engine is being emptied."""
+    """Null without a match, with `lease_s` = 0, or while the engine is draining."""
 
 
-class CommitFields(NamedPages):
+class CommitFields(PageNames):
     id: SequenceId
     offset: Count = 0
-    """Tokens of the sequence that are committed already, in whole pages: `token_ids` or `page_keys`
-    begin behind them."""
+    """Committed tokens, in full pages, after which `token_ids` or `page_keys` start."""
     priority: Priority | None = None
-    """Pages of lower priority are evicted first; 35 when nobody says otherwise. A page keeps the
-    highest that a commit gave it."""
+    """Eviction priority: lower ones are evicted first; absent: 35. A page keeps the highest one
+    that a commit gave it."""
     duration_s: Seconds | None = None
-    """Seconds for which the priority holds; then it is 35 again."""
+    """Seconds until the priority returns to 35; absent: never."""
 
 
 class CommitAnswer(Fields):
     committed_len: Count
-    """Tokens of the sequence that are committed, as far as this request named them."""
+    """Committed tokens of the sequence, up to the end of this request's names."""
     num_pages: Count
     last_key: PageKey | None
-    """The key of the last of these pages: what a pin names."""
+    """Key of the last of these pages, as used by pins."""
 
 
-class CommitSequencesFields(NamedPages):
+class CommitSequencesFields(PageNames):
     sequences: Annotated[Ids, Field(max_length=MAX_BATCH)]
-    """All are committed, or none."""
+    """Sequences to commit; all or none."""
     names_indptr: Indptr
-    """int32 [B+1]: the token ids or page keys of sequence b are those from `names_indptr[b]` to
-    before `names_indptr[b+1]`."""
+    """int32 [B+1]: sequence b has the token ids or page keys
+    `names_indptr[b]:names_indptr[b+1]`."""
     offsets: Offsets | None = None
-    """Tokens of each sequence that are committed already, in whole pages: its token ids or page
-    keys begin behind them. Absent: 0 for all."""
+    """Committed tokens of each sequence, in full pages, after which its token ids or page keys
+    start. Absent: 0 for all."""
     priority: Priority | None = None
-    """As in a commit of one sequence."""
+    """Eviction priority, as in a commit of one sequence."""
     duration_s: Seconds | None = None
-    """As in a commit of one sequence."""
+    """Seconds until the priority returns to 35; absent: never."""
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
@@ -111,45 +110,45 @@ class CommittedAnswer(Fields):
     """Numbers for each sequence, in the order of the request."""
 
     committed_lens: Counts
-    """Tokens that are committed, as far as this request named them."""
+    """Committed tokens of each sequence, up to the end of this request's names."""
     num_pages: Counts
     last_keys: list[PageKey | None]
-    """The key of the last of these pages."""
+    """Key of the last of each sequence's pages."""
 
 
 class RenewFields(Fields):
     id: LeaseId
     lease_s: Annotated[float, Field(gt=0.0, le=MAX_LEASE_S)] = DEFAULT_LEASE_S
-    """Seconds from now."""
+    """New duration from now, in seconds."""
     page_key: PageKey | None = None
-    """Where the lease is not known, open it on this page and all before it: another engine gave
-    it."""
+    """Page to open the lease on, with all before it, if this engine does not know the lease because
+    another engine gave it."""
     cache_salt: CacheSalt = ""
-    """With `page_key`: the salt it was committed with."""
+    """With `page_key`: the salt that the page was committed with."""
 
 
 class LeaseFields(Fields):
-    """One lease, named by the path."""
+    """The lease named by the path."""
 
     id: LeaseId
 
 
 class PinFields(Fields):
     page_key: PageKey
-    """Pins this page and all before it."""
+    """Page to pin, with all before it."""
     cache_salt: CacheSalt = ""
-    """The salt it was committed with."""
+    """Salt that it was committed with."""
     soft_ttl_s: Seconds | None = None
-    """For so long they are evicted only when nothing else can be."""
+    """Duration of a soft pin, in seconds: the pages are evicted after all unpinned ones."""
     hard: bool = False
-    """They are never evicted, until the pin is taken away."""
+    """Whether the pin is hard: the pages are not evicted until it is removed."""
 
 
 class UnpinFields(Fields):
     page_key: PageKey
-    """The page that a pin named."""
+    """Page of the pin."""
     cache_salt: CacheSalt = ""
-    """The salt it was committed with."""
+    """Salt that it was committed with."""
 
 
 class PagesAnswer(Fields):
@@ -158,41 +157,42 @@ class PagesAnswer(Fields):
 
 class EvictFields(Fields):
     num_pages: Count
-    """At most so many."""
+    """Maximum number of pages to evict."""
 
 
 class HeldAnswer(Fields):
-    """What holds a page and all before it without a sequence."""
+    """A lease or hard pin."""
 
     lease: LeaseId | None
-    """Null: a hard pin."""
+    """Id of the lease; null for a hard pin."""
     left_s: float | None
-    """Seconds until the lease ends; null for a pin, which does not."""
+    """Seconds until the lease ends; null for a hard pin."""
     page_key: PageKey
+    """Page that is held, with all before it."""
     cache_salt: CacheSalt
     num_pages: Count
-    """The page and all before it."""
+    """Number of held pages."""
 
 
 class HoldsAnswer(Fields):
     holds: list[HeldAnswer]
-    """Pins before leases, a thousand at most."""
+    """Hard pins, then leases; at most a thousand."""
 
 
 class NamespaceFields(Fields):
-    """One namespace, named by the path."""
+    """The namespace named by the path."""
 
     name: NamespaceName
-    """Nobody need have met it before."""
+    """Namespace; it need not exist."""
 
 
 class QuotaFields(Fields):
     name: NamespaceName
-    """Nobody need have met it before."""
+    """Namespace; it need not exist."""
     max_pages: Count | None = None
-    """Pages that it may have at once, cached ones included; null: no limit."""
+    """Maximum pages of the namespace, cached ones included; null: no limit."""
     reserved_pages: Count = 0
-    """Pages that nobody else may take."""
+    """Pages reserved for the namespace."""
 
 
 class NamespacesAnswer(Fields):
@@ -204,7 +204,7 @@ class NamespaceAnswer(Fields):
     max_pages: Count | None
     reserved_pages: Count
     used: Count
-    """Pages in all: referenced, cached and pinned."""
+    """Referenced, cached and pinned pages together."""
     referenced: Count
     cached: Count
     pinned: Count
@@ -238,14 +238,14 @@ def check_commits(fields: CommitSequencesFields, entries: Entries, info: InfoAns
         check_offset(f"offsets.{at}", offset, info)
     pages = given if name == "page_keys" else given // info.page_size
     if pages > MAX_COMMITTED_PAGES:
-        rule = f"at most {MAX_COMMITTED_PAGES} pages in a call: commit fewer sequences at a time"
+        rule = f"at most {MAX_COMMITTED_PAGES} pages per call: commit fewer sequences at a time"
         refuse(name, f"{pages} pages", rule)
     check_duration(fields)
 
 
 def check_duration(fields: CommitFields | CommitSequencesFields) -> None:
     if fields.duration_s is not None and fields.priority is None:
-        refuse("duration_s", fields.duration_s, "is that of a priority: give priority as well")
+        refuse("duration_s", fields.duration_s, "requires priority")
 
 
 def check_pin(fields: PinFields, entries: Entries, info: InfoAnswer) -> None:
@@ -258,7 +258,7 @@ MATCH: Final = Operation(
     number=16,
     method="POST",
     path="/v1/prefix/match",
-    summary="The longest cached beginning of a prompt, held for a while",
+    summary="Find the longest cached beginning of a prompt, and lease it",
     tag="prefix cache",
     fields=MatchFields,
     takes=NAMES,
@@ -274,9 +274,10 @@ COMMIT: Final = Operation(
     number=17,
     method="POST",
     path="/v1/sequences/{id}/commit",
-    summary="Name a sequence's full pages, so that they outlive it and are found again",
-    description="Pages count that are full at every layer. Where pages of those names are cached "
-    "already, the sequence moves onto them and its own go free. Committing again changes nothing.",
+    summary="Commit a sequence's full pages, so that they stay cached and can be found",
+    description="Only pages that are full at every layer are committed. If pages of the same names "
+    "are cached, the sequence moves onto them and its own become free. A repeated commit changes "
+    "nothing.",
     tag="prefix cache",
     fields=CommitFields,
     takes=NAMES,
@@ -291,8 +292,8 @@ COMMIT_SEQUENCES: Final = Operation(
     number=40,
     method="POST",
     path="/v1/sequences/commit",
-    summary="Name full pages of many sequences; all or none",
-    description="As a commit of one sequence, for each of them.",
+    summary="Commit full pages of many sequences; all or none",
+    description="Works like a commit of one sequence, for each of them.",
     tag="prefix cache",
     fields=CommitSequencesFields,
     takes=NAMES,
@@ -311,7 +312,7 @@ RENEW_LEASE: Final = Operation(
     number=18,
     method="POST",
     path="/v1/leases/{id}",
-    summary="Let a lease end later",
+    summary="Extend a lease",
     tag="prefix cache",
     fields=RenewFields,
     answer=LeaseAnswer,
@@ -331,7 +332,7 @@ RELEASE_LEASE: Final = Operation(
     scope="read",
     status=204,
     frees=True,
-    answer_text="It is gone.",
+    answer_text="Released.",
     routing="lease",
 )
 
@@ -340,14 +341,14 @@ PIN: Final = Operation(
     number=20,
     method="PUT",
     path="/v1/prefix/pin",
-    summary="Keep a page, and all before it, from being evicted",
-    description="A soft pin ends by itself, a hard one when it is taken away.",
+    summary="Pin a page and all before it, so that they are not evicted",
+    description="A soft pin ends after `soft_ttl_s`, a hard pin when it is removed.",
     tag="prefix cache",
     fields=PinFields,
     answer=PagesAnswer,
     check=check_pin,
     scope="append",
-    answer_text="How many pages the pin covers.",
+    answer_text="Number of pinned pages.",
     routing="everywhere",
 )
 
@@ -356,14 +357,14 @@ UNPIN: Final = Operation(
     number=21,
     method="DELETE",
     path="/v1/prefix/pin",
-    summary="Take the pins of a page away, hard and soft",
+    summary="Remove the hard and soft pins of a page",
     tag="prefix cache",
     fields=UnpinFields,
     answer=None,
     scope="append",
     status=204,
     frees=True,
-    answer_text="They are gone.",
+    answer_text="Removed.",
     routing="everywhere",
 )
 
@@ -372,7 +373,7 @@ HOLDS: Final = Operation(
     number=38,
     method="GET",
     path="/v1/prefix/holds",
-    summary="The hard pins and leases that there are",
+    summary="List the namespace's hard pins and leases",
     tag="prefix cache",
     fields=NoFields,
     answer=HoldsAnswer,
@@ -385,13 +386,13 @@ EVICT: Final = Operation(
     number=22,
     method="POST",
     path="/v1/prefix/evict",
-    summary="Evict cached pages, those first that would go first",
+    summary="Evict cached pages, in order of eviction",
     tag="prefix cache",
     fields=EvictFields,
     answer=PagesAnswer,
     scope="append",
     frees=True,
-    answer_text="How many pages were evicted.",
+    answer_text="Number of evicted pages.",
     routing="everywhere",
 )
 
@@ -400,14 +401,14 @@ CLEAR: Final = Operation(
     number=23,
     method="POST",
     path="/v1/prefix/clear",
-    summary="Evict all that can be evicted",
-    description="What sequences, leases and hard pins hold stays.",
+    summary="Evict all cached pages",
+    description="Pages held by sequences, leases or hard pins stay.",
     tag="prefix cache",
     fields=NoFields,
     answer=PagesAnswer,
     scope="append",
     frees=True,
-    answer_text="How many pages were evicted.",
+    answer_text="Number of evicted pages.",
     routing="everywhere",
 )
 
@@ -416,7 +417,7 @@ LIST_NAMESPACES: Final = Operation(
     number=37,
     method="GET",
     path="/v1/namespaces",
-    summary="The namespaces that have sequences or pages",
+    summary="List the namespaces that have sequences or pages",
     tag="prefix cache",
     fields=NoFields,
     answer=NamespacesAnswer,
@@ -429,7 +430,7 @@ GET_NAMESPACE: Final = Operation(
     number=24,
     method="GET",
     path="/v1/namespaces/{name}",
-    summary="What a namespace has, and may have",
+    summary="Pages, sequences and quota of a namespace",
     tag="prefix cache",
     fields=NamespaceFields,
     answer=NamespaceAnswer,
@@ -442,8 +443,8 @@ SET_NAMESPACE: Final = Operation(
     number=25,
     method="PUT",
     path="/v1/namespaces/{name}",
-    summary="What a namespace may have",
-    description="What it has beyond that already stays until it goes.",
+    summary="Set the quota of a namespace",
+    description="Pages above a lower quota are kept until they are deleted or evicted.",
     tag="prefix cache",
     fields=QuotaFields,
     answer=NamespaceAnswer,

@@ -1,4 +1,4 @@
-"""Operations that write rows of K and V into the pool and read them back: append and gather."""
+"""Operations on rows of K and V in the pool: append writes, gather reads."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from service.operations.schema.tensors import pair, row
 
 class AppendFields(Fields):
     layer: Count | None = None
-    """Must be given, unless `layers` is."""
+    """Layer to append at; required without `layers`."""
     layers: Annotated[Counts, Field(min_length=1)] | None = None
-    """Append at all these layers, k and v `[L, n, Hkv, D]` in their order; all or none. Every
-    sequence must have the same length at each of them."""
+    """Layers to append at, with k and v `[L, n, Hkv, D]` in their order; all or none. A sequence
+    must have one length at all of them."""
     sequences: Ids
     append_indptr: Indptr | None = None
     """int32 [B+1]: sequence b gets rows `append_indptr[b]:append_indptr[b+1]` of k and v. Absent:
     one row per sequence."""
     offsets: Offsets | None = None
-    """kv_len at which the caller believes each sequence stands; a mismatch is a 409 that changes
-    nothing, so a retry after a lost reply is safe."""
+    """Expected kv_len of each sequence before the append. A mismatch is a 409 that changes nothing,
+    so a retry after a lost reply is safe."""
     epochs: Epochs | None = None
     """Of shards that were claimed: the epoch of each sequence. In another it is a 409."""
 
@@ -59,7 +59,6 @@ class AppendFields(Fields):
 
     @property
     def every_layer(self) -> list[int]:
-        """The layers to append at."""
         return self.layers or [self.layer or 0]
 
     @cached_property
@@ -84,11 +83,11 @@ class GatherFields(Fields):
     layer: Count
     sequences: Ids
     dtype: DType | None = None
-    """Of k and v in the answer. Absent: the pool's own, fp16 where that is fp8."""
+    """Dtype of k and v in the reply. Absent: the pool's, or fp16 for an fp8 pool."""
     start: Count = 0
-    """First token of every sequence to answer."""
+    """First token of each sequence to read."""
     stop: Count | None = None
-    """Token of every sequence to stop before; absent, or past its end: its end."""
+    """End of the tokens to read, exclusive; absent or beyond a sequence's length: its length."""
     epochs: Epochs | None = None
     """Of shards that were claimed: the epoch of each sequence. In another it is a 409."""
 
@@ -99,12 +98,12 @@ class GatherFields(Fields):
 
 class AppendAnswer(Fields):
     lengths: Counts
-    """kv_len at the layer, or the layers, after the append, in the request's order."""
+    """kv_len after the append, in the request's order."""
 
 
 class GatherAnswer(Fields):
     kv_indptr: Counts
-    """Sequence b owns rows `kv_indptr[b]:kv_indptr[b+1]` of k and v (tokens, not pages)."""
+    """Sequence b has rows `kv_indptr[b]:kv_indptr[b+1]` of k and v (tokens, not pages)."""
 
 
 def check_append(fields: AppendFields, entries: Entries, info: InfoAnswer) -> None:
@@ -116,7 +115,7 @@ def check_append(fields: AppendFields, entries: Entries, info: InfoAnswer) -> No
     for layer in fields.every_layer:
         check_layer(layer, info, "layer" if fields.layers is None else "layers")
     if len(set(fields.every_layer)) < len(fields.every_layer):
-        refuse("layers", fields.layers, "a layer may be given once")
+        refuse("layers", fields.layers, "duplicate layer")
     check_ids(fields.sequences)
     batch = len(fields.sequences)
     rows = entries["k"].shape[0 if fields.layers is None else 1]
@@ -138,10 +137,11 @@ APPEND: Final = Operation(
     number=7,
     method="POST",
     path="/v1/append",
-    summary="Write K and V rows at the end of sequences",
-    description="Lengths are kept per layer; pages are taken when the first layer needs them. With "
-    "`offsets`, a repeated append is refused with the true lengths instead of done twice. `layers` "
-    "in place of `layer` appends at many layers at once, with k and v `[L, n, Hkv, D]`.",
+    summary="Append rows of K and V to sequences",
+    description="Each layer has its own length; pages are allocated when the first layer needs "
+    "them. With `offsets`, a repeated append is rejected with the stored lengths instead of "
+    "executed twice. `layers` instead of `layer` appends at many layers, with k and v "
+    "`[L, n, Hkv, D]`.",
     tag="tensors",
     fields=AppendFields,
     takes=pair("n", "to append", ragged=("L", "n", "Hkv", "D")),
@@ -157,15 +157,15 @@ GATHER: Final = Operation(
     number=8,
     method="POST",
     path="/v1/gather",
-    summary="K and V of sequences at a layer, dequantised",
-    description="Send a body without tensors. An answer larger than the service sends is refused "
-    "with its size: ask for it in pieces, with `start` and `stop`.",
+    summary="K and V of sequences at one layer, dequantised",
+    description="The request has no tensors. A reply above the service's limit is rejected (413) "
+    "with its size: read it in pieces, with `start` and `stop`.",
     tag="tensors",
     fields=GatherFields,
     gives=pair("tokens", "in `dtype`"),
     answer=GatherAnswer,
     check=check_gather,
     scope="read",
-    answer_text="Rows of all the sequences, one after another.",
+    answer_text="The rows of all sequences, in the request's order.",
     example={"layer": 0, "sequences": ["chat-1"], "dtype": "fp32"},
 )

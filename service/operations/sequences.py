@@ -1,4 +1,4 @@
-"""Operations on sequences themselves: make, list, show, cut, delete, and their page tables."""
+"""Operations on sequences: create, list, get, truncate, delete, and page tables."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from service.operations.schema.info import InfoAnswer
 from service.operations.schema.page_names import (
     NAMES,
     CacheSalt,
-    NamedPages,
     PageKey,
+    PageNames,
     Seconds,
     check_names_given,
     given_names,
@@ -39,22 +39,22 @@ MAX_NEW: Final = 65536
 MAX_LISTED: Final = 1000
 MAX_RANKS: Final = 1024
 MAX_BATCH: Final = 512
-"""Sequences that one call cuts or commits: they have one turn."""
+"""Maximum sequences that one call truncates or commits, within one turn of the engine."""
 MAX_KEPT: Final = 65536
-"""Tokens that one call moves up."""
+"""Maximum tokens that one call moves up."""
 PLAIN: Final = frozenset({"id", "parent", "ttl_s"})
-"""Fields of a new sequence that go with each other in any way."""
+"""Fields of a new sequence that can be combined in any way."""
 
 
 class ShardFields(Fields):
-    """Which pages of a sequence are an engine's: page i is rank i mod `ranks`'s."""
+    """The pages of a sequence that an engine has: page i belongs to rank i mod `ranks`."""
 
     rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
 
 
 class ShardAnswer(ShardFields):
-    """What an engine knows of the sequence that it has a part of."""
+    """A shard with the state of its whole sequence."""
 
     epoch: Epoch
     """As it was claimed last; 0: never."""
@@ -70,29 +70,29 @@ class HeldFields(Fields):
 
 
 class NewSequenceFields(Fields):
-    """One sequence to make: empty, or a fork of `parent`."""
+    """A sequence to create: empty, a fork of `parent`, or from the prefix cache."""
 
     id: SequenceId | None = None
-    """Made by the service when absent."""
+    """Id; absent: the service generates one."""
     parent: SequenceId | None = None
-    """Fork this sequence: share its full pages, copy the rows of a partial last one."""
+    """Sequence to fork: its full pages are shared, the rows of a partial last page copied."""
     length: Count | None = None
-    """Fork at this many tokens; all of the parent's when absent."""
-    prefix: NamedPages | None = None
-    """Begin with the longest part of this prompt that is cached. It may be empty when the tensor
+    """Tokens of the parent to keep; absent: all."""
+    prefix: PageNames | None = None
+    """Prompt whose longest cached beginning the sequence starts with. Empty if the tensor
     `token_ids` or `page_keys` names the pages."""
     held: HeldFields | None = None
-    """Begin with a page that a pin or a lease holds, and all before it; also where the engine takes
-    no new sequences. So that another engine can import them."""
+    """Page held by a pin or lease; the sequence starts with it and all pages before it. Allowed
+    while the engine is draining, so that another engine can import it."""
     ttl_s: Seconds | None = None
-    """Delete it when it has not been used for so many seconds; absent: never."""
+    """Idle seconds before deletion; absent: never."""
     ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
-    """Deal its pages out over so many engines of a cluster, page i to rank i mod `ranks`. A fork is
-    dealt out as its parent is."""
+    """Number of engines of a cluster that share its pages: page i goes to rank i mod `ranks`. A
+    fork is sharded like its parent."""
     shard: ShardFields | None = None
-    """For those who deal pages out themselves: keep these of a sequence's pages only. Requests then
-    need `offsets`, and count in tokens of the whole sequence; answers tell what is held. Needs the
-    scope `move`."""
+    """Pages that this engine keeps, for callers who shard pages themselves. Requests then need
+    `offsets` and count tokens of the whole sequence; replies count this engine's tokens. Requires
+    the scope `move`."""
     epoch: Epoch | None = None
     """With `shard`: the epoch that it begins in. Of a fork of a shard: its parent's, which the fork
     gets too. Absent: 0, which is none."""
@@ -102,10 +102,10 @@ class CreateFields(Fields):
     sequences: Annotated[
         list[NewSequenceFields], Field(min_length=1, max_length=MAX_NEW, fail_fast=True)
     ]
-    """All are made, or none."""
+    """Sequences to create; all or none."""
     prefix_indptr: Indptr | None = None
-    """Which ids or keys of the tensor are whose: prefix sums over the sequences. May be absent for
-    a single one."""
+    """int32 [B+1]: sequence b has the ids or keys `prefix_indptr[b]:prefix_indptr[b+1]` of the
+    tensor. Optional for one sequence."""
 
     @property
     def is_for_shards(self) -> bool:
@@ -114,13 +114,13 @@ class CreateFields(Fields):
 
 class ListFields(Fields):
     after: SequenceId | None = None
-    """List those after this id; absent: from the start."""
+    """Id after which the list starts; absent: from the first."""
     limit: Annotated[int, Field(ge=1, le=MAX_LISTED)] = 100
-    """At most so many."""
+    """Maximum number of sequences in the reply."""
 
 
 class SequenceFields(Fields):
-    """One sequence, named by the path."""
+    """The sequence named by the path."""
 
     id: SequenceId
 
@@ -130,12 +130,12 @@ class DeleteFields(Fields):
         Annotated[list[SequenceId], Field(fail_fast=True, json_schema_extra={"uniqueItems": True})]
         | None
     ) = None
-    """Those that are unknown are passed over."""
+    """Ids of the sequences; unknown ids are ignored."""
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{0,128}$")] | None = None
-    """All sequences whose id begins like this."""
+    """Prefix of the ids of the sequences."""
     skip: bool = False
-    """Leave those that other engines have to do with as well, and name them in `skipped`: parts of
-    sequences, in an epoch, and what is on its way to another engine."""
+    """Whether to skip sequences that other engines have a part in, and list them in `skipped`:
+    claimed shards, and sequences that are moving to another engine."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -145,31 +145,31 @@ class DeleteFields(Fields):
 class DeletedAnswer(Fields):
     num_deleted: Count
     skipped: list[SequenceId] | None = None
-    """With `skip`: what was left, the first thousand by id."""
+    """With `skip`: the skipped ids, at most a thousand, in order."""
 
 
 class TruncateFields(Fields):
     id: SequenceId
     length: Count
-    """Tokens to keep, at every layer; at most the sequence's length."""
+    """Tokens to keep at every layer; at most the sequence's length."""
     keep: Annotated[Counts, Field(max_length=MAX_KEPT)] | None = None
-    """Tokens behind `length` to keep as well, in rising order, counted from the sequence's start.
-    They move up to follow `length`, such as the accepted path of a tree of drafts."""
+    """Positions after `length` of further tokens to keep, ascending, such as the accepted path of a
+    tree of drafts. They move up to follow `length`."""
     layer: Count | None = None
-    """Cut this layer alone, to take a part of an append back: no further than to what the sequence
-    shares with others."""
+    """Layer to truncate alone, to undo a part of an append; not within pages shared with other
+    sequences. Absent: every layer."""
     epoch: Epoch | None = None
     """Of a shard that was claimed: its epoch, or a later one that begins with this."""
 
 
 class TruncateSequencesFields(Fields):
     sequences: Annotated[Ids, Field(max_length=MAX_BATCH)]
-    """All are cut, or none."""
+    """Sequences to truncate; all or none."""
     lengths: Annotated[Counts, Field(min_length=1)]
     """Tokens of each sequence to keep, at every layer."""
     keep: Annotated[Counts, Field(max_length=MAX_KEPT)] | None = None
-    """Tokens behind each length to keep as well, in rising order, counted from the start of the
-    sequence. They move up to follow its length."""
+    """Positions after each length of further tokens to keep, ascending. They move up to follow that
+    length."""
     keep_indptr: Indptr | None = None
     """int32 [B+1], with `keep`: sequence b keeps `keep[keep_indptr[b]:keep_indptr[b+1]]`."""
 
@@ -190,28 +190,28 @@ class PageTableFields(Fields):
 class SequenceAnswer(Fields):
     id: SequenceId
     length: Count
-    """The least over layers."""
+    """Minimum kv_len over layers."""
     lengths: Counts
     """kv_len per layer."""
     pages: Count
     last_page_len: Count
-    """Tokens in the last page; 0 when the sequence is empty."""
+    """Tokens in the last page; 0 for an empty sequence."""
     parent: SequenceId | None
-    """Whom it is a fork of."""
+    """Id of the sequence it was forked from."""
     ttl_s: float | None
-    """Seconds that it lives unused; null: for good."""
+    """Idle seconds before deletion; null: never."""
     shard: ShardAnswer | None = None
-    """Which of its pages these are, where they are not all."""
+    """Pages that this engine has, if not all."""
 
 
 class TruncatedAnswer(Fields):
     sequences: list[SequenceAnswer]
-    """In the order of the request."""
+    """Sequences in the order of the request."""
 
 
 class CreatedSequenceAnswer(SequenceAnswer):
     cached_len: Count
-    """Tokens that were found in the prefix cache; the rest of the prompt is the caller's to add."""
+    """Tokens found in the prefix cache; the caller appends the rest of the prompt."""
 
 
 class CreatedAnswer(Fields):
@@ -220,9 +220,9 @@ class CreatedAnswer(Fields):
 
 class ListAnswer(Fields):
     sequences: list[SequenceAnswer]
-    """By id."""
+    """Sequences in order of id."""
     next: SequenceId | None
-    """Give it as `after` for the next page; null at the end."""
+    """Value of `after` for the next page; null at the end."""
 
 
 class LevelAnswer(Fields):
@@ -234,36 +234,37 @@ class LevelAnswer(Fields):
 
 class PageTableAnswer(Fields):
     kv_indptr: Counts
-    """int32 [B+1] over pages."""
+    """int32 [B+1]: prefix sums of pages."""
     kv_indices: Counts
     """Page ids."""
     kv_last_page_len: Counts
-    """1..page_size, or 0 for an empty sequence."""
+    """Tokens in each last page: 1..page_size, or 0 for an empty sequence."""
     levels: list[LevelAnswer]
-    """Per cascade level, over rows in `order`."""
+    """Cascade levels, over rows in `order`."""
     order: Counts
-    """Row i of the levels is sequence `order[i]` of the request."""
+    """Order of the levels' rows: row i is sequence `order[i]` of the request."""
 
 
 def check_new(fields: CreateFields, entries: Entries, info: InfoAnswer) -> None:
-    """The ids given are different, a length is that of a fork, and every prefix names pages."""
+    """Ids are distinct, only forks have a length, and every prefix names pages."""
     for index, new in enumerate(fields.sequences):
         if new.model_fields_set <= PLAIN:
             continue
         if new.length is not None and new.parent is None:
-            rule = "length is that of a fork: give parent as well"
+            rule = "length requires parent"
             refuse(f"sequences.{index}", new.model_dump(exclude_unset=True), rule)
         if new.prefix is not None and new.parent is not None:
-            refuse(f"sequences.{index}", new.id, "give parent or prefix, not both")
+            refuse(f"sequences.{index}", new.id, "parent and prefix cannot be combined")
         if new.held is not None and (new.parent is not None or new.prefix is not None):
-            refuse(f"sequences.{index}.held", "given", "goes without parent and prefix")
+            rule = "cannot be combined with parent or prefix"
+            refuse(f"sequences.{index}.held", "given", rule)
         check_shard(f"sequences.{index}", new)
     check_ids([new.id for new in fields.sequences if new.id is not None])
     check_prefixes(fields, entries)
 
 
 def check_shard(field: str, new: NewSequenceFields) -> None:
-    """Dealt out or a shard, and empty at first: the cache's pages are one engine's."""
+    """`ranks` and `shard` exclude each other, forks, and prefixes, which are on one engine."""
     for name, given in (("ranks", new.ranks), ("shard", new.shard)):
         if given is None:
             continue
@@ -279,7 +280,7 @@ def check_shard(field: str, new: NewSequenceFields) -> None:
 
 
 def check_prefixes(fields: CreateFields, entries: Entries) -> None:
-    """Prefixes are named in the fields, or all of them by one tensor."""
+    """Either the fields name the prefixes, or one tensor names all of them."""
     begun = [new.prefix for new in fields.sequences if new.prefix is not None]
     if not entries:
         if fields.prefix_indptr is not None:
@@ -347,7 +348,7 @@ CREATE_SEQUENCES: Final = Operation(
     number=1,
     method="POST",
     path="/v1/sequences",
-    summary="Make sequences, empty, forked or from the prefix cache; all or none",
+    summary="Create sequences: empty, forked or from the prefix cache; all or none",
     tag="sequences",
     fields=CreateFields,
     takes=NAMES,
@@ -356,7 +357,7 @@ CREATE_SEQUENCES: Final = Operation(
     scope="append",
     moved_with=new_moves,
     status=201,
-    answer_text="The sequences, in the order given.",
+    answer_text="The sequences, in the order of the request.",
     example={"sequences": [{"id": "chat-1", "prefix": {"token_ids": [11, 12, 13, 14]}}]},
     routing="placed",
 )
@@ -391,14 +392,14 @@ DELETE_SEQUENCE: Final = Operation(
     number=4,
     method="DELETE",
     path="/v1/sequences/{id}",
-    summary="Delete a sequence; its forks keep what they share, committed pages stay cached",
+    summary="Delete a sequence; its forks keep shared pages, and committed pages stay cached",
     tag="sequences",
     fields=SequenceFields,
     answer=None,
     scope="append",
     status=204,
     frees=True,
-    answer_text="It is gone.",
+    answer_text="Deleted.",
 )
 
 DELETE_SEQUENCES: Final = Operation(
@@ -406,7 +407,7 @@ DELETE_SEQUENCES: Final = Operation(
     number=26,
     method="POST",
     path="/v1/sequences/delete",
-    summary="Delete many sequences, by id or by how their ids begin",
+    summary="Delete many sequences, by ids or by a prefix of their ids",
     tag="sequences",
     fields=DeleteFields,
     answer=DeletedAnswer,
@@ -421,7 +422,7 @@ TRUNCATE: Final = Operation(
     number=5,
     method="POST",
     path="/v1/sequences/{id}/truncate",
-    summary="Keep a sequence's first tokens, at every layer",
+    summary="Truncate a sequence to its first tokens, at every layer",
     tag="sequences",
     fields=TruncateFields,
     answer=SequenceAnswer,
@@ -435,8 +436,8 @@ TRUNCATE_SEQUENCES: Final = Operation(
     number=39,
     method="POST",
     path="/v1/sequences/truncate",
-    summary="Keep the first tokens of many sequences, at every layer; all or none",
-    description="With `keep`, chosen tokens behind each length stay as well and move up.",
+    summary="Truncate many sequences to their first tokens, at every layer; all or none",
+    description="With `keep`, chosen tokens after each length are kept as well and move up.",
     tag="sequences",
     fields=TruncateSequencesFields,
     answer=TruncatedAnswer,
@@ -451,7 +452,7 @@ PAGE_TABLE: Final = Operation(
     number=6,
     method="POST",
     path="/v1/page-table",
-    summary="The CSR page table of sequences, and their cascade levels",
+    summary="CSR page table of sequences, and their cascade levels",
     tag="sequences",
     fields=PageTableFields,
     answer=PageTableAnswer,

@@ -1,4 +1,4 @@
-"""The operation that shows the whole pool at one moment: the state of each page, and the tree."""
+"""The operation that returns a snapshot of the pool: the state of each page, and the tree."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ STATES: Final = "0 free, 1 referenced, 2 pinned, 3 cached"
 
 
 class EnginePages(Fields):
-    """One engine's share of a cluster's snapshot."""
+    """One engine's part of a cluster's snapshot."""
 
     name: str
-    """The engine's name, as in `GET /v1/engines`."""
+    """Engine's name, as in `GET /v1/engines`."""
     total: Count
     referenced: Count
     pinned: Count
@@ -25,8 +25,7 @@ class EnginePages(Fields):
 
 class SnapshotAnswer(Fields):
     free: Count
-    """Free pages of the pool, whoever may have them; this and the counts below are of all
-    namespaces together."""
+    """Free pages of the pool; this and the counts below cover all namespaces."""
     referenced: Count
     cached: Count
     pinned: Count
@@ -37,11 +36,11 @@ class SnapshotAnswer(Fields):
     evicted: Annotated[int, Field(ge=0)]
     """Pages evicted since the start."""
     page_step: Count
-    """`page_states` tells of each so manyth page: 1, or more for a pool that is very large."""
+    """Distance between the pages in `page_states`; above 1 for very large pools."""
     namespaces: list[str]
-    """Those that the tree begins with."""
+    """Namespaces of the tree's first rows."""
     engines: list[EnginePages]
-    """Pages by engine, in the order of `page_states`: ceil(total / page_step) states each. Empty
+    """Engines in the order of `page_states`, with ceil(total / page_step) states each; empty
     without a cluster."""
 
 
@@ -55,18 +54,18 @@ SNAPSHOT: Final = Operation(
     method="GET",
     path="/v1/snapshot",
     summary="Pages by state and the tree's largest parts, of all namespaces",
-    description="What the live page shows. It is taken at most five times a second, whoever asks, "
-    "and the tree less often where it is very large. No ids, keys or tokens are in it.",
+    description="The data of the live page, updated at most five times a second, for a very large "
+    "tree less often. It contains no ids, keys or tokens.",
     tag="service",
     fields=NoFields,
     answer=SnapshotAnswer,
     gives=(
         TensorSpec("page_states", ("U8",), ("P",), STATES),
-        of_the_tree("parents", "I32", "the row above each; -1 for the rows of the namespaces"),
-        of_the_tree("pages", "I32", "pages of its own"),
-        of_the_tree("totals", "I32", "with those of all rows below it, shown or not"),
+        of_the_tree("parents", "I32", "parent row; -1 for the rows of the namespaces"),
+        of_the_tree("pages", "I32", "own pages"),
+        of_the_tree("totals", "I32", "own pages and those of all rows below, shown or not"),
         of_the_tree("sequences", "I32", "sequences that share it"),
-        of_the_tree("idle_s", "F32", "seconds since it was used last"),
+        of_the_tree("idle_s", "F32", "seconds since its last use"),
         of_the_tree("states", "U8", f"{STATES}; 0 for a namespace"),
     ),
     scope="admin",

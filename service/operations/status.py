@@ -1,4 +1,4 @@
-"""What the service says of itself: `info` and `pool`."""
+"""Operations on the service's state: info, pool, engines, and draining an engine."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from service.operations.schema.spec import Operation
 
 class PoolAnswer(Fields):
     free: Count
-    """Pages that the caller's namespace can have without an eviction."""
+    """Pages that the caller's namespace can allocate without evictions."""
     referenced: Count
-    """Pages of the caller's namespace that sequences or leases hold."""
+    """Pages of the caller's namespace held by sequences or leases."""
     cached: Count
-    """Committed pages that nothing holds: they are found again, or evicted for others."""
+    """Committed pages that nothing holds; they can be matched, and evicted."""
     pinned: Count
-    """Pages that nothing but hard pins holds."""
+    """Pages held by hard pins only."""
     total: Count
-    """All of these together."""
+    """Sum of the above."""
     available: Count
-    """Pages that the caller could get now: `free` ones, and those that would be evicted for it, its
-    own and others', within its quota. In a cluster, of all engines together."""
+    """Pages that the caller can allocate within its quota, evictions included. In a cluster, of all
+    engines together."""
     leases: Count
     sequences: Count
     imports: Count
-    """Sequences that are being imported: they hold pages, and are no sequences yet."""
+    """Unfinished imports, which hold pages and are not sequences yet."""
     nodes: Count
     sharing_ratio: float
-    """Tokens seen by sequences over tokens stored; 1 when nothing is shared."""
+    """Tokens seen by sequences / tokens stored; 1: nothing shared."""
     integrity: str
-    """"ok", or that the service's log says what is broken. Of the whole pool for a key with the
-    scope `admin`, else of the namespace's own sequences and cached pages."""
+    """"ok", or a reference to the service's log, which has the error. Covers the whole pool for
+    keys with the scope `admin`, else the namespace's sequences and cached pages."""
 
 
 class EngineAnswer(Fields):
     name: str
-    """In a cluster; "engine" where there is one."""
+    """Name in the cluster; "engine" without one."""
     instance_id: str
     free: Count
-    """Pages, of all namespaces, like the other states of `pool`."""
+    """Free pages; this and the other states count all namespaces."""
     referenced: Count
     cached: Count
     pinned: Count
@@ -50,21 +50,21 @@ class EngineAnswer(Fields):
     leases: Count
     imports: Count
     draining: bool
-    """It takes no new sequences: it is being emptied."""
+    """Whether it is draining: it accepts no new sequences."""
     page_s: float
-    """Its pace, as it has measured it: seconds for a page of a prompt, all layers, by itself,"""
+    """Measured seconds to prefill one page at all layers, without earlier pages."""
     pair_s: float
-    """for every page before that one on top, which attention reads,"""
+    """Measured seconds that each earlier page adds to that."""
     read_s: float
-    """and to read a page for the next token."""
+    """Measured seconds to read one page for the next token."""
     counts: dict[str, list[float]] | None = None
-    """Since its start, by the names of `/metrics` without `attnd_`, labels behind a `/`. Of a
-    histogram the counts by bucket, and the sum; what is 0 is left out."""
+    """Counters since the start, by the names of `/metrics` without `attnd_`, labels after a `/`. A
+    histogram has its counts by bucket, then the sum; zeros are omitted."""
 
 
 class EnginesFields(Fields):
     counts: bool = False
-    """With what each has counted."""
+    """Whether the reply has each engine's counters."""
 
 
 class EnginesAnswer(Fields):
@@ -73,16 +73,17 @@ class EnginesAnswer(Fields):
 
 class DrainFields(Fields):
     name: Annotated[str, Field(max_length=256)]
-    """The engine, as `GET /v1/engines` calls it."""
+    """Engine's name, as in `GET /v1/engines`."""
     stop: bool = False
-    """Have it take new sequences again; those that were moved stay where they are."""
+    """Whether to stop draining: the engine accepts new sequences again; moved ones stay where they
+    are."""
 
 
 class DrainAnswer(Fields):
     name: str
     draining: bool
     sequences: Count
-    """How many it has still."""
+    """Sequences still on the engine."""
 
 
 INFO: Final = Operation(
@@ -91,7 +92,7 @@ INFO: Final = Operation(
     method="GET",
     path="/v1/info",
     summary="Geometry, dtypes, backend, device, limits, version",
-    description="Constant while the process lives.",
+    description="Constant until the process ends.",
     tag="service",
     fields=NoFields,
     answer=InfoAnswer,
@@ -104,7 +105,7 @@ POOL: Final = Operation(
     number=15,
     method="GET",
     path="/v1/pool",
-    summary="Pages, sequences and nodes, and whether they are consistent",
+    summary="Counts of pages, sequences and nodes, and the result of the integrity check",
     tag="service",
     fields=NoFields,
     answer=PoolAnswer,
@@ -117,7 +118,7 @@ ENGINES: Final = Operation(
     number=32,
     method="GET",
     path="/v1/engines",
-    summary="The engines of the service, and what each of them has",
+    summary="List the engines of the service, with their pages and sequences",
     tag="service",
     fields=EnginesFields,
     answer=EnginesAnswer,
@@ -130,9 +131,9 @@ DRAIN_ENGINE: Final = Operation(
     number=36,
     method="POST",
     path="/v1/engines/{name}/drain",
-    summary="Empty an engine of a cluster: its sequences are moved to the others",
-    description="Answers at once; `GET /v1/engines` tells how far it is. The engine takes no new "
-    "sequences until this is called with `stop`. One engine by itself only does that.",
+    summary="Drain an engine of a cluster: move its sequences to the others",
+    description="Returns at once; `GET /v1/engines` shows the progress. The engine accepts no new "
+    "sequences until a call with `stop`. Without a cluster, nothing is moved.",
     tag="service",
     fields=DrainFields,
     answer=DrainAnswer,

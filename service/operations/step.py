@@ -1,4 +1,4 @@
-"""A step: one decode or prefill of a batch through many layers, described once; road only."""
+"""The step operation: one decode or prefill of a batch through many layers; road only."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ MAX_STEP_LAYERS: Final = 4096
 MAX_SLOTS: Final = 4096
 ALIGNMENT: Final = 64
 Place = Annotated[int, Field(ge=0, le=2**62, multiple_of=ALIGNMENT)]
-"""Bytes from the beginning of the arena."""
+"""Offset in the arena, in bytes."""
 Window = Annotated[int, Field(ge=-1, le=INT32_MAX)]
 
 
 class SlotFields(Fields):
-    """Where a layer's tensors lie in the arena; k and v are read by steps that append."""
+    """Offsets of a layer's tensors in the arena; only steps that append read k and v."""
 
     q: Place
     k: Place
@@ -48,28 +48,27 @@ class SlotFields(Fields):
 
 class StepFields(ScoringFields):
     op: Literal["decode", "prefill", "echo"]
-    """`echo` computes nothing: its layers are handed over and back, to measure how long that
-    takes."""
+    """Operation; `echo` computes nothing and measures the time of passing layers back and forth."""
     layers: Annotated[list[Count], Field(min_length=1, max_length=MAX_STEP_LAYERS, fail_fast=True)]
-    """Layers of the pool in the order in which they come."""
+    """Layers of the pool in order of execution."""
     flags: Place = 0
-    """Where the flags lie, two 32-bit words for each layer of the pool: ready and done."""
+    """Offset of the flags: two 32-bit words, ready and done, for each layer of the pool."""
     slots: Annotated[list[SlotFields], Field(max_length=MAX_SLOTS, fail_fast=True)] | None = None
-    """Layer l of the pool uses slot l modulo their number."""
+    """Slots; layer l of the pool uses slot l modulo their number."""
     sequences: Ids | None = None
     num_qo_heads: Annotated[int, Field(ge=1)] = 1
     dtype: Literal["F32", "F16", "BF16"] = "F16"
-    """Of q, k, v and o."""
+    """Dtype of q, k, v and o."""
     append: bool = True
-    """k and v are appended first, at every layer."""
+    """Whether k and v are appended first, at every layer."""
     offsets: Offsets | None = None
-    """kv_len that the caller believes every sequence to have, at every layer."""
+    """Expected kv_len of each sequence, at every layer."""
     qo_indptr: Indptr | None = None
-    """Prefill: sequence b owns rows `qo_indptr[b]:qo_indptr[b+1]`."""
+    """Prefill: sequence b has rows `qo_indptr[b]:qo_indptr[b+1]`."""
     causal: bool = False
-    """Prefill: hide keys after a query's own position."""
+    """Prefill: whether keys after a query's own position are hidden."""
     window_left: Window | Annotated[list[Window], Field(min_length=1, fail_fast=True)] = -1
-    """As in decode; one for all layers, or one for each of `layers`."""
+    """Window size as in decode: one for all layers, or one for each of `layers`."""
     cascade: Literal["auto", "always", "never"] = "auto"
 
     @cached_property
@@ -84,7 +83,7 @@ class StepFields(ScoringFields):
 
     @cached_property
     def counts(self) -> Int32:
-        """Query rows of every sequence, and as many new tokens where k and v are appended."""
+        """Query rows of each sequence, which are also its new tokens if k and v are appended."""
         counts: Int32 = np.diff(self.qo_indptr_array)
         return counts
 
@@ -105,11 +104,11 @@ class StepFields(ScoringFields):
 
 
 def check_step(fields: StepFields, _: Entries, info: InfoAnswer) -> None:
-    """Everything but what depends on the pool's state and the arena's size."""
+    """All rules that do not depend on the pool's state or the arena's size."""
     if max(fields.layers) >= info.num_layers:
         refuse("layers", max(fields.layers), f"must be below num_layers = {info.num_layers}")
     if len(set(fields.layers)) != len(fields.layers):
-        refuse("layers", fields.layers, "a layer may come once")
+        refuse("layers", fields.layers, "duplicate layer")
     if fields.op == "echo":
         return
     if fields.sequences is None:
@@ -117,13 +116,13 @@ def check_step(fields: StepFields, _: Entries, info: InfoAnswer) -> None:
     check_ids(fields.ids)
     check_offsets(fields.offsets, len(fields.ids))
     if not fields.slots:
-        refuse("slots", fields.slots, "must be at least one")
+        refuse("slots", fields.slots, "at least one slot is required")
     check_heads(fields.num_qo_heads, info.num_kv_heads)
     if len(fields.windows) != len(fields.layers):
         given = f"{len(fields.windows)} numbers"
         refuse("window_left", given, f"must be one, or {len(fields.layers)}, one per layer")
     if (fields.op == "prefill") != (fields.qo_indptr is not None):
-        refuse("qo_indptr", fields.qo_indptr, "belongs to prefill, and must be given there")
+        refuse("qo_indptr", fields.qo_indptr, "must be given for prefill, and only there")
     if fields.qo_indptr is not None:
         check_indptr("qo_indptr", fields.qo_indptr_array, fields.rows, len(fields.ids))
 
@@ -142,4 +141,4 @@ STEP: Final = Operation(
     check=check_step,
     routing="together",
 )
-"""No route has its number."""
+"""Has no route; no other operation has the number 0."""

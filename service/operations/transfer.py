@@ -1,4 +1,4 @@
-"""Operations that move a sequence to another pool: its export part by part, and its import."""
+"""Operations that copy a sequence to another pool, part by part: export and import."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STORED_DTYPES: Final = {
     "fp8_e4m3": "F8_E4M3",
     "fp8_e5m2": "F8_E5M2",
 }
-"""What tensors of each pool's stored values are called."""
+"""Tensor dtype of each pool dtype's stored values."""
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", examples=["0f" * 32])]
 PartBytes = Annotated[int, Field(ge=1, le=2**40)]
@@ -53,30 +53,31 @@ class Part:
 
 
 class Header(Fields):
-    """What an export is of: the pool it is from, the sequence's lengths, and how it is cut."""
+    """Header of an export: its pool's geometry, the sequence's lengths, and its division in
+    parts."""
 
     version: Literal[1] = 1
     generation: Generation
-    """Changes whenever the sequence does; parts are asked for by it."""
+    """State of the sequence; it changes with the sequence, and requests for parts repeat it."""
     num_layers: Annotated[int, Field(ge=1)]
     page_size: Annotated[int, Field(ge=1)]
     num_kv_heads: Annotated[int, Field(ge=1)]
     head_dim: Annotated[int, Field(ge=1)]
     dtype: PoolDType
     layout: Literal["NHD", "HND"]
-    """How the pool lays out pages; rows of an export are in the order of tokens whatever it is."""
+    """Page layout of the pool; rows of an export are in token order in either case."""
     k_scale: float
     v_scale: float
     lengths: Annotated[Counts, Field(min_length=1)]
     """kv_len per layer."""
     ttl_s: Seconds | None
-    """Seconds that the sequence lives unused; null: for good."""
+    """Idle seconds before deletion; null: never."""
     num_named: Count
-    """Pages from the first on whose names the prefix cache knows: the tensor has them."""
+    """Committed pages, whose names are in the tensor `token_ids` or `page_keys`."""
     cache_salt: CacheSalt
-    """The salt that they are committed with."""
+    """Salt that they are committed with."""
     part_bytes: PartBytes
-    """Bytes of k and v in a part, at most, unless one page at one layer has more."""
+    """Maximum bytes of k and v in a part, unless one page at one layer has more."""
     num_parts: Count
 
     @property
@@ -95,20 +96,20 @@ class Header(Fields):
 
     @property
     def layers_per_part(self) -> int:
-        """All of them, unless one page at all layers is more than a part may have."""
+        """All layers, unless one page at all layers exceeds `part_bytes`."""
         return min(self.num_layers, max(1, self.part_bytes // self.page_bytes))
 
     @property
     def parts_per_run(self) -> int:
-        """Parts that have the same pages."""
+        """Number of parts with the same pages."""
         return -(-self.num_layers // self.layers_per_part)
 
     def count_parts(self) -> int:
-        """What `num_parts` must be."""
+        """The right value of `num_parts`."""
         return -(-self.num_pages // self.pages_per_part) * self.parts_per_run
 
     def part(self, number: int) -> Part:
-        """One of the parts: layers first, then pages."""
+        """The part of that number; numbers run over layers first, then pages."""
         run, within = divmod(number, self.parts_per_run)
         page, layer = run * self.pages_per_part, within * self.layers_per_part
         return Part(
@@ -122,29 +123,29 @@ class Header(Fields):
 class ExportFields(Fields):
     id: SequenceId
     part: Count | None = None
-    """Which part; absent: the header and the names of pages."""
+    """Number of the part; absent: the header and the pages' names."""
     generation: Generation | None = None
-    """With `part`: the header's. A sequence that has changed since is refused (409)."""
+    """With `part`: the header's generation. A 409 if the sequence has changed since."""
     before: Digest | None = None
-    """With `part`: the digest of the part before; of the header for the first."""
+    """With `part`: digest of the previous part; for the first, of the header."""
     part_bytes: PartBytes = DEFAULT_PART_BYTES
-    """Bytes of k and v in a part, at most. With `part`: the header's, which may be less than what
-    was asked for, as a part has to fit one request and one answer of this service."""
+    """Maximum bytes of k and v in a part. With `part`: the header's value, which can be smaller
+    than the one requested, since a part must fit one request and one reply of this service."""
     beside: Annotated[list[SequenceId], Field(max_length=MAX_BESIDE, fail_fast=True)] | None = None
     """Without `part`: sequences that may share pages with this one."""
     shard: ShardFields | None = None
-    """Export these pages alone of a whole sequence, or those of one of which they are here: the
-    header's `lengths` are what they hold, and they have no names. The same with every part."""
+    """Pages to export: those of this shard, from the whole sequence or the shard itself. The
+    header's `lengths` count them, and they have no names. The same for every part."""
 
 
 class ExportAnswer(Fields):
     header: Header | None
-    """Null in the answer of a part."""
+    """Header; null in the reply with a part."""
     digest: Digest
-    """Of the header and the names, or of the part and all before it: the last part's is that of the
-    whole."""
+    """Digest of the header and names, or of the part and all before it; the last part's covers the
+    whole export."""
     shared: Counts | None = None
-    """Without `part`: for each of `beside`, the tokens of full pages that both sequences have."""
+    """Without `part`: for each of `beside`, the tokens in full pages that both sequences share."""
     whole: Counts | None = None
     """With `shard`: kv_len per layer of the whole sequence."""
     epoch: Epoch | None = None
@@ -153,30 +154,30 @@ class ExportAnswer(Fields):
 
 class ImportFields(Fields):
     id: SequenceId
-    """What the sequence will be called here."""
+    """Id of the sequence in this pool."""
     header: Header | None = None
-    """Begins the import, or finds out how far it is: the export's header, with its names of pages
-    as the tensor and its `digest`."""
+    """Header of the export, with its `digest` and its page names as a tensor: starts or resumes the
+    import."""
     part: Count | None = None
-    """Brings a part: its number, with its `digest` and its tensors k and v."""
+    """Number of the part that the request has, with its `digest` and its tensors k and v."""
     before: Digest | None = None
-    """With `part`: the digest of the part before, which is needed only where that was passed over
-    because its pages were found in the prefix cache."""
+    """With `part`: digest of the previous part; required only if that was skipped because its pages
+    are cached."""
     digest: Digest
-    """As the export told it. Without `header` and `part`: that of the last part, which ends the
+    """Digest given by the export. Without `header` and `part`: the last part's, which ends the
     import."""
     share: bool = True
-    """With `header`: begin with those pages that the prefix cache has by the export's names."""
+    """With `header`: whether to start with those of the named pages that are cached."""
     base: SequenceId | None = None
-    """With `header`: begin as a fork of this sequence, whose first `base_len` tokens are known to
-    be the same, instead of with what is cached. Needs the scope `move`."""
+    """With `header`: sequence to fork instead of starting with cached pages; its first `base_len`
+    tokens must be the same. Requires the scope `move`."""
     base_len: Count = 0
-    """Tokens, in full pages."""
+    """Tokens to fork, in full pages."""
     shard: ShardAnswer | None = None
-    """With `header`: what comes is this part of a sequence, whose `lengths` these are, in an
-    `epoch`. Needs the scope `move`."""
+    """With `header`: shard that the export has, with the whole sequence's state. Requires the scope
+    `move`."""
     idle_s: Annotated[float, Field(gt=0.0, le=MAX_IDLE_S)] = DEFAULT_IDLE_S
-    """With `header`: give up when nothing has come for so many seconds."""
+    """With `header`: seconds without a request after which the import is cancelled."""
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
         return pool_sizes(info)
@@ -186,15 +187,15 @@ class ImportAnswer(Fields):
     id: SequenceId
     state: Literal["receiving", "done"]
     next_part: Count
-    """The part that is wanted next; `num_parts` when all are there."""
+    """Number of the next part; `num_parts` if all have arrived."""
     num_parts: Count
     cached_len: Count
-    """Tokens that were found in the prefix cache."""
+    """Tokens found in the prefix cache."""
     digest: Digest | None
-    """Of the last part that came, or of the header; null where that part was passed over because
-    its pages are cached."""
+    """Digest of the last part received, or of the header; null if that part was skipped because its
+    pages are cached."""
     expires_at: float | None
-    """Seconds since the epoch; null when it is done."""
+    """Time at which the import is cancelled, in seconds since 1970; null when it is done."""
     epoch: Epoch | None = None
     """Of a part of a sequence: the one that it begins in."""
 
@@ -205,7 +206,7 @@ def check_export(fields: ExportFields, entries: Entries, info: InfoAnswer) -> No
     if fields.part is None:
         for name in ("generation", "before"):
             if getattr(fields, name) is not None:
-                refuse(name, getattr(fields, name), "is that of a part: give part as well")
+                refuse(name, getattr(fields, name), "requires part")
         return
     for name in ("generation", "before"):
         if getattr(fields, name) is None:
@@ -215,18 +216,18 @@ def check_export(fields: ExportFields, entries: Entries, info: InfoAnswer) -> No
 def check_import(fields: ImportFields, entries: Entries, info: InfoAnswer) -> None:
     """The fields and tensors of one of the three forms: `header`, `part`, or neither."""
     if fields.header is not None and fields.part is not None:
-        refuse("part", fields.part, "give header to begin, then a part at a time")
+        refuse("part", fields.part, "cannot be combined with header: start first, then send parts")
     wanted = {"k", "v"} if fields.part is not None else set()
     if fields.header is not None and fields.header.num_named:
         wanted = {"page_keys"} if "page_keys" in entries else {"token_ids"}
     if missing := wanted - entries.keys():
         refuse(f"tensors.{min(missing)}", None, "must be given")
     if extra := entries.keys() - wanted:
-        refuse(f"tensors.{min(extra)}", "given", "goes with another form of an import")
+        refuse(f"tensors.{min(extra)}", "given", "belongs to another form of an import")
     if fields.before is not None and fields.part is None:
-        refuse("before", fields.before, "is that of a part: give part as well")
+        refuse("before", fields.before, "requires part")
     if fields.shard is not None and fields.header is None:
-        refuse("shard", "given", "goes with header")
+        refuse("shard", "given", "requires header")
     if fields.header is not None:
         check_header(fields.header, info)
         check_base(fields, fields.header)
@@ -235,12 +236,12 @@ def check_import(fields: ImportFields, entries: Entries, info: InfoAnswer) -> No
     dtype = STORED_DTYPES[info.dtype]
     for name in sorted({"k", "v"} & entries.keys()):
         if DTYPE_NAMES[entries[name].dtype] != dtype:
-            rule = f"must be {dtype}: rows come as the pool stores them"
+            rule = f"must be {dtype}, as the pool stores rows"
             refuse(f"{name}.dtype", DTYPE_NAMES[entries[name].dtype], rule)
 
 
 def check_base(fields: ImportFields, header: Header) -> None:
-    """What an import shares with its base is in full pages, at every layer."""
+    """An import shares full pages with its base, at every layer."""
     least = min(header.lengths) // header.page_size * header.page_size
     if fields.base_len > least or fields.base_len % header.page_size:
         rule = f"must be a multiple of {header.page_size}, and at most {least}"
@@ -266,7 +267,7 @@ def check_rank(shard: ShardFields) -> None:
 
 
 def check_header(header: Header, info: InfoAnswer) -> None:
-    """It agrees with itself and with the pool, in all but how pages are laid out."""
+    """The header agrees with itself and with the pool, except in layout."""
     same = ["num_layers", "page_size", "num_kv_heads", "head_dim", "dtype"]
     if info.dtype.startswith("fp8"):
         same += ["k_scale", "v_scale"]
@@ -287,7 +288,7 @@ def check_header(header: Header, info: InfoAnswer) -> None:
 
 
 def check_names(header: Header, entries: Entries) -> None:
-    """As many names as the header says."""
+    """The tensors have names for `num_named` pages."""
     for name, per_page in (("token_ids", header.page_size), ("page_keys", 1)):
         entry: Any = entries.get(name)
         if entry is not None and entry.shape[0] != header.num_named * per_page:
@@ -296,7 +297,7 @@ def check_names(header: Header, entries: Entries) -> None:
 
 
 def import_moves(fields: ImportFields) -> str:
-    """What an engine asks for that takes over another engine's sequence."""
+    """The field that takes over another engine's sequence, or an empty string."""
     return "shard" if fields.shard is not None else "base" if fields.base is not None else ""
 
 
@@ -317,16 +318,16 @@ EXPORT: Final = Operation(
     number=28,
     method="POST",
     path="/v1/sequences/{id}/export",
-    summary="A sequence's KV as the pool stores it, part by part, to be imported elsewhere",
-    description="Ask without `part` first. Parts may be asked for again, in any order, for as long "
-    "as the sequence stays as it is: fork one that goes on growing, and export the fork.",
+    summary="Export a sequence's KV as the pool stores it, part by part",
+    description="Call without `part` first. Parts can be read in any order and repeatedly, as long "
+    "as the sequence does not change: to export a growing sequence, export a fork of it.",
     tag="transfer",
     fields=ExportFields,
     gives=(*NAMES, *STORED),
     answer=ExportAnswer,
     check=check_export,
     scope="read",
-    answer_text="The header and the names of its committed pages, or one part.",
+    answer_text="The header and the names of committed pages, or one part.",
     example={"part_bytes": 1048576},
 )
 
@@ -335,10 +336,10 @@ IMPORT: Final = Operation(
     number=29,
     method="POST",
     path="/v1/sequences/{id}/import",
-    summary="Make a sequence from an export, part by part",
-    description="Begin with `header`: pages are taken then, or refused (507). Bring the parts from "
-    "`next_part` on, in order, each once. End with the last part's digest: until then the sequence "
-    "does not exist, and what has come is given up `idle_s` after the last of it.",
+    summary="Create a sequence from an export, part by part",
+    description="Start with `header`, which allocates the pages (507 if too few). Send the parts "
+    "from `next_part` on, in order. End with the last part's digest: until then the sequence does "
+    "not exist, and the import is cancelled after `idle_s` without a request.",
     tag="transfer",
     routing="imported",
     fields=ImportFields,
@@ -359,7 +360,7 @@ GET_IMPORT: Final = Operation(
     number=30,
     method="GET",
     path="/v1/sequences/{id}/import",
-    summary="How far an import is",
+    summary="Progress of an import",
     tag="transfer",
     routing="imported",
     fields=SequenceFields,
@@ -372,7 +373,7 @@ CANCEL_IMPORT: Final = Operation(
     number=31,
     method="DELETE",
     path="/v1/sequences/{id}/import",
-    summary="Give up an import, and the pages that it has taken",
+    summary="Cancel an import and free its pages",
     tag="transfer",
     routing="imported",
     fields=SequenceFields,
@@ -380,5 +381,5 @@ CANCEL_IMPORT: Final = Operation(
     scope="append",
     status=204,
     frees=True,
-    answer_text="It is gone.",
+    answer_text="Cancelled.",
 )

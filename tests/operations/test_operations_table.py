@@ -76,7 +76,7 @@ def test_every_operation_tells_where_it_goes_in_a_cluster() -> None:
     assert {name for name, how in routed.items() if how == "sequences"} == {
         *("append", "gather", "decode", "prefill", "truncate_sequences", "commit_sequences"),
     }
-    with pytest.raises(ValueError, match="declare routing"):
+    with pytest.raises(ValueError, match="declare it"):
         replace(BY_NAME["info"], routing=None)
 
 

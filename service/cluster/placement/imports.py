@@ -11,7 +11,7 @@ from service.cluster.placement.placer import place_pages, prefix_of
 from service.cluster.routing.locator import ASK_DEADLINE_S
 from service.cluster.routing.replies import each
 from service.errors import NotReady, SequenceExists
-from service.operations.schema.page_names import NamedPages
+from service.operations.schema.page_names import PageNames
 from service.operations.schema.spec import Prepared
 from service.operations.transfer import GET_IMPORT
 from service.road.caller_end.caller import Answered
@@ -57,7 +57,7 @@ async def begin(router: Router, call: Call, prepared: Prepared) -> Answer:
     """Where its prefix and room are; where that engine refuses for want of room, at another."""
     fields, passed_over = prepared.fields, set[str]()
     arrays = call.arrays(prepared.layout)
-    names = NamedPages(cache_salt=fields.header.cache_salt)
+    names = PageNames(cache_salt=fields.header.cache_salt)
     prefix = prefix_of(names, arrays) if arrays and fields.share else None
     while True:
         needed = max(fields.header.num_pages, 1)

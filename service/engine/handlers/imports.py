@@ -38,7 +38,7 @@ from service.errors import (
     PartMismatch,
     SequenceExists,
 )
-from service.operations.schema.page_names import NamedPages
+from service.operations.schema.page_names import PageNames
 from service.operations.transfer import Header
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def take_pages(
     fields, tree = request.fields, store.tree
     size, prefix = header.page_size, None
     if fields.share and header.num_named and fields.base is None:
-        names = NamedPages(cache_salt=header.cache_salt)
+        names = PageNames(cache_salt=header.cache_salt)
         prefix = prefix_of(names, request.tensors, most_tokens(store))
     namespace = request.tenant.namespace
     new = UnfinishedImport(fields.id, namespace, header, digest, digest, 0, 0, fields.idle_s, 0.0)

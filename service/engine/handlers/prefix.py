@@ -26,7 +26,7 @@ from service.engine.loop.request import Request
 from service.engine.store.store import Store
 from service.image.json_text import dump_json
 from service.operations.prefix import MAX_HOLDS
-from service.operations.schema.page_names import NamedPages
+from service.operations.schema.page_names import PageNames
 
 Array = np.ndarray[Any, Any]
 
@@ -274,7 +274,7 @@ def most_tokens(store: Store) -> int:
 
 
 def prefix_of(
-    fields: NamedPages, tensors: Mapping[str, Array], most: int, skipped: int = 0
+    fields: PageNames, tensors: Mapping[str, Array], most: int, skipped: int = 0
 ) -> Prefix:
     """The prefix that fields or tensors name behind `skipped` pages, `most` tokens or keys of it.
 

@@ -1,7 +1,7 @@
-"""What operations have in common: the types of fields, and the rules about them, each stated once.
+"""Types of fields, and rules about them, that several operations share.
 
-Rules raise `InvalidRequest` naming the field, the value and the rule. Arrays made from fields are
-kept with them and shared by all calls that repeat the same header: nobody writes to them.
+Rules raise `InvalidRequest` with the field, the value and the rule. Arrays made from fields are
+shared by all calls that repeat the same header, so they must not be written to.
 """
 
 from __future__ import annotations
@@ -23,29 +23,28 @@ if TYPE_CHECKING:
 
 Int32 = NDArray[np.int32]
 Entries = Mapping[str, Entry]
-"""The tensors of a request, by name."""
+"""Tensors of a request by name."""
 
 INT32_MAX: Final = 2**31 - 1
 ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,128}$"
 MAX_SEQUENCES: Final = 4096
-"""That one call reads or writes: what is done for each at once stays within a slice or
-two."""
+"""Maximum sequences that one call reads or writes, so that it stays within a slice or two."""
 SCALE_SMALLEST: Final = 1e-10
 SCALE_LARGEST: Final = 1e10
-"""Of `sm_scale` and of a soft cap: products and quotients of both stay normal float32 numbers."""
+"""Bounds of `sm_scale` and soft caps: their products and quotients are normal float32 numbers."""
 TENSOR_DTYPES: Final = ("F32", "F16", "BF16")
-"""What q, k, v may be on the way in, and o on the way out."""
+"""Dtypes of q, k, v in requests, and of o in replies."""
 
 
 def check_cap(value: float) -> float:
-    """The kernels divide by the cap in float32: it is 0 or not too small for that."""
+    """Check that a cap is 0, or large enough for kernels to divide by it in float32."""
     if value and value < SCALE_SMALLEST:
         raise ValueError(f"must be 0 (off) or at least {SCALE_SMALLEST}")
     return value
 
 
 class Naming:
-    """Marks the types of fields that name sequences."""
+    """Marker of field types that name sequences."""
 
 
 NAMING: Final = Naming()
@@ -76,7 +75,7 @@ SHARD_FIELDS: Final = ("shard", "epoch", "epochs")
 
 
 class Fields(BaseModel):
-    """Base of all fields and answers: strict, closed, immutable, finite numbers only."""
+    """Base of all fields and replies: strict, immutable, without unknown fields, finite numbers."""
 
     model_config = ConfigDict(
         strict=True,
@@ -87,7 +86,7 @@ class Fields(BaseModel):
     )
 
     def sizes(self, info: InfoAnswer) -> dict[str, int]:
-        """The sizes that the symbols in the shapes of the tensors stand for, as far as known."""
+        """Known sizes of the symbols in the tensors' shapes."""
         return {}
 
     def is_ragged(self) -> bool:
@@ -101,11 +100,11 @@ class Fields(BaseModel):
         return any(held.get(name) is not None for name in SHARD_FIELDS)
 
     def within(self, prefix: str) -> Self:
-        """The same fields, with `prefix` before every sequence's name in them."""
+        """A copy of the fields with `prefix` before every sequence id."""
         return finish(self.naming(prefix))
 
     def naming(self, prefix: str) -> Pieces[Self]:
-        """As `within`, in pieces: the items of a long list some at a time."""
+        """`within` in pieces: long lists are copied some items at a time."""
         if not prefix:
             return self
         held = self.__dict__
@@ -124,14 +123,14 @@ class Fields(BaseModel):
                 given[name] = renamed(value, prefix)
         made = self.__copy__()
         for name in made.__dict__.keys() - type(self).model_fields.keys():
-            del made.__dict__[name]  # made from the names as they were
+            del made.__dict__[name]  # cached from the ids without prefix
         made.__dict__.update(given)
         return made
 
 
 @cache
 def naming_fields(model: type[Fields]) -> tuple[str, ...]:
-    """The fields that name sequences, or hold fields that do."""
+    """The fields of a model that name sequences, or have fields that do."""
     every = model.model_fields.items()
     return tuple(
         name for name, field in every if NAMING in field.metadata or names(field.annotation)
@@ -148,7 +147,7 @@ def names(kind: Any) -> bool:
 
 
 def renamed(value: Any, prefix: str) -> Any:
-    """A value of such a field, its names with the prefix."""
+    """The value of a field that names sequences, with the prefix before each id."""
     match value:
         case str():
             return prefix + value
@@ -161,11 +160,11 @@ def renamed(value: Any, prefix: str) -> Any:
 
 
 class NoFields(Fields):
-    """The operation takes none."""
+    """An operation without fields."""
 
 
 def pool_sizes(info: InfoAnswer) -> dict[str, int]:
-    """The sizes that the pool decides."""
+    """Sizes of the symbols that the pool determines."""
     return {"Hkv": info.num_kv_heads, "D": info.head_dim}
 
 
@@ -174,7 +173,7 @@ def refuse(field: str, value: object, rule: str) -> NoReturn:
 
 
 def unchecked(fields: Fields, entries: Entries, info: InfoAnswer) -> None:
-    """The rules of an operation that has none beyond its fields and tensors."""
+    """The check of an operation without rules beyond its fields and tensors."""
 
 
 def check_layer(layer: int, info: InfoAnswer, field: str = "layer") -> None:
@@ -183,12 +182,12 @@ def check_layer(layer: int, info: InfoAnswer, field: str = "layer") -> None:
 
 
 def check_ids(ids: Sequence[str], field: str = "sequences") -> None:
-    """Each id is given once."""
+    """Raises `InvalidRequest` for the first duplicate id."""
     if len(set(ids)) != len(ids):
         seen: set[str] = set()
         for name in ids:
             if name in seen:
-                refuse(field, name, "an id may be given once")
+                refuse(field, name, "duplicate id")
             seen.add(name)
 
 
@@ -197,16 +196,16 @@ def int32(values: Sequence[int]) -> Int32:
 
 
 def one_each(batch: int) -> Int32:
-    """The prefix sums of one row per sequence."""
+    """Prefix sums of one row per sequence."""
     return np.arange(batch + 1, dtype=np.int32)
 
 
 def check_indptr(
     field: str, sums: Int32, rows: int, batch: int | None = None, *, partial: bool = False
 ) -> None:
-    """int32 [batch + 1] that starts at 0, never decreases, and ends at `rows`.
+    """Check prefix sums: int32 [batch + 1], from 0 to `rows`, never decreasing.
 
-    `partial`: it may leave out rows at either end.
+    `partial`: rows at either end can be omitted.
     """
     if batch is not None and sums.size != batch + 1:
         refuse(field, f"{sums.size} numbers", f"must be {batch + 1}, one more than sequences")
@@ -218,9 +217,9 @@ def check_indptr(
         at = int(falls.argmax()) + 1
         refuse(field, f"{sums[at]} at {at}", "must not decrease")
     if last > rows:
-        refuse(field, last, f"must not pass {rows}, the rows it counts")
+        refuse(field, last, f"must not exceed {rows}, the number of rows")
     if last != rows and not partial:
-        refuse(field, last, f"must end at {rows}, the rows it counts")
+        refuse(field, last, f"must end at {rows}, the number of rows")
 
 
 def check_offsets(offsets: Sequence[int] | None, batch: int) -> None:
@@ -235,16 +234,16 @@ def check_epochs(epochs: Sequence[int] | None, batch: int) -> None:
 
 def check_one_mask(entries: Entries) -> None:
     if "mask" in entries and "packed_mask" in entries:
-        refuse("tensors.packed_mask", "given", "give mask or packed_mask, not both")
+        refuse("tensors.packed_mask", "given", "mask and packed_mask cannot be combined")
 
 
 def check_mask_length(
     size: int, packed: bool, qo_lens: Int32, kv_lens: Int32, field: str = ""
 ) -> None:
-    """A mask of `size` elements, or bytes when packed, covers each request's qo_len x kv_len.
+    """Check that a mask of `size` elements, or bytes if packed, covers each qo_len x kv_len.
 
-    Bits of a packed mask are padded to a byte for each request. `field` is what the error names;
-    the mask's own name when empty.
+    A packed mask is padded to a byte for each sequence. `field` is named in the error; the mask's
+    own name if empty.
     """
     areas = np.multiply(qo_lens, kv_lens, dtype=np.int64)
     needed = int(((areas + 7) // 8 if packed else areas).sum())

@@ -1,4 +1,4 @@
-"""The pool's geometry, the backend and the limits: answered by `info`, and checked against."""
+"""The reply of `info`: geometry, backend and limits, against which requests are checked."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class LimitsAnswer(Fields):
     queue_depth: int
     deadline_s: float
     relative_score_error: float = 2e-6
-    """A score is off by at most this part of its size, a soft-capped one near its cap included."""
+    """Maximum relative error of a score, also of a soft-capped one near its cap."""
 
 
 class InfoAnswer(Fields):
     version: str
     instance_id: str
-    """Changes when the process starts anew, and the pool with it."""
+    """Id of this run of the process; a restart, which empties the pool, changes it."""
     backend: str
     device: str
     num_layers: int
@@ -36,7 +36,7 @@ class InfoAnswer(Fields):
     k_scale: float
     v_scale: float
     tensor_dtypes: list[str]
-    """What q, k, v and o may be."""
+    """Dtypes of q, k, v and o."""
     unsupported: list[str]
-    """What this backend refuses."""
+    """Features that this backend does not support."""
     limits: LimitsAnswer

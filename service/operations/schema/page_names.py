@@ -1,4 +1,4 @@
-"""How callers name pages: by token ids or by keys of their own, as JSON or as tensors."""
+"""Names of pages: token ids or the caller's own keys, as JSON or tensors."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ CacheSalt = Annotated[str, Field(pattern=SALT_PATTERN)]
 Seconds = Annotated[float, Field(gt=0.0, le=365 * 86400.0)]
 
 
-class NamedPages(Fields):
-    """The beginning of a prompt: `token_ids` or `page_keys`, here or as the tensor of that name."""
+class PageNames(Fields):
+    """The beginning of a prompt: `token_ids` or `page_keys`, as a field or tensor of that name."""
 
     token_ids: Annotated[list[TokenId] | None, Field(fail_fast=True)] = None
-    """Token ids from the first one on; the last page counts when it is full."""
+    """Token ids from the first on; a partial last page is ignored."""
     page_keys: Annotated[list[PageKey] | None, Field(fail_fast=True)] = None
-    """Keys of a chain of the caller's own: 32 hex digits for each page, in order."""
+    """Page keys from the caller's own hash chain: 32 hex digits per page, in order."""
     cache_salt: CacheSalt = ""
-    """Pages are found again only under the salt that they were committed with."""
+    """Salt of the pages: they are only found under the salt they were committed with."""
 
     @cached_property
     def ids_array(self) -> UInt32 | None:
@@ -50,28 +50,28 @@ class NamedPages(Fields):
 
 
 NAMES: Final = (
-    TensorSpec("token_ids", ("U32",), ("n",), "token ids, in place of the field", optional=True),
+    TensorSpec("token_ids", ("U32",), ("n",), "token ids, instead of the field", optional=True),
     TensorSpec(
         "page_keys",
         ("U8",),
         ("pages", KEY_BYTES),
-        "page keys, in place of the field",
+        "page keys, instead of the field",
         optional=True,
     ),
 )
 
 
-def given_names(fields: NamedPages, entries: Entries) -> list[str]:
-    """What names pages here: of `token_ids` and `page_keys`, as fields or tensors."""
+def given_names(fields: PageNames, entries: Entries) -> list[str]:
+    """Those of `token_ids` and `page_keys` that are given as fields or tensors."""
     given = [name for name in ("token_ids", "page_keys") if getattr(fields, name) is not None]
     for name in entries:
         if name in given:
-            refuse(name, "given", "is given as a tensor: leave the field out")
+            refuse(name, "given", "is also given as a tensor: omit the field")
     return given + [name for name in ("token_ids", "page_keys") if name in entries]
 
 
 def check_names_given(fields: Any, entries: Entries) -> list[str]:
-    """Exactly one of token ids and page keys, by its name."""
+    """The one of `token_ids` and `page_keys` that is given, in a list."""
     given = given_names(fields, entries)
     if len(given) != 1:
         refuse("token_ids", " and ".join(given) or None, "give either token_ids or page_keys")

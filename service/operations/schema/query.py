@@ -1,4 +1,4 @@
-"""Query parameters, which are text, as the fields of an operation."""
+"""Converts query parameters, which are text, to the fields of an operation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from service.operations.schema.spec import Operation
 
 
 def query_values(operation: Operation, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """The decoded names and values of a query; raises `InvalidRequest`.
+    """The fields of a query's decoded names and values; raises `InvalidRequest`.
 
-    Numbers, `true` and `false` are read, and what they must be is left to the fields' own rules.
+    Converts numbers, `true` and `false`; the fields' own rules check the values.
     """
     values: dict[str, Any] = {}
     for name, text in pairs:
@@ -28,13 +28,13 @@ def query_values(operation: Operation, pairs: Iterable[tuple[str, str]]) -> dict
 
 
 def value(kind: Any, text: str) -> int | bool | str:
-    """What the text writes for a field of that kind; or the text, which is none of it."""
+    """The text converted for a field of type `kind`; the text itself if it cannot be."""
     if kind is bool:
         return {"true": True, "false": False}.get(text, text)
     return number(text) if kind is int else text
 
 
 def number(text: str) -> int | str:
-    """The integer that the text writes in at most 18 digits, or the text."""
+    """The integer of at most 18 digits that the text denotes, or the text."""
     digits = text.removeprefix("-")
     return int(text) if digits.isascii() and digits.isdigit() and len(digits) <= 18 else text

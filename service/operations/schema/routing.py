@@ -1,4 +1,4 @@
-"""How an operation finds its engine where there are several."""
+"""How a cluster finds the engines for an operation."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ Routing = Literal[
     "sequence",  # the engine of the sequence that `id` names
     "sequences",  # a batch: split by where its sequences are, joined in order
     "together",  # sequences that must all be on one engine
-    "placed",  # makes sequences: wherever there is room, and most of their prefix
-    "everywhere",  # every engine, their answers made one
-    "anywhere",  # any engine: it touches no pool, or all say the same
-    "lease",  # the engine that gave the lease, which its id tells
-    "engine",  # the engine that its path names
-    "imported",  # an import: placed when it begins, then where it was begun
+    "placed",  # creates sequences: on an engine with free pages and most of their prefix
+    "everywhere",  # all engines; their replies are combined
+    "anywhere",  # any engine: it does not use the pool
+    "lease",  # the engine that gave the lease, as the lease's id says
+    "engine",  # the engine named by the path
+    "imported",  # an import: placed at its start, then the engine where it started
 ]
 
 
 def default_routing(operation: Operation) -> Routing:
-    """By the operation's fields: the sequence that its path names, or the batch that it is for.
+    """The routing that the fields imply: by the sequence in the path, or by the batch.
 
-    Raises ValueError where the fields tell neither.
+    Raises ValueError if they imply neither.
     """
     fields = operation.fields.model_fields
     if "id" in operation.path_names and NAMING in fields["id"].metadata:
         return "sequence"
     if "sequences" in fields and is_ids(fields["sequences"].annotation):
         return "sequences"
-    raise ValueError(f"{operation.name}: its fields do not tell where it goes: declare routing")
+    raise ValueError(f"{operation.name}: its fields imply no routing: declare it")
 
 
 def is_ids(kind: Any) -> bool:
-    """Whether a type is a list of sequences' ids."""
+    """Whether a type is a list of sequence ids."""
     return any(NAMING in getattr(part, "__metadata__", ()) for part in get_args(kind))

@@ -1,4 +1,4 @@
-"""How an operation is declared, and how a request's header is checked against its declaration."""
+"""Declarations of operations, and the check of a request's header against them."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from service.tenants import OPEN, Scope, Tenant
 
 Symbols = tuple[str | int, ...]
 Check = Callable[[Any, Entries, InfoAnswer], None]
-"""The rules of one operation over its fields and tensors, when each is right by itself."""
+"""The rules of one operation that involve several of its fields and tensors."""
 
 MAX_QO_HEADS: Final = 65535
 AT_LEAST_ONE: Final = frozenset({"Hq", "Hkv", "H", "D"})
-"""Symbols that no tensor may have 0 of."""
+"""Symbols whose size is at least 1 in every tensor."""
 LONG_BYTES: Final = 2**17
-"""A longer header's fields are renamed by themselves."""
+"""The fields of a longer header are renamed in a separate piece."""
 LONG_LIST: Final = 2**14
-"""A longer list of plain values is validated by itself."""
+"""A longer list of plain values is validated in a separate piece."""
 LONG_NAMES: Final = {"Hq": "num_qo_heads", "Hkv": "num_kv_heads", "D": "head_dim"}
 
 
 def never_moved(_: Any) -> str:
-    """For operations that have nothing to do with other engines' parts of a sequence."""
+    """The `moved_with` of operations that never need the scope `move`."""
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor. `{i}` in its name stands for a cascade level's number.
+    """One tensor; `{i}` in its name is the number of a cascade level.
 
-    Symbols in the shape are the same size in all tensors of a request: B sequences, n query rows,
-    nnz rows of K and V or of states, T lists of states, Hq query heads, Hkv KV heads, D head
-    dimension. `ragged` is the shape when the fields say `is_ragged`; `like` names the tensor whose
+    A symbol in shapes has one size in all tensors of a request: B sequences, n query rows, nnz rows
+    of K and V or of states, T lists of states, Hq query heads, Hkv KV heads, D head dimension.
+    `ragged` is the shape if the fields are ragged (`is_ragged`); `like` names the tensor whose
     dtype this one must have.
     """
 
@@ -58,14 +58,13 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """One thing that the service does, free of any protocol.
+    """One operation of the service, independent of any protocol.
 
-    `number` names it in the road's frames and never changes. The path's parameters are fields, and
-    so are the query parameters of a method without a body. `scope` is what a key must have for it,
-    `append` as well where the tensor `appended_with` is given, and `move` as well where
-    `moved_with` names a part of the fields. `frees`: it only gives pages back, so a full queue
-    takes it. `answer` None: the answer has no fields. `routing` None: its fields tell where it goes
-    in a cluster, which `routed` then says.
+    `number` identifies it in the road's frames and never changes. Parameters of the path, and of
+    the query of a method without a body, are fields. A key needs `scope`; with the tensor
+    `appended_with` also `append`; and also `move` if `moved_with` returns the name of a field.
+    `frees`: it only releases pages, so a full queue accepts it. `answer` None: the reply has no
+    fields. `routing` None: `routed` is derived from the fields.
     """
 
     name: str
@@ -95,12 +94,12 @@ class Operation:
 
     @property
     def path_names(self) -> tuple[str, ...]:
-        """The fields that the path gives."""
+        """The fields in the path."""
         return tuple(part[1:-1] for part in self.path.split("/") if part.startswith("{"))
 
     @property
     def query_names(self) -> tuple[str, ...]:
-        """The fields that a query gives."""
+        """The fields in the query."""
         if self.has_body:
             return ()
         return tuple(name for name in self.fields.model_fields if name not in self.path_names)
@@ -111,13 +110,13 @@ class Operation:
 
     @property
     def has_tensors(self) -> bool:
-        """Whether request or answer have tensors, so that safetensors is spoken beside JSON."""
+        """Whether request or reply has tensors, so that safetensors is accepted beside JSON."""
         return bool(self.takes or self.gives)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that is right as far as its header shows; valid for every body of that header."""
+    """A request whose header was checked; valid for every body with that header."""
 
     operation: Operation
     fields: Any
@@ -132,10 +131,10 @@ class Prepared:
 def prepare(
     operation: Operation, header: bytes, room: int, info: InfoAnswer, tenant: Tenant = OPEN
 ) -> Prepared:
-    """A request by its image's header, with `room` bytes of tensors after it.
+    """Check a request by its image's header, with `room` bytes of tensors after it.
 
-    Sequences in its fields are then called what the tree calls those of the tenant. What depends on
-    the pool's state (ids, lengths, pages, a pooled mask's length) is left to the engine.
+    Sequence ids in the result have the tenant's prefix, as in the tree. The engine checks what
+    depends on the pool's state: ids, lengths, pages, and the length of a mask over the pool.
 
     Raises `Forbidden`, `MalformedBody` and `InvalidRequest`.
     """
@@ -145,7 +144,7 @@ def prepare(
 def preparing(
     operation: Operation, header: bytes, room: int, info: InfoAnswer, tenant: Tenant = OPEN
 ) -> Pieces[Prepared]:
-    """As `prepare`, in pieces of some milliseconds."""
+    """`prepare` in pieces of some milliseconds."""
     tenant.require(operation.scope, operation.name)
     layout = yield from reading_layout(header, room)
     fields = yield from validating(operation.fields, layout.fields)
@@ -189,7 +188,7 @@ def validating(model: type[Model], fields: Any) -> Pieces[Model]:
                 made.append(item.model_validate(one))
                 if not len(made) % ITEMS:
                     yield
-        except ValidationError:  # it says so again, as what it is in all
+        except ValidationError:  # validate the whole for the error's full path
             return validate(model, fields | {name: [*made, given[len(made)]]})
         fields = fields | {name: made}
     return validate(model, fields)
@@ -197,7 +196,7 @@ def validating(model: type[Model], fields: Any) -> Pieces[Model]:
 
 @cache
 def item_of(model: type[Fields], name: str) -> type[Fields] | None:
-    """The model of a list's items, where they are objects."""
+    """The model of a list's items, if they are objects."""
     field = model.model_fields.get(name)
     kinds = () if field is None else get_args(field.annotation)
     if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], Fields):
@@ -208,7 +207,7 @@ def item_of(model: type[Fields], name: str) -> type[Fields] | None:
 def check_tensors(
     takes: tuple[TensorSpec, ...], entries: Entries, sizes: dict[str, int], ragged: bool
 ) -> None:
-    """Names, dtypes and shapes of a request's tensors; `sizes` gains what their shapes tell."""
+    """Check names, dtypes and shapes of a request's tensors; adds sizes of symbols to `sizes`."""
     check_names(takes, entries)
     for spec in takes:
         if (entry := entries.get(spec.name)) is not None:
@@ -220,7 +219,7 @@ def check_tensors(
 
 
 def check_names(takes: tuple[TensorSpec, ...], entries: Entries) -> None:
-    """All the required tensors are there, and none that the operation does not read."""
+    """Check that all required tensors are given, and no unknown ones."""
     known = {spec.name for spec in takes}
     if missing := {spec.name for spec in takes if not spec.optional} - entries.keys():
         refuse(f"tensors.{min(missing)}", None, "must be given")
@@ -240,7 +239,7 @@ def check_dtype(spec: TensorSpec, entry: Entry, entries: Entries) -> None:
 
 
 def check_shape(entry: Entry, shape: Symbols, sizes: dict[str, int]) -> None:
-    """The tensor's shape is `shape`; symbols met for the first time get their sizes from it."""
+    """Check a tensor's shape; adds the sizes of its new symbols to `sizes`."""
     found = dict(sizes)
     right = len(shape) == len(entry.shape)
     for symbol, got in zip(shape, entry.shape, strict=False):
@@ -252,9 +251,9 @@ def check_shape(entry: Entry, shape: Symbols, sizes: dict[str, int]) -> None:
 
 
 def shape_rule(shape: Symbols, sizes: dict[str, int]) -> str:
-    """What the shape must be, in numbers where they are known."""
+    """The rule for a shape, with numbers for known symbols."""
     if len(shape) == 1:
-        return "must be flat: one dimension"
+        return "must have one dimension"
     words = {one: str(sizes.get(str(one), LONG_NAMES.get(str(one), one))) for one in shape}
     rule = f"must be [{', '.join(words[one] for one in shape)}]"
     free = [words[one] for one in shape if one in AT_LEAST_ONE and one not in sizes]
@@ -262,7 +261,7 @@ def shape_rule(shape: Symbols, sizes: dict[str, int]) -> str:
 
 
 def check_heads(num_qo_heads: int, num_kv_heads: int) -> None:
-    """Query heads are whole groups, one per KV head."""
+    """Check that the query heads form equal groups, one per KV head."""
     if num_qo_heads > MAX_QO_HEADS or num_qo_heads % num_kv_heads:
         rule = f"num_qo_heads must be a multiple of num_kv_heads = {num_kv_heads}"
         refuse("q.shape", num_qo_heads, f"{rule}, at most {MAX_QO_HEADS}")

@@ -1,6 +1,6 @@
-"""Tensors that several operations take or give, and rows of them for the examples.
+"""Tensor declarations that several operations share, and tensors for the examples.
 
-The examples are for a pool with num_kv_heads = 1 and head_dim = 2.
+Examples are for a pool with num_kv_heads = 1 and head_dim = 2.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def pair(
 
 
 def state(suffix: str = "", *, optional: bool = False) -> tuple[TensorSpec, TensorSpec]:
-    """`o` and `lse` of an answer."""
+    """`o` and `lse` of a reply."""
     shape: Symbols = ("n", "Hq", "D")
-    lse = "log-sum-exp in lse_base; -inf where a row sees nothing"
+    lse = "log-sum-exp in lse_base; -inf for a row that sees no key"
     return (
         TensorSpec(f"o{suffix}", TENSOR_DTYPES, shape, "output, in q's dtype", optional),
         TensorSpec(f"lse{suffix}", ("F32",), shape[:2], lse, optional),
@@ -49,14 +49,14 @@ MASKS: Final = (
         "mask",
         ("BOOL",),
         ("sum of qo_len * kv_len",),
-        "True = visible; each request's rows flattened, requests one after another",
+        "True = visible; each sequence's rows flattened, sequences concatenated",
         optional=True,
     ),
     TensorSpec(
         "packed_mask",
         ("U8",),
         ("sum of ceil(qo_len * kv_len / 8)",),
-        "the same as bits, little order, each request padded to a byte",
+        "the same as bits, least significant first, each sequence padded to a byte",
         optional=True,
     ),
 )

@@ -260,7 +260,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str, str]] = [
         {"sequences": [{"parent": "a", "prefix": {"token_ids": []}}]},
         422,
         "invalid_request",
-        "not both",
+        "cannot be combined",
     ),
     ("create_sequences", {"sequences": [{"prefix": {}}]}, 422, "invalid_request", "give either"),
     ("create_sequences", {"sequences": [{"ttl_s": 0.0}]}, 422, "invalid_request", "ttl_s"),
