@@ -45,7 +45,7 @@ class Lengths:
 
 
 def self_test(store: Store) -> None:
-    """Raises `SelfTestFailed` with both numbers, or what the backend raises."""
+    """Raises `SelfTestFailed` with both numbers, or the backend's error."""
     geometry = store.geometry
     lengths = lengths_for(geometry)
     free = store.tree.allocator.num_free
@@ -80,8 +80,8 @@ def check_trunk_and_fork(store: Store, lengths: Lengths) -> None:
         run(store, "append", {"layer": each, **rows}, k=k, v=v)
     q = random_q(rng, geometry, lengths.trunk)
     fields: dict[str, Any] = {"layer": layer, "sequences": [TRUNK], "causal": True}
-    told = run(store, "prefill", {**fields, "qo_indptr": [0, lengths.trunk]}, q=q, k=k, v=v)
-    compare("prefill", told, *dense(q, *stored), q.dtype)
+    answer = run(store, "prefill", {**fields, "qo_indptr": [0, lengths.trunk]}, q=q, k=k, v=v)
+    compare("prefill", answer, *dense(q, *stored), q.dtype)
 
     ids, held = [TRUNK], [stored]
     if lengths.fork is not None:
@@ -97,8 +97,8 @@ def check_trunk_and_fork(store: Store, lengths: Lengths) -> None:
     ]
     o, lse = (np.concatenate(part) for part in zip(*wanted, strict=True))
     step: dict[str, Any] = {"layer": layer, "sequences": ids}
-    told = run(store, "decode", {**step, "cascade": "always"}, q=q, k=k, v=v)
-    compare("decode by cascade", told, o, lse, q.dtype)
+    answer = run(store, "decode", {**step, "cascade": "always"}, q=q, k=k, v=v)
+    compare("decode by cascade", answer, o, lse, q.dtype)
     compare("flat decode", run(store, "decode", {**step, "cascade": "never"}, q=q), o, lse, q.dtype)
 
 
@@ -124,17 +124,17 @@ def run(store: Store, name: str, fields: dict[str, Any], **tensors: Array) -> di
 
 
 def compare(
-    what: str, told: dict[str, Array], o: Float64, lse: Float64, dtype: np.dtype[Any]
+    name: str, answer: dict[str, Array], o: Float64, lse: Float64, dtype: np.dtype[Any]
 ) -> None:
     """Raises `SelfTestFailed` where a state is further from (o, lse) than the dtype explains."""
     allowed = next(TOLERANCE[name] for name in TENSOR_DTYPES if NUMPY_DTYPES[name] == dtype)
-    for name, given, wanted in (("o", told["o"], o), ("lse", told["lse"], lse)):
+    for tensor, given, wanted in (("o", answer["o"], o), ("lse", answer["lse"], lse)):
         # written so that a NaN fails
         close = np.abs(given.astype(np.float64) - wanted) <= allowed * (1 + np.abs(wanted))
         if not close.all():
             where = tuple(int(axis[0]) for axis in np.nonzero(~close))
             raise SelfTestFailed(
-                f"{what}: {name}{list(where)} is {given[where]}, must be {wanted[where]:.6g}"
+                f"{name}: {tensor}{list(where)} is {given[where]}, must be {wanted[where]:.6g}"
             )
 
 

@@ -50,7 +50,7 @@ MOST_KINDS: Final = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryFacts:
-    """What follows from a request's header alone: room for the answer, and the kind of query."""
+    """Facts that follow from a request's header: size of the answer, and the kind of query."""
 
     answer_bytes: int
     kind: Hashable
@@ -58,7 +58,7 @@ class QueryFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
-    """What is the same for one kind of query at every layer that a plan serves."""
+    """Scoring, cost and answer of one kind of query, the same at every layer of a plan."""
 
     scoring: Scoring
     cost: Cost
@@ -205,7 +205,7 @@ def cascade(store: Store, request: Request, seconds: Seconds) -> Work:
 
 
 def each_level(whole: Attend, laid: dict[str, Array]) -> tuple[Attend, ...]:
-    """The same rows, attending one level each."""
+    """The same attention, one level at a time."""
     return tuple(
         replace(
             whole,
@@ -217,7 +217,7 @@ def each_level(whole: Attend, laid: dict[str, Array]) -> tuple[Attend, ...]:
 
 
 def merge_levels(store: Store, states: Sequence[AttentionState], out: AttentionState) -> None:
-    """Row by row the states of all levels, into `out`."""
+    """Merge the states of all levels, row by row, into `out`."""
     num_levels, num_rows = len(states), states[0].o.shape[0]
     o = np.stack([host_array(state.o) for state in states], axis=1)
     lse = np.stack([host_array(state.lse) for state in states], axis=1)
@@ -228,7 +228,7 @@ def merge_levels(store: Store, states: Sequence[AttentionState], out: AttentionS
 
 
 def scoring(q: Array, fields: Any) -> Scoring:
-    """`fields` are those of an attention operation; a cascade has no window."""
+    """From the fields of an attention operation; a cascade has no window."""
     scale = fields.sm_scale
     return Scoring(
         q.shape[-1] ** -0.5 if scale is None else scale,
@@ -261,13 +261,13 @@ def paged_cost(store: Store, q: Array, planned: Planned, window_left: int) -> Co
 
 
 def counts_of(store: Store, planned: Planned, mode: Mode) -> Counts:
-    """Bytes that a plan reads, and those that it saves beside flat attention."""
+    """Bytes that a plan reads, and bytes that it saves compared with flat attention."""
     token_bytes = store.geometry.token_bytes
     saved = (planned.tokens_flat - planned.tokens_read) * token_bytes
     return Counts(0, planned.tokens_read * token_bytes, max(saved, 0), mode)
 
 
 def in_base(lse: Array, base: str) -> None:
-    """Turn natural log-sum-exps into those of a base ("e" or "2"), in place; -inf stays -inf."""
+    """Convert natural log-sum-exps to a base ("e" or "2"), in place; -inf stays -inf."""
     if base == "2":
         np.multiply(lse, np.float32(LOG2_E), out=lse)

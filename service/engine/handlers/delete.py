@@ -1,4 +1,4 @@
-"""Sequences are deleted, one or many."""
+"""Deletes sequences, one or many."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.engine.store.unfinished_imports import HIDDEN
 from service.operations.sequences import MAX_LISTED
 
 ID_BYTES: Final = 4
-"""Of an id in an answer, beside its letters."""
+"""Size of an id in an answer beside its characters."""
 
 
 def delete_sequence(store: Store, request: Request, _: Seconds) -> Work:
@@ -30,18 +30,18 @@ def delete_sequences(
     count: Callable[[Sequence[str]], int] = len,
     skips: Callable[[Sequence[str]], Collection[str]] = lambda _: (),
 ) -> Work:
-    """Those there are of many, some at a time.
+    """Delete many sequences, some at a time; ids that do not exist are ignored.
 
-    `count` says for how many sequences some ids stand, `skips` which ones to leave where the
-    request skips those that cannot be deleted.
+    `count` returns the number of sequences that some ids are parts of; `skips` returns ids that a
+    request with `skip` leaves alone.
     """
     names, skipped = chosen(store, request, skips)
-    told = {} if skipped is None else {"skipped": [request.tenant.shown(one) for one in skipped]}
+    shown = {} if skipped is None else {"skipped": [request.tenant.shown(one) for one in skipped]}
     request.place.require(VIEW_BYTES + sum(len(one) + ID_BYTES for one in skipped or ()))
     if len(names) <= MADE_AT_ONCE:
         deleted = count(names)
         store.tree.free(names)
-        request.place.lay({"num_deleted": deleted} | told)
+        request.place.lay({"num_deleted": deleted} | shown)
         return Completed()
     books = store.tree.books
 
@@ -56,7 +56,7 @@ def delete_sequences(
 
     def slices() -> Slices:
         deleted = yield from in_slices(pieces())
-        request.place.lay({"num_deleted": deleted} | told)
+        request.place.lay({"num_deleted": deleted} | shown)
 
     return SlicedWork(slices())
 
@@ -64,16 +64,16 @@ def delete_sequences(
 def chosen(
     store: Store, request: Request, skips: Callable[[Sequence[str]], Collection[str]]
 ) -> tuple[list[str], list[str] | None]:
-    """The sequences to delete, and those to be skipped, where any are. Raises SequenceMoving."""
-    fields, books, leaving = request.fields, store.tree.books, store.move_marks
+    """The sequences to delete, and those to skip (None: none may be). Raises SequenceMoving."""
+    fields, books, marks = request.fields, store.tree.books, store.move_marks
     if fields.prefix is None:
         names = [name for name in fields.names if name in books]
     else:
         found = books.with_prefix(request.tenant.prefix + fields.prefix, len(books))
         names = [name for name in found if not name.startswith(HIDDEN)]
     if not fields.skip:
-        leaving.check(names, request)
+        marks.check(names, request)
         return names, None
-    skipped = (leaving.marks.keys() & names if leaving else set()) | set(skips(names))
+    skipped = (marks.marks.keys() & names) | set(skips(names))
     kept = [name for name in names if name not in skipped]
     return kept, sorted(skipped)[:MAX_LISTED]

@@ -1,4 +1,4 @@
-"""What an engine does when it is emptied: it takes nothing new, and hands sequences over."""
+"""Draining an engine: it accepts no new sequences, and transfers ownership of its own."""
 
 from __future__ import annotations
 
@@ -10,44 +10,47 @@ from service.engine.store.move_marks import Mark
 from service.engine.store.store import Store
 from service.errors import NotReady, SequenceChanged, SequenceMoving
 
-EMPTIED = "this engine is being emptied: it takes no new sequences"
+DRAINING = "engine is draining and accepts no new sequences"
 
 
 def drain_engine(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(256)
     store.is_draining = not request.fields.stop
     numbers = store.numbers()
-    told = {"name": request.fields.name, "draining": store.is_draining}
-    request.place.lay(told | {"sequences": numbers.sequences})
+    state = {"name": request.fields.name, "draining": store.is_draining}
+    request.place.lay(state | {"sequences": numbers.sequences})
     return Completed()
 
 
 def refuse_new(store: Store) -> None:
-    """Raises NotReady while the engine takes no new sequences."""
+    """Raises NotReady while the engine is draining."""
     if store.is_draining:
-        raise NotReady(EMPTIED)
+        raise NotReady(DRAINING)
 
 
 def hand_over(store: Store, request: Request, _: Seconds) -> Work:
-    fields, leaving, tree = request.fields, store.move_marks, store.tree
+    """Mark a sequence for transfer, transfer its ownership, or end the mark."""
+    fields, marks, tree = request.fields, store.move_marks, store.tree
     request.place.require(0)
-    name, mark = fields.id, leaving.marks.get(fields.id)
+    name, mark = fields.id, marks.marks.get(fields.id)
     shown = request.tenant.shown(name)
     if fields.state == "leaving":
         if mark is not None:
             raise SequenceMoving([shown], [shown] if mark.is_handed else [])
         tree.books.leaf(name)
-        leaving.put(name, Mark(fields.for_s))
+        marks.put(name, Mark(fields.for_s))
     elif mark is None:
         tree.books.leaf(name)  # an unknown sequence is refused as such, whatever the state
-        raise InvalidRequest("state", fields.state, "it is not leaving, or has not for too long")
+        raise InvalidRequest(
+            "state", fields.state, "not marked for transfer, or the mark has expired"
+        )
     elif fields.generation is not None:
         present = generation(tree, tree.books.leaf(name), store.info.instance_id)
         if fields.generation != present:
             raise SequenceChanged(shown, present)
-        leaving.put(name, Mark(fields.for_s, is_handed=True))
+        marks.put(name, Mark(fields.for_s, is_handed=True))
     else:
         mark.is_handed = fields.state == "gone"
-        leaving.end(name)
+        marks.end(name)
     request.place.lay({})
     return Completed()

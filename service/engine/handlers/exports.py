@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from service.core.shards.layout import ShardLayout
 
 MOVED_AT_ONCE: Final = 2 * 2**20
-"""Bytes of k and v that one step moves and digests: some milliseconds."""
+"""Bytes of k and v that one slice moves and digests: some milliseconds."""
 PART_ROOM: Final = 8 * 2**10
-"""Of a request or an answer, beside the k and v of a part."""
+"""Size of a request or an answer beside the k and v of a part."""
 TEXT_BYTES: Final = 2048
-"""Room for a header beside its lengths, or for what is said of a part."""
+"""Room for a header beside its lengths, or for the fields of a part."""
 SOME_DIGEST: Final = "0" * 64
-"""Stands for a digest that is not known yet."""
+"""Placeholder for a digest that is not known yet."""
 
 
 def export_sequence(
     store: Store, request: Request, _: Seconds, part: ShardLayout | None = None
 ) -> Work:
-    """All pages of a sequence that are here, or those of one `part` of a whole sequence."""
+    """Export the pages of a sequence on this engine, or of one `part` of a whole sequence."""
     fields = request.fields
     leaf = store.tree.books.leaf(fields.id)
     store.move_marks.prolong(fields.id)
     header = header_of(store, leaf, fields.part_bytes, part)
     if fields.part is None:
-        return tell_header(store, request, leaf, header, part)
+        return send_header(store, request, leaf, header, part)
     if fields.generation != header.generation:
         raise SequenceChanged(request.tenant.shown(fields.id), header.generation)
     if fields.part >= header.num_parts:
@@ -54,7 +54,7 @@ def export_sequence(
 
 
 def shared_len(store: Store, leaf: Leaf, other: Leaf) -> int:
-    """How many tokens are in full pages that two sequences have in common."""
+    """Number of tokens in full pages that two sequences share."""
     counts = store.tree.books.num_pages[[leaf.index, other.index]]
     num_pages = int(counts.min())
     differ = np.flatnonzero(leaf.table[:num_pages] != other.table[:num_pages])
@@ -63,7 +63,7 @@ def shared_len(store: Store, leaf: Leaf, other: Leaf) -> int:
 
 
 def header_of(store: Store, leaf: Leaf, part_bytes: int, part: ShardLayout | None) -> Header:
-    """What an export of the sequence as it is now says first, without names of pages."""
+    """The header of an export of the sequence as it is now, without names of pages."""
     info, books = store.info, store.tree.books
     limits = info.limits
     most = min(limits.max_answer_bytes, limits.max_body_bytes) - PART_ROOM
@@ -92,7 +92,7 @@ def header_of(store: Store, leaf: Leaf, part_bytes: int, part: ShardLayout | Non
 
 
 def named_pages(prefix: Prefix | None) -> dict[str, Array]:
-    """The tensor that names pages, by token ids or by keys; none where they have no names."""
+    """The tensor that names pages, by token ids or by keys; none where pages have no names."""
     if prefix is None:
         return {}
     if prefix.token_ids is not None:
@@ -128,7 +128,7 @@ class PartDigest:
         return self._whole.digest()
 
 
-def tell_header(
+def send_header(
     store: Store, request: Request, leaf: Leaf, header: Header, part: ShardLayout | None
 ) -> Work:
     fields, books = request.fields, store.tree.books
@@ -143,12 +143,12 @@ def tell_header(
     numbers = 2 * len(header.lengths) + len(shared)
     request.place.require(TEXT_BYTES + NUMBER_BYTES * numbers, shapes)
     digest = header_digest(header, names).hex()
-    told: dict[str, Any] = {"header": header.model_dump(), "digest": digest, "shared": shared}
+    reply: dict[str, Any] = {"header": header.model_dump(), "digest": digest, "shared": shared}
     if leaf.shard is not None:
-        told |= {"whole": leaf.shard.lengths.tolist(), "epoch": leaf.shard.epoch}
+        reply |= {"whole": leaf.shard.lengths.tolist(), "epoch": leaf.shard.epoch}
     elif part is not None:
-        told["whole"] = books.lengths[:, leaf.index].tolist()
-    laid = request.place.lay(told, shapes)
+        reply["whole"] = books.lengths[:, leaf.index].tolist()
+    laid = request.place.lay(reply, shapes)
     for name, place in laid.items():
         place[...] = names[name]
     return Completed()
@@ -173,7 +173,7 @@ def pieces(
 ) -> Iterator[tuple[int, slice, Int32]]:
     """Layer, rows of a part's tensors and their slots, a bounded number of rows at a time.
 
-    Rows of tokens before `after` are passed over.
+    Rows of tokens before `after` are skipped.
     """
     at_once, begin = rows_at_once(store), 0
     for layer, first, last in spans:
@@ -189,7 +189,7 @@ def rows_at_once(store: Store) -> int:
 
 
 def read_part(store: Store, request: Request, table: Int32, header: Header) -> Work:
-    """One part's rows into the answer's place, and their digest when all are there."""
+    """Copy one part's rows to the answer's place, and compute their digest."""
     fields, geometry = request.fields, store.geometry
     spans = spans_of(header, header.part(fields.part))
     dtype = NUMPY_DTYPES[geometry.dtype]

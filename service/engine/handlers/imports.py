@@ -57,7 +57,7 @@ def import_sequence(store: Store, request: Request, _: Seconds, shard: Shard | N
 
 def get_import(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(ANSWER_BYTES)
-    tell(request, store.imports.get(request.fields.id, request.tenant))
+    report(request, store.imports.get(request.fields.id, request.tenant))
     return Completed()
 
 
@@ -71,7 +71,7 @@ def cancel_import(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def begin(store: Store, request: Request, header: Header, shard: Shard | None) -> Work:
-    """Take the pages, all or none; or say how far the import is that was begun likewise."""
+    """Reserve the pages, all or none; or report the progress of an equal import under way."""
     fields, tenant, tree = request.fields, request.tenant, store.tree
     if fields.id in tree.books:
         raise SequenceExists((tenant.shown(fields.id),))
@@ -87,14 +87,14 @@ def begin(store: Store, request: Request, header: Header, shard: Shard | None) -
         under_way = take_pages(store, request, header, digest, shard)
         store.imports.add(under_way)
     touch(store, under_way)
-    tell(request, under_way)
+    report(request, under_way)
     return Completed()
 
 
 def take_pages(
     store: Store, request: Request, header: Header, digest: bytes, shard: Shard | None
 ) -> UnfinishedImport:
-    """The hidden sequence, beginning with what is cached. Raises `OutOfPages`."""
+    """Create the hidden sequence, on cached pages as far as names match. Raises `OutOfPages`."""
     fields, tree = request.fields, store.tree
     size, prefix = header.page_size, None
     if fields.share and header.num_named and fields.base is None:
@@ -121,14 +121,14 @@ def take_pages(
 
 
 def first_wanted(header: Header, first_page: int) -> int:
-    """The first part with rows after the pages that are there already."""
+    """The first part with rows behind the cached pages."""
     if first_page * header.page_size >= max(header.lengths):
         return header.num_parts
     return first_page // header.pages_per_part * header.parts_per_run
 
 
 def receive(store: Store, request: Request) -> Work:
-    """One part: its digest first, then its rows into the pages that are its own."""
+    """Receive a part: check its digest, then write its rows to the import's own pages."""
     fields = request.fields
     into = store.imports.get(fields.id, request.tenant)
     header, number = into.header, fields.part
@@ -157,16 +157,16 @@ def receive(store: Store, request: Request) -> Work:
             yield Slice(write, "import", cost)
         into.next_part, into.latest = number + 1, found
         touch(store, into)
-        tell(request, into)
+        report(request, into)
 
     return SlicedWork(slices(), made=(into.hidden,))
 
 
 def digest_before(into: UnfinishedImport, given: str | None) -> bytes:
-    """What the next part's digest was made upon."""
+    """The digest that the next part's digest continues."""
     if into.latest is None:
         if given is None:
-            rule = "must be given: the part before was passed over, as its pages are cached here"
+            rule = "must be given: the part before was skipped, as its pages are cached here"
             raise InvalidRequest("before", None, rule)
         return bytes.fromhex(given)
     if given is not None and given != into.latest.hex():
@@ -175,7 +175,7 @@ def digest_before(into: UnfinishedImport, given: str | None) -> bytes:
 
 
 def finish(store: Store, request: Request) -> Work:
-    """All parts are there: the sequence gets its name."""
+    """Give the sequence its name, once all parts are there."""
     fields, tenant = request.fields, request.tenant
     if fields.id in store.tree.books:
         raise SequenceExists((tenant.shown(fields.id),))
@@ -187,17 +187,17 @@ def finish(store: Store, request: Request) -> Work:
         raise DigestMismatch("digest", fields.digest, into.latest.hex())
     rename(store.tree, into.hidden, fields.id, into.header.ttl_s)
     store.imports.remove(into)
-    tell(request, into, is_done=True)
+    report(request, into, is_done=True)
     return Completed()
 
 
 def touch(store: Store, into: UnfinishedImport) -> None:
-    """Its time to live begins anew."""
+    """Restart an import's time to live."""
     store.tree.books.leaf(into.hidden)
     into.expires_at = time.time() + into.idle_s
 
 
-def tell(request: Request, into: UnfinishedImport, is_done: bool = False) -> None:
+def report(request: Request, into: UnfinishedImport, is_done: bool = False) -> None:
     request.place.lay(
         {
             "id": request.tenant.shown(into.name),

@@ -16,7 +16,7 @@ def ragged_mask(
 
     `mask` is a BOOL per query and key, row-major, requests back to back; or, `packed`, those as
     bits (little order), each request's segment padded to a byte. `order` is the plan's (None: the
-    identity). Raises `InvalidRequest` when its length is not what the lengths ask for.
+    identity). Raises `InvalidRequest` for a mask of another length.
     """
     qo_lens = np.diff(qo_indptr)
     check_mask_length(mask.size, packed, qo_lens, kv_lens)

@@ -42,7 +42,7 @@ EVICTED_AT_ONCE: Final = 256
 
 
 def match_prefix(store: Store, request: Request, _: Seconds) -> Work:
-    """What is cached of a prompt, with a lease on it where one is wanted."""
+    """The cached part of a prompt, with a lease on it on request."""
     fields, namespace = request.fields, request.tenant.namespace
     request.place.require(ANSWER_BYTES)
     prefix = prefix_of(fields, request.tensors, most_tokens(store))
@@ -115,7 +115,7 @@ def commit_sequences(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def part_of(prefix: Prefix, first: int, last: int, skipped: int) -> Prefix:
-    """The ids or keys `first:last` of many, which begin behind `skipped` pages."""
+    """The ids or keys `first:last` of many, behind `skipped` pages."""
     if prefix.token_ids is not None:
         return Prefix(prefix.token_ids[first:last], None, prefix.cache_salt, skipped)
     keys = None if prefix.page_keys is None else prefix.page_keys[first:last]
@@ -123,7 +123,7 @@ def part_of(prefix: Prefix, first: int, last: int, skipped: int) -> Prefix:
 
 
 def retention(store: Store, fields: Any) -> list[Retention]:
-    """How long a commit keeps its pages, where it says so."""
+    """Priority and duration of a commit's pages, if it has any."""
     if fields.priority is None:
         return []
     ends = FOREVER if fields.duration_s is None else store.now + fields.duration_s
@@ -131,7 +131,7 @@ def retention(store: Store, fields: Any) -> list[Retention]:
 
 
 def last_key(store: Store, name: str, num_pages: int) -> str | None:
-    """The key of the last of a sequence's first pages, which are committed."""
+    """The key of the last of a sequence's committed pages, its first `num_pages`."""
     if not num_pages:
         return None
     leaf = store.tree.books.leaf(name)
@@ -172,7 +172,7 @@ def pin(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def refuse_holding(store: Store, namespace: str, key: bytes, cache_salt: str) -> None:
-    """Raises UnknownPage; NotReady for a page of an engine that is being emptied."""
+    """While the engine is draining, raises NotReady, or UnknownPage for an unknown page."""
     if store.is_draining:
         store.tree.cache.chain(namespace, key, cache_salt)
         refuse_new(store)
@@ -189,7 +189,7 @@ def unpin(store: Store, request: Request, _: Seconds) -> Work:
 
 def holds(store: Store, request: Request, _: Seconds) -> Work:
     found = store.tree.cache.holds(request.tenant.namespace, MAX_HOLDS)
-    told = [
+    every = [
         {
             "lease": one.lease_id,
             "left_s": None if one.lease_id is None else max(0.0, one.ends - store.now),
@@ -199,7 +199,7 @@ def holds(store: Store, request: Request, _: Seconds) -> Work:
         }
         for one in found
     ]
-    text = dump_json({"holds": told})
+    text = dump_json({"holds": every})
     request.place.require(2 * len(text))  # quotes are escaped in the header
     request.place.lay_text(text)
     return Completed()
@@ -212,15 +212,15 @@ def evict(store: Store, request: Request, _: Seconds) -> Work:
 
 def clear(store: Store, request: Request, _: Seconds) -> Work:
     request.place.require(ANSWER_BYTES)
-    return evicting(store, request, store.geometry.num_pages, told=True)
+    return evicting(store, request, store.geometry.num_pages, is_clear=True)
 
 
-def evicting(store: Store, request: Request, count: int, told: bool = False) -> Work:
+def evicting(store: Store, request: Request, count: int, is_clear: bool = False) -> Work:
     """Evict up to `count` pages of the caller's, some at a time."""
     cache, namespace = store.tree.cache, request.tenant.namespace
     evicted = cache.evict(namespace, min(count, EVICTED_AT_ONCE))
     if evicted < EVICTED_AT_ONCE or evicted == count:
-        finish(store, request, evicted, told)
+        finish(store, request, evicted, is_clear)
         return Completed()
 
     def pieces() -> Generator[None, None, int]:
@@ -235,13 +235,13 @@ def evicting(store: Store, request: Request, count: int, told: bool = False) -> 
 
     def slices() -> Slices:
         done = yield from in_slices(pieces())
-        finish(store, request, done, told)
+        finish(store, request, done, is_clear)
 
     return SlicedWork(slices())
 
 
-def finish(store: Store, request: Request, evicted: int, told: bool) -> None:
-    if told:
+def finish(store: Store, request: Request, evicted: int, is_clear: bool) -> None:
+    if is_clear:
         store.tree.cache.cleared(request.tenant.namespace)
     request.place.lay({"num_pages": evicted})
 
@@ -269,7 +269,7 @@ def set_namespace(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def most_tokens(store: Store) -> int:
-    """One more than the pool has room for: more of a prompt can neither be cached nor committed."""
+    """One token more than the pool holds: nothing behind can be cached or committed."""
     return store.geometry.num_pages * store.geometry.page_size + 1
 
 
@@ -278,7 +278,7 @@ def prefix_of(
 ) -> Prefix:
     """The prefix that fields or tensors name behind `skipped` pages, `most` tokens or keys of it.
 
-    Tensors are copied, as their owner may write on.
+    Tensors are copied, as the caller can still write to them.
     """
     ids, keys = tensors.get("token_ids", fields.ids_array), tensors.get("page_keys")
     if ids is not None:
@@ -290,5 +290,5 @@ def prefix_of(
 
 
 def looked_up(prefix: Prefix, num_pages: int, page_size: int) -> Counts:
-    """Tokens asked for in whole pages, and those of them that were there."""
+    """Tokens looked up in whole pages, and tokens found."""
     return Counts(looked_up=prefix.num_pages(page_size) * page_size, found=num_pages * page_size)

@@ -1,4 +1,4 @@
-"""Rows in and out of the pool: append, and gather, which reads them back."""
+"""Rows of the pool: append writes them, gather reads them back."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LAYERS_AT_ONCE: Final = 128
 """Layers that one turn writes: each is a launch of its own."""
 ROWS_AT_ONCE: Final = 2**18
 """Rows that one slice reads at most: their slots take some milliseconds."""
-PAGING: Final = "ask for fewer sequences, or for a part of each with start and stop"
+PAGING: Final = "request fewer sequences, or a part of each with start and stop"
 
 
 def append(

@@ -1,4 +1,4 @@
-"""Operations on sequences themselves: made, cut, and looked at."""
+"""Creates and describes sequences, and their page tables."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from service.image.json_text import dump_json
 from service.tenants import Tenant
 
 MADE_AT_ONCE: Final = 32
-"""Sequences that are made or deleted between two looks at the clock: about a millisecond."""
+"""Sequences made or deleted between two reads of the clock: about a millisecond."""
 MAX_TABLE: Final = 2**18
-"""Pages of the tables that one answer spells out: they are some 100 ms of work, in slices."""
+"""Maximum pages of the tables in one answer: some 100 ms of work, in slices."""
 SPELLED_AT_ONCE: Final = 4096
-"""Numbers that are spelled out between two looks at the clock: a millisecond or two."""
+"""Numbers written as JSON between two reads of the clock: a millisecond or two."""
 NAMED_AT_ONCE: Final = 4096
-"""Token ids or keys of prefixes that are looked for between two looks at the clock, likewise."""
+"""Token ids or keys of prefixes looked up between two reads of the clock, likewise."""
 VIEW_BYTES: Final = 320
 """Room for one sequence in an answer, beside its ids and lengths."""
 LONGEST_ID: Final = 128
@@ -57,8 +57,8 @@ def create_sequences(
     _: Seconds,
     as_shards: Callable[[Specs, int], Specs] | None = None,
 ) -> Work:
-    """`as_shards` turns specs, of which the first is the n-th of the request, into those of
-    shards."""
+    """Create sequences or forks. `as_shards` turns specs into those of shards; its second argument
+    is the index of the first spec in the request."""
     new, tenant = request.fields.sequences, request.tenant
     if any(one.parent is None and one.held is None for one in new):
         refuse_new(store)
@@ -74,7 +74,7 @@ def create_sequences(
     if len(new) <= MADE_AT_ONCE and made.is_short:
         made.some(0, len(new))
         return Completed(counts=made.lay())
-    # A list: what the answer is counted by is known when it is made.
+    # no counts: they are known only at the end
     return SlicedWork(made.slices(), made.undo, made=tuple(fresh), undo_slices=made.undo_slices)
 
 
@@ -97,7 +97,7 @@ class SequenceBatch:
 
     @property
     def is_short(self) -> bool:
-        """Whether no more pages of prefixes are looked for than in a fraction of a slice."""
+        """Whether prefixes are short enough to be looked up in a fraction of a slice."""
         fields, tensors = self._request.fields, self._request.tensors
         tokens = sum(map(len, tensors.values()))
         named = [one.prefix for one in fields.sequences if one.prefix is not None]
@@ -105,7 +105,7 @@ class SequenceBatch:
         return tokens <= NAMED_AT_ONCE and not any(one.held for one in fields.sequences)
 
     def some(self, first: int, last: int) -> None:
-        """Make those from `first` to before `last`, all or none of them."""
+        """Make sequences `first:last`, all or none."""
         store, tenant = self._store, self._request.tenant
         specs = [self._spec(index) for index in range(first, last)]
         if self._as_shards is not None:
@@ -136,7 +136,7 @@ class SequenceBatch:
         )
 
     def _add_view(self, spec: NewSpec) -> None:
-        """What the answer says of a sequence, as JSON, and what of its prefix was found."""
+        """Add a sequence to the answer, as JSON, and count the tokens found of its prefix."""
         size = self._store.geometry.page_size
         view = sequence_fields(self._store.tree.describe(spec.id), self._request.tenant)
         cached = view["length"] if spec.prefix is not None else 0
@@ -161,7 +161,7 @@ class SequenceBatch:
             yield
 
     def undo(self) -> None:
-        """Delete what was made."""
+        """Delete the sequences made so far."""
         for piece in self._undo_pieces():
             del piece
 
@@ -177,10 +177,8 @@ class SequenceBatch:
 
 
 def refuse_uneven_parents(store: Store, specs: Sequence[NewSpec], tenant: Tenant) -> None:
-    """A fork of all of a parent that some layers have more of would silently lose what they have.
-
-    Raises `InvalidRequest` where no length says that this is meant.
-    """
+    """Raises `InvalidRequest` for a fork without a length of a parent with uneven layers: the fork
+    would silently lose tokens of the longer ones."""
     books = store.tree.books
     for spec in specs:
         if spec.parent is None or spec.length is not None or spec.parent not in books:
@@ -253,7 +251,7 @@ def page_table(store: Store, request: Request, _: Seconds) -> Work:
     pages = -(-store.tree.lengths(ids, layer) // store.geometry.page_size)
     if (count := int(pages.sum(dtype=np.int64))) > MAX_TABLE:
         most = NUMBER_BYTES * MAX_TABLE
-        raise AnswerTooLarge(NUMBER_BYTES * count, most, "ask for the tables of fewer sequences")
+        raise AnswerTooLarge(NUMBER_BYTES * count, most, "request the tables of fewer sequences")
     table = store.tree.page_table(ids, layer)
     one_row_each = np.arange(ids.indices.size + 1, dtype=np.int32)
     plan = store.plans.sequences(ids, layer, one_row_each, causal=False, mode="always").plan
@@ -329,6 +327,6 @@ def view_bytes(store: Store) -> int:
 
 
 def fresh_ids(tenant: Tenant, count: int) -> list[str]:
-    """Ids that nobody else makes: 80 random bits each."""
+    """Unique ids: 80 random bits each."""
     letters = base64.b32encode(secrets.token_bytes(10 * count)).decode().lower()
     return [f"{tenant.prefix}seq-{letters[at : at + 16]}" for at in range(0, len(letters), 16)]

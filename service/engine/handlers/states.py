@@ -1,4 +1,4 @@
-"""Attention that touches no pool: over keys sent along, and the merge of attention states."""
+"""Attention without the pool: over keys in the request, and merges of attention states."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def ragged_prefill(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def ragged_slices(store: Store, whole: RaggedAttend, cost: Cost) -> Slices:
-    """Some rows at a time, with the keys that they may see."""
+    """Some rows at a time, with the keys that they can see."""
     keys = ragged_keys(whole)
     positions = whole.row_positions
     row_bytes = (whole.k.nbytes + whole.v.nbytes) / max(whole.k.shape[0], 1)
@@ -78,7 +78,7 @@ def ragged_cost(request: RaggedAttend) -> Cost:
 
 
 def merge(store: Store, request: Request, _: Seconds) -> Work:
-    """Lists of states, each into one."""
+    """Merge lists of attention states, each into one."""
     fields = request.fields
     o, lse = request.tensors["o"], request.tensors["lse"]
     indptr = fields.indptr_array

@@ -66,7 +66,7 @@ def page_pace(store: Store) -> dict[str, float]:
 
 def pool(store: Store, request: Request, _: Seconds) -> Work:
     """The namespace's numbers of this moment, and the verdict of an integrity check in slices: of
-    the whole pool for the scope `admin`, else of what the caller's namespace has."""
+    the whole pool for the scope `admin`, else of the caller's namespace."""
     request.place.require(TEXT_BYTES)
     namespace = request.tenant.namespace
     numbers = store.numbers(namespace)

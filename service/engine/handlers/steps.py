@@ -1,4 +1,4 @@
-"""A step's turn: sequences extended at all its layers, one plan, and the lane that takes it."""
+"""Opens a step: extends sequences at all its layers, makes one plan, and starts its lane."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlace:
-    """Where a step runs, and how its caller is told that it has been accepted."""
+    """The lane of a step, and the reply to its caller once it has been accepted."""
 
     lane: Lane
-    tell: Callable[[dict[str, Any]], None]
+    send_opened: Callable[[dict[str, Any]], None]
 
 
 def step(
@@ -44,7 +44,7 @@ def step(
     started = time.monotonic()
     if fields.op == "echo":
         run = where.lane.begin(step_work(fields, None, None))
-        where.tell({"levels": 0, "cascade": False})
+        where.send_opened({"levels": 0, "cascade": False})
         return OpenedStep(run, lambda: None, where.lane)
     batch = store.tree.books.look_up(fields.ids)
     extension = extend(store, fields, batch, shards)
@@ -68,14 +68,14 @@ def step(
         undo()
         raise
     seconds.plan += time.monotonic() - started
-    where.tell({"levels": planned.num_levels, "cascade": planned.is_cascade})
+    where.send_opened({"levels": planned.num_levels, "cascade": planned.is_cascade})
     return OpenedStep(run, undo, where.lane, counts_of_step(store, fields, planned, extension))
 
 
 def extend(
     store: Store, fields: StepFields, batch: Batch, shards: ShardBatch | None
 ) -> StepExtension | None:
-    """Make room for the new tokens at every layer; None where there are none."""
+    """Reserve pages for the new tokens at every layer; None where there are none."""
     if fields.append:
         extend = extend_layers if shards is None else shards.extend_layers
         return extend(store.tree, fields.layers, batch, fields.counts, fields.offset_array)
@@ -104,7 +104,7 @@ def step_work(
 
 
 def check_places(store: Store, fields: StepFields, arena_bytes: int) -> None:
-    """The flags and every slot lie inside the arena."""
+    """Raises `InvalidRequest` unless the flags and every slot are inside the arena."""
     flags = LAYER_FLAGS * FLAG_BYTES * store.geometry.num_layers
     check_place("flags", fields.flags, flags, arena_bytes)
     if fields.op == "echo":
@@ -123,14 +123,14 @@ def check_places(store: Store, fields: StepFields, arena_bytes: int) -> None:
 
 def check_place(field: str, place: int, num_bytes: int, arena_bytes: int) -> None:
     if place + num_bytes > arena_bytes:
-        rule = f"{num_bytes} bytes from there: must lie in the arena of {arena_bytes} bytes"
+        rule = f"its {num_bytes} bytes must be inside the arena of {arena_bytes} bytes"
         raise InvalidRequest(field, place, rule)
 
 
 def counts_of_step(
     store: Store, fields: StepFields, planned: Planned, extension: StepExtension | None
 ) -> Counts:
-    """What all layers together add to the metrics."""
+    """Counts of all layers together."""
     mode: Mode = "cascade" if planned.is_cascade else "flat"
     one, layers = counts_of(store, planned, mode), len(fields.layers)
     added = 0 if extension is None else extension.first.num_stored

@@ -1,4 +1,4 @@
-"""What every operation does when its turn comes, and what must not run beside it."""
+"""The handler of every operation, and the sequences that it reads and writes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def one_id(request: Request) -> Iterable[str]:
 
 
 def appended_ids(request: Request) -> Iterable[str]:
-    """Attention writes to its sequences when k and v come along."""
+    """Attention writes to its sequences when the request has k and v."""
     return ids_of(request) if "k" in request.tensors else ()
 
 
@@ -97,13 +97,14 @@ def for_shards_only(store: Store, request: Request, _: Seconds) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """`begin` gives a request its turn: it changes the tree, hands writes to the device, and says
-    what is left. Having raised, it has changed nothing.
+    """How an operation takes its turn.
 
-    `reads` and `writes` name the sequences that must stand still meanwhile. `is_barrier`: it gives
-    pages away or renames them, so everything before it must be settled for good. `is_attention`: it
-    may share a launch with its like. `sweeps`: it writes every sequence whose id begins like this.
-    `moves`: it is for sequences that leave, too, or looks for itself.
+    `begin` is its handler: it changes the tree, hands writes to the device, and returns the work
+    that is left; if it raises, it has changed nothing. `reads` and `writes` name the sequences that
+    it locks. `is_barrier`: it frees or renames pages, so everything before it must be answered.
+    `is_attention`: it can share a launch with its kind. `launches`: it needs a launch of its own.
+    `sweeps`: it writes every sequence whose id has this prefix. `moves`: it is for sequences that
+    are marked for transfer, too, or checks them itself.
     """
 
     begin: Begin
@@ -168,10 +169,10 @@ def turn_of(request: Request) -> Turn:
 
 
 def begin_turn(store: Store, request: Request, seconds: Seconds) -> Work:
-    """Give a request its turn.
+    """Call a request's handler.
 
-    The first request with a field for shards brings in their handlers; from then on these have a
-    look at every request, and pass on those for whole sequences.
+    The first request with a field for shards loads their handlers; from then on these get every
+    request, and pass on those for whole sequences.
     """
     name = request.operation.name
     if request.is_for_shards and not store.shard_handlers:
@@ -182,18 +183,17 @@ def begin_turn(store: Store, request: Request, seconds: Seconds) -> Work:
     return begin(store, request, seconds)
 
 
-def refuse_leaving(store: Store, request: Request) -> None:
-    """Raises SequenceMoving where a request is for a sequence that leaves this engine."""
+def refuse_moving(store: Store, request: Request) -> None:
+    """Raises SequenceMoving where a request is for a sequence that is marked for transfer."""
     turn = turn_of(request)
     if not turn.moves:
         store.move_marks.check((*turn.reads(request), *turn.writes(request)), request)
 
 
 def sharing_of(request: Request, turn: Turn) -> Hashable | None:
-    """Requests with equal values may share a launch; None: it needs none.
+    """The kind of launch that a request needs; equal ones can share it. None: it needs none.
 
-    Known before its turn, so that a launch that it does not share goes out before it changes
-    anything.
+    It is known before the turn, so that a launch of another kind goes out before anything changes.
     """
     if not turn.is_attention:
         return object() if turn.launches else None

@@ -1,4 +1,4 @@
-"""Sequences are cut, one or many; tokens that are kept behind the cut move up."""
+"""Truncates sequences, one or many; tokens that are kept behind the cut move up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from service.engine.handlers.shards.sequences import ShardCut
 
 MOVES_AT_ONCE: Final = 32
-"""Moves of one slice, each of some rows at one layer: every one waits for the device."""
+"""Maximum moves of one slice, each of some rows at one layer: each waits for the device."""
 
 Move = tuple[int, int, int]
 """A layer, and the first and last of the rows that move there."""
@@ -68,7 +68,7 @@ def truncate_sequences(store: Store, request: Request, _: Seconds) -> Work:
 
 
 def cut(store: Store, cuts: Sequence[Cut], answer: Callable[[], None]) -> Work:
-    """Carry out cuts that were prepared. Rows move first, while their pages are still held."""
+    """Carry out prepared cuts. Rows move first, while their pages are still referenced."""
     sources, targets = store.tree.cuts.moves(cuts)
     if not sources.size:
         finish(store, cuts)
@@ -116,7 +116,7 @@ def move_plan(store: Store, num_rows: int) -> Iterator[tuple[list[Move], Cost]]:
 
 
 def move_rows(store: Store, layer: int, sources: Int32, targets: Int32) -> None:
-    """K and V of token slots to others, to the bit."""
+    """Copy k and v of token slots to other slots, bit by bit."""
     geometry = store.geometry
     shape = (sources.size, geometry.num_kv_heads, geometry.head_dim)
     dtype: Any = NUMPY_DTYPES[geometry.dtype]

@@ -168,7 +168,7 @@ class Callers:
                 self.look_after(session)
 
     def close(self, timeout_s: float) -> None:
-        """Send what is still to be sent, for `timeout_s` at most, then close all sessions."""
+        """Send pending output, for `timeout_s` at most, then close all sessions."""
         ends = time.monotonic() + timeout_s
         while any(one.wants_write and not one.ended for one in self.sessions):
             if time.monotonic() > ends:

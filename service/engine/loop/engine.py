@@ -27,10 +27,10 @@ from service.engine.loop.place import AnswerPlace, DoesNotFit
 from service.engine.loop.request import Request, RequestReader
 from service.engine.loop.scheduler import NOTED_S, Scheduler
 from service.engine.loop.session_lanes import SessionLanes
-from service.engine.loop.slices import Pace
 from service.engine.loop.stats import MOST_REPLIES, QUIET_S, Stats
 from service.engine.selftest import self_test
 from service.engine.store.limits import Limits
+from service.engine.store.pace import Pace
 from service.engine.store.store import FATAL, Store
 from service.errors import AttndError, NotReady, Overloaded, kind_of
 from service.keys import keys_of, read_again
@@ -94,7 +94,7 @@ def make_info(backend: Backend, settings: Settings) -> InfoAnswer:
 
 
 class Engine:
-    """Serves sessions on one listening socket until it is drained. Raises what is in `FATAL`."""
+    """Serves sessions on one listening socket until it is drained. Raises the errors in `FATAL`."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Engine:
         self._metrics.build(__version__, self._backend.name)
         self._stats.record_pool()
         gc.collect()
-        gc.freeze()  # what the start made stays out of later collections
+        gc.freeze()  # later collections skip the objects made so far
         info = self.info
         LOG.info("ready: %s on %s, %d pages", info.backend, info.device, info.num_pages)
         try:
@@ -367,7 +367,7 @@ class Engine:
         self._stats.add(job)
 
     def _account(self, began: float, received: float) -> None:
-        """End a round: record what was answered, or leave it until no call has come for a while."""
+        """End a round: record its replies, now or once no call has come for a while."""
         now, stats, reading_s = time.monotonic(), self._stats, received - began
         if stats.replies:
             stats.spent_s += now - received
@@ -405,7 +405,7 @@ class Engine:
             self.callers.check_keys()
 
     def _is_drained(self, ends: float) -> bool:
-        """Whether all accepted calls have answers; those that have none in time are refused."""
+        """Whether all accepted calls have answers; at `ends`, the others are refused."""
         if not self.scheduler.is_busy:
             return True
         if time.monotonic() < ends:

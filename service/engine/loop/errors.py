@@ -1,4 +1,4 @@
-"""What a caller is told when an operation fails: the core's refusals as errors of the service."""
+"""Errors for callers: the core's refusals as errors of the service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOG: Final = logging.getLogger("attnd.engine")
 
 
 def refusal_of(job: Job, error: Exception) -> Exception:
-    """The error as the job's caller is to see it; a bug is logged here, with its traceback."""
+    """The error for a job's caller; a bug is logged here, with its traceback."""
     refusal = as_refusal(error, job.request.tenant)
     if refusal is not None:
         return refusal.with_traceback(None)  # its frames would keep the job, and it the tensors
@@ -25,7 +25,7 @@ def refusal_of(job: Job, error: Exception) -> Exception:
 
 
 def as_refusal(error: Exception, tenant: Tenant) -> errors.AttndError | None:
-    """The error as the tenant's callers are to see it; None for one that is a bug."""
+    """The error for the tenant's callers; None for a bug."""
     shown = tenant.shown
     match error:
         case errors.AttndError():
@@ -62,7 +62,7 @@ def as_refusal(error: Exception, tenant: Tenant) -> errors.AttndError | None:
 
 
 def named(value: object, tenant: Tenant) -> object:
-    """A value that a rule is about, sequences called what their callers call them."""
+    """The value that an error is about, with sequences named as their callers name them."""
     match value:
         case str():
             return tenant.shown(value)

@@ -33,7 +33,7 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._lines: dict[str, NamespaceLine[T]] = {}
-        """Empty ones stay: there are as many as namespaces."""
+        """One for each namespace; empty ones stay."""
         self._order: deque[NamespaceLine[T]] = deque()
         """The lines that are not empty, in the order of their turns."""
         self._now = 0.0

@@ -37,7 +37,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What an operation adds to the metrics once it has succeeded."""
+    """Additions to the metrics by an operation that has succeeded."""
 
     appended: int = 0
     read_bytes: int = 0
@@ -52,7 +52,7 @@ NOTHING = Counts()
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the device has to move and to compute: bytes and floating-point operations."""
+    """Bytes that the device has to move, and floating-point operations to compute."""
 
     num_bytes: float = 0.0
     flops: float = 0.0
@@ -63,7 +63,7 @@ NO_COST: Final = Cost()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completed:
-    """The answer lies in its place. `extension` is undone if the operation has to be.
+    """The answer is in its place. `extension` is undone if the operation has to be.
 
     The reply waits for `pending`, which still reads the request's tensors.
     """
@@ -122,8 +122,8 @@ class SlicedWork:
     """Work too long for one turn: others have their turns between two of its slices.
 
     `undo` takes back all that the operation changed; `undo_slices` does so where that is too long
-    for one turn as well. `made` names sequences that are locked until it is over, beside those of
-    the request. `must_finish`: whether it can no longer be undone.
+    for one turn as well. `made` names sequences that are locked until it is over, beside the
+    request's own. `must_finish`: whether it can no longer be undone.
     """
 
     slices: Slices
@@ -203,7 +203,7 @@ def in_slices(pieces: Generator[None, None, T]) -> Generator[Slice, Any, T]:
 
 
 def empty_slice() -> Slice:
-    """A slice without device work: others have their turns, then the operation goes on."""
+    """A slice without device work: others have their turns, then the operation continues."""
     return Slice(lambda: Done(None), "turn", NO_COST)
 
 

@@ -204,7 +204,7 @@ class Launches:
     # What launches teach about the device's pace.
 
     def _take_sample(self, launch: Launch) -> None:
-        """Keep what a launch of attention measured; learn at once from one longer than a slice."""
+        """Keep the measurement of a launch of attention; learn at once from one above a slice."""
         num_jobs = num_rows = 0
         num_bytes = flops = 0.0
         for job in launch.jobs:
@@ -223,8 +223,8 @@ class Launches:
             self.learn()  # before others like it are started
 
     def learn(self) -> None:
-        """Count the latest launches of attention, and correct the estimates by those that had the
-        device alone.
+        """Count the latest launches of attention, and correct the estimates by launches that
+        had the device alone.
 
         Jobs that share a launch may take less together than one by one, so a shared launch only
         shows that estimates were too low.

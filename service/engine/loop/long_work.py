@@ -131,7 +131,7 @@ class LongWork:
         self._end(job, error)
 
     def _wait(self, job: Job, result: Any) -> None:
-        """Queue a job's next slice behind those of others."""
+        """Queue a job's next slice behind other jobs' slices."""
         self._queue.append(job.request.tenant.namespace, (job, result))
 
     def _stop(self, job: Job, work: SlicedWork, error: Exception) -> None:

@@ -87,7 +87,7 @@ class OpenSteps:
         return any(name in users and users[name][0] is not lane for name in names)
 
     def check(self, lane: Lane) -> None:
-        """Raises `InvalidRequest` on a lane whose flags are those of an aborted step."""
+        """Raises `InvalidRequest` on a lane that has the flags of an aborted step."""
         steps = self._by_lane.get(lane)
         if steps is not None and steps.was_aborted:
             rule = "a step of this arena was aborted: send DEVICE again before the next step"
@@ -121,7 +121,7 @@ class OpenSteps:
         return steps.error
 
     def advance(self) -> None:
-        """End the steps that are over, and abort those that failed or are not wanted."""
+        """End finished steps, and abort failed, cancelled and late ones."""
         if self.num_aborted:
             self._unblock_callers()
         for steps in self._by_lane.values():

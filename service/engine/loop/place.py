@@ -1,4 +1,4 @@
-"""Where the answer of a call goes: an image is laid there once, and backends write into it."""
+"""The place of an answer: its image is written there once, and backends write into it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from service.image.writing import RESPONSE, Shaped, header, in_order, lay, num_b
 Array = NDArray[Any]
 HEADER_BYTES: Final = 256
 TENSOR_BYTES: Final = 128
-"""At most what the header says beside the fields, and of one tensor."""
+"""Maximum size of a header beside its fields, and of its entry for one tensor."""
 
 
 class DoesNotFit(AnswerTooLarge):
-    """The answer is larger than the place that the caller named; `needed` bytes would do."""
+    """The answer is larger than its place; it needs `needed` bytes."""
 
     def __init__(self, needed: int, capacity: int) -> None:
         super().__init__(needed, capacity, "name a place of that size for the answer")
@@ -73,7 +73,7 @@ class AnswerPlace:
     def require_bytes(self, needed: int, remedy: str = "") -> None:
         """As `require`, for `answer_bytes`."""
         if needed > self.limit:
-            raise AnswerTooLarge(needed, self.limit, remedy or "ask for less at once")
+            raise AnswerTooLarge(needed, self.limit, remedy or "request less per call")
         if self.memory is not None and needed > len(self.memory):
             raise DoesNotFit(needed, len(self.memory))
 
@@ -104,7 +104,7 @@ class AnswerPlace:
 
 
 def answer_bytes(text_bytes: int, shapes: Sequence[Shaped] = ()) -> int:
-    """At most what an answer of so much JSON, escaped, and these tensors takes."""
+    """Maximum size of an answer with these tensors and `text_bytes` of escaped JSON."""
     needed = HEADER_BYTES + text_bytes
     for shape in shapes:
         needed += TENSOR_BYTES + num_bytes(shape)

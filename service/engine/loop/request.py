@@ -1,4 +1,4 @@
-"""From a call's image to a request that the engine can run; calls that repeat are read once."""
+"""Reads calls' images into requests; a header that repeats is checked once."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from service.road.engine_end.calls import Call
 from service.tenants import OPEN, Tenant
 
 REMEMBERED_BYTES: Final = 16 * 2**10
-"""Longest header that is remembered: bounds what `MOST_REMEMBERED` of them can hold."""
+"""Longest header that is remembered, which bounds the memory of `MOST_REMEMBERED` of them."""
 MOST_REMEMBERED: Final = 512
 REPEATED_BYTES: Final = 2 * 2**10
 MOST_REPEATED: Final = 128
-"""A session's calls are remembered whole, places and all, up to so many with so long headers."""
+"""Limits for whole requests that a session remembers with their places: header size and number."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A checked operation, its tensors in place, where its answer goes, and whose it is.
+    """A checked operation with its tensors, the place of its answer, and its tenant.
 
-    Sequences in its fields are called what the tree calls them, see `Tenant`. It may serve again,
-    when a session sends the same header from the same place for an answer at the same place and for
-    the same tenant. `known` is what operations derive from the header alone: all requests of that
-    header share it.
+    Sequences in its fields have the tree's names, see `Tenant`. A request serves again when its
+    session sends the same header from the same place, with the same place for the answer and the
+    same tenant. `known` caches what handlers derive from the header alone, for all requests with
+    that header.
     """
 
     operation: Operation
@@ -57,11 +57,11 @@ class RequestReader:
         self._limit = info.limits.max_answer_bytes
 
     def read(self, operation: Operation, call: Call) -> Request | Pieces[Request]:
-        """The request; what reads it in pieces, where that takes longer than some milliseconds.
+        """The request, or a generator that reads it in pieces where that takes some milliseconds.
         Raises `Forbidden`, `MalformedBody`, `InvalidRequest`.
 
-        The header is copied before it is read: its writer may still be at it. Tensors are read
-        where they lie.
+        The header is copied before it is read: the caller may still be writing it. Tensors are
+        views of the arena.
         """
         header, start = split(call.request)
         repeated = call.session.repeated
@@ -75,7 +75,7 @@ class RequestReader:
             next(pieces)
         except StopIteration as end:
             made: Request = end.value
-            if len(header) <= REPEATED_BYTES and lie_still(made.tensors):
+            if len(header) <= REPEATED_BYTES and can_be_kept(made.tensors):
                 if len(repeated) >= MOST_REPEATED:
                     repeated.clear()
                 repeated[key] = made
@@ -85,7 +85,7 @@ class RequestReader:
     def _reading(
         self, operation: Operation, call: Call, header: bytes, start: int
     ) -> Pieces[Request]:
-        """A request that does not repeat one of the session's, in pieces."""
+        """Read a request that is not among the session's remembered ones, in pieces."""
         image, tenant, pinned = call.request, call.tenant, call.session.pinned
         room = len(image) - start
         key = (operation.number, header, room, tenant)
@@ -113,6 +113,6 @@ class RequestReader:
         )
 
 
-def lie_still(tensors: Mapping[str, Array]) -> bool:
-    """Whether tensors are the arena's own bytes, with nothing in them to be checked."""
+def can_be_kept(tensors: Mapping[str, Array]) -> bool:
+    """Whether tensors are views of the arena whose values need no check."""
     return all(one.base is not None and one.dtype != BOOL for one in tensors.values())

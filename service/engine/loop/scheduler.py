@@ -17,7 +17,7 @@ from typing import Final
 
 from kernels.lanes import Lanes
 from service.core.pool.budget import NO_LIMIT, EvictionPaused
-from service.engine.handlers.table import begin_turn, refuse_leaving, sharing_of, turn_of
+from service.engine.handlers.table import begin_turn, refuse_moving, sharing_of, turn_of
 from service.engine.loop.errors import refusal_of
 from service.engine.loop.fair import FairQueue
 from service.engine.loop.job import Job, OpenedStep, SlicedWork, SoloLaunch
@@ -40,7 +40,7 @@ LEAST_ROUND_S: Final = 1e-3
 LOOKS_PER_ROUND: Final = 4
 """Factor by which a round may be longer where many jobs wait for locked sequences."""
 NOTED_S: Final = 1e-3
-"""Shortest time that the watchdog is told of."""
+"""Shortest time that is reported to the watchdog."""
 
 
 def has_been_read(_: Job) -> bool:
@@ -226,7 +226,7 @@ class Scheduler:
             if job.request.step is not None:
                 self.steps.check(job.request.step.lane)
             if self._store.move_marks.marks:
-                refuse_leaving(self._store, job.request)
+                refuse_moving(self._store, job.request)
             job.work = begin_turn(self._store, job.request, job.seconds)
         except (*FATAL, EvictionPaused):
             raise

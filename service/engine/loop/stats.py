@@ -50,7 +50,7 @@ class Stats:
         self._metrics = metrics
         self._store = store
         self.replies: list[ReplyRecord] = []
-        """Those that are not recorded yet."""
+        """Replies that are not recorded yet."""
         self.due = 0.0
         """When they must be recorded, even if calls are waiting."""
         self.spent_s = 0.0
@@ -94,7 +94,7 @@ class Stats:
 
     def _record_reply(self, reply: ReplyRecord) -> None:
         metrics, counts, spent = self._metrics, reply.counts, reply.seconds
-        if reply.operation is not SNAPSHOT:  # of no interest to those who take snapshots
+        if reply.operation is not SNAPSHOT:  # of no interest to readers of snapshots
             metrics.stages(
                 spent.queue, spent.plan, spent.copy_in, spent.kernel, spent.copy_out, spent.encode
             )

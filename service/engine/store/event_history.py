@@ -1,4 +1,4 @@
-"""What became of cached pages lately: numbered events of each namespace, as many as are kept."""
+"""The history of cached pages: numbered events of each namespace, up to a number of pages."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from service.core.prefix.keys import KEY_BYTES
 
 TOKENS_AN_EVENT: Final = 2048
 PAGES_AN_EVENT: Final = 128
-"""More are told by several events, so that each is soon written and read."""
+"""A change of more tokens or pages becomes several events, each quick to write and to read."""
 EVENT_BYTES: Final = 256
 PAGE_BYTES: Final = 2 * KEY_BYTES + 3
 TOKEN_BYTES: Final = 8
-"""About what an event, a page and a token take as JSON."""
+"""Approximate JSON size of an event, a page and a token."""
 ANSWER_BYTES: Final = 24 * 2**10
-"""About so much JSON is told at once: it takes the engine a fraction of a millisecond."""
+"""Approximate JSON size of one reply: it takes the engine a fraction of a millisecond."""
 
 
 @dataclass(slots=True, eq=False)
 class Pressure:
-    """The pool's pressure has changed; `free` pages are left to the namespace, and `available` ones
-    with those that would be evicted for it."""
+    """A change of the pool's pressure: the namespace has `free` pages left, and `available` pages
+    with evictions."""
 
     is_high: bool
     free: int
@@ -40,7 +40,7 @@ Event = Change | Pressure
 
 @dataclass(slots=True)
 class Past:
-    """One namespace's events: the last of them has the number `newest`."""
+    """One namespace's events; the last one has the number `newest`."""
 
     newest: int
     events: deque[Event] = field(default_factory=deque)
@@ -58,7 +58,7 @@ class Past:
 
 class EventHistory:
     """Listens to the changes of the cache. Numbers begin with the microseconds at the start, so
-    that one from before a restart is too old."""
+    that a number from before a restart is too old."""
 
     __slots__ = ("_begin", "_most_pages", "_page_size", "_pages_an_event", "_pasts", "is_high")
 
@@ -70,14 +70,14 @@ class EventHistory:
         self._begin = time.time_ns() // 1000
         self._pasts: dict[str, Past] = {}
         self.is_high = False
-        """The pressure that was told last."""
+        """The pressure by the last event."""
 
     @property
     def is_kept(self) -> bool:
         return self._most_pages > 0
 
     def hear(self, change: Change) -> None:
-        """Keep a change, which is made ready to be read only when somebody reads."""
+        """Keep a change; it is turned into JSON when it is read."""
         past = self._pasts.get(change.namespace) or self._begun(change.namespace)
         weight = weight_of(change)
         if weight <= self._pages_an_event:
@@ -87,8 +87,8 @@ class EventHistory:
             past.add(part, weight_of(part), self._most_pages)
 
     def press(self, is_high: bool, left: dict[str, tuple[int, int]]) -> None:
-        """Tell all namespaces, by the pages free and available to each, that the pressure has
-        changed."""
+        """Add an event of changed pressure for all namespaces; `left` has the pages that are free
+        and available to each."""
         self.is_high = is_high
         if self.is_kept:
             for namespace, pages in left.items():
@@ -98,22 +98,23 @@ class EventHistory:
     def page(
         self, namespace: str, after: int, limit: int
     ) -> tuple[list[dict[str, Any]], int, bool]:
-        """Up to `limit` events after a number, where to go on, and whether some are forgotten."""
+        """Up to `limit` events after a number, the number to continue after, and whether some were
+        dropped."""
         past = self._pasts.get(namespace) or Past(self._begin)
         if after < 0:
             return [], past.newest, False
         before_first = past.newest - len(past.events)
         too_old = past.has_forgotten if after == 0 else not before_first <= after <= past.newest
         start = before_first if too_old else max(after, before_first)
-        told: list[dict[str, Any]] = []
+        page: list[dict[str, Any]] = []
         size = 0
         for event in islice(past.events, start - before_first, None):
             size += num_bytes(event)
-            if told and (size > ANSWER_BYTES or len(told) == limit):
+            if page and (size > ANSWER_BYTES or len(page) == limit):
                 break
-            number = start + len(told) + 1
-            told.append({"id": number, "namespace": namespace} | fields(event, self._page_size))
-        return told, start + len(told), too_old
+            number = start + len(page) + 1
+            page.append({"id": number, "namespace": namespace} | fields(event, self._page_size))
+        return page, start + len(page), too_old
 
     def _begun(self, namespace: str) -> Past:
         past = self._pasts[namespace] = Past(self._begin)
@@ -121,7 +122,7 @@ class EventHistory:
 
 
 def weight_of(event: Event) -> int:
-    """What it counts for in a history: its pages, or 1 where it tells of none."""
+    """Weight of an event in a history: the number of its pages, at least 1."""
     match event:
         case Stored() | Removed():
             return len(event.keys) // KEY_BYTES
@@ -152,13 +153,13 @@ def cut(data: bytes, size: int) -> list[bytes]:
 
 
 def fields(event: Event, page_size: int) -> dict[str, Any]:
-    """An event as it is told."""
+    """An event as it appears in replies."""
     match event:
         case Stored():
-            told = {"page_keys": hex_keys(event.keys), "parent_key": event.parent_key.hex()}
+            pages = {"page_keys": hex_keys(event.keys), "parent_key": event.parent_key.hex()}
             if event.token_ids is not None:
-                told["token_ids"] = np.frombuffer(event.token_ids, np.uint32).tolist()
-            return {"type": "stored"} | told | {"page_size": page_size}
+                pages["token_ids"] = np.frombuffer(event.token_ids, np.uint32).tolist()
+            return {"type": "stored"} | pages | {"page_size": page_size}
         case Removed():
             return {"type": "removed", "page_keys": hex_keys(event.keys)}
         case Cleared():
@@ -169,7 +170,7 @@ def fields(event: Event, page_size: int) -> dict[str, Any]:
 
 
 def num_bytes(event: Event) -> int:
-    """About what it takes as JSON."""
+    """Approximate size of an event as JSON."""
     size = EVENT_BYTES + PAGE_BYTES * weight_of(event)
     if isinstance(event, Stored) and event.token_ids is not None:
         size += TOKEN_BYTES * len(event.token_ids) // 4

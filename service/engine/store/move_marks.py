@@ -1,5 +1,5 @@
-"""Sequences that are moved to another engine: calls for them are refused until they have gone, or
-stay after all."""
+"""Marks on sequences that move to another engine: calls for them are refused until they are there,
+or the mark expires."""
 
 from __future__ import annotations
 
@@ -14,35 +14,31 @@ from service.engine.loop.request import Request
 from service.errors import SequenceMoving
 
 ENDED_AT_ONCE: Final = 64
-"""Marks that end in one round: about a millisecond. The next round ends the rest."""
+"""Maximum marks that expire in one round: about a millisecond of work."""
 
 
 @dataclass(slots=True)
 class Mark:
-    """For how many seconds nobody has to say what becomes of the sequence; whether it is another
-    engine's by then (`is_handed`), or else this one's again."""
+    """Seconds until a mark expires; the sequence then belongs to this engine again, or is deleted
+    here if its ownership was transferred (`is_handed`)."""
 
     for_s: float
     is_handed: bool = False
 
 
 class MoveMarks:
-    """The marks by the sequences' names in the tree; false where there are none, as nearly
-    always."""
+    """The marks, by the sequences' names in the tree; nearly always there are none."""
 
     __slots__ = ("_tree", "ends", "marks")
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
         self.ends: Timers[str] = Timers()
-        """When marks end, by `time.monotonic()`."""
+        """When marks expire, by `time.monotonic()`."""
         self.marks: dict[str, Mark] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self.marks)
-
     def check(self, names: Iterable[str], request: Request) -> None:
-        """Raises SequenceMoving where one of the names is leaving."""
+        """Raises SequenceMoving where one of the names is marked."""
         found = [name for name in names if name in self.marks]
         if found:
             shown = request.tenant.shown
@@ -50,25 +46,25 @@ class MoveMarks:
             raise SequenceMoving([shown(name) for name in found], handed)
 
     def put(self, name: str, mark: Mark) -> None:
-        """Mark a sequence anew."""
+        """Mark a sequence, or replace its mark."""
         self.marks[name] = mark
         self.prolong(name)
 
     def prolong(self, name: str) -> None:
-        """Somebody is at work on a sequence: its mark, if it has one, lasts as long again."""
+        """Restart the time of a sequence's mark, if it has one: it is in use."""
         if (mark := self.marks.get(name)) is not None:
             self.ends.set(name, time.monotonic() + mark.for_s)
 
     def end(self, name: str) -> None:
-        """Take a mark away; a sequence that was handed over is deleted."""
+        """Remove a mark; a sequence whose ownership was transferred is deleted."""
         mark = self.marks.pop(name)
         self.ends.cancel(name)
         if mark.is_handed and name in self._tree.books:
             self._tree.free((name,))
 
     def expire(self, now: float, is_held: Callable[[str], bool]) -> None:
-        """End the marks that nobody came back for in time: those sequences stay, or are deleted
-        where they were handed over. A mark lasts as long again while its sequence is in use."""
+        """Remove expired marks: the sequence stays, or is deleted if ownership was transferred. The
+        mark of a sequence in use starts again."""
         for name in self.ends.take_due(now, ENDED_AT_ONCE):
             if is_held(name):
                 self.prolong(name)

@@ -1,4 +1,4 @@
-"""The plan cache: the same `Plan` object for every layer of a step, as backends key on identity."""
+"""The plan cache: all layers of a step get the same `Plan` object, which backends key on."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MAX_INDICES: Final = 4 * 2**20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
-    """A plan as the backend takes it, and what it costs: KV tokens read, and by flat attention.
+    """A plan for the backend, with its cost: KV tokens read, and tokens that flat attention reads.
 
-    `max_keys` is the most keys that any of its rows could see.
+    `max_keys` is the maximum number of keys that one of its rows can see.
     """
 
     plan: Plan

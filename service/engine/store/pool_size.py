@@ -1,4 +1,4 @@
-"""How large the pool is, and the backend that holds it: from settings to a `Backend`."""
+"""The size of the pool, and the backend that holds it: from settings to a `Backend`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def backend_maker(
 
 
 def chosen_kind() -> Kind:
-    """What `auto` stands for on this machine."""
+    """The backend that `auto` selects on this machine."""
     return "cuda" if cuda_devices() else "cpu"
 
 
 def num_pages(pool: PoolSettings, free: Callable[[], int]) -> int:
-    """Pages as told, or as many as fit the share of the `free()` bytes.
+    """Pages by `pool.num_pages`, or the number that fits the share of the `free()` bytes.
 
     Raises `PoolTooSmall`, with the numbers, when that is none.
     """

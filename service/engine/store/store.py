@@ -16,10 +16,10 @@ from service.core.tree import PrefixTree
 from service.core.values import Extension
 from service.engine.loop.job import Cost, Seconds
 from service.engine.loop.request import Request
-from service.engine.loop.slices import Pace
 from service.engine.store.event_history import EventHistory
 from service.engine.store.limits import Limits
 from service.engine.store.move_marks import MoveMarks
+from service.engine.store.pace import Pace
 from service.engine.store.plan_cache import PlanCache
 from service.engine.store.snapshot import Snapshots
 from service.engine.store.unfinished_imports import UnfinishedImports
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from service.engine.handlers.table import Begin
 
 EXPIRY_S: Final = 2e-3
-"""Seconds that one round deletes sequences whose time is over."""
+"""Longest time in a round for deleting expired sequences."""
 ENDED_AT_ONCE: Final = 32
-"""Sequences that are looked at between two looks at the clock."""
+"""Sequences checked between two reads of the clock."""
 EVICTED_A_TURN: Final = 32
 """Pages evicted ahead of need in one round of turns: a fraction of a millisecond."""
 
@@ -57,7 +57,7 @@ class PoolNumbers:
     imports: int = 0
     nodes: int = 0
     available: int = 0
-    """Pages that one namespace could get now, evictions included."""
+    """Pages that one namespace can get now, evictions included."""
 
 
 class Store:
@@ -72,7 +72,7 @@ class Store:
         events_history: int = 0,
         live: bool = True,
     ) -> None:
-        """`events_history`: pages that the events kept for each namespace tell of; `live`: whether
+        """`events_history`: pages for which each namespace's events are kept; `live`: whether
         snapshots may be taken."""
         geometry = backend.geometry
         self.info = info
@@ -80,7 +80,7 @@ class Store:
         self.geometry = geometry
         self.pace = pace
         self.num_qo_heads = geometry.num_kv_heads
-        """Of the queries that came last."""
+        """Query heads of the latest queries."""
         self.limits = Limits(info.limits.max_sequences, info.limits.max_sequences)
         self.tree = PrefixTree(geometry.num_pages, geometry.page_size, geometry.num_layers)
         self.plans = PlanCache(self.tree)
@@ -93,7 +93,7 @@ class Store:
         self.shard_handlers: Mapping[str, Begin] = {}
         """What handles requests once the engine holds shards, by operation."""
         self.counts: Callable[[], dict[str, list[float]]] = dict
-        """What the engine's metrics have counted."""
+        """Reads the counts of the engine's metrics."""
         self.now = time.monotonic()
         self.snapshots = Snapshots(self) if live else None
         self._watermark = int(high_watermark * geometry.num_pages)
@@ -115,7 +115,7 @@ class Store:
         offsets: Int32 | None,
         seconds: Seconds,
     ) -> Extension:
-        """Make room for `counts` [B] tokens; nothing is written there yet."""
+        """Reserve pages for `counts` [B] tokens; nothing is written there yet."""
         started = time.monotonic()
         extension = self.tree.extend(layer, ids, counts, offsets)
         seconds.plan += time.monotonic() - started
@@ -124,7 +124,7 @@ class Store:
     def write(
         self, extension: Extension, rows: tuple[Tensor, Tensor], seconds: Seconds
     ) -> Pending[None]:
-        """Write `rows` (k and v [n, Hkv, D]) where the extension made room; undone if it fails."""
+        """Write `rows` (k and v [n, Hkv, D]) to an extension, which is undone if that fails."""
         started = time.monotonic()
         try:
             pending = self.backend.append(extension.layer, *rows, extension.slots)
@@ -135,7 +135,7 @@ class Store:
         return pending
 
     def undo(self, extension: Extension | StepExtension) -> None:
-        """Take back an extension; the tree renames what was planned for it."""
+        """Roll back an extension; plans made for it get a new key."""
         if isinstance(extension, StepExtension):
             undo_layers(self.tree, extension)
         else:
@@ -146,7 +146,7 @@ class Store:
         return self.pace.is_long("append", write_cost(rows))
 
     def tick(self) -> None:
-        """Let time pass: leases, priorities and pins end, and room is made ahead of need."""
+        """End leases, priorities and pins by the time, and evict pages ahead of need."""
         tree = self.tree
         self.now = time.monotonic()
         tree.tick(self.now)
@@ -156,7 +156,7 @@ class Store:
 
     @property
     def next_end(self) -> float:
-        """When time alone will next change something, by `time.monotonic()`."""
+        """When the next lease, pin, sequence or mark ends, by `time.monotonic()`."""
         return min(self.tree.next_end, self.move_marks.ends.next_due)
 
     @property
@@ -165,11 +165,10 @@ class Store:
         return min(self.tree.books.next_expiry, self.move_marks.ends.next_due)
 
     def expire(self, is_held: Callable[[str], bool]) -> None:
-        """Delete the sequences that nobody has used for as long as they may live unused, and end
-        the marks of those that were moved, as far as that is done in a fraction of a slice.
+        """Delete sequences whose idle time is over, and remove expired marks, for a fraction of a
+        slice; the next round continues.
 
-        A sequence that `is_held` says is in use was used just now. Nothing that was launched may be
-        unsettled.
+        `is_held` reports sequences in use, whose time starts again. All launches must be answered.
         """
         books, marks, ends = self.tree.books, self.move_marks.marks, time.monotonic() + EXPIRY_S
         self.move_marks.expire(self.now, is_held)
@@ -212,7 +211,7 @@ class Store:
             self.history.press(is_high, left)
 
     def namespace_fields(self, name: str) -> dict[str, Any]:
-        """A namespace's quota and use; one that nobody has met has neither."""
+        """A namespace's quota and use; an unknown namespace has none."""
         held = self.tree.budget.namespaces.get(name) or Namespace(name)
         return {
             "name": name,

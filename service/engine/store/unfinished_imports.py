@@ -1,4 +1,4 @@
-"""Imports that are not finished: what each has received, and where its pages are held meanwhile."""
+"""Unfinished imports: their progress, and the hidden sequences that hold their pages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from service.operations.transfer import Header
 from service.tenants import Tenant
 
 HIDDEN: Final = "~"
-"""Begins the names of sequences that are being imported; no caller can give such a name, and all
-others come before them in order."""
+"""First character of the names of sequences that are being imported; callers cannot use it, and all
+other names sort before it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +46,8 @@ class UnfinishedImport:
 
 
 class UnfinishedImports:
-    """By the names that the sequences will have. The time to live is that of the hidden sequence:
-    where it is gone, the import is."""
+    """Unfinished imports, by the names that the sequences will have. An import lives as long as its
+    hidden sequence."""
 
     __slots__ = ("_books", "_by_name", "_counts")
 
@@ -87,10 +87,10 @@ class UnfinishedImports:
                 self.remove(self._by_name[name.removeprefix(HIDDEN)])
 
     def refuse_taken(self, names: Iterable[str]) -> None:
-        """Raises `SequenceExists` for names that imports will have."""
+        """Raises `SequenceExists` for names that are taken by imports."""
         if self._by_name and (taken := [name for name in names if self.find(name) is not None]):
             raise SequenceExists(taken)
 
     def count(self, namespace: str | None) -> int:
-        """How many a namespace has, or all together (None)."""
+        """Number of imports of a namespace, or of all (None)."""
         return len(self._by_name) if namespace is None else self._counts.get(namespace, 0)

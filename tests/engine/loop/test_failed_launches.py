@@ -12,7 +12,7 @@ import pytest
 
 from kernels.backend import DeviceLost, Unsupported
 from kernels.errors import NoMemory
-from service.engine.loop.slices import Pace
+from service.engine.store.pace import Pace
 from service.engine.store.store import StoreLost
 from service.errors import NotReady
 from tests.engine.fake_backend import GEOMETRY, FakeBackend

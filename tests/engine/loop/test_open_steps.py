@@ -20,7 +20,7 @@ from service.engine.loop.place import AnswerPlace
 from service.engine.loop.request import Request
 from service.engine.loop.scheduler import Scheduler
 from service.engine.loop.session_lanes import SessionLanes
-from service.engine.loop.slices import Pace
+from service.engine.store.pace import Pace
 from service.engine.store.store import Store
 from service.errors import Forbidden
 from service.metrics import Metrics

@@ -18,7 +18,6 @@ from service.core.values import NewSpec
 from service.engine.handlers.masks import ragged_mask
 from service.engine.loop.job import Cost
 from service.engine.loop.slices import (
-    Pace,
     RowSpan,
     cut_attend,
     cut_ragged,
@@ -26,6 +25,7 @@ from service.engine.loop.slices import (
     ragged_keys,
     row_keys,
 )
+from service.engine.store.pace import Pace
 from service.engine.store.plan_cache import PlanCache, Planned
 
 GEOMETRY = PoolGeometry(1, 256, 4, 2, 8, dtype="fp32")

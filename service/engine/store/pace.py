@@ -1,0 +1,81 @@
+"""Pace: estimates how long work takes on the device, and learns from measurements."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from service.engine.loop.job import Cost
+
+CORRECTION: Final = 0.3
+"""Weight of the latest measurement in a rate, on a logarithmic scale."""
+SHORT_SHARE: Final = 0.01
+SHORT_S: Final = 5e-5
+"""Work first estimated below `SHORT_S`, or this share of a slice, measures the overhead of calls
+and launches, whatever the work."""
+LONG_SHARE: Final = 0.1
+"""Work first estimated above this share of a slice measures the device's rates, and so does work
+that took a whole slice. Work in between measures both: it only shows that estimates were too
+high."""
+FAR_TOO_LONG: Final = 2.0
+"""A slice this many times too long corrects the rate fully: others wait for each like it."""
+MOST_CORRECTION: Final = 4.0
+FURTHEST: Final = 1e6
+"""Largest factor between a rate and its first guess, for measurements near 0."""
+
+
+class Pace:
+    """Estimates seconds from bytes and flops, at rates that measurements correct."""
+
+    def __init__(self, bytes_per_s: float, flops_per_s: float, slice_s: float) -> None:
+        self.slice_s = slice_s
+        self._bytes_per_s = bytes_per_s
+        self._flops_per_s = flops_per_s
+        self._short_s = max(SHORT_SHARE * slice_s, SHORT_S)
+        self._factors: dict[str, float] = {}
+        self._overheads: dict[str, float] = {}
+
+    def seconds(self, kind: str, cost: Cost) -> float:
+        """Estimated seconds of work of one kind ("attend", "append", ...)."""
+        guess = cost.num_bytes / self._bytes_per_s + cost.flops / self._flops_per_s
+        return guess * self._factors.get(kind, 1.0)
+
+    def is_long(self, kind: str, cost: Cost) -> bool:
+        """Whether work takes more than one slice."""
+        return self.seconds(kind, cost) > self.slice_s
+
+    def is_short(self, cost: Cost) -> bool:
+        """Whether the overhead of calls and launches was first estimated to exceed the work."""
+        return cost.num_bytes / self._bytes_per_s + cost.flops / self._flops_per_s < self._short_s
+
+    def knows(self, kind: str) -> bool:
+        """Whether work of that kind was measured."""
+        return kind in self._factors or kind in self._overheads
+
+    def num_slices(self, kind: str, cost: Cost, fixed: Cost | None = None) -> int:
+        """Number of slices for work of which every slice pays `fixed` again.
+
+        At least half of a slice is work of its own, however long that makes it.
+        """
+        again = 0.0 if fixed is None else self.seconds(kind, fixed)
+        own = max(self.seconds(kind, cost) - again, 0.0)
+        return max(1, math.ceil(own / max(self.slice_s - again, self.slice_s / 2, again)))
+
+    def correct(self, kind: str, cost: Cost, measured_s: float) -> None:
+        """Learn that work of a known cost took `measured_s`."""
+        guess = cost.num_bytes / self._bytes_per_s + cost.flops / self._flops_per_s
+        factor, overhead = self._factors.get(kind, 1.0), self._overheads.get(kind)
+        estimate, is_short = guess * factor, guess < self._short_s
+        if is_short:
+            before = measured_s if overhead is None else overhead
+            self._overheads[kind] = before + CORRECTION * (measured_s - before)
+        is_long = guess >= LONG_SHARE * self.slice_s or measured_s >= self.slice_s
+        if is_long and not is_short:
+            ratio = (measured_s - (overhead or 0.0)) / estimate
+        elif measured_s < estimate:  # too high, whatever part of it was overhead
+            ratio = measured_s / estimate
+        else:
+            return
+        ratio = min(max(ratio, 1 / MOST_CORRECTION), MOST_CORRECTION)
+        weight = 1.0 if measured_s > FAR_TOO_LONG * self.slice_s else CORRECTION
+        self._factors[kind] = min(max(factor * ratio**weight, 1 / FURTHEST), FURTHEST)
