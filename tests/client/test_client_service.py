@@ -392,7 +392,9 @@ def test_the_readme_program_runs(port: str, capsys: pytest.CaptureFixture[str]) 
 
 def test_the_client_needs_nothing_that_a_service_is_made_of() -> None:
     heavy = ["torch", "cupy", "fastapi", "pydantic", "service", "kernels", "config", "httpx"]
-    program = f"import attnd, sys; print([name for name in {heavy} if name in sys.modules])"
+    program = (
+        f"import attnd, sys; attnd.Client; print([name for name in {heavy} if name in sys.modules])"
+    )
     told = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         capture_output=True,

@@ -96,7 +96,7 @@ def test_large_scores_neither_overflow_nor_lose_the_sum(backend, rng) -> None:
     "step",
     [0.3, 2.0, 7.9, 8.1, 40.0, -0.3, -7.9, -40.0, "saw", "spikes", "-9", "-14", "-60", "-120"],
 )
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp16", pytest.param("bf16", marks=pytest.mark.long)])
 def test_maxima_that_rise_and_fall_along_the_keys(
     backend,
     rng,

@@ -16,6 +16,8 @@ from attnd.torch import RankedTorchSession, TimeSliced, TorchSession
 from kernels import cuda_devices
 from tests.session.stepping import HEADS, LAYERS, Served, go_through, serve
 
+pytestmark = pytest.mark.long
+
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PAGE = 16
 RANKS = 2

@@ -284,6 +284,7 @@ def expect_length(other: Session, length: int) -> None:
     other.truncate("a", LENGTH)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of sockets, amid their making
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_at_random_moments_leaves_sequences_free_and_the_session_working(

@@ -19,6 +19,8 @@ from service.cluster.routing.router import Router
 from tests.cluster.checked_calls import Book
 from tests.cluster.harness import PAGE, SETTINGS, Cluster, rows, run
 
+pytestmark = pytest.mark.long
+
 STALL_S = 1.5
 
 

@@ -170,6 +170,7 @@ async def begin_at_source(doors: Sequence[Cluster], callers: Sequence[Caller], c
         await only_on(cluster, SOURCE, False)
 
 
+@pytest.mark.long
 def test_an_engine_is_emptied_while_callers_at_another_door_go_on(
     three_engines: LocalEngines,
 ) -> None:
@@ -241,6 +242,7 @@ def test_what_forks_share_and_names_of_pages_are_kept(three_engines: LocalEngine
     run(three_engines, test)
 
 
+@pytest.mark.long
 def test_parts_of_sequences_are_moved_while_callers_at_two_doors_go_on(
     three_engines: LocalEngines,
 ) -> None:
@@ -405,6 +407,7 @@ def test_pins_and_leases_are_kept_and_imports_are_waited_for(three_engines: Loca
     run(three_engines, test)
 
 
+@pytest.mark.long
 def test_a_pin_that_has_no_room_elsewhere_stays_until_there_is(
     three_engines: LocalEngines, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -483,6 +486,7 @@ class Died(Exception):
     """The door, in the middle."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("when", ["leaving", "handed", "named", "given up"])
 def test_a_door_that_dies_while_a_sequence_changes_its_engine_loses_nothing(
@@ -538,6 +542,7 @@ async def count_nothing(*_: Any) -> int:
     return 0
 
 
+@pytest.mark.long
 def test_copies_on_the_way_go_soon_where_their_door_has_died(
     three_engines: LocalEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ CHOICES = st.tuples(
 )
 
 
+@pytest.mark.long
 @settings(
     max_examples=12,
     deadline=None,

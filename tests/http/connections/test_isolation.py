@@ -229,7 +229,10 @@ def over_road(session: Session, name: str, body: Body) -> Reply:
     return Reply(told.status, json.dumps(told.fields).encode(), told.fields, tensors)
 
 
-@pytest.fixture(scope="module", params=["one engine", "over the road", "a cluster of two"])
+LONG_CLUSTER: Final = pytest.param("a cluster of two", marks=pytest.mark.long)
+
+
+@pytest.fixture(scope="module", params=["one engine", "over the road", LONG_CLUSTER])
 def service(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:
