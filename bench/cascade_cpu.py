@@ -19,11 +19,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from bench.cases.kernel_plans import flat_plan, level_of, row_levels
 from bench.provenance import RESULTS, Results, command_line, provenance, publish
 from bench.tables import table as markdown
 from bench.tables import with_stamp
 from kernels import make_backend
-from kernels.backend import Attend, DType, Level, Plan, PoolGeometry, Scoring
+from kernels.backend import Attend, DType, Plan, PoolGeometry, Scoring
 
 CASCADE_RESULTS: Final = RESULTS / "cascade-cpu.json"
 DTYPES: Final[tuple[DType, ...]] = ("fp32", "fp16")
@@ -50,41 +51,19 @@ class Case:
 CASES: Final = (Case(32, 4096, 64), Case(32, 4096, 64, num_kv_heads=32), Case(8, 1024, 64))
 
 
-def int32(values: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
-    return np.ascontiguousarray(values, np.int32)
-
-
-def plans(case: Case, pages: np.ndarray[Any, Any]) -> tuple[Plan, Plan]:
-    """A flat and a cascade plan over the same pages."""
-    common, each = case.shared // PAGE_SIZE, case.own // PAGE_SIZE
-    shared, own = pages[:common], pages[common:].reshape(case.sequences, each)
-    rows, full = np.arange(case.sequences + 1), np.full(case.sequences, PAGE_SIZE)
-    flat = Level(
-        int32(rows),
-        int32(rows * (common + each)),
-        int32(np.concatenate([np.concatenate((shared, mine)) for mine in own])),
-        int32(full),
-        int32(np.zeros(case.sequences)),
-        causal=True,
-    )
-    top = Level(
-        int32([0, case.sequences]),
-        int32([0, common]),
-        int32(shared),
-        int32([PAGE_SIZE]),
-        int32([0]),
-        causal=False,
-    )
-    leaves = Level(
-        int32(rows),
-        int32(rows * each),
-        int32(own.reshape(-1)),
-        int32(full),
-        int32(np.full(case.sequences, case.shared)),
-        causal=True,
-    )
-    positions = int32(np.full(case.sequences, case.shared + case.own - 1))
-    return Plan((flat,), positions), Plan((top, leaves), positions)
+def plans(case: Case) -> tuple[Plan, Plan, int]:
+    """A flat and a cascade plan over the same shuffled pages, and the number of pages."""
+    shared = {"nodes": 1, "tokens_per_node": case.shared}
+    own = {"nodes": case.sequences, "tokens_per_node": case.own}
+    row = {
+        "kind": "cascade",
+        "page_size": PAGE_SIZE,
+        "batch": case.sequences,
+        "levels": [shared, own],
+    }
+    levels, positions, num_pages = row_levels(row)
+    cascade = Plan(tuple(level_of(nodes, PAGE_SIZE) for nodes in levels), positions)
+    return flat_plan(levels, positions, PAGE_SIZE), cascade, num_pages
 
 
 def median_ms(run: Callable[[], object]) -> float:
@@ -100,14 +79,13 @@ def median_ms(run: Callable[[], object]) -> float:
 def measure(case: Case, dtype: DType) -> dict[str, Any]:
     """Median milliseconds of both, and the largest difference of their results."""
     rng = np.random.default_rng(0)
-    num_pages = (case.shared + case.sequences * case.own) // PAGE_SIZE
+    flat, cascade, num_pages = plans(case)
     geometry = PoolGeometry(1, num_pages, PAGE_SIZE, case.num_kv_heads, case.head_dim, "NHD", dtype)
     backend = make_backend("cpu", geometry)
     shape = (num_pages * PAGE_SIZE, case.num_kv_heads, case.head_dim)
     k, v = (rng.standard_normal(shape, np.float32) for _ in range(2))
     backend.append(0, k, v, np.arange(shape[0], dtype=np.int32))
     q = rng.standard_normal((case.sequences, case.num_qo_heads, case.head_dim), np.float32)
-    flat, cascade = plans(case, rng.permutation(num_pages).astype(np.int32))
 
     def attend(plan: Plan) -> Any:
         request = Attend(0, q, plan, Scoring(case.head_dim**-0.5))

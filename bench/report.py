@@ -7,7 +7,7 @@ matplotlib.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +15,7 @@ from typing import Any, Final
 from bench import cache, cascade_cpu, cluster, core, fairness, gpu_steps, model, service
 from bench.kernel_results import H100_RESULTS, KERNEL_RESULTS, kernels_table
 from bench.provenance import RESULTS, Results, read_results
-from bench.tables import table, with_stamp, wrapped
+from bench.tables import wrapped
 from simulation.tables import fleet_table
 
 REPORT: Final = RESULTS.with_name("RESULTS.md")
@@ -49,31 +49,6 @@ class Section:
 def of_part(name: str, render: Callable[[Any], str]) -> Callable[[Results], str]:
     """Renders one part of a file that holds several runs."""
     return lambda results: render({"commit": results["commit"]} | results[name])
-
-
-def ranks_table(results: Mapping[str, Any]) -> str:
-    """Decode steps of sequences that are sharded over two GPUs, beside half of them on one."""
-    rows = []
-    for row in results["rows"]:
-        one, two, times, half = row["one"], row["ranked"], row["times_half"], row["half"]
-        rows.append(
-            (
-                f"{row['batch']} x {row['kv_len'] // 1024}k",
-                f"{half[0]} x {half[1] // 1024}k",
-                f"{one['steps']:.1f}, {one['graph']:.1f}",
-                f"{two['steps']:.1f}, {two['graph']:.1f}",
-                f"{times['steps']:.3f} x, {times['graph']:.3f} x",
-                f"{row['floor_us']:.1f}",
-                f"{row['error']['o']:.1e}, {row['error']['lse']:.1e}",
-            )
-        )
-    head = ["over two GPUs", "half of it, on one", "one: steps, graph µs", "two: steps, graph µs"]
-    head += ["beside the half", "floor µs", "error of o, lse"]
-    note = (
-        f"the median step's share of a layer: {results['layers']} layers, 32/8 heads of 128, fp16, "
-        "k and v appended; floor: a GPU's KV at torch's read rate in the same run"
-    )
-    return with_stamp(table(head, rows), results, note)
 
 
 def svg(name: str, alt: str) -> str:
@@ -161,14 +136,6 @@ SECTIONS: Final = (
         "The CPU's share of every step: pages, forks, plans.",
         RESULTS / "core.json",
         core.table,
-    ),
-    Section(
-        "Sequences sharded over two GPUs",
-        "git show 997f327:bench/ranks.py",
-        "The script answered its question and was deleted; [docs/ranks.md](../docs/ranks.md) "
-        "draws the conclusions, and the simulation takes the link's latency from these figures.",
-        RESULTS / "ranks-h200.json",
-        ranks_table,
     ),
     Section(
         "CUDA kernels",

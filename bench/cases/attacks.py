@@ -12,7 +12,7 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -37,7 +37,7 @@ ROAD_AT_ONCE: Final = 4000
 """Below the calls that one session may have in flight."""
 ARENA_BYTES: Final = 192 * 2**20
 SETUP_S: Final = 300.0
-MADE_AT_ONCE: Final = 1000
+CREATED_AT_ONCE: Final = 1000
 Array = NDArray[Any]
 
 
@@ -63,6 +63,7 @@ class Shot:
 
 
 Burst = Callable[[], Iterable[Shot]]
+Prepare = Callable[[Any], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Attack:
 
     name: str
     burst: Burst
-    prepare: Callable[[Any], object] | None = None
+    prepare: Prepare | None = None
     heads: int = 0
     stops_engine: bool = False
     reads_no_log: bool = False
@@ -103,192 +104,174 @@ class Outcome:
         return ", ".join(counts) or "nothing"
 
 
-# Preparations.
+# Preparations: each creates sequences `s0`, `s1`, ... by a client.
+
+
+def ids(count: int) -> list[str]:
+    return [f"s{number}" for number in range(count)]
 
 
 def ones(num_rows: int, heads: int = 1) -> Array:
     return np.ones((num_rows, heads, HEADS.dim), np.float16)
 
 
-def fill(client: Any, names: Sequence[str], num_tokens: int) -> None:
-    """Append `num_tokens` tokens to sequences, at both layers."""
+def append(client: Any, name: str, num_tokens: int) -> None:
+    """Append tokens at both layers."""
     rows = ones(num_tokens)
-    for layer, name in itertools.product(range(2), names):
+    for layer in range(2):
         client.append(layer, [name], rows, rows, append_indptr=[0, num_tokens])
 
 
-def make(client: Any, count: int, parent: str | None = None, name: str = "s") -> list[str]:
-    """Create `count` sequences, forks of `parent` if it is given; returns their ids."""
-    names = [f"{name}{number}" for number in range(count)]
-    for first in range(0, count, MADE_AT_ONCE):
-        some = names[first : first + MADE_AT_ONCE]
-        client.create_sequences([NewSequence(one, parent=parent) for one in some])
-    return names
+def create(client: Any, count: int, parent: str | None = None) -> None:
+    names = ids(count)
+    for first in range(0, count, CREATED_AT_ONCE):
+        some = names[first : first + CREATED_AT_ONCE]
+        client.create_sequences([NewSequence(name, parent=parent) for name in some])
 
 
-def forks(client: Any, count: int, num_tokens: int) -> None:
-    """A trunk of `num_tokens` tokens, and `count` forks `s0`, `s1`, ... of it."""
-    client.create_sequences([NewSequence("trunk")])
-    fill(client, ["trunk"], num_tokens)
-    make(client, count, "trunk")
+def empty(count: int) -> Prepare:
+    """`count` sequences without tokens."""
+    return lambda client: create(client, count)
 
 
-def apart(client: Any, count: int, num_tokens: int) -> None:
-    """`count` sequences `s0`, `s1`, ... without common pages."""
-    fill(client, make(client, count), num_tokens)
+def separate(count: int, num_tokens: int) -> Prepare:
+    """`count` sequences of `num_tokens` tokens without common pages."""
+
+    def prepare(client: Any) -> None:
+        create(client, count)
+        for name in ids(count):
+            append(client, name, num_tokens)
+
+    return prepare
 
 
-def chain(client: Any, depth: int) -> None:
+def forks(count: int, num_pages: int) -> Prepare:
+    """A trunk of `num_pages` pages and `count` forks of it."""
+
+    def prepare(client: Any) -> None:
+        client.create_sequences([NewSequence("trunk")])
+        append(client, "trunk", num_pages * PAGE)
+        create(client, count, "trunk")
+
+    return prepare
+
+
+def chain(depth: int) -> Prepare:
     """A sequence, and `depth` forks, each of the one before with a page more."""
-    client.create_sequences([NewSequence("s0")])
-    rows = ones(PAGE)
-    for number in range(depth):
-        for layer in range(2):
-            client.append(layer, [f"s{number}"], rows, rows, append_indptr=[0, PAGE])
-        client.create_sequences([NewSequence(f"s{number + 1}", parent=f"s{number}")])
+
+    def prepare(client: Any) -> None:
+        client.create_sequences([NewSequence("s0")])
+        for number in range(depth):
+            append(client, f"s{number}", PAGE)
+            client.create_sequences([NewSequence(f"s{number + 1}", parent=f"s{number}")])
+
+    return prepare
 
 
-def cached(client: Any, num_pages: int) -> None:
+def cached(num_pages: int) -> Prepare:
     """A prompt of `num_pages` pages in the prefix cache."""
-    client.create_sequences([NewSequence("prompt")])
-    for _ in range(10):
-        fill(client, ["prompt"], num_pages * PAGE // 10)
-    client.commit("prompt", prompt(num_pages))
+
+    def prepare(client: Any) -> None:
+        client.create_sequences([NewSequence("prompt")])
+        for _ in range(10):
+            append(client, "prompt", num_pages * PAGE // 10)
+        client.commit("prompt", Prefix(np.arange(num_pages * PAGE, dtype=np.uint32)))
+
+    return prepare
 
 
-def prompt(num_pages: int) -> Prefix:
-    return Prefix(token_ids=np.arange(num_pages * PAGE, dtype=np.uint32))
+# Bursts.
 
 
-def ids(count: int, name: str = "s") -> list[str]:
-    return [f"{name}{number}" for number in range(count)]
-
-
-def each(shot: Shot) -> Burst:
+def calls(operation: str, times: int, answer_bytes: int = 2**16, **fields: Any) -> Burst:
+    """One call, `times` times."""
+    shot = Shot(operation, fields, times=times, answer_bytes=answer_bytes)
     return lambda: [shot]
 
 
-# The attacks.
-
-LONG_HEADER: Final = Shot(
-    "gather", {"layer": 0, "sequences": [f"{n:05d}" + "x" * 112 for n in range(15000)]}, times=300
-)
-MANY_VALUES: Final = Shot(
-    "match_prefix", {"token_ids": list(range(240_000)), "lease_s": 0.0}, times=300
-)
+def decodes(count: int, times: int, answer_bytes: int = 2**16) -> Burst:
+    """A decode of `count` sequences, `times` times."""
+    q = ones(count, HEADS.num_qo)
+    shot = Shot("decode", {"layer": 0, "sequences": ids(count)}, {"q": q}, times, answer_bytes)
+    return lambda: [shot]
 
 
-def marks() -> Iterable[Shot]:
-    for name in ids(20_000):
-        fields = {"id": name, "state": "leaving", "for_s": 60.0}
-        yield Shot("hand_over", fields, answer_bytes=2**12)
+def create_and_delete(count: int) -> Burst:
+    fields = {"sequences": [{"id": name} for name in ids(count)]}
+    created = Shot("create_sequences", fields, answer_bytes=2**24)
+    return lambda: [created, Shot("delete_sequences", {"prefix": ""})]
 
 
-def deep_prefixes() -> Iterable[Shot]:
-    tokens = np.tile(np.arange(20_000 * PAGE, dtype=np.uint32), 1)
-    new: list[dict[str, Any]] = [{"prefix": {}} for _ in range(40)]
-    indptr = [tokens.size * one for one in range(41)]
+def marks(count: int) -> Burst:
+    """A mark for transfer on each of `count` sequences."""
+    marked = {"state": "leaving", "for_s": 60.0}
+    return lambda: [
+        Shot("hand_over", {"id": name} | marked, answer_bytes=2**12) for name in ids(count)
+    ]
+
+
+def deep_prefixes(count: int, num_pages: int) -> Burst:
+    """Creates `count` sequences, each with a prefix of `num_pages` pages."""
+    new: list[dict[str, Any]] = [{"prefix": {}} for _ in range(count)]
+    indptr = [num_pages * PAGE * number for number in range(count + 1)]
     fields = {"sequences": new, "prefix_indptr": indptr}
-    yield Shot("create_sequences", fields, {"token_ids": np.tile(tokens, 40)}, 4)
+
+    def burst() -> Iterable[Shot]:
+        tokens = np.tile(np.arange(num_pages * PAGE, dtype=np.uint32), count)
+        return [Shot("create_sequences", fields, {"token_ids": tokens}, 4)]
+
+    return burst
 
 
+LONG_NAMES: Final = [f"{number:05d}" + "x" * 112 for number in range(15_000)]
+MANY_NUMBERS: Final = list(range(240_000))
 ATTACKS: Final = (
-    Attack("none", each(Shot("get_sequence", {"id": "absent"}))),
-    Attack("S10 300 calls of 1.8 MB headers", each(LONG_HEADER)),
-    Attack("S10 300 calls of 240,000 numbers", each(MANY_VALUES)),
+    Attack("none", calls("get_sequence", 1, id="absent")),
+    Attack("S10 300 calls of 1.8 MB headers", calls("gather", 300, layer=0, sequences=LONG_NAMES)),
+    Attack(
+        "S10 300 calls of 240,000 numbers",
+        calls("match_prefix", 300, token_ids=MANY_NUMBERS, lease_s=0.0),
+    ),
     Attack(
         "S11 256 page tables of 2,000 forks",
-        each(Shot("page_table", {"sequences": ids(2000)}, times=256, answer_bytes=2**24)),
-        lambda client: forks(client, 2000, 64 * PAGE),
+        calls("page_table", 256, 2**24, sequences=ids(2000)),
+        forks(2000, 64),
     ),
     Attack(
         "S11 page tables of 4,000 forks of 60 pages",
-        each(Shot("page_table", {"sequences": ids(4000)}, times=8, answer_bytes=2**26)),
-        lambda client: forks(client, 4000, 60 * PAGE),
+        calls("page_table", 8, 2**26, sequences=ids(4000)),
+        forks(4000, 60),
     ),
     Attack(
         "S11 256 gathers of 32,000 rows",
-        each(Shot("gather", {"layer": 0, "sequences": ids(16)}, times=256, answer_bytes=2**23)),
-        lambda client: apart(client, 16, 2000),
+        calls("gather", 256, 2**23, layer=0, sequences=ids(16)),
+        separate(16, 2000),
     ),
-    Attack(
-        "S11 100 decodes of 64 x 2,000 in flight",
-        each(
-            Shot(
-                "decode",
-                {"layer": 0, "sequences": ids(64)},
-                {"q": ones(64, HEADS.num_qo)},
-                times=100,
-            )
-        ),
-        lambda client: apart(client, 64, 2000),
-    ),
+    Attack("S11 100 decodes of 64 x 2,000 in flight", decodes(64, 100), separate(64, 2000)),
     Attack(
         "S12 gathers of nothing of 4,096 forks",
-        each(
-            Shot(
-                "gather",
-                {"layer": 0, "sequences": ids(4096), "start": 0, "stop": 0},
-                times=48,
-                answer_bytes=2**20,
-            )
-        ),
-        lambda client: forks(client, 4096, 512 * PAGE),
+        calls("gather", 48, 2**20, layer=0, sequences=ids(4096), start=0, stop=0),
+        forks(4096, 512),
     ),
+    Attack("S12 decodes of 4,096 empty sequences", decodes(4096, 48, 2**22), empty(4096)),
+    Attack("S13 pool beside a chain of 4,000 forks", calls("pool", 16), chain(4000)),
+    Attack("S14 create and delete 30,000", create_and_delete(30_000)),
     Attack(
-        "S12 decodes of 4,096 empty sequences",
-        each(
-            Shot(
-                "decode",
-                {"layer": 0, "sequences": ids(4096)},
-                {"q": ones(4096, HEADS.num_qo)},
-                times=48,
-                answer_bytes=2**22,
-            )
-        ),
-        lambda client: make(client, 4096),
-    ),
-    Attack(
-        "S13 pool beside a chain of 4,000 forks",
-        each(Shot("pool", {}, times=16)),
-        lambda client: chain(client, 4000),
-    ),
-    Attack(
-        "S14 create and delete 30,000",
-        lambda: [
-            Shot(
-                "create_sequences",
-                {"sequences": [{"id": one} for one in ids(30_000)]},
-                answer_bytes=2**24,
-            ),
-            Shot("delete_sequences", {"prefix": ""}),
-        ],
-    ),
-    Attack(
-        "S14 create 40 with prefixes of 20,000 pages",
-        deep_prefixes,
-        lambda client: cached(client, 20_000),
+        "S14 create 40 with prefixes of 20,000 pages", deep_prefixes(40, 20_000), cached(20_000)
     ),
     Attack(
         "S14 page tables of a chain of 3,000",
-        each(Shot("page_table", {"sequences": ids(3000)}, times=64, answer_bytes=2**26)),
-        lambda client: chain(client, 3000),
+        calls("page_table", 64, 2**26, sequences=ids(3000)),
+        chain(3000),
     ),
     Attack("S15 98 heads without bodies", lambda: (), heads=98, ways=("http",)),
+    Attack("S16 20,000 leaving marks", marks(20_000), empty(20_000), ways=("session",)),
     Attack(
-        "S16 20,000 leaving marks",
-        marks,
-        lambda client: make(client, 20_000),
-        ways=("session",),
-    ),
-    Attack(
-        "S17 an engine of the cluster is stopped",
-        each(Shot("list_sequences", {}, times=64)),
-        stops_engine=True,
+        "S17 an engine of the cluster is stopped", calls("list_sequences", 64), stops_engine=True
     ),
     Attack(
         "S18 the log has no reader",
-        each(Shot("get_sequence", {"id": "absent"}, times=1000)),
+        calls("get_sequence", 1000, id="absent"),
         reads_no_log=True,
         ways=("http",),
     ),
