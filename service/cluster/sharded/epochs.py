@@ -1,9 +1,9 @@
 """Orders the writers of a sharded sequence: one door at a time, each in an epoch of its own.
 
-A door claims a sequence at every rank before it changes it, with a number above all before. From
-then on ranks refuse doors that claimed earlier, so none of their requests can come in between. An
-append that an earlier door left half done is then cut back. Within an epoch a sequence only grows,
-and every rank knows the whole length: ranks of equal epoch and lengths hold shards of the same
+A door claims a sequence at every rank before changing it, with a number above all before. From then
+on ranks refuse doors that claimed earlier, so none of their requests can interfere. The claim also
+cuts back an append that an earlier door left unfinished. Within an epoch a sequence only grows, and
+every rank knows the whole length: ranks of equal epoch and lengths hold shards of the same
 sequence.
 """
 
@@ -74,8 +74,8 @@ class ShardedSequence:
 
 
 def later(epoch: int) -> int:
-    """An epoch after this one, and almost certainly after those of others: epochs are times in
-    microseconds. Two equal ones do no harm: each rank takes one of them."""
+    """An epoch after this one, and almost certainly after any other: epochs are times in
+    microseconds. Two equal ones do no harm: each rank accepts one of them."""
     return max(epoch + 1, time.time_ns() // 1000)
 
 
@@ -128,7 +128,7 @@ def all_of(replies: Sequence[EngineReply | BaseException], ranks: Ranks) -> list
 
 
 async def refresh(ranks: Ranks, sequences: Sequence[ShardedSequence], *, to_write: bool) -> None:
-    """Ask for what is not known of sequences, and claim those to be changed."""
+    """Ask the ranks for unknown lengths, and claim sequences to be changed."""
     asking = [one for one in sequences if not one.is_current(to_write=to_write)]
     for result in await each([refresh_one(ranks, one, to_write) for one in asking]):
         if isinstance(result, BaseException):
@@ -187,9 +187,9 @@ async def claim(ranks: Ranks, one: ShardedSequence) -> None:
         seen = max([epoch, *(epoch_in(error, one.id) for error in errors)])
         if not errors:
             held = [reply.fields for reply in ranks.whole(replies)]
-            # a change that only this door has begun, and nobody has seen, is cut back as well
-            nobody_else = known is not None and all(shard["epoch"] == own for shard in held)
-            await settle(ranks, one, epoch, held, known if nobody_else else None)
+            # an unfinished change of this door, which no other door has seen, is cut back as well
+            is_unseen = known is not None and all(shard["epoch"] == own for shard in held)
+            await settle(ranks, one, epoch, held, known if is_unseen else None)
             return
     raise SequenceTaken({one.id: seen})
 
@@ -201,7 +201,7 @@ async def settle(
     held: Sequence[Mapping[str, Any]],
     known: Sequence[int] | None,
 ) -> None:
-    """Cut what only some ranks have, in an epoch that was claimed at all."""
+    """Cut tokens that only some ranks have, in an epoch that all have accepted."""
     every = [shard["lengths"] for shard in held] + ([] if known is None else [known])
     lengths = [min(layer) for layer in zip(*every, strict=True)]
     call, cutting = ranks.own(TRUNCATE, one.tenant, REPAIR_S), []

@@ -121,7 +121,7 @@ async def gather(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineR
 
 
 async def create(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineReply:
-    """Empty sequences, and forks of those that are here: at every rank, all or none.
+    """Create empty sequences, and forks of sharded ones: at every rank, all or none.
 
     Raises Forbidden: the ranks see the router's scopes, not the caller's.
     """
@@ -199,7 +199,7 @@ def fork_length(parent: str | None, lengths: Sequence[int], wanted: int | None) 
 
 
 async def undo_create(ranks: Ranks, call: Call, ids: list[str], replies: Sequence[object]) -> None:
-    """Delete what some ranks have created, where others have not."""
+    """Delete the sequences at the ranks that created them, as others did not."""
     ranks.forget(call, ids)
     await each(
         [
@@ -211,7 +211,7 @@ async def undo_create(ranks: Ranks, call: Call, ids: list[str], replies: Sequenc
 
 
 async def get(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineReply:
-    """What the ranks say of it, once they agree; what all of them have, where they go on
+    """A description on which all ranks agree; of the tokens that all have, if they keep
     differing."""
     async with ranks.locked(call, [fields["id"]]) as (one,):
         for number in range(TRIES):

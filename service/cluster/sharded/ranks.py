@@ -1,8 +1,8 @@
 """The engines of sharded sequences, which the router uses as if they were one engine.
 
 Every engine gets the same request, with the sequences' whole lengths. It stores the rows of its own
-pages and attends what it holds; the states are merged here. Lengths are cached, and used for as
-long as the ranks agree with them (`epochs.py`).
+pages and attends them; the states are merged here. Lengths are cached, and used for as long as the
+ranks agree with them (`epochs.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Arrays = Mapping[str, Array]
 
 
 class Ranks:
-    """Has what the router needs of an `Engine`; `engines` are those of rank 0, 1, ..."""
+    """`engines`, ordered by rank, with the methods of `Engine` that the router uses."""
 
     def __init__(
         self, engines: Sequence[Engine], acting_for: Callable[[Tenant], Tenant] = lambda one: one
@@ -54,7 +54,7 @@ class Ranks:
         return self.engines[0].own(operation, tenant, deadline_s)
 
     async def call(self, call: Call) -> tuple[Answered, Slot]:
-        """The reply in a slot of the router's. Raises what the ranks refuse."""
+        """The reply, in a slot of the router. Raises the ranks' errors."""
         header, start = split(call.image)
         layout = read_layout(header, len(call.image) - start, REQUEST)
         reply = await self.ask(call, layout.fields, place(call.image, start, layout))
@@ -87,7 +87,7 @@ class Ranks:
             raise next((error for error in errors if isinstance(error, NotReady)), errors[0])
         return [reply for reply in replies if isinstance(reply, EngineReply)]
 
-    # books
+    # Cache of sequences.
 
     @asynccontextmanager
     async def locked(self, call: Call, ids: Sequence[str]) -> AsyncIterator[list[ShardedSequence]]:
@@ -127,4 +127,4 @@ class Ranks:
 
 
 Home = Engine | Ranks
-"""The engine of a sequence, or those of a sharded one."""
+"""The engine of a sequence, or the engines of a sharded sequence."""

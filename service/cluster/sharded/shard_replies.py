@@ -1,6 +1,6 @@
-"""One reply for a sharded sequence, made of those of its engines.
+"""One reply for a sharded sequence, made of its engines' replies.
 
-Page i of a sequence lies at rank i mod `ranks`: see `service.core.shards.layout`.
+Page i of a sequence is at rank i mod `ranks`: see `service.core.shards.layout`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def held_by(length: int, ranks: int, page_size: int) -> list[int]:
 
 
 def whole_view(parts: Sequence[Mapping[str, Any]]) -> Fields:
-    """The description of a sequence, from those of its shards by rank."""
+    """The description of a sequence, from the descriptions of its shards by rank."""
     known = (part["shard"]["lengths"] for part in parts)
     lengths = [min(column) for column in zip(*known, strict=True)]
     pages = sum(part["pages"] for part in parts)

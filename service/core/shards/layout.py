@@ -1,7 +1,7 @@
 """Shards: the pages of one sequence that one engine of several holds.
 
-Page i of a sequence lies at rank i mod `ranks`. A rank's tokens keep their order, so what it holds
-of any stretch of the sequence is a stretch of its own.
+Page i of a sequence is at rank i mod `ranks`. A rank's tokens keep their order: any stretch of the
+sequence is one stretch of a rank's tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ShardLayout:
 
 @dataclass(slots=True, eq=False)
 class Shard:
-    """What an engine knows of a sequence that it holds in part.
+    """An engine's knowledge of a sequence that it holds in part.
 
     `lengths` int32 [num_layers] is kv_len of the whole sequence. `epoch` numbers the door that may
     write, see `claim`; 0 while no door has claimed the sequence.

@@ -1,6 +1,6 @@
-"""Shards in batches: who may use them, which rows they store, and which keys a row sees there.
+"""Batches with shards: epochs, the rows that are stored here, and the keys that a row sees here.
 
-Callers count tokens of whole sequences, the books those that this engine holds.
+Callers count tokens of whole sequences, the books count this engine's tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WHOLE: Final = ShardLayout(0, 1)
 
 
 class ShardView(NamedTuple):
-    """What a plan over shards needs: kv_len of the whole sequences, int32 [B], and the window."""
+    """The input of a plan over shards: kv_len of whole sequences, int32 [B], and the window."""
 
     lengths: Int32
     window_left: int
@@ -41,20 +41,20 @@ class ShardView(NamedTuple):
         return self.lengths.tobytes(), self.window_left
 
     def positions(self, leaves: Sequence[Leaf], qo_lens: Int32, size: int, hides: bool) -> Int32:
-        """The position of each query row among the tokens held here, int32 [n].
+        """The position of each query row among this engine's tokens, int32 [n].
 
-        With `hides` that is the last token that the row may see. Without, rows see all tokens after
-        it too, and each stands `window_left` after the first token in its window.
+        With `hides` that is the last token that the row can see. Without, rows see all later tokens
+        too, and each position is `window_left` after the first token in the row's window.
         """
         at, rank, ranks = self._rows(leaves, qo_lens)
         if hides or self.window_left < 0:
-            stands = held(at + 1, rank, ranks, size) - 1
+            position = held(at + 1, rank, ranks, size) - 1
         else:
-            stands = held(at - self.window_left, rank, ranks, size) + self.window_left
-        return np.asarray(stands, np.int32)
+            position = held(at - self.window_left, rank, ranks, size) + self.window_left
+        return np.asarray(position, np.int32)
 
     def first_seen(self, leaves: Sequence[Leaf], qo_lens: Int32, size: int) -> Int64:
-        """The first of the tokens held here in each row's window, int64 [n]."""
+        """The first of this engine's tokens in each row's window, int64 [n]."""
         at, rank, ranks = self._rows(leaves, qo_lens)
         first: Int64 = held(at - max(self.window_left, 0), rank, ranks, size)
         return first if self.window_left >= 0 else np.zeros_like(first)
@@ -103,9 +103,9 @@ def ranks_of(leaves: Sequence[Leaf]) -> tuple[Int64, Int64]:
 
 
 def whole_lengths(tree: PrefixTree, layer: int, ids: Ids, offsets: Int32 | None) -> Int32:
-    """`offsets` [B], kv_len of the whole sequences, once they agree with what is held here.
+    """Checks `offsets` [B], kv_len of the whole sequences, against this engine's tokens.
 
-    Raises `InvalidRequest` where they are missing, `LengthMismatch` with what is held.
+    Raises `InvalidRequest` if they are missing, `LengthMismatch` with the lengths held here.
     """
     lengths, leaves = tree.read(ids, layer)
     if offsets is None:
@@ -137,8 +137,8 @@ def extend(
 ) -> Extension:
     """`PrefixTree.extend` where `counts` and `offsets` [B] are those of the whole sequences.
 
-    So are the `slots` of the extension: `ELSEWHERE` for rows that other ranks store. Its lengths
-    are what is held here.
+    The extension has a slot for every row, `ELSEWHERE` for rows that other ranks store. Its lengths
+    count this engine's tokens.
     """
     before = whole_lengths(tree, layer, ids, offsets)
     extension = tree.extend(layer, ids, held_counts(tree, ids, before, counts))
@@ -159,7 +159,7 @@ def extend_layers(
 
 
 def held_counts(tree: PrefixTree, ids: Ids, before: Int32, counts: Int32) -> Int32:
-    """How many of the tokens that whole sequences get are stored here, int32 [B]."""
+    """The number of new tokens that are stored here, int32 [B]."""
     rank, ranks = ranks_of(leaves_of(tree, ids))
     after, size = grown(before, counts), tree.page_size
     added = held(after, rank, ranks, size) - held(before, rank, ranks, size)
@@ -186,17 +186,17 @@ def of_whole(
 
 
 def tokens_here(leaf: Leaf, length: int, size: int) -> Int64:
-    """Which of the whole sequence's first `length` tokens are held here, in order."""
+    """The positions of this engine's tokens among the first `length` of a sequence."""
     layout, token = layout_of(leaf), np.arange(length, dtype=np.int64)
     here: Int64 = token[token // size % layout.ranks == layout.rank]
     return here
 
 
 def as_shards(tree: PrefixTree, specs: Sequence[NewSpec], epochs: Sequence[int]) -> list[NewSpec]:
-    """The specs with the shards of forks, whose `length` is then what is held here.
+    """The specs with shards for forks of shards, whose `length` then counts tokens stored here.
 
-    `epochs` are those that callers believe the parents to be in. A parent may come earlier in
-    `specs`. Raises `SequenceTaken`, `InvalidRequest`.
+    `epochs` are the parents' epochs, as the caller believes. A parent may come earlier in `specs`.
+    Raises `SequenceTaken`, `InvalidRequest`.
     """
     made: dict[str, NewSpec] = {}
     for spec, epoch in zip(specs, epochs, strict=True):

@@ -1,4 +1,4 @@
-"""What a cluster does without sharded sequences, run where the code for them cannot be imported.
+"""Operations of a cluster without sharded sequences, run where sharding cannot be imported.
 
 `python -m tests.cluster.sharded.plain_service` is started by `test_without_sharding.py`.
 """
@@ -17,7 +17,7 @@ IDS = list(range(PAGE))
 
 async def every_operation(cluster: Cluster) -> None:
     """Each must succeed; attention is compared with the oracle."""
-    book, told = Book(cluster), cluster.told
+    book, succeed = Book(cluster), cluster.told
     await book.create("a")
     await book.append("a", 2 * PAGE + 1)
     await book.fork("a", "b", 2 * PAGE)
@@ -31,32 +31,32 @@ async def every_operation(cluster: Cluster) -> None:
         await book.check(name)
     q = rows(book.rng, 2, 2 * HEADS)
     level = {"sequences": ["a", "b"], "qo_indptr": [0, 1, 2]}
-    await told("cascade", {"layer": 0, "levels": [level]}, q=q)
+    await succeed("cascade", {"layer": 0, "levels": [level]}, q=q)
     kv = {"k": rows(book.rng, 2), "v": rows(book.rng, 2)}
-    await told("ragged_prefill", {"qo_indptr": [0, 2], "kv_indptr": [0, 2]}, q=q, **kv)
+    await succeed("ragged_prefill", {"qo_indptr": [0, 2], "kv_indptr": [0, 2]}, q=q, **kv)
     both = {"layers": [0, 1], "sequences": ["b"]}
-    await told("append", both, **{name: np.stack([part[:1]] * 2) for name, part in kv.items()})
-    await told("page_table", {"sequences": ["a", "b"]})
-    await told("list_sequences", {"limit": 10})
+    await succeed("append", both, **{name: np.stack([part[:1]] * 2) for name, part in kv.items()})
+    await succeed("page_table", {"sequences": ["a", "b"]})
+    await succeed("list_sequences", {"limit": 10})
     await book.truncate("a", PAGE + 2)
-    await told("truncate", {"id": "a", "length": 2, "keep": [4]})
-    await told("truncate_sequences", {"sequences": ["a", "b"], "lengths": [2, PAGE]})
-    await told("commit", {"id": "b", "token_ids": IDS})
+    await succeed("truncate", {"id": "a", "length": 2, "keep": [4]})
+    await succeed("truncate_sequences", {"sequences": ["a", "b"], "lengths": [2, PAGE]})
+    await succeed("commit", {"id": "b", "token_ids": IDS})
     named = {"sequences": ["b"], "token_ids": IDS, "names_indptr": [0, PAGE]}
-    await told("commit_sequences", named)
+    await succeed("commit_sequences", named)
     lease = {"token_ids": [*IDS, 7], "lease_s": 5.0}
-    matched = await told("match_prefix", lease)
-    await told("release_lease", {"id": matched.fields["lease"]["id"]})
+    matched = await succeed("match_prefix", lease)
+    await succeed("release_lease", {"id": matched.fields["lease"]["id"]})
     new = [{"id": "c", "prefix": {"token_ids": IDS}}, {"id": "d", "parent": "a"}]
-    await told("create_sequences", {"sequences": new})
+    await succeed("create_sequences", {"sequences": new})
     refused = await cluster.call("create_sequences", {"sequences": [{"ranks": 3}]})
     assert refused.status == 422, refused
-    await told("pool", {})
-    await told("drain_engine", {"name": cluster.home("b")})
+    await succeed("pool", {})
+    await succeed("drain_engine", {"name": cluster.home("b")})
     await cluster.until(lambda: all(one.done() for one in cluster.router.drains.values()), "empty")
-    await told("get_sequence", {"id": "b"})
-    await told("delete_sequence", {"id": "c"})
-    await told("delete_sequences", {"ids": ["d"]})
+    await succeed("get_sequence", {"id": "b"})
+    await succeed("delete_sequence", {"id": "c"})
+    await succeed("delete_sequences", {"ids": ["d"]})
 
 
 def on_one_engine(path: str) -> None:

@@ -1,4 +1,4 @@
-"""Sequences dealt out over two engines: the numbers of one, and nothing half done."""
+"""Sharded sequences: results equal those of one engine, and no change is left half done."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ Array = Any
 SCALE = DIM**-0.5
 
 
-def test_every_place_of_a_page_gives_the_numbers_of_one_engine(two_engines: LocalEngines) -> None:
+def test_results_equal_one_engine_at_every_offset_in_a_page(
+    two_engines: LocalEngines,
+) -> None:
     async def test(cluster: Cluster) -> None:
         book = Book(cluster)
         await book.create("a", ranks=2)
@@ -40,8 +42,8 @@ def test_every_place_of_a_page_gives_the_numbers_of_one_engine(two_engines: Loca
         assert [one["id"] for one in listed] == ["a", "plain"]
         assert listed[0]["length"] == len(book.held["a"][0][0])
         for name, expected in (("a", 1), ("nobody", 0), ("plain", 1)):
-            told = await cluster.told("delete_sequences", {"ids": [name]})
-            assert told.fields == {"num_deleted": expected}
+            reply = await cluster.told("delete_sequences", {"ids": [name]})
+            assert reply.fields == {"num_deleted": expected}
 
     run(two_engines, test)
 
@@ -62,27 +64,27 @@ CHOICES = st.tuples(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(steps=st.lists(CHOICES, min_size=8, max_size=20))
-def test_any_order_of_calls_gives_the_numbers_of_one_engine(
+def test_results_equal_one_engine_in_any_order_of_calls(
     two_engines: LocalEngines, steps: list[tuple[str, int, int, int]]
 ) -> None:
     async def test(cluster: Cluster) -> None:
         book = Book(cluster)
         await cluster.told("delete_sequences", {"prefix": ""})  # of an example that failed
         await book.create("s0", ranks=2)
-        for number, (what, count, chosen, window) in enumerate(steps):
+        for number, (kind, count, chosen, window) in enumerate(steps):
             names = sorted(book.held)
             name = names[chosen % len(names)]
             length = len(book.held[name][0][0])
-            if what == "append":
+            if kind == "append":
                 await book.append(name, count)
-            elif what == "fork" and len(names) < 5:
+            elif kind == "fork" and len(names) < 5:
                 await book.fork(name, f"s{number + 1}", chosen % (length + 1))
-            elif what == "truncate":
+            elif kind == "truncate":
                 await book.truncate(name, chosen % (length + 1))
-            elif what == "read":
+            elif kind == "read":
                 await book.check(name)
             else:
-                decodes = what == "decode"
+                decodes = kind == "decode"
                 counts = [1] * len(names) if decodes else [count, *[2] * (len(names) - 1)]
                 how = {"window_left": window} | ({} if decodes else {"causal": True})
                 for layer in range(LAYERS):
@@ -94,12 +96,12 @@ def test_any_order_of_calls_gives_the_numbers_of_one_engine(
     run(two_engines, test)
 
 
-def test_what_one_rank_refuses_is_taken_back_at_the_other(two_engines: LocalEngines) -> None:
+def test_an_append_that_one_rank_refuses_is_undone_at_the_other(two_engines: LocalEngines) -> None:
     async def test(cluster: Cluster) -> None:
         book = Book(cluster)
         await book.create("a", ranks=2)
         await book.append("a", 2 * PAGE + 1)
-        # the engine of rank 1 gets as full as can be
+        # fill the engine of rank 1 except for one page
         tags = cluster.router.homes.names.tag(("default", "a")).split("-")
         full = next(e for e in cluster.router.members.engines if e.tag == tags[1])
         filler = {"sequences": [{"id": "filler"}]}
@@ -116,12 +118,12 @@ def test_what_one_rank_refuses_is_taken_back_at_the_other(two_engines: LocalEngi
         count = 9 * PAGE
         new = {"k": rows(book.rng, count), "v": rows(book.rng, count)}
         fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, count]}
-        told = await cluster.call("append", fields, **new)
-        assert (told.status, told.fields["code"]) == (507, "out_of_pages"), told
+        reply = await cluster.call("append", fields, **new)
+        assert (reply.status, reply.fields["code"]) == (507, "out_of_pages"), reply
         assert await cluster.free_pages() == free
         await book.check("a")
         await cluster.told("delete_sequence", {"id": "filler"})
-        for pause in (0.0, 0.0, 0.001, 0.003, 0.01):  # a caller that goes at any moment
+        for pause in (0.0, 0.0, 0.001, 0.003, 0.01):  # a caller that cancels at any moment
             asking = asyncio.ensure_future(cluster.call("append", fields, **new))
             await asyncio.sleep(pause)
             if asking.cancel():
@@ -136,7 +138,7 @@ def test_what_one_rank_refuses_is_taken_back_at_the_other(two_engines: LocalEngi
     run(two_engines, test)
 
 
-def test_what_cannot_be_over_several_engines_is_refused_and_changes_nothing(
+def test_unsupported_operations_are_refused_and_change_nothing(
     two_engines: LocalEngines,
 ) -> None:
     async def test(cluster: Cluster) -> None:
@@ -207,15 +209,15 @@ def test_what_cannot_be_over_several_engines_is_refused_and_changes_nothing(
             ),
         ]
         for name, fields, arrays, status, words in refused:
-            told = await cluster.call(name, fields, **arrays)
-            assert told.status == status and words in told.fields["detail"], (name, told)
+            reply = await cluster.call(name, fields, **arrays)
+            assert reply.status == status and words in reply.fields["detail"], (name, reply)
         assert await cluster.free_pages() == free
         await book.check("a")
 
     run(two_engines, test)
 
 
-def test_a_door_that_knows_nothing_finds_all_parts_and_mends_what_another_left(
+def test_a_door_without_a_cache_finds_all_shards_and_cuts_an_unfinished_append(
     two_engines: LocalEngines,
 ) -> None:
     async def test(cluster: Cluster) -> None:
@@ -225,7 +227,7 @@ def test_a_door_that_knows_nothing_finds_all_parts_and_mends_what_another_left(
         router = cluster.router
         home = router.members.home(router.homes.names.tag(("default", "a")) or "")
         assert isinstance(home, Ranks)
-        # a door that died after one of the engines had done its part of an append
+        # a door dies after one of the engines has appended
         engine = home.engines[0]
         new = {"k": rows(book.rng, PAGE), "v": rows(book.rng, PAGE)}
         fields = {
@@ -247,7 +249,7 @@ def test_a_door_that_knows_nothing_finds_all_parts_and_mends_what_another_left(
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_takes_its_sequences_along_and_nothing_else(
+def test_a_rank_that_dies_loses_its_sequences_and_no_others(
     mortal_engines: LocalEngines,
 ) -> None:
     engines = mortal_engines
@@ -275,11 +277,11 @@ def test_a_rank_that_dies_takes_its_sequences_along_and_nothing_else(
         await asyncio.sleep(0.01)
         engines.kill(victim)
         answers = await asyncio.gather(*asking)
-        assert {told.status for told in answers} <= {200, 410, 503}, answers
-        await cluster.until(lambda: len(cluster.router.members.engines) == 2, "it is gone")
+        assert {reply.status for reply in answers} <= {200, 410, 503}, answers
+        await cluster.until(lambda: len(cluster.router.members.engines) == 2, "engine lost")
         for name in lost:
-            told = await cluster.call("decode", {"layer": 0, "sequences": [name]}, q=q)
-            assert (told.status, told.fields["sequences"]) == (410, [name]), told
+            reply = await cluster.call("decode", {"layer": 0, "sequences": [name]}, q=q)
+            assert (reply.status, reply.fields["sequences"]) == (410, [name]), reply
         for name in kept:
             await book.check(name)
         pages = sum(-(-len(book.held[name][0][0]) // PAGE) for name in kept)
@@ -287,7 +289,7 @@ def test_a_rank_that_dies_takes_its_sequences_along_and_nothing_else(
             while await cluster.free_pages() != 2 * PAGES - pages:
                 await asyncio.sleep(0.05)
         engines.start(victim)
-        await cluster.until(lambda: len(cluster.router.members.engines) == 3, "it is back")
+        await cluster.until(lambda: len(cluster.router.members.engines) == 3, "engine back")
         await book.create("a", ranks=3)  # the id is free again
         await book.append("a", 5 * PAGE)
         await book.check("a")
@@ -295,26 +297,26 @@ def test_a_rank_that_dies_takes_its_sequences_along_and_nothing_else(
     run(engines, test)
 
 
-def test_more_ranks_than_engines_that_take_new_ones_at_the_moment_are_for_later(
+def test_more_ranks_than_engines_that_accept_sequences_get_503(
     three_engines: LocalEngines,
 ) -> None:
     async def test(cluster: Cluster) -> None:
         book = Book(cluster)
         await cluster.told("drain_engine", {"name": "engine-2"})
-        await cluster.until(lambda: cluster.router.drains["engine-2"].done(), "it is empty")
+        await cluster.until(lambda: cluster.router.drains["engine-2"].done(), "drained")
         for ranks, status, code in ((3, 503, "not_ready"), (4, 422, "invalid_request")):
             new = {"sequences": [{"id": "a", "ranks": ranks}]}
-            told = await cluster.call("create_sequences", new)
-            assert (told.status, told.fields["code"]) == (status, code), told
+            reply = await cluster.call("create_sequences", new)
+            assert (reply.status, reply.fields["code"]) == (status, code), reply
         await cluster.told("drain_engine", {"name": "engine-2", "stop": True})
         members = cluster.router.members
-        await cluster.until(lambda: all(one.takes_new for one in members.engines), "all of them")
+        await cluster.until(lambda: all(one.takes_new for one in members.engines), "all engines")
         await book.create("a", ranks=3)
 
     run(three_engines, test)
 
 
-def test_engines_that_ids_name_in_any_order_do_not_pile_up(
+def test_engines_that_ids_name_in_any_order_use_bounded_memory(
     three_engines: LocalEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(members, "MOST_RANKS", 4)
@@ -328,8 +330,8 @@ def test_engines_that_ids_name_in_any_order_do_not_pile_up(
         for count in (2, 3):
             for some in itertools.product(tags, repeat=count):
                 name = f"x.{'-'.join(some)}"
-                told = await cluster.call("get_sequence", {"id": name})
-                assert told.status == 404, told
+                reply = await cluster.call("get_sequence", {"id": name})
+                assert reply.status == 404, reply
                 assert len(known) <= 4 and own in known
         assert all(len(set(tag.split("-"))) == len(tag.split("-")) for tag in known)
         await book.check("a")

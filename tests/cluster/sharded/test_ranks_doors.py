@@ -1,4 +1,4 @@
-"""Two doors at the same sequence over two engines: one after the other, and no number is wrong."""
+"""Two doors use one sharded sequence: changes are ordered, and no result is wrong."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def prefix_states(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
 
 @dataclass
 class Written:
-    """Rows that a call was answered 200 for; what it attended, if it was a decode."""
+    """Rows of a call that succeeded, and its states if it was a decode."""
 
     layer: int
     k: Array
@@ -72,7 +72,7 @@ class Written:
 
 @dataclass
 class Hammer:
-    """What writers and readers at one sequence were told."""
+    """What writers and readers at one sequence were reply."""
 
     doors: list[Cluster]
     written: list[Written] = field(default_factory=list)
@@ -90,15 +90,15 @@ class Hammer:
             fields: dict[str, Any] = {"layer": layer, "sequences": [NAME]}
             if decodes:
                 q = rows(rng, 1, 2 * HEADS)
-                told = await door.call("decode", fields, q=q, k=k, v=v)
-                done = Written(layer, k, v, q, told.arrays.get("o"), told.arrays.get("lse"))
+                reply = await door.call("decode", fields, q=q, k=k, v=v)
+                done = Written(layer, k, v, q, reply.arrays.get("o"), reply.arrays.get("lse"))
             else:
-                told = await door.call("append", fields | {"append_indptr": [0, count]}, k=k, v=v)
+                reply = await door.call("append", fields | {"append_indptr": [0, count]}, k=k, v=v)
                 done = Written(layer, k, v)
-            if told.status == 200:
+            if reply.status == 200:
                 self.written.append(done)
             else:
-                self.refused.append(told.fields)
+                self.refused.append(reply.fields)
 
     async def look(self, seed: int, times: int) -> None:
         rng = np.random.default_rng(seed)
@@ -107,27 +107,27 @@ class Hammer:
             layer = int(rng.integers(LAYERS))
             fields = {"layer": layer, "sequences": [NAME]}
             if number % 3 == 2:
-                told = await door.call("gather", fields | {"dtype": "fp32"})
-                if told.status == 200:
-                    self.read.append(Written(layer, told.arrays["k"], told.arrays["v"]))
+                reply = await door.call("gather", fields | {"dtype": "fp32"})
+                if reply.status == 200:
+                    self.read.append(Written(layer, reply.arrays["k"], reply.arrays["v"]))
             else:
                 q = rows(rng, 1, 2 * HEADS)
-                told = await door.call("decode", fields, q=q)
-                if told.status == 200:
-                    o, lse = told.arrays["o"], told.arrays["lse"]
+                reply = await door.call("decode", fields, q=q)
+                if reply.status == 200:
+                    o, lse = reply.arrays["o"], reply.arrays["lse"]
                     self.read.append(Written(layer, q[:0], q[:0], q, o, lse))
-            if told.status != 200:
-                self.refused.append(told.fields)
+            if reply.status != 200:
+                self.refused.append(reply.fields)
 
     async def check(self, before: list[Array]) -> None:
-        """All that was answered is there once, in one order, and attended as it stood."""
+        """Every acknowledged row is there once, in one order, and calls saw the rows before."""
         whole = []
         for layer in range(LAYERS):
             fields = {"layer": layer, "sequences": [NAME], "dtype": "fp32"}
-            told = [(await door.told("gather", fields)).arrays for door in self.doors]
-            for other in told[1:]:
-                np.testing.assert_array_equal(told[0]["k"], other["k"])
-            whole.append((told[0]["k"], told[0]["v"]))
+            replies = [(await door.told("gather", fields)).arrays for door in self.doors]
+            for other in replies[1:]:
+                np.testing.assert_array_equal(replies[0]["k"], other["k"])
+            whole.append((replies[0]["k"], replies[0]["v"]))
             mine = [one for one in self.written if one.layer == layer]
             count = len(before[layer]) + sum(len(one.k) for one in mine)
             assert len(whole[layer][0]) == count, f"layer {layer}: an answered append is lost"
@@ -149,10 +149,10 @@ class Hammer:
             o, lse = prefix_states(one.q[0], k, v)
             near = np.abs(o - one.o[0]).max(axis=(1, 2)) < ATOL
             near &= np.abs(lse - one.lse[0]).max(axis=1) < ATOL
-            assert near.any(), "a read saw what was never there"
+            assert near.any(), "a read saw tokens that were never there"
 
 
-def test_appends_through_two_doors_at_once_are_all_there_one_after_the_other(
+def test_concurrent_appends_through_two_doors_are_all_kept_in_one_order(
     two_engines: LocalEngines,
 ) -> None:
     async def test(first: Cluster) -> None:
@@ -174,7 +174,7 @@ def test_appends_through_two_doors_at_once_are_all_there_one_after_the_other(
     run(two_engines, test)
 
 
-def test_of_two_appends_at_the_same_offset_one_is_done_and_one_is_told_the_length(
+def test_of_two_appends_at_the_same_offset_one_succeeds_and_one_gets_the_new_length(
     two_engines: LocalEngines,
 ) -> None:
     async def test(first: Cluster) -> None:
@@ -193,13 +193,13 @@ def test_of_two_appends_at_the_same_offset_one_is_done_and_one_is_told_the_lengt
                     door.call("append", fields, k=k, v=k)
                     for door, k in zip((first, second), new, strict=True)
                 ]
-                told = await asyncio.gather(*calls)
-                assert sorted(one.status for one in told) == [200, 409], told
-                refused, done = sorted(told, key=lambda one: -one.status)
+                replies = await asyncio.gather(*calls)
+                assert sorted(one.status for one in replies) == [200, 409], replies
+                refused, done = sorted(replies, key=lambda one: -one.status)
                 assert done.fields["lengths"] == [length + count]
                 assert refused.fields["lengths"] == {NAME: length + count}
                 there = await second.told("gather", fields_of(length))
-                winner = new[told.index(done)]
+                winner = new[replies.index(done)]
                 np.testing.assert_array_equal(there.arrays["k"], winner)
                 length += count
 
@@ -209,7 +209,7 @@ def test_of_two_appends_at_the_same_offset_one_is_done_and_one_is_told_the_lengt
     run(two_engines, test)
 
 
-def test_a_door_believes_no_length_that_another_has_changed(two_engines: LocalEngines) -> None:
+def test_a_door_notices_lengths_that_another_door_has_changed(two_engines: LocalEngines) -> None:
     async def test(first: Cluster) -> None:
         async with another_door(first) as second:
             await first.told("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
@@ -224,8 +224,8 @@ def test_a_door_believes_no_length_that_another_has_changed(two_engines: LocalEn
                     "offsets": [3 * number],
                 }
                 await door.told("append", fields, k=k, v=k)
-                told = (await other.told("get_sequence", {"id": NAME})).fields
-                assert told["lengths"] == [3 * number + 3, 0]
+                reply = (await other.told("get_sequence", {"id": NAME})).fields
+                assert reply["lengths"] == [3 * number + 3, 0]
                 read = {"layer": 0, "sequences": [NAME]}
                 q = rows(rng, 1, 2 * HEADS)
                 both = [await one.told("decode", read, q=q) for one in (door, other)]
@@ -235,8 +235,8 @@ def test_a_door_believes_no_length_that_another_has_changed(two_engines: LocalEn
             fork = {"id": "fork", "parent": NAME, "length": 0}
             await first.told("create_sequences", {"sequences": [fork]})
             await second.told("truncate", {"id": NAME, "length": 0})
-            told = (await first.told("get_sequence", {"id": NAME})).fields
-            assert told["lengths"] == [0] * LAYERS
+            reply = (await first.told("get_sequence", {"id": NAME})).fields
+            assert reply["lengths"] == [0] * LAYERS
             k = rows(rng, 2)
             for door in (second, first):
                 await door.told("append", {"layer": 0, "sequences": ["fork"]}, k=k[:1], v=k[:1])
@@ -249,12 +249,12 @@ def test_a_door_believes_no_length_that_another_has_changed(two_engines: LocalEn
     run(two_engines, test)
 
 
-async def gone(door: Cluster, left: int) -> None:
-    await door.until(lambda: len(door.router.members.engines) == left, "it is gone")
+async def engine_lost(door: Cluster, left: int) -> None:
+    await door.until(lambda: len(door.router.members.engines) == left, "engine lost")
 
 
 @pytest.mark.long
-def test_a_rank_that_dies_under_two_doors_leaves_nothing_behind(
+def test_a_rank_that_dies_under_two_doors_leaves_no_pages_behind(
     mortal_engines: LocalEngines,
 ) -> None:
     engines = mortal_engines
@@ -269,16 +269,16 @@ def test_a_rank_that_dies_under_two_doors_leaves_nothing_behind(
             await asyncio.sleep(0.3)
             engines.kill(victim.name)
             await asyncio.gather(*asking)
-            told = {one["code"] for one in hammer.refused}
-            assert told <= {"lost_sequence", "sequence_taken", "not_ready"}, hammer.refused
+            codes = {one["code"] for one in hammer.refused}
+            assert codes <= {"lost_sequence", "sequence_taken", "not_ready"}, hammer.refused
             for door in (first, second):
-                await gone(door, 2)
+                await engine_lost(door, 2)
                 lost = await door.call("get_sequence", {"id": NAME})
                 assert lost.status == 410, lost
             async with asyncio.timeout(20):
                 while await first.free_pages() != 2 * PAGES:
                     await asyncio.sleep(0.05)
             engines.start(victim.name)
-            await first.until(lambda: len(first.router.members.engines) == 3, "it is back")
+            await first.until(lambda: len(first.router.members.engines) == 3, "engine back")
 
     run(engines, test)

@@ -1,4 +1,4 @@
-"""Attention, append and gather over batches with shards: what differs from whole sequences."""
+"""Attention, append and gather over batches with shards."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ from service.tenants import Tenant
 class ShardBatch:
     """The sequences of one request, of which some are shards.
 
-    `view` is what plans need, with the tokens that the request appends; None where nothing is
-    planned.
+    `view` is the input of plans, appended tokens included; None for operations without a plan.
     """
 
     extend_layers = staticmethod(core.extend_layers)
@@ -55,7 +54,7 @@ class ShardBatch:
         return extension
 
     def mask(self, planned: Planned) -> Mask | None:
-        """The request's mask and window over the tokens held here, for the plan's rows."""
+        """The request's mask and window over this engine's tokens, for the plan's rows."""
         tensors, fields = self._request.tensors, self._request.fields
         given = tensors.get("packed_mask", tensors.get("mask"))
         if self.view is None:
@@ -67,7 +66,7 @@ class ShardBatch:
         return Mask(mask.bits, mask.row_offsets[order])
 
     def held_span(self) -> tuple[Any, Any]:
-        """`start` and `stop` of a gather among the tokens held here, int64 [B] or None."""
+        """`start` and `stop` of a gather among this engine's tokens, int64 [B] or None."""
         fields, size = self._request.fields, self._store.geometry.page_size
         rank, ranks = core.ranks_of(leaves_of(self._store.tree, fields.ids))
         stop = None if fields.stop is None else held(fields.stop, rank, ranks, size)
@@ -98,9 +97,9 @@ def attend(store: Store, request: Request, seconds: Seconds) -> Work:
 
 
 def paged_batch(store: Store, request: Request) -> ShardBatch | None:
-    """None where no sequence is a shard.
+    """None if no sequence is a shard.
 
-    Raises `LengthMismatch` where `offsets` are wrong, and `SequenceTaken` where `epochs` are.
+    Raises `LengthMismatch` for wrong `offsets`, and `SequenceTaken` for wrong `epochs`.
     """
     fields, tree, batch = request.fields, store.tree, store.look_up(request)
     check_epochs(tree, batch, fields.epochs)

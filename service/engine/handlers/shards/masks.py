@@ -1,7 +1,7 @@
-"""Masks over what an engine holds of sharded sequences: their callers', and windows of causal rows.
+"""Masks over shards: from the caller's mask, and for windows of causal rows.
 
-A row's window in its whole sequence is a stretch of the tokens that are held here, but of another
-length for every row: kernels, whose windows all have one, see it as a mask.
+A row's window in the whole sequence is one stretch of the tokens held here, but its length differs
+from row to row. Kernels have one window length, so they get a mask.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def shard_mask(
 
 
 def window_mask(tree: PrefixTree, ids: Ids, layer: int, qo_indptr: Int32, view: ShardView) -> Mask:
-    """What the window leaves causal rows, in the order of the request's rows.
+    """The tokens in each causal row's window, in the order of the request's rows.
 
-    Bits begin with the first page that any row's window may reach. Raises `InvalidRequest` where
-    they would be too many.
+    Bits begin with the first page that any row's window can reach. Raises `InvalidRequest` for more
+    than `MOST_BYTES`.
     """
     leaves, qo_lens, size = tree.read(ids, layer)[1], lens_of(qo_indptr), tree.page_size
     last = view.positions(leaves, qo_lens, size, hides=True).astype(np.int64)
@@ -62,9 +62,9 @@ def own_mask(
     view: ShardView,
     given: Array,
 ) -> Mask:
-    """The columns that are held here of a caller's mask over whole sequences, and of its window.
+    """This engine's columns of a caller's mask over whole sequences, within the window.
 
-    `given` is BOOL or, as UINT8, its bits. Raises `InvalidRequest` for another length than theirs.
+    `given` is BOOL or, as UINT8, its bits. Raises `InvalidRequest` for a mask of another length.
     """
     kv_lens, leaves = tree.read(ids, layer)
     qo_lens, packed = lens_of(qo_indptr), given.dtype == np.uint8

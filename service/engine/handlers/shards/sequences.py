@@ -54,7 +54,7 @@ def claim(store: Store, request: Request, _: Seconds) -> Work:
 class ShardCut:
     """A truncation of a shard's whole sequence to `fields.length`, all layers or `fields.layer`.
 
-    `held_length` is how many tokens are to be kept here. Raises `SequenceTaken`, and
+    `held_length`: the number of tokens that this engine keeps. Raises `SequenceTaken`, and
     `InvalidRequest` beyond the whole sequence's length.
     """
 
@@ -71,7 +71,7 @@ class ShardCut:
         self.held_length = shard.layout.held(fields.length, page_size)
 
     def note(self) -> None:
-        """Once it is cut: the new length and epoch."""
+        """Record the new length and epoch, once the tokens are cut."""
         self._shard.epoch = self._fields.epoch or 0
         self._shard.lengths[self._layers] = self._fields.length
 
@@ -85,13 +85,13 @@ def truncate_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
         return truncate.truncate(store, request, seconds)
     cut = ShardCut(shard, fields.id, fields, store.geometry.page_size)
     if fields.keep:
-        what = "a cut that keeps tokens behind it"
-        refuse_shards(store.tree, (fields.id,), request.tenant, what)
+        kind = "a truncation with keep"
+        refuse_shards(store.tree, (fields.id,), request.tenant, kind)
     return truncate.truncate(store, request, seconds, cut)
 
 
 def truncate_sequences(store: Store, request: Request, seconds: Seconds) -> Work:
-    refuse_shards(store.tree, request.fields.ids, request.tenant, "a cut of many")
+    refuse_shards(store.tree, request.fields.ids, request.tenant, "a truncation of many")
     return truncate.truncate_sequences(store, request, seconds)
 
 
@@ -101,7 +101,7 @@ def delete_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
 
 
 def delete_sequences(store: Store, request: Request, seconds: Seconds) -> Work:
-    """A sharded sequence counts once, at rank 0; those that a door has claimed can be skipped."""
+    """A sharded sequence counts once, at rank 0. `skip` skips claimed shards."""
     leaf = store.tree.books.leaf
 
     def count(names: Sequence[str]) -> int:

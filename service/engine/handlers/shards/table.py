@@ -1,6 +1,6 @@
-"""What handles each operation on an engine that holds shards, where that is not the plain handler.
+"""Handlers of an engine that holds shards, by operation; other operations keep their plain handler.
 
-Every handler here passes requests that name no shard on to the plain one.
+Every handler here forwards requests without shards to the plain one.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def export_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
 
 
 def import_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
-    """A new shard knows its epoch and the whole's lengths from the beginning."""
+    """The new shard gets its epoch and the whole lengths when the import begins."""
     fields, shard = request.fields, None
     if fields.header is not None:
         if fields.shard is not None:
@@ -42,7 +42,7 @@ def import_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
 
 
 def shard_of(given: ShardAnswer, header: Header) -> Shard:
-    """Raises `InvalidRequest` where the header's lengths are not those of this shard."""
+    """Raises `InvalidRequest` if the header's lengths are wrong for this shard."""
     layout = ShardLayout(given.rank, given.ranks)
     here = [layout.held(length, header.page_size) for length in given.lengths]
     if header.lengths != here:

@@ -1,4 +1,4 @@
-"""Engines that hold shards of sequences: their states, merged, are those of the whole sequence."""
+"""Engines that hold shards: their merged states equal the states of whole sequences."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def on_ranks(kind: str, ranks: int, scenario: Any) -> None:
-    """A scenario with callers of so many engines."""
+    """Run a scenario with a caller of each of `ranks` engines."""
     if kind == "cuda" and not cuda_devices():
         pytest.skip("no CUDA device")
     backends = [make_backend(kind, GEOMETRIES[kind], poison=True) for _ in range(ranks)]
     with_engines(backends, scenario)
 
 
-async def deal(callers: list[Caller], *names: str) -> None:
+async def create(callers: list[Caller], *names: str) -> None:
     for rank, caller in enumerate(callers):
         shard = {"rank": rank, "ranks": len(callers)}
         new = [{"id": name, "shard": shard} for name in names]
@@ -37,11 +37,11 @@ async def deal(callers: list[Caller], *names: str) -> None:
 
 
 async def ask(callers: list[Caller], name: str, fields: dict[str, Any], **tensors: Any) -> Any:
-    """The same of every rank, and the states merged."""
-    told = await asyncio.gather(*(caller.call(name, fields, **tensors) for caller in callers))
-    if "o" not in told[0].tensors:
-        return told
-    o, lse = (np.stack([one.tensors[part] for one in told], 1) for part in ("o", "lse"))
+    """Ask every rank the same; the merged states, if there are any."""
+    reply = await asyncio.gather(*(caller.call(name, fields, **tensors) for caller in callers))
+    if "o" not in reply[0].tensors:
+        return reply
+    o, lse = (np.stack([one.tensors[part] for one in reply], 1) for part in ("o", "lse"))
     return merge_states(o, lse)
 
 
@@ -57,7 +57,7 @@ def check(kind: str, state: Any, k: Any, v: Any, q: Any, case: str, **how: Any) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("window", [-1, 0, 3, "page", "two pages and one"])
-def test_shards_together_see_what_the_whole_sequence_is_at_every_page_boundary(
+def test_merged_states_of_shards_equal_the_whole_sequence_at_every_page_boundary(
     kind: str, ranks: int, window: Any
 ) -> None:
     geometry = GEOMETRIES[kind]
@@ -67,7 +67,7 @@ def test_shards_together_see_what_the_whole_sequence_is_at_every_page_boundary(
     chunks = [0, 1, size - 2, size - 1, size, size + 1, 2 * size - 1, 3 * size + 2]
 
     async def scenario(callers: list[Caller]) -> None:
-        await deal(callers, "a")
+        await create(callers, "a")
         total = sum(chunks) + len(chunks)
         k, v = (rows(seed, total, geometry, dtype) for seed in (1, 2))
         length = 0
@@ -91,14 +91,14 @@ def test_shards_together_see_what_the_whole_sequence_is_at_every_page_boundary(
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mask_over_whole_sequences_hides_what_it_hides_at_every_shard(
+def test_a_mask_over_whole_sequences_hides_the_same_tokens_at_every_shard(
     kind: str, packed: bool
 ) -> None:
     geometry = GEOMETRIES[kind]
     dtype = NUMPY_DTYPES[geometry.dtype]
 
     async def scenario(callers: list[Caller]) -> None:
-        await deal(callers, "a", "b")
+        await create(callers, "a", "b")
         lens, kept = [23, 9], {}
         for seed, (name, count) in enumerate(zip("ab", lens, strict=True)):
             kept[name] = tuple(rows(2 * seed + part, count, geometry, dtype) for part in (0, 1))
@@ -123,7 +123,7 @@ def test_a_mask_over_whole_sequences_hides_what_it_hides_at_every_shard(
     on_ranks(kind, 2, scenario)
 
 
-def test_a_shard_refuses_what_it_cannot_know_and_what_does_not_agree_with_it() -> None:
+def test_a_shard_refuses_unsupported_operations_and_wrong_offsets() -> None:
     geometry = GEOMETRIES["cpu"]
 
     async def scenario(callers: list[Caller]) -> None:
@@ -133,9 +133,9 @@ def test_a_shard_refuses_what_it_cannot_know_and_what_does_not_agree_with_it() -
         new = {"k": rows(1, 12, geometry), "v": rows(2, 12, geometry)}
         fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, 12]}
         await caller.call("append", fields | {"offsets": [0]}, **new)
-        told = (await caller.call("get_sequence", {"id": "a"})).fields
+        reply = (await caller.call("get_sequence", {"id": "a"})).fields
         known = {"epoch": 0, "lengths": [12, 0]}
-        assert told["lengths"] == [5, 0] and told["shard"] == shard | known
+        assert reply["lengths"] == [5, 0] and reply["shard"] == shard | known
         q = queries(1, 1, geometry)
         decode = {"layer": 0, "sequences": ["a"]}
         level = {"sequences": ["a"], "qo_indptr": [0, 1]}
@@ -171,12 +171,12 @@ def test_a_shard_refuses_what_it_cannot_know_and_what_does_not_agree_with_it() -
                 await caller.call(name, asked, **tensors)
             assert error.value.code == code, (name, asked, error.value.problem)
         again = (await caller.call("get_sequence", {"id": "a"})).fields
-        assert again == told
+        assert again == reply
 
     on_ranks("cpu", 1, scenario)
 
 
-def test_a_layer_alone_is_cut_back_and_its_pages_with_it() -> None:
+def test_a_truncation_of_one_layer_frees_its_pages() -> None:
     geometry = GEOMETRIES["cpu"]
 
     async def scenario(callers: list[Caller]) -> None:
@@ -186,12 +186,12 @@ def test_a_layer_alone_is_cut_back_and_its_pages_with_it() -> None:
             fields = {"layer": layer, "sequences": ["a"], "append_indptr": [0, count]}
             new = {"k": rows(1, count, geometry), "v": rows(2, count, geometry)}
             await caller.call("append", fields, **new)
-        told = await caller.call("truncate", {"id": "a", "layer": 0, "length": 8})
-        assert (told.fields["lengths"], told.fields["pages"]) == ([8, 7], 2)
+        reply = await caller.call("truncate", {"id": "a", "layer": 0, "length": 8})
+        assert (reply.fields["lengths"], reply.fields["pages"]) == ([8, 7], 2)
         await caller.call(
             "create_sequences", {"sequences": [{"id": "b", "parent": "a", "length": 7}]}
         )
-        for length in (4, 9):  # within the page that b shares; beyond what the layer has
+        for length in (4, 9):  # within the page that b shares; beyond the layer's length
             with pytest.raises(Refused, match="length"):
                 await caller.call("truncate", {"id": "a", "layer": 0, "length": length})
         with pytest.raises(Refused, match="layer"):
@@ -200,7 +200,7 @@ def test_a_layer_alone_is_cut_back_and_its_pages_with_it() -> None:
     on_ranks("cpu", 1, scenario)
 
 
-def test_a_claimed_shard_listens_only_to_its_epoch() -> None:
+def test_a_claimed_shard_accepts_requests_of_its_epoch_only() -> None:
     geometry = GEOMETRIES["cpu"]
 
     async def scenario(callers: list[Caller]) -> None:
@@ -226,9 +226,9 @@ def test_a_claimed_shard_listens_only_to_its_epoch() -> None:
         await caller.call("append", at | {"epochs": [5]}, **some)
         await refused("append", at | {"epochs": [5]}, "length_mismatch", **some)
         await refused("decode", at | {"epochs": [5]}, "length_mismatch", q=q)
-        told = (await caller.call("get_sequence", {"id": "a"})).fields
-        assert told["lengths"] == [0, 0]
-        assert (told["shard"]["epoch"], told["shard"]["lengths"]) == (5, [1, 0])
+        reply = (await caller.call("get_sequence", {"id": "a"})).fields
+        assert reply["lengths"] == [0, 0]
+        assert (reply["shard"]["epoch"], reply["shard"]["lengths"]) == (5, [1, 0])
         for epoch in (0, 4, 5):
             await refused("claim", {"id": "a", "epoch": epoch}, "sequence_taken")
         await refused("claim", {"id": "whole", "epoch": 9}, "invalid_request")
@@ -252,11 +252,11 @@ def test_a_claimed_shard_listens_only_to_its_epoch() -> None:
         for epoch in ({}, {"epoch": 5}, {"epoch": 8}):
             await refused("create_sequences", {"sequences": [fork | epoch]}, "sequence_taken")
         await caller.call("create_sequences", {"sequences": [fork | {"epoch": 7}]})
-        told = (await caller.call("truncate", {"id": "a", "length": 1, "epoch": 8})).fields
-        assert (told["shard"]["epoch"], told["shard"]["lengths"]) == (8, [1, 1])
-        told = (await caller.call("get_sequence", {"id": "f"})).fields
-        assert told["lengths"] == [page, page]
-        assert (told["shard"]["epoch"], told["shard"]["lengths"]) == (7, [count, count])
+        reply = (await caller.call("truncate", {"id": "a", "length": 1, "epoch": 8})).fields
+        assert (reply["shard"]["epoch"], reply["shard"]["lengths"]) == (8, [1, 1])
+        reply = (await caller.call("get_sequence", {"id": "f"})).fields
+        assert reply["lengths"] == [page, page]
+        assert (reply["shard"]["epoch"], reply["shard"]["lengths"]) == (7, [count, count])
         pool = (await caller.call("pool", {})).fields
         assert pool["integrity"] == "ok"
 

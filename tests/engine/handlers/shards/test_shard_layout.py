@@ -1,4 +1,4 @@
-"""Which tokens of a whole sequence a shard holds, and what its tree knows of the whole."""
+"""The tokens of a whole sequence that a shard holds, and its record of the whole."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_fork_of_a_shard_is_no_longer_than_the_whole_sequence(
 
 
 def test_the_generation_of_a_shard_changes_with_the_whole_sequence(tree: PrefixTree) -> None:
-    """Tokens that another rank stores change nothing here but what is known of the whole."""
+    """Tokens that another rank stores change only the length of the whole."""
     extend(tree, 0, ["a"], int32(4), int32(0))
     leaf = tree.books.leaf("a")
     before = generation(tree, leaf, "i")
