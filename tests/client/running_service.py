@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from attnd import Client
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.processes import SERVICE, running
+
 POOL = {
     "num-layers": "2",
     "num-kv-heads": "2",
@@ -26,29 +21,12 @@ POOL = {
 
 @contextmanager
 def service(*arguments: str) -> Iterator[str]:
-    """Run `python -m service`; yields the address it says it serves, `http://…` or `unix:…`."""
+    """Runs `python -m service`; yields the address that it serves, `http://…` or `unix:…`."""
     pool = [part for name, value in POOL.items() for part in (f"--pool.{name}", value)]
-    command = [sys.executable, "-m", "service", "--backend.kind", "cpu", *pool, *arguments]
-    command += ["--log.level", "info"]
-    # A file and not a pipe: nobody reads the log while the service writes it.
-    with tempfile.NamedTemporaryFile("r", suffix=".log") as log, open(log.name, "w") as written:
-        process = subprocess.Popen(command, cwd=ROOT, stderr=written)
-        try:
-            yield address(process, log.name)
-        finally:
-            process.terminate()
-            status = process.wait(timeout=60)
-        assert status == 0, f"exit status {status}:\n{log.read()}"
-
-
-def address(process: subprocess.Popen[bytes], log: str) -> str:
-    """What the service says it serves, from its log."""
-    ends = time.monotonic() + 60
-    while time.monotonic() < ends and process.poll() is None:
-        if found := re.search(r" listening on (unix:\S+|https?://\S+)", Path(log).read_text()):
-            return found[1]
-        time.sleep(0.05)
-    raise RuntimeError(f"the service did not start:\n{Path(log).read_text()}")
+    level = ("--log.level", "info")
+    with running([*SERVICE, "--backend.kind", "cpu", *pool, *arguments, *level]) as process:
+        yield process.find(r" listening on (unix:\S+|https?://\S+)")[1]
+        assert process.stop() == 0, process.lines
 
 
 def connect(where: str) -> Client:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.processes import ROOT, SERVICE, running
+from tests.harness.waiting import wait_for
+
 COMPILER = shutil.which("cc")
 FLAGS = ("-std=c11", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Werror")
 
@@ -32,20 +30,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("service") / "engine.sock"
-    arguments = ["--server.socket", path, "--server.port", 0]
-    service = subprocess.Popen(
-        [sys.executable, "-m", "service", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        while not path.exists() and service.poll() is None:
-            time.sleep(0.05)
+    with running([*SERVICE, "--server.socket", str(path), "--server.port", "0"]) as service:
+        wait_for(path.exists, "the engine's socket")
         yield path
-    finally:
-        service.send_signal(signal.SIGTERM)
-        service.wait(60)
+        assert service.stop() == 0
 
 
 def run(program: Path, socket: Path) -> subprocess.CompletedProcess[str]:

@@ -28,6 +28,11 @@ class Process:
 
     child: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list)
+    reader: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reader = threading.Thread(target=self.read)
+        self.reader.start()
 
     def read(self) -> None:
         assert self.child.stderr is not None
@@ -52,10 +57,9 @@ class Process:
         return list(filter(is_wanted, self.entries()))[count - 1]
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
-        try:
-            wait_for(condition, what, START_S)
-        except AssertionError as error:
-            raise AssertionError(f"{error}; the log: {self.lines}") from None
+        """Gives up after three minutes, or when the service and all its processes have ended."""
+        wait_for(lambda: condition() or not self.reader.is_alive(), what, START_S)
+        assert condition(), f"no {what}: {self.lines}"
 
     def entries(self) -> list[dict[str, Any]]:
         """The lines that are JSON."""
@@ -95,16 +99,14 @@ def running(
     given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})}
     with subprocess.Popen(command, cwd=ROOT, env=given, stderr=subprocess.PIPE, text=True) as child:
         process = Process(child)
-        reader = threading.Thread(target=process.read)
-        reader.start()
         try:
             yield process
         finally:
             if child.poll() is None:
                 child.kill()
             child.wait()
-            reader.join(WAIT_S)
-            assert not reader.is_alive(), "a process was left behind: stderr is still open"
+            process.reader.join(WAIT_S)
+            assert not process.reader.is_alive(), "a process was left behind: stderr is still open"
 
 
 def children(pid: int) -> list[int]:

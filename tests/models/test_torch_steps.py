@@ -28,7 +28,7 @@ from attnd import (
 from attnd.torch import Step, TorchSession
 
 from kernels import cuda_devices
-from tests.client.running_service import ROOT
+from tests.harness.processes import ROOT
 from tests.session.stepping import (
     HEADS,
     KILLED,

@@ -30,7 +30,8 @@ from transformers import (
     T5Config,
 )
 
-from tests.client.running_service import ROOT, connect, service
+from tests.client.running_service import connect, service
+from tests.harness.processes import ROOT
 
 pytestmark = pytest.mark.long
 

@@ -16,7 +16,8 @@ import torch
 from attnd import Session
 from attnd.torch import Slots, Step, TorchSession
 
-from tests.client.running_service import ROOT, service
+from tests.client.running_service import service
+from tests.harness.processes import ROOT
 
 LAYERS = 3
 HEADS = 4
