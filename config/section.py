@@ -1,4 +1,4 @@
-"""What every group of settings is made on."""
+"""The base class of every group of settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A group of settings: frozen, and without room for a key it does not know."""
+    """A group of settings: frozen, and unknown keys are rejected."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False

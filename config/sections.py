@@ -1,8 +1,7 @@
-"""Every setting of the service: what it is, why one would change it, and what it may be; those of
-the server and of clusters in files of their own.
+"""Settings of pool, backend, keys, engine, cache and log; `server.py` and `cluster.py` have others.
 
-Plain values, which cross from process to process as JSON; `config/settings.py` says where they
-come from.
+Each has its default, its limits and a help text. Settings are plain values, passed from process to
+process as JSON; `settings.py` loads them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from config.server import ServerSettings
 
 DEFAULT_NUM_PAGES: Final = 512
 MAX_SLOTS: Final = 2**31 - 1
-"""Token slots are int32: num_pages * page_size may not pass this."""
+"""Maximum of num_pages * page_size: token slots are int32."""
 
 
 Endpoint = Annotated[str, Field(pattern=r"^(tcp|ipc)://.+$", max_length=256)]
@@ -32,64 +31,65 @@ LOCAL = ("ipc://", "tcp://127.0.0.1:", "tcp://localhost:", "tcp://[::1]:")
 
 
 class PoolSettings(Section):
-    """The page pool: its shape must be the model's, its size is what the machine can give."""
+    """The page pool: the model determines its shape, the machine its size."""
 
     num_layers: Annotated[int, Field(ge=1, le=4096)] = 4
-    """The model's attention layers; each has its own K and V for every page."""
+    """Number of the model's attention layers. Each page has K and V of every layer."""
 
     num_kv_heads: Annotated[int, Field(ge=1, le=1024)] = 8
-    """The model's KV heads (per service, when heads are split over several)."""
+    """Number of the model's KV heads; if heads are split over services, those of this service."""
 
     head_dim: Annotated[int, Field(ge=1, le=1024)] = 128
-    """The model's dimension per head."""
+    """Dimension of the model's heads."""
 
     page_size: Annotated[int, Field(ge=1, le=4096)] = 16
-    """Tokens per page. Larger pages copy faster and plan cheaper; smaller ones waste fewer slots at
-    the end of a sequence and share prefixes at a finer grain. 16 to 64 are tuned for."""
+    """Tokens per page. Larger pages copy faster and plan cheaper; smaller pages waste fewer slots
+    at the end of a sequence and share shorter prefixes. The kernels are tuned for 16 to 64."""
 
     num_pages: Annotated[int | None, Field(ge=1)] = None
-    """Pages to allocate, for an exact size; with neither this nor memory_fraction, 512."""
+    """Number of pages to allocate; 512 if memory_fraction is absent too."""
 
     memory_fraction: Annotated[float | None, Field(gt=0.0, le=0.95)] = None
-    """Share of the memory that is free at start (the GPU's, or the host's on the CPU backend) to
-    give to the pool. Use it in production, where the pool should take what is there."""
+    """Share of the free memory at start (of the GPU; of the host for the CPU backend) to allocate.
+    Use it in production, where the pool should fill the machine."""
 
     layout: Literal["NHD", "HND"] = "NHD"
-    """Order inside a page: tokens before heads (NHD) or heads before tokens (HND). Change it to
-    share the pool's bytes with a library that wants the other."""
+    """Order within a page: tokens before heads (NHD) or heads before tokens (HND). Change it to
+    share the pool's memory with a library that requires the other."""
 
     dtype: Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"] = "fp16"
-    """Storage type of K and V. fp8 halves the memory and the traffic, at some accuracy."""
+    """Storage type of K and V. fp8 halves memory and traffic and loses some accuracy."""
 
     k_scale: Annotated[float, Field(gt=0.0)] = 1.0
-    """fp8 only: a stored K times this is the real K. Set it so that the model's largest K fits."""
+    """Scale of stored K in fp8 pools: K is the stored value times this. Choose it so that the
+    model's largest K fits."""
 
     v_scale: Annotated[float, Field(gt=0.0)] = 1.0
-    """fp8 only: a stored V times this is the real V."""
+    """Scale of stored V in fp8 pools: V is the stored value times this."""
 
     @model_validator(mode="after")
     def check_together(self) -> PoolSettings:
         if self.num_pages is not None and self.memory_fraction is not None:
-            raise ValueError("give pool.num_pages or pool.memory_fraction, not both")
+            raise ValueError("pool.num_pages and pool.memory_fraction cannot be combined")
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             if scale != 1.0 and not self.dtype.startswith("fp8"):
                 raise ValueError(f"pool.{name} = {scale}: only fp8 pools have scales")
         if self.num_pages is not None and self.num_pages * self.page_size > MAX_SLOTS:
             raise ValueError(
-                f"pool.num_pages = {self.num_pages}: times page_size passes 2**31 - 1 slots"
+                f"pool.num_pages = {self.num_pages}: times page_size exceeds 2**31 - 1 slots"
             )
         return self
 
 
 class BackendSettings(Section):
-    """Which implementation of the kernels runs, and where."""
+    """The implementation of the kernels, and its device."""
 
     kind: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes cuda when CuPy is installed and sees a GPU, else cpu. Name one to fail at start
-    instead of falling back."""
+    """Implementation of the kernels. `auto`: cuda if CuPy is installed and finds a GPU, else cpu.
+    Name one to fail at start instead of falling back."""
 
     device: Annotated[int, Field(ge=0, le=255)] = 0
-    """Index of the GPU, when a machine has several; one service owns one GPU."""
+    """Index of the GPU. One service uses one GPU."""
 
     @model_validator(mode="after")
     def check_device(self) -> BackendSettings:
@@ -99,91 +99,89 @@ class BackendSettings(Section):
 
 
 class AuthSettings(Section):
-    """Who may call, and what is open to everybody."""
+    """Authentication by API keys, and exceptions from it."""
 
     keys_file: Annotated[str | None, Field(min_length=1)] = None
-    """File with a line for each key: SHA-256, namespace, scopes. `attnd key new` prints
-    a key and its line; SIGHUP has the file read again. Without one everybody who reaches the
-    service may do everything."""
+    """File with one API key per line: SHA-256, namespace, scopes. `attnd key new` prints a key and
+    its line; SIGHUP reloads the file. Absent: no authentication, every caller has all scopes."""
 
     open: bool = False
-    """Without keys, the service refuses to listen beyond this machine unless this is true: say it
-    where the network itself keeps others out."""
+    """Whether a service without keys may listen on addresses that other machines can reach. Set it
+    only on a trusted network."""
 
     open_metrics: bool = False
-    """With keys, `/metrics` asks for one with the scope admin; true shows it to everybody, such as
-    a Prometheus on a private network."""
+    """Whether `/metrics` needs no key. By default it needs one with the scope admin if the service
+    has keys; set it for a Prometheus on a private network."""
 
     open_docs: bool = False
-    """With keys, `/docs` and `/openapi.json` ask for any key, which a browser does not send; true
-    shows them to everybody."""
+    """Whether `/docs` and `/openapi.json` need no key. By default they need one if the service has
+    keys, and browsers send none."""
 
     open_live: bool = False
-    """With keys, what the page `/live` shows asks for one with the scope admin, which is typed into
-    the page; true shows it to everybody."""
+    """Whether the data of the page `/live` needs no key. By default one with the scope admin is
+    typed into the page if the service has keys."""
 
     @property
     def is_private(self) -> bool:
-        """Whether the service must not be reached from other machines."""
+        """Whether the service must not listen on addresses that other machines can reach."""
         return self.keys_file is None and not self.open
 
 
 class EngineSettings(Section):
-    """How the engine shares its time and memory among callers."""
+    """Distribution of the engine's time and memory among callers."""
 
     slice_ms: Annotated[float, Field(gt=0.0, le=60_000.0)] = 20.0
-    """Milliseconds after which long work lets others have a turn, by estimate. Shorter slices keep
-    small operations fast beside long prefills, at some cost for every cut."""
+    """Estimated milliseconds after which long work yields to other operations. Shorter slices keep
+    small operations fast beside long prefills and cost some throughput."""
 
     max_sequences: Annotated[int, Field(ge=1, le=2**24)] = 65_536
-    """Sequences alive at once; more are answered 507. Each costs the engine some kilobytes, pages
-    or none."""
+    """Maximum number of live sequences; further requests get 507. Each costs the engine some
+    kilobytes, with or without pages."""
 
     max_leases: Annotated[int, Field(ge=1, le=2**24)] = 65_536
-    """Leases on cached pages held at once; one more is answered 429. Each costs the engine some 300
-    bytes, besides the pages that it keeps from eviction."""
+    """Maximum number of leases on cached pages; further requests get 429. Each costs the engine
+    about 300 bytes and keeps its pages from eviction."""
 
     namespace_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
-    """With keys: the largest share of engine.max_sequences, engine.max_leases and
-    server.max_sessions that one namespace may have. Lower it where many tenants share an engine; 1
-    lets one of them take everything."""
+    """Maximum share of engine.max_sequences, engine.max_leases and server.max_sessions that one
+    namespace can use, with keys. Lower it if many tenants share an engine; 1: no limit."""
 
 
 class CacheSettings(Section):
-    """The prefix cache: committed pages that outlive their sequences."""
+    """The prefix cache: committed pages that stay after their sequences are deleted."""
 
     high_watermark: Annotated[float, Field(gt=0.0, le=1.0)] = 0.90
-    """Share of the pool's pages in use above which cached ones are evicted ahead of need, a few
-    each turn. Lower it where large prompts come in bursts; 1 evicts only what is needed at once."""
+    """Share of the pool's pages in use above which cached pages are evicted in advance, a few per
+    turn. Lower it if large prompts arrive in bursts; 1: evict only when pages are needed."""
 
     events_history: Annotated[int, Field(ge=0, le=2**24)] = 16_384
-    """Pages that the events kept for each namespace may tell of, for readers who come back. A page
-    of 16 tokens takes some 100 bytes; 0 keeps no events at all."""
+    """Event history per namespace, in pages, for readers that reconnect. A page of 16 tokens takes
+    about 100 bytes; 0: no events."""
 
     zmq_endpoint: Endpoint | None = None
-    """ZeroMQ endpoint, such as `tcp://127.0.0.1:5557` or `ipc:///run/attnd/events`, where events
-    are published in vLLM's format; none when absent. It asks nobody for a key, so beyond this
-    machine it needs `auth.open`. It needs the extra `zmq`."""
+    """ZeroMQ endpoint where events are published in vLLM's format, such as `tcp://127.0.0.1:5557`
+    or `ipc:///run/attnd/events`; absent: none. It has no authentication, so addresses that other
+    machines can reach require `auth.open`. Requires the extra `zmq`."""
 
     zmq_replay_endpoint: Endpoint | None = None
-    """Another, where a subscriber asks for what it has missed."""
+    """ZeroMQ endpoint where subscribers request missed events; absent: none."""
 
     zmq_topic: Annotated[str, Field(max_length=256)] = ""
-    """Topic of what is published; subscribers choose by how it begins."""
+    """Topic of published events; subscribers filter by topic prefix."""
 
     zmq_layout: Literal["map", "array"] = "map"
-    """Layout of a published event: `map` as vLLM 0.24 and newer have it, named fields; `array` as
-    vLLM 0.11 to 0.23, fields by position. Subscribers are written for one of them."""
+    """Layout of published events: `map` (named fields) for subscribers of vLLM 0.24 and newer,
+    `array` (fields by position) for vLLM 0.11 to 0.23."""
 
     zmq_namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "default"
-    """With keys: the namespace whose events are published."""
+    """Namespace whose events are published, with keys."""
 
     @model_validator(mode="after")
     def check_together(self) -> CacheSettings:
         if self.zmq_endpoint is None and self.zmq_replay_endpoint is not None:
             raise ValueError(
-                f"cache.zmq_replay_endpoint = {self.zmq_replay_endpoint}: it replays what "
-                "cache.zmq_endpoint publishes: set that too"
+                f"cache.zmq_replay_endpoint = {self.zmq_replay_endpoint}: it replays the events of "
+                "cache.zmq_endpoint: set that too"
             )
         if self.zmq_endpoint is not None and self.events_history == 0:
             raise ValueError(
@@ -194,28 +192,28 @@ class CacheSettings(Section):
 
     @property
     def open_endpoints(self) -> tuple[str, ...]:
-        """Those that other machines may reach."""
+        """The endpoints that other machines can reach."""
         given = (self.zmq_endpoint, self.zmq_replay_endpoint)
         return tuple(one for one in given if one is not None and not one.startswith(LOCAL))
 
 
 class LogSettings(Section):
-    """What is written to standard error."""
+    """Log lines on standard error, and traces."""
 
     format: Literal["console", "json"] = "console"
-    """`console` for people, `json` (one object a line) for log collectors."""
+    """Format of log lines: `console` for people, `json` (one object per line) for collectors."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severity that is written."""
+    """Minimum log level."""
 
     otlp_endpoint: Annotated[str | None, Field(pattern=r"^https?://")] = None
-    """Collector of OpenTelemetry spans, such as http://collector:4318/v1/traces: it gets one for
-    each HTTP request whose `traceparent` says that its caller samples. Needs the extra `otel`."""
+    """Collector of OpenTelemetry spans, such as http://collector:4318/v1/traces. It receives a span
+    for each HTTP request whose `traceparent` is sampled. Requires the extra `otel`."""
 
 
 class Settings(Section):
-    """attnd: attention and KV cache as a service. `--version` prints which version this is;
-    `key new --namespace N` makes a key."""
+    """attnd: attention and KV cache as a service. `--version` prints the version;
+    `key new --namespace N` creates a key."""
 
     pool: PoolSettings = PoolSettings()
     backend: BackendSettings = BackendSettings()
@@ -226,10 +224,10 @@ class Settings(Section):
     cluster: ClusterSettings = ClusterSettings()
     log: LogSettings = LogSettings()
     config: Path | None = None
-    """A YAML file laid over the defaults."""
+    """YAML file whose settings override the defaults."""
 
     def with_absolute_paths(self) -> Settings:
-        """The same settings for processes with another working directory."""
+        """A copy with absolute paths, for processes with another working directory."""
         sections = {
             section: getattr(self, section).model_copy(
                 update={
@@ -246,12 +244,12 @@ class Settings(Section):
     def check_endpoints(self) -> Settings:
         if not self.auth.open and (beyond := self.cache.open_endpoints):
             raise ValueError(
-                f"{beyond[0]}: ZeroMQ asks for no keys: listen at tcp://127.0.0.1 or ipc://, or "
-                "set auth.open: true"
+                f"{beyond[0]}: ZeroMQ has no authentication: listen at tcp://127.0.0.1 or ipc://, "
+                "or set auth.open: true"
             )
         return self
 
     @property
     def reads_again(self) -> bool:
-        """Whether there are files that SIGHUP has read again."""
+        """Whether there are files that SIGHUP reloads."""
         return self.auth.keys_file is not None or self.server.tls_cert is not None

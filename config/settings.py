@@ -1,7 +1,8 @@
-"""Where the settings come from, in which order, and one line for whatever is wrong with them.
+"""Loads the settings from their sources; errors are one line.
 
 `config/default.yaml` < `--config FILE` < environment (`ATTND_POOL__NUM_PAGES=64`) < command line
-(`--pool.num-pages 64`). An unknown key or a value out of range is a `SettingsError` that names it.
+(`--pool.num-pages 64`). An unknown key or a value out of range raises a `SettingsError` that names
+it.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ __all__ = (
     "Settings",
     "SettingsError",
     "device_queues",
-    "give_streams_queues_of_their_own",
-    "let_idle_threads_sleep",
-    "let_ray_be_quiet",
     "load_settings",
+    "set_cuda_defaults",
+    "set_openmp_defaults",
+    "set_ray_defaults",
 )
 
 DEFAULTS: Final = Path(__file__).with_name("default.yaml")
 ENV_PREFIX: Final = "ATTND_"
 
-# Kubernetes gives every container the addresses of the services beside it, under their names: in a
-# namespace with a service called `attnd` these appear by themselves and are no settings of ours.
+# Kubernetes sets variables with the addresses of the services of a namespace: a service called
+# `attnd` makes these, which are not settings.
 SERVICE_LINK: Final = re.compile(r"ATTND_(SERVICE_(HOST|PORT)|PORT)(_[A-Z0-9_]*)?")
 
 SECTIONS: Final[dict[str, type[Section]]] = {
@@ -76,7 +77,7 @@ class SettingsError(ValueError):
 
 
 class Sources(BaseSettings, Settings):
-    """The settings, read from the environment and the command line; YAML is handed in."""
+    """The settings from the environment and the command line; YAML values are arguments."""
 
     __doc__ = Settings.__doc__
 
@@ -98,7 +99,7 @@ class Sources(BaseSettings, Settings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        # the command line goes before these by itself; `load_settings` hands the YAML in
+        # the command line precedes these by default; `load_settings` passes the YAML values
         if isinstance(env_settings, EnvSettingsSource):
             env_settings.env_vars = {
                 name.replace("-", "_"): value for name, value in env_settings.env_vars.items()
@@ -106,34 +107,43 @@ class Sources(BaseSettings, Settings):
         return (env_settings, init_settings)
 
 
-def let_idle_threads_sleep() -> None:
-    """Call before torch is imported: its OpenMP threads, which would spin between operations and
-    so take the cores from the event loop, sleep instead. What the environment says goes first."""
+def set_openmp_defaults() -> None:
+    """Let idle OpenMP threads sleep: spinning, they would take cores from the event loop.
+
+    Must run before torch is imported. The environment's value takes precedence.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def let_grpc_be_silent() -> None:
-    """Call before grpc is imported: its core would write lines of its own to standard error. What
-    the environment says goes first."""
+def silence_grpc() -> None:
+    """Keep grpc's core from writing to standard error.
+
+    Must run before grpc is imported. The environment's value takes precedence.
+    """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
-def let_ray_be_quiet() -> None:
-    """Call before ray is imported: it neither reports its use to its makers, nor answers for the
-    accelerators of actors that have none. What the environment says goes first."""
+def set_ray_defaults() -> None:
+    """Disable Ray's usage reports, and its changes to the visible GPUs of actors without GPUs.
+
+    Must run before ray is imported. The environment's values take precedence.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
-def give_streams_queues_of_their_own() -> None:
-    """Call before the device is used: a stream that waits for its caller must not hold up another,
-    nor a kernel's first launch wait for it. What the environment says goes first."""
+def set_cuda_defaults() -> None:
+    """Give each CUDA stream its own hardware queue and load kernels at start, so that a stream that
+    waits for its caller blocks no other.
+
+    Must run before the device is used. The environment's values take precedence.
+    """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
 def device_queues() -> int:
-    """Hardware queues of a CUDA device: as many as the environment says, or the driver's 8."""
+    """Number of a CUDA device's hardware queues: the environment's value, or the driver's 8."""
     return int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or 8)
 
 
@@ -150,37 +160,37 @@ def load_settings(argv: Sequence[str] = ()) -> Settings:
     config = scan.parse_known_args(argv)[0].config
     values = read_yaml(DEFAULTS)
     if config is not None:
-        values = lay_over(values, read_yaml(Path(config)), config)
+        values = override(values, read_yaml(Path(config)), config)
     try:
         source = Options(Sources, cli_exit_on_error=False)
         found = CliApp.run(Sources, argv, cli_settings_source=source, **values)
     except ValidationError as error:
         raise SettingsError(one_line(error)) from error
     except SourceError as error:
-        told = " ".join(str(error).split()).removeprefix("error parsing CLI: ")
-        raise SettingsError(f"{told}: --help lists all options") from error
+        detail = " ".join(str(error).split()).removeprefix("error parsing CLI: ")
+        raise SettingsError(f"{detail}: --help lists all options") from error
     return Settings.model_construct(**dict(found))
 
 
 class Options(CliSettingsSource[Sources]):
-    """The command line, whose help calls types by words."""
+    """The command line; its help names types in words."""
 
     def _metavar_format(self, obj: Any) -> str:
         if get_origin(obj) is tuple:
             kind = get_args(obj)[0]
             return f"{(get_args(kind) or (kind,))[0].__name__},..."
-        told: str = super()._metavar_format(obj)
-        return told
+        name: str = super()._metavar_format(obj)
+        return name
 
 
 def dashed(argument: str) -> str:
-    """An option with dashes for underscores: `--pool.num_pages=64` is `--pool.num-pages=64`."""
+    """An option with dashes in place of underscores: `--pool.num-pages=64`."""
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
 
 def refuse_unknown_options(argv: Sequence[str]) -> None:
-    """An option that would set nothing, with the one that was most likely meant."""
+    """Raises `SettingsError` for an unknown option, with the most similar known one."""
     for argument in argv:
         name, _, _ = argument.partition("=")
         section, _, key = name.removeprefix("--").partition(".")
@@ -199,7 +209,7 @@ def refuse_unknown_options(argv: Sequence[str]) -> None:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The sections of one YAML file, keys with underscores; an empty file has none.
 
-    A setting may stand in its section or by its whole name, `pool.num_pages: 64`.
+    A setting can be in its section or have its full name, `pool.num_pages: 64`.
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -224,8 +234,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return found
 
 
-def lay_over(below: dict[str, Any], above: dict[str, Any], path: str) -> dict[str, Any]:
-    """`above` wins, key by key inside each section."""
+def override(below: dict[str, Any], above: dict[str, Any], path: str) -> dict[str, Any]:
+    """The sections of `below`, overridden key by key by those of `above`."""
     unknown = sorted(set(above) - set(below), key=str)
     if unknown:
         close = hint(unknown[0], below, "sections")
@@ -234,7 +244,7 @@ def lay_over(below: dict[str, Any], above: dict[str, Any], path: str) -> dict[st
 
 
 def refuse_unknown_environment() -> None:
-    """An ATTND_ variable that would set nothing is a slip (one underscore for two, say)."""
+    """Raises `SettingsError` for an unknown ATTND_ variable, which is usually a misspelling."""
     known = {f"{ENV_PREFIX}CONFIG"}
     for name, section in SECTIONS.items():
         known |= {f"{ENV_PREFIX}{name}__{key}".upper() for key in section.model_fields}
@@ -259,11 +269,11 @@ def one_line(error: ValidationError) -> str:
 
 
 def describe(problem: Any) -> str:
-    """One problem, with the key and the value it is about, and what to write in its place."""
+    """One problem: key, value, and the rule or the remedy."""
     key, owner = place_of(Settings, problem["loc"])
     kind, value = problem["type"], problem["input"]
     rule = rule_of(problem)
-    if kind == "value_error":  # ours: it names its key already
+    if kind == "value_error":  # raised by a validator of a section: it names its key
         return rule
     if kind == "extra_forbidden":
         names = () if owner is None else tuple(owner.model_fields)

@@ -1,4 +1,4 @@
-"""Rules that a value breaks, in this project's words: for settings and for requests alike."""
+"""Words pydantic's errors for callers: rules and suggestions, for settings and requests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel
 
 LONGEST_LIST: Final = 12
-"""Names that are listed where none of them is close to the one given."""
+"""Maximum number of known names that an error lists if none is similar to the given one."""
 
 LONGEST_NAME: Final = 64
-"""A longer one is compared with none: that takes time, and callers choose it."""
+"""Longer names get no suggestion: callers choose them, and the search is slow."""
 
 LIMITS: Final = {
     "greater_than_equal": ("ge", "must be greater than or equal to {}"),
@@ -25,7 +25,7 @@ LIMITS: Final = {
     "string_too_short": ("min_length", "must have at least {} characters"),
     "string_too_long": ("max_length", "must have at most {} characters"),
 }
-"""The limit's name in a problem of pydantic, and the rule, by the problem's type."""
+"""By type of pydantic's problem: the limit's name in its context, and the rule."""
 
 KINDS: Final = {
     "int": "an integer",
@@ -41,7 +41,7 @@ KINDS: Final = {
     "path": "a path",
     "bytes": "bytes",
 }
-"""What a value must be, by the beginning of the problem's type."""
+"""Required kind of value, by the first word of the problem's type."""
 
 PATTERNS: Final = {
     r"^[A-Za-z0-9._:-]{1,128}$": "1 to 128 letters, digits or any of . _ : -",
@@ -61,7 +61,7 @@ GIVEN: Final = (
 
 
 def rule_of(problem: Mapping[str, Any]) -> str:
-    """The rule that a problem found by pydantic is about, with its limit."""
+    """The rule that a problem of pydantic reports, with its limit."""
     kind, context = str(problem["type"]), problem.get("ctx") or {}
     if kind in LIMITS:
         name, rule = LIMITS[kind]
@@ -91,7 +91,7 @@ def rule_of(problem: Mapping[str, Any]) -> str:
 
 
 def one_of(problem: Mapping[str, Any]) -> str:
-    """The values that are allowed, and the one that was most likely meant."""
+    """The rule with the allowed values, and the one most similar to the given value."""
     allowed = str((problem.get("ctx") or {}).get("expected", ""))
     names = [part.strip().strip("'") for part in allowed.replace(" or ", ", ").split(",")]
     rule = f"must be {allowed}"
@@ -101,7 +101,7 @@ def one_of(problem: Mapping[str, Any]) -> str:
 
 
 def number(value: object) -> str:
-    """A limit as people write it: 1e-10, 3, 2147483647."""
+    """A limit as text: 1e-10, 3, 2147483647."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -110,7 +110,7 @@ def kind_of(value: object) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like `name`, dashes and case aside; empty when none is."""
+    """The known name most similar to `name`, ignoring dashes and case; empty if none is."""
     if len(name) > LONGEST_NAME:
         return ""
     plain = {one.replace("-", "_").lower(): one for one in known}
@@ -118,24 +118,26 @@ def closest(name: str, known: Iterable[str]) -> str:
     return plain[found[0]] if found else ""
 
 
-def hint(name: str, known: Iterable[str], what: str, before: str = "") -> str:
-    """`: did you mean …?`, or the names there are when they are few; `what` says what they are, and
-    `before` goes before a name that is suggested."""
+def hint(name: str, known: Iterable[str], kind: str, before: str = "") -> str:
+    """`: did you mean …?`, or the list of known names if they are few.
+
+    `kind` is their plural noun; `before` is put before a suggested name.
+    """
     names = list(known)
     if close := closest(name, names):
         return f": did you mean {before}{close}?"
     if not names:
-        return f": it has no {what}"
+        return f": it has no {kind}"
     if len(names) <= LONGEST_LIST:
-        return f": its {what} are {', '.join(names)}"
+        return f": its {kind} are {', '.join(names)}"
     return ""
 
 
 def place_of(
     model: type[BaseModel], loc: Sequence[int | str]
 ) -> tuple[str, type[BaseModel] | None]:
-    """A problem's place by the names that a caller wrote, without pydantic's own for the branches
-    of a union; and the model that the last name belongs to, where there is one."""
+    """A problem's path in the caller's names, without pydantic's branches of unions, and the model
+    of the last name, if any."""
     parts: list[str] = []
     inside: Any = model
     owner: type[BaseModel] | None = model
@@ -153,7 +155,7 @@ def place_of(
 
 
 def fields_of(kind: Any) -> dict[str, Any] | None:
-    """The types of the fields of the model in a type; None where there is no model in it."""
+    """Types by name of the fields of the models in a type; None without a model."""
     found: dict[str, Any] = {}
     models = models_in(kind)
     for model in models:
@@ -168,7 +170,7 @@ def models_in(kind: Any) -> list[type[BaseModel]]:
 
 
 def first_of(problems: Sequence[Any]) -> Any:
-    """The problem to report: the first; of a union's branches the one that came furthest."""
+    """The problem to report: the first one; among the branches of a union, the deepest."""
     first = problems[0]
     head = first["loc"][:1]
     same = [one for one in problems if one["loc"][:1] == head and head]

@@ -20,10 +20,10 @@ from typing import Final
 from config.settings import (
     Settings,
     SettingsError,
-    let_grpc_be_silent,
-    let_idle_threads_sleep,
-    let_ray_be_quiet,
     load_settings,
+    set_openmp_defaults,
+    set_ray_defaults,
+    silence_grpc,
 )
 from service import __version__
 from service.addresses import Addresses, bind_addresses
@@ -73,8 +73,8 @@ def main(argv: Sequence[str], commands: Commands | None = None) -> int:
     if "--version" in argv:
         print(f"attnd {__version__}")
         return 0
-    let_idle_threads_sleep()
-    let_grpc_be_silent()
+    set_openmp_defaults()
+    silence_grpc()
     try:
         settings = load_settings(argv)
     except SettingsError as error:
@@ -118,7 +118,7 @@ def cluster_on_ray(settings: Settings) -> int:
     if find_spec("ray") is None:
         LOG.error("cannot start: --cluster needs Ray: %s", how_to_install("ray"))
         return 1
-    let_ray_be_quiet()
+    set_ray_defaults()
     from service.cluster.ray.main import serve_cluster
 
     settings = settings.with_absolute_paths()

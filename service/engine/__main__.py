@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import Final
 
-from config.settings import give_streams_queues_of_their_own, let_idle_threads_sleep
+from config.settings import set_cuda_defaults, set_openmp_defaults
 from service.processes.handover import CANNOT_START, Inherited, on_hang_up, receive
 
 LOG: Final = logging.getLogger("attnd.engine")
@@ -22,8 +22,8 @@ its last reference."""
 def main() -> int:
     """Serve until drained; the process's exit status."""
     inherited = receive()
-    let_idle_threads_sleep()
-    give_streams_queues_of_their_own()
+    set_openmp_defaults()
+    set_cuda_defaults()
     from service.logs import set_up_logs
 
     set_up_logs(inherited.settings.log, inherited.process)
