@@ -1,5 +1,5 @@
-"""A cluster's door, `http`, `grpc` or `zmq`: the same as of one engine, with a router behind it;
-started by `python -m service`."""
+"""A cluster's door, `http`, `grpc` or `zmq`: the door of one engine with a router as its upstream.
+Started by `python -m service`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> int:
-    """Serve until drained; the process's exit status."""
+    """Serves until drained; returns the exit status."""
     kind = sys.argv.pop(1)
     from service.cluster.routing.router import Router
 

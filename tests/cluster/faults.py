@@ -40,7 +40,7 @@ from tests.oracle import attend, visible
 
 ALLOWED: Final = frozenset({"lost_sequence", "not_ready", "out_of_pages", "deadline_exceeded"})
 """What a client of a cluster that loses engines must be ready for."""
-LONGEST_S: Final = SETTINGS.server.deadline_s + GRACE_S + 2.0
+MAX_INFLIGHT_S: Final = SETTINGS.server.deadline_s + GRACE_S + 2.0
 MOST_SEQUENCES: Final = 8
 MOST_TOKENS: Final = 40
 MOST_ROWS: Final = 3
@@ -95,7 +95,7 @@ class Client:
     async def ask(self, name: str, fields: dict[str, Any], **arrays: Any) -> Answer | None:
         """The answer, or None where it was refused as it may be."""
         started = time.monotonic()
-        async with asyncio.timeout(LONGEST_S):
+        async with asyncio.timeout(MAX_INFLIGHT_S):
             answer = await self.cluster.call(name, fields, **arrays)
         self.slowest = max(self.slowest, time.monotonic() - started)
         if answer.status < 300:

@@ -111,7 +111,7 @@ class Cluster:
 
     def home(self, name: str) -> str:
         """The name of the engine that a sequence is on."""
-        tag = self.router.homes.names.tag(("default", name))
+        tag = self.router.locator.tags.tag(("default", name))
         return self.router.members.by_tag[tag or ""].name
 
     async def until(self, ready: Callable[[], bool], what: str) -> None:

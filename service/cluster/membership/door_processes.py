@@ -1,4 +1,4 @@
-"""A cluster's doors as processes of whoever starts them in a supervisor's place."""
+"""A cluster's doors as child processes of a Ray ingress or a test, without a supervisor."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ COMMAND: Final = command_of("service.cluster")
 
 @dataclass(slots=True)
 class Doors:
-    """The processes, by their names."""
+    """The doors' processes, by name."""
 
     children: tuple[Child, ...]
     shared: Shared
     processes: dict[str, subprocess.Popen[bytes]]
 
     def check(self) -> None:
-        """Start again what has ended. Raises RuntimeError for one that cannot start."""
+        """Restarts processes that have ended. Raises RuntimeError for one that cannot start."""
         for child in self.children:
             status = self.processes[child.process].poll()
             if status is not None:
@@ -37,7 +37,7 @@ class Doors:
                 self.processes[child.process] = start(child, self.shared)
 
     def end(self, seconds: float) -> None:
-        """Ask all to finish; kill those that have not after so long."""
+        """Stops all doors; kills those that have not finished after `seconds`."""
         for process in self.processes.values():
             process.terminate()
         ends = time.monotonic() + seconds
@@ -50,7 +50,7 @@ class Doors:
 
 
 def start_doors(settings: Settings, addresses: Addresses, secret: str, lifeline: int) -> Doors:
-    """HTTP's doors, and gRPC's where there is one, over the engines in the file of members."""
+    """The HTTP doors, and the gRPC door if configured, for the engines in the members file."""
     children = [
         Child(f"http-{worker}", (*COMMAND, "http"), addresses.http, worker)
         for worker in range(settings.server.http_workers)

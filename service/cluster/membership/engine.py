@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from attnd.wire.dtypes import Array
@@ -27,15 +27,18 @@ from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 
-MOVING_S: Final = 2.0
-"""For so long a call waits for sequences that are on their way to another engine."""
+RETRY_BUDGET_S: Final = 2.0
+"""For how long a call waits, in all, for sequences that are moving to another engine."""
 LATEST_WEIGHT: Final = 0.1
-"""Share of the latest call in the running means of what calls wait and take."""
+"""Share of the latest call in the running means of queue and call times."""
+NO_IMAGE: Final = memoryview(b"")
+RawReply = tuple[Answered, Slot]
+"""A reply as the engine wrote it, and its slot."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of a door's: the request's image, and what the road carries beside it.
+    """One call of a door: the request's image, and the other fields of its frame.
 
     Not frozen: that would cost 2 µs a call.
     """
@@ -43,43 +46,68 @@ class Call:
     operation: Operation
     image: memoryview
     most: int
-    """Bytes that the answer may have."""
+    """Maximum size of the reply, in bytes."""
     deadline_us: int
     request_id: bytes
     tenant: Tenant
     request: Slot | None = None
-    """Where the image lies; None for the router's own calls, which have none."""
+    """The slot of the image; None for the router's own calls."""
     is_poll: bool = False
-    """Asked to find out whether an engine answers."""
-    waits_until: float = 0.0
-    """On `time.monotonic()`: until then sequences that change their engine are waited for; 0 before
-    the first wait."""
+    """Also sent to an engine that is silent."""
+    retries_until: float = 0.0
+    """End of the retry budget, on `time.monotonic()`; 0 before the first retry."""
 
-    def may_wait(self) -> bool:
-        """Whether there is time left to wait for sequences that change their engine: one limit for
-        all waits of a call."""
+    def may_retry(self) -> bool:
+        """Whether the retry budget lasts; the first use starts it."""
         now = time.monotonic()
-        if not self.waits_until:
-            self.waits_until = now + MOVING_S
-        return now < self.waits_until
+        if not self.retries_until:
+            self.retries_until = now + RETRY_BUDGET_S
+        return now < self.retries_until
 
     @property
-    def has_waited_s(self) -> float:
-        """Since the first wait."""
-        return time.monotonic() - (self.waits_until - MOVING_S) if self.waits_until else 0.0
+    def retrying_s(self) -> float:
+        """Seconds since the first retry."""
+        if not self.retries_until:
+            return 0.0
+        return time.monotonic() - (self.retries_until - RETRY_BUDGET_S)
 
     def arrays(self, layout: Layout) -> dict[str, Array]:
-        """The request's tensors, where they lie in the image."""
+        """The request's tensors, as views of the image."""
         return place(self.image, split(self.image)[1], layout)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """An engine's answer in memory of our own."""
+class EngineReply:
+    """A successful reply, copied out of the arena."""
 
     fields: dict[str, Any]
     arrays: dict[str, Array]
     stages: tuple[float, ...]
+
+
+class Home(Protocol):
+    """Where a sequence is: one engine, or the group of engines that its shards are on.
+
+    `call` and `ask` raise ProblemText for an error reply, NotReady where the session is lost,
+    AnswerTooLarge and Overloaded.
+    """
+
+    name: str
+    tag: str
+
+    async def call(self, call: Call) -> RawReply:
+        """Sends the call's own image."""
+
+    async def ask(
+        self, call: Call, fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None
+    ) -> EngineReply:
+        """Sends other fields and tensors."""
+
+    def own(self, operation: Operation, tenant: Tenant, deadline_s: float) -> Call:
+        """A call of the router's own, for `ask`."""
+
+    def forget(self, call: Call, ids: Sequence[str]) -> None:
+        """Forgets the state of sequences."""
 
 
 class Engine:
@@ -91,28 +119,28 @@ class Engine:
         self.arena = arena
         self.tag = ""
         self.load = Load()
+        """As of the latest poll; `load_now` adds what happened since."""
         self.pace = Pace()
-        """As it tells it; `load` has the one that counts."""
+        """As the engine reports it; `load` has it within bounds."""
         self.queue_s = self.call_s = 0.0
-        """Of the latest calls, how long they waited for their turn, and took from then on."""
+        """Running means: how long calls wait for their turn, and take from then on."""
         self.busy_until_s = 0.0
-        """On `time.monotonic`: when the prompts that were placed here should be computed."""
+        """On `time.monotonic`: when the prompts placed here should be computed."""
         self.held = 0
-        """Pages that its sequences and pins hold, as its latest answer told."""
+        """Pages that sequences and pins hold, by the latest reply."""
         self.promised = 0
-        """Pages placed there since `load` was told that are not among those held yet."""
+        """Pages of sequences placed here since the latest poll that are not yet in `held`."""
         self.is_leaving = False
-        """It takes no new sequences, because it is to be removed."""
+        """The members file says that it is going to be removed: no new sequences."""
         self.is_draining = False
-        """It says so itself."""
-        self.is_elsewhere = False
-        """It is no process of this service, so its counts are not in memory that is shared."""
+        """The engine itself reports that it is draining."""
+        self.has_own_counts = False
+        """Its counts are not in this host's shared memory."""
         self.is_silent = False
-        """It has not answered for a while."""
+        """Has not replied for `SILENT_S`."""
         self.num_calls = self.num_waiting = 0
 
     def learn(self, info: InfoAnswer) -> None:
-        """What it says of itself."""
         self.info = info
         self.tag = tag_of_instance(info.instance_id)
 
@@ -122,12 +150,14 @@ class Engine:
 
     @property
     def takes_new(self) -> bool:
-        """Whether new sequences may be placed there."""
+        """Whether new sequences may be placed here."""
         return self.is_ready and not (self.is_leaving or self.is_draining)
+
+    # load
 
     @property
     def load_now(self) -> Load:
-        """What it has told, with what is known since."""
+        """The latest poll, updated by the replies since."""
         load = self.load
         work_s = max(self.busy_until_s - time.monotonic(), self.num_waiting * self.call_s)
         return Load(
@@ -140,69 +170,62 @@ class Engine:
             load.pace,
         )
 
-    def give(self, first: int, last: int) -> None:
-        """These pages of a prompt are to be computed, and stored here."""
-        now = time.monotonic()
+    def add_work(self, first: int, last: int) -> None:
+        """Pages `first:last` of a prompt will be computed here."""
         work_s = self.load.pace.span_s(float(first), last)
-        self.busy_until_s = busy_until_s(self.busy_until_s, now, work_s)
+        self.busy_until_s = busy_until_s(self.busy_until_s, time.monotonic(), work_s)
 
-    def rest(self) -> None:
-        """None of its calls is under way: some of the work that it was thought to have is done."""
-        now = time.monotonic()
-        self.busy_until_s -= max(self.busy_until_s - now, 0.0) / 2
+    def halve_work(self) -> None:
+        """No call is in flight: part of the expected work must be done."""
+        self.busy_until_s -= max(self.busy_until_s - time.monotonic(), 0.0) / 2
 
-    def hold(self, held: int | None, operation: Operation) -> None:
-        """So many pages are held now. More of them were promised before, but for cached ones that a
-        new sequence begins with."""
+    def set_held(self, held: int | None, operation: Operation) -> None:
+        """Pages held now. Growth counts against `promised`, except a new sequence's cached ones."""
         if held is None:
             return
         if operation.routed != "placed":
             self.promised -= min(self.promised, max(held - self.held, 0))
         self.held = held
 
-    async def call(self, call: Call) -> tuple[Answered, Slot]:
-        """The answer to the call as it is, and where it lies.
+    # calls
 
-        Raises AnswerTooLarge, Overloaded, NotReady; what the engine refuses is an answer too.
-        """
+    async def call(self, call: Call) -> RawReply:
+        """See `Home`."""
         if call.request is None:
-            raise RuntimeError("a call without an image is passed on: this is a bug")
+            raise RuntimeError("a call without an image cannot be forwarded: this is a bug")
         return await self.exchange(call, call.request, len(call.image))
-
-    async def ask(
-        self, call: Call, fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None
-    ) -> Told:
-        """The answer to other fields and tensors. Raises ProblemText for what the engine refuses,
-        and what `call` raises."""
-        answered, slot = await self.send(call, fields, arrays or {})
-        try:
-            whole = answered.image
-            if answered.status >= 400:
-                raise refusal_in(answered)
-            if not len(whole):
-                return Told({}, {}, answered.stages)
-            header, start = split(whole)
-            layout = read_layout(header, len(whole) - start, RESPONSE)
-            copied = {name: np.array(array) for name, array in place(whole, start, layout).items()}
-            return Told(layout.fields, copied, answered.stages)
-        finally:
-            self.arena.give_back(slot)
 
     async def send(
         self, call: Call, fields: Mapping[str, Any], arrays: Mapping[str, Array]
-    ) -> tuple[Answered, Slot]:
-        """As `call`, to other fields and tensors."""
+    ) -> RawReply:
+        """As `call`, with other fields and tensors."""
         request, length = self.arena.lay(image(REQUEST, dump_json(fields), arrays))
         try:
             return await self.exchange(call, request, length)
         finally:
             self.arena.give_back(request)
 
-    async def exchange(self, call: Call, request: Slot, length: int) -> tuple[Answered, Slot]:
-        """The answer to what lies in `request`, and where it lies."""
+    async def ask(
+        self, call: Call, fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None
+    ) -> EngineReply:
+        """See `Home`."""
+        answered, slot = await self.send(call, fields, arrays or {})
+        try:
+            whole = answered.image
+            if not len(whole):
+                return EngineReply({}, {}, answered.stages)
+            header, start = split(whole)
+            layout = read_layout(header, len(whole) - start, RESPONSE)
+            copied = {name: np.array(array) for name, array in place(whole, start, layout).items()}
+            return EngineReply(layout.fields, copied, answered.stages)
+        finally:
+            self.arena.give_back(slot)
+
+    async def exchange(self, call: Call, request: Slot, length: int) -> RawReply:
+        """The reply to the image in `request`."""
         if self.is_silent and not call.is_poll:
-            raise NotReady(f"{self.name} does not answer, and may go on any time: retry later")
-        is_work = call.operation.has_tensors  # to ask how it is, is none
+            raise NotReady(f"{self.name} does not respond and may resume at any time: retry later")
+        is_work = call.operation.has_tensors  # status requests are not
         self.num_waiting += is_work
         try:
             answered, slot = await self.link.call(
@@ -219,27 +242,21 @@ class Engine:
         self.num_calls += 1
         queue_s, *stages = answered.stages
         self.queue_s += LATEST_WEIGHT * (queue_s - self.queue_s)
-        self.hold(answered.held, call.operation)
+        self.set_held(answered.held, call.operation)
         if is_work:
             self.call_s += LATEST_WEIGHT * (sum(stages) - self.call_s)
             if not self.num_waiting:
-                self.rest()
+                self.halve_work()
+        if answered.status >= 400:
+            text = fields_text_of_image(answered.image, PROBLEM)
+            self.arena.give_back(slot)
+            raise ProblemText(text)
         return answered, slot
 
     def own(self, operation: Operation, tenant: Tenant, deadline_s: float) -> Call:
-        """A call of the router's own, for `ask`."""
+        """See `Home`."""
         most = self.link.limits.max_answer_bytes
-        return Call(operation, NOTHING, most, int(deadline_s * 1e6), NO_REQUEST_ID, tenant)
+        return Call(operation, NO_IMAGE, most, int(deadline_s * 1e6), NO_REQUEST_ID, tenant)
 
-
-NOTHING: Final = memoryview(b"")
-
-
-def refusal_in(answered: Answered) -> ProblemText:
-    """What an engine has refused."""
-    return ProblemText(fields_text_of_image(answered.image, PROBLEM))
-
-
-def problem_in(answered: Answered) -> dict[str, Any]:
-    """The document of a refusal."""
-    return refusal_in(answered).problem
+    def forget(self, call: Call, ids: Sequence[str]) -> None:
+        """Nothing is remembered."""

@@ -1,4 +1,4 @@
-"""Engines of this host as processes of their own, for tests and measurements of a cluster."""
+"""Engines of this host as child processes, for Ray, tests and measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Final
 
 from config.sections import Settings
 from service.addresses import listen_tcp
-from service.cluster.membership.members_file import Listed, write_members
+from service.cluster.membership.members_file import MemberEntry, write_members
 from service.launch import command_of
 from service.processes.cells import make_shared
 from service.processes.checked_files import CheckedFiles
@@ -28,39 +28,39 @@ ENGINE: Final = command_of("service.engine")
 
 @dataclass(slots=True)
 class LocalEngines:
-    """The engines `engine-0`, `engine-1`, ..., and the file that names them."""
+    """The engines `engine-0`, `engine-1`, ..., and their members file."""
 
     settings: Settings
     folder: Path
     lifeline: int
     secret: str = field(default_factory=lambda: secrets.token_hex(32))
     over_tcp: bool = False
-    """They are called over TCP, as those of other hosts are."""
+    """Connect over TCP, as to engines of other hosts."""
     host: str = "127.0.0.1"
-    """Where they listen then."""
+    """The address to listen at over TCP."""
     listening: dict[str, Listening] = field(default_factory=dict)
     entries: dict[str, socket.socket] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     files: CheckedFiles | None = None
-    """From the first start on."""
+    """None before the first start."""
 
     @property
     def members(self) -> Path:
         return self.folder / "members.json"
 
     def add(self, listening: Listening | None = None) -> str:
-        """One more engine, which listens there, or in the folder; its name."""
+        """Starts one more engine, with a socket in the folder by default; returns its name."""
         name = f"engine-{len(self.listening)}"
         own = listening or listen(self.folder / f"{name}.sock", private=False)
         self.listening[name] = own
         if self.over_tcp:
             (self.entries[name],) = listen_tcp(self.host, 0, False)
         self.start(name)
-        self.tell()
+        self.write_members()
         return name
 
     def start(self, name: str) -> None:
-        """Start its process, for the first time or anew."""
+        """Starts an engine's process, or restarts it."""
         if self.files is None:
             self.files = CheckedFiles(self.settings)
         else:
@@ -83,21 +83,21 @@ class LocalEngines:
             os.close(cells)
 
     def kill(self, name: str) -> None:
-        """End its process at once."""
+        """Kills an engine's process."""
         self.processes[name].kill()
         self.processes[name].wait()
 
     def remove(self, name: str) -> None:
-        """Take an engine out of the cluster."""
+        """Removes an engine from the cluster."""
         listening = self.listening.pop(name)
-        self.tell()
+        self.write_members()
         self.kill(name)
         listening.close()
 
-    def tell(self) -> None:
-        patience = LOST_AFTER_S if self.over_tcp else 0.0
-        members = [Listed(name, self.address(name), patience) for name in self.listening]
-        write_members(self.members, members)
+    def write_members(self) -> None:
+        lost_after_s = LOST_AFTER_S if self.over_tcp else 0.0
+        entries = [MemberEntry(name, self.address(name), lost_after_s) for name in self.listening]
+        write_members(self.members, entries)
 
     def address(self, name: str) -> str:
         if self.over_tcp:
@@ -121,7 +121,7 @@ class LocalEngines:
 def local_engines(
     count: int, settings: Settings, *, over_tcp: bool = False
 ) -> Iterator[LocalEngines]:
-    """So many engines with these settings; they are killed in the end."""
+    """`count` engines with these settings, which are killed at the end."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="attnd-cluster-"))
         reading, writing = os.pipe()

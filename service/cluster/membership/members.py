@@ -1,4 +1,4 @@
-"""Which engines there are, a session with each, and what each of them has."""
+"""The engines of a cluster, and a session with each."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Final
 from attnd.wire.frames import FrameError
 
 from config.server import ServerSettings
-from service.cluster.membership.engine import Engine
-from service.cluster.membership.members_file import Listed, read_members
+from service.cluster.membership.engine import Engine, Home
+from service.cluster.membership.member import Member
+from service.cluster.membership.members_file import MemberEntry, read_members
 from service.cluster.membership.polling import (
     ASK_DEADLINE_S,
-    Member,
     ask,
-    look_at,
     poll,
+    poll_to_the_end,
     read_events,
 )
 from service.cluster.placement.prefixes import Prefixes
@@ -38,28 +38,28 @@ from service.road.caller_end.peer_process import PeerProcess
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 
 if TYPE_CHECKING:
-    from service.cluster.sharded.ranks import Home, Ranks
+    from service.cluster.sharded.ranks import Ranks
 
 LOG: Final = logging.getLogger("attnd.cluster")
-LOOK_S: Final = 0.1
-"""How often the file of members is looked at."""
+FILE_POLL_S: Final = 0.1
+"""How often the members file is looked at."""
 POLL_S: Final = 0.25
-"""How often an engine is asked what it has."""
+"""How often an engine is polled."""
 FIRST_WAIT_S: Final = 0.05
 LONGEST_WAIT_S: Final = 1.0
-"""Before an engine is called again."""
+"""Before another session is tried."""
 ALIKE: Final = ("num_layers", "page_size", "num_kv_heads", "head_dim", "dtype")
-"""What must be the same of all engines."""
-FATE_S: Final = 0.5
-"""A process that was killed closes its sockets before it counts as having exited."""
+"""Settings of the pool that all engines must share."""
+EXIT_S: Final = 0.5
+"""A killed process closes its sockets before it counts as having exited."""
 MOST_RANKS: Final = 1024
-LEFT: Final = "it was taken out of the cluster"
-BROKEN: Final = (OSError, AttndError, FrameError, ProblemText, TimeoutError)
+REMOVED: Final = "removed from the cluster"
+SESSION_ERRORS: Final = (OSError, AttndError, FrameError, ProblemText, TimeoutError)
 """What ends a session, or keeps it from beginning."""
 
 
 class Members:
-    """The engines of one router. `by_tag` has those that can be called."""
+    """The engines of one router. `by_tag` has those with a session."""
 
     def __init__(
         self,
@@ -75,28 +75,33 @@ class Members:
         self.by_name: dict[str, Member] = {}
         self.by_tag: dict[str, Engine] = {}
         self.changes = 0
-        """How often engines have come or gone."""
+        """Counts the engines that come, leave, die or fall silent."""
         self.first_info: InfoAnswer | None = None
         self.ranks: OrderedDict[str, Ranks] = OrderedDict()
-        """Engines that sequences are dealt out over, by their tags, the latest used last."""
+        """Engines of sharded sequences, by their tags, the latest used last."""
         self.prefixes: dict[str, Prefixes] = {}
-        """By namespace, of those that have looked for a prefix."""
+        """By namespace, for namespaces that have used prefixes."""
         self.tenant = tenant_of("cluster", SCOPES) if has_keys else OPEN
-        """Whose the router's own questions are."""
-        self.on_torn: Callable[[Tenant, list[str]], None] = lambda tenant, ids: None
-        """Called for sequences that an engine may have taken a part of along."""
+        """The tenant of the router's own questions."""
+        self.on_shards_lost: Callable[[Tenant, list[str]], None] = lambda tenant, ids: None
+        """Called for sequences of which a dead engine may have had a shard."""
         self.door = self.secret = ""
         self.watching: asyncio.Task[None] | None = None
         self.met = asyncio.Event()
-        self.told_fate = asyncio.Event()
-        """Set, and another one made, whenever an engine is known to be dead."""
+        self.death = asyncio.Event()
+        """Set, and replaced, whenever an engine is known to be dead."""
 
     @property
     def engines(self) -> list[Engine]:
         return list(self.by_tag.values())
 
+    @property
+    def open_engines(self) -> dict[str, Engine]:
+        """The engines that take new sequences, by tag."""
+        return {tag: one for tag, one in self.by_tag.items() if one.takes_new}
+
     def home(self, tag: str) -> Home | None:
-        """An engine, or all those that a sequence is dealt out over; None when one is not there."""
+        """The engine of a tag, or all engines of a sharded sequence; None where one is missing."""
         if BETWEEN not in tag:
             return self.by_tag.get(tag)
         found = self.ranks.get(tag)
@@ -114,33 +119,33 @@ class Members:
         return found
 
     def forget_ranks(self) -> None:
-        """Anyone may name engines in an id, in any order: keep those that have sequences, and of
-        the others the latest used."""
+        """Keeps the groups with sequences, and the latest used: ids may name engines in any
+        order."""
         unused = [tag for tag, ranks in self.ranks.items() if not ranks.books]
         for tag in (unused or list(self.ranks))[: len(self.ranks) - MOST_RANKS]:
             del self.ranks[tag]
 
     @property
     def info(self) -> InfoAnswer:
-        """Of any engine. Raises NotReady before one was met."""
+        """Of any engine. Raises NotReady before the first session."""
         if self.first_info is None:
-            raise NotReady(self.why_none or "no engine was met yet")
+            raise NotReady(self.why_none or "no engine has been reached yet")
         return self.first_info
 
     def acting_for(self, tenant: Tenant) -> Tenant:
-        """Whose the questions are that the router asks by itself for the sake of a caller: his
-        namespace's, whatever he may do there."""
+        """The tenant of the router's own questions for a caller: the caller's namespace, all
+        scopes."""
         return tenant_of(tenant.namespace, SCOPES) if self.has_keys else tenant
 
     @property
     def state(self) -> tuple[str, str]:
-        """`ready` once all members were met, or have been waited for."""
+        """`ready` once every member has had a session, or has been waited for."""
         if (why := self.why_none) is not None:
             return "starting", why
         now = time.monotonic()
         if unmet := [one for one in self.by_name.values() if one.is_awaited(now)]:
             why = "; ".join(f"{member.name}: {member.why}" for member in unmet)
-            return "starting", f"not all engines were met yet: {why}"
+            return "starting", f"waiting for engines: {why}"
         return "ready", "ready"
 
     @property
@@ -149,41 +154,41 @@ class Members:
         if any(engine.is_ready for engine in self.by_tag.values()):
             return None
         why = "; ".join(f"{member.name}: {member.why}" for member in self.by_name.values())
-        return f"no engine can be called: {why or 'there is none yet'}"
+        return f"no engine can be called: {why or 'the cluster has none yet'}"
 
-    def idlest(self, but: Collection[str] = ()) -> Engine:
-        """Of those that can be called, the one with the fewest calls. Raises NotReady."""
+    def least_busy(self, but: Collection[str] = ()) -> Engine:
+        """The ready engine with the fewest calls, except these tags. Raises NotReady."""
         among = [one for one in self.by_tag.values() if one.is_ready and one.tag not in but]
         if not among:
             raise NotReady(self.why_none or "no other engine can be called")
         return min(among, key=lambda one: (one.num_waiting, one.queue_s))
 
-    # who there is
+    # the members file
 
     async def watch(self, path: str, door: str, secret: str) -> None:
-        """Meet those that the file names, from now on; returns when one can be called."""
+        """Follows the file from now on; returns when one engine can be called."""
         self.door, self.secret = door, secret
-        self.watching = asyncio.get_running_loop().create_task(self.look(Path(path)))
+        self.watching = asyncio.get_running_loop().create_task(self.follow_file(Path(path)))
         await self.met.wait()
 
-    async def look(self, path: Path) -> None:
-        """Read the file of members whenever it has been replaced."""
+    async def follow_file(self, path: Path) -> None:
+        """Reads the members file whenever it has been replaced."""
         seen: tuple[int, int] | None = None
         while True:
             with suppress(FileNotFoundError):
                 found = path.stat()
                 if seen != (found.st_mtime_ns, found.st_ino):
                     seen = found.st_mtime_ns, found.st_ino
-                    self.take(read_members(path))
-            await asyncio.sleep(LOOK_S)
+                    self.update(read_members(path))
+            await asyncio.sleep(FILE_POLL_S)
 
-    def take(self, given: Collection[Listed]) -> None:
-        """These are all the members there are now."""
-        names = {one.name: one for one in given}
+    def update(self, entries: Collection[MemberEntry]) -> None:
+        """Makes these the members."""
+        by_name = {one.name: one for one in entries}
         for name, member in list(self.by_name.items()):
-            if name not in names or names[name].address != member.address:
+            if name not in by_name or by_name[name].address != member.address:
                 self.remove(name)
-        for name, one in names.items():
+        for name, one in by_name.items():
             if name not in self.by_name:
                 self.add(name, one.address, one.lost_after_s)
             member = self.by_name[name]
@@ -192,74 +197,74 @@ class Members:
                 member.engine.is_leaving = one.is_leaving
 
     def add(self, name: str, address: str, lost_after_s: float) -> None:
-        """Meet an engine, and again whenever the session with it ends."""
+        """Keeps a session with an engine from now on."""
         member = self.by_name[name] = Member(name, address, lost_after_s)
-        member.wait_for(time.monotonic())
-        member.keeping = asyncio.get_running_loop().create_task(self.keep(member))
+        member.disconnected(time.monotonic())
+        member.session = asyncio.get_running_loop().create_task(self.keep_session(member))
 
     def remove(self, name: str) -> None:
-        """Let an engine go; what waits for it ends as if it had died."""
+        """Ends the session with an engine, which then counts as dead."""
         member = self.by_name.pop(name)
-        if member.keeping is not None:
-            member.keeping.cancel()
-        self.lose(member, LEFT)
-        self.bury(member)
+        if member.session is not None:
+            member.session.cancel()
+        self.disconnect(member, REMOVED)
+        self.mark_dead(member)
 
     def close(self) -> None:
         if self.watching is not None:
             self.watching.cancel()
         self.changes += 1
-        self.ranks.clear()  # the engines keep what they have
+        self.ranks.clear()  # the engines keep their shards
         for member in self.by_name.values():
-            member.torn.clear()
+            member.lost_shards.clear()
         for name in list(self.by_name):
             self.remove(name)
 
     # sessions
 
-    async def keep(self, member: Member) -> None:
+    async def keep_session(self, member: Member) -> None:
         """One session after another."""
         wait = FIRST_WAIT_S
         while True:
             try:
-                engine = await self.meet(member)
+                engine = await self.connect(member)
                 wait = FIRST_WAIT_S
                 while member.engine is engine:
-                    await look_at(self, member, engine)
+                    await poll_to_the_end(self, member, engine)
                     await asyncio.sleep(POLL_S)
-            except BROKEN as error:
-                self.lose(member, str(error) or type(error).__name__)
-                member.is_out_of_reach(time.monotonic())
+            except SESSION_ERRORS as error:
+                self.disconnect(member, str(error) or type(error).__name__)
+                member.unreachable(time.monotonic())
             except Exception:
                 LOG.exception("the session with %s failed: this is a bug", member.name)
-                self.lose(member, "a bug, see the log")
+                self.disconnect(member, "a bug, see the log")
             await asyncio.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT_S)
 
-    async def meet(self, member: Member) -> Engine:
-        """A session with an engine that fits the others. Raises what is BROKEN."""
+    async def connect(self, member: Member) -> Engine:
+        """A session with an engine whose pool is like the others'. Raises SESSION_ERRORS."""
         link = Link(self.limits, self.has_keys, arena=self.arena)
-        link.on_reached = member.is_reached
+        link.on_reached = member.reached
         try:
             await link.connect(member.address, self.door, self.secret)
             engine = Engine(member.name, link, self.arena)
             async with asyncio.timeout(ASK_DEADLINE_S):
-                told = await ask(engine, "info", self.tenant)
-                engine.learn(InfoAnswer.model_validate(told.fields))
+                info = await ask(engine, "info", self.tenant)
+                engine.learn(InfoAnswer.model_validate(info.fields))
                 self.check_alike(engine.info)
                 await poll(self, member, engine)
         except BaseException:
             link.close()
             raise
         if link.caller is not None:
-            link.caller.on_lost = lambda why: self.lose(member, why)
+            link.caller.on_lost = lambda why: self.disconnect(member, why)
         engine.is_leaving = member.is_leaving
         if self.metrics is not None and not self.metrics.has_process(member.name):
-            engine.is_elsewhere = True
-        if member.tag != engine.tag:  # started anew: what it had is gone
-            self.bury(member)
+            engine.has_own_counts = True
+        if member.tag != engine.tag:  # it has restarted, without its sequences
+            self.mark_dead(member)
         member.stop_watching()
-        member.torn.clear()
+        member.lost_shards.clear()
         member.tag, member.is_dead, member.is_met = engine.tag, False, True
         self.changes += 1
         member.engine = self.by_tag[engine.tag] = engine
@@ -269,16 +274,16 @@ class Members:
         return engine
 
     def check_alike(self, info: InfoAnswer) -> None:
-        """Raises NotReady for an engine whose pool is of another geometry."""
+        """Raises NotReady for an engine whose pool has another geometry."""
         first = self.first_info = self.first_info or info
         for name in ALIKE:
             if (got := getattr(info, name)) != (want := getattr(first, name)):
-                raise NotReady(f"its pool.{name} is {got}, that of the others {want}")
+                raise NotReady(f"pool.{name} = {got}, expected {want} as in the other engines")
 
-    def lose(self, member: Member, why: str) -> None:
-        """The session is over. Whether the engine is, its process says."""
+    def disconnect(self, member: Member, why: str) -> None:
+        """Ends the session. The engine is dead only when its process has exited."""
         engine, member.engine = member.engine, None
-        if why not in (member.why, LEFT):
+        if why not in (member.why, REMOVED):
             LOG.warning("%s is lost: %s", member.name, why)
         member.why = why
         if engine is None:
@@ -286,12 +291,12 @@ class Members:
         if self.by_tag.get(engine.tag) is engine:
             self.changes += 1
             del self.by_tag[engine.tag]
-        member.wait_for(time.monotonic())
+        member.disconnected(time.monotonic())
         for tag, ranks in list(self.ranks.items()):
             if engine in ranks.engines:
                 del self.ranks[tag]
                 for tenant, ids in ranks.abandon().items():
-                    member.torn.setdefault(tenant, []).extend(ids)
+                    member.lost_shards.setdefault(tenant, []).extend(ids)
         for namespace, known in self.prefixes.items():
             known.forget(engine.tag, namespace)
         if self.metrics is not None:
@@ -303,76 +308,77 @@ class Members:
         engine.link.close()
 
     def watch_exit(self, member: Member, caller: RoadCaller) -> None:
-        """Learn when the engine's process exits, if it has not yet."""
+        """Marks the member dead when its process exits."""
         if caller.peer.fd < 0:
             return
         member.peer, caller.peer = caller.peer, PeerProcess()
         if member.peer.has_exited:
-            self.bury(member)
+            self.mark_dead(member)
         else:
-            asyncio.get_running_loop().add_reader(member.peer.fd, self.bury, member)
+            asyncio.get_running_loop().add_reader(member.peer.fd, self.mark_dead, member)
 
-    def bury(self, member: Member) -> None:
-        """The engine of a member's last session is known to be dead: what it had is lost."""
+    def mark_dead(self, member: Member) -> None:
+        """There is proof that the engine of the latest session is dead: its sequences are lost."""
         member.stop_watching()
         if member.is_dead:
             return
         member.is_dead = True
         self.changes += 1
-        self.told_fate.set()
-        self.told_fate = asyncio.Event()
-        torn, member.torn = member.torn, {}
-        for tenant, ids in torn.items():
-            self.on_torn(tenant, ids)
+        self.death.set()
+        self.death = asyncio.Event()
+        lost, member.lost_shards = member.lost_shards, {}
+        for tenant, ids in lost.items():
+            self.on_shards_lost(tenant, ids)
+
+    # engines without a session
 
     def absent(self, tag: str | None = None) -> list[Member]:
-        """Members without a session that may be the engine of a tag, or may have any sequence."""
+        """Members without a session that may be the engine of a tag; None: of any."""
         every = self.by_name.values()
         return [one for one in every if one.may_be(one.tag if tag is None else tag)]
 
-    def is_gone(self, tag: str) -> bool:
-        """Whether the engine of a tag is dead, as far as there is proof: all members are known, and
-        are others."""
+    def is_dead(self, tag: str) -> bool:
+        """Whether there is proof that the engine of a tag is dead: all members are others."""
         return tag not in self.by_tag and not self.absent(tag)
 
     def check_reachable(self, tags: Collection[str] | None = None) -> None:
-        """Raises NotReady where one of these engines, or any, may still come back with what it
-        had."""
+        """Raises NotReady where one of these engines (None: any) may come back with its
+        sequences."""
         now = time.monotonic()
         wanted = [None] if tags is None else [tag for tag in tags if tag not in self.by_tag]
         for member in (one for tag in wanted for one in self.absent(tag)):
             if now < member.counts_until:
                 left = member.counts_until - now
                 until = "" if math.isinf(left) else f"; it counts as lost in {left:.1f} s"
-                told = f"{member.name} cannot be called, and may have the sequences: {member.why}"
-                raise NotReady(f"{told}{until}: retry later")
+                why = f"{member.name} cannot be called, and may have the sequences: {member.why}"
+                raise NotReady(f"{why}{until}: retry later")
 
-    def check_all_answer(self) -> None:
-        """Raises NotReady where an engine does not answer that may have any sequence."""
+    def check_all_respond(self) -> None:
+        """Raises NotReady where an engine that may have any sequence does not respond."""
         self.check_reachable()
         if silent := [one.name for one in self.by_tag.values() if one.is_silent]:
-            told = f"{', '.join(silent)} does not answer, and may have the sequences"
-            raise NotReady(f"{told}: retry later")
+            why = f"{', '.join(silent)} does not respond, and may have the sequences"
+            raise NotReady(f"{why}: retry later")
 
-    async def fate_of(self, tags: Collection[str]) -> None:
-        """Wait a moment where a session has ended, and its engine's process may be about to."""
-        ends = time.monotonic() + FATE_S
+    async def wait_for_fate(self, tags: Collection[str]) -> None:
+        """Waits a moment for engines whose session has ended and whose process may be exiting."""
+        ends = time.monotonic() + EXIT_S
         while any(one.peer is not None for tag in tags for one in self.absent(tag)):
             try:
                 async with asyncio.timeout(ends - time.monotonic()):
-                    await self.told_fate.wait()
+                    await self.death.wait()
             except TimeoutError:
                 return
 
-    # what they have
+    # cached prefixes
 
     async def follow(self, namespace: str) -> None:
-        """Read a namespace's events, now and from now on."""
+        """Reads a namespace's events, now and with every poll."""
         self.prefixes_of(namespace)
         for member in list(self.by_name.values()):
             if member.engine is not None:
                 await read_events(self, member, member.engine, namespace)
 
     def prefixes_of(self, namespace: str) -> Prefixes:
-        """What is known of a namespace's cached pages; it is followed from the first time on."""
+        """The cached pages of a namespace, which is followed from the first call on."""
         return self.prefixes.setdefault(namespace, Prefixes())

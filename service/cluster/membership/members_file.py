@@ -1,5 +1,7 @@
-"""The file of members: which engines a cluster has, written by whoever starts and stops them and
-read by the doors. It is replaced whole, so that a reader sees all of it."""
+"""The members file: the engines of a cluster, written by their supervisor and read by the doors.
+
+The file is replaced as a whole, so that a reader sees all of it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from config.cluster import ClusterSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """One engine: where it listens, for how long it may be out of reach before its sequences count
-    as lost (on the same host a broken session is a dead engine), and whether it is to be removed
-    and takes nothing new."""
+class MemberEntry:
+    """One engine: its address; for how many seconds it may be unreachable before its sequences
+    count as lost (0 on the same host, where its process's exit is seen); whether it is leaving, and
+    takes no new sequences."""
 
     name: str
     address: str
@@ -24,11 +26,11 @@ class Listed:
     is_leaving: bool = False
 
 
-def read_members(path: Path) -> list[Listed]:
-    return [Listed(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
+def read_members(path: Path) -> list[MemberEntry]:
+    return [MemberEntry(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
 
 
-def write_members(path: Path, members: Collection[Listed]) -> None:
+def write_members(path: Path, members: Collection[MemberEntry]) -> None:
     fresh = path.with_name(f"{path.name}.new")
     fresh.write_text(json.dumps([asdict(one) for one in members]), encoding="utf-8")
     os.replace(fresh, path)
@@ -39,7 +41,7 @@ def engine_name(number: int) -> str:
 
 
 def list_members(path: Path, sockets: Sequence[Path], cluster: ClusterSettings) -> None:
-    """Write the file for engines of this host and of others, which go by their addresses."""
-    here = [Listed(engine_name(number), str(one)) for number, one in enumerate(sockets)]
-    there = [Listed(address, address, cluster.lost_after_s) for address in cluster.members]
+    """Writes the file for engines of this host, and of others, named by their addresses."""
+    here = [MemberEntry(engine_name(number), str(one)) for number, one in enumerate(sockets)]
+    there = [MemberEntry(address, address, cluster.lost_after_s) for address in cluster.members]
     write_members(path, [*here, *there])

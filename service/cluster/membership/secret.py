@@ -1,4 +1,4 @@
-"""The secret by which the processes of a service, and the hosts of a cluster, know each other."""
+"""The secret that authenticates the processes of a service, and the hosts of a cluster."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from config.cluster import ClusterSettings
 from service.processes.handed_files import why_unreadable
 
 SECRET_BYTES: Final = 32
-LEAST_CHARACTERS: Final = 32
+MIN_CHARACTERS: Final = 32
 
 
 class SecretError(Exception):
-    """The file of the secret is of no use; one line that says why."""
+    """The secret file cannot be used; one line that says why."""
 
 
 def secret_of(cluster: ClusterSettings) -> str:
-    """What the file holds; a new one, for this start alone, where there is no file.
+    """The secret in the configured file; without a file a new one, for this start.
 
     Raises SecretError.
     """
@@ -30,8 +30,8 @@ def secret_of(cluster: ClusterSettings) -> str:
     except OSError as error:
         raise SecretError(f"{place}: {why_unreadable(error)}") from error
     except UnicodeDecodeError as error:
-        raise SecretError(f"{place}: it is no ASCII text: {error.reason}") from error
-    if len(text) < LEAST_CHARACTERS:
-        rule = f"{len(text)} characters, at least {LEAST_CHARACTERS} are needed"
+        raise SecretError(f"{place}: expected ASCII text: {error.reason}") from error
+    if len(text) < MIN_CHARACTERS:
+        rule = f"{len(text)} characters, expected at least {MIN_CHARACTERS}"
         raise SecretError(f"{place}: {rule}: write what `openssl rand -hex 32` prints")
     return text

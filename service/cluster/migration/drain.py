@@ -1,9 +1,8 @@
-"""An engine is emptied: its sequences are exported, and imported by engines that have room; what
-pins and leases hold, likewise.
+"""Drains an engine: moves its sequences, pins and leases to engines that have room.
 
-Calls go on meanwhile. A sequence is copied first as a fork that nobody changes, an anchor; then
-calls for it are held up while the few tokens that came since follow, and it changes its engine. It
-is given up by the old engine before the new one may answer for it, so there are never two of it.
+Calls go on meanwhile. A sequence is first copied as an anchor, a fork that never changes. Then its
+calls are held up while the few tokens since are copied, and its ownership is transferred: the old
+engine gives it up before the new one may answer for it, so there are never two of it.
 """
 
 from __future__ import annotations
@@ -15,32 +14,25 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from service.cluster.membership import polling
 from service.cluster.membership.engine import Engine
+from service.cluster.membership.members import Members
+from service.cluster.migration import ownership
 from service.cluster.migration.families import (
     ANCHOR_TTL_S,
     Family,
     Progress,
-    drop_anchors,
     families_of,
-    is_callers_own,
-    keep_anchors,
+    is_foreign_shard,
 )
 from service.cluster.migration.lease_migration import move_holds
-from service.cluster.migration.ownership import give_up, hand, part_there, tags_there
-from service.cluster.migration.recovery import settle
-from service.cluster.migration.transfer import (
-    REFUSED,
-    NoRoom,
-    ask,
-    begin_copy,
-    commit_copy,
-    copy,
-    end_copy,
-)
-from service.cluster.routing.replies import each
+from service.cluster.migration.recovery import Recovery
+from service.cluster.migration.transfer import ENGINE_ERRORS, NoRoom, ask, begin_transfer
+from service.cluster.routing.locator import Locator
+from service.cluster.routing.replies import gather_all
 from service.cluster.routing.tags import BETWEEN
 from service.doors.kit.problems import ProblemText
 from service.errors import NotReady
@@ -54,102 +46,224 @@ from service.operations.sequences import (
 from service.operations.status import DRAIN_ENGINE
 from service.tenants import OPEN, SCOPES, Tenant, tenant_of
 
-if TYPE_CHECKING:
-    from service.cluster.routing.router import Router
-
 LOG: Final = logging.getLogger("attnd.cluster")
-AT_ONCE: Final = 4
-"""Families that are moved at once; each has two parts of 4 MiB under way."""
-TRIES: Final = 4
-MOST_ANCHORS: Final = 3
+MAX_PARALLEL: Final = 4
+"""Families that are moved at once, each with two parts of 4 MiB in memory."""
+MAX_TRIES: Final = 4
+MAX_ANCHORS: Final = 3
 SHORT_TAIL: Final = 4
-"""Parts that may follow while calls are held up."""
+"""Parts that may be copied while calls are held up."""
 HANDED_S: Final = 3600.0
-"""For so long any door may decide where a sequence is whose door died as it was handed over."""
-AGAIN_S: Final = 0.5
-"""Between two looks at what an engine still has."""
-TOLD_S: Final = 10.0
-"""How often the log says how far it is."""
+"""For how long other doors may settle a transfer whose door died."""
+SWEEP_PAUSE_S: Final = 0.5
+LOG_EVERY_S: Final = 10.0
 
 
-async def drain(router: Router, name: str) -> None:
-    """Have an engine take nothing new, and move its sequences, pins and leases away until it has
-    none left, or is to take new ones again. Imports are waited for: they become sequences."""
-    progress, told_at, is_told = Progress(), time.monotonic(), False
-    while name in router.members.by_name:
-        left: int | None = -1
+class Drains:
+    """The engines that one router drains."""
+
+    def __init__(self, members: Members, locator: Locator, recovery: Recovery) -> None:
+        self.members = members
+        self.locator = locator
+        self.recovery = recovery
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self, name: str) -> None:
+        """Drains an engine until it is empty."""
+        if name not in self.tasks or self.tasks[name].done():
+            self.tasks[name] = asyncio.get_running_loop().create_task(self.run(name))
+
+    async def run(self, name: str) -> None:
+        await Drain(self.members, self.locator, self.recovery, name).run()
+
+    def stop(self, name: str) -> None:
+        if (task := self.tasks.pop(name, None)) is not None:
+            task.cancel()
+
+    def close(self) -> None:
+        for name in list(self.tasks):
+            self.stop(name)
+
+
+@dataclass(slots=True)
+class Drain:
+    """The drain of the engine `name`."""
+
+    members: Members
+    locator: Locator
+    recovery: Recovery
+    name: str
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def source(self) -> Engine:
+        """Raises NotReady."""
+        member = self.members.by_name.get(self.name)
+        if member is None or member.engine is None:
+            raise NotReady(f"{self.name} cannot be called")
+        return member.engine
+
+    async def run(self) -> None:
+        """Marks the engine as draining, and moves its sequences, pins and leases until it is empty,
+        or accepts new sequences again. Waits for imports, which become sequences."""
+        progress, logged_at, has_begun = self.progress, time.monotonic(), False
+        while self.name in self.members.by_name:
+            left: int | None = -1
+            try:
+                if not has_begun:
+                    await ask(self.source, DRAIN_ENGINE, self.members.tenant, {"name": self.name})
+                    LOG.info("draining %s", self.name)
+                    has_begun = True
+                left = await self.sweep()
+            except ENGINE_ERRORS as error:
+                progress.stayed = Counter({f"{type(error).__name__}: {error}": 1})
+            if not left:
+                end = "is empty" if left == 0 else "accepts new sequences again"
+                LOG.info("%s %s: %s", self.name, end, progress)
+                return
+            if time.monotonic() - logged_at >= LOG_EVERY_S:
+                logged_at = time.monotonic()
+                LOG.info("draining %s: %s", self.name, progress)
+            await asyncio.sleep(SWEEP_PAUSE_S)
+
+    async def sweep(self) -> int | None:
+        """Tries to move everything once. Returns how much is left; None where the engine is no
+        longer draining."""
+        source, progress = self.source, self.progress
+        before, progress.stayed = progress.moved, Counter()
+        families: list[Family] = []
+        tenants = await self.tenants(source)
+        for tenant in tenants:
+            views = await views_of(source, tenant)
+            families += families_of(tenant, [one for one in views if not is_foreign_shard(one)])
+            if foreign := sum(map(is_foreign_shard, views)):
+                progress.stayed["an orphaned shard"] += foreign
+        free = asyncio.Semaphore(MAX_PARALLEL)
+
+        async def move(family: Family) -> None:
+            async with free:
+                await self.move_family(family)
+
+        await gather_all([move(family) for family in families])
+        for tenant in tenants:  # many of the pages have moved with sequences
+            await move_holds(self.members, source, tenant, progress)
+        view = await polling.ask(source, "engines", self.members.tenant)
+        (engine,) = view.fields["engines"]
+        if engine["imports"]:
+            progress.stayed["an unfinished import"] = engine["imports"]
+        if self.members.metrics is not None:
+            moved = progress.moved - before
+            self.members.metrics.moved(self.name, moved, progress.stayed.total())
+        return num_left(engine) if engine["draining"] else None
+
+    async def tenants(self, source: Engine) -> list[Tenant]:
+        """All that may have sequences there."""
+        if not self.members.has_keys:
+            return [OPEN]
+        listed = await ask(source, LIST_NAMESPACES, self.members.tenant, {})
+        return [tenant_of(name, SCOPES) for name in listed.fields["namespaces"]]
+
+    async def move_family(self, family: Family) -> None:
+        """Moves one sequence after another: each shares pages with those before."""
+        keeping = asyncio.create_task(family.keep_anchors(self.members))
         try:
-            if not is_told:
-                source = engine_of(router, name)
-                await ask(source, DRAIN_ENGINE, router.members.tenant, {"name": name})
-                LOG.info("%s is being emptied", name)
-                is_told = True
-            left = await sweep(router, name, progress)
-        except REFUSED as error:
-            progress.stayed = Counter({f"{type(error).__name__}: {error}": 1})
-        if not left:
-            LOG.info("%s is %s: %s", name, "empty" if left == 0 else "kept", progress)
-            return
-        if time.monotonic() - told_at >= TOLD_S:
-            told_at = time.monotonic()
-            LOG.info("%s is being emptied: %s", name, progress)
-        await asyncio.sleep(AGAIN_S)
+            for sequence in family.ids:
+                if why := await self.try_move(family, sequence):
+                    self.progress.stayed[why] += 1
+        finally:
+            keeping.cancel()
+            if family.all_anchors:
+                await asyncio.shield(family.delete_anchors(self.members))
 
+    async def try_move(self, family: Family, sequence: str) -> str:
+        """Moves one sequence; returns why it stays, or nothing. Raises NotReady where its engine is
+        lost."""
+        why = ""
+        for _ in range(MAX_TRIES):
+            source = self.source
+            try:
+                self.progress.num_bytes += await self.move(source, family, sequence)
+            except NoRoom as error:
+                return str(error)
+            except ProblemText as error:
+                why = error.problem["code"]
+                if why == "unknown_sequence":
+                    return ""  # deleted meanwhile
+                if sequence in error.problem.get("handed", ()):  # by a door that may have died
+                    with suppress(*ENGINE_ERRORS):
+                        await self.recovery.settle(sequence, family.tenant)
+            except ENGINE_ERRORS as error:
+                why = f"{type(error).__name__}: {error}"
+            else:
+                self.progress.moved += 1
+                return ""
+            if family.target not in self.members.engines:  # the anchors there are lost with it
+                family.target = None
+                family.anchors.clear()
+        return why
 
-async def sweep(router: Router, name: str, progress: Progress) -> int | None:
-    """Try to move everything that is there; how much is left. None: it is not to be emptied any
-    more."""
-    source = engine_of(router, name)
-    before, progress.stayed = progress.moved, Counter()
-    families: list[Family] = []
-    every = await tenants(router, source)
-    for tenant in every:
-        views = await views_of(source, tenant)
-        families += families_of(tenant, [view for view in views if not is_callers_own(view)])
-        if own := sum(map(is_callers_own, views)):
-            progress.stayed["a part that no door has dealt out"] += own
-    free = asyncio.Semaphore(AT_ONCE)
+    async def move(self, source: Engine, family: Family, sequence: str) -> int:
+        """Moves a sequence; returns the bytes copied. Raises NoRoom, and what engines raise: then
+        the sequence is where it was."""
+        tenant = family.tenant
+        family.tags = await ownership.tags_there(self.locator, source, family, sequence)
+        num_bytes = await self.copy_anchors(source, family, sequence)
+        shard = await ownership.shard_there(source, family, sequence)
+        await ownership.set_state(source, tenant, sequence, "leaving", **shard)
+        is_handed = False
+        try:
+            transfer = await begin_transfer(self.members, source, family, sequence)
+            await transfer.run()
+            handed = {"generation": transfer.header["generation"], "for_s": HANDED_S}
+            await ownership.set_state(source, tenant, sequence, "handed", **handed)
+            is_handed = True
+            await transfer.finish()
+        except BaseException:
+            rolling_back = ownership.roll_back(self.members, source, family, sequence, is_handed)
+            await asyncio.shield(rolling_back)
+            raise
+        await ownership.set_state(source, tenant, sequence, "gone")
+        tags = [transfer.target.tag if tag == source.tag else tag for tag in family.tags]
+        self.locator.tags.learn((tenant.namespace, sequence), BETWEEN.join(tags))
+        return num_bytes + transfer.num_bytes
 
-    async def move_one(family: Family) -> None:
-        async with free:
-            await move_family(router, name, family, progress)
+    async def copy_anchors(self, source: Engine, family: Family, sequence: str) -> int:
+        """Copies the full pages of a sequence as an anchor, while its calls go on; again while much
+        has come meanwhile. Returns the bytes copied."""
+        tenant, num_bytes = family.tenant, 0
+        for _ in range(MAX_ANCHORS):
+            view = (await ask(source, GET_SEQUENCE, tenant, {"id": sequence})).fields
+            size = source.info.page_size
+            length = int(view["length"]) // size * size
+            if not length:
+                break
+            anchor = f"moving.{secrets.token_hex(8)}"
+            new = {"id": anchor, "parent": sequence, "length": length, "ttl_s": ANCHOR_TTL_S}
+            if family.shard is not None:  # in tokens of all ranks
+                from service.core.shards.layout import ShardLayout
 
-    for told in await each([move_one(one) for one in families]):
-        if isinstance(told, BaseException):
-            raise told
-    for tenant in every:  # after the sequences, with which many of the pages have gone
-        await move_holds(router, source, tenant, progress)
-    (engine,) = (await polling.ask(source, "engines", router.members.tenant)).fields["engines"]
-    if engine["imports"]:
-        progress.stayed["an import that is not finished"] = engine["imports"]
-    if router.members.metrics is not None:
-        router.members.metrics.moved(name, progress.moved - before, progress.stayed.total())
-    return num_left(engine) if engine["draining"] else None
+                new["length"] = ShardLayout(**family.shard).whole_for(length // size, size)
+                new["epoch"] = view["shard"]["epoch"]
+            family.all_anchors.append(anchor)
+            await ask(source, CREATE_SEQUENCES, tenant, {"sequences": [new]})
+            transfer = await begin_transfer(self.members, source, family, anchor)
+            await transfer.run()
+            await transfer.finish()
+            family.anchors.append(anchor)
+            await transfer.commit()
+            num_bytes += transfer.num_bytes
+            if transfer.num_wanted <= SHORT_TAIL:
+                break
+        return num_bytes
 
 
 def num_left(engine: Mapping[str, Any]) -> int:
-    """What is still to leave an engine, by what it tells of itself: 0 where it may be stopped."""
+    """Sequences, imports, leases and pinned pages left in an engine; 0: it may be stopped."""
     return sum(int(engine[name]) for name in ("sequences", "imports", "leases", "pinned"))
 
 
-def engine_of(router: Router, name: str) -> Engine:
-    """Raises NotReady."""
-    member = router.members.by_name.get(name)
-    if member is None or member.engine is None:
-        raise NotReady(f"{name} cannot be called")
-    return member.engine
-
-
-async def tenants(router: Router, source: Engine) -> list[Tenant]:
-    """Whoever may have sequences there."""
-    if not router.members.has_keys:
-        return [OPEN]
-    told = await ask(source, LIST_NAMESPACES, router.members.tenant, {})
-    return [tenant_of(name, SCOPES) for name in told.fields["namespaces"]]
-
-
 async def views_of(source: Engine, tenant: Tenant) -> list[dict[str, Any]]:
-    """All that a tenant has there."""
+    """The views of all sequences of a tenant."""
     views: list[dict[str, Any]] = []
     after: dict[str, Any] = {}
     while True:
@@ -158,99 +272,3 @@ async def views_of(source: Engine, tenant: Tenant) -> list[dict[str, Any]]:
         if page["next"] is None:
             return views
         after = {"after": page["next"]}
-
-
-async def move_family(router: Router, name: str, family: Family, progress: Progress) -> None:
-    """One after another, so that each begins with what it shares with those before."""
-    keeping = asyncio.create_task(keep_anchors(family, lambda: router.members.engines))
-    try:
-        for one in family.ids:
-            if why := await moved(router, name, family, one, progress):
-                progress.stayed[why] += 1
-    finally:
-        keeping.cancel()
-        if family.all_anchors:
-            await asyncio.shield(drop_anchors(family, router.members.engines))
-
-
-async def moved(
-    router: Router, name: str, family: Family, sequence: str, progress: Progress
-) -> str:
-    """Move one sequence; else why it stays. Raises NotReady where its engine is lost."""
-    why = ""
-    for _ in range(TRIES):
-        source = engine_of(router, name)
-        try:
-            progress.num_bytes += await move(router, source, family, sequence)
-        except NoRoom as error:
-            return str(error)
-        except ProblemText as refused:
-            why = refused.problem["code"]
-            if why == "unknown_sequence":
-                return ""  # it was deleted meanwhile
-            if sequence in refused.problem.get("handed", ()):  # by a door that may have died
-                with suppress(*REFUSED):
-                    await settle(router, sequence, family.tenant)
-        except REFUSED as error:
-            why = f"{type(error).__name__}: {error}"
-        else:
-            progress.moved += 1
-            return ""
-        if family.target not in router.members.engines:  # what was there is gone with it
-            family.target = None
-            family.anchors.clear()
-    return why
-
-
-async def move(router: Router, source: Engine, family: Family, sequence: str) -> int:
-    """From one engine to another; how many bytes went. Raises NoRoom, and what engines refuse: then
-    the sequence is where it was."""
-    tenant = family.tenant
-    family.tags = await tags_there(router, source, family, sequence)
-    num_bytes = await anchored(router, source, family, sequence)
-    await hand(source, tenant, sequence, "leaving", **await part_there(source, family, sequence))
-    is_handed = False
-    try:
-        begun = await begin_copy(router, source, family, sequence)
-        await copy(source, begun)
-        handed = {"generation": begun.header["generation"], "for_s": HANDED_S}
-        await hand(source, tenant, sequence, "handed", **handed)
-        is_handed = True
-        await end_copy(begun)
-    except BaseException:
-        await asyncio.shield(give_up(router, source, family, sequence, is_handed))
-        raise
-    await hand(source, tenant, sequence, "gone")
-    tags = [begun.target.tag if tag == source.tag else tag for tag in family.tags]
-    router.homes.names.learn((tenant.namespace, sequence), BETWEEN.join(tags))
-    return num_bytes + begun.num_bytes
-
-
-async def anchored(router: Router, source: Engine, family: Family, sequence: str) -> int:
-    """Copy the full pages of a sequence as forks that nobody changes, while calls for it go on; and
-    again what came meanwhile, where that is much. How many bytes went."""
-    tenant, num_bytes = family.tenant, 0
-    for _ in range(MOST_ANCHORS):
-        view = (await ask(source, GET_SEQUENCE, tenant, {"id": sequence})).fields
-        size = source.info.page_size
-        length = int(view["length"]) // size * size
-        if not length:
-            break
-        anchor = f"moving.{secrets.token_hex(8)}"
-        new = {"id": anchor, "parent": sequence, "length": length, "ttl_s": ANCHOR_TTL_S}
-        if family.shard is not None:  # in tokens of all ranks
-            from service.core.shards.layout import ShardLayout
-
-            new["length"] = ShardLayout(**family.shard).whole_for(length // size, size)
-            new["epoch"] = view["shard"]["epoch"]
-        family.all_anchors.append(anchor)
-        await ask(source, CREATE_SEQUENCES, tenant, {"sequences": [new]})
-        begun = await begin_copy(router, source, family, anchor)
-        await copy(source, begun)
-        await end_copy(begun)
-        family.anchors.append(anchor)
-        await commit_copy(begun)
-        num_bytes += begun.num_bytes
-        if begun.num_wanted <= SHORT_TAIL:
-            break
-    return num_bytes

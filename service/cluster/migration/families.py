@@ -1,86 +1,87 @@
-"""What an engine has to hand to others: sequences by families, and how far that is."""
+"""Families of sequences that are moved together, and the progress of a drain."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from service.cluster.membership.engine import Engine
+from service.cluster.membership.members import Members
 from service.cluster.migration.transfer import ask
-from service.cluster.routing.locator import known_there
-from service.cluster.routing.replies import each
+from service.cluster.routing.locator import known_at
+from service.cluster.routing.replies import results_of
 from service.operations.sequences import DELETE_SEQUENCES
 from service.tenants import Tenant
 
 ANCHOR_TTL_S: Final = 30.0
-"""The copies of a door that dies go by themselves; one that lives uses them again before."""
+"""Copies left behind by a door that died are deleted after this; a living door keeps using them."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Of one engine: sequences moved, and pins and leases; bytes of theirs; and why others were not
-    at the last look."""
+    """The progress of draining one engine: counts of what was moved, and at the last attempt the
+    reasons of what stayed."""
 
     moved: int = 0
+    """Sequences."""
     holds: int = 0
+    """Pins and leases."""
     num_bytes: int = 0
     stayed: Counter[str] = field(default_factory=Counter)
+    """Number of sequences, pins, leases and imports, by the reason."""
 
     def __str__(self) -> str:
-        stayed = [f"{count} stayed: {why}" for why, count in self.stayed.items()]
-        moved = f"{self.moved} sequences, {self.holds} pins and leases moved"
-        moved += f", {self.num_bytes >> 20} MiB"
-        return "; ".join([moved, *stayed])
+        moved = f"moved {self.moved} sequences, {self.holds} pins and leases, "
+        moved += f"{self.num_bytes >> 20} MiB"
+        return "; ".join([moved, *(f"{count} stay: {why}" for why, count in self.stayed.items())])
 
 
 @dataclass(slots=True)
 class Family:
-    """Sequences that come from one. `anchors` are forks of theirs that nobody changes, there and at
-    the `target`: later ones begin with what they share with them."""
+    """Sequences with a common ancestor. `anchors` are forks of them that never change, at the
+    source and at the `target`: what shares pages with an anchor is not copied again."""
 
     tenant: Tenant
     ids: list[str]
+    """Parents first."""
     target: Engine | None = None
     anchors: list[str] = field(default_factory=list)
     all_anchors: list[str] = field(default_factory=list)
-    """Those too that have not come to the target."""
+    """Includes anchors that have not reached the target."""
     shard: dict[str, int] | None = None
-    """Which part of them is there; None: all."""
+    """Which shard of them the source has; None: all."""
     tags: list[str] = field(default_factory=list)
-    """The engines that have the parts, by rank, of the one that is moved."""
+    """The engines of all shards of the sequence that is being moved, by rank."""
 
+    async def keep_anchors(self, members: Members) -> None:
+        """Uses the anchors regularly, so that they do not expire."""
+        while True:
+            await asyncio.sleep(ANCHOR_TTL_S / 4)
+            anchors = list(self.all_anchors)
+            await results_of([use(one, anchors, self.tenant) for one in members.engines if anchors])
 
-async def keep_anchors(family: Family, engines: Callable[[], Sequence[Engine]]) -> None:
-    """Use the copies again and again, so that they stay as long as this goes on."""
-    while True:
-        await asyncio.sleep(ANCHOR_TTL_S / 4)
-        anchors = list(family.all_anchors)
-        await each([use(one, anchors, family.tenant) for one in engines() if anchors])
+    async def delete_anchors(self, members: Members) -> None:
+        ids = {"ids": self.all_anchors}
+        deleting = [ask(one, DELETE_SEQUENCES, self.tenant, ids) for one in members.engines]
+        await results_of(deleting)
 
 
 async def use(engine: Engine, ids: Sequence[str], tenant: Tenant) -> None:
-    """Begin the time to live of those that are there anew."""
-    if there := await known_there(engine, ids, tenant):
-        await known_there(engine, there, tenant)
+    """Restarts the time to live of those sequences that the engine has."""
+    if there := await known_at(engine, ids, tenant):
+        await known_at(engine, there, tenant)
 
 
-async def drop_anchors(family: Family, engines: Sequence[Engine]) -> None:
-    """Delete the copies that were made on the way."""
-    anchors = {"ids": family.all_anchors}
-    await each([ask(one, DELETE_SEQUENCES, family.tenant, anchors) for one in engines])
-
-
-def is_callers_own(view: dict[str, Any]) -> bool:
-    """Whether it is a part of a sequence that no door knows of."""
+def is_foreign_shard(view: dict[str, Any]) -> bool:
+    """Whether a view is of a shard that a caller made by itself, and no router knows."""
     return "shard" in view and view["shard"]["epoch"] == 0
 
 
 def families_of(tenant: Tenant, views: Sequence[dict[str, Any]]) -> list[Family]:
-    """Sequences by the one that they come from at last, which may be gone, parents first; parts by
-    themselves."""
+    """Sequences grouped by their oldest known ancestor, parents first; shards apart by rank."""
     parents = {view["id"]: view["parent"] for view in views}
     families: dict[tuple[str, int, int], list[tuple[int, str]]] = {}
     for view in views:
@@ -88,8 +89,8 @@ def families_of(tenant: Tenant, views: Sequence[dict[str, Any]]) -> list[Family]
         while (parent := parents.get(root)) is not None and parent not in seen:
             root, depth = parent, depth + 1
             seen.add(parent)
-        part = view.get("shard") or {"rank": 0, "ranks": 1}
-        key = (root, part["rank"], part["ranks"])
+        shard = view.get("shard") or {"rank": 0, "ranks": 1}
+        key = (root, shard["rank"], shard["ranks"])
         families.setdefault(key, []).append((depth, view["id"]))
     return [
         Family(

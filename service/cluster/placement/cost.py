@@ -1,11 +1,10 @@
-"""Where a new sequence goes: to its longest cached prefix, unless that engine is too full or too
-busy. Pure: what is known of the engines goes in, the chosen one comes out.
+"""The rule that places a new sequence: on the engine with its longest cached prefix, unless that is
+too full or too busy. A pure function of the engines' loads.
 
-The cost of an engine is counted in seconds: until what it has been given is done; to compute the
-pages of the prompt that are not cached there, at the engine's own pace; and for what its sequences
-hold, which every decode reads. Pages that another engine has cost more than that, since everybody
-behind waits while they are computed again, and they push others out. The rule is arithmetic alone,
-so that one engine's numbers may be asked about or arrays of many engines'.
+The cost of an engine is in seconds: to finish its work; to compute the pages of the prompt that it
+has not cached, at its own pace; and to read what its sequences hold, as every decode does. Pages
+that another engine has cost more: later calls wait while they are computed again, and they evict
+others. The rule takes the numbers of one engine, or arrays of many engines' numbers.
 """
 
 from __future__ import annotations
@@ -17,42 +16,42 @@ from typing import Any, Final, TypeVar
 from numpy.typing import NDArray
 
 ANSWER_TOKENS: Final = 75.0
-"""What an engine's sequences hold is read for each of so many tokens: an answer's, about."""
+"""Tokens of a typical answer: the pages that sequences hold are read once for each."""
 AGAIN_WEIGHT: Final = 15.0
-"""A second of computing what another engine has weighs so much more than one of waiting."""
-PATIENCE_S: Final = 1.0
-"""So much longer a prompt waits for an engine that has all of it; in proportion for a part."""
+"""Weight of a second spent computing pages that another engine has, beside a second of waiting."""
+EXTRA_WAIT_S: Final = 1.0
+"""Extra wait that is worth it for an engine with all of a prompt; in proportion for a part."""
 MOST_WORK_S: Final = 60.0
-"""No engine is thought to be busy for longer: a prompt may be announced that never comes."""
+"""Maximum work that an engine is assumed to have: an announced prompt may never come."""
 FULL: Final = 0.95
-"""An engine with more of its pages held than this takes no new sequence while others have less."""
+"""Share of held pages above which an engine gets no new sequence while another is below it."""
 NO_PACE: Final = 1e-4
-"""Seconds for a page where the engine has not told its pace."""
+"""Seconds per page where the engine has not reported its pace."""
 FURTHEST: Final = 2.0
-"""No engine counts as more times slower or faster than the middle one: what a busy moment has told
-would last, since an engine that gets no prompts measures nothing better."""
+"""Maximum factor between an engine's pace and the median one. An engine that looks slow gets no
+prompts, so it would never measure a better pace."""
 
 Number = TypeVar("Number", float, NDArray[Any])
-"""One engine's, or many engines'."""
+"""One engine's number, or an array with many engines' numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds that an engine takes."""
+    """How fast an engine is, in seconds."""
 
     page_s: float = NO_PACE
-    """For a page of a prompt by itself,"""
+    """To compute a page of a prompt, without attention to earlier pages."""
     pair_s: float = 0.0
-    """for every page before it on top,"""
+    """On top for each earlier page."""
     read_s: float = NO_PACE / ANSWER_TOKENS
-    """and to read a page for the next token."""
+    """To read a page for the next token."""
 
     def span_s(self, first: Number, last: float) -> Number:
-        """For the pages `first:last` of a prompt."""
+        """Seconds to compute the pages `first:last` of a prompt."""
         return (last - first) * (self.page_s + self.pair_s / 2 * (first + last))
 
     def near(self, others: Sequence[Pace]) -> Pace:
-        """This one, no further from the middle of these than may be."""
+        """This pace, at most a factor of `FURTHEST` from the median of `others`."""
         every = [sorted(times) for times in zip(*(one.times for one in others), strict=True)]
         middles = [times[(len(times) - 1) // 2] for times in every]
         pairs = zip(self.times, middles, strict=True)
@@ -65,18 +64,18 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What an engine has, in pages; `free` and `cached` are there for new sequences."""
+    """An engine's pages and work. `free` and `cached` pages are available to new sequences."""
 
     free: int = 0
     cached: int = 0
     held: int = 0
     """Referenced or pinned."""
     queue_s: float = 0.0
-    """How long calls have waited for their turn lately."""
+    """Recent waiting time of calls."""
     work_s: float = 0.0
-    """Until what this door has given it is done."""
+    """Seconds until the work from this door is done."""
     promised: int = 0
-    """Placed there since these numbers were told."""
+    """Pages placed there since the other numbers were reported."""
     pace: Pace = Pace()
 
     @property
@@ -89,41 +88,41 @@ class Load:
 
     @property
     def wait_s(self) -> float:
-        """The longer of what is known: other doors give it work too, which calls wait for."""
+        """The longer of both: `queue_s` includes the work from other doors."""
         return max(self.work_s, self.queue_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's pages, and how many of the first `most` engines have that have the most of it."""
+    """A prompt of `needed` pages, of which some engine has the first `most`."""
 
     needed: int
     most: int = 0
 
     def cost_s(self, there: Number, wait_s: Number, held: Number, pace: Pace) -> Number:
-        """What an engine costs that has the first pages, so many of them `there`."""
+        """The cost of an engine that has the first `there` pages."""
         missing_s = pace.span_s(there, self.needed)
         again_s = pace.span_s(there, self.most)
         answer_s = ANSWER_TOKENS * pace.read_s * held
-        patience_s = PATIENCE_S / self.needed * (self.most - there)
-        cost_s: Number = wait_s + answer_s + missing_s + AGAIN_WEIGHT * again_s + patience_s
+        extra_s = EXTRA_WAIT_S / self.needed * (self.most - there)
+        cost_s: Number = wait_s + answer_s + missing_s + AGAIN_WEIGHT * again_s + extra_s
         return cost_s
 
 
 def busy_until_s(until_s: float, now_s: float, work_s: float) -> float:
-    """When an engine will be done that has been given more work."""
+    """When an engine will have finished, after `work_s` more work."""
     return min(max(until_s, now_s) + work_s, now_s + MOST_WORK_S)
 
 
 def fits(held: Number, missing: Number, total: Number) -> Any:
-    """Whether so many more pages leave an engine below what is full."""
+    """Whether an engine stays below `FULL` with the missing pages."""
     return held + missing <= FULL * total
 
 
 def choose(loads: Mapping[str, Load], matched: Mapping[str, int], needed: int) -> str:
-    """The engine for a prompt of `needed` pages, of which `matched` are cached by engine.
+    """The engine for a prompt of `needed` pages, of which each engine has cached `matched`.
 
-    Equal costs go to the engine with the most room. Raises ValueError where there is no engine.
+    Of equal costs the engine with the most room wins. Raises ValueError without engines.
     """
     if not loads:
         raise ValueError("no engine to choose from: this is a bug")
@@ -145,8 +144,8 @@ def choose(loads: Mapping[str, Load], matched: Mapping[str, int], needed: int) -
 
 
 def spread(loads: Sequence[Load], least_free: float, most_queue_s: float) -> int:
-    """How many engines there should be, by what these have: one more where they are short of pages
-    or their callers wait, one less where that many would have room and nobody waits."""
+    """The number of engines to run, from the loads of the present ones: one more where pages are
+    short or callers wait, one fewer where the rest would have room and no call waits."""
     count = len(loads)
     if not count:
         return 1

@@ -16,14 +16,14 @@ from service.cluster.ray.engine_replica import EngineReplica
 from service.cluster.ray.ingress_replica import IngressReplica
 
 HEALTH_CHECK_S: Final = 2.0
-MOST_SILENT_S: Final = 600.0
-"""Serve ends an engine whose actor has not answered for so long, and all it has. An actor that has
-died is known at once, without this."""
+MAX_SILENT_S: Final = 600.0
+"""Serve kills an engine, with all its sequences, whose actor has not replied for so long. The death
+of an actor is seen at once."""
 LOAD: Final = ("free", "cached", "held", "queue_s")
 
 
 def build(arguments: Mapping[str, object] | None = None) -> Application:
-    """The application, by settings from a file, the environment, and arguments such as
+    """The application, with settings from a file, the environment, and arguments such as
     `pool.num-pages=4096`. Raises SettingsError, SecretError."""
     given = [
         text for name, value in (arguments or {}).items() for text in (f"--{name}", str(value))
@@ -41,29 +41,25 @@ def application(settings: Settings) -> Application:
             "num_gpus": 1 if settings.backend.kind == "cuda" else 0,
         },
         health_check_period_s=HEALTH_CHECK_S,
-        health_check_timeout_s=MOST_SILENT_S,
+        health_check_timeout_s=MAX_SILENT_S,
         graceful_shutdown_timeout_s=cluster.drain_s + settings.server.drain_timeout_s,
-        **size(settings),
+        **scaling(settings),
     )(EngineReplica)
+    resource = cluster.ingress_resource
+    resources = {} if resource is None else {resource: 0.01}
     ingress = serve.deployment(
         name="ingress",
         num_replicas=cluster.ingresses,
         max_replicas_per_node=1,
-        ray_actor_options={"num_cpus": 0, "resources": resources(settings)},
+        ray_actor_options={"num_cpus": 0, "resources": resources},
         health_check_period_s=HEALTH_CHECK_S,
         graceful_shutdown_timeout_s=settings.server.drain_timeout_s + 10.0,
     )(IngressReplica)
     return ingress.bind(settings, secret, engine.bind(settings, secret))
 
 
-def resources(settings: Settings) -> dict[str, float]:
-    """What a node must offer to have an ingress."""
-    name = settings.cluster.ingress_resource
-    return {} if name is None else {name: 0.01}
-
-
-def size(settings: Settings) -> dict[str, Any]:
-    """How many engines: as told, or between bounds, by what they have."""
+def scaling(settings: Settings) -> dict[str, Any]:
+    """A fixed number of engines, or autoscaling between bounds."""
     cluster = settings.cluster
     if cluster.max_engines is None:
         return {"num_replicas": cluster.engines}
@@ -92,14 +88,14 @@ class Policy:
         self.most_queue_s = most_queue_s
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        told = context.aggregated_metrics or {}
-        known = set.intersection(*(set(told.get(name, {})) for name in LOAD))
-        loads = [load_of({name: told[name][one] for name in LOAD}) for one in known]
-        if len(loads) < context.current_num_replicas:  # some are starting: decide when all tell
+        metrics = context.aggregated_metrics or {}
+        known = set.intersection(*(set(metrics.get(name, {})) for name in LOAD))
+        loads = [load_of({name: metrics[name][one] for name in LOAD}) for one in known]
+        if len(loads) < context.current_num_replicas:  # wait for engines that are starting
             return context.target_num_replicas, {}
         return spread(loads, self.least_free, self.most_queue_s), {}
 
 
-def load_of(told: Mapping[str, float]) -> Load:
-    """Serve's averages of what a replica told."""
-    return Load(int(told["free"]), int(told["cached"]), int(told["held"]), told["queue_s"])
+def load_of(means: Mapping[str, float]) -> Load:
+    """A load from Serve's means of what a replica has reported."""
+    return Load(int(means["free"]), int(means["cached"]), int(means["held"]), means["queue_s"])

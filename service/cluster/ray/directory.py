@@ -1,8 +1,8 @@
-"""Where the engines of a Ray cluster are: told by them again and again, read by the ingresses.
+"""The addresses of a Ray cluster's engines, reported by the engines and read by the ingresses.
 
-It keeps nothing that its engines do not tell it within a second, so it may be lost with its node
-and started anew on another at any time: nobody may end because a call to it fails (`RayError`).
-An ingress forgets an engine only when that has left, or is known to have ended.
+All of it is reported again within a second, so the directory may be lost with its node and
+restarted on another: no process may end because a call to it fails (`RayError`). An ingress removes
+an engine only when that has left, or there is proof that it has ended.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any, Final
 
 import ray
 
-from service.cluster.membership.members_file import Listed
+from service.cluster.membership.members_file import MemberEntry
 
 NAME: Final = "attnd-directory"
 NAMESPACE: Final = "attnd"
 REPORT_S: Final = 0.5
-"""How often engines report, and ingresses ask."""
+"""How often engines report, and ingresses read."""
 SILENT_S: Final = 5.0
-"""The directory forgets an engine that has not reported for so long; an ingress that has not heard
-of one for so long again looks whether it has ended."""
+"""The directory removes an engine without a report for so long; an ingress that has not read of an
+engine for so long again checks whether it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One engine: its Ray node, and how it is called from there and from elsewhere."""
+    """One engine: its Ray node, and its address on that node and elsewhere."""
 
     name: str
     node: str
@@ -34,11 +34,11 @@ class Place:
     address: str
     is_leaving: bool = False
 
-    def listed(self, node: str, lost_after_s: float) -> Listed:
-        """How it is called from a node."""
+    def entry(self, node: str, lost_after_s: float) -> MemberEntry:
+        """Its entry in the members file of a node."""
         if self.node == node:
-            return Listed(self.name, self.path, is_leaving=self.is_leaving)
-        return Listed(self.name, self.address, lost_after_s, self.is_leaving)
+            return MemberEntry(self.name, self.path, is_leaving=self.is_leaving)
+        return MemberEntry(self.name, self.address, lost_after_s, self.is_leaving)
 
 
 class Directory:
@@ -49,7 +49,7 @@ class Directory:
         self.is_over = False
 
     def end(self) -> None:
-        """The whole cluster is stopped: engines that go need not be emptied."""
+        """The whole cluster stops: engines need not be drained."""
         self.is_over = True
 
     def has_ended(self) -> bool:
@@ -59,7 +59,7 @@ class Directory:
         self.places[place.name] = place, time.monotonic()
 
     def leave(self, name: str) -> None:
-        """It has gone on purpose, and nothing is left there."""
+        """The engine is drained and stops."""
         self.places.pop(name, None)
 
     def read(self) -> list[Place]:
@@ -69,7 +69,7 @@ class Directory:
 
 
 def directory() -> Any:
-    """The actor's handle; it is made when there is none."""
+    """The actor's handle; starts the actor where there is none."""
     return (
         ray.remote(Directory)
         .options(

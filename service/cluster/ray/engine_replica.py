@@ -1,5 +1,5 @@
-"""An engine as a replica of Ray Serve: it starts the engine's process on its node, tells where that
-is and what it has, and empties it before it goes."""
+"""An engine as a replica of Ray Serve: starts the engine's process on its node, reports its address
+and load, and drains it before it stops."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ray.exceptions import RayError
 from config.server import ServerSettings
 from config.settings import Settings
 from service.addresses import engine_path, engine_paths
-from service.cluster.membership.engine import Engine, Told
+from service.cluster.membership.engine import Engine, EngineReply
 from service.cluster.membership.local_engines import LocalEngines
 from service.cluster.membership.members_file import write_members
-from service.cluster.migration.drain import drain, num_left
+from service.cluster.migration.drain import num_left
 from service.cluster.placement.cost import Load
 from service.cluster.ray.directory import REPORT_S, Place, directory
 from service.cluster.routing.router import Router
@@ -35,17 +35,17 @@ from service.tenants import OPEN, SCOPES, tenant_of
 
 LOG: Final = logging.getLogger("attnd.cluster")
 ASK_S: Final = 5.0
-MOST_ON_A_HOST: Final = 64
+MAX_ON_A_HOST: Final = 64
 YOUNG_S: Final = 10.0
-MOST_DEATHS: Final = 3
-"""So many times the process may die young in a row before Serve is to start the replica anew."""
+MAX_DEATHS: Final = 3
+"""Deaths of a young process in a row after which Serve restarts the replica."""
 
 
 def first_free(server: ServerSettings) -> Listening:
-    """The first of this host's sockets for engines that no other has: `8080-0.sock`, then
-    `8080-1.sock` and so on. Raises CannotListen where all are taken."""
+    """The first of this host's engine sockets that is free: `8080-0.sock`, then `8080-1.sock` and
+    so on. Raises CannotListen where all are taken."""
     private = server.socket is None and server.uds is None
-    paths = engine_paths(engine_path(server, server.port), MOST_ON_A_HOST)
+    paths = engine_paths(engine_path(server, server.port), MAX_ON_A_HOST)
     for path in paths[:-1]:
         with suppress(CannotListen):
             return listen(path, private=private, mode=int(server.socket_mode, 8))
@@ -53,7 +53,7 @@ def first_free(server: ServerSettings) -> Listening:
 
 
 def fresh_folder(socket: Path) -> Path:
-    """The engine's own folder, beside its socket. What an actor that was killed left there goes."""
+    """The engine's own folder, beside its socket, without the files of a killed actor."""
     folder = socket.with_suffix(".engine")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
@@ -61,7 +61,7 @@ def fresh_folder(socket: Path) -> Path:
 
 
 class EngineReplica:
-    """One engine's process, and the actor that looks after it."""
+    """The actor that supervises one engine's process."""
 
     def __init__(self, settings: Settings, secret: str) -> None:
         self.settings = settings
@@ -85,7 +85,7 @@ class EngineReplica:
         self.watching = asyncio.get_running_loop().create_task(self.watch())
 
     async def watch(self) -> None:
-        """Keep the process alive, and tell the directory of it."""
+        """Restarts the process when it ends, and reports it to the directory."""
         started = time.monotonic()
         while True:
             if self.engines.processes[self.process].poll() is not None:
@@ -104,25 +104,25 @@ class EngineReplica:
         return Place(self.name, node, path, self.engines.address(self.process), self.is_leaving)
 
     def check_health(self) -> None:
-        """Serve asks; raises RuntimeError where it should start the replica anew."""
-        if self.deaths >= MOST_DEATHS:
+        """Called by Serve. Raises RuntimeError where Serve should restart the replica."""
+        if self.deaths >= MAX_DEATHS:
             raise RuntimeError(f"the engine died {self.deaths} times within {YOUNG_S:g} s")
         if self.watching.done():
-            raise RuntimeError("nobody looks after the engine any more")
+            raise RuntimeError("the engine is not supervised any more")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the autoscaling policy knows of this engine."""
+        """Called by Serve: the load for the autoscaling policy."""
         try:
-            told = await self.ask()
+            view = await self.ask()
         except (NotReady, OSError, TimeoutError):
             return {}
-        (pages,) = told.fields["engines"]
+        (pages,) = view.fields["engines"]
         held = pages["referenced"] + pages["pinned"]
-        load = Load(pages["free"], pages["cached"], held, queue_s=told.stages[0])
+        load = Load(pages["free"], pages["cached"], held, queue_s=view.stages[0])
         return {name: float(getattr(load, name)) for name in ("free", "cached", "held", "queue_s")}
 
-    async def ask(self) -> Told:
-        """What the engine has. Raises NotReady, OSError, TimeoutError."""
+    async def ask(self) -> EngineReply:
+        """The engine's view of itself. Raises NotReady, OSError, TimeoutError."""
         async with asyncio.timeout(ASK_S):
             if self.engine is None or not self.engine.is_ready:
                 link = Link(self.settings.server, self.tenant is not OPEN, arena=self.arena)
@@ -133,60 +133,57 @@ class EngineReplica:
             return await self.engine.ask(call, {})
 
     async def __del__(self) -> None:
-        """Serve scales down: take nothing new, and have the sequences moved to the other engines;
-        what cannot be moved is waited for, for as long as `cluster.drain_s` says. Then end the
-        process."""
+        """Called by Serve when it scales down: drains the engine, for at most `cluster.drain_s`,
+        then ends the process."""
         self.is_leaving = True
-        emptying = asyncio.create_task(self.move_away())
+        draining = asyncio.create_task(self.drain())
         ends = time.monotonic() + self.settings.cluster.drain_s
         while time.monotonic() < ends and not await self.all_ends():
             if await self.num_left() == 0:
                 break
             await asyncio.sleep(REPORT_S)
-        emptying.cancel()
+        draining.cancel()
         with suppress(asyncio.CancelledError):
-            await emptying
+            await draining
         self.watching.cancel()
         with suppress(RayError):
             await self.directory.leave.remote(self.name)
-        await asyncio.sleep(2 * REPORT_S)  # all ingresses know by then
+        await asyncio.sleep(2 * REPORT_S)  # until all ingresses have read it
         self.engines.close()
         self.arena.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     async def all_ends(self) -> bool:
-        """Whether the whole cluster is stopped, so that sequences have nowhere to go."""
+        """Whether the whole cluster stops, so that there is nowhere to move sequences."""
         try:
             ended: bool = await self.directory.has_ended.remote()
         except RayError:
             return False
         return ended
 
-    async def move_away(self) -> None:
-        """A router of its own calls this engine and the others, and empties this one."""
+    async def drain(self) -> None:
+        """Moves everything to the other engines, with a router of its own."""
         members = self.folder / "cluster.json"
         router = Router(self.settings.server, self.tenant is not OPEN)
         try:
-            heard = await self.directory.read.remote()
-            node, patience = (
-                ray.get_runtime_context().get_node_id(),
-                self.settings.cluster.lost_after_s,
-            )
-            write_members(members, [one.listed(node, patience) for one in heard])
+            places = await self.directory.read.remote()
+            node = ray.get_runtime_context().get_node_id()
+            lost_after_s = self.settings.cluster.lost_after_s
+            write_members(members, [one.entry(node, lost_after_s) for one in places])
             await router.connect(str(members), "replica", self.engines.secret)
-            await drain(router, self.name)
+            await router.drains.run(self.name)
         except Exception:
-            LOG.exception("%s could not be emptied: its sequences are waited for", self.name)
+            LOG.exception(
+                "%s could not be drained: waiting until its sequences are deleted", self.name
+            )
         finally:
             router.close()
 
     async def num_left(self) -> int | None:
-        """Sequences, imports, leases and pinned pages that have not been moved.
-
-        None while the engine does not say: it may have them all.
-        """
+        """The number of sequences, imports, leases and pinned pages left; None while the engine
+        does not reply."""
         try:
-            told = await self.ask()
+            view = await self.ask()
         except (NotReady, OSError, TimeoutError):
             return None
-        return sum(map(num_left, told.fields["engines"]))
+        return sum(map(num_left, view.fields["engines"]))

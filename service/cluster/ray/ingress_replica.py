@@ -1,7 +1,7 @@
-"""The ingress as a replica of Ray Serve: it starts the doors on its node, and keeps the file of
-members by which they know the engines.
+"""The ingress as a replica of Ray Serve: starts the doors on its node, and writes the members file
+that they read.
 
-The doors listen by themselves: a call does not go through Serve's proxy, nor through Ray.
+The doors listen by themselves: calls pass neither through Serve's proxy nor through Ray.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from service.cluster.ray.directory import REPORT_S, SILENT_S, Place, directory
 from service.road.tcp import host_and_port
 
 SETTLE_S: Final = 3 * REPORT_S
-"""A directory that is new has heard of all engines that run by then."""
-MOST_SETTLE_S: Final = 60.0
-"""For so long an ingress that starts waits for `cluster.engines` of them."""
+"""By then all running engines have reported to a new directory."""
+MAX_SETTLE_S: Final = 60.0
+"""Maximum time that a new ingress waits for `cluster.engines` of them."""
 CONNECT_S: Final = 1.0
 ENDING_S: Final = 5.0
-"""Beyond server.drain_timeout_s, for doors to end by themselves."""
+"""Time for doors to end, beyond server.drain_timeout_s."""
 
 
 def is_refused(place: Place, node: str) -> bool:
-    """Whether nobody listens where an engine did, so that it has ended; else nobody knows."""
+    """Whether an engine's address refuses connections, so that the engine has ended."""
     try:
         if place.node == node:
             with socket.socket(socket.AF_UNIX) as probe:
@@ -52,17 +52,17 @@ class IngressReplica:
     """The doors of one node."""
 
     def __init__(self, settings: Settings, secret: str, engines: Any = None) -> None:
-        """`engines` is Serve's handle; only that it is given makes it start them."""
+        """`engines` is Serve's handle: passing it makes Serve start the engines."""
         self.settings = settings
         self.addresses = bind_addresses(
             settings.server, is_private=settings.auth.is_private, num_engines=0
         )
         self.node = ray.get_runtime_context().get_node_id()
         self.known: dict[str, Place] = {}
-        self.heard_s: dict[str, float] = {}
+        self.seen_s: dict[str, float] = {}
         self.began_s = time.monotonic()
         self.is_settled = False
-        """All engines that there should be have been heard of, or were waited for."""
+        """All configured engines have reported, or were waited for."""
         write_members(self.addresses.members, [])
         self.lifeline, self.held = os.pipe()
         self.doors = start_doors(settings, self.addresses, secret, self.lifeline)
@@ -70,33 +70,33 @@ class IngressReplica:
         self.watching = asyncio.get_running_loop().create_task(self.watch())
 
     def url(self) -> str:
-        """Where the doors serve."""
+        """The URL of the doors."""
         return self.addresses.url
 
     async def watch(self) -> None:
-        """Write down the engines there are whenever that changes."""
+        """Writes the members file whenever the engines change."""
         while True:
             try:
-                heard = await self.directory.read.remote()
-                gone = await asyncio.to_thread(self.gone, heard, time.monotonic())
-                self.take(heard, gone, time.monotonic())
-            except RayError:  # no directory, so no engine is silent; those known stay
-                self.heard_s = dict.fromkeys(self.known, time.monotonic())
+                places = await self.directory.read.remote()
+                ended = await asyncio.to_thread(self.ended, places, time.monotonic())
+                self.update(places, ended, time.monotonic())
+            except RayError:  # without a directory no engine counts as silent
+                self.seen_s = dict.fromkeys(self.known, time.monotonic())
             await asyncio.sleep(REPORT_S)
 
-    def gone(self, heard: list[Place], now_s: float) -> set[str]:
-        """The engines that are known to be no more, of those that nobody has heard of lately. An
-        actor that only says nothing may have an engine that has all its sequences."""
-        silent = self.known.keys() - {place.name for place in heard}
+    def ended(self, places: list[Place], now_s: float) -> set[str]:
+        """The silent engines that have provably ended. A silent actor may still have an engine with
+        all its sequences."""
+        silent = self.known.keys() - {place.name for place in places}
         silent = {
             name
             for name in silent
-            if self.known[name].is_leaving or now_s - self.heard_s[name] > SILENT_S
+            if self.known[name].is_leaving or now_s - self.seen_s[name] > SILENT_S
         }
         if not silent:
             return set()
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
-        taken = {place.address for place in heard} | {(place.node, place.path) for place in heard}
+        taken = {place.address for place in places} | {(place.node, place.path) for place in places}
         return {
             name
             for name in silent
@@ -105,32 +105,32 @@ class IngressReplica:
             or is_refused(place, self.node)
         }
 
-    def take(self, heard: list[Place], gone: Collection[str], now_s: float) -> None:
-        """A directory that was started anew has not heard of all: an engine that is not there stays
-        until it is known to be gone."""
+    def update(self, places: list[Place], ended: Collection[str], now_s: float) -> None:
+        """Adds the reported engines and removes those that have ended. An engine that is missing in
+        a restarted directory stays."""
         before = dict(self.known) if self.is_settled else None
-        self.known |= {place.name: place for place in heard}
-        self.heard_s |= {place.name: now_s for place in heard}
-        names = {place.name for place in heard}
+        self.known |= {place.name: place for place in places}
+        self.seen_s |= {place.name: now_s for place in places}
+        names = {place.name for place in places}
         for name in self.known.keys() - names:
-            if name in gone:
-                del self.known[name], self.heard_s[name]
+            if name in ended:
+                del self.known[name], self.seen_s[name]
         waited_s = now_s - self.began_s
         are_all = len(self.known) >= self.settings.cluster.engines and waited_s > SETTLE_S
-        self.is_settled = self.is_settled or are_all or waited_s > MOST_SETTLE_S
+        self.is_settled = self.is_settled or are_all or waited_s > MAX_SETTLE_S
         if self.is_settled and self.known != before:
-            patience = self.settings.cluster.lost_after_s
-            listed = [place.listed(self.node, patience) for place in self.known.values()]
-            write_members(self.addresses.members, listed)
+            lost_after_s = self.settings.cluster.lost_after_s
+            entries = [place.entry(self.node, lost_after_s) for place in self.known.values()]
+            write_members(self.addresses.members, entries)
 
     def check_health(self) -> None:
-        """Serve asks; raises RuntimeError where it should start the replica anew."""
+        """Called by Serve. Raises RuntimeError where Serve should restart the replica."""
         if self.watching.done():
-            raise RuntimeError("nobody looks after the members any more")
+            raise RuntimeError("the members file is not updated any more")
         self.doors.check()
 
     async def __del__(self) -> None:
-        """Let the doors finish what was admitted."""
+        """Called by Serve at the end: lets the doors finish accepted requests."""
         self.watching.cancel()
         await asyncio.to_thread(self.doors.end, self.settings.server.drain_timeout_s + ENDING_S)
         self.addresses.members.unlink(missing_ok=True)

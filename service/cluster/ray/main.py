@@ -1,5 +1,5 @@
-"""`python -m service --cluster`: the cluster on Ray, in the one that is there or in a local one of
-its own, until SIGTERM or SIGINT."""
+"""`python -m service --cluster`: the cluster on a running Ray, or on a local one of its own, until
+SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from service.cluster.ray.directory import directory
 
 LOG: Final = logging.getLogger("attnd.cluster")
 STORE_BYTES: Final = 80 * 2**20
-"""Nothing goes through Ray's object store; this is the least it takes."""
+"""Size of Ray's object store, which is not used: Ray's minimum."""
 QUIET: Final = {"log_level": "WARNING"}
-"""Of Serve itself; engines and doors log as `log.level` says."""
+"""Serve's own logging; engines and doors log at `log.level`."""
 SPARE_CPUS: Final = 2
-"""Of a local Ray, beside those of its engines."""
+"""CPUs of a local Ray, beside one per engine."""
 
 
 def serve_cluster(settings: Settings) -> int:
-    """Serve until told to stop; the exit status."""
-    asked = threading.Event()
+    """Serves until a signal to stop; returns the exit status."""
+    stop = threading.Event()
     start_ray(settings)
     for number in (signal.SIGTERM, signal.SIGINT):  # in place of Ray's own
-        signal.signal(number, lambda *_: asked.set())
+        signal.signal(number, lambda *_: stop.set())
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config=QUIET)
         app = application(settings)
         handle = serve.run(app, name="attnd", route_prefix=None, logging_config=QUIET)
         LOG.info("attnd %s starts, listening on %s", __version__, handle.url.remote().result())
-        asked.wait()
-        LOG.info("finishing admitted work")
-        with suppress(RayError):  # then engines try to empty themselves first
+        stop.wait()
+        LOG.info("finishing accepted requests")
+        with suppress(RayError):  # without it engines would be drained first
             ray.get(directory().end.remote())
         serve.delete("attnd")
         ray.kill(directory())
@@ -54,13 +54,13 @@ def serve_cluster(settings: Settings) -> int:
 
 
 def ignore_ray() -> None:
-    """Show nothing more of what Ray's processes write: of a cluster that ends on purpose they say
-    that its actors have died, and will be asked again without end."""
+    """Hides the output of Ray's processes, which report the deaths of actors as the cluster
+    stops."""
     global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
 
 
 def start_ray(settings: Settings) -> None:
-    """Join the Ray that is there, else start one for this process alone."""
+    """Joins a running Ray, else starts one for this process alone."""
     try:
         ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
     except ConnectionError:

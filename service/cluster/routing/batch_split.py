@@ -1,4 +1,4 @@
-"""A batch over several engines: its request cut by sequences, the answers joined in order."""
+"""Splits a batch over several engines by its sequences, and joins the replies in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MASKS: Final = ("mask", PACKED)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one engine is asked: the batch's sequences at `positions`, with their `rows`."""
+    """One engine's part of a batch: the sequences at `positions`, with their `rows`."""
 
     positions: tuple[int, ...]
     rows: Int32
@@ -32,11 +32,11 @@ class Piece:
 
 
 def has_mask(arrays: Mapping[str, Array]) -> bool:
-    """Whether the lengths of the sequences are needed to cut a batch."""
+    """Whether splitting the batch needs the lengths of its sequences."""
     return any(name in arrays for name in MASKS)
 
 
-def cut(
+def split_batch(
     given: dict[str, Any],
     arrays: Arrays,
     groups: Sequence[Sequence[int]],
@@ -44,13 +44,13 @@ def cut(
 ) -> list[Piece]:
     """The fields and tensors in pieces, one for each group of positions.
 
-    `kv_lens` [batch] is what a mask covers of each sequence, which is needed where there is one.
+    `kv_lens` [batch]: the tokens of each sequence that a mask covers; needed where there is a mask.
     Raises InvalidRequest for a mask of another length.
     """
     sums = row_sums(given, len(given["sequences"]))
     masks = {name: arrays[name] for name in MASKS if name in arrays}
     others = {name: one for name, one in arrays.items() if name not in masks}
-    pieces = [cut_one(given, others, group, sums) for group in groups]
+    pieces = [piece_of(given, others, group, sums) for group in groups]
     for name, mask in masks.items():
         if kv_lens is None:
             raise RuntimeError("a mask without the lengths of its sequences: this is a bug")
@@ -64,7 +64,7 @@ def cut(
 
 
 def segment_ends(qo_lens: Int32, kv_lens: Int32, *, is_packed: bool) -> Int64:
-    """Where each sequence's part of a mask ends, in elements or bytes, [batch]."""
+    """The end of each sequence's segment of a mask, in elements or bytes, [batch]."""
     sizes = np.multiply(qo_lens, kv_lens, dtype=np.int64)
     return np.cumsum(-(-sizes // 8) if is_packed else sizes)
 
@@ -77,57 +77,57 @@ def row_sums(given: dict[str, Any], batch: int) -> Int32:
     return np.arange(batch + 1, dtype=np.int32)
 
 
-def cut_one(given: dict[str, Any], arrays: Arrays, group: Sequence[int], sums: Int32) -> Piece:
+def piece_of(given: dict[str, Any], arrays: Arrays, group: Sequence[int], sums: Int32) -> Piece:
     fields = dict(given)
     for name in ("sequences", "offsets", "lengths"):
         if given.get(name) is not None:
             fields[name] = [given[name][at] for at in group]
-    told = [name for name in INDPTRS if given.get(name) is not None]
-    if told:
+    indptrs = [name for name in INDPTRS if given.get(name) is not None]
+    if indptrs:
         counts = np.diff(sums)[list(group)]
-        fields[told[0]] = [0, *np.cumsum(counts).tolist()]
+        fields[indptrs[0]] = [0, *np.cumsum(counts).tolist()]
         rows = np.concatenate([np.arange(sums[at], sums[at + 1], dtype=np.int32) for at in group])
     else:
         rows = np.array(group, np.int32)
     for name in BY_ROW:
         if given.get(name) is not None:
             fields[name] = [given[name][at] for at in rows]
-    # those of whole batches: rows of a gather come only with the answer
+    # with `layers` the rows are the second axis
     every = (slice(None), rows) if given.get("layers") is not None else rows
     return Piece(tuple(group), rows, fields, {name: one[every] for name, one in arrays.items()})
 
 
 def join(
-    pieces: Sequence[Piece], told: Sequence[tuple[dict[str, Any], Arrays]]
+    pieces: Sequence[Piece], replies: Sequence[tuple[dict[str, Any], Arrays]]
 ) -> tuple[dict[str, Any], Arrays]:
-    """The answers to the pieces as one, in the order of the request."""
-    first = told[0][0]
+    """The replies to the pieces as one, in the order of the request."""
+    first = replies[0][0]
     if "kv_indptr" in first:
-        return join_gathered(pieces, told)
-    fields = {name: JOINED[name](pieces, [one[name] for one, _ in told]) for name in first}
+        return join_gathered(pieces, replies)
+    fields = {name: JOINED[name](pieces, [one[name] for one, _ in replies]) for name in first}
     num_rows = sum(piece.rows.size for piece in pieces)
     arrays: Arrays = {}
-    for name, like in told[0][1].items():
+    for name, like in replies[0][1].items():
         arrays[name] = whole = np.empty((num_rows, *like.shape[1:]), like.dtype)
-        for piece, (_, parts) in zip(pieces, told, strict=True):
+        for piece, (_, parts) in zip(pieces, replies, strict=True):
             whole[piece.rows] = parts[name]
     return fields, arrays
 
 
 def join_gathered(
-    pieces: Sequence[Piece], told: Sequence[tuple[dict[str, Any], Arrays]]
+    pieces: Sequence[Piece], replies: Sequence[tuple[dict[str, Any], Arrays]]
 ) -> tuple[dict[str, Any], Arrays]:
-    """Rows of tokens, as many of each sequence as its engine told."""
+    """The joined reply to a gather: `kv_indptr` of each reply says how many rows a sequence has."""
     batch = sum(len(piece.positions) for piece in pieces)
     parts: list[tuple[Arrays, int, int]] = [({}, 0, 0)] * batch
-    for piece, (fields, arrays) in zip(pieces, told, strict=True):
+    for piece, (fields, arrays) in zip(pieces, replies, strict=True):
         sums = fields["kv_indptr"]
         for index, at in enumerate(piece.positions):
             parts[at] = arrays, sums[index], sums[index + 1]
     sums = np.cumsum([0, *(end - begin for _, begin, end in parts)]).tolist()
     joined = {
         name: np.concatenate([arrays[name][begin:end] for arrays, begin, end in parts])
-        for name in told[0][1]
+        for name in replies[0][1]
     }
     return {"kv_indptr": sums}, joined
 
@@ -151,4 +151,4 @@ JOINED: Final[dict[str, Callable[[Sequence[Piece], Sequence[Any]], Any]]] = {
     "levels": lambda _, values: max(values),
     "cascade": lambda _, values: any(values),
 }
-"""How each field of an answer to a batch is made from those of its pieces."""
+"""How each field of a reply is joined from the pieces' fields."""

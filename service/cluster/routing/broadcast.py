@@ -1,143 +1,193 @@
-"""Calls that every engine has a part in, and those of leases, whose ids tell their engine."""
+"""Calls that every engine has a part in, and those for leases, whose ids name their engine."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
-from service.cluster.membership.engine import Call, Told
-from service.cluster.routing.deletes import delete_many
-from service.cluster.routing.joins import IF_THERE, JOINS, ask_all, shares
-from service.cluster.routing.replies import each, longest, reply
-from service.cluster.routing.snapshots import joined
+from attnd.wire.dtypes import Array
+
+from service.cluster.membership.engine import Call, Engine, EngineReply, RawReply
+from service.cluster.membership.members import Members
+from service.cluster.routing.joins import JOINS, shares
+from service.cluster.routing.locator import in_time
+from service.cluster.routing.replies import longest, reply, results_of
+from service.cluster.routing.snapshots import join_snapshots
 from service.cluster.routing.tags import tag_in
 from service.doors.kit.problems import ProblemText
-from service.errors import InvalidRequest, UnknownLease
+from service.errors import InvalidRequest, NotReady, UnknownLease
 from service.operations.prefix import MAX_HOLDS
 from service.operations.schema.spec import Prepared
-from service.road.caller_end.caller import Answered
-from service.road.caller_end.slots import Slot
 
-if TYPE_CHECKING:
-    from service.cluster.routing.router import Router
-
-Answer = tuple[Answered, Slot]
-
-
-async def ask_everywhere(router: Router, call: Call, prepared: Prepared) -> Answer:
-    """Ask all engines, and join what they say. `match` alone has token ids, and sends a tensor."""
-    asked = prepared.fields.model_dump(exclude_unset=True, exclude={"token_ids"})
-    match call.operation.name:
-        case "delete_sequences":
-            return await delete_many(router, call, prepared)
-        case "match_prefix":
-            return await match(router, call, prepared, asked)
-        case "evict":
-            return await evict(router, call, asked)
-        case "events":
-            return await events(router, call, prepared)
-        case "holds":
-            return await holds(router, call)
-        case "engines":
-            return await engines(router, call, asked)
-        case "snapshot":
-            return await snapshot(router, call, asked)
-        case name:
-            if name == "list_sequences":
-                router.members.check_all_answer()
-            parts = shares(name, asked, len(router.members.engines))
-            told = await ask_all(router, call, parts, if_there=name in IF_THERE)
-            whole = JOINS[name](prepared.fields.model_dump(), [one.fields for _, one in told])
-            return reply(router.arena, call, whole, stages=longest(o.stages for _, o in told))
+Fields = dict[str, Any]
+IF_THERE: Final = frozenset({"pin", "unpin"})
+"""Only fail where no engine has the page."""
+WITHOUT_SILENT: Final = frozenset({"info", "pool", "engines", "snapshot", "match_prefix"})
+"""Answered from the engines that reply, where others do not."""
 
 
-async def match(router: Router, call: Call, prepared: Prepared, asked: dict[str, Any]) -> Answer:
-    """The longest match of the engines that take new sequences, or of all where none does; only the
-    engine that has it gives a lease. Token ids go to the engines as a tensor: a long list is not
-    written and read as JSON again."""
-    arrays = call.arrays(prepared.layout)
-    if prepared.fields.ids_array is not None:
-        arrays["token_ids"] = prepared.fields.ids_array
-    looked = asked | {"lease_s": 0.0}
-    told = await ask_all(router, call, [looked] * len(router.members.engines), arrays)
-    among = [one for one in told if one[0].takes_new] or told
-    engine, best = max(among, key=lambda one: one[1].fields["num_pages"])
-    fields = best.fields
-    if prepared.fields.lease_s and fields["num_pages"]:
-        fields = (await engine.ask(call, asked, arrays)).fields
-        if fields["lease"] is not None:
-            fields["lease"]["id"] += f".{engine.tag}"
-    return reply(router.arena, call, fields, stages=best.stages)
+async def ask_all(
+    members: Members,
+    call: Call,
+    parts: Fields | Sequence[Fields],
+    arrays: dict[str, Array] | None = None,
+) -> list[tuple[Engine, EngineReply]]:
+    """The reply of each engine, to the same fields or to its part. Leaves out those lost meanwhile.
+
+    Raises the first error (`IF_THERE`: only where all fail), NotReady without engines.
+    """
+    name, engines = call.operation.name, members.engines
+    may_miss, if_there = name in WITHOUT_SILENT, name in IF_THERE
+
+    async def ask(engine: Engine, part: Fields) -> EngineReply:
+        asking = engine.ask(call, part, arrays)
+        return await (in_time(asking, engine) if may_miss else asking)
+
+    every = [parts] * len(engines) if isinstance(parts, dict) else parts
+    asking = [ask(engine, part) for engine, part in zip(engines, every, strict=True)]
+    replies: list[tuple[Engine, EngineReply]] = []
+    errors: list[BaseException] = []
+    for engine, one in zip(engines, await results_of(asking), strict=True):
+        if isinstance(one, EngineReply):
+            replies.append((engine, one))
+        elif not (may_miss and isinstance(one, NotReady) and len(engines) > 1):
+            await members.wait_for_fate([engine.tag])
+            if not (if_there and members.is_dead(engine.tag)):
+                errors.append(one)
+    if errors and not (if_there and replies):
+        raise errors[0]
+    if not replies:
+        members.least_busy()  # raises for want of engines
+    return replies
 
 
-async def holds(router: Router, call: Call) -> Answer:
-    """Of all engines, a pin that several have once."""
-    told = await ask_all(router, call, [{}] * len(router.members.engines))
-    pins: dict[tuple[str, str], dict[str, Any]] = {}
-    leases: list[dict[str, Any]] = []
-    for engine, one in told:
-        for hold in one.fields["holds"]:
-            if hold["lease"] is None:
-                pins.setdefault((hold["page_key"], hold["cache_salt"]), hold)
-            else:
-                leases.append(hold | {"lease": f"{hold['lease']}.{engine.tag}"})
-    every = [*pins.values(), *leases][:MAX_HOLDS]
-    return reply(router.arena, call, {"holds": every}, stages=longest(o.stages for _, o in told))
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Sends calls to all engines and joins their replies, for one router."""
 
+    members: Members
 
-async def evict(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
-    """As many pages as asked for, from one engine after another."""
-    left = asked["num_pages"]
-    for engine in router.members.engines:
-        if left:
-            told = await engine.ask(call, {"num_pages": left})
-            left -= told.fields["num_pages"]
-    return reply(router.arena, call, {"num_pages": asked["num_pages"] - left})
+    async def call(self, call: Call, prepared: Prepared) -> RawReply:
+        """The joined reply."""
+        fields = prepared.fields.model_dump(exclude_unset=True, exclude={"token_ids"})
+        match call.operation.name:
+            case "match_prefix":
+                return await self.match(call, prepared, fields)
+            case "evict":
+                return await self.evict(call, fields)
+            case "events":
+                return await self.events(call, prepared)
+            case "holds":
+                return await self.holds(call)
+            case "engines":
+                return await self.engines(call, fields)
+            case "snapshot":
+                return await self.snapshot(call, fields)
+            case name:
+                return await self.joined(call, name, prepared, fields)
 
+    async def joined(self, call: Call, name: str, prepared: Prepared, fields: Fields) -> RawReply:
+        """The replies joined as `JOINS` says."""
+        if name == "list_sequences":
+            self.members.check_all_respond()
+        parts = shares(name, fields, len(self.members.engines))
+        replies = await ask_all(self.members, call, parts)
+        whole = JOINS[name](prepared.fields.model_dump(), [one.fields for _, one in replies])
+        return self.reply(call, whole, replies)
 
-async def events(router: Router, call: Call, prepared: Prepared) -> Answer:
-    """The cluster's own events: an engine's become so as they are read, within a quarter of a
-    second; at the first time, now."""
-    fields, members, space = prepared.fields, router.members, call.tenant.namespace
-    if space not in members.prefixes:
-        await members.follow(space)
-    page = members.prefixes_of(space).log.page(fields.after, fields.limit)
-    return reply(router.arena, call, page)
+    async def match(self, call: Call, prepared: Prepared, fields: Fields) -> RawReply:
+        """The longest match of the engines that take new sequences, or of all where none does; only
+        that engine gives a lease. Token ids are sent as a tensor, which is faster than JSON."""
+        arrays = call.arrays(prepared.layout)
+        if prepared.fields.ids_array is not None:
+            arrays["token_ids"] = prepared.fields.ids_array
+        replies = await ask_all(self.members, call, fields | {"lease_s": 0.0}, arrays)
+        among = [one for one in replies if one[0].takes_new] or replies
+        engine, best = max(among, key=lambda one: one[1].fields["num_pages"])
+        match = best.fields
+        if prepared.fields.lease_s and match["num_pages"]:
+            match = (await engine.ask(call, fields, arrays)).fields
+            if match["lease"] is not None:
+                match["lease"]["id"] += f".{engine.tag}"
+        return self.reply(call, match, [(engine, best)])
 
+    async def holds(self, call: Call) -> RawReply:
+        """All leases; a pin that several engines have is listed once."""
+        replies = await ask_all(self.members, call, {})
+        pins: dict[tuple[str, str], Fields] = {}
+        leases: list[Fields] = []
+        for engine, one in replies:
+            for hold in one.fields["holds"]:
+                if hold["lease"] is None:
+                    pins.setdefault((hold["page_key"], hold["cache_salt"]), hold)
+                else:
+                    leases.append(hold | {"lease": f"{hold['lease']}.{engine.tag}"})
+        return self.reply(call, {"holds": [*pins.values(), *leases][:MAX_HOLDS]}, replies)
 
-async def engines(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
-    """Every engine by its name in the cluster."""
-    told = await ask_all(router, call, [asked] * len(router.members.engines))
-    every = [view | {"name": engine.name} for engine, one in told for view in one.fields["engines"]]
-    every.sort(key=lambda view: view["name"])
-    return reply(router.arena, call, {"engines": every})
+    async def evict(self, call: Call, fields: Fields) -> RawReply:
+        """Evicts from one engine after another until enough pages are free."""
+        left = fields["num_pages"]
+        for engine in self.members.engines:
+            if left:
+                left -= (await engine.ask(call, {"num_pages": left})).fields["num_pages"]
+        return self.reply(call, {"num_pages": fields["num_pages"] - left})
 
+    async def events(self, call: Call, prepared: Prepared) -> RawReply:
+        """The cluster's events, at most a poll interval old; read now at the first call."""
+        fields, members, space = prepared.fields, self.members, call.tenant.namespace
+        if space not in members.prefixes:
+            await members.follow(space)
+        page = members.prefixes_of(space).log.page(fields.after, fields.limit)
+        return self.reply(call, page)
 
-async def snapshot(router: Router, call: Call, asked: dict[str, Any]) -> Answer:
-    """The pools of all engines as one: their pages one after another, in the engines' order."""
-    told = await ask_all(router, call, [asked] * len(router.members.engines))
-    told.sort(key=lambda one: one[0].name)
-    names = [engine.name for engine, _ in told]
-    fields, arrays = joined(names, [(one.fields, one.arrays) for _, one in told])
-    return reply(router.arena, call, fields, arrays, longest(one.stages for _, one in told))
+    async def engines(self, call: Call, fields: Fields) -> RawReply:
+        """A view of each engine, by its name in the cluster."""
+        replies = await ask_all(self.members, call, fields)
+        views = [
+            view | {"name": engine.name}
+            for engine, one in replies
+            for view in one.fields["engines"]
+        ]
+        return self.reply(call, {"engines": sorted(views, key=lambda view: str(view["name"]))})
 
+    async def snapshot(self, call: Call, fields: Fields) -> RawReply:
+        """The pools of all engines as one, in the order of the engines' names."""
+        replies = await ask_all(self.members, call, fields)
+        replies.sort(key=lambda one: one[0].name)
+        names = [engine.name for engine, _ in replies]
+        whole, arrays = join_snapshots(names, [(one.fields, one.arrays) for _, one in replies])
+        return self.reply(call, whole, replies, arrays)
 
-async def ask_for_lease(router: Router, call: Call, prepared: Prepared) -> Answer:
-    """The engine that gave the lease, or has got it since. Raises UnknownLease."""
-    name = prepared.fields.id
-    tag = tag_in(name)
-    if tag is None:
+    async def lease(self, call: Call, prepared: Prepared) -> RawReply:
+        """The reply of the engine that has a lease: the one in its id, else one that it has moved
+        to. Raises UnknownLease."""
+        name = prepared.fields.id
+        tag = tag_in(name)
+        if tag is None:
+            raise UnknownLease(name)
+        fields = prepared.fields.model_dump(exclude_unset=True)
+        if "page_key" in fields:
+            rule = "is for one engine: match the prefix instead"
+            raise InvalidRequest("page_key", fields["page_key"], rule)
+        fields["id"] = name.removesuffix(f".{tag}")
+        first = [one for one in self.members.engines if one.tag == tag]
+        for engines in (first, [one for one in self.members.engines if one.tag != tag]):
+            for one in await results_of([engine.ask(call, fields) for engine in engines]):
+                if isinstance(one, EngineReply):
+                    whole = one.fields | ({"id": name} if "id" in one.fields else {})
+                    return reply(self.members.arena, call, whole, stages=one.stages)
+                if not (isinstance(one, ProblemText) and one.problem["code"] == "unknown_lease"):
+                    raise one
         raise UnknownLease(name)
-    asked = prepared.fields.model_dump(exclude_unset=True)
-    if "page_key" in asked:
-        rule = "is for one engine: match the prefix instead"
-        raise InvalidRequest("page_key", asked["page_key"], rule)
-    asked["id"] = name.removesuffix(f".{tag}")
-    first = [one for one in router.members.engines if one.tag == tag]
-    for engines in (first, [one for one in router.members.engines if one.tag != tag]):
-        for told in await each([engine.ask(call, asked) for engine in engines]):
-            if isinstance(told, Told):
-                fields = told.fields | ({"id": name} if "id" in told.fields else {})
-                return reply(router.arena, call, fields, stages=told.stages)
-            if not (isinstance(told, ProblemText) and told.problem["code"] == "unknown_lease"):
-                raise told
-    raise UnknownLease(name)
+
+    def reply(
+        self,
+        call: Call,
+        fields: Mapping[str, Any],
+        replies: Sequence[tuple[Engine, EngineReply]] = (),
+        arrays: dict[str, Array] | None = None,
+    ) -> RawReply:
+        """A reply with the longest stages of the engines' replies."""
+        stages = longest(one.stages for _, one in replies)
+        return reply(self.members.arena, call, fields, arrays, stages)

@@ -1,31 +1,38 @@
-"""A door's way to several engines: finds the engine of every call, and makes one answer of many.
+"""A door's way to several engines: finds the engine of each call, and joins replies.
 
-It has the interface of `Link` (`service/doors/kit/upstream.py`), so the door in front of it
-cannot tell a cluster from one engine. Nothing here could not be rebuilt from the engines.
+The router has the interface of `Link` (`service/doors/kit/upstream.py`), so a door works the same
+before a cluster as before one engine. All that a router knows can be rebuilt from the engines.
+
+For a routing bug start at `outcomes.py`, which lists every outcome of a request, then open
+`sequence_calls.py` (calls for sequences) or `broadcast.py` (calls for all engines); for a placement
+bug `placement/creation.py` and `placement/placer.py`; for a migration bug `migration/drain.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
 from attnd.wire.dtypes import Part
 
 from config.server import ServerSettings
-from service.cluster.membership.engine import Call, refusal_in
+from service.cluster.membership.engine import Call, Engine, RawReply
 from service.cluster.membership.members import Members
-from service.cluster.migration.drain import drain
-from service.cluster.migration.recovery import wait_for_move
-from service.cluster.placement.create import create
-from service.cluster.placement.imports import ask_import
-from service.cluster.placement.inflight_prompts import Prompts
-from service.cluster.routing.batch_calls import ask_batch, ask_one, ask_together
-from service.cluster.routing.broadcast import ask_everywhere, ask_for_lease
-from service.cluster.routing.fast_path import Passing
-from service.cluster.routing.locator import Homes
-from service.cluster.routing.replies import is_moving, reply, with_room
+from service.cluster.migration.drain import Drains
+from service.cluster.migration.recovery import Recovery
+from service.cluster.placement.creation import Creation
+from service.cluster.placement.imports import ImportCall
+from service.cluster.placement.inflight_prompts import InflightPrompts
+from service.cluster.placement.placer import Placer
+from service.cluster.routing.broadcast import Broadcast
+from service.cluster.routing.deletes import Deletes
+from service.cluster.routing.fast_path import ID_FIELD
+from service.cluster.routing.locator import Locator
+from service.cluster.routing.outcomes import Outcome, Retries
+from service.cluster.routing.replies import reply, with_room
+from service.cluster.routing.sequence_calls import SequenceCalls
 from service.doors.kit.arena import DoorArena
 from service.doors.kit.pieces import OneByOne
 from service.doors.kit.problems import ProblemText
@@ -36,19 +43,15 @@ from service.image.reading import LENGTH_BYTES, split
 from service.metrics import Metrics
 from service.operations.schema.routing import Routing
 from service.operations.schema.spec import Operation, Prepared, prepare, preparing
-from service.road.caller_end.caller import Answered
 from service.road.caller_end.slots import Slot
 from service.tenants import Tenant
 
-REMEMBERED_BYTES: Final = 16 * 2**10
-"""Longest header whose reading is remembered."""
-MOVING_STATUS: Final = 503
-Answer = tuple[Answered, Slot]
-Ask = Callable[["Router", Call, Prepared], Awaitable[Answer]]
+MAX_REMEMBERED_BYTES: Final = 16 * 2**10
+"""Longest header whose checked form is remembered."""
 
 
 class Router:
-    """Of one door, on its event loop."""
+    """The upstream of one door, on its event loop."""
 
     def __init__(
         self,
@@ -56,24 +59,40 @@ class Router:
         has_keys: bool = False,
         metrics: Metrics | None = None,
     ) -> None:
-        """`has_keys`: calls are made for the tenants who showed them. `metrics` learns of every
-        engine what is known of it."""
+        """`has_keys`: calls are made for the tenants of their keys. `metrics` records what engines
+        report."""
         self.limits = limits
         self.has_keys = has_keys
         self.draining = ""
         self.arena = DoorArena(limits)
         self.answers = self.arena.answers
         self.members = Members(limits, has_keys, self.arena, metrics)
-        self.homes = Homes(self.members)
-        self.passing = Passing(self.homes)
+        self.locator = Locator(self.members)
+        recovery = Recovery(self.members)
+        self.retries = Retries(recovery.settle)
+        self.prompts = InflightPrompts()
+        self.placer = Placer(self.members, self.locator)
+        self.sequences = SequenceCalls(
+            self.members, self.locator, self.retries, self.prompts, self.prepared
+        )
+        self.broadcast = Broadcast(self.members)
+        self.deletes = Deletes(self.members, self.sequences)
+        self.drains = Drains(self.members, self.locator, recovery)
         self.timeouts = Timeouts()
-        self.prompts = Prompts()
-        self.drains: dict[str, asyncio.Task[None]] = {}
         self.long_work = OneByOne()
         self.remembered = lru_cache(maxsize=512)(self.read)
+        self.routes: dict[Routing, Callable[[Call, Prepared], Awaitable[RawReply]]] = {
+            "together": self.sequences.together,
+            "placed": self.create,
+            "imported": self.import_,
+            "everywhere": self.broadcast.call,
+            "anywhere": self.any_engine,
+            "engine": self.drain,
+            "lease": self.broadcast.lease,
+        }
 
     async def connect(self, path: str, name: str, secret: str) -> None:
-        """Watch the file of members at `path`, and meet them; returns when one can be called."""
+        """Connects to the engines in the members file at `path`; returns when one is ready."""
         await self.members.watch(path, name, secret)
 
     @property
@@ -83,13 +102,13 @@ class Router:
         return self.members.state
 
     def ready(self) -> None:
-        """Raises NotReady."""
+        """Raises NotReady where no engine can be called, or the door is draining."""
         if (why := self.draining or self.members.why_none) is not None:
             raise NotReady(why)
 
     def check_heard(self) -> None:
-        """Raises NotReady before all engines were met, though some requests are served by then, and
-        where not one of them has been heard for a while."""
+        """Raises NotReady before a session with every engine was opened, though some requests are
+        served by then, and where no engine has been heard for a while."""
         self.ready()
         state, reason = self.state
         if state != "ready":
@@ -128,8 +147,7 @@ class Router:
             self.arena.trim()
 
     def close(self) -> None:
-        for name in list(self.drains):
-            self.stop_draining(name)
+        self.drains.close()
         self.timeouts.close()
         self.members.close()
         self.arena.close()
@@ -145,112 +163,89 @@ class Router:
         deadline_us: int,
         request_id: bytes,
         tenant: Tenant,
-    ) -> Answer:
-        """As `Upstream.call`. What was asked of several engines raises a refusal as ProblemText."""
-        tenant.require(operation.scope, operation.name)  # before any engine is asked for an id
+    ) -> RawReply:
+        """As `Upstream.call`. An engine's error reply is raised as ProblemText."""
+        tenant.require(operation.scope, operation.name)  # before engines are asked for an id
         image = request.view(length)
         call = Call(operation, image, most, deadline_us, request_id, tenant, request)
-        request.hold()  # the image lies there until the call is over, also when nobody waits
+        request.hold()  # the image stays until the call is over, even if the caller has left
         try:
             with self.timeouts.limit(deadline_us * 1e-6 or self.limits.deadline_s):
                 return await self.route(call)
         finally:
             request.free()
 
-    async def route(self, call: Call) -> Answer:
-        """The answer of whom the operation is for; a sequence that is on its way to another engine
-        is waited for."""
+    async def route(self, call: Call) -> RawReply:
+        """The reply of the call's engines."""
         header, _ = split(call.image)
-        while True:
-            straight = self.passing.straight(call, header)
-            try:
-                answer = None if straight is None else await ask_one(self, call, *straight)
-                if answer is None:
-                    ask = ROUTES[call.operation.routed]
-                    answer = await ask(self, call, await self.prepared(call, header))
-                answered, slot = answer
-                if answered.status != MOVING_STATUS:
-                    return answered, slot
-                refused = refusal_in(answered)
-                if not is_moving(refused) or not call.may_wait():
-                    return answered, slot
-                self.give_back(slot)
-            except ProblemText as error:
-                if not is_moving(error) or not call.may_wait():
-                    raise with_room(error, self.members.engines) from None
-                refused = error
-            await wait_for_move(self, call, refused)
-
-    def drain(self, name: str) -> None:
-        """Begin to move an engine's sequences to the others, and go on until it has none."""
-        if name not in self.drains or self.drains[name].done():
-            self.drains[name] = asyncio.get_running_loop().create_task(drain(self, name))
-
-    def stop_draining(self, name: str) -> None:
-        if (task := self.drains.pop(name, None)) is not None:
-            task.cancel()
+        try:
+            if call.operation.routed in ID_FIELD:
+                return await self.sequences.call(call, header)
+            prepared = await self.prepared(call, header)
+            if call.operation.name == "delete_sequences":
+                return await self.deletes.call(call, prepared)
+            return await self.routes[call.operation.routed](call, prepared)
+        except ProblemText as error:
+            raise with_room(error, self.members.engines) from None
 
     async def prepared(self, call: Call, header: bytes) -> Prepared:
-        """The request, checked as its engine will check it; a long one while the loop goes on.
-        Raises MalformedBody, InvalidRequest, NotReady."""
+        """The request, checked as its engine will check it; a long one in pieces, between which the
+        loop runs other calls. Raises MalformedBody, InvalidRequest, NotReady."""
         room = len(call.image) - len(header) - LENGTH_BYTES
-        if len(header) <= REMEMBERED_BYTES and is_short(header):
+        if len(header) <= MAX_REMEMBERED_BYTES and is_short(header):
             return self.remembered(call.operation, header, room)
         found = await self.long_work.do(preparing(call.operation, header, room, self.members.info))
-        self.passing.learn(call, header, found)
+        self.sequences.fast_path.learn(call, header, found)
         return found
 
     def read(self, operation: Operation, header: bytes, room: int) -> Prepared:
         return prepare(operation, header, room, self.members.info)
 
+    async def create(self, call: Call, prepared: Prepared) -> RawReply:
+        """New sequences, at engines that the placer chooses."""
+        creation = Creation(self.placer, self.prompts, call, prepared)
+        return await self.retries.run(call, creation)
 
-async def ask_home(router: Router, call: Call, prepared: Prepared) -> Answer:
-    """The engine that the sequence is on."""
-    return await ask_batch(router, call, prepared, (prepared.fields.id,))
+    async def import_(self, call: Call, prepared: Prepared) -> RawReply:
+        """A step of an import: at the engine that has it, else where the placer says."""
+        return await self.retries.run(call, ImportCall(self.placer, call, prepared))
 
+    async def any_engine(self, call: Call, prepared: Prepared) -> RawReply:
+        """The reply of the least busy engine; of the next one, if that is lost meanwhile."""
+        return await self.retries.run(call, AnyEngine(self.members, call))
 
-async def ask_homes(router: Router, call: Call, prepared: Prepared) -> Answer:
-    """The engines that the batch's sequences are on."""
-    return await ask_batch(router, call, prepared, prepared.fields.ids)
-
-
-async def ask_any(router: Router, call: Call, prepared: Prepared) -> Answer:
-    """The engine that is least busy; another one, if that is lost meanwhile."""
-    asked: set[str] = set()
-    while True:
-        engine = router.members.idlest(but=asked)
-        asked.add(engine.tag)
-        try:
-            return await engine.call(call)
-        except NotReady:
-            if len(asked) >= len(router.members.engines):
-                raise
-
-
-async def ask_engine(router: Router, call: Call, prepared: Prepared) -> Answer:
-    """The engine of a name, which is to be emptied, or is not to be any more."""
-    name, stop = prepared.fields.name, prepared.fields.stop
-    member = router.members.by_name.get(name)
-    if member is None:
-        raise InvalidRequest("name", name, "no engine is called so: GET /v1/engines has them")
-    if member.engine is None:
-        raise NotReady(member.why)
-    told = await member.engine.ask(call, {"name": name, "stop": stop})
-    if stop:
-        router.stop_draining(name)
-    else:
-        router.drain(name)
-    return reply(router.arena, call, told.fields, stages=told.stages)
+    async def drain(self, call: Call, prepared: Prepared) -> RawReply:
+        """Starts or stops the draining of a named engine."""
+        name, stop = prepared.fields.name, prepared.fields.stop
+        member = self.members.by_name.get(name)
+        if member is None:
+            raise InvalidRequest("name", name, "unknown engine: GET /v1/engines lists the names")
+        if member.engine is None:
+            raise NotReady(member.why)
+        answer = await member.engine.ask(call, {"name": name, "stop": stop})
+        if stop:
+            self.drains.stop(name)
+        else:
+            self.drains.start(name)
+        return reply(self.arena, call, answer.fields, stages=answer.stages)
 
 
-ROUTES: Final[dict[Routing, Ask]] = {
-    "sequence": ask_home,
-    "sequences": ask_homes,
-    "together": ask_together,
-    "placed": create,
-    "imported": ask_import,
-    "everywhere": ask_everywhere,
-    "anywhere": ask_any,
-    "engine": ask_engine,
-    "lease": ask_for_lease,
-}
+@dataclass(slots=True)
+class AnyEngine:
+    """A call that any engine can answer."""
+
+    members: Members
+    call: Call
+    tried: set[str] = field(default_factory=set)
+    engine: Engine | None = None
+
+    async def attempt(self) -> RawReply:
+        self.engine = None
+        self.engine = self.members.least_busy(but=self.tried)
+        self.tried.add(self.engine.tag)
+        return await self.engine.call(self.call)
+
+    async def recover(self, outcome: Outcome, error: Exception) -> None:
+        have_all_failed = len(self.tried) >= len(self.members.engines)
+        if self.engine is None or outcome is not Outcome.LOST or have_all_failed:
+            raise error

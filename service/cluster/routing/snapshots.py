@@ -1,4 +1,4 @@
-"""The snapshots of several engines as one of all their pages and trees."""
+"""Joins the snapshots of several engines: all their pages, and one tree of prefixes."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ TREE: Final = "tree_"
 PER_ENGINE: Final = ("total", "referenced", "pinned", "cached")
 
 
-def joined(
-    names_of: Sequence[str], snapshots: Sequence[tuple[Fields, Arrays]]
+def join_snapshots(
+    engine_names: Sequence[str], snapshots: Sequence[tuple[Fields, Arrays]]
 ) -> tuple[Fields, dict[str, Array]]:
-    """Joins one snapshot per engine, in the order of the engines' names `names_of`.
+    """Joins one snapshot per engine, in the order of `engine_names`.
 
-    Counts are added, pages come one engine after another, trees hang below their namespaces.
+    Counts are added, pages come engine by engine, trees are joined below their namespaces.
     """
     step = max(fields["page_step"] for fields, _ in snapshots)
     names = list(dict.fromkeys(name for fields, _ in snapshots for name in fields["namespaces"]))
     counts = snapshots[0][0].keys() - {"page_step", "namespaces", "engines"}
-    told: Fields = {name: sum(fields[name] for fields, _ in snapshots) for name in counts}
-    states = [every(fields, arrays["page_states"], step) for fields, arrays in snapshots]
+    counted: Fields = {name: sum(fields[name] for fields, _ in snapshots) for name in counts}
+    states = [every_nth(fields, arrays["page_states"], step) for fields, arrays in snapshots]
     engines = [
         {"name": name} | {count: fields[count] for count in PER_ENGINE}
-        for name, (fields, _) in zip(names_of, snapshots, strict=True)
+        for name, (fields, _) in zip(engine_names, snapshots, strict=True)
     ]
     return (
-        told | {"page_step": step, "namespaces": names, "engines": engines},
+        counted | {"page_step": step, "namespaces": names, "engines": engines},
         {"page_states": np.concatenate(states)} | tree(snapshots, names),
     )
 
 
-def every(fields: Fields, states: Array, step: int) -> Array:
-    """The states of pages 0, `step`, 2 * `step`, ..., as far as they are told."""
+def every_nth(fields: Fields, states: Array, step: int) -> Array:
+    """The states of pages 0, `step`, 2 * `step`, ..., as far as the snapshot has them."""
     found: Array = states[np.arange(0, fields["total"], step) // fields["page_step"]]
     return found
 
 
 def tree(snapshots: Sequence[tuple[Fields, Arrays]], names: Sequence[str]) -> dict[str, Array]:
-    """The rows of all namespaces, then those of one engine after another."""
+    """Rows of the namespaces, then the other rows engine by engine."""
     first = snapshots[0][1]
     columns = {name: [heads(name, snapshots, names)] for name in first if name.startswith(TREE)}
     num_rows = len(names)

@@ -1,10 +1,10 @@
-"""Where sequences are: what their ids tell, and a bounded memory of those that tell nothing.
+"""Ids that name their engine, and a bounded memory of the sequences whose ids do not.
 
-An id that the cluster makes ends in the tag of the engine that the sequence was made on: the first
-digits of the engine's `instance_id`, so an engine that was started anew has another one. Of engines
-that a sequence is dealt out over there are all tags, by rank. Ids that
-callers choose, and sequences that were moved, are remembered; what is not remembered, the engines
-are asked for. A wrong memory does no harm either: the engine answers 404, and all are asked.
+An id made by the cluster ends in the tag of the engine that made the sequence: the first digits of
+its `instance_id`, so a restarted engine has another tag. The id of a sharded sequence ends in the
+tags of all its engines, by rank. Ids chosen by callers, and sequences that were moved, are
+remembered; for others the engines are asked. A wrong memory does no harm: the engine replies 404,
+and then all are asked.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Final
 
 TAG_DIGITS: Final = 8
 BETWEEN: Final = "-"
-"""Stands between the tags of the engines that a sequence is dealt out over."""
+"""Separates the tags of a sharded sequence's engines."""
 TAGGED: Final = re.compile(rf".*\.([0-9a-f]{{{TAG_DIGITS}}}(?:{BETWEEN}[0-9a-f]{{{TAG_DIGITS}}})*)")
-MOST_REMEMBERED: Final = 2**20
+MAX_REMEMBERED: Final = 2**20
 Name = tuple[str, str]
 """Namespace and id."""
 
@@ -33,34 +33,34 @@ def tags_of(tag: str) -> list[str]:
     return tag.split(BETWEEN)
 
 
-def made_id(tag: str) -> str:
-    """An id that nobody else makes: 80 random bits, and the engine's tag."""
+def new_id(tag: str) -> str:
+    """A unique id: 80 random bits, and the engine's tag."""
     return f"seq-{base64.b32encode(secrets.token_bytes(10)).decode().lower()}.{tag}"
 
 
 def tag_in(name: str) -> str | None:
-    """The tag that an id ends in. An id that a caller chose may look like it, and mean nothing."""
+    """The tag that an id ends in. A caller's id may look as if it had one."""
     found = TAGGED.fullmatch(name)
     return None if found is None else found.group(1)
 
 
-class Names:
-    """The tags of engines by the sequences that are, or were last known to be, theirs."""
+class Tags:
+    """The tag of the engine that each sequence is, or was last known to be, on."""
 
     __slots__ = ("changes", "known", "most")
 
-    def __init__(self, most: int = MOST_REMEMBERED) -> None:
+    def __init__(self, most: int = MAX_REMEMBERED) -> None:
         self.known: OrderedDict[Name, str] = OrderedDict()
         self.most = most
         self.changes = 0
-        """How often what was known of a sequence has become another thing."""
+        """Number of times that a remembered tag has changed or was forgotten."""
 
     def tag(self, name: Name) -> str | None:
-        """What is remembered, else what the id tells."""
+        """The remembered tag, else the one in the id."""
         return self.known.get(name) or tag_in(name[1])
 
     def learn(self, name: Name, tag: str) -> None:
-        """A sequence is there; the one learned longest ago is forgotten for it."""
+        """Remembers a sequence's tag; forgets the oldest above the limit."""
         if self.tag(name) not in (None, tag):
             self.changes += 1
         if tag_in(name[1]) == tag:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Call, Engine
-from service.cluster.membership.engine import Told as EngineReply
-from service.cluster.routing.replies import each, longest
+from service.cluster.membership.engine import Call, Engine, EngineReply
+from service.cluster.routing.replies import longest, results_of
 from service.cluster.sharded.epochs import REPAIR_S, ShardedSequence, all_of, is_stale, retried
 from service.doors.kit.problems import ProblemText
 from service.operations.internal import HAND_OVER
@@ -49,15 +48,15 @@ async def delete_marked(ranks: Ranks, one: ShardedSequence) -> list[EngineReply 
         engine.ask(call, mark | {"shard": {"rank": rank, "ranks": count}})
         for rank, engine in enumerate(ranks.engines)
     ]
-    replies = await each(marking)
+    replies = await results_of(marking)
     marked = [
         engine
         for engine, reply in zip(ranks.engines, replies, strict=True)
         if isinstance(reply, EngineReply)
     ]
     if len(marked) == count:
-        return await each([delete_one(engine, one, call) for engine in marked])
-    await each([engine.ask(call, {"id": one.id, "state": "back"}) for engine in marked])
+        return await results_of([delete_one(engine, one, call) for engine in marked])
+    await results_of([engine.ask(call, {"id": one.id, "state": "back"}) for engine in marked])
     return replies
 
 
@@ -82,7 +81,7 @@ async def delete_shards(engines: Sequence[Engine], tenant: Tenant, name: str) ->
     """Have the engines that can be called delete their shards of a sequence; a whole sequence of
     that name stays."""
     ready = [engine for engine in engines if engine.is_ready]
-    await each([delete_shard(engine, tenant, name) for engine in ready])
+    await results_of([delete_shard(engine, tenant, name) for engine in ready])
 
 
 async def delete_shard(engine: Engine, tenant: Tenant, name: str) -> None:

@@ -16,9 +16,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from service.cluster.membership.engine import Call
-from service.cluster.membership.engine import Told as EngineReply
-from service.cluster.routing.replies import each
+from service.cluster.membership.engine import Call, EngineReply
+from service.cluster.routing.replies import results_of
 from service.doors.kit.problems import ProblemText
 from service.errors import SequenceTaken, UnknownSequence
 from service.operations.internal import CLAIM
@@ -130,7 +129,7 @@ def all_of(replies: Sequence[EngineReply | BaseException], ranks: Ranks) -> list
 async def refresh(ranks: Ranks, sequences: Sequence[ShardedSequence], *, to_write: bool) -> None:
     """Ask the ranks for unknown lengths, and claim sequences to be changed."""
     asking = [one for one in sequences if not one.is_current(to_write=to_write)]
-    for result in await each([refresh_one(ranks, one, to_write) for one in asking]):
+    for result in await results_of([refresh_one(ranks, one, to_write) for one in asking]):
         if isinstance(result, BaseException):
             ranks.forget_all(sequences)  # they may have moved, or be deleted
             raise result
@@ -212,7 +211,7 @@ async def settle(
         if len(set(lengths)) == 1:  # also within shared pages: a cut of all layers was begun
             cuts = [{"length": lengths[0]}]
         cutting += [engine.ask(call, {"id": one.id, "epoch": epoch} | cut) for cut in cuts]
-    ranks.whole(await each(cutting))
+    ranks.whole(await results_of(cutting))
     one.set_claimed(lengths, epoch)
 
 

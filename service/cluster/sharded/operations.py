@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Call
-from service.cluster.membership.engine import Told as EngineReply
+from service.cluster.membership.engine import Call, EngineReply
 from service.cluster.routing.batch_split import row_sums
-from service.cluster.routing.replies import each, longest
+from service.cluster.routing.replies import longest, results_of
 from service.cluster.sharded.deletion import delete, delete_created
 from service.cluster.sharded.epochs import (
     REPAIR_S,
@@ -143,7 +142,7 @@ async def create(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> EngineR
             shard = {"rank": rank, "ranks": len(ranks.engines)}
             there = [shard_fields(one, shard, created[one["id"]]) for one in new]
             asking.append(engine.ask(call, {"sequences": there}))
-        replies = await each(asking)
+        replies = await results_of(asking)
         if not all(isinstance(reply, EngineReply) for reply in replies):
             await undo_create(ranks, call, [one["id"] for one in new], replies)
         parts = all_of(replies, ranks)
@@ -201,7 +200,7 @@ def fork_length(parent: str | None, lengths: Sequence[int], wanted: int | None) 
 async def undo_create(ranks: Ranks, call: Call, ids: list[str], replies: Sequence[object]) -> None:
     """Delete the sequences at the ranks that created them, as others did not."""
     ranks.forget(call, ids)
-    await each(
+    await results_of(
         [
             engine.ask(engine.own(DELETE_SEQUENCES, call.tenant, REPAIR_S), {"ids": ids})
             for engine, reply in zip(ranks.engines, replies, strict=True)
@@ -242,7 +241,7 @@ async def truncate(ranks: Ranks, call: Call, fields: Fields, _: Arrays) -> Engin
         # an epoch of its own: tokens that were cut may come again, with other numbers
         cut, num_layers = fields | {"epoch": later(one.epoch)}, len(one.known_lengths)
         one.is_consistent = False
-        (first,) = await each([last.ask(call, cut)])
+        (first,) = await results_of([last.ask(call, cut)])
         if not isinstance(first, EngineReply):
             one.is_consistent = not is_stale(first)
             all_of([first], ranks)

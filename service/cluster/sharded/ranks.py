@@ -14,10 +14,9 @@ from typing import Any, Final
 
 from attnd.wire.dtypes import Array
 
-from service.cluster.membership.engine import Call, Engine
-from service.cluster.membership.engine import Told as EngineReply
-from service.cluster.routing.replies import each
+from service.cluster.membership.engine import Call, Engine, EngineReply
 from service.cluster.routing.replies import reply as reply_in_slot
+from service.cluster.routing.replies import results_of
 from service.cluster.routing.tags import BETWEEN, Name
 from service.cluster.sharded.epochs import ShardedSequence
 from service.cluster.sharded.operations import handle
@@ -77,7 +76,7 @@ class Ranks:
         self, call: Call, fields: Mapping[str, Any], arrays: Arrays | None = None
     ) -> list[EngineReply | BaseException]:
         """The reply or the error of each rank to one request."""
-        return await each([engine.ask(call, fields, arrays) for engine in self.engines])
+        return await results_of([engine.ask(call, fields, arrays) for engine in self.engines])
 
     @staticmethod
     def whole(replies: Sequence[EngineReply | BaseException]) -> list[EngineReply]:
@@ -124,7 +123,3 @@ class Ranks:
             by_tenant.setdefault(one.tenant, []).append(one.id)
         self.books.clear()
         return by_tenant
-
-
-Home = Engine | Ranks
-"""The engine of a sequence, or the engines of a sharded sequence."""

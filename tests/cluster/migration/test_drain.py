@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from service.cluster.membership.local_engines import LocalEngines
-from service.cluster.migration import drain as draining
-from service.cluster.migration import families
-from service.cluster.migration import ownership as handing
+from service.cluster.migration import drain, families, ownership
+from service.cluster.migration.drain import Drain
+from service.cluster.migration.families import Family
+from service.cluster.migration.transfer import Transfer
 from service.operations.transfer import CANCEL_IMPORT
 from tests.cluster.checked_calls import Book
 from tests.cluster.harness import ATOL, HEADS, LAYERS, PAGE, PAGES, Cluster, rows, run
@@ -225,7 +226,7 @@ def test_what_forks_share_and_names_of_pages_are_kept(three_engines: LocalEngine
         before = PAGES * 3 - await cluster.free_pages()
         await cluster.told("drain_engine", {"name": SOURCE})
         await emptied(cluster)
-        await cluster.until(lambda: cluster.router.drains[SOURCE].done(), "it is over")
+        await cluster.until(lambda: cluster.router.drains.tasks[SOURCE].done(), "it is over")
         told = (await cluster.told("engines", {})).fields["engines"]
         referenced = {one["name"]: one["referenced"] for one in told}
         assert referenced[SOURCE] == 0
@@ -298,7 +299,7 @@ def test_parts_that_share_pages_share_them_there_too(three_engines: LocalEngines
         before = PAGES * 3 - await cluster.free_pages()
         await cluster.told("drain_engine", {"name": SOURCE})
         await emptied(cluster)
-        await cluster.until(lambda: cluster.router.drains[SOURCE].done(), "it is over")
+        await cluster.until(lambda: cluster.router.drains.tasks[SOURCE].done(), "it is over")
         assert PAGES * 3 - await cluster.free_pages() == before
         for name in book.held:
             await book.check(name)
@@ -375,11 +376,11 @@ def test_pins_and_leases_are_kept_and_imports_are_waited_for(three_engines: Loca
             while (await source())["leases"] or (await source())["pinned"]:
                 await asyncio.sleep(0.02)
         assert ((await source())["sequences"], (await source())["imports"]) == (0, 1)
-        assert not cluster.router.drains[SOURCE].done(), "the import is waited for"
+        assert not cluster.router.drains.tasks[SOURCE].done(), "the import is waited for"
         part_of = {"id": "came", "part": 0, "digest": part.fields["digest"]}
         await cluster.told("import_sequence", part_of, **part.arrays)
         await cluster.told("import_sequence", {"id": "came", "digest": part.fields["digest"]})
-        await cluster.until(lambda: cluster.router.drains[SOURCE].done(), "it is over")
+        await cluster.until(lambda: cluster.router.drains.tasks[SOURCE].done(), "it is over")
         assert cluster.home("came") != SOURCE
         holds = (await cluster.told("holds", {})).fields["holds"]
         assert sorted(one["num_pages"] for one in holds) == [5, 9, 9]
@@ -426,9 +427,9 @@ def test_a_pin_that_has_no_room_elsewhere_stays_until_there_is(
         await cluster.told("drain_engine", {"name": SOURCE})
         await asyncio.sleep(1.0)
         (hold,) = (await cluster.told("holds", {})).fields["holds"]
-        assert hold["num_pages"] == 60 and not cluster.router.drains[SOURCE].done()
+        assert hold["num_pages"] == 60 and not cluster.router.drains.tasks[SOURCE].done()
         await cluster.told("delete_sequence", {"id": "engine-2"})
-        await cluster.until(lambda: cluster.router.drains[SOURCE].done(), "it is over")
+        await cluster.until(lambda: cluster.router.drains.tasks[SOURCE].done(), "it is over")
         told = await cluster.told("engines", {})
         pinned = {one["name"]: one["pinned"] for one in told.fields["engines"]}
         assert pinned == {SOURCE: 0, "engine-1": 0, "engine-2": 60}
@@ -467,7 +468,7 @@ def test_an_engine_that_dies_meanwhile_takes_only_its_own_along(
                 await caller.check()
             assert any(caller.held for caller in callers), "something has lived on"
             for cluster in (first, second):
-                cluster.router.stop_draining(SOURCE)
+                cluster.router.drains.stop(SOURCE)
             engines.start(victim)
             for cluster in (first, second):
                 await all_there(cluster)
@@ -504,11 +505,11 @@ def test_a_door_that_dies_while_a_sequence_changes_its_engine_loses_nothing(
             await only_on(first, SOURCE, False)
             await Book(second, held=book.held).check("a")
             source = SOURCE if ranks == 2 else first.home("a")
-            end_copy = draining.end_copy
+            finish = Transfer.finish
 
             async def die(begun: Any, *_: Any) -> None:
                 if when == "named":
-                    await end_copy(begun)
+                    await finish(begun)
                 if when == "given up":
                     asked = begun.target.own(CANCEL_IMPORT, begun.tenant, 5.0)
                     await begun.target.ask(asked, {"id": begun.sequence})
@@ -518,14 +519,15 @@ def test_a_door_that_dies_while_a_sequence_changes_its_engine_loses_nothing(
                 pass
 
             with monkeypatch.context() as patched:
-                patched.setattr(draining, "anchored", count_nothing)
-                at = "begin_copy" if when == "leaving" else "end_copy"
-                patched.setattr(draining, at, die)
-                patched.setattr(draining, "give_up", nothing)
+                patched.setattr(Drain, "copy_anchors", count_nothing)
+                patched.setattr(ownership, "roll_back", nothing)
                 if when == "leaving":
-                    patched.setattr(handing, "ASK_S", 1.0)
+                    patched.setattr(drain, "begin_transfer", die)
+                    patched.setattr(ownership, "ASK_S", 1.0)
+                else:
+                    patched.setattr(Transfer, "finish", die)
                 await first.told("drain_engine", {"name": source})
-                await first.until(first.router.drains[source].done, "the door has died")
+                await first.until(first.router.drains.tasks[source].done, "the door has died")
             await first.told("drain_engine", {"name": source, "stop": True})
             for door in (second, first):
                 again = Book(door, held=book.held)
@@ -547,7 +549,7 @@ def test_copies_on_the_way_go_soon_where_their_door_has_died(
     three_engines: LocalEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A door that lives uses them again and again, however long it takes."""
-    monkeypatch.setattr(draining, "ANCHOR_TTL_S", 0.6)
+    monkeypatch.setattr(drain, "ANCHOR_TTL_S", 0.6)
     monkeypatch.setattr(families, "ANCHOR_TTL_S", 0.6)
 
     async def test(cluster: Cluster) -> None:
@@ -565,13 +567,13 @@ def test_copies_on_the_way_go_soon_where_their_door_has_died(
             pass
 
         with monkeypatch.context() as patched:
-            patched.setattr(draining, "hand", wait)
-            patched.setattr(draining, "drop_anchors", nothing)
+            patched.setattr(ownership, "set_state", wait)
+            patched.setattr(Family, "delete_anchors", nothing)
             await cluster.told("drain_engine", {"name": SOURCE})
             await begun.wait()
             await asyncio.sleep(1.5)
             assert len(await listed_ids(cluster)) == 2, "the copy is used again and again"
-            cluster.router.stop_draining(SOURCE)
+            cluster.router.drains.stop(SOURCE)
             await asyncio.sleep(1.5)
             assert await listed_ids(cluster) == ["a"]
         await cluster.told("drain_engine", {"name": SOURCE, "stop": True})

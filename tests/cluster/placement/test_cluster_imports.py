@@ -73,10 +73,10 @@ def test_an_import_is_placed_gone_on_with_and_found_by_a_router_that_forgot_it(
         await cluster.told("import_sequence", {"id": "moved"} | begin)
         assert cluster.home("moved") != cluster.home(name), "there is no room beside it"
         await brought(cluster, "moved", parts[:1])
-        cluster.router.homes.names.known.clear()
+        cluster.router.locator.tags.known.clear()
         told = await cluster.told("get_import", {"id": "moved"})
         assert told.fields["next_part"] == 1
-        cluster.router.homes.names.known.clear()
+        cluster.router.locator.tags.known.clear()
         again = await cluster.told("import_sequence", {"id": "moved"} | begin)
         assert again.fields["next_part"] == 1
         assert (await cluster.told("pool", {})).fields["imports"] == 1

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from service.cluster.placement.inflight_prompts import Underway
+from service.cluster.placement.inflight_prompts import InflightPrompt
 from service.cluster.placement.prefixes import (
     EXPECTED_PAGES,
     EXPECTED_S,
-    MOST_EXPECTED,
+    MAX_EXPECTED,
     EventLog,
     Prefixes,
     chained_keys,
@@ -30,14 +30,14 @@ def removed(*pages: int) -> dict[str, Any]:
 
 
 def test_what_an_engine_is_to_have_is_awaited_from_the_prompt_that_brings_it() -> None:
-    known, first, second = Prefixes(), Underway(), Underway()
-    known.take("a", stored(0, 1))
+    known, first, second = Prefixes(), InflightPrompt(), InflightPrompt()
+    known.add("a", stored(0, 1))
     assert known.awaited("a", KEYS[:2]) == (2, None)
     known.expect("a", KEYS[2:4], 10.0, first)
     known.expect("a", KEYS[4:6], 10.0, second)
     assert known.awaited("a", KEYS[:2]) == (2, None)
     assert known.awaited("a", KEYS[:6]) == (2, first)
-    known.take("a", stored(2, 3))
+    known.add("a", stored(2, 3))
     assert known.awaited("a", KEYS[:6]) == (4, second)
     assert known.awaited("a", []) == (0, None)
 
@@ -51,18 +51,18 @@ def told(known: Prefixes) -> list[tuple[str, list[int]]]:
 
 def test_the_match_is_how_far_each_engine_has_the_chain_from_its_beginning() -> None:
     known = Prefixes()
-    known.take("a", stored(0, 1, 2, 3))
-    known.take("b", stored(0, 1))
-    known.take("c", stored(1, 2))
+    known.add("a", stored(0, 1, 2, 3))
+    known.add("b", stored(0, 1))
+    known.add("c", stored(1, 2))
     assert known.matched(iter(KEYS)) == {"a": 4, "b": 2}
-    known.take("a", removed(2))
+    known.add("a", removed(2))
     assert known.matched(iter(KEYS)) == {"a": 2, "b": 2}
     assert known.matched(iter(())) == {}
 
 
 def test_no_more_keys_are_made_than_somebody_has() -> None:
     known = Prefixes()
-    known.take("a", stored(0))
+    known.add("a", stored(0))
     made = []
 
     def keys() -> Any:
@@ -76,15 +76,15 @@ def test_no_more_keys_are_made_than_somebody_has() -> None:
 
 def test_pages_are_expected_for_a_while_where_their_prompt_was_placed() -> None:
     known = Prefixes()
-    known.take("a", stored(0, 1))
+    known.add("a", stored(0, 1))
     known.expect("a", KEYS[2:5], now=10.0)
     assert known.matched(KEYS, 10.0 + EXPECTED_S / 2) == {"a": 5}
     assert known.matched(KEYS, 10.0 + EXPECTED_S) == {"a": 2}
     known.expect("b", KEYS[:3], now=12.0)
     assert known.matched(KEYS, 12.0) == {"a": 2, "b": 3}, "the prompt placed last"
-    known.take("b", removed(2))
+    known.add("b", removed(2))
     assert known.matched(KEYS, 12.0) == {"a": 2, "b": 2}, "the engine knows better"
-    known.take("b", stored(0, 1))
+    known.add("b", stored(0, 1))
     assert known.matched(KEYS, 100.0) == {"a": 2, "b": 2}
     known.expect("b", (), now=100.0)
     assert not known.expected, "what is over is forgotten"
@@ -92,28 +92,28 @@ def test_pages_are_expected_for_a_while_where_their_prompt_was_placed() -> None:
 
 def test_what_is_expected_is_bounded() -> None:
     known = Prefixes()
-    for prompt in range(2 * MOST_EXPECTED // EXPECTED_PAGES):
+    for prompt in range(2 * MAX_EXPECTED // EXPECTED_PAGES):
         names = [(prompt * EXPECTED_PAGES + n).to_bytes(16) for n in range(EXPECTED_PAGES)]
         known.expect("a", iter(names * 2), now=0.0)
-    assert len(known.expected) == MOST_EXPECTED
+    assert len(known.expected) == MAX_EXPECTED
     assert known.matched(names, 1.0) == {"a": EXPECTED_PAGES}, "the oldest go first"
 
 
 def test_a_lost_engine_has_nothing() -> None:
     known = Prefixes()
-    known.take("a", stored(0, 1))
-    known.take("b", stored(0))
+    known.add("a", stored(0, 1))
+    known.add("b", stored(0))
     known.forget("a", "default")
     assert known.matched(iter(KEYS)) == {"b": 1}
 
 
 def test_the_cluster_stores_with_the_first_engine_and_removes_with_the_last() -> None:
     known = Prefixes()
-    known.take("a", stored(0, 1))
-    known.take("b", stored(0, 1))
-    known.take("a", removed(0))
-    known.take("b", removed(0))
-    known.take("b", stored(1) | {"type": "cleared"})
+    known.add("a", stored(0, 1))
+    known.add("b", stored(0, 1))
+    known.add("a", removed(0))
+    known.add("b", removed(0))
+    known.add("b", stored(1) | {"type": "cleared"})
     known.forget("a", "default")
     assert told(known) == [("stored", [0, 1]), ("removed", [0]), ("removed", [1])]
 

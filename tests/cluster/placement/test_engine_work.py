@@ -24,34 +24,34 @@ def engine() -> Engine:
 
 def test_a_prompt_is_work_at_the_pace_that_the_engine_told() -> None:
     one = engine()
-    one.give(0, 4)
+    one.add_work(0, 4)
     assert one.load_now.work_s == pytest.approx(8.0, abs=0.5)
-    one.give(4, 6)
+    one.add_work(4, 6)
     assert one.load_now.work_s == pytest.approx(15.0, abs=0.5), "late pages take longer"
-    one.give(6, 6)
+    one.add_work(6, 6)
     assert one.load_now.work_s == pytest.approx(15.0, abs=0.5), "all of it was cached"
 
 
 def test_a_prompt_that_is_announced_and_never_comes_keeps_nobody_away_for_ever() -> None:
     one = engine()
-    one.give(0, 10**9)
+    one.add_work(0, 10**9)
     assert one.load_now.work_s <= MOST_WORK_S
     for _ in range(12):
-        one.rest()
+        one.halve_work()
     assert one.load_now.work_s < 0.1
 
 
 def test_pages_that_were_promised_are_held_once_their_rows_are_written() -> None:
     one = engine()
     one.promised = 10
-    one.hold(30, CREATE_SEQUENCES)  # a prefix that was cached
+    one.set_held(30, CREATE_SEQUENCES)  # a prefix that was cached
     assert (one.load_now.held, one.load_now.promised) == (30, 10)
-    one.hold(36, PREFILL)
+    one.set_held(36, PREFILL)
     assert (one.load_now.held, one.load_now.promised) == (36, 4)
-    one.hold(50, APPEND)
+    one.set_held(50, APPEND)
     assert (one.load_now.held, one.load_now.promised) == (50, 0), "more than was promised"
-    one.hold(20, DELETE_SEQUENCES)
-    one.hold(None, APPEND)  # not told
+    one.set_held(20, DELETE_SEQUENCES)
+    one.set_held(None, APPEND)  # not told
     assert (one.load_now.held, one.load_now.room, one.load_now.total) == (20, 80, 100)
 
 

@@ -1,4 +1,4 @@
-"""Prompts that begin alike: the second waits for pages that the first brings, if it is worth it."""
+"""Prompts that begin alike: the second waits for the first one's pages, where that is worth it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import pytest
 
 from service.cluster.membership.engine import Call
 from service.cluster.membership.local_engines import LocalEngines
-from service.cluster.placement import inflight_prompts as underway
-from service.cluster.placement import placer as placing
-from service.cluster.placement.inflight_prompts import LONGEST_S, MOST_VAIN, Prompts, Underway, Wait
+from service.cluster.placement import inflight_prompts, placer
+from service.cluster.placement.inflight_prompts import (
+    MAX_FRUITLESS,
+    MAX_INFLIGHT_S,
+    InflightPrompt,
+    InflightPrompts,
+    Wait,
+)
 from service.operations.rows import APPEND, GATHER
 from service.operations.sequences import CREATE_SEQUENCES
 from service.tenants import tenant_of
@@ -22,8 +27,8 @@ LENGTH = 4 * PAGE
 LONG_S = 60.0
 
 
-def begun(prompts: Prompts) -> Underway:
-    one = Underway()
+def begun(prompts: InflightPrompts) -> InflightPrompt:
+    one = InflightPrompt()
     prompts.begin("default", "a", one)
     assert prompts.computed_by(GATHER, "default", ["a"]) == []
     assert prompts.computed_by(APPEND, "default", ["a", "other"]) == [one]
@@ -35,21 +40,21 @@ def call_of(space: str = "default", deadline_us: int = 0) -> Call:
     return Call(CREATE_SEQUENCES, memoryview(b""), 0, deadline_us, bytes(16), tenant)
 
 
-async def waited(prompts: Prompts, *waits: Wait, space: str = "default") -> bool:
+async def waited(prompts: InflightPrompts, *waits: Wait, space: str = "default") -> bool:
     """Whether it took more than a turn of the loop."""
     waiting = asyncio.ensure_future(prompts.wait(call_of(space), waits))
     for _ in range(5):
         await asyncio.sleep(0)
     had_to = not waiting.done()
     prompts.end("default", ["a"])
-    async with asyncio.timeout(LONGEST_S):
+    async with asyncio.timeout(MAX_INFLIGHT_S):
         await waiting
     return had_to
 
 
 def test_what_has_begun_is_waited_for_until_it_is_committed() -> None:
     async def check() -> None:
-        prompts = Prompts()
+        prompts = InflightPrompts()
         one = begun(prompts)
         assert await waited(prompts, Wait(one, LONG_S))
         assert not await waited(prompts, Wait(one, LONG_S)), "it is over"
@@ -61,7 +66,7 @@ def test_what_has_begun_is_waited_for_until_it_is_committed() -> None:
 
 def test_a_caller_that_makes_many_before_it_sends_rows_is_not_held_up() -> None:
     async def check() -> None:
-        prompts, one = Prompts(), Underway()
+        prompts, one = InflightPrompts(), InflightPrompt()
         prompts.begin("default", "a", one)
         assert not await waited(prompts, Wait(one, LONG_S))
 
@@ -70,19 +75,19 @@ def test_a_caller_that_makes_many_before_it_sends_rows_is_not_held_up() -> None:
 
 def test_nobody_waits_again_soon_for_a_caller_that_commits_late() -> None:
     async def check() -> None:
-        prompts = Prompts()
+        prompts = InflightPrompts()
         one = begun(prompts)
-        for _ in range(2 * MOST_VAIN):
+        for _ in range(2 * MAX_FRUITLESS):
             await prompts.wait(call_of(), [Wait(one, 0.001)])
-        assert not prompts.num_vain, "its rows are on their way still"
+        assert not prompts.num_fruitless, "its rows are on their way still"
         one.num_calls -= 1
-        for _ in range(MOST_VAIN - 1):
+        for _ in range(MAX_FRUITLESS - 1):
             await prompts.wait(call_of(), [Wait(one, 0.001)])
         assert await waited(prompts, Wait(begun(prompts), LONG_S))
-        assert not prompts.num_vain, "it came in time"
+        assert not prompts.num_fruitless, "it came in time"
         one = begun(prompts)
         one.num_calls -= 1
-        for _ in range(MOST_VAIN):
+        for _ in range(MAX_FRUITLESS):
             await prompts.wait(call_of(), [Wait(one, 0.001)])
         assert not await waited(prompts, Wait(begun(prompts), LONG_S))
         assert await waited(prompts, Wait(begun(prompts), LONG_S), space="other")
@@ -92,7 +97,7 @@ def test_nobody_waits_again_soon_for_a_caller_that_commits_late() -> None:
 
 def test_nobody_waits_for_more_than_half_of_what_the_caller_has_time_for() -> None:
     async def check() -> None:
-        prompts, call = Prompts(), call_of(deadline_us=200_000)
+        prompts, call = InflightPrompts(), call_of(deadline_us=200_000)
         async with asyncio.timeout(LONG_S):
             await prompts.wait(call, [Wait(begun(prompts), LONG_S)])
         assert 1 <= call.deadline_us <= 100_000, "the engine is told what is left"
@@ -101,14 +106,14 @@ def test_nobody_waits_for_more_than_half_of_what_the_caller_has_time_for() -> No
 
 
 def test_what_never_ends_ends_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(underway, "LONGEST_S", 0.05)
+    monkeypatch.setattr(inflight_prompts, "MAX_INFLIGHT_S", 0.05)
 
     async def check() -> None:
-        prompts = Prompts()
-        one, other = begun(prompts), Underway()
+        prompts = InflightPrompts()
+        one, other = begun(prompts), InflightPrompt()
         prompts.begin("default", "a", other)  # deleted, and made anew
         await asyncio.sleep(0.03)
-        prompts.give_up("default", "a", one)
+        prompts.expire("default", "a", one)
         assert not other.ended.is_set()
         async with asyncio.timeout(LONG_S):
             await other.ended.wait()
@@ -125,7 +130,7 @@ async def appended(cluster: Cluster, name: str, layer: int, rng: np.random.Gener
 def test_a_prompt_finds_the_pages_of_one_that_is_being_computed(
     two_engines: LocalEngines, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placing, "WORTH_WAITING", 1e9)
+    monkeypatch.setattr(placer, "WORTH_WAITING", 1e9)
     prefix: dict[str, Any] = {"token_ids": list(range(LENGTH))}
 
     async def made(cluster: Cluster) -> Answer:

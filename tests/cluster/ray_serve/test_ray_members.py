@@ -32,12 +32,12 @@ def ingress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         addresses=SimpleNamespace(members=tmp_path / "members"),
         node="here",
         known={},
-        heard_s={},
+        seen_s={},
         began_s=0.0,
         is_settled=False,
     )
-    made.take = partial(ray_ingress.IngressReplica.take, made)
-    made.gone = partial(ray_ingress.IngressReplica.gone, made)
+    made.update = partial(ray_ingress.IngressReplica.update, made)
+    made.ended = partial(ray_ingress.IngressReplica.ended, made)
     nodes = [{"NodeID": name, "Alive": name != "dead"} for name in ("here", "there", "dead")]
     monkeypatch.setattr(ray_ingress.ray, "nodes", lambda: nodes)
     return made
@@ -61,16 +61,16 @@ def names(ingress: Any) -> list[str]:
 
 
 def test_engines_are_written_down_once_all_that_should_be_there_are(ingress: Any) -> None:
-    ingress.take([place("a")], (), 5.0)
+    ingress.update([place("a")], (), 5.0)
     assert names(ingress) == []
-    ingress.take([place("a"), place("b", path="/other")], (), 6.0)
+    ingress.update([place("a"), place("b", path="/other")], (), 6.0)
     assert names(ingress) == ["a", "b"]
 
 
 def test_an_engine_that_does_not_come_is_waited_for_a_minute(ingress: Any) -> None:
-    ingress.take([place("a")], (), 59.0)
+    ingress.update([place("a")], (), 59.0)
     assert names(ingress) == []
-    ingress.take([place("a")], (), 61.0)
+    ingress.update([place("a")], (), 61.0)
     assert names(ingress) == ["a"]
 
 
@@ -86,11 +86,11 @@ def test_an_engine_is_forgotten_when_it_has_ended_and_not_when_it_is_silent(
         place("leaving", path=own, is_leaving=True),
         place("left", is_leaving=True),
     ]
-    ingress.take(every, (), 10.0)
+    ingress.update(every, (), 10.0)
     new = [place("new", path="/taken")]
     soon, late = 10.0 + SILENT_S / 2, 11.0 + SILENT_S
-    assert ingress.gone(new, soon) == {"left"}
-    gone = ingress.gone(new, late)
-    assert gone == {"ended", "moved", "on a dead node", "left"}
-    ingress.take(new, gone, late)
+    assert ingress.ended(new, soon) == {"left"}
+    ended = ingress.ended(new, late)
+    assert ended == {"ended", "moved", "on a dead node", "left"}
+    ingress.update(new, ended, late)
     assert names(ingress) == ["leaving", "new", "silent"]

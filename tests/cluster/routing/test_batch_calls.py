@@ -11,8 +11,8 @@ import pytest
 
 from service.cluster.membership.engine import Engine
 from service.cluster.membership.local_engines import LocalEngines
-from service.cluster.routing import locator as finding
-from service.cluster.routing.batch_calls import refusal
+from service.cluster.routing import locator as locators
+from service.cluster.routing.sequence_calls import joint_error
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import LengthMismatch, LostSequence, NotReady
 from service.image.json_text import dump_json
@@ -49,7 +49,7 @@ def problem(error: Exception, done: Sequence[str] = ()) -> ProblemText:
 def test_a_refusal_has_what_all_parts_and_their_parts_have_done(
     errors: list[BaseException], done: list[str], code: str, every: Any, lost: Any
 ) -> None:
-    told = document_of(refusal(errors, done), b"")
+    told = document_of(joint_error(errors, done), b"")
     assert (told["code"], told.get("done")) == (code, every)
     assert lost is None or told["sequences"] == lost
 
@@ -71,7 +71,7 @@ def test_what_was_done_in_a_part_that_was_cut_again_is_told(two_engines: LocalEn
     async def test(cluster: Cluster) -> None:
         book = Book(cluster)
         first, _ = await apart(cluster, book)
-        cluster.router.homes.names.learn(("default", "b"), first.tag)  # it has left since
+        cluster.router.locator.tags.learn(("default", "b"), first.tag)  # it has left since
         new = rows(np.random.default_rng(0), 3)
         fields = {"layer": 0, "sequences": ["a", "b", "c"], "offsets": [PAGE + 1, 0, PAGE + 1]}
         told = await cluster.call("append", fields | {"append_indptr": [0, 1, 2, 3]}, k=new, v=new)
@@ -90,9 +90,9 @@ def test_sequences_that_change_their_engine_again_and_again_are_found(
     two_engines: LocalEngines, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(cluster: Cluster) -> None:
-        book, homes, looks = Book(cluster), cluster.router.homes, 0
+        book, locator, looks = Book(cluster), cluster.router.locator, 0
         first, _ = await apart(cluster, book)
-        find = homes.find
+        find = locator.find
 
         async def mislead(ids: Sequence[str], tenant: Any) -> None:
             nonlocal looks
@@ -100,10 +100,10 @@ def test_sequences_that_change_their_engine_again_and_again_are_found(
             await find(ids, tenant)
             if looks < 5:
                 for name in ids:
-                    homes.names.learn(("default", name), first.tag)
+                    locator.tags.learn(("default", name), first.tag)
 
-        homes.names.learn(("default", "b"), first.tag)
-        monkeypatch.setattr(homes, "find", mislead)
+        locator.tags.learn(("default", "b"), first.tag)
+        monkeypatch.setattr(locator, "find", mislead)
         await book.attend(names, [1] * len(names), 0, appends=True)
         assert looks == 5
         await book.attend(names, [1] * len(names), 0, appends=False)
@@ -120,15 +120,15 @@ def test_a_sequence_that_one_look_has_missed_is_looked_for_again(
     async def test(cluster: Cluster) -> None:
         book, missed = Book(cluster), 0
         await apart(cluster, book)
-        cluster.router.homes.names.forget(("default", "b"))
-        look = finding.known_there
+        cluster.router.locator.tags.forget(("default", "b"))
+        look = locators.known_at
 
         async def late(engine: Engine, ids: Sequence[str], tenant: Any) -> list[str]:
             nonlocal missed
             missed += 1
             return [] if missed <= 2 else await look(engine, ids, tenant)
 
-        monkeypatch.setattr(finding, "known_there", late)
+        monkeypatch.setattr(locators, "known_at", late)
         named = {"layer": 0, "sequences": ["b"]} if operation == "gather" else {"id": "b"}
         await cluster.told(operation, named)
         unknown = await cluster.call(operation, named | {"id": "n"} if "id" in named else named)

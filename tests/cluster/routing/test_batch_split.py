@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.cluster.routing.batch_split import cut, join
+from service.cluster.routing.batch_split import join, split_batch
 from service.errors import InvalidRequest
 from service.operations.attention import DecodeFields, PrefillFields
 from service.operations.prefix import CommitSequencesFields
@@ -30,7 +30,7 @@ def test_rows_go_with_their_sequences() -> None:
         offsets=[5, 6, 7, 8],
     )
     k = np.arange(6.0).reshape(6, 1, 1)
-    pieces = cut(dumped(fields), {"k": k}, GROUPS)
+    pieces = split_batch(dumped(fields), {"k": k}, GROUPS)
     assert [piece.fields["sequences"] for piece in pieces] == [["a", "d"], ["b"], ["c"]]
     assert [piece.fields["append_indptr"] for piece in pieces] == [[0, 2, 5], [0, 0], [0, 1]]
     assert [piece.fields["offsets"] for piece in pieces] == [[5, 8], [6], [7]]
@@ -45,7 +45,7 @@ def test_rows_of_many_layers_go_with_their_sequences() -> None:
         layers=[0, 1], sequences=["a", "b", "c", "d"], append_indptr=[0, 2, 2, 3, 6]
     )
     k = np.arange(12.0).reshape(2, 6, 1, 1)
-    pieces = cut(dumped(fields), {"k": k}, GROUPS)
+    pieces = split_batch(dumped(fields), {"k": k}, GROUPS)
     assert [piece.fields["layers"] for piece in pieces] == [[0, 1]] * 3
     rows = [piece.arrays["k"][:, :, 0, 0].tolist() for piece in pieces]
     assert rows == [[[0, 1, 3, 4, 5], [6, 7, 9, 10, 11]], [[], []], [[2], [8]]]
@@ -58,7 +58,7 @@ def test_cuts_and_what_they_keep_go_with_their_sequences() -> None:
         keep=[5, 6, 7, 8, 9],
         keep_indptr=[0, 2, 2, 3, 5],
     )
-    pieces = cut(dumped(fields), {}, GROUPS)
+    pieces = split_batch(dumped(fields), {}, GROUPS)
     assert [piece.fields["lengths"] for piece in pieces] == [[1, 4], [2], [3]]
     assert [piece.fields["keep"] for piece in pieces] == [[5, 6, 8, 9], [], [7]]
     assert [piece.fields["keep_indptr"] for piece in pieces] == [[0, 2, 4], [0, 0], [0, 1]]
@@ -75,7 +75,7 @@ def test_names_to_commit_go_with_their_sequences(kind: str) -> None:
         sequences=["a", "b", "c", "d"], names_indptr=[0, 2, 2, 3, 6], offsets=[8, 0, 4, 0], **given
     )
     arrays = {} if kind == "list" else {"token_ids": np.array(ids, np.uint32)}
-    pieces = cut(dumped(fields), arrays, GROUPS)
+    pieces = split_batch(dumped(fields), arrays, GROUPS)
     assert [piece.fields["offsets"] for piece in pieces] == [[8, 0], [0], [4]]
     held = [piece.fields if kind == "list" else piece.arrays for piece in pieces]
     assert [list(one["token_ids"]) for one in held] == [[1, 2, 4, 5, 6], [], [3]]
@@ -93,14 +93,14 @@ def test_names_to_commit_go_with_their_sequences(kind: str) -> None:
 
 
 def test_fields_that_were_not_given_are_not_sent() -> None:
-    (piece, _) = cut(dumped(DecodeFields(layer=0, sequences=["a", "b"])), {}, ([0], [1]))
+    (piece, _) = split_batch(dumped(DecodeFields(layer=0, sequences=["a", "b"])), {}, ([0], [1]))
     assert piece.fields == {"layer": 0, "sequences": ["a"]}
 
 
 def test_states_come_back_in_the_order_of_the_request() -> None:
     fields = PrefillFields(layer=0, sequences=["a", "b", "c", "d"], qo_indptr=[0, 1, 3, 4, 6])
     q = np.arange(6.0).reshape(6, 1, 1)
-    pieces = cut(dumped(fields), {"q": q}, GROUPS)
+    pieces = split_batch(dumped(fields), {"q": q}, GROUPS)
     told = [
         (
             {"lse_base": "e", "levels": 1 + at, "cascade": at == 1},
@@ -115,7 +115,7 @@ def test_states_come_back_in_the_order_of_the_request() -> None:
 
 
 def test_gathered_rows_are_as_many_as_each_engine_tells() -> None:
-    pieces = cut(dumped(GatherFields(layer=0, sequences=["a", "b", "c", "d"])), {}, GROUPS)
+    pieces = split_batch(dumped(GatherFields(layer=0, sequences=["a", "b", "c", "d"])), {}, GROUPS)
     rows = [np.array([[1.0], [2.0], [9.0]]), np.empty((0, 1)), np.array([[5.0]])]
     told = [
         ({"kv_indptr": [0, 2, 3]}, {"k": rows[0]}),
@@ -140,10 +140,10 @@ def test_a_mask_is_cut_by_the_lengths_of_its_sequences(is_packed: bool) -> None:
     if is_packed:
         parts = [np.packbits(part, bitorder="little") for part in parts]
     arrays = {"q": np.zeros((6, 1, 1)), name: np.concatenate(parts)}
-    pieces = cut(dumped(fields), arrays, GROUPS, kv)
+    pieces = split_batch(dumped(fields), arrays, GROUPS, kv)
     for piece, group in zip(pieces, GROUPS, strict=True):
         np.testing.assert_array_equal(
             piece.arrays[name], np.concatenate([parts[at] for at in group])
         )
     with pytest.raises(InvalidRequest, match=name):
-        cut(dumped(fields), arrays, GROUPS, kv + 8)
+        split_batch(dumped(fields), arrays, GROUPS, kv + 8)

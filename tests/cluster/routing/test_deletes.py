@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from service.cluster.membership import engine as engines_of
-from service.cluster.membership.engine import Call, Told
+from service.cluster.membership.engine import Call, EngineReply
 from service.cluster.membership.local_engines import LocalEngines
-from service.cluster.migration import drain as draining
-from service.cluster.migration import ownership as handing
+from service.cluster.migration import ownership
 from tests.cluster.checked_calls import Book
 from tests.cluster.harness import PAGE, Cluster, run
 from tests.cluster.migration.test_drain import SOURCE, emptied, only_on
 from tests.cluster.sharded.test_ranks_doors import another_door
 
 TARGET = "engine-2"
+Ask = Callable[..., Awaitable[EngineReply]]
 NONE_LEFT = {"sequences": [], "next": None}
 
 
@@ -44,22 +44,22 @@ async def moved(cluster: Cluster) -> None:
     """The engine is emptied, and takes new sequences again."""
     await cluster.told("drain_engine", {"name": SOURCE})
     await emptied(cluster)
-    await cluster.until(lambda: cluster.router.drains[SOURCE].done(), "it is over")
+    await cluster.until(lambda: cluster.router.drains.tasks[SOURCE].done(), "it is over")
     await cluster.told("drain_engine", {"name": SOURCE, "stop": True})
 
 
 def meanwhile(
-    monkeypatch: pytest.MonkeyPatch, module: Any, state: str, then: Callable[[], Awaitable[None]]
+    monkeypatch: pytest.MonkeyPatch, state: str, then: Callable[[], Awaitable[None]]
 ) -> None:
     """Do something once, when a sequence has come to this on its way."""
-    left = [then]
+    left, set_state = [then], ownership.set_state
 
     async def hand(source: Any, tenant: Any, sequence: str, now: str, **given: Any) -> None:
-        await handing.hand(source, tenant, sequence, now, **given)
+        await set_state(source, tenant, sequence, now, **given)
         if now == state and left:
             await left.pop()()
 
-    monkeypatch.setattr(module, "hand", hand)
+    monkeypatch.setattr(ownership, "set_state", hand)
 
 
 @pytest.mark.parametrize("how", ["ids", "prefix", "path"])
@@ -82,12 +82,12 @@ def test_what_is_on_its_way_for_too_long_is_not_deleted_and_stays_whole(
             await dealt(first, book, "c")
 
             async def delete() -> None:
-                monkeypatch.setattr(engines_of, "MOVING_S", 0.1)
+                monkeypatch.setattr(engines_of, "RETRY_BUDGET_S", 0.1)
                 answers.append(await second.call(*asked))
-                monkeypatch.setattr(engines_of, "MOVING_S", 10.0)
+                monkeypatch.setattr(engines_of, "RETRY_BUDGET_S", 10.0)
 
             await second.told("get_sequence", {"id": "a"})
-            meanwhile(monkeypatch, draining, "leaving", delete)
+            meanwhile(monkeypatch, "leaving", delete)
             await moved(first)
             (told,) = answers
             left = "a" if how == "path" else told.fields["sequences"][0]
@@ -118,8 +118,10 @@ def test_what_comes_to_an_engine_that_was_asked_already_is_deleted_there(
             for engine in first.router.members.engines:  # it is moved there
                 engine.is_leaving = engine.name == "engine-1"
 
-            def late(ask: Callable[..., Awaitable[Told]]) -> Callable[..., Awaitable[Told]]:
-                async def after(call: Call, *given: Any) -> Told:
+            def late(
+                ask: Callable[..., Awaitable[EngineReply]],
+            ) -> Callable[..., Awaitable[EngineReply]]:
+                async def after(call: Call, *given: Any) -> EngineReply:
                     if call.operation.name == "delete_sequences":
                         await is_moved.wait()
                     return await ask(call, *given)
@@ -132,7 +134,7 @@ def test_what_comes_to_an_engine_that_was_asked_already_is_deleted_there(
             deleting = asyncio.ensure_future(second.call("delete_sequences", how))
             await asyncio.sleep(0.05)
             await moved(first)
-            assert first.router.homes.names.tag(("default", "a")) is not None
+            assert first.router.locator.tags.tag(("default", "a")) is not None
             is_moved.set()
             assert (await deleting).fields == {"num_deleted": 1}
             assert (await first.told("list_sequences", {"limit": 9})).fields == NONE_LEFT

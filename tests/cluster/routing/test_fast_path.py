@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from service.cluster.routing.fast_path import REMEMBERED_BYTES, Passing, ids_in
-from service.cluster.routing.tags import Names
+from service.cluster.routing.fast_path import MAX_BYTES, FastPath, ids_in
+from service.cluster.routing.tags import Tags
 from service.operations.table import BY_NAME
 
 HERE, THERE = "00000000", "11111111"
@@ -24,16 +24,16 @@ def call(name: str = "decode", namespace: str = "") -> Any:
 
 
 @pytest.fixture
-def passing() -> Passing:
+def fast_path() -> FastPath:
     members = SimpleNamespace(by_tag={HERE: "here", THERE: "there"}, changes=0)
-    homes: Any = SimpleNamespace(members=members, names=Names())
-    return Passing(homes)
+    locator: Any = SimpleNamespace(members=members, tags=Tags())
+    return FastPath(locator)
 
 
-def test_a_call_about_sequences_of_one_engine_goes_there(passing: Passing) -> None:
+def test_a_call_about_sequences_of_one_engine_goes_there(fast_path: FastPath) -> None:
     ids = (f"a.{HERE}", f"b.{HERE}")
-    assert passing.straight(call(), header(layer=0, sequences=ids)) == (ids, "here")
-    assert passing.straight(call("get_sequence"), header(id=f"c.{THERE}")) == (
+    assert fast_path.target(call(), header(layer=0, sequences=ids)) == (ids, "here")
+    assert fast_path.target(call("get_sequence"), header(id=f"c.{THERE}")) == (
         (f"c.{THERE}",),
         "there",
     )
@@ -52,9 +52,9 @@ def test_a_call_about_sequences_of_one_engine_goes_there(passing: Passing) -> No
     ids=["two engines", "unknown", "one unknown", "lost engine", "over ranks", "none"],
 )
 def test_what_is_not_known_to_be_on_one_engine_is_looked_into(
-    passing: Passing, ids: list[str]
+    fast_path: FastPath, ids: list[str]
 ) -> None:
-    assert passing.straight(call(), header(layer=0, sequences=ids)) is None
+    assert fast_path.target(call(), header(layer=0, sequences=ids)) is None
 
 
 @pytest.mark.parametrize(
@@ -77,34 +77,34 @@ def test_what_is_not_known_to_be_on_one_engine_is_looked_into(
         b"[" * 100_000,
     ],
 )
-def test_a_header_that_is_not_right_is_looked_into(passing: Passing, bad: bytes) -> None:
+def test_a_header_that_is_not_right_is_looked_into(fast_path: FastPath, bad: bytes) -> None:
     assert ids_in(BY_NAME["decode"], bad) == ()
-    assert passing.straight(call(), bad) is None
+    assert fast_path.target(call(), bad) is None
 
 
-def test_operations_of_other_kinds_are_looked_into(passing: Passing) -> None:
+def test_operations_of_other_kinds_are_looked_into(fast_path: FastPath) -> None:
     for name in ("cascade", "create_sequences", "pool", "merge"):
-        assert passing.straight(call(name), header(sequences=[f"a.{HERE}"])) is None
+        assert fast_path.target(call(name), header(sequences=[f"a.{HERE}"])) is None
 
 
 def test_what_was_found_is_forgotten_when_an_engine_goes_or_a_sequence_moves(
-    passing: Passing,
+    fast_path: FastPath,
 ) -> None:
     text = header(layer=0, sequences=["mine"])
-    members: Any = passing.homes.members
-    passing.homes.names.learn(("", "mine"), HERE)
-    assert passing.straight(call(), text) == (("mine",), "here")
-    assert passing.straight(call(namespace="red"), text) is None, "of another namespace"
-    passing.homes.names.learn(("", "mine"), THERE)
-    assert passing.straight(call(), text) == (("mine",), "there")
+    members: Any = fast_path.locator.members
+    fast_path.locator.tags.learn(("", "mine"), HERE)
+    assert fast_path.target(call(), text) == (("mine",), "here")
+    assert fast_path.target(call(namespace="red"), text) is None, "of another namespace"
+    fast_path.locator.tags.learn(("", "mine"), THERE)
+    assert fast_path.target(call(), text) == (("mine",), "there")
     del members.by_tag[THERE]
     members.changes += 1
-    assert passing.straight(call(), text) is None
+    assert fast_path.target(call(), text) is None
 
 
-def test_no_more_is_remembered_than_it_may(passing: Passing) -> None:
+def test_no_more_is_remembered_than_it_may(fast_path: FastPath) -> None:
     for number in range(40):
-        ids = [f"a.{HERE}", f"{number}{'x' * (REMEMBERED_BYTES // 32)}.{HERE}"]
-        assert passing.straight(call(), header(sequences=ids)) is not None
-        assert sum(len(key[2]) for key in passing.known) <= REMEMBERED_BYTES
-    assert passing.known
+        ids = [f"a.{HERE}", f"{number}{'x' * (MAX_BYTES // 32)}.{HERE}"]
+        assert fast_path.target(call(), header(sequences=ids)) is not None
+        assert sum(len(key[2]) for key in fast_path.known) <= MAX_BYTES
+    assert fast_path.known

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from service.cluster.routing.snapshots import joined
+from service.cluster.routing.snapshots import join_snapshots
 
 
 def snapshot(states: list[int], step: int, total: int, namespaces: list[str], *rows: Any) -> Any:
@@ -32,7 +32,7 @@ def test_pages_follow_each_other_and_trees_hang_below_their_namespaces() -> None
         [1, 1], 1, 2, ["blue"],
         *((-1, 0, 2, 2, 1.0, 0), (0, 1, 2, 2, 1.0, 1), (1, 1, 1, 1, 1.0, 1)),
     )  # fmt: skip
-    fields, arrays = joined(["a", "b", "c"], [red, snapshot([0], 1, 1, []), blue])
+    fields, arrays = join_snapshots(["a", "b", "c"], [red, snapshot([0], 1, 1, []), blue])
     assert {"free": 2, "total": 6, "evicted": 9, "page_step": 1}.items() <= fields.items()
     assert fields["namespaces"] == ["red", "blue"]
     assert fields["engines"] == [
@@ -49,7 +49,7 @@ def test_pages_follow_each_other_and_trees_hang_below_their_namespaces() -> None
 
 
 def test_pools_that_tell_of_every_so_manyth_page_tell_so_together() -> None:
-    _, arrays = joined(
+    _, arrays = join_snapshots(
         ["a", "b"], [snapshot([1, 2, 3], 4, 12, []), snapshot([0, 1, 2, 3, 1, 2], 1, 6, [])]
     )
     assert arrays["page_states"].tolist() == [1, 2, 3, 0, 1]

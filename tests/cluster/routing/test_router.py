@@ -126,14 +126,14 @@ def test_ids_that_callers_choose_are_found_by_a_router_that_has_never_met_them(
         ids = [f"chat-{n}" for n in range(6)]
         await cluster.told("create_sequences", {"sequences": [{"id": name} for name in ids]})
         homes = {name: cluster.home(name) for name in ids}
-        cluster.router.homes.names.known.clear()
+        cluster.router.locator.tags.known.clear()
         k = rows(rng, 6)
         await cluster.told("append", {"layer": 1, "sequences": ids}, k=k, v=k)
         assert {name: cluster.home(name) for name in ids} == homes
         for name in ids:  # what is remembered may be wrong
             tags = [one.tag for one in cluster.router.members.engines]
             wrong = [tag for tag in tags if cluster.router.members.by_tag[tag].name != homes[name]]
-            cluster.router.homes.names.learn(("default", name), wrong[0])
+            cluster.router.locator.tags.learn(("default", name), wrong[0])
         gathered = await cluster.told("gather", {"layer": 1, "sequences": ids})
         np.testing.assert_array_equal(gathered.arrays["v"], k)
         await cluster.told("delete_sequence", {"id": ids[0]})
@@ -152,7 +152,7 @@ def test_an_id_exists_once_whichever_router_makes_it(two_engines: LocalEngines) 
         first = cluster.home("chat-0")
         for forgets in (False, True):
             if forgets:  # and would place the first on the other engine
-                cluster.router.homes.names.known.clear()
+                cluster.router.locator.tags.known.clear()
                 for engine in cluster.router.members.engines:
                     engine.promised = 50 if engine.name == first else 0
             before = len((await cluster.told("list_sequences", {})).fields["sequences"])
@@ -295,7 +295,7 @@ def test_an_import_stays_on_the_engine_that_it_was_begun_on(
             asked = {"part": part, "generation": header["generation"], "before": digest}
             piece = await cluster.told("export_sequence", {"id": name} | asked | small)
             digest = piece.fields["digest"]
-            cluster.router.homes.names.known.clear()  # as another door would be asked
+            cluster.router.locator.tags.known.clear()  # as another door would be asked
             brought = {"id": "b", "part": part, "digest": digest}
             await cluster.told("import_sequence", brought, **piece.arrays)
             assert (await cluster.told("get_import", {"id": "b"})).fields["next_part"] == part + 1

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 
-from service.cluster.routing.tags import Names, made_id, tag_in, tag_of_instance
+from service.cluster.routing.tags import Tags, new_id, tag_in, tag_of_instance
 from service.operations.schema.fields import ID_PATTERN
 
 
 def test_an_id_that_was_made_tells_its_engine() -> None:
     tag = tag_of_instance("0123456789abcdef0123456789abcdef")
-    name = made_id(tag)
+    name = new_id(tag)
     assert tag_in(name) == tag == "01234567"
-    assert re.fullmatch(ID_PATTERN, name) and made_id(tag) != name
+    assert re.fullmatch(ID_PATTERN, name) and new_id(tag) != name
 
 
 def test_most_ids_that_callers_choose_tell_nothing() -> None:
@@ -20,8 +20,8 @@ def test_most_ids_that_callers_choose_tell_nothing() -> None:
 
 
 def test_what_is_remembered_goes_before_what_the_id_tells() -> None:
-    names = Names()
-    name = ("default", made_id("aaaaaaaa"))
+    names = Tags()
+    name = ("default", new_id("aaaaaaaa"))
     names.learn(name, "bbbbbbbb")
     assert names.tag(name) == "bbbbbbbb"
     names.learn(name, "aaaaaaaa")
@@ -30,7 +30,7 @@ def test_what_is_remembered_goes_before_what_the_id_tells() -> None:
 
 
 def test_equal_ids_of_two_namespaces_are_two_sequences() -> None:
-    names = Names()
+    names = Tags()
     names.learn(("red", "chat"), "aaaaaaaa")
     names.learn(("blue", "chat"), "bbbbbbbb")
     names.forget(("red", "chat"))
@@ -38,8 +38,8 @@ def test_equal_ids_of_two_namespaces_are_two_sequences() -> None:
 
 
 def test_what_becomes_another_thing_is_counted() -> None:
-    names = Names()
-    name = ("default", made_id("aaaaaaaa"))
+    names = Tags()
+    name = ("default", new_id("aaaaaaaa"))
     names.learn(name, "aaaaaaaa")
     names.learn(("default", "chat"), "aaaaaaaa")
     assert names.changes == 0, "nothing was known otherwise"
@@ -51,7 +51,7 @@ def test_what_becomes_another_thing_is_counted() -> None:
 
 
 def test_the_memory_is_bounded_and_forgets_what_was_learned_first() -> None:
-    names = Names(most=2)
+    names = Tags(most=2)
     for name in ("a", "b", "a", "c"):
         names.learn(("default", name), "aaaaaaaa")
     assert [name for _, name in names.known] == ["a", "c"]

@@ -53,7 +53,9 @@ async def every_operation(cluster: Cluster) -> None:
     assert refused.status == 422, refused
     await succeed("pool", {})
     await succeed("drain_engine", {"name": cluster.home("b")})
-    await cluster.until(lambda: all(one.done() for one in cluster.router.drains.values()), "empty")
+    await cluster.until(
+        lambda: all(one.done() for one in cluster.router.drains.tasks.values()), "empty"
+    )
     await succeed("get_sequence", {"id": "b"})
     await succeed("delete_sequence", {"id": "c"})
     await succeed("delete_sequences", {"ids": ["d"]})

@@ -262,7 +262,7 @@ def test_a_rank_that_dies_under_two_doors_leaves_no_pages_behind(
     async def test(first: Cluster) -> None:
         async with another_door(first) as second:
             await first.told("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
-            tags = (first.router.homes.names.tag(("default", NAME)) or "").split("-")
+            tags = (first.router.locator.tags.tag(("default", NAME)) or "").split("-")
             victim = next(one for one in first.router.members.engines if one.tag == tags[1])
             hammer = Hammer([first, second])
             asking = [asyncio.ensure_future(hammer.write(seed, 60)) for seed in range(1, 5)]

@@ -1,0 +1,285 @@
+"""New sequences: placed, given ids, and made on their engines, all or none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from attnd.wire.dtypes import Array
+
+from service.cluster.membership.engine import Call, Engine, EngineReply, Home, RawReply
+from service.cluster.placement.inflight_prompts import InflightPrompt, InflightPrompts, Wait
+from service.cluster.placement.placer import Placer
+from service.cluster.routing.outcomes import NEXT_ENGINE, Outcome, outcome_of, unknown_ids
+from service.cluster.routing.replies import longest, reply, results_of
+from service.cluster.routing.tags import new_id, tags_of
+from service.core.prefix.keys import Prefix, as_keys
+from service.doors.kit.problems import ProblemText
+from service.errors import AttndError, InvalidRequest, LostSequence, SequenceExists
+from service.operations.schema.spec import Prepared
+from service.operations.sequences import DELETE_SEQUENCES
+
+UNDO_S: Final = 10.0
+MAX_NEW: Final = 1000
+"""Maximum number of sequences per call, as in an engine's reply (`json_text.MAX_LISTS`)."""
+PLACED_PER_PASS: Final = 128
+"""Sequences placed in one pass of the loop: about 5 ms."""
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class New:
+    """A sequence to make: its fields as given, and the keys of its prompt's pages."""
+
+    fields: Fields
+    prefix: Prefix | None
+    arrays: Mapping[str, Array]
+    prompt: InflightPrompt = field(default_factory=InflightPrompt)
+
+    @property
+    def id(self) -> str | None:
+        name: str | None = self.fields.get("id")
+        return name
+
+    @property
+    def num_ranks(self) -> int:
+        return self.fields.get("ranks") or 1
+
+    @property
+    def parent(self) -> str | None:
+        name: str | None = self.fields.get("parent")
+        return name
+
+
+def new_sequences(call: Call, prepared: Prepared) -> list[New]:
+    """The sequences to make, each with its part of the tensors. Raises InvalidRequest."""
+    fields = prepared.fields
+    if (count := len(fields.sequences)) > MAX_NEW:
+        rule = f"at most {MAX_NEW} per call to a cluster: send more calls"
+        raise InvalidRequest("sequences", f"{count} items", rule)
+    arrays = call.arrays(prepared.layout)
+    sums, found = fields.prefix_indptr, []
+    for index, one in enumerate(fields.sequences):
+        given = one.model_dump(exclude_unset=True)
+        if one.shard is not None:
+            rule = "a cluster shards by itself: use ranks instead"
+            raise InvalidRequest(f"sequences.{index}.shard", given["shard"], rule)
+        if one.held is not None:
+            rule = "is for one engine: use a prefix instead"
+            raise InvalidRequest(f"sequences.{index}.held", given["held"], rule)
+        rows: dict[str, Array] = {}
+        if one.prefix is not None:
+            span = slice(None) if sums is None else slice(sums[index], sums[index + 1])
+            rows = {name: array[span] for name, array in arrays.items()}
+        found.append(New(given, prefix_of(one.prefix, rows), rows))
+    return found
+
+
+def prefix_of(names: Any, rows: Mapping[str, Array]) -> Prefix | None:
+    """The prefix of `names` (`PageNames`), whose ids or keys may be in tensors."""
+    if names is None:
+        return None
+    ids = rows.get("token_ids", names.ids_array)
+    keys = rows.get("page_keys", names.keys_array)
+    raw = None if keys is None else as_keys(np.ascontiguousarray(keys).tobytes())
+    return Prefix(ids, raw, names.cache_salt)
+
+
+class Creation:
+    """The attempts of one `create_sequences`: forks are made where their parents are, others where
+    the placer says. An engine that fails is excluded from the next attempt."""
+
+    def __init__(
+        self, placer: Placer, prompts: InflightPrompts, call: Call, prepared: Prepared
+    ) -> None:
+        self.placer, self.members, self.locator = placer, placer.members, placer.locator
+        self.prompts = prompts
+        self.call = call
+        self.new = new_sequences(call, prepared)
+        if any(one.id is not None for one in self.new):
+            self.members.check_all_respond()
+        self.index = {one.id: at for at, one in enumerate(self.new) if one.id is not None}
+        self.parents: dict[str, Home] = {}
+        """Homes of the parents that exist already."""
+        self.has_parents = False
+        self.refound: set[str] = set()
+        self.excluded: set[str] = set()
+        self.homes: list[Home] = []
+        self.errors: dict[str, Exception] = {}
+        """Of the latest attempt, by the tag of the home."""
+
+    async def attempt(self) -> RawReply:
+        """Places and makes all. Raises SequenceExists and what engines raise; then none is made."""
+        self.errors = {}
+        if not self.has_parents:
+            await self.locate_parents()
+        await self.prompts.wait(self.call, await self.place())
+        return await self.make()
+
+    async def locate_parents(self) -> None:
+        names = [one.parent for one in self.new if one.parent and one.parent not in self.index]
+        homes = await self.locator.locate(names, self.call.tenant)
+        self.parents = dict(zip(names, homes, strict=True))
+        self.has_parents = True
+
+    async def place(self) -> list[Wait]:
+        """Sets the home of each; returns the prompts to wait for. Other calls get their turns."""
+        self.homes, waits = [], []
+        for number, one in enumerate(self.new, 1):
+            if number % PLACED_PER_PASS == 0:
+                await asyncio.sleep(0)
+            if one.num_ranks > 1:
+                self.homes.append(self.placer.place_shards(one.num_ranks, self.excluded))
+            elif one.parent is None:
+                placed = self.placer.place_sequence(
+                    self.call.tenant.namespace, one.id, one.prefix, self.excluded, one.prompt
+                )
+                self.homes.append(placed.engine)
+                waits += [placed.wait] if placed.wait is not None else []
+            elif one.parent in self.parents:
+                self.homes.append(self.parents[one.parent])
+            else:  # a parent made by this call; the engine rejects one that comes later
+                at = self.index[one.parent]
+                is_later = at >= len(self.homes)
+                self.homes.append(self.members.least_busy() if is_later else self.homes[at])
+        return waits
+
+    async def make(self) -> RawReply:
+        """Makes each at its home. After an error deletes the others and raises the first error."""
+        groups: dict[Home, list[int]] = {}
+        for at, home in enumerate(self.homes):
+            groups.setdefault(home, []).append(at)
+        if len(groups) == 1 and isinstance(self.homes[0], Engine):
+            return await self.make_on(self.homes[0])
+        asking = [
+            home.ask(self.call, *request_for(home, [self.new[at] for at in some]))
+            for home, some in groups.items()
+        ]
+        results = await results_of(asking)
+        views: list[Fields] = [{}] * len(self.new)
+        for (home, some), one in zip(groups.items(), results, strict=True):
+            if isinstance(one, EngineReply):
+                for at, view in zip(some, one.fields["sequences"], strict=True):
+                    views[at] = view
+            elif isinstance(one, Exception):
+                self.errors[home.tag] = one
+            else:
+                raise one
+        if self.errors:
+            made = {view["id"]: self.homes[at] for at, view in enumerate(views) if view}
+            await self.delete(made)
+            raise next(iter(self.errors.values()))
+        await self.keep({view["id"]: home for view, home in zip(views, self.homes, strict=True)})
+        stages = longest(one.stages for one in results if isinstance(one, EngineReply))
+        return reply(self.members.arena, self.call, {"sequences": views}, stages=stages)
+
+    async def make_on(self, engine: Engine) -> RawReply:
+        """As `make`, all on one engine, whose reply is forwarded."""
+        fields, arrays = request_for(engine, self.new)
+        try:
+            answered, slot = await engine.send(self.call, fields, arrays)
+        except (ProblemText, AttndError) as error:
+            self.errors[engine.tag] = error
+            raise
+        try:
+            await self.keep({one["id"]: engine for one in fields["sequences"]})
+        except BaseException:
+            self.members.arena.give_back(slot)
+            raise
+        return answered, slot
+
+    async def keep(self, made: Mapping[str, Home]) -> None:
+        """Remembers the new sequences; deletes them where another engine has one of the chosen ids.
+        Raises SequenceExists, NotReady."""
+        try:
+            await self.check_unique(made)
+        except BaseException:
+            await self.delete(made)
+            raise
+        for one, (name, home) in zip(self.new, made.items(), strict=True):
+            self.locator.learn(self.call, [name], home)
+            if one.prefix is not None:
+                self.prompts.begin(self.call.tenant.namespace, name, one.prompt)
+
+    async def check_unique(self, made: Mapping[str, Home]) -> None:
+        """Raises SequenceExists where another engine has a sequence of a chosen id, NotReady where
+        one does not reply.
+
+        Every door checks after it has made its sequences, so of two doors that make the same id at
+        once at least one sees the other's.
+        """
+        chosen = {one.id: made[one.id] for one in self.new if one.id is not None}
+        twice: list[str] = []
+        for engine in self.members.engines:
+            ids = [name for name, home in chosen.items() if engine.tag not in tags_of(home.tag)]
+            if ids:
+                twice += await self.locator.holders(ids, self.call.tenant, [engine])
+        if twice:
+            raise SequenceExists(twice)
+        if chosen:
+            self.members.check_reachable()
+
+    async def delete(self, made: Mapping[str, Home]) -> None:
+        """Deletes sequences that were just made."""
+        by_home: dict[Home, list[str]] = {}
+        for name, home in made.items():
+            by_home.setdefault(home, []).append(name)
+        deleting = [
+            home.ask(home.own(DELETE_SEQUENCES, self.call.tenant, UNDO_S), {"ids": ids})
+            for home, ids in by_home.items()
+        ]
+        await asyncio.shield(results_of(deleting))
+
+    # where an attempt has failed
+
+    async def recover(self, outcome: Outcome, error: Exception) -> None:
+        """Locates parents that have moved; else excludes the engines that failed, where others can
+        do their work. Raises `error` where none can."""
+        if not self.errors:
+            raise error
+        unknown = {name for one in self.errors.values() for name in unknown_ids(one)}
+        moved = (unknown & self.parents.keys()) - self.refound
+        if moved:
+            self.refound |= moved
+            await self.locator.find(sorted(moved), self.call.tenant)
+            self.has_parents = False
+            return
+        failed = self.errors.keys()
+        self.excluded |= failed
+        bound = {home.tag for home in self.parents.values()}
+        bound |= {home.tag for home in self.homes if not isinstance(home, Engine)}
+        may_retry = all(outcome_of(one) in NEXT_ENGINE for one in self.errors.values())
+        if bound & failed or not may_retry or not self.placer.candidates(self.excluded):
+            await self.check_parents()
+            raise error
+
+    async def check_parents(self) -> None:
+        """Raises LostSequence for parents that were lost with their engine, NotReady while that may
+        come back."""
+        lost = {
+            one.parent: tags_of(home.tag)
+            for one, home in zip(self.new, self.homes, strict=True)
+            if one.parent and home.tag in self.errors and self.locator.is_partitioned(home.tag)
+        }
+        tags = {tag for some in lost.values() for tag in some}
+        await self.members.wait_for_fate(tags)
+        self.members.check_reachable(tags)
+        if lost:
+            raise LostSequence(list(lost))
+
+
+def request_for(home: Home, new: list[New]) -> tuple[Fields, dict[str, Array]]:
+    """What one home is asked to make. Sequences without an id get one with the home's tag."""
+    fields: Fields = {"sequences": [one.fields | {"id": one.id or new_id(home.tag)} for one in new]}
+    names = {name for one in new for name in one.arrays}
+    arrays: dict[str, Array] = {}
+    for name in names:
+        parts = [one.arrays[name] for one in new if name in one.arrays]
+        arrays[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if arrays and len(new) > 1:
+        counts = [max((len(rows) for rows in one.arrays.values()), default=0) for one in new]
+        fields["prefix_indptr"] = [0, *np.cumsum(counts).tolist()]
+    return fields, arrays

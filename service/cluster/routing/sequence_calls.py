@@ -1,0 +1,276 @@
+"""Calls for sequences that exist: forwarded where all are on one engine, else split and joined."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from attnd.wire.dtypes import Array
+
+from service.cluster.membership.engine import Call, EngineReply, Home, RawReply
+from service.cluster.membership.members import Members
+from service.cluster.placement.inflight_prompts import InflightPrompts
+from service.cluster.routing.batch_split import Piece, has_mask, join, row_sums, split_batch
+from service.cluster.routing.fast_path import FastPath, ids_of
+from service.cluster.routing.locator import Locator
+from service.cluster.routing.outcomes import RETRY_PAUSE_S, Outcome, Retries, unknown_ids
+from service.cluster.routing.replies import (
+    gather_all,
+    longest,
+    reply,
+    results_of,
+    with_full_engine,
+)
+from service.cluster.routing.tags import tags_of
+from service.doors.kit.problems import ProblemText, document_of
+from service.errors import (
+    InvalidRequest,
+    LostSequence,
+    SequenceMoving,
+    UnknownSequence,
+    problem,
+)
+from service.image.json_text import dump_json
+from service.image.reading import read_layout, split
+from service.image.writing import RESPONSE
+from service.operations.schema.fields import Int32
+from service.operations.schema.spec import Prepared
+from service.operations.sequences import GET_SEQUENCE
+
+Arrays = dict[str, Array]
+Fields = dict[str, Any]
+COMMITS: Final = frozenset({"commit", "commit_sequences"})
+
+
+class SequenceCalls:
+    """Delivers calls to the engines of their sequences, for one router."""
+
+    def __init__(
+        self,
+        members: Members,
+        locator: Locator,
+        retries: Retries,
+        prompts: InflightPrompts,
+        prepare: Callable[[Call, bytes], Awaitable[Prepared]],
+    ) -> None:
+        """`prepare` checks a request that cannot be forwarded unread."""
+        self.members = members
+        self.locator = locator
+        self.retries = retries
+        self.prompts = prompts
+        self.prepare = prepare
+        self.fast_path = FastPath(locator)
+
+    async def call(self, call: Call, header: bytes) -> RawReply:
+        """The reply to a call for the sequences that its header names."""
+        target = self.fast_path.target(call, header)
+        if target is not None:
+            return await self.retries.run(call, Forwarded(self, call, *target, header))
+        prepared = await self.prepare(call, header)
+        ids = ids_of(call.operation, prepared)
+        return await self.retries.run(call, Forwarded(self, call, ids, None, header))
+
+    async def together(self, call: Call, prepared: Prepared) -> RawReply:
+        """The reply of the one engine that all the sequences are on. Raises InvalidRequest."""
+        levels = getattr(prepared.fields, "levels", None)
+        ids = prepared.fields.ids if levels is None else [i for one in levels for i in one.ids]
+        forwarded = Forwarded(self, call, tuple(dict.fromkeys(ids)), None, None)
+        return await self.retries.run(call, forwarded)
+
+    async def ask(
+        self, call: Call, ids: Sequence[str], fields: Fields, arrays: Arrays, *, changes: bool
+    ) -> EngineReply:
+        """The joined reply to other fields and tensors for these sequences. `changes`: an error
+        lists the sequences that were changed all the same."""
+        return await self.retries.run(call, Piecewise(self, call, ids, fields, arrays, changes))
+
+    # where an attempt has failed
+
+    async def recover(
+        self, call: Call, ids: Sequence[str], home: Home, outcome: Outcome, error: Exception
+    ) -> None:
+        """Finds the sequences that `home` does not have; raises for all other outcomes."""
+        match outcome, error:
+            case Outcome.UNKNOWN | Outcome.STALE, _:
+                await self.find(call, home, unknown_ids(error))
+            case Outcome.LOST, _:
+                raise await self.lost(home, ids, error) from error
+            case _, ProblemText():
+                raise with_full_engine(error, home.name) from None
+            case _:
+                raise error
+
+    async def find(self, call: Call, home: Home, ids: Sequence[str]) -> None:
+        """Finds sequences that are not where they were believed to be. Raises UnknownSequence,
+        LostSequence; SequenceMoving where they keep moving."""
+        home.forget(call, ids)
+        may_retry = call.may_retry()
+        await self.locator.find(ids, call.tenant)
+        if not may_retry:
+            raise SequenceMoving(ids)
+        await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def lost(self, home: Home, ids: Sequence[str], error: Exception) -> Exception:
+        """The error of a call during which the session was lost. Raises NotReady while the engine
+        may come back."""
+        if self.members.home(home.tag) is home:
+            return error
+        tags = tags_of(home.tag)
+        await self.members.wait_for_fate(tags)
+        self.members.check_reachable(tags)
+        return LostSequence(ids)
+
+    def succeeded(self, call: Call, ids: Sequence[str]) -> None:
+        """Forgets deleted sequences; ends the wait for committed prompts."""
+        name = call.operation.name
+        if name == "delete_sequence":
+            self.locator.forget(call, ids)
+        if name == "delete_sequence" or name in COMMITS:
+            self.prompts.end(call.tenant.namespace, ids)
+
+
+@dataclass(slots=True)
+class Forwarded:
+    """A call sent as it is, where one engine has all its sequences."""
+
+    calls: SequenceCalls
+    call: Call
+    ids: Sequence[str]
+    home: Home | None
+    """Where the first attempt goes; None: locate the sequences."""
+    header: bytes | None
+    """None: the sequences must be on one engine."""
+    is_first: bool = True
+
+    async def attempt(self) -> RawReply:
+        if self.home is None or not self.is_first:
+            self.home = None
+            homes = await self.calls.locator.locate(self.ids, self.call.tenant)
+            for name, home in zip(self.ids, homes, strict=True):
+                if home is not homes[0]:
+                    return await self.scatter(name)
+            self.home = homes[0]
+        self.is_first = False
+        return await self.forward(self.home)
+
+    async def forward(self, home: Home) -> RawReply:
+        call, calls = self.call, self.calls
+        prompts = calls.prompts.computed_by(call.operation, call.tenant.namespace, self.ids)
+        try:
+            answered, slot = await home.call(call)
+        finally:
+            for one in prompts:
+                one.num_calls -= 1
+        if call.operation is GET_SEQUENCE and is_shard((answered, slot)):
+            calls.members.arena.give_back(slot)
+            raise ProblemText(dump_json(problem(UnknownSequence(self.ids))))
+        calls.succeeded(call, self.ids)
+        return answered, slot
+
+    async def scatter(self, other: str) -> RawReply:
+        """Sends each engine its part. `other` is not on the engine of the first sequence."""
+        call, calls = self.call, self.calls
+        if self.header is None:
+            rule = f"is on another engine than {self.ids[0]}: fork both from one sequence"
+            raise InvalidRequest("sequences", other, rule)
+        prepared = await calls.prepare(call, self.header)
+        arrays = call.arrays(prepared.layout)
+        changes = call.operation.scope == "append" or call.operation.appended_with in arrays
+        fields = prepared.fields.model_dump(exclude_unset=True)
+        whole = await calls.ask(call, self.ids, fields, arrays, changes=changes)
+        calls.succeeded(call, self.ids)
+        return reply(calls.members.arena, call, whole.fields, whole.arrays, whole.stages)
+
+    async def recover(self, outcome: Outcome, error: Exception) -> None:
+        if self.home is None:  # `locate` or a piece has failed
+            raise error
+        await self.calls.recover(self.call, self.ids, self.home, outcome, error)
+
+
+@dataclass(slots=True)
+class Piecewise:
+    """Fields and tensors for sequences of any number of engines. Each piece is retried by itself,
+    since others may have taken effect."""
+
+    calls: SequenceCalls
+    call: Call
+    ids: Sequence[str]
+    fields: Fields
+    arrays: Arrays
+    changes: bool
+    home: Home | None = None
+
+    async def attempt(self) -> EngineReply:
+        self.home = None
+        groups: dict[Home, list[int]] = {}
+        for at, home in enumerate(await self.calls.locator.locate(self.ids, self.call.tenant)):
+            groups.setdefault(home, []).append(at)
+        if len(groups) > 1:
+            return await self.scatter(list(groups.values()))
+        self.home = next(iter(groups))
+        return await self.home.ask(self.call, self.fields, self.arrays)
+
+    async def scatter(self, groups: Sequence[Sequence[int]]) -> EngineReply:
+        """Sends each engine its piece, all at once, and joins the replies."""
+        has = has_mask(self.arrays)
+        kv_lens = await self.masked_lengths() if has else None
+        pieces = split_batch(self.fields, self.arrays, groups, kv_lens)
+        parts = [[self.ids[at] for at in piece.positions] for piece in pieces]
+        asking = [self.ask(part, piece) for part, piece in zip(parts, pieces, strict=True)]
+        results = await results_of(asking)
+        whole = [one for one in results if isinstance(one, EngineReply)]
+        if len(whole) < len(results):
+            both = zip(parts, results, strict=True)
+            done = [name for part, one in both if isinstance(one, EngineReply) for name in part]
+            errors = [one for one in results if isinstance(one, BaseException)]
+            raise joint_error(errors, done if self.changes else [])
+        fields, joined = join(pieces, [(one.fields, one.arrays) for one in whole])
+        return EngineReply(fields, joined, longest(one.stages for one in whole))
+
+    async def ask(self, ids: Sequence[str], piece: Piece) -> EngineReply:
+        changes = self.changes
+        return await self.calls.ask(self.call, ids, piece.fields, piece.arrays, changes=changes)
+
+    async def masked_lengths(self) -> Int32:
+        """The tokens of each sequence that a prefill's mask covers: those at the layer, and those
+        that the call appends. The engines check them."""
+        tenant = self.calls.members.acting_for(self.call.tenant)
+        look = replace(self.call, operation=GET_SEQUENCE, tenant=tenant)
+        asking = [self.calls.ask(look, [one], {"id": one}, {}, changes=False) for one in self.ids]
+        layer = self.fields["layer"]
+        lengths = [view.fields["lengths"][layer] for view in await gather_all(asking)]
+        appends = "k" in self.arrays
+        appended = np.diff(row_sums(self.fields, len(self.ids))) if appends else 0
+        return np.array(lengths, np.int32) + appended
+
+    async def recover(self, outcome: Outcome, error: Exception) -> None:
+        if self.home is None:
+            raise error
+        await self.calls.recover(self.call, self.ids, self.home, outcome, error)
+
+
+def is_shard(raw: RawReply) -> bool:
+    """Whether a view of a sequence is that of one shard."""
+    header, start = split(raw[0].image)
+    if b"shard" not in header:
+        return False
+    return "shard" in read_layout(header, len(raw[0].image) - start, RESPONSE).fields
+
+
+def joint_error(errors: Sequence[BaseException], done: Sequence[str]) -> BaseException:
+    """The first error, or the loss of all lost sequences; its `done` lists the sequences that were
+    changed all the same, by `done` here and in each error."""
+    for error in errors:
+        if isinstance(error, asyncio.CancelledError):
+            return error
+    documents = [document_of(error, b"") for error in errors]
+    lost = [one for one in documents if one["code"] == "lost_sequence"]
+    names = list(dict.fromkeys(name for one in lost for name in one["sequences"]))
+    every = dict.fromkeys([*done, *(name for one in documents for name in one.get("done", ()))])
+    if not every:
+        return LostSequence(names) if lost else errors[0]
+    first = document_of(LostSequence(names), b"") if lost else documents[0]
+    return ProblemText(dump_json(first | {"done": list(every)}))
