@@ -8,9 +8,6 @@ blocks, and a request decodes four tokens. The last requests of the trace are re
 that hold a share of their distinct pages. Every service has one door, every engine one thread, and
 all run all the time; measurements take turns, and the table has the median of the rounds. A
 measurement is repeated while other processes disturb it.
-
-Between the replays, earlier requests are replayed for the costs of calls, which the simulation
-reads from bench/results/calls-cpu.json.
 """
 
 from __future__ import annotations
@@ -21,30 +18,29 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from attnd import Client
+from attnd import AsyncClient, Client
 
 from bench.cases.trace import Request, generated_trace, num_distinct, read_trace, shortened, split
-from bench.driver.calibration import CALLERS, Calibration, clear, count_calls, url
-from bench.driver.processes import TRIES, Processes, undisturbed
+from bench.driver.processes import TRIES, undisturbed
 from bench.driver.replay import POOL, ReplayResult, replay
 from bench.driver.servers import Server, attnd
-from bench.provenance import RESULTS, Results, command_line, provenance, publish, write_results
+from bench.provenance import RESULTS, Results, command_line, provenance, publish
 from bench.tables import table as markdown
 from bench.tables import with_stamp
 
 CLUSTER_RESULTS: Final = RESULTS / "cluster-cpu.json"
-CALIBRATION: Final = RESULTS / "calls-cpu.json"
 LONGEST: Final = 64
 """Blocks of a prompt that are replayed."""
 WORKERS: Final = 4
 """Concurrent requests for each engine."""
-CALIBRATED_WITH: Final = 60
-"""Requests of one round of the calibration."""
+WARM_UP: Final = 60
+"""Earlier requests, replayed before the first round."""
+SMALL_CALLS: Final = 3000
+CALLERS: Final = 32
 IN_TURN: Final = 500
 """Small calls to each of two services, alternately."""
 NAMES: Final = {
@@ -67,6 +63,28 @@ def options(num_pages: int) -> list[str]:
     return [*words, "--log.level", "warning", "--server.deadline-s", "300"]
 
 
+def url(server: Server) -> str:
+    return f"http://127.0.0.1:{server.port}"
+
+
+async def small_calls(server: Server) -> float:
+    """`get_sequence` calls a second by CALLERS tasks of one client."""
+    client = AsyncClient(url(server))
+    name = (await client.create_sequence()).id
+    left = iter(range(SMALL_CALLS))
+
+    async def call() -> None:
+        for _ in left:
+            await client.get_sequence(name)
+
+    begun = time.perf_counter()
+    await asyncio.gather(*(call() for _ in range(CALLERS)))
+    rate = SMALL_CALLS / (time.perf_counter() - begun)
+    await client.delete_sequence(name)
+    await client.aclose()
+    return rate
+
+
 @dataclass(slots=True)
 class Setup:
     """Services that the trace is replayed on, and the figures of each round."""
@@ -79,17 +97,18 @@ class Setup:
 
     def replay(self, requests: Sequence[Request]) -> ReplayResult:
         """The requests on empty caches, split perfectly over the servers."""
-        clear(self.servers)
+        for server in self.servers:
+            with Client(url(server)) as client:
+                client.clear()
         shares = split(requests, len(self.servers))
         targets = [(url(one), share) for one, share in zip(self.servers, shares, strict=True)]
         return asyncio.run(replay(targets, self.workers))
 
     def measure(self, requests: Sequence[Request]) -> None:
         """One round."""
-        processes = Processes.of(self.servers)
-        result, usage = undisturbed(processes, lambda: self.replay(requests), self.tries)
+        result, usage = undisturbed(self.servers, lambda: self.replay(requests), self.tries)
         rate, small = undisturbed(
-            processes, partial(count_calls, self.servers[0], CALLERS), self.tries
+            self.servers, lambda: asyncio.run(small_calls(self.servers[0])), self.tries
         )
         figures: dict[str, Any] = result.summary()
         figures |= {"small_per_s": round(rate, 1), "others": max(usage.others, small.others)}
@@ -110,7 +129,7 @@ class Setup:
 
 
 @contextmanager
-def setups(engines: int, num_pages: int, tries: int) -> Iterator[list[Setup]]:
+def started(engines: int, num_pages: int, tries: int) -> Iterator[list[Setup]]:
     """One service with all pages, a service for each engine, and a cluster of them."""
     with ExitStack() as stack:
 
@@ -165,22 +184,19 @@ def pages_for(requests: Sequence[Request], share: float, engines: int) -> int:
 
 
 def measure(
-    every: Sequence[Setup], requests: Sequence[Request], others: Sequence[Request], rounds: int
-) -> tuple[list[list[float]], Calibration]:
-    """Rounds of all measurements; `others` are the requests for the calibration."""
-    one, separate, cluster = every
-    calibration, calls = Calibration(tries=one.tries), []
-    for setup in every:  # warm-up
-        setup.replay(others[:CALIBRATED_WITH])
-    for number in range(rounds):
-        first = number * CALIBRATED_WITH % max(1, len(others) - CALIBRATED_WITH)
-        some = others[first : first + CALIBRATED_WITH]
-        calibration.run(one.servers[0], separate.servers, some)
-        for setup in every:
+    setups: Sequence[Setup], requests: Sequence[Request], earlier: Sequence[Request], rounds: int
+) -> list[list[float]]:
+    """Rounds of all setups, after a warm-up; returns the times of small calls by `in_turn`."""
+    _, separate, cluster = setups
+    pair = (separate.servers[0], cluster.servers[0])
+    calls = []
+    for setup in setups:
+        setup.replay(earlier)
+    for _ in range(rounds):
+        for setup in setups:
             setup.measure(requests)
-        pair = (separate.servers[0], cluster.servers[0])
-        calls.append(undisturbed(Processes.of(pair), partial(in_turn, pair), one.tries)[0])
-    return calls, calibration
+        calls.append(undisturbed(pair, lambda: in_turn(pair), cluster.tries)[0])
+    return calls
 
 
 def table(results: Results) -> str:
@@ -235,21 +251,16 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # an engine is one thread, as in the simulation
     trace = read_trace(chosen.trace) if chosen.trace else generated_trace(1000)
     replayed = shortened(trace, LONGEST)
-    others, requests = replayed[: -chosen.requests], replayed[-chosen.requests :]
-    if len(others) < CALIBRATED_WITH:
-        parser.error(f"a trace of {len(trace)} requests, expected {CALIBRATED_WITH} more")
-    others = others[-chosen.rounds * CALIBRATED_WITH - 1 :]
+    earlier, requests = replayed[: -chosen.requests], replayed[-chosen.requests :]
     each = pages_for(requests, chosen.share, chosen.engines)
     stamp = provenance(["attnd", "numpy", "torch"])
-    with setups(chosen.engines, each, 1 if chosen.quick else TRIES) as every:
-        calls, calibration = measure(every, requests, others, chosen.rounds)
-    rows = [setup.row() for setup in every]
+    with started(chosen.engines, each, 1 if chosen.quick else TRIES) as setups:
+        calls = measure(setups, requests, earlier[-WARM_UP:], chosen.rounds)
+    rows = [setup.row() for setup in setups]
     sizes = {"engines": chosen.engines, "requests": len(requests), "pages_each": each}
     sizes |= {"share": chosen.share, "cores": len(os.sched_getaffinity(0))}
     results = stamp | sizes | {"rows": rows} | compared(rows, calls)
     publish(results, table(results), CLUSTER_RESULTS, chosen)
-    if not chosen.quick:
-        write_results(CALIBRATION, stamp | calibration.costs().document())
 
 
 if __name__ == "__main__":

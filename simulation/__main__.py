@@ -1,14 +1,12 @@
 """Engines and clusters, simulated event by event from measured tables and a trace.
 
-    python -m simulation --trace FILE --compare        # beside the measurements of bench.cluster
     python -m simulation --trace FILE --fleet [--engines 1200 1600 2000] [--per-s 10000]
     python -m simulation --trace FILE --rack 1600      # a rack fails during the run
     python -m simulation --long                        # sequences over many engines
     python -m simulation --tables                      # write docs/simulation.md
     python -m simulation --quick                       # a small run of everything, only printed
 
-`--compare` says whether the model of calls is within 15 % of one and of two real engines. The
-figures are kept in bench/results/simulation.json. docs/simulation.md lists every assumption.
+The figures are kept in bench/results/simulation.json. docs/simulation.md lists every assumption.
 """
 
 from __future__ import annotations
@@ -21,11 +19,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from bench.cases.trace import Request, generated_trace, multiplied, read_trace, shortened
-from bench.cluster import CALIBRATION, CLUSTER_RESULTS, LONGEST
+from bench.cases.trace import Request, generated_trace, multiplied, read_trace
 from bench.provenance import RESULTS, Results, provenance, read_results, write_results
-from simulation.calls import CallCosts
-from simulation.comparison import MOST_OFF, compare
 from simulation.fleet import Fleet, FleetRun, Outcome, Simulation
 from simulation.gpu_costs import GpuCosts
 from simulation.long_sequences import Links, Setting, long_rows
@@ -35,26 +30,6 @@ SIMULATION: Final = RESULTS / "simulation.json"
 SECONDS: Final = 45.0
 WARM: Final = 2 / 3
 """The share of the seconds that is warm-up: pools start empty."""
-
-
-def compared(requests: Sequence[Request]) -> dict[str, Any]:
-    """Every figure of bench.cluster's replays, measured and simulated."""
-    measured = read_results(CLUSTER_RESULTS)
-    costs = CallCosts.of_document(read_results(CALIBRATION))
-    rows = compare(measured, costs, shortened(requests[-measured["requests"] :], LONGEST))
-    for row in rows:
-        print(
-            f"{row.replay:9} {row.figure:15} {row.measured:10} ± {row.spread / 2:5.1%} "
-            f"{row.simulated:10} {row.off:+7.1%}"
-        )
-    holds = all(row.holds for row in rows)
-    print(f"{'within' if holds else 'NOT within'} {MOST_OFF:.0%}")
-    return {
-        "rows": [asdict(row) | {"off": round(row.off, 4)} for row in rows],
-        "holds": holds,
-        "most_off": MOST_OFF,
-        "measured": measured["date"],
-    }
 
 
 def figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
@@ -128,7 +103,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", type=Path, help="without it a trace is generated")
-    parser.add_argument("--compare", action="store_true")
     parser.add_argument("--fleet", action="store_true")
     parser.add_argument("--engines", type=int, nargs="+", default=(1200, 1600, 2000))
     parser.add_argument("--per-s", type=float, default=10_000.0)
@@ -139,9 +113,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     chosen = parser.parse_args()
     if chosen.quick:
-        chosen.compare = chosen.fleet = chosen.long = True
+        chosen.fleet = chosen.long = True
         chosen.engines, chosen.per_s, chosen.rack = (80,), 100.0, 80
-    elif not chosen.trace and (chosen.compare or chosen.fleet or chosen.rack):
+    elif not chosen.trace and (chosen.fleet or chosen.rack):
         parser.error("figures that are kept need the published trace: --trace FILE")
     found = run_all(chosen)
     if found and not chosen.quick:
@@ -163,8 +137,6 @@ def run_all(chosen: argparse.Namespace) -> Results:
     trace = read_trace(chosen.trace) if chosen.trace else generated_trace(2000)
     stamp, load = provenance(["numpy"]), {"per_s": chosen.per_s, "seconds": chosen.seconds}
     found: Results = {}
-    if chosen.compare:
-        found["compare"] = stamp | compared(trace)
     if chosen.fleet or chosen.rack:
         every = multiplied(trace, chosen.per_s, chosen.seconds)
     if chosen.fleet:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from bench.cluster import CLUSTER_RESULTS, FIGURES, NAMES
+from bench.cluster import CLUSTER_RESULTS
 from bench.cluster import table as cluster_table
 from bench.provenance import ROOT, Results, read_results
 from bench.tables import table, with_stamp, wrapped
@@ -15,24 +15,6 @@ from simulation.gpu_costs import GpuCosts, Line
 from simulation.long_sequences import PREFILL_CHUNK, Links
 
 PAGE: Final = ROOT / "docs" / "simulation.md"
-
-
-def compare_table(results: Results) -> str:
-    """The model of calls beside measurements."""
-    rows = [
-        [
-            NAMES[row["replay"]],
-            FIGURES[row["figure"]],
-            f"{row['measured']:g}",
-            f"{row['spread']:.0%}",
-            f"{row['simulated']:g}",
-            f"{row['off']:+.1%}",
-        ]
-        for row in results["rows"]
-    ]
-    verdict = "All within" if results["holds"] else "**Not all within**"
-    head = ["replay", "figure", "measured", "range of the rounds", "simulated", "off"]
-    return with_stamp(f"{table(head, rows)}\n\n{verdict} {results['most_off']:.0%}.", results)
 
 
 def long_table(results: Results) -> str:
@@ -153,7 +135,6 @@ def line(costs: Line, unit: str) -> str:
 
 
 TABLES: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
-    "compare": compare_table,
     "long": long_table,
     "fleet": fleet_table,
     "rack": rack_table,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -13,7 +12,6 @@ from typing import Final, TypeVar
 from bench.driver.servers import Server
 
 TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
-SLEEPS: Final = re.compile(r"^voluntary_ctxt_switches:\s+(\d+)$", re.MULTILINE)
 MAX_OTHERS: Final = 0.05
 """Share of the processors that other processes may use; beyond it a run counts as disturbed."""
 TRIES: Final = 3
@@ -35,46 +33,16 @@ def children(server: Server) -> dict[str, list[int]]:
     return found
 
 
-class Processes:
-    """Groups of processes; each figure is the sum over a group's threads."""
-
-    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
-        self._groups = groups
-
-    @classmethod
-    def of(cls, servers: Sequence[Server]) -> Processes:
-        """Three groups: this process, which calls; the servers' doors; their engines."""
-        every = [children(server) for server in servers]
-        doors = [pid for one in every for pid in one["door"]]
-        return cls([[os.getpid()], doors, [pid for one in every for pid in one["engine"]]])
-
-    def read(self) -> tuple[float, ...]:
-        """Processor seconds of each group."""
-        return tuple(sum(map(spent_s, group)) for group in self._groups)
-
-    def sleeps(self) -> tuple[int, ...]:
-        """Voluntary context switches of each group."""
-        return tuple(sum(map(slept, group)) for group in self._groups)
-
-
-def spent_s(pid: int) -> float:
+def spent_s(pids: Iterable[int]) -> float:
+    """Processor seconds of processes, all threads together."""
     spent = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            spent += int((task / "schedstat").read_text().split()[0])
-        except (OSError, ProcessLookupError):  # a thread that has ended
-            continue
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            try:
+                spent += int((task / "schedstat").read_text().split()[0])
+            except (OSError, ProcessLookupError):  # a thread that has ended
+                continue
     return spent / 1e9
-
-
-def slept(pid: int) -> int:
-    count = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            count += sum(map(int, SLEEPS.findall((task / "status").read_text())))
-        except (OSError, ProcessLookupError):
-            continue
-    return count
 
 
 def machine_s() -> float:
@@ -86,38 +54,32 @@ def machine_s() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Wall time, processor time and sleeps of each group, and the share of other processes."""
+    """Processor seconds of caller, doors and engines, and the share of other processes."""
 
-    wall_s: float
     cpu_s: tuple[float, ...]
-    sleeps: tuple[int, ...]
     others: float
 
-    @property
-    def is_disturbed(self) -> bool:
-        return self.others > MAX_OTHERS
 
-
-def measured_usage(processes: Processes, act: Callable[[], Result]) -> tuple[Result, Usage]:
+def measured_usage(servers: Sequence[Server], act: Callable[[], Result]) -> tuple[Result, Usage]:
     """The result of `act`, and the usage meanwhile."""
-    spent, slept_before = processes.read(), processes.sleeps()
-    machine, begun = machine_s(), time.perf_counter()
+    every = [children(server) for server in servers]
+    doors, engines = ([pid for one in every for pid in one[kind]] for kind in ("door", "engine"))
+    groups = ([os.getpid()], doors, engines)
+    before, machine, begun = [*map(spent_s, groups)], machine_s(), time.perf_counter()
     result = act()
     wall_s = time.perf_counter() - begun
-    cpu_s = tuple(b - a for a, b in zip(spent, processes.read(), strict=True))
-    sleeps = tuple(b - a for a, b in zip(slept_before, processes.sleeps(), strict=True))
-    others = machine_s() - machine - sum(cpu_s)
-    cores = len(os.sched_getaffinity(0))
-    return result, Usage(wall_s, cpu_s, sleeps, round(max(0.0, others / (wall_s * cores)), 4))
+    cpu_s = tuple(b - a for a, b in zip(before, map(spent_s, groups), strict=True))
+    others = (machine_s() - machine - sum(cpu_s)) / wall_s / len(os.sched_getaffinity(0))
+    return result, Usage(cpu_s, round(max(0.0, others), 4))
 
 
 def undisturbed(
-    processes: Processes, act: Callable[[], Result], tries: int = TRIES
+    servers: Sequence[Server], act: Callable[[], Result], tries: int = TRIES
 ) -> tuple[Result, Usage]:
     """As `measured_usage`, up to `tries` times while a run is disturbed."""
     for left in reversed(range(tries)):
-        result, seen = measured_usage(processes, act)
-        if not (seen.is_disturbed and left):
-            return result, seen
-        print(f"disturbed: others used {seen.others:.0%} of the machine; again", flush=True)
+        result, usage = measured_usage(servers, act)
+        if usage.others <= MAX_OTHERS or not left:
+            return result, usage
+        print(f"disturbed: others used {usage.others:.0%} of the machine; again", flush=True)
     raise AssertionError("the last try returns")

@@ -1,9 +1,8 @@
-"""The simulation: an exact LRU pool, shared processors, the router's rule, no lost request."""
+"""The simulation: an exact LRU pool, the router's rule, no lost request."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,29 +13,15 @@ from bench.cases.trace import (
     generated_trace,
     multiplied,
     num_distinct,
-    split,
 )
-from bench.driver.replay import CallRecord
 from service.cluster.placement.cost import Load, choose
 from simulation.block_pool import BlockPool
-from simulation.calls import CallCosts, Replay
-from simulation.clock import Clock, Cores
-from simulation.comparison import compare
 from simulation.fleet import Fleet, Simulation
 from simulation.gpu_costs import GpuCosts, Line, Model
 from simulation.long_sequences import Links, Setting, long_rows
 from simulation.placement import PAGES, Placing
-from simulation.workers import Engine, Task, Worker
 
 TRACE = generated_trace(300, seed=1)
-COSTS = CallCosts(
-    {
-        kind: [[1e-3, 0.0, 0.0], [1e-3, 0.0, 0.0], [2e-3, 1e-6, 1e-8]]
-        for kind in ("create", "prefill", "decode", "commit", "delete")
-    },
-    dict.fromkeys(("create", "prefill", "decode", "commit", "delete"), 0.0),
-    slice_s=0.02,
-)
 GPU = GpuCosts(
     decode=Line(5e-6, 4e12),
     prefill=Line(9e-5, 6e14),
@@ -59,81 +44,6 @@ def test_a_pool_hits_what_exact_lru_does(share: float) -> None:
         pool.release(request.blocks)
     wanted = exact_lru([np.array(one.blocks, np.int64) for one in TRACE], 1, capacity)
     assert hits / total == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize(("cores", "ends"), [(1, [2.0, 3.0]), (2, [1.0, 2.0])])
-def test_workers_share_processors(cores: float, ends: list[float]) -> None:
-    clock, done = Clock(), []
-    shared = Cores(clock, cores)
-    for seconds in (1.0, 2.0):
-        Worker(shared).give(seconds, lambda: done.append(clock.now))
-    clock.run()
-    assert done == pytest.approx(ends)
-
-
-def turns(*tasks: tuple[str, float, float], slice_s: float = 0.1) -> dict[str, float]:
-    """End times of operations (name, seconds, shared seconds) that arrive behind another one."""
-    clock, done = Clock(), {}
-    engine = Engine(Cores(clock, 1), 0.0, slice_s)
-    engine.take(Task(0.0, 0.0, lambda: None))
-    for name, seconds, shared in tasks:
-        engine.take(Task(seconds, shared, lambda name=name: done.update({name: clock.now})))  # type: ignore[misc]
-    clock.run()
-    return {name: round(at, 6) for name, at in done.items()}
-
-
-def test_a_short_operation_waits_for_a_slice_of_a_long_one_and_no_more() -> None:
-    clock = Clock()
-    done: dict[str, float] = {}
-    engine = Engine(Cores(clock, 1), 0.0, slice_s=0.1)
-    engine.take(Task(1.0, 0.0, lambda: done.setdefault("long", clock.now)))
-    engine.take(Task(0.05, 0.0, lambda: done.setdefault("short", clock.now)))
-    clock.run()
-    assert done == {"short": pytest.approx(0.15), "long": pytest.approx(1.05)}
-
-
-def test_operations_of_one_launch_take_shared_time_once_and_end_together() -> None:
-    ends = turns(("a", 0.1, 0.0), ("b", 0.1, 0.06), ("c", 0.1, 0.06), ("d", 0.05, 0.0))
-    assert ends == {"a": 0.1, "b": 0.24, "c": 0.24, "d": 0.29}
-
-
-def test_one_worker_takes_the_sum_of_its_calls_and_two_services_share_only_cores() -> None:
-    some = TRACE[:20]
-    serial = Replay(COSTS, 2, [10_000])
-    run = serial.run([some], workers=1)
-    assert serial.num_calls == 20 * 8
-    busy = serial.caller.busy_s + sum(
-        one.door.busy_s + one.engine.busy_s for one in serial.services
-    )
-    assert 20 / run["requests_per_s"] == pytest.approx(busy, rel=1e-2)
-    some = TRACE[:150]
-    one = Replay(COSTS, 3, [10_000]).run([some], workers=8)
-    two = Replay(COSTS, 6, [10_000, 10_000]).run(split(some, 2), workers=4)
-    assert two["requests_per_s"] > 1.2 * one["requests_per_s"]
-    assert two["hit_rate"] == pytest.approx(one["hit_rate"], abs=0.01)
-
-
-def test_costs_are_fitted_from_calls_and_compared_with_measurements() -> None:
-    rng = np.random.default_rng(0)
-    calls = []
-    for kind in COSTS.seconds:
-        for new, pairs in rng.integers(1, 10_000, (50, 2)).tolist():
-            cpu = tuple(COSTS.of(kind, new, pairs))
-            calls.append(CallRecord(kind, new, pairs, sum(cpu) + 1e-4, cpu))
-    fitted = CallCosts.fitted(calls, 0.02)
-    for kind in COSTS.seconds:
-        np.testing.assert_allclose(fitted.of(kind, 500, 900), COSTS.of(kind, 500, 900), rtol=1e-6)
-        assert fitted.waiting_s[kind] == pytest.approx(1e-4)
-    some = TRACE[:100]
-    measured: dict[str, Any] = {"pages_each": 5000, "engines": 2, "cores": 2, "rows": []}
-    for name, pools, workers in (("one", [10_000], 8), ("separate", [5000] * 2, 4)):
-        run = Replay(COSTS, 2, pools).run(split(some, len(pools)), workers)
-        measured["rows"].append({"name": name, **run, "spread": dict.fromkeys(run, 0.0)})
-    rows = compare(measured, CallCosts.of_document(fitted.document()), some)
-    assert all(row.holds and abs(row.off) < 0.02 for row in rows), rows
-    slower = {"p99_ms": 2 * measured["rows"][0]["p99_ms"]}
-    measured["rows"][0] |= slower
-    assert [row.figure for row in compare(measured, fitted, some) if not row.holds] == ["p99_ms"]
 
 
 def test_a_prompt_goes_to_the_engine_that_the_routers_rule_chooses() -> None:
