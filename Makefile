@@ -96,8 +96,9 @@ bench-stale:  ## Changes of the kernels since each results file was measured
 	@for file in bench/results/*.json; do echo "$$file"; git diff --stat --stat-width=100 \
 	  "$$(sed -n 's/^ "commit": "\(.*\)",$$/\1/p' $$file)" -- kernels | tail -n 1; done
 
-map: $(VENV)/.dev  ## Write docs/files.md, the map of the code
+map: $(VENV)/.dev  ## Write docs/files.md, the map of the code, and client/METHODS.md
 	$(BIN)/python docs/map.py
+	$(BIN)/python client/methods_page.py
 
 simulate: $(VENV)/.dev  ## Simulate thousands of engines, TRACE=FILE
 	$(BIN)/python -m simulation $(if $(TRACE),--trace $(TRACE) --tables,--quick) $(ARGS)

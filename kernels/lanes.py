@@ -7,14 +7,13 @@ beside everything else that the backend does.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
 
-from kernels.backend import Backend, Int32, Plan, Scoring
+from kernels.backend import Int32, Plan, Scoring
 
 FLAG_BYTES: Final = 4
 LAYER_FLAGS: Final = 2
@@ -180,17 +179,3 @@ def process_start(pid: int) -> str:
         return ""
     fields = told[told.rindex(")") + 2 :].split()
     return "" if fields[0] in "ZX" else fields[19]
-
-
-def make_lanes(backend: Backend, device_bytes: int, most: int, queues: int) -> Lanes:
-    """The lanes of a backend: at most `most` at a time, with `device_bytes` of arenas in all.
-
-    `queues`: hardware queues of a device."""
-    if backend.name == "cuda":
-        made: Lanes = importlib.import_module("kernels.cuda.lanes.lanes").CudaLanes(
-            backend, device_bytes, most, queues
-        )
-        return made
-    from kernels.host_lanes import HostLanes
-
-    return HostLanes(backend)

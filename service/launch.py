@@ -1,35 +1,23 @@
-"""The command `attnd`, and the command lines of the service's processes.
+"""The import path and the command lines of the service's processes.
 
 `service`, `kernels` and `config` are names that other programs use too. A distribution must not
 install them at top level: it has them inside `attnd_service`. This module puts the folder that
 holds them first on the import path, in the service's own processes only. A `config.py` in the
 working directory or in site-packages is therefore never imported in their place.
 
-The module has two uses: imported as `attnd_service.service.launch` it is the console script, and
-run as a script with the name of a module it starts a process of the service.
+Run as a script with the name of a module, it starts a process of the service.
 """
 
 from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 HOME: Final = Path(__file__).resolve().parents[1]
 """The folder with the packages `service`, `kernels` and `config`: the root of a clone, or
 `attnd_service` in site-packages."""
-
-USAGE: Final = """\
-usage: attnd COMMAND [argument ...]
-
-  attnd serve [--SECTION.KEY VALUE ...]   serve until SIGTERM or SIGINT
-  attnd serve --help                      list the settings
-  attnd key new --namespace NAME          make a key for a namespace
-  attnd compile --arch sm_90a             compile CUDA kernels ahead of the first start
-  attnd --version                         print the version
-"""
 
 
 def command_of(module: str) -> tuple[str, ...]:
@@ -46,27 +34,6 @@ def import_from_home() -> None:
     paths = [str(HOME), *([str(client)] if client.is_dir() else [])]
     if sys.path[: len(paths)] != paths:
         sys.path[:0] = paths
-
-
-def attnd(argv: Sequence[str] | None = None) -> int:
-    """Run the console script; its exit status."""
-    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    import_from_home()
-    if name in ("serve", "key", "--version"):
-        from service.__main__ import main as serve
-
-        return serve(rest if name == "serve" else [name, *rest])
-    if name == "compile":
-        from kernels.__main__ import main as compile_kernels
-
-        return compile_kernels([name, *rest])
-    if name in ("-h", "--help", "help"):
-        print(USAGE, end="")
-        return 0
-    hint = "settings follow `attnd serve`" if name.startswith("-") else "see `attnd --help`"
-    text = f"attnd: {name}: unknown command, expected serve, key or compile: {hint}"
-    print(text, file=sys.stderr)
-    return 2
 
 
 def run_module() -> None:

@@ -273,3 +273,67 @@ def test_a_use_is_seen_however_it_is_written(source: str, name: str) -> None:
     found = list(uses(source, "service/core/plan.py", "service.core.plan"))
     assert name in [use.name for use in found], f"{source!r} gives {found}"
     assert all(use.line >= 1 for use in found)
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the product by its dotted name."""
+    found = {}
+    for tree in TREES:
+        top = ROOT / tree if tree == "client/src" else ROOT
+        for path in (ROOT / tree).rglob("*.py"):
+            name = ".".join(path.relative_to(top).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def runtime_imports(nodes: list[ast.stmt]) -> Iterator[str]:
+    """Names that run when a module or its functions run: imports for type checkers do not."""
+    for node in nodes:
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(origin), names=names, level=0):
+                yield from (f"{origin}.{alias.name}" for alias in names)
+            case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=orelse):
+                yield from runtime_imports(orelse)
+            case _:
+                for field in ("body", "orelse", "finalbody"):
+                    yield from runtime_imports(getattr(node, field, []))
+                for handler in getattr(node, "handlers", []):
+                    yield from runtime_imports(handler.body)
+
+
+def import_circle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; empty when there is none."""
+    left = dict(imports)
+    while True:
+        free = [name for name, others in left.items() if not others & left.keys()]
+        if not free:
+            break
+        for name in free:
+            del left[name]
+    while True:  # modules that are only imported are in no circle either
+        used = set().union(*left.values()) if left else set()
+        unused = left.keys() - used
+        if not unused:
+            return sorted(left)
+        for name in unused:
+            del left[name]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    paths = modules()
+    imports: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        imports[name] = set()
+        for used in runtime_imports(ast.parse(path.read_text(encoding="utf-8")).body):
+            while used and used not in paths:
+                used = used.rpartition(".")[0]
+            if used and used != name:
+                imports[name].add(used)
+    assert import_circle(imports) == []
+
+
+def test_a_circle_is_found_through_a_third_module() -> None:
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"a"}}
+    assert import_circle(imports) == ["b", "c"]

@@ -124,7 +124,9 @@ def new_sequences(sequences: Sequence[NewSequence]) -> tuple[dict[str, Any], dic
 
 
 def delete_sequences(ids: Sequence[str] | None = None, *, prefix: str | None = None) -> Call[int]:
-    """Delete those there are of `ids`, or all whose id begins with `prefix`; how many were."""
+    """Delete the sequences `ids`, or all whose id begins with `prefix`; returns their number.
+
+    Unknown ids are ignored."""
     if ids is None and prefix is None:
         raise ValueError('give ids, or prefix (prefix="" is every sequence)')
     named = None if ids is None else sequence_ids(ids, "ids")

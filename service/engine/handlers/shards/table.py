@@ -6,10 +6,12 @@ Every handler here forwards requests without shards to the plain one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from service.engine.handlers.shards import batch, sequences, transfer
-from service.engine.handlers.table import Begin
+
+if TYPE_CHECKING:
+    from service.engine.handlers.table import Begin
 
 SHARD_HANDLERS: Final[Mapping[str, Begin]] = {
     "append": batch.append,

@@ -1,0 +1,105 @@
+"""Writes client/METHODS.md, the reference of the client's methods, from their docstrings.
+
+python client/methods_page.py          writes the page
+python client/methods_page.py --check  exits with 1 when the page is not up to date
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from attnd import AsyncClient, Client, Session
+from attnd.methods import Unquoted
+
+PAGE: Final = Path(__file__).with_name("METHODS.md")
+WIDTH: Final = 100
+GROUPS: Final[dict[str, tuple[str, ...]]] = {
+    "Sequences": (
+        *("create_sequence", "create_sequences", "get_sequence", "list_sequences"),
+        *("sequence_page", "delete_sequence", "delete_sequences", "truncate"),
+        *("truncate_sequences", "page_table"),
+    ),
+    "Rows and attention": (
+        *("append", "gather", "decode", "prefill", "ragged_prefill", "cascade", "merge"),
+    ),
+    "The prefix cache": (
+        *("match_prefix", "commit", "commit_sequences", "renew_lease", "release_lease", "pin"),
+        *("unpin", "holds", "evict", "clear", "events", "event_page", "get_namespace"),
+        *("set_namespace",),
+    ),
+    "Moving sequences": (
+        *("export", "import_", "export_header", "export_part", "begin_import", "import_part"),
+        *("end_import", "get_import", "cancel_import"),
+    ),
+    "The service": (
+        *("info", "pool", "engines", "drain_engine", "snapshot", "live", "ready", "wait_ready"),
+        *("metrics",),
+    ),
+    "The client": ("with_options", "send", "close", "aclose"),
+    "`Session` only": ("empty", "slots", "step"),
+}
+"""Public methods by heading; every one must be in here."""
+INTRODUCTION: Final = """\
+# Methods
+
+`Client` and `Session` have these methods; those of `AsyncClient` are awaited. The default `...` is
+the service's. Results are dataclasses of `attnd.results`, which `help()` describes. `make map`
+writes this page from the docstrings.
+"""
+
+
+def page() -> str:
+    """The text of METHODS.md."""
+    parts = [INTRODUCTION]
+    for heading, names in GROUPS.items():
+        parts += [f"## {heading}\n", *[entry(name) for name in names]]
+    return "\n".join(parts)
+
+
+def entry(name: str) -> str:
+    """A method's signature and documentation."""
+    method = find(name)
+    signature = inspect.signature(method)
+    parameters = list(signature.parameters.values())[1:]
+    shown = [str(brief(one)) for one in parameters]
+    first = next((i for i, one in enumerate(parameters) if one.kind is one.KEYWORD_ONLY), None)
+    if first is not None:
+        shown.insert(first, "*")
+    call = textwrap.fill(f"{name}({', '.join(shown)})", WIDTH, subsequent_indent="    ")
+    text = inspect.getdoc(method) or ""
+    return "\n".join([f"### `{name}`\n\n```python\n{call}\n```\n", *paragraphs(text)])
+
+
+def brief(parameter: inspect.Parameter) -> inspect.Parameter:
+    """A parameter without its annotation, and without a default that only its code shows."""
+    default = parameter.default
+    if callable(default) and default is not parameter.empty:
+        default = Unquoted(default.__name__)
+    return parameter.replace(annotation=parameter.empty, default=default)
+
+
+def find(name: str) -> Any:
+    """A public method by name."""
+    return next(getattr(one, name) for one in (Client, AsyncClient, Session) if hasattr(one, name))
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """The paragraphs of a docstring, wrapped."""
+    for paragraph in text.split("\n\n"):
+        yield textwrap.fill(" ".join(paragraph.split()), WIDTH) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--check"]:
+        return int(PAGE.read_text(encoding="utf-8") != page())
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
