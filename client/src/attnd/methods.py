@@ -21,11 +21,11 @@ from typing import (
     get_type_hints,
 )
 
-from attnd import moving
 from attnd.calls import attention, control, prefix, transfer
 from attnd.calls.call import Call, Reply
 from attnd.calls.prefix import FROM_NOW
 from attnd.errors import AttndError, NeverReady, TransportError
+from attnd.moving import export, export_async, import_, import_async
 from attnd.results import CacheEvent, Health, SequenceInfo
 from attnd.retries import (
     Attempt,
@@ -153,8 +153,8 @@ class Calls:
     end_import = blocking(transfer.end_import)
     get_import = blocking(transfer.get_import)
     cancel_import = blocking(transfer.cancel_import)
-    export = moving.export
-    import_ = moving.import_
+    export = export
+    import_ = import_
     info = blocking(control.info)
     pool = blocking(control.pool)
     engines = blocking(control.engines)
@@ -243,8 +243,8 @@ class AsyncCalls:
     end_import = awaiting(transfer.end_import)
     get_import = awaiting(transfer.get_import)
     cancel_import = awaiting(transfer.cancel_import)
-    export = moving.export_async
-    import_ = moving.import_async
+    export = export_async
+    import_ = import_async
     info = awaiting(control.info)
     pool = awaiting(control.pool)
     engines = awaiting(control.engines)
