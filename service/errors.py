@@ -160,13 +160,13 @@ class LengthMismatch(AttndError):
 
 
 class SequenceTaken(AttndError):
-    """Of a sequence over several engines: somebody else changes it; sequence id -> its epoch.
+    """Another door writes to a sharded sequence; `epochs` has the present epoch by sequence id.
 
-    Nothing was done, and it may be tried again.
+    Nothing was done; the request can be repeated.
     """
 
     def __init__(self, epochs: Mapping[str, int]) -> None:
-        detail = f"another writer changes {some(list(epochs))} at this moment: try again"
+        detail = f"another writer is changing {some(list(epochs))}: try again"
         super().__init__(detail, epochs=dict(epochs))
 
 

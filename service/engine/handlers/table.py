@@ -171,16 +171,15 @@ def turn_of(request: Request) -> Turn:
 def begin_turn(store: Store, request: Request, seconds: Seconds) -> Work:
     """Call a request's handler.
 
-    The first request with a field for shards loads their handlers; from then on these get every
-    request, and pass on those for whole sequences.
+    On an engine that has held shards, and for requests with a field for shards, that is the one in
+    `handlers/shards`. It passes requests for whole sequences on to the plain handler.
     """
     name = request.operation.name
-    if request.is_for_shards and not store.shard_handlers:
-        from service.engine.handlers.shards.table import SHARD_HANDLERS
+    if not (store.has_shards or request.is_for_shards):
+        return TURNS[name].begin(store, request, seconds)
+    from service.engine.handlers.shards.table import SHARD_HANDLERS
 
-        store.shard_handlers = SHARD_HANDLERS
-    begin = store.shard_handlers.get(name) or TURNS[name].begin
-    return begin(store, request, seconds)
+    return SHARD_HANDLERS.get(name, TURNS[name].begin)(store, request, seconds)
 
 
 def refuse_moving(store: Store, request: Request) -> None:

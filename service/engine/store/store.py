@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kernels.backend import Backend, DeviceLost, Int32, Pending, Tensor
 from service.core.errors import IntegrityError
@@ -24,9 +24,6 @@ from service.engine.store.plan_cache import PlanCache
 from service.engine.store.snapshot import Snapshots
 from service.engine.store.unfinished_imports import UnfinishedImports
 from service.operations.schema.info import InfoAnswer
-
-if TYPE_CHECKING:
-    from service.engine.handlers.table import Begin
 
 EXPIRY_S: Final = 2e-3
 """Longest time in a round for deleting expired sequences."""
@@ -90,8 +87,8 @@ class Store:
         self.imports = UnfinishedImports(self.tree.books)
         self.move_marks = MoveMarks(self.tree)
         self.is_draining = False
-        self.shard_handlers: Mapping[str, Begin] = {}
-        """What handles requests once the engine holds shards, by operation."""
+        self.has_shards = False
+        """Whether this engine has ever held a shard of a sequence."""
         self.counts: Callable[[], dict[str, list[float]]] = dict
         """Reads the counts of the engine's metrics."""
         self.now = time.monotonic()

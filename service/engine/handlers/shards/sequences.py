@@ -34,6 +34,7 @@ def create_sequences(store: Store, request: Request, seconds: Seconds) -> Work:
                 layout = ShardLayout(one.shard.rank, one.shard.ranks)
                 shard = Shard(layout, np.zeros(num_layers, np.int32), one.epoch or 0)
                 specs[index] = replace(specs[index], shard=shard)
+                store.has_shards = True
         return as_shards(store.tree, specs, [one.epoch or 0 for one in new])
 
     return sequences.create_sequences(store, request, seconds, with_shards)

@@ -35,6 +35,7 @@ def import_sequence(store: Store, request: Request, seconds: Seconds) -> Work:
     if fields.header is not None:
         if fields.shard is not None:
             shard = shard_of(fields.shard, fields.header)
+            store.has_shards = True
         if fields.base is not None:
             layout = WHOLE if shard is None else shard.layout
             check_layout(store, request, fields.base, layout, "base")

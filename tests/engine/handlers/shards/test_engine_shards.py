@@ -261,3 +261,30 @@ def test_a_claimed_shard_accepts_requests_of_its_epoch_only() -> None:
         assert pool["integrity"] == "ok"
 
     on_ranks("cpu", 1, scenario)
+
+
+def test_epochs_of_a_whole_sequence_are_refused_and_bring_no_handlers_for_shards() -> None:
+    geometry = GEOMETRIES["cpu"]
+
+    async def scenario(callers: list[Caller]) -> None:
+        (caller,) = callers
+        await caller.call("create_sequences", {"sequences": [{"id": "a"}]})
+        some = {"k": rows(1, 1, geometry), "v": rows(2, 1, geometry)}
+        append = {"layer": 0, "sequences": ["a"]}
+        refused: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+            ("append", append | {"epochs": [9]}, some, "sequence_taken"),
+            ("gather", append | {"epochs": [9]}, {}, "sequence_taken"),
+            ("truncate", {"id": "a", "length": 0, "epoch": 9}, {}, "sequence_taken"),
+            ("claim", {"id": "a", "epoch": 9}, {}, "invalid_request"),
+        ]
+        for name, fields, tensors, code in refused:
+            with pytest.raises(Refused) as error:
+                await caller.call(name, fields, **tensors)
+            assert error.value.code == code, (name, error.value.problem)
+        fork = {"sequences": [{"parent": "a", "epoch": 9}]}
+        with pytest.raises(Refused, match="another writer"):
+            await caller.call("create_sequences", fork)
+        assert not caller.engine.store.has_shards
+        await caller.call("append", append | {"epochs": [0]}, **some)
+
+    on_ranks("cpu", 1, scenario)
