@@ -1,4 +1,4 @@
-"""Every error a caller can meet; attnd.wire.codes has status, code and title of each.
+"""The errors that callers get; `attnd.wire.codes` has status, code and title of each.
 
 AttndError
 ├── MalformedBody         400 malformed_body
@@ -51,11 +51,11 @@ from pydantic import BaseModel, ValidationError
 from config.wording import first_of, hint, place_of, rule_of
 
 LONGEST_VALUE: Final = 200
-"""Characters of a value that an error shows."""
+"""Maximum characters of a value in an error."""
 
 
 class AttndError(Exception):
-    """Base of all; `extra` are the numbers that stand beside the detail."""
+    """Base of all errors; `extra` are the members of its document besides the detail."""
 
     def __init__(self, detail: str, **extra: Any) -> None:
         super().__init__(detail)
@@ -63,34 +63,34 @@ class AttndError(Exception):
 
 
 class MalformedBody(AttndError):
-    """Not what its media type says: truncated, trailing bytes, a lying header."""
+    """The body is not valid for its media type: truncated, trailing bytes, a wrong header."""
 
 
 class MalformedRequest(AttndError):
-    """Not HTTP, or not a frame of the road."""
+    """The bytes received are not HTTP, or not a frame of the road."""
 
 
 class Unauthorized(AttndError):
-    """No key, or none that the service knows."""
+    """The request has no key, or an unknown one."""
 
 
 class Forbidden(AttndError):
-    """The key's scopes do not allow it; `scope` is the one that would. Or the request comes in a
-    foreign name, or from a foreign web page; then `scope` is empty."""
+    """The key lacks `scope`. If `scope` is empty: the request has another `Host`, or comes from
+    another web page."""
 
 
 class NoSuchRoute(AttndError):
-    """The path names nothing."""
+    """No route has this path."""
 
 
 MOST_SHOWN: Final = 16
-"""Ids that the text of an error names."""
+"""Maximum ids in the text of an error."""
 MOST_IDS: Final = 4096
-"""Ids that an error lists beside its text."""
+"""Maximum ids in the members of an error."""
 
 
 def some(names: Sequence[str], count: int | None = None) -> str:
-    """The first of `count` names (None: of all these), and how many more there are."""
+    """The first of `names`, and how many more of `count` (None: of `names`) there are."""
     more = (len(names) if count is None else count) - MOST_SHOWN
     shown = ", ".join(names[:MOST_SHOWN])
     return f"{shown} and {more} more" if more > 0 else shown
@@ -98,9 +98,11 @@ def some(names: Sequence[str], count: int | None = None) -> str:
 
 class UnknownSequence(AttndError):
     def __init__(self, ids: Sequence[str]) -> None:
-        detail = f"unknown sequence: {some(ids)}: it was not created, or was deleted, or expired"
-        told = f"{detail}: create it, or check its id"
-        super().__init__(told, sequences=list(ids[:MOST_IDS]))
+        detail = (
+            f"unknown sequence: {some(ids)}: it was not created, or was deleted, or expired: "
+            "create it, or check its id"
+        )
+        super().__init__(detail, sequences=list(ids[:MOST_IDS]))
 
 
 class UnknownLease(AttndError):
@@ -110,26 +112,26 @@ class UnknownLease(AttndError):
 
 
 class UnknownPage(AttndError):
-    """Not cached, or for a pin to be taken away: not pinned."""
+    """The page is not cached or, to remove a pin, not pinned."""
 
     def __init__(self, page_key: str) -> None:
         detail = (
-            f"no such page: {page_key}: it is not cached, or has no pin to take away: commit the "
-            "tokens again, or match the prefix to see what is cached"
+            f"no such page: {page_key}: it is not cached, or has no pin to remove: commit the "
+            "tokens again, or match the prefix to see its cached pages"
         )
         super().__init__(detail, page_key=page_key)
 
 
 class UnknownImport(AttndError):
-    """None was begun, or it was finished, given up, or left alone for too long."""
+    """No import of this id is in progress: not started, finished, cancelled or expired."""
 
     def __init__(self, name: str) -> None:
-        detail = f"no import of {name} is under way: begin it with the export's header"
+        detail = f"no import of {name} is in progress: start it with the export's header"
         super().__init__(detail, sequences=[name])
 
 
 class MethodNotAllowed(AttndError):
-    """The path is there, the method is not; `allow` lists those that are."""
+    """The path has no such method; `allow` lists its methods."""
 
     def __init__(self, detail: str, allow: Sequence[str]) -> None:
         super().__init__(detail, allow=list(allow))
@@ -141,13 +143,14 @@ class RequestTimeout(AttndError):
 
 class SequenceExists(AttndError):
     def __init__(self, ids: Sequence[str]) -> None:
-        detail = f"sequence exists already: {some(ids)}"
-        told = f"{detail}: delete it first, or create under another id"
-        super().__init__(told, sequences=list(ids[:MOST_IDS]))
+        detail = (
+            f"sequence exists already: {some(ids)}: delete it first, or create under another id"
+        )
+        super().__init__(detail, sequences=list(ids[:MOST_IDS]))
 
 
 class LengthMismatch(AttndError):
-    """The caller's `offsets` differ from the lengths stored: sequence id -> true kv_len."""
+    """The request's `offsets` differ from the stored lengths: sequence id -> stored kv_len."""
 
     def __init__(self, lengths: Mapping[str, int]) -> None:
         first = islice(lengths.items(), MOST_SHOWN)
@@ -171,24 +174,24 @@ class SequenceTaken(AttndError):
 
 
 class KeyMismatch(AttndError):
-    """A page that has a name already was given another, or a name was given to another page."""
+    """A page has another name already, or another page has the name."""
 
     def __init__(self, page: int, rule: str, sequence: str | None = None) -> None:
-        """`sequence` is the one of a batch that the page is of."""
-        what = f"page {page}" if sequence is None else f"page {page} of {sequence}"
-        detail = f"{what}: {rule}: give the name it has, or commit under another cache_salt"
+        """`sequence`: in a batch, the id of the sequence that has the page."""
+        place = f"page {page}" if sequence is None else f"page {page} of {sequence}"
+        detail = f"{place}: {rule}: use its present name, or commit under another cache_salt"
         extra = {} if sequence is None else {"sequences": [sequence]}
         super().__init__(detail, page=page, **extra)
 
 
 class SequenceChanged(AttndError):
-    """A part was asked for of a sequence that is not what it was; `generation` is what it is now.
+    """The sequence was appended to, truncated or recreated since its export's header was read.
 
-    It was appended to, cut, or made anew since the header was told.
+    `generation` is its present one.
     """
 
     def __init__(self, name: str, generation: str) -> None:
-        detail = f"{name} has changed since its export began: begin again, or export a fork of it"
+        detail = f"{name} has changed since its export started: start again, or export a fork of it"
         super().__init__(detail, sequences=[name], generation=generation)
 
 
@@ -201,19 +204,19 @@ class ImportExists(AttndError):
 
 
 class PartMismatch(AttndError):
-    """A part that is missing, or comes twice or out of order; `next_part` is the one wanted."""
+    """A part is missing, duplicate or out of order; `next_part` is the expected one."""
 
     def __init__(self, part: int, next_part: int, num_parts: int) -> None:
-        detail = f"part {part} of {num_parts} came: part {next_part} is wanted next"
+        detail = f"received part {part} of {num_parts}, expected part {next_part}"
         if part >= num_parts:
-            detail = f"{next_part} of {num_parts} parts are there: part {next_part} is wanted next"
+            detail = f"received {next_part} of {num_parts} parts, expected part {next_part}"
         if next_part >= num_parts:
-            detail = f"part {part} came: all {num_parts} parts are there, end with the last digest"
+            detail = f"received part {part} after all {num_parts} parts: end with the last digest"
         super().__init__(detail, part=part, next_part=next_part, num_parts=num_parts)
 
 
 class DigestMismatch(AttndError):
-    """What has come is not what was exported; `of` is the header, a part, or an end."""
+    """The data received differs from the export; `of` is the header, a part, or the end."""
 
     def __init__(self, of: str, given: str, found: str) -> None:
         detail = f"the digest of {of} is {found}, not {given}: send it again, or export it again"
@@ -221,31 +224,31 @@ class DigestMismatch(AttndError):
 
 
 class LostSequence(AttndError):
-    """In a cluster: gone with the engine that they were on."""
+    """In a cluster: the engine that had the sequences ended."""
 
     def __init__(self, ids: Sequence[str]) -> None:
-        detail = f"lost with their engine: {some(ids)}: create them anew"
+        detail = f"lost with their engine: {some(ids)}: create them again"
         super().__init__(detail, sequences=list(ids))
 
 
 class BodyTooLarge(AttndError):
-    """Longer than server.max_body_bytes, or server.max_json_bytes for JSON."""
+    """The body exceeds server.max_body_bytes, or server.max_json_bytes for JSON."""
 
 
 class AnswerTooLarge(AttndError):
-    """The answer would pass `limit` bytes; `remedy` says how to ask for less of it."""
+    """The reply would exceed `limit` bytes; `remedy` says how to request less."""
 
     def __init__(self, size: int, limit: int, remedy: str) -> None:
-        detail = f"the answer is {size} bytes, at most {limit} are sent: {remedy}"
+        detail = f"the reply would have {size} bytes, the limit is {limit}: {remedy}"
         super().__init__(detail, size=size, limit=limit)
 
 
 class UnsupportedMediaType(AttndError):
-    """None of the media types that the route takes."""
+    """The route accepts none of the request's media types."""
 
 
 class InvalidRequest(AttndError):
-    """A field breaks a rule; `value` is what was given, shortened."""
+    """`field` had `value` (shortened), which breaks `rule`."""
 
     def __init__(self, field: str, value: object, rule: str) -> None:
         field, value = printable(field), shorten(value)
@@ -254,7 +257,7 @@ class InvalidRequest(AttndError):
 
 
 def invalid_fields(model: type[BaseModel], error: ValidationError) -> InvalidRequest:
-    """The first rule of `model` that a request's fields break, or the field that it has not."""
+    """The error for the first rule of `model` that a request's fields break."""
     found = first_of(error.errors(include_url=False))
     place, owner = place_of(model, found["loc"])
     field = place or "fields"
@@ -268,67 +271,71 @@ def invalid_fields(model: type[BaseModel], error: ValidationError) -> InvalidReq
 
 
 def unknown_name(
-    name: str, value: object, owner: str, what: str, known: Sequence[str]
+    name: str, value: object, owner: str, kind: str, known: Sequence[str]
 ) -> InvalidRequest:
-    """A parameter, input or output that `owner`, a route or model, has not."""
-    close = hint(name.rpartition(".")[2], known, f"{what}s")
-    return InvalidRequest(name, value, f"{owner} has no such {what}{close}")
+    """The error for a parameter, input or output that `owner`, a route or model, does not have."""
+    close = hint(name.rpartition(".")[2], known, f"{kind}s")
+    return InvalidRequest(name, value, f"{owner} has no such {kind}{close}")
 
 
 def unknown_tensor(name: str, known: Sequence[str]) -> InvalidRequest:
-    """A tensor that the operation does not read; `known` are those that it does."""
+    """The error for a tensor that is not among the operation's `known` ones."""
     rule = f"this route reads no such tensor{hint(name, known, 'tensors')}"
     return InvalidRequest(f"tensors.{name}", "given", rule)
 
 
 class Overloaded(AttndError):
-    """The queue is full; `retry_after_s`."""
+    """A queue or limit is full; retry after `retry_after_s` seconds."""
 
 
 class HeadersTooLarge(AttndError):
-    """More header lines or bytes than server.max_header_count and server.max_header_bytes."""
+    """The headers exceed server.max_header_count or server.max_header_bytes."""
 
 
 class Internal(AttndError):
-    """A bug."""
+    """A bug in the service."""
 
 
 class NotSupported(AttndError):
-    """Something of a protocol that this service does not do, or has switched off."""
+    """A feature of a protocol that this service does not support, or has disabled."""
 
 
 class NotReady(AttndError):
-    """Starting, draining, or the device is lost."""
+    """The service is starting or draining, or the device is lost."""
 
 
 class SequenceMoving(AttndError):
-    """On its way from one engine of a cluster to another; nothing was done. `handed` are those of
-    the sequences that this engine has handed over, and waits to be told to delete."""
+    """The sequences are moving from one engine of a cluster to another; nothing was changed.
+
+    `handed`: those whose ownership this engine has transferred, and which it will delete.
+    """
 
     def __init__(self, ids: Sequence[str], handed: Sequence[str] = ()) -> None:
-        detail = f"on the way to another engine: {', '.join(ids)}: try again"
+        detail = f"moving to another engine: {', '.join(ids)}: try again"
         extra = {"handed": list(handed)} if handed else {}
         super().__init__(detail, sequences=list(ids), **extra)
 
 
 class Cancelled(AttndError):
-    """The caller took the operation back; it left no trace."""
+    """The caller cancelled the operation; it changed nothing."""
 
 
 class DeadlineExceeded(AttndError):
-    """The deadline passed before the operation was done; it left no trace."""
+    """The deadline passed before the operation was done; it changed nothing."""
 
 
 class OutOfPages(AttndError):
-    """`available` are the pages that the caller could get now: `free` ones and those that would be
-    evicted for it, within its quota. `held`: the namespace's own pages by state, and its leases."""
+    """Too few pages are free or evictable within the caller's quota; `available` counts both.
+
+    `held`: the namespace's own pages by state, and its leases.
+    """
 
     def __init__(
         self, needed: int, free: int, total: int, held: Mapping[str, int], available: int = 0
     ) -> None:
         detail = (
             f"{needed} pages needed, {available} of {total} are available: "
-            "free sequences or raise pool.num_pages"
+            "delete sequences or raise pool.num_pages"
         )
         super().__init__(
             detail, needed=needed, free=free, total=total, available=available, held=dict(held)
@@ -336,8 +343,10 @@ class OutOfPages(AttndError):
 
 
 class OutOfSequences(AttndError):
-    """`total` is engine.max_sequences, or the namespace's share of it where that is used up: then
-    `share_retry_s` says when to try again."""
+    """The engine, or the namespace's share of it, has its maximum number of sequences.
+
+    `total` is engine.max_sequences, or the share; then `share_retry_s` is the time to retry after.
+    """
 
     def __init__(
         self, needed: int, free: int, total: int, *, share_retry_s: float | None = None
@@ -360,7 +369,7 @@ KINDS: Final[dict[type[AttndError], ErrorCode]] = {
 
 
 def kind_of(error: BaseException) -> ErrorCode:
-    """The kind of an error's nearest class; anything unknown is `internal`."""
+    """The code of an error's nearest class; `internal` for any other error."""
     for cls in type(error).__mro__:
         if cls in KINDS:
             return KINDS[cls]
@@ -368,7 +377,7 @@ def kind_of(error: BaseException) -> ErrorCode:
 
 
 def problem(error: BaseException) -> dict[str, Any]:
-    """An RFC 9457 problem document, with the numbers that matter beside its detail."""
+    """An RFC 9457 problem document, with the error's numbers as further members."""
     kind = kind_of(error)
     document: dict[str, Any] = {
         "type": f"urn:attnd:error:{kind.code}",
@@ -383,9 +392,9 @@ def problem(error: BaseException) -> dict[str, Any]:
 
 
 def shorten(value: object) -> object:
-    """A value fit for an error document: numbers and short strings as they are, the rest cut.
+    """A value for an error document: numbers and short strings unchanged, others shortened.
 
-    Costs little however large the value is: of lists and objects only the beginning is read.
+    Of large lists and objects only the beginning is read.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -399,7 +408,7 @@ def shorten(value: object) -> object:
 
 
 def printable(text: str) -> str:
-    """Text of a caller's, cut, with what is no Unicode escaped: it can be logged and sent."""
+    """A caller's text, shortened and with lone surrogates escaped, to be logged and sent."""
     if len(text) > LONGEST_VALUE:
         text = f"{text[: LONGEST_VALUE - 3]}..."
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -69,7 +69,7 @@ class OutOfPages(CoreError):
     ) -> None:
         super().__init__(
             f"{needed} pages needed, {available} of {total} are available: "
-            "free sequences or raise pool.num_pages"
+            "delete sequences or raise pool.num_pages"
         )
         self.needed, self.free, self.total = needed, free, total
         self.available, self.held = available, dict(held or {})
