@@ -138,8 +138,8 @@ def ask(
 
 
 def answer(fields: Any, status: int = 200, **headers: str) -> Scripted:
-    told = {"content-type": "application/json", **named(headers)}
-    return Scripted(status, json.dumps(fields).encode(), told)
+    reply = {"content-type": "application/json", **named(headers)}
+    return Scripted(status, json.dumps(fields).encode(), reply)
 
 
 def tensor_answer(fields: Any, arrays: Mapping[str, NDArray[Any]] = {}, **headers: str) -> Scripted:

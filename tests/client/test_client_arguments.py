@@ -156,8 +156,8 @@ def test_signatures_name_what_a_call_returns_and_every_option(made: type) -> Non
 @each_kind
 def test_cuts_and_commits_of_many_are_one_request(kind: Kind) -> None:
     script = Script(answer({"sequences": [SEQUENCE, SEQUENCE]}))
-    told = ask(kind, script, "truncate_sequences", ["a", "b"], [3, 4], keep=[[], np.array([6, 8])])
-    assert len(told) == 2
+    reply = ask(kind, script, "truncate_sequences", ["a", "b"], [3, 4], keep=[[], np.array([6, 8])])
+    assert len(reply) == 2
     assert script.fields() == {
         "sequences": ["a", "b"],
         "lengths": [3, 4],
@@ -167,9 +167,9 @@ def test_cuts_and_commits_of_many_are_one_request(kind: Kind) -> None:
     columns = {"committed_lens": [16, 0], "num_pages": [1, 0], "last_keys": ["0f" * 16, None]}
     script = Script(answer(columns))
     prefixes = [Prefix([1, 2, 3]), Prefix(np.array([4, 5]))]
-    told = ask(kind, script, "commit_sequences", ["a", "b"], prefixes, offsets=[16, 0])
-    assert [(one.committed_len, one.num_pages) for one in told] == [(16, 1), (0, 0)]
-    assert told[0].last_key == "0f" * 16
+    reply = ask(kind, script, "commit_sequences", ["a", "b"], prefixes, offsets=[16, 0])
+    assert [(one.committed_len, one.num_pages) for one in reply] == [(16, 1), (0, 0)]
+    assert reply[0].last_key == "0f" * 16
     message = script.message()
     assert message.fields == {
         "sequences": ["a", "b"],

@@ -71,8 +71,8 @@ def rows(count: int) -> Any:
 def test_a_step_of_many_sequences_is_three_calls(client: Any) -> None:
     ids = [client.create_sequence(name).id for name in ("a", "b")]
     k, v = rows(60), rows(61)[:, :60]
-    told = client.append(range(LAYERS), ids, k, v, append_indptr=[0, 40, 60], offsets=[0, 0])
-    assert told.lengths == (40, 20)
+    reply = client.append(range(LAYERS), ids, k, v, append_indptr=[0, 40, 60], offsets=[0, 0])
+    assert reply.lengths == (40, 20)
     names = [np.arange(40), np.arange(100, 120)]
     first = client.commit_sequences(ids, [Prefix(names[0][:PAGE]), Prefix(names[1])])
     assert [one.committed_len for one in first] == [PAGE, PAGE]

@@ -307,10 +307,10 @@ def test_what_is_sent_is_plain_http(kind: Kind) -> None:
         ask(kind, server, *named)
         ask(kind, server.url + "/behind/a/proxy/", get)
     line, *headers = heads[0].split("\r\n")
-    told = dict(header.split(": ") for header in headers)
+    reply = dict(header.split(": ") for header in headers)
     assert line == "GET /v1/sequences/a%20b HTTP/1.1"
-    assert told["host"] == server.url.removeprefix("http://")
-    assert told["x-request-id"] == "step-7"
+    assert reply["host"] == server.url.removeprefix("http://")
+    assert reply["x-request-id"] == "step-7"
     assert heads[1].startswith("GET /behind/a/proxy/v1/sequences/a HTTP/1.1")
 
 

@@ -61,11 +61,11 @@ def store(caller: Caller, prefix: Prefix, tokens: int = len(IDS)) -> str:
     """Commit a prompt and delete its sequence; the key of its last page."""
     name = caller.create_sequence().id
     fill(caller, name, tokens)
-    told = caller.commit(name, prefix)
-    assert (told.committed_len, told.num_pages) == (tokens, tokens // PAGE)
+    reply = caller.commit(name, prefix)
+    assert (reply.committed_len, reply.num_pages) == (tokens, tokens // PAGE)
     caller.delete_sequence(name)
-    assert told.last_key is not None
-    return told.last_key
+    assert reply.last_key is not None
+    return reply.last_key
 
 
 def test_a_prompt_is_found_again_by_ids_and_by_keys(caller: Caller) -> None:
@@ -145,11 +145,11 @@ def test_wrong_names_are_refused(caller: Caller) -> None:
 
 
 def test_quotas_are_set_and_told(caller: Caller) -> None:
-    told = caller.set_namespace("else", max_pages=20, reserved_pages=10)
-    assert (told.max_pages, told.reserved_pages, told.used) == (20, 10, 0)
+    reply = caller.set_namespace("else", max_pages=20, reserved_pages=10)
+    assert (reply.max_pages, reply.reserved_pages, reply.used) == (20, 10, 0)
     assert caller.pool().free == 128 - 10
-    told = caller.set_namespace("else")
-    assert (told.max_pages, told.reserved_pages) == (None, 0)
+    reply = caller.set_namespace("else")
+    assert (reply.max_pages, reply.reserved_pages) == (None, 0)
     assert caller.get_namespace("default").cached == caller.pool().cached
 
 
@@ -157,14 +157,14 @@ def test_events_tell_what_became_of_pages(caller: Caller) -> None:
     last = caller.event_page().next
     key = store(caller, Prefix(token_ids=IDS))
     caller.clear()
-    told = caller.events(last, poll_s=0.01)
-    stored, removed, cleared = next(told), next(told), next(told)
+    reply = caller.events(last, poll_s=0.01)
+    stored, removed, cleared = next(reply), next(reply), next(reply)
     assert [one.type for one in (stored, removed, cleared)] == ["stored", "removed", "cleared"]
     assert stored.token_ids == tuple(IDS) and stored.page_keys[-1] == key
     assert removed.page_keys == stored.page_keys and stored.page_size == PAGE
     assert caller.event_page(last, 1).events == (stored,)
     store(caller, Prefix(token_ids=IDS))
-    assert next(told).id == last + 4
+    assert next(reply).id == last + 4
     assert next(caller.events(last + 99)).type == "too_old"
 
 
@@ -188,8 +188,8 @@ def test_events_can_be_awaited(where: tuple[str, str]) -> None:
     async def first() -> str:
         async with AsyncClient(uds=where[0].removeprefix("unix:")) as client:
             last = (await client.event_page()).next
-            told = client.events(last + 99)
-            assert (await anext(told)).type == "too_old"
+            reply = client.events(last + 99)
+            assert (await anext(reply)).type == "too_old"
             await client.clear()
             async for event in client.events(last, poll_s=0.01):
                 return event.type

@@ -265,21 +265,21 @@ def test_pool_and_metrics_are_read(kind: Kind) -> None:
         "sharing_ratio": 1.5,
         "integrity": "ok",
     }
-    told = ask(kind, Script(answer(pool)), "pool")
-    assert told == attnd.Pool(5, 1, 1, 1, 8, 4, 2, 3, 1.5, "ok", imports=2)
+    found = ask(kind, Script(answer(pool)), "pool")
+    assert found == attnd.Pool(5, 1, 1, 1, 8, 4, 2, 3, 1.5, "ok", imports=2)
     numbers = {"free": 5, "referenced": 1, "cached": 1, "pinned": 1, "sequences": 2}
     numbers |= {"page_s": 0.25, "pair_s": 0.5, "read_s": 0.125}
     one = {"name": "engine-0", "instance_id": "a", "draining": True} | numbers
     engines = {"engines": [one]}
-    told = ask(kind, Script(answer(engines)), "engines")
+    found = ask(kind, Script(answer(engines)), "engines")
     known = attnd.EngineInfo("engine-0", "a", 5, 1, 1, 1, 2, True, 0.25, 0.5, 0.125)
-    assert told == (known,)
+    assert found == (known,)
     engines = {"engines": [one | {"leases": 4, "imports": 3}]}
-    told = ask(kind, Script(answer(engines)), "engines")
-    assert told == (replace(known, leases=4, imports=3),)
+    found = ask(kind, Script(answer(engines)), "engines")
+    assert found == (replace(known, leases=4, imports=3),)
     counted = Script(answer({"engines": [one | {"counts": {"slices": [3]}}]}))
-    (told,) = ask(kind, counted, "engines", counts=True)
-    assert told.counts == {"slices": [3]}
+    (found,) = ask(kind, counted, "engines", counts=True)
+    assert found.counts == {"slices": [3]}
     assert sent(counted) == ("GET", "/v1/engines?counts=true")
     script = Script(answer({"name": "engine-0", "draining": True, "sequences": 2}))
     assert ask(kind, script, "drain_engine", "engine-0") == 2

@@ -395,11 +395,11 @@ def test_the_client_needs_nothing_that_a_service_is_made_of() -> None:
     program = (
         f"import attnd, sys; attnd.Client; print([name for name in {heavy} if name in sys.modules])"
     )
-    told = subprocess.run(
+    reply = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         capture_output=True,
         text=True,
         check=True,
         cwd=Path(attnd.__file__).parents[1],
     )
-    assert told.stdout.strip() == "[]", told.stdout
+    assert reply.stdout.strip() == "[]", reply.stdout

@@ -83,10 +83,10 @@ def test_every_client_exports_imports_and_copies_to_the_bit(
     source: Client, target: Client, there: str, road: str, tmp_path: Path
 ) -> None:
     grow(source, "a")
-    wanted, told = held(source, "a"), []
-    progress = lambda done, of: told.append((done, of))  # noqa: E731
+    wanted, reply = held(source, "a"), []
+    progress = lambda done, of: reply.append((done, of))  # noqa: E731
     header = source.export("a", tmp_path / "one", part_bytes=PART_BYTES, progress=progress)
-    assert told == [(done + 1, header.num_parts) for done in range(header.num_parts)]
+    assert reply == [(done + 1, header.num_parts) for done in range(header.num_parts)]
     assert header.num_parts > 2
     assert target.import_("a", tmp_path / "one").state == "done"
     file = io.BytesIO()
@@ -213,10 +213,10 @@ def test_an_import_can_be_cancelled_and_says_what_it_refuses(
     header = source.export_header("a", part_bytes=PART_BYTES)
     target.begin_import("b", header, idle_s=30)
     part = source.export_part("a", header, 1, before=header.digest)
-    with pytest.raises(attnd.PartMismatch) as told:
+    with pytest.raises(attnd.PartMismatch) as reply:
         target.import_part("b", part)
-    assert (told.value.part, told.value.next_part) == (1, 0)
-    assert told.value.num_parts == header.num_parts
+    assert (reply.value.part, reply.value.next_part) == (1, 0)
+    assert reply.value.num_parts == header.num_parts
     other = source.export_header("a", part_bytes=2 * PART_BYTES)
     with pytest.raises(attnd.ImportExists) as exists:
         target.begin_import("b", other)

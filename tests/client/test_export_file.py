@@ -35,9 +35,9 @@ def test_a_file_is_read_as_it_was_written() -> None:
 def test_a_file_cut_anywhere_ends_early_and_tells_what_is_whole() -> None:
     whole = written()
     for length in range(0, len(whole), 7):
-        with pytest.raises(InterruptedExport) as told:
+        with pytest.raises(InterruptedExport) as reply:
             read(whole[:length])
-        assert told.value.begin <= length
+        assert reply.value.begin <= length
     assert read(whole)[1] == [0, 1, 2]
 
 

@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_idle_threads_sleep_unless_the_environment_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for told, left in ((None, "passive"), ("active", "active")):
+    for reply, left in ((None, "passive"), ("active", "active")):
         monkeypatch.setenv("OMP_WAIT_POLICY", "")  # so that it is put back afterwards
         monkeypatch.delenv("OMP_WAIT_POLICY")
-        if told is not None:
-            monkeypatch.setenv("OMP_WAIT_POLICY", told)
+        if reply is not None:
+            monkeypatch.setenv("OMP_WAIT_POLICY", reply)
         set_openmp_defaults()
-        assert os.environ["OMP_WAIT_POLICY"] == left, f"from {told}"
+        assert os.environ["OMP_WAIT_POLICY"] == left, f"from {reply}"
 
 
 def test_the_service_does_not_import_torch_before_its_threads_are_told_to_sleep() -> None:

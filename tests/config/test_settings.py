@@ -21,9 +21,9 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_yaml_of_defaults_and_the_defaults_in_code_are_the_same() -> None:
-    told = yaml.safe_load(DEFAULTS.read_text(encoding="utf-8"))
-    assert Settings.model_validate(told) == Settings()
-    assert {section: set(values) for section, values in told.items()} == {
+    reply = yaml.safe_load(DEFAULTS.read_text(encoding="utf-8"))
+    assert Settings.model_validate(reply) == Settings()
+    assert {section: set(values) for section, values in reply.items()} == {
         name: set(section.model_fields) for name, section in SECTIONS.items()
     }
 
@@ -180,7 +180,7 @@ def test_a_file_that_is_not_there_is_named() -> None:
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         load_settings(["--help"])
-    told = capsys.readouterr().out
+    reply = capsys.readouterr().out
     assert caught.value.code == 0
     for option in (
         "--pool.memory-fraction",
@@ -189,7 +189,7 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         "--config",
         "--version",
     ):
-        assert option in told, option
+        assert option in reply, option
 
 
 def names_a_file(name: str) -> bool:

@@ -532,10 +532,10 @@ class Driver:
     def follow(self) -> None:
         """Read the events since the last time, as a router does."""
         for namespace, known in self.known.items():
-            told, at, too_old = self.history.page(namespace, self.at[namespace], 1000)
-            while told:
+            reply, at, too_old = self.history.page(namespace, self.at[namespace], 1000)
+            while reply:
                 assert not too_old
-                for event in told:
+                for event in reply:
                     keys = set(map(bytes.fromhex, event["page_keys"]))
                     if event["type"] == "stored":
                         assert not keys & known
@@ -543,7 +543,7 @@ class Driver:
                     else:
                         assert keys <= known
                         known -= keys
-                told, at, too_old = self.history.page(namespace, at, 1000)
+                reply, at, too_old = self.history.page(namespace, at, 1000)
             self.at[namespace] = at
 
     def expected(self, namespace: str, tokens: list[int], salt: str) -> list[Page]:

@@ -264,12 +264,12 @@ def test_whoever_is_over_its_share_loses_its_own_pages_first() -> None:
 
 def test_changes_are_told_to_whoever_listens(tree: PrefixTree) -> None:
     keep(tree, 1)
-    told: list[Change] = []
-    tree.cache.named.listener = told.append
+    reply: list[Change] = []
+    tree.cache.named.listener = reply.append
     keep(tree, 1, 2)
     tree.cache.evict("default", 2)
     tree.cache.cleared("default")
-    stored, *removed, cleared = told
+    stored, *removed, cleared = reply
     assert isinstance(stored, Stored) and isinstance(cleared, Cleared)
     assert stored.token_ids == ids(2).tobytes()
     assert (

@@ -90,9 +90,9 @@ def test_a_call_finds_a_bounded_number_of_nodes(monkeypatch: pytest.MonkeyPatch)
 def test_an_outline_of_a_deep_tree_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.core.outline.MOST_ROWS", 20)
     pool = chain(60)
-    told = outline(pool.tree, most=512)
-    assert told.parents.size < 100
-    assert ((told.parents < np.arange(told.parents.size)) & (told.parents >= -1)).all()
+    reply = outline(pool.tree, most=512)
+    assert reply.parents.size < 100
+    assert ((reply.parents < np.arange(reply.parents.size)) & (reply.parents >= -1)).all()
 
 
 def test_ids_are_in_order_whatever_came_and_went() -> None:

@@ -103,23 +103,23 @@ def test_namespaces_have_a_row_each_with_what_is_theirs(tree: PrefixTree) -> Non
     start(tree, "red/a", 2, namespace="red")
     start(tree, "blue/a", 5, namespace="blue")
     keep(tree, 1, 2, 3, namespace="red")
-    told = outline(tree)
-    assert told.namespaces in (["red", "blue"], ["blue", "red"])
-    red, blue = told.namespaces.index("red"), told.namespaces.index("blue")
-    assert told.totals[[red, blue]].tolist() == [5, 5]
-    assert told.sequences[[red, blue]].tolist() == [1, 1]
-    assert sorted(told.parents[2:].tolist()) == sorted([red, red, blue])
-    assert set(told.states.tolist()) == {0, REFERENCED, CACHED}
+    found = outline(tree)
+    assert found.namespaces in (["red", "blue"], ["blue", "red"])
+    red, blue = found.namespaces.index("red"), found.namespaces.index("blue")
+    assert found.totals[[red, blue]].tolist() == [5, 5]
+    assert found.sequences[[red, blue]].tolist() == [1, 1]
+    assert sorted(found.parents[2:].tolist()) == sorted([red, red, blue])
+    assert set(found.states.tolist()) == {0, REFERENCED, CACHED}
 
 
 def test_only_the_largest_parts_have_rows_and_sums_know_of_the_others(tree: PrefixTree) -> None:
     for number, pages in enumerate((7, 1, 5, 2, 1, 1)):
         start(tree, f"s{number}", pages)
         start(tree, f"fork{number}", 1, parent=f"s{number}")
-    told = outline(tree, 5)
-    assert len(told.parents) == 5 and told.totals[0] == 23 and told.sequences[0] == 12
-    assert sorted(told.totals[1:].tolist()) == [2, 3, 6, 8]
-    assert (told.parents < np.arange(5)).all()
+    found = outline(tree, 5)
+    assert len(found.parents) == 5 and found.totals[0] == 23 and found.sequences[0] == 12
+    assert sorted(found.totals[1:].tolist()) == [2, 3, 6, 8]
+    assert (found.parents < np.arange(5)).all()
 
 
 def test_of_very_many_sequences_and_nodes_the_longest_are_looked_at(

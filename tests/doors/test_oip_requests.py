@@ -76,9 +76,9 @@ def test_answers_come_as_they_lie(
     assert heard.deadline_s == 2.0
     assert heard.fields["sequences"] == sequences
     length = int(response.headers["inference-header-content-length"])
-    told = json.loads(response.content[:length])
-    assert json.loads(told["parameters"]["sequences"]) == sequences
-    (output,) = told["outputs"]
+    reply = json.loads(response.content[:length])
+    assert json.loads(reply["parameters"]["sequences"]) == sequences
+    (output,) = reply["outputs"]
     assert output["parameters"] == {"binary_data_size": Q.nbytes}
     assert response.content[length:] == Q.tobytes()
 

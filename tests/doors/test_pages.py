@@ -57,8 +57,8 @@ def test_requests_are_counted_by_operation_and_code(door: Running, client: httpx
     headers = {"content-type": "application/vnd.safetensors"}
     client.post("/v1/decode", content=decode_body(), headers=headers)
     client.get("/nothing")
-    told = client.get("/metrics").text
-    assert "attnd_request_duration_seconds_bucket" in told
+    reply = client.get("/metrics").text
+    assert "attnd_request_duration_seconds_bucket" in reply
     after = [door.counted("ok", "decode"), door.counted("not_found", "unknown")]
     assert after == [count + 1 for count in before]
 
@@ -80,8 +80,8 @@ def test_the_access_line_names_the_peer(door: Running, caplog: object) -> None:
 
     def lines() -> list[dict[str, object]]:
         records = caplog.records  # type: ignore[attr-defined]
-        told = [record.each for record in records if record.name == "attnd.access"]
-        return [fields for each in told for fields in each if fields["id"] == "find-me"]
+        reply = [record.each for record in records if record.name == "attnd.access"]
+        return [fields for each in reply for fields in each if fields["id"] == "find-me"]
 
     wait_for(lines, "the line")
     (mine,) = lines()

@@ -103,17 +103,17 @@ def test_every_dtype_comes_through_as_a_view(name: str) -> None:
     body = body.replace(b"{", b"{" + b" " * (-(len(body) - values.nbytes) % 8), 1)
     body = struct.pack("<Q", len(body) - 8 - values.nbytes) + body[8:]
     read = read_image(body)
-    told = read.tensors["x"]
-    assert told.dtype == dtype and not told.flags.owndata, "a view onto the body"
-    np.testing.assert_array_equal(told, values)
+    reply = read.tensors["x"]
+    assert reply.dtype == dtype and not reply.flags.owndata, "a view onto the body"
+    np.testing.assert_array_equal(reply, values)
 
 
 def test_an_unaligned_tensor_is_copied_and_equal() -> None:
     values = np.arange(4, dtype=np.float32)
     header = {"m": entry([1], 0, 1, "U8"), "x": entry([4], 1, 17)}
-    told = read_image(pack(header, b"\7" + values.tobytes())).tensors
-    assert told["x"].flags.aligned
-    np.testing.assert_array_equal(told["x"], values)
+    reply = read_image(pack(header, b"\7" + values.tobytes())).tensors
+    assert reply["x"].flags.aligned
+    np.testing.assert_array_equal(reply["x"], values)
 
 
 def test_fields_are_optional_and_empty_tensors_and_scalars_legal() -> None:

@@ -92,9 +92,9 @@ def test_values_of_path_and_query_become_fields() -> None:
 
 
 def test_a_field_that_the_path_gives_too_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="by the path or query") as told:
+    with pytest.raises(InvalidRequest, match="by the path or query") as reply:
         read_json(b'{"length": 3, "id": "b"}', id="a")
-    assert told.value.field == "id"
+    assert reply.value.field == "id"
 
 
 @pytest.mark.parametrize(
@@ -178,13 +178,13 @@ def test_as_many_sequences_as_one_create_takes_are_read() -> None:
     ],
 )
 def test_a_tensor_that_breaks_a_rule_is_named(tensor: Any, field: str) -> None:
-    with pytest.raises(AttndError) as told:
+    with pytest.raises(AttndError) as reply:
         read_tensors({"q": tensor})
     if isinstance(tensor, dict) and tensor.get("data") == ["]"]:
-        assert isinstance(told.value, MalformedBody), "a bracket inside data ends it"
+        assert isinstance(reply.value, MalformedBody), "a bracket inside data ends it"
     else:
-        assert isinstance(told.value, InvalidRequest)
-        assert told.value.field == f"tensors.q{field}"
+        assert isinstance(reply.value, InvalidRequest)
+        assert reply.value.field == f"tensors.q{field}"
 
 
 @pytest.mark.parametrize("data", ["1e400", "1, -1e400", '"NaN", 1e400'])
@@ -197,9 +197,9 @@ def test_a_number_that_no_float_holds_is_not_made_infinite(data: str, dtype: str
 
 
 def test_a_field_that_no_float_holds_is_named() -> None:
-    with pytest.raises(InvalidRequest, match="finite") as told:
+    with pytest.raises(InvalidRequest, match="finite") as reply:
         read_json(b'{"layer": 0, "levels": [{"a": 1e400}]}')
-    assert told.value.field == "levels"
+    assert reply.value.field == "levels"
 
 
 def test_too_many_tensors_are_refused() -> None:

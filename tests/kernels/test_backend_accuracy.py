@@ -45,8 +45,8 @@ def test_error_is_at_most_twice_torchs_in_the_same_dtype(
         theirs = torch_attention(q, run.k, run.v, dtype) - want
         for error in (rms,) if dtype == "fp32" else (rms, greatest):
             floor = ULP[dtype] * (rms(want) / 4 if error is rms else max(1.0, greatest(want)))
-            told = f"{dtype} x {kv_len}: {error(ours)} against torch's {error(theirs)}"
-            assert error(ours) <= 2 * error(theirs) + floor, told
+            reply = f"{dtype} x {kv_len}: {error(ours)} against torch's {error(theirs)}"
+            assert error(ours) <= 2 * error(theirs) + floor, reply
 
 
 def rms(x: np.ndarray) -> float:

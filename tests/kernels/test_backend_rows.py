@@ -141,8 +141,8 @@ def test_rows_as_they_are_stored_move_to_the_bit(backend, rng, dtype, layout) ->
         places = np.zeros_like(k), np.zeros_like(v)
         target.write_stored(0, *source.read_stored(1, slots, places).result(), others).result()
         moved = np.zeros_like(k), np.zeros_like(v)
-        told = target.read_stored(0, others, moved).result()
-        for place, got, want in zip(moved, told, (k, v), strict=True):
+        reply = target.read_stored(0, others, moved).result()
+        for place, got, want in zip(moved, reply, (k, v), strict=True):
             assert got is place
             assert np.array_equal(got.view(np.uint8), want.view(np.uint8)), "NaNs and all"
         rest = [slot for slot in range(60) if slot not in slots]

@@ -49,8 +49,8 @@ def ranked(engines: list[Served]) -> Iterator[RankedTorchSession]:
         yield made
         for session in made.sessions:
             session.session.delete_sequences(prefix="")
-            told = session.session.pool()
-            assert told.integrity == "ok" and told.free == told.total, told
+            reply = session.session.pool()
+            assert reply.integrity == "ok" and reply.free == reply.total, reply
 
 
 def run(ranked: RankedTorchSession, names: list[str], lens: list[int], at: list[int], seed: int):

@@ -60,8 +60,8 @@ def session(served: Served) -> Iterator[TorchSession]:
         yield made
         for info in list(made.session.list_sequences()):
             made.session.delete_sequence(info.id)
-        told = made.session.pool()
-        assert told.integrity == "ok" and told.free == told.total, told
+        reply = made.session.pool()
+        assert reply.integrity == "ok" and reply.free == reply.total, reply
 
 
 @contextmanager
@@ -111,13 +111,13 @@ def test_a_step_gives_what_the_layers_operations_give(
     causal = options.get("causal", True)
     for layer in range(LAYERS):
         tensors = inputs(rows, layer, 7, served.dtype)
-        told = plain.prefill(layer, twins, qo_indptr=indptr, causal=causal, **tensors, **rest)
-        expect_same(served, got[layer][0], told.o.astype(np.float32), f"o of layer {layer}")
-        expect_same(served, got[layer][1], told.lse, f"lse of layer {layer}")
+        reply = plain.prefill(layer, twins, qo_indptr=indptr, causal=causal, **tensors, **rest)
+        expect_same(served, got[layer][0], reply.o.astype(np.float32), f"o of layer {layer}")
+        expect_same(served, got[layer][1], reply.lse, f"lse of layer {layer}")
         tensors = inputs(3, layer, 11, served.dtype)
-        told = plain.decode(layer, twins, **tensors, **rest)
-        expect_same(served, decoded[layer][0], told.o.astype(np.float32), f"o, decode, {layer}")
-        expect_same(served, decoded[layer][1], told.lse, f"lse, decode, {layer}")
+        reply = plain.decode(layer, twins, **tensors, **rest)
+        expect_same(served, decoded[layer][0], reply.o.astype(np.float32), f"o, decode, {layer}")
+        expect_same(served, decoded[layer][1], reply.lse, f"lse, decode, {layer}")
     assert [plain.get_sequence(name).length for name in mine] == [42, 39, 5]
 
 
@@ -131,8 +131,8 @@ def test_each_layer_may_have_a_window_of_its_own(served: Served, session: TorchS
     step.wait()
     for layer in range(LAYERS):
         q = inputs(2, layer, 3, served.dtype)["q"]
-        told = session.session.decode(layer, ["a", "b"], q, window_left=windows[layer])
-        expect_same(served, got[layer][0], told.o.astype(np.float32), f"layer {layer}")
+        reply = session.session.decode(layer, ["a", "b"], q, window_left=windows[layer])
+        expect_same(served, got[layer][0], reply.o.astype(np.float32), f"layer {layer}")
 
 
 def test_many_steps_follow_each_other_and_say_the_next_one_ahead(
@@ -151,14 +151,14 @@ def test_many_steps_follow_each_other_and_say_the_next_one_ahead(
     step.wait()
     assert [session.session.get_sequence(name).length for name in names] == [45, 56, 71]
     tensors = inputs(3, LAYERS - 1, 100 * (total - 1), served.dtype)
-    told = session.session.decode(LAYERS - 1, names, tensors["q"])
-    expect_same(served, got[LAYERS - 1][0], told.o.astype(np.float32), "the last step")
+    reply = session.session.decode(LAYERS - 1, names, tensors["q"])
+    expect_same(served, got[LAYERS - 1][0], reply.o.astype(np.float32), "the last step")
 
 
 def state(session: TorchSession) -> Any:
-    told = session.session.pool()
+    reply = session.session.pool()
     lengths = {info.id: info.lengths for info in session.session.list_sequences()}
-    return lengths, told.free, told.nodes, told.integrity
+    return lengths, reply.free, reply.nodes, reply.integrity
 
 
 def test_a_step_that_is_refused_changes_nothing(session: TorchSession) -> None:
@@ -354,8 +354,8 @@ def test_slots_beyond_the_arena_lie_beside_those_in_use_and_keep_their_addresses
         step.wait()
         tensors = inputs(slots.rows, 0, number, served.dtype)
         q = tensors["q"][:1]
-        told = session.session.decode(0, [names[number % 3]], q)
-        expect_same(served, got[0][0][:1], told.o.astype(np.float32), f"step {number}")
+        reply = session.session.decode(0, [names[number % 3]], q)
+        expect_same(served, got[0][0][:1], reply.o.astype(np.float32), f"step {number}")
 
 
 def test_steps_over_two_arenas_run_in_the_order_of_their_making(session: TorchSession) -> None:

@@ -52,8 +52,8 @@ def test_the_tensors_are_told_for_both_media_types(name: str) -> None:
         assert set(body["content"]) == {SAFETENSORS, JSON}
         binary = body["content"][SAFETENSORS]["schema"]
         assert set(binary["x-attnd-tensors"]) == names and binary["format"] == "binary"
-        for told in binary["x-attnd-tensors"].values():
-            assert told["dtype"] and told["shape"].startswith("[") and told["description"]
+        for schema in binary["x-attnd-tensors"].values():
+            assert schema["dtype"] and schema["shape"].startswith("[") and schema["description"]
         spelled = body["content"][JSON]["schema"]["properties"].get("tensors", {})
         listed = set(spelled.get("properties", {}))
         assert listed == {one for one in names if "{" not in one}
@@ -73,8 +73,8 @@ def test_states_of_levels_are_told_by_pattern() -> None:
 
 def test_a_merge_tells_both_of_its_forms() -> None:
     content = operation_object(BY_NAME["merge"])["requestBody"]["content"]
-    told = content[SAFETENSORS]["schema"]["x-attnd-tensors"]["o"]["shape"]
-    assert told == "[T, n, H, D], or [nnz, H, D] with indptr"
+    schema = content[SAFETENSORS]["schema"]["x-attnd-tensors"]["o"]["shape"]
+    assert schema == "[T, n, H, D], or [nnz, H, D] with indptr"
     shape = content[JSON]["schema"]["properties"]["tensors"]["properties"]["lse"]["properties"]
     assert (shape["shape"]["minItems"], shape["shape"]["maxItems"]) == (2, 3)
 
@@ -118,8 +118,8 @@ def test_parameters_of_a_query_are_told_with_their_rules() -> None:
     ],
 )
 def test_ids_are_told_to_be_different(model: str, field: str) -> None:
-    told = schemas()[model]["properties"][field]
-    assert told["uniqueItems"] is True and told["minItems"] == 1
+    schema = schemas()[model]["properties"][field]
+    assert schema["uniqueItems"] is True and schema["minItems"] == 1
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_ids_are_told_to_be_different(model: str, field: str) -> None:
     ],
 )
 def test_prefix_sums_are_told_not_to_be_empty(model: str, field: str, least: int) -> None:
-    told = schemas()[model]["properties"][field]
-    assert told.get("anyOf", [told])[0]["minItems"] == least
+    schema = schemas()[model]["properties"][field]
+    assert schema.get("anyOf", [schema])[0]["minItems"] == least
 
 
 def test_every_field_of_a_request_is_described_or_plain() -> None:

@@ -123,6 +123,6 @@ def test_what_is_no_number_is_left_for_the_fields_to_refuse(text: str) -> None:
 def test_parameters_that_a_route_does_not_take_are_refused(
     name: str, pairs: list[tuple[str, str]], field: str
 ) -> None:
-    with pytest.raises(InvalidRequest) as told:
+    with pytest.raises(InvalidRequest) as reply:
         query_values(BY_NAME[name], pairs)
-    assert told.value.field == field
+    assert reply.value.field == field

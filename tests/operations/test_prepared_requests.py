@@ -134,9 +134,9 @@ def test_a_masks_length_is_held_to_the_stored_lengths(size: int, packed: bool, r
     if right:
         check_mask_length(size, packed, *lens)
         return
-    with pytest.raises(InvalidRequest, match=r"needs \d (bytes|elements)") as told:
+    with pytest.raises(InvalidRequest, match=r"needs \d (bytes|elements)") as reply:
         check_mask_length(size, packed, *lens)
-    assert told.value.field == ("packed_mask" if packed else "mask")
+    assert reply.value.field == ("packed_mask" if packed else "mask")
 
 
 def test_a_masks_length_may_pass_int32() -> None:

@@ -269,19 +269,19 @@ OF_TENSORS: list[Case] = [
 )
 def test_a_request_that_breaks_a_rule_is_told_which(case: Case) -> None:
     name, fields, tensors, field, rule = case
-    with pytest.raises(InvalidRequest) as told:
+    with pytest.raises(InvalidRequest) as reply:
         prepared(name, fields, tensors)
-    assert told.value.field == field
-    assert rule in told.value.rule, told.value
+    assert reply.value.field == field
+    assert rule in reply.value.rule, reply.value
 
 
 def test_of_many_wrong_values_only_the_first_is_looked_at() -> None:
-    with pytest.raises(InvalidRequest) as told:
+    with pytest.raises(InvalidRequest) as reply:
         prepared("page_table", {"sequences": list(range(100_000))})
-    assert told.value.field == "sequences.0"
+    assert reply.value.field == "sequences.0"
 
 
 def test_a_long_value_is_shown_in_part() -> None:
-    with pytest.raises(InvalidRequest) as told:
+    with pytest.raises(InvalidRequest) as reply:
         prepared("page_table", {"sequences": ["a"], "layer": list(range(200_000))})
-    assert told.value.field == "layer" and len(str(told.value)) < 400
+    assert reply.value.field == "layer" and len(str(reply.value)) < 400

@@ -108,21 +108,21 @@ def test_views_outlive_the_arena() -> None:
 
 
 def test_pinning_follows_the_arena_from_its_making_to_its_end() -> None:
-    told: list[tuple[str, int]] = []
+    reply: list[tuple[str, int]] = []
 
     def pin(memory: memoryview) -> bool:
-        told.append(("pin", len(memory)))
+        reply.append(("pin", len(memory)))
         return len(memory) <= 2 * PAGE
 
     made = Arena.make(
-        PAGE, 8 * PAGE, Pinning(pin, lambda memory: told.append(("unpin", len(memory))))
+        PAGE, 8 * PAGE, Pinning(pin, lambda memory: reply.append(("unpin", len(memory))))
     )
     made.grow(2 * PAGE)
     assert len(made.pinned) == 2 * PAGE
     made.grow(4 * PAGE)
     assert len(made.pinned) == 0
     made.close()
-    assert told == [
+    assert reply == [
         ("pin", PAGE),
         ("unpin", PAGE),
         ("pin", 2 * PAGE),

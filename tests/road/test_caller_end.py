@@ -22,19 +22,19 @@ from service.road.messages import State
 def test_when_the_engine_goes_all_that_waits_fails_and_the_loss_is_told(
     loops: Loops, tmp_path: Path
 ) -> None:
-    told: list[str] = []
+    reply: list[str] = []
     calls: list[Call] = []
 
     async def test(caller: RoadCaller) -> None:
-        caller.on_lost = told.append
+        caller.on_lost = reply.append
         tasks = [asyncio.create_task(ask(caller, b"lost")) for _ in range(3)]
         await until(lambda: len(calls) == 3)
         engine.do(lambda: setattr(engine, "stopping", True))
         for task in tasks:
             with pytest.raises(NotReady, match="the engine closed the connection"):
                 await task
-        assert told == ["the engine closed the connection"]
-        assert caller.state == State("lost", told[0])
+        assert reply == ["the engine closed the connection"]
+        assert caller.state == State("lost", reply[0])
         for action in (lambda: caller.take(1), lambda: caller.send(b"")):
             with pytest.raises(NotReady):
                 action()
@@ -47,12 +47,12 @@ def test_when_the_engine_goes_all_that_waits_fails_and_the_loss_is_told(
 
 def test_states_are_told_as_they_come(loops: Loops, tmp_path: Path) -> None:
     async def test(caller: RoadCaller) -> None:
-        told: list[State] = []
-        caller.on_state = told.append
+        reply: list[State] = []
+        caller.on_state = reply.append
         (session,) = engine.sessions.values()
         engine.do(lambda: session.send_state(State("draining", "SIGTERM")))
-        await until(lambda: bool(told))
-        assert told == [State("draining", "SIGTERM")] and caller.state == told[0]
+        await until(lambda: bool(reply))
+        assert reply == [State("draining", "SIGTERM")] and caller.state == reply[0]
 
     with standing_in(tmp_path) as engine:
         play(loops, engine, test)

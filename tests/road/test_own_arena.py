@@ -57,8 +57,8 @@ def test_engines_read_and_write_the_one_arena_of_their_door(
         assert first.reach == second.reach == SIZE
         request, answer = own.slots.take(5), own.slots.take(5)
         request.view(5)[:] = b"hello"
-        told = await first.call(9, request, 5, answer)
-        assert bytes(told.image) == bytes(answer.view(5)) == b"hello"
+        reply = await first.call(9, request, 5, answer)
+        assert bytes(reply.image) == bytes(answer.view(5)) == b"hello"
         again = own.slots.take(5)
         assert bytes((await second.call(9, answer, 5, again)).image) == b"hello"
         for caller in (first, second):
@@ -144,8 +144,8 @@ def test_slots_of_an_engine_that_died_are_free(loops: Loops, tmp_path: Path, own
 
 def greeted(own_fd: int | None, **how: Any) -> tuple[int, Any]:
     """What an engine says to a HELLO that brings an arena, by these values and this descriptor."""
-    told: dict[str, Any] = {"door": True, "secret": SECRET, "brings_arena": True} | how
-    data = message(f.HELLO, Hello(VERSION, "door", arena_bytes=SIZE, **told))
+    reply: dict[str, Any] = {"door": True, "secret": SECRET, "brings_arena": True} | how
+    data = message(f.HELLO, Hello(VERSION, "door", arena_bytes=SIZE, **reply))
     ours, theirs = socket.socketpair()
     with ours:
         session = Session(theirs, 1, RULES, State("ready"))

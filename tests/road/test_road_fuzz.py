@@ -10,13 +10,13 @@ from tests.road.fuzz import run
 
 @pytest.mark.parametrize("seed", range(0, 40_000, 10_000))
 def test_sessions_survive_what_callers_send(seed: int) -> None:
-    told = run(25_000, seed)
-    assert told["answers"] > 10_000 and told["refused"] > 100, told
+    reply = run(25_000, seed)
+    assert reply["answers"] > 10_000 and reply["refused"] > 100, reply
 
 
 def test_sessions_over_tcp_survive_what_callers_send() -> None:
-    told = run(3_000, 77_000, is_remote=True)
-    assert told["answers"] > 1_000 and told["refused"] > 10, told
+    reply = run(3_000, 77_000, is_remote=True)
+    assert reply["answers"] > 1_000 and reply["refused"] > 10, reply
 
 
 def test_a_conversation_is_the_same_for_the_same_seed() -> None:

@@ -32,9 +32,9 @@ def test_welcome_tells_the_rules_and_brings_the_arena() -> None:
         assert not session.greeted
         caller.hello(5000, name="unit:1")
         assert session.read() == [] and session.greeted and session.name == "unit:1"
-        kind, told = caller.one()
+        kind, reply = caller.one()
         assert kind == f.WELCOME
-        assert told == {
+        assert reply == {
             "version": 1,
             "session": 1,
             "instance_id": "stand-in",
@@ -69,12 +69,12 @@ def test_a_call_carries_its_places_and_its_answer_comes_back() -> None:
 
 def test_doors_alone_are_told_how_many_pages_are_held() -> None:
     with session_and_caller(config()) as (session, caller):
-        for is_door, told in ((False, (0, 0)), (True, (f.HELD, 70_000))):
+        for is_door, reply in ((False, (0, 0)), (True, (f.HELD, 70_000))):
             session.standing.is_door = is_door
             caller.send(call_frame(1))
             session.answer(calls(session)[0], 200, 0, f.NO_STAGES, 70_000)
             (answer,) = caller.answers()
-            assert (answer.flags, answer.held) == told
+            assert (answer.flags, answer.held) == reply
 
 
 def test_a_call_without_a_deadline_gets_the_engines() -> None:
@@ -205,8 +205,8 @@ def test_a_caller_that_dies_ends_its_session_and_its_arena_waits_for_the_last_an
         (call,) = calls(session)
         caller.sock.close()
         assert session.read() == []
-        told = f"the caller left, {rest} bytes into a frame" if rest else "the caller left"
-        assert session.ended == told
+        reply = f"the caller left, {rest} bytes into a frame" if rest else "the caller left"
+        assert session.ended == reply
         session.close()
         assert session.arena is not None and session.arena.fd >= 0
         call.answer[:] = bytes(64)

@@ -57,9 +57,9 @@ def test_a_file_that_breaks_a_rule_is_refused_with_the_line_and_without_the_key(
 ) -> None:
     with pytest.raises(KeysError) as refused:
         read_keys(file_of(tmp_path, line))
-    told = str(refused.value)
-    assert rule in told and str(tmp_path) in told and "\n" not in told
-    assert "secret" not in told, "an operator who writes the key itself must not find it in the log"
+    text = str(refused.value)
+    assert rule in text and str(tmp_path) in text and "\n" not in text
+    assert "secret" not in text, "an operator who writes the key itself must not find it in the log"
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

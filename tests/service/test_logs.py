@@ -44,11 +44,15 @@ def lines(*arguments: str) -> list[str]:
 
 
 def test_json_lines_are_objects_with_the_fields_beside() -> None:
-    told, failed = map(json.loads, lines("json", "info"))
-    assert (told["level"], told["logger"], told["message"]) == ("info", "attnd.test", "told once")
-    assert told["process"] == "http-0"
-    assert (told["id"], told["n"]) == ("a\nb\x1b", 3)
-    assert told["time"].endswith("+00:00")
+    entry, failed = map(json.loads, lines("json", "info"))
+    assert (entry["level"], entry["logger"], entry["message"]) == (
+        "info",
+        "attnd.test",
+        "told once",
+    )
+    assert entry["process"] == "http-0"
+    assert (entry["id"], entry["n"]) == ("a\nb\x1b", 3)
+    assert entry["time"].endswith("+00:00")
     assert failed["level"] == "error" and "ValueError" in failed["exception"]
 
 
@@ -86,8 +90,8 @@ def test_a_record_of_several_is_a_line_for_each() -> None:
     record = logging.makeLogRecord({"msg": "request", "each": each, "created": 0.0})
     first, second = ConsoleLines("http-0").format(record).splitlines()
     assert first.endswith(": request id=a status=200") and second.endswith("id=b status=404")
-    told = [json.loads(line) for line in JsonLines("http-0").format(record).splitlines()]
-    assert [(one["message"], one["id"]) for one in told] == [("request", "a"), ("request", "b")]
+    entry = [json.loads(line) for line in JsonLines("http-0").format(record).splitlines()]
+    assert [(one["message"], one["id"]) for one in entry] == [("request", "a"), ("request", "b")]
 
 
 @pytest.mark.parametrize(("level", "count"), [("debug", 3), ("info", 2), ("error", 1)])

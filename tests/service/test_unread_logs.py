@@ -44,8 +44,8 @@ def test_a_log_that_nobody_reads_holds_nobody_up_and_says_later_what_was_dropped
         text += os.read(reading, 2**16)
         lines = text.decode().splitlines()
         written = [line for line in lines if "attnd.test: line " in line]
-    told = [int(line.split()[4]) for line in lines if "log lines were dropped" in line]
-    assert sum(told) == counted[-1]
+    reply = [int(line.split()[4]) for line in lines if "log lines were dropped" in line]
+    assert sum(reply) == counted[-1]
     assert [int(line.split()[5]) for line in written[:5]] == [0, 1, 2, 3, 4], "in order"
 
 

@@ -29,8 +29,8 @@ def test_a_long_pass_is_logged_with_its_longest_operation(
     for name, seconds in (("decode", 0.02), ("page_table", 0.3), ("gather", 0.1)):
         watchdog.note(name, seconds)
     watchdog.passed(0.45)
-    (told,) = caplog.messages
-    assert "0.450 s" in told and "page_table, 0.300 s" in told
+    (text,) = caplog.messages
+    assert "0.450 s" in text and "page_table, 0.300 s" in text
     assert slow_passes(metrics) == ['attnd_slow_passes_total{op="page_table",process="engine"} 1.0']
     watchdog.passed(0.2)
     assert "no single operation" in caplog.messages[1], "an operation counts in its own pass"
@@ -56,5 +56,5 @@ def test_a_pass_that_holds_up_an_event_loop_is_logged_with_its_operation(
 
     with caplog.at_level(logging.WARNING, "attnd.watchdog"):
         asyncio.run(scenario())
-    assert any("http-0" in told and "gather" in told for told in caplog.messages), caplog.messages
+    assert any("http-0" in text and "gather" in text for text in caplog.messages), caplog.messages
     assert slow_passes(metrics)

@@ -267,10 +267,10 @@ class Serving:
         fields = json.loads(table.pop("__metadata__")["request"])
         views: Arrays = {}
         end = 0
-        for name_, told in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
-            begin, after = told["data_offsets"]
+        for name_, reply in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, after = reply["data_offsets"]
             assert begin == end, "a hole"
-            array = np.ndarray(told["shape"], DTYPES[told["dtype"]], self.memory, start + begin)
+            array = np.ndarray(reply["shape"], DTYPES[reply["dtype"]], self.memory, start + begin)
             assert array.nbytes == after - begin
             views[name_] = array
             end = after

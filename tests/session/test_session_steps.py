@@ -27,8 +27,8 @@ def session(served: Served) -> Iterator[Session]:
     with Session(served.path) as made:
         yield made
         made.delete_sequences(prefix="")
-        told = made.pool()
-        assert told.integrity == "ok" and told.free == told.total, told
+        reply = made.pool()
+        assert reply.integrity == "ok" and reply.free == reply.total, reply
 
 
 def run(session: Session, names: list[str], lens: list[int], seed: int, **options: Any) -> Any:
@@ -61,14 +61,14 @@ def test_a_step_with_arrays_gives_what_the_layers_operations_give(
         kept = run(session, ["a", "b"], lens, sum(lens), **options)
         for layer, ((q, k, v), o, lse) in enumerate(kept):
             if set(lens) == {1}:
-                told = session.decode(layer, ["a2", "b2"], q, k=k, v=v, **options)
+                reply = session.decode(layer, ["a2", "b2"], q, k=k, v=v, **options)
             else:
                 indptr = [0, *np.cumsum(lens).tolist()]
-                told = session.prefill(
+                reply = session.prefill(
                     layer, ["a2", "b2"], q, indptr, causal=True, k=k, v=v, **options
                 )
-            np.testing.assert_allclose(o, told.o, atol=1e-5)
-            np.testing.assert_allclose(lse, told.lse, atol=1e-5)
+            np.testing.assert_allclose(o, reply.o, atol=1e-5)
+            np.testing.assert_allclose(lse, reply.lse, atol=1e-5)
     assert [session.get_sequence(name).length for name in ("a", "b")] == [9, 22]
 
 
@@ -130,8 +130,8 @@ def test_slots_refuse_a_dtype_that_steps_do_not_take(session: Session) -> None:
 def test_an_engine_whose_slots_lie_on_a_device_is_refused_with_what_to_use(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = replace(session.info(), backend="cuda")
-    monkeypatch.setattr(Session, "info", lambda self: told)
+    reply = replace(session.info(), backend="cuda")
+    monkeypatch.setattr(Session, "info", lambda self: reply)
     with pytest.raises(NotSupported, match="TorchSession"):
         session.slots(1, HEADS)
 

@@ -40,8 +40,8 @@ def other(served: Served) -> Iterator[Session]:
             session.append(layer, ["a", "b"], k, k, append_indptr=[0, LENGTH, 2 * LENGTH])
         yield session
         session.delete_sequences(prefix="")
-        told = session.pool()
-        assert told.integrity == "ok" and told.free == told.total, told
+        reply = session.pool()
+        assert reply.integrity == "ok" and reply.free == reply.total, reply
 
 
 @pytest.fixture(params=["numpy", "torch"])

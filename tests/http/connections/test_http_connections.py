@@ -98,10 +98,10 @@ def test_a_broken_request_behind_a_good_one_is_told_and_rings_no_alarm(
     before = client.get("/metrics").text.count('code="internal"')
     good = request("GET", "/v1/info", close=False)
     for broken in (b"\0\0\0\0\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/merge\r\n\r\n"):
-        told = say(service, good + broken)
-        assert [one.status for one in told] == [200, 400], (broken, told)
-        assert told[1].problem["code"] == "malformed_request"
-        assert told[1].headers["connection"] == "close"
+        reply = say(service, good + broken)
+        assert [one.status for one in reply] == [200, 400], (broken, reply)
+        assert reply[1].problem["code"] == "malformed_request"
+        assert reply[1].headers["connection"] == "close"
     assert client.get("/metrics").text.count('code="internal"') == before
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR], caplog.text
 
@@ -120,16 +120,16 @@ def test_a_broken_request_behind_a_good_one_is_told_and_rings_no_alarm(
     ],
 )
 def test_what_is_no_http_is_told_as_a_problem(service: Service, data: bytes) -> None:
-    (told,) = say(service, data)
-    assert (told.status, told.problem["code"]) == (400, "malformed_request"), told
+    (reply,) = say(service, data)
+    assert (reply.status, reply.problem["code"]) == (400, "malformed_request"), reply
 
 
 @pytest.mark.parametrize(
     "lines", [["x: " + "y" * 70_000], [f"h{i}: 1" for i in range(101)]], ids=["bytes", "lines"]
 )
 def test_headers_beyond_the_limits_are_refused(service: Service, lines: list[str]) -> None:
-    (told,) = say(service, request("GET", "/v1/info", b"", *lines))
-    assert told.status == 431 and told.problem["code"] == "headers_too_large", told
+    (reply,) = say(service, request("GET", "/v1/info", b"", *lines))
+    assert reply.status == 431 and reply.problem["code"] == "headers_too_large", reply
 
 
 def test_endless_headers_are_cut_off_and_not_kept(service: Service) -> None:
@@ -156,8 +156,8 @@ def test_connections_that_send_nothing_or_too_slowly_end() -> None:
         cut.sendall(request("POST", "/v1/sequences", b'{"sequences": [{}]}')[:-5])
         assert receive_all(silent) == b"", "nothing was asked"
         for peer in (slow, cut):
-            (told,) = replies(receive_all(peer))
-            assert (told.status, told.problem["code"]) == (408, "request_timeout"), told
+            (reply,) = replies(receive_all(peer))
+            assert (reply.status, reply.problem["code"]) == (408, "request_timeout"), reply
         wait_for(lambda: not service.door.connections, "all of them to go")
 
 
@@ -176,8 +176,8 @@ def test_head_is_answered_as_get_without_a_body(
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-type"] == whole.headers["content-type"]
     assert int(head.headers["content-length"]) > 0
-    (told,) = say(service, request("HEAD", path))
-    assert told.status == 200
+    (reply,) = say(service, request("HEAD", path))
+    assert reply.status == 200
 
 
 def test_the_page_of_the_api_needs_no_other_host(client: httpx.Client) -> None:
@@ -186,8 +186,8 @@ def test_the_page_of_the_api_needs_no_other_host(client: httpx.Client) -> None:
     assert len(needed) >= 3, page
     for asset in needed:
         assert "//" not in asset, f"{asset} is somebody else's"
-        told = client.get(f"/{asset.lstrip('/')}")
-        assert told.status_code == 200 and len(told.content) > 500, asset
+        reply = client.get(f"/{asset.lstrip('/')}")
+        assert reply.status_code == 200 and len(reply.content) > 500, asset
     assert "https://" not in re.sub(r"<!--.*?-->", "", page, flags=re.S), page
 
 
@@ -196,8 +196,8 @@ def test_the_log_names_the_peer_and_cannot_be_forged(
 ) -> None:
     caplog.set_level(logging.INFO, "attnd.access")
     path = "/v1/nothing%20status=200%20code=ok%2212:00:00.000%20info"
-    told = client.get(path, headers={"x-request-id": "forged"})
-    check_problem(told, 404, "not_found")
+    reply = client.get(path, headers={"x-request-id": "forged"})
+    check_problem(reply, 404, "not_found")
     say(service, b"rubbish\r\n\r\n")
     wait_for(lambda: len(access(caplog)) >= 2, "the log")
     forged, rubbish = access(caplog)[:2]
@@ -223,8 +223,8 @@ def test_a_body_in_chunks_is_read_as_one(service: Service, client: httpx.Client)
         for at in range(0, len(body), 5):
             yield body[at : at + 5]
 
-    told = client.post("/v1/sequences", content=chunks(), headers={"content-type": JSON})
-    assert told.status_code == 201, told.text
+    reply = client.post("/v1/sequences", content=chunks(), headers={"content-type": JSON})
+    assert reply.status_code == 201, reply.text
 
 
 def test_a_client_that_waits_for_continue_is_told_to_go_on_or_why_not(service: Service) -> None:
@@ -236,10 +236,10 @@ def test_a_client_that_waits_for_continue_is_told_to_go_on_or_why_not(service: S
         peer.sendall(head[: -len(body)])
         assert peer.recv(100).startswith(b"HTTP/1.1 100 ")
         peer.sendall(body)
-        (told,) = replies(receive_all(peer))
-        assert told.status == 201
+        (reply,) = replies(receive_all(peer))
+        assert reply.status == 201
     lines = (expect, f"content-type: {SAFETENSORS}", "content-length: 1000000000")
-    (told,) = say(service, request("POST", "/v1/merge", b"", *lines))
-    assert told.status == 413, "before a byte of the body was sent"
+    (reply,) = say(service, request("POST", "/v1/merge", b"", *lines))
+    assert reply.status == 413, "before a byte of the body was sent"
     with service.client() as client:
         assert client.delete("/v1/sequences/patient").status_code == 204

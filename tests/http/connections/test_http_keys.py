@@ -118,8 +118,8 @@ def test_the_same_id_in_two_namespaces_is_two_sequences(
         assert made["id"] == "same"
         append(client, 0, "same", rows(rng, count), rows(rng, count))
     for client, count in ((red, 3), (blue, 6)):
-        told = client.get("/v1/sequences/same").json()
-        assert (told["id"], told["lengths"][0]) == ("same", count)
+        reply = client.get("/v1/sequences/same").json()
+        assert (reply["id"], reply["lengths"][0]) == ("same", count)
         assert [one["id"] for one in client.get("/v1/sequences").json()["sequences"]] == ["same"]
     refused = red.post("/v1/sequences", json={"sequences": [{"id": "same"}]})
     check_problem(refused, 409, "sequence_exists", sequences=["same"])
@@ -142,10 +142,10 @@ def test_bodies_that_are_the_same_byte_for_byte_are_each_callers_own(
             headers = {"authorization": f"Bearer {key}"}
             return post(client, "/v1/decode", named, tensors, headers=headers)
 
-        told = {key: decode(key, q=q).content for key in ("a-key-of-red", "a-key-of-blue")}
-        assert told["a-key-of-red"] != told["a-key-of-blue"]
+        reply = {key: decode(key, q=q).content for key in ("a-key-of-red", "a-key-of-blue")}
+        assert reply["a-key-of-red"] != reply["a-key-of-blue"]
         for key in ("a-key-of-red", "a-key-of-blue") * 4:
-            assert decode(key, q=q).content == told[key]
+            assert decode(key, q=q).content == reply[key]
         for number in range(1, 4):
             assert decode("a-key-of-red", q=q, k=k, v=v).status_code == 200
             refused = decode("a-reader-of-red", q=q, k=k, v=v)
@@ -198,8 +198,8 @@ def test_a_fork_and_its_page_table_stay_within_the_namespace(
     assert pages[0].isdisjoint(pages[1])
     assert red.get("/v1/sequences/fork").json()["parent"] == "trunk"
     fields = {"layer": 0, "sequences": ["trunk", "fork"], "cascade": "always"}
-    told, _ = ask(red, "/v1/decode", fields, {"q": rows(rng, 2, QO_HEADS)})
-    assert told["cascade"] is True
+    reply, _ = ask(red, "/v1/decode", fields, {"q": rows(rng, 2, QO_HEADS)})
+    assert reply["cascade"] is True
 
 
 def test_scopes_say_what_a_key_may_do(

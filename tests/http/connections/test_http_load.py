@@ -152,10 +152,10 @@ def test_a_client_that_hangs_up_leaves_no_trace(
     assert [one.result().status_code for one in before] == [200, 200]
     with tight.client() as client:
         assert client.get("/v1/sequences/x").json()["lengths"] == [0, 0]
-        told = client.get("/metrics").text
-        assert 'attnd_rejected_total{reason="cancelled"} 1.0' in told
-        assert "attnd_inflight 0.0" in told
-        assert 'attnd_requests_total{code="client_gone",op="append"} 1.0' in told
+        reply = client.get("/metrics").text
+        assert 'attnd_rejected_total{reason="cancelled"} 1.0' in reply
+        assert "attnd_inflight 0.0" in reply
+        assert 'attnd_requests_total{code="client_gone",op="append"} 1.0' in reply
         assert client.get("/v1/pool").json()["integrity"] == "ok"
 
 
@@ -200,7 +200,7 @@ def test_two_interleaved_clients_get_the_same_numbers_as_alone(
     def session(service: Service, name: str, seed: int) -> list[Any]:
         """Append and decode step by step, over both layers; everything that was answered."""
         mine = np.random.default_rng(seed)
-        told: list[Any] = []
+        reply: list[Any] = []
         with service.client() as client:
             create(client, name)
             for step in range(12):
@@ -208,8 +208,8 @@ def test_two_interleaved_clients_get_the_same_numbers_as_alone(
                     kv = {"k": rows(mine, 1), "v": rows(mine, 1), "q": rows(mine, 1, QO_HEADS)}
                     fields = {"layer": layer, "sequences": [name], "offsets": [step]}
                     _, tensors = ask(client, "/v1/decode", fields, kv)
-                    told += [tensors["o"], tensors["lse"]]
-        return told
+                    reply += [tensors["o"], tensors["lse"]]
+        return reply
 
     with serving() as service:
         alone = [session(service, f"alone-{seed}", seed) for seed in (1, 2)]
@@ -237,10 +237,10 @@ def test_a_drain_finishes_what_was_admitted_and_refuses_the_rest(
         tight.drain()
         wait_for(lambda: tight.state == "draining" and tight.door.draining, "the drain")
         ready, live, metrics, info, late = clients
-        told = ready.get("/health/ready")
-        assert "draining" in check_problem(told, 503, "not_ready")["detail"]
-        assert int(told.headers["retry-after"]) >= 1
-        assert told.headers["connection"] == "close", "a client that is refused goes elsewhere"
+        reply = ready.get("/health/ready")
+        assert "draining" in check_problem(reply, 503, "not_ready")["detail"]
+        assert int(reply.headers["retry-after"]) >= 1
+        assert reply.headers["connection"] == "close", "a client that is refused goes elsewhere"
         assert live.get("/health/live").status_code == 200
         assert metrics.get("/metrics").status_code == 200
         check_problem(info.get("/v1/pool"), 503, "not_ready")

@@ -196,8 +196,8 @@ def test_an_answer_as_json_has_a_limit_and_the_same_as_safetensors_has_none(
         assert "Accept" in problem["detail"] and "server.max_json_bytes" in problem["detail"]
         assert post(client, "/v1/gather", wanted).status_code == 200
         accept = {"accept": SAFETENSORS}
-        told = post(client, "/v1/gather", wanted, media="application/json", headers=accept)
-        assert told.status_code == 200
+        reply = post(client, "/v1/gather", wanted, media="application/json", headers=accept)
+        assert reply.status_code == 200
 
 
 def test_gather_has_a_limit_and_is_read_in_parts(rng: np.random.Generator) -> None:
@@ -222,9 +222,9 @@ def read_in_parts(client: httpx.Client, rng: np.random.Generator) -> None:
         part = wanted | {"start": start, "stop": min(start + step, 60)}
         if (response := post(client, "/v1/gather", part)).status_code == 413:
             pytest.fail(response.text)
-        told, tensors = ask(client, "/v1/gather", part)
+        reply, tensors = ask(client, "/v1/gather", part)
         count = min(step, 60 - start)
-        assert told["kv_indptr"] == [i * count for i in range(len(forks) + 1)]
+        assert reply["kv_indptr"] == [i * count for i in range(len(forks) + 1)]
         parts.append((tensors["k"][:count], tensors["v"][-count:]))
     np.testing.assert_array_equal(np.concatenate([one for one, _ in parts]), k)
     np.testing.assert_array_equal(np.concatenate([one for _, one in parts]), v)

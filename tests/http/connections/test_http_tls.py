@@ -63,10 +63,10 @@ def test_calls_are_answered_over_tls(
     with httpx.Client(base_url=secured.url, verify=trusting(files), timeout=WAIT_S) as client:
         create(client, "a")
         append(client, 0, "a", rows(rng, 3), rows(rng, 3))
-        told, tensors = ask(
+        reply, tensors = ask(
             client, "/v1/decode", {"layer": 0, "sequences": ["a"]}, {"q": rows(rng, 1, QO_HEADS)}
         )
-        assert tensors["o"].shape == (1, QO_HEADS, HEAD_DIM) and told["lse_base"] == "e"
+        assert tensors["o"].shape == (1, QO_HEADS, HEAD_DIM) and reply["lse_base"] == "e"
         assert client.delete("/v1/sequences/a").status_code == 204
 
 

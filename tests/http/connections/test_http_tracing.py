@@ -125,7 +125,7 @@ def test_spans_reach_the_collector_before_the_door_ends() -> None:
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *told: object) -> None:
+        def log_message(self, *reply: object) -> None:
             """Nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Collector) as collector:

@@ -222,11 +222,11 @@ def over_http(client: httpx.Client, name: str, body: Body) -> Reply:
 
 def over_road(session: Session, name: str, body: Body) -> Reply:
     try:
-        told = session.send(Call(name, lambda reply: reply, False, *body))
+        answer = session.send(Call(name, lambda reply: reply, False, *body))
     except ServiceError as error:
         return Reply(error.status, json.dumps(error.problem).encode())
-    tensors = {name: np.array(array) for name, array in told.tensors.items()}
-    return Reply(told.status, json.dumps(told.fields).encode(), told.fields, tensors)
+    tensors = {name: np.array(array) for name, array in answer.tensors.items()}
+    return Reply(answer.status, json.dumps(answer.fields).encode(), answer.fields, tensors)
 
 
 LONG_CLUSTER: Final = pytest.param("a cluster of two", marks=pytest.mark.long)

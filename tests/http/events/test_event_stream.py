@@ -67,11 +67,11 @@ def page(client: httpx.Client, after: int) -> dict[str, Any]:
 
 def test_what_is_stored_removed_and_cleared_is_told_as_it_happens(client: httpx.Client) -> None:
     clear(client)
-    with listening(client) as told:
+    with listening(client) as reply:
         store(client, IDS)
-        stored = next(told)
+        stored = next(reply)
         clear(client)
-        removed, cleared = next(told), next(told)
+        removed, cleared = next(reply), next(reply)
     assert [one["kind"] for one in (stored, removed, cleared)] == ["stored", "removed", "cleared"]
     assert stored["token_ids"] == IDS and stored["page_size"] == PAGE_SIZE
     assert stored["page_keys"] == removed["page_keys"] and len(stored["page_keys"]) == 3
@@ -83,12 +83,12 @@ def test_whoever_comes_back_is_told_what_was_missed(client: httpx.Client) -> Non
     last = page(client, -1)["next"]
     store(client, IDS)
     clear(client)
-    with listening(client, headers={"Last-Event-ID": str(last + 1)}) as told:
-        assert next(told)["kind"] == "removed"
-    with listening(client, params={"after": last}) as told:
-        assert [next(told)["id"] for _ in range(3)] == [last + 1, last + 2, last + 3]
+    with listening(client, headers={"Last-Event-ID": str(last + 1)}) as reply:
+        assert next(reply)["kind"] == "removed"
+    with listening(client, params={"after": last}) as reply:
+        assert [next(reply)["id"] for _ in range(3)] == [last + 1, last + 2, last + 3]
         store(client, IDS)
-        assert next(told)["id"] == last + 4
+        assert next(reply)["id"] == last + 4
     assert page(client, last + 4) == {"events": [], "next": last + 4, "too_old": False}
     assert len(client.get(f"/v1/events/page?after={last}&limit=2").json()["events"]) == 2
     clear(client)
@@ -114,9 +114,9 @@ def test_what_the_history_has_forgotten_is_said_first() -> None:
         for _ in range(2):
             store(client, IDS)
             clear(client)
-        told = page(client, first)
-        assert told["too_old"] and told["next"] == first + 6
-        assert [one["type"] for one in told["events"]] == ["removed", "cleared"]
+        reply = page(client, first)
+        assert reply["too_old"] and reply["next"] == first + 6
+        assert [one["type"] for one in reply["events"]] == ["removed", "cleared"]
         assert page(client, 0)["too_old"] and page(client, first + 99)["too_old"]
         assert not page(client, first + 4)["too_old"]
         with listening(client, headers={"last-event-id": str(first)}) as stream:
@@ -128,13 +128,13 @@ def test_the_pressure_of_the_pool_is_told_when_it_changes() -> None:
     arguments = ("--cache.high-watermark", "0.25")
     with serving(*arguments) as running, running.client() as client:
         rng = np.random.default_rng(0)
-        with listening(client) as told:
+        with listening(client) as reply:
             create(client, "a")
             count = 20 * PAGE_SIZE
             append(client, 0, "a", rows(rng, count), rows(rng, count))
-            high = next(told)
+            high = next(reply)
             client.delete("/v1/sequences/a")
-            low = next(told)
+            low = next(reply)
         assert (high["type"], high["is_high"], high["free"]) == ("pressure", True, 44)
         assert (low["type"], low["is_high"], low["free"]) == ("pressure", False, 64)
 
@@ -163,8 +163,8 @@ def test_http_10_and_a_client_that_closes_its_side_get_a_stream_too(service: Ser
             got = b""
             while b"event: cleared" not in got:
                 got += sock.recv(4096)
-            told, _, body = got.partition(b"\r\n\r\n")
-            assert b"connection: close" in told and b"content-length" not in told
+            reply, _, body = got.partition(b"\r\n\r\n")
+            assert b"connection: close" in reply and b"content-length" not in reply
             assert body.startswith(b": still here\n\nid: ")
 
 
@@ -183,9 +183,9 @@ def test_a_reader_who_reads_nothing_is_left_and_holds_nobody_up() -> None:
                 store(client, ids)
                 clear(client)
             assert running.door.active == 0
-        with listening(client) as told:
+        with listening(client) as reply:
             clear(client)
-            assert any(event["kind"] == "cleared" for event in told)
+            assert any(event["kind"] == "cleared" for event in reply)
 
 
 @pytest.mark.parametrize(
@@ -232,14 +232,14 @@ def test_events_are_those_of_the_keys_namespace_and_end_with_the_key(
             with running.client() as nobody:
                 assert nobody.get("/v1/events").status_code == 401
             assert mute.get("/v1/events").status_code == 403
-            with listening(red) as told:
+            with listening(red) as reply:
                 store(blue, IDS)
                 store(red, IDS[:PAGE_SIZE])
-                found = next(told)
+                found = next(reply)
                 assert (found["namespace"], found["token_ids"]) == ("red", IDS[:PAGE_SIZE])
                 assert page(red, 0)["next"] == found["id"]
                 path.write_text("\n".join(lines[1:]))
                 server = running.doors[0][0]
                 assert server.loop is not None
                 server.loop.call_soon_threadsafe(server.read_again)
-                assert list(told) == []
+                assert list(reply) == []

@@ -48,10 +48,10 @@ return Array.from({length: attnd.map.states.length}, (_, page) => {
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Chrome]:
     if names := missing():
-        told = f"{' and '.join(names)} not installed: apt-get install chromium chromium-driver"
+        reply = f"{' and '.join(names)} not installed: apt-get install chromium chromium-driver"
         if os.environ.get("CI"):
-            pytest.fail(told)
-        pytest.skip(told)
+            pytest.fail(reply)
+        pytest.skip(reply)
     with browser() as driver:
         yield driver
 
@@ -83,8 +83,8 @@ def open_live(driver: Chrome, service: Service) -> None:
 
 
 def pool_shown(driver: Chrome) -> dict[str, Any]:
-    told = driver.execute_script("return document.body.dataset.pool")
-    return dict(json.loads(told)) if told else {}
+    reply = driver.execute_script("return document.body.dataset.pool")
+    return dict(json.loads(reply)) if reply else {}
 
 
 def fill(client: httpx.Client, name: str, pages: int) -> None:
@@ -99,15 +99,15 @@ def colours(driver: Chrome) -> dict[str, list[int]]:
     """Of the states, as the legend shows them."""
     found = {}
     for state in ("free", "referenced", "cached"):
-        told = style(driver, f".split .{state}", "background-color")
-        found[state] = [int(part) for part in re.findall(r"\d+", told)[:3]]
+        reply = style(driver, f".split .{state}", "background-color")
+        found[state] = [int(part) for part in re.findall(r"\d+", reply)[:3]]
     return found
 
 
 def check_quiet(driver: Chrome, service: Service) -> None:
     """No error on the console, no request to another host."""
-    told = [one for one in driver.get_log("browser") if one["level"] not in ("INFO", "DEBUG")]
-    assert told == []
+    reply = [one for one in driver.get_log("browser") if one["level"] not in ("INFO", "DEBUG")]
+    assert reply == []
     asked = [
         fields["request"]["url"]
         for event, fields in network(driver)
@@ -138,9 +138,9 @@ def test_the_page_shows_what_the_service_says_of_itself(
     client.post("/v1/sequences", json={"sequences": [{"id": "b", "parent": "a"}]})
     open_live(driver, service)
     wait_for(lambda: pool_shown(driver).get("sequences") == 2, "both sequences")
-    told, shown = client.get("/v1/pool").json(), pool_shown(driver)
+    reply, shown = client.get("/v1/pool").json(), pool_shown(driver)
     for name in ("free", "referenced", "cached", "pinned", "total", "sequences", "leases", "nodes"):
-        assert shown[name] == told[name], name
+        assert shown[name] == reply[name], name
     assert text(driver, "used-of") == f"5 of {PAGES} pages referenced, 0 cached"
     assert text(driver, "sequences") == "2"
     assert "2 layers" in text(driver, "service")
@@ -328,14 +328,14 @@ def test_a_lost_connection_is_told_and_made_again(driver: Chrome, service: Servi
             connection.transport.abort()
 
     server.loop.call_soon_threadsafe(cut)
-    told: list[str] = []
+    reply: list[str] = []
 
     def is_back() -> bool:
-        told[:] = driver.execute_script("return attnd.told")
-        return told[-1:] == ["live"]
+        reply[:] = driver.execute_script("return attnd.told")
+        return reply[-1:] == ["live"]
 
     wait_for(is_back, "the second connection")
-    assert told == ["connection lost", "live"]
+    assert reply == ["connection lost", "live"]
     assert not driver.find_element(By.ID, "trouble").is_displayed()
 
 

@@ -72,8 +72,8 @@ def test_the_page_and_its_files_come_with_a_strict_policy(client: httpx.Client) 
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
         for word in ("://", "innerHTML", "eval(", " style=", "onclick"):
-            told = answer.text.replace("http://www.w3.org/2000/svg", "")
-            assert word not in told, f"{path} has {word}"
+            reply = answer.text.replace("http://www.w3.org/2000/svg", "")
+            assert word not in reply, f"{path} has {word}"
     assert client.get("/live").headers["content-type"].startswith("text/html")
     assert client.get("/live/live.js").headers["content-type"].startswith("text/javascript")
 
@@ -90,18 +90,18 @@ def test_no_other_file_is_served(client: httpx.Client) -> None:
 def test_the_stream_begins_with_everything_and_goes_on_with_what_changes(
     client: httpx.Client, rng: np.random.Generator
 ) -> None:
-    with watching(client) as told:
-        service = first(told, "service")
+    with watching(client) as reply:
+        service = first(reply, "service")
         assert (service["num_pages"], service["page_size"]) == (PAGES, PAGE_SIZE)
         assert service["columns"] == list(samples.COLUMNS)
-        assert not unpacked(first(told, "pages")).any()
-        pool = first(told, "pool", sequences=0)
+        assert not unpacked(first(reply, "pages")).any()
+        pool = first(reply, "pool", sequences=0)
         assert (pool["free"], pool["total"]) == (PAGES, PAGES)
         create(client, "a")
         append(client, 0, "a", rows(rng, 3 * PAGE_SIZE), rows(rng, 3 * PAGE_SIZE))
-        pages = first(told, "pages")
-        tree = first(told, "tree")
-        pool = first(told, "pool")
+        pages = first(reply, "pages")
+        tree = first(reply, "tree")
+        pool = first(reply, "pool")
         assert unpacked(pages).sum() == tree["totals"][0] == pool["referenced"] == 3
         one = client.get("/v1/pool").json()
         assert {name: one[name] for name in pool if name in one} == {
@@ -117,11 +117,11 @@ def test_load_and_totals_are_those_of_the_metrics(
     text = client.get("/metrics").text
     appended = re.search(r"^attnd_tokens_appended_total (\S+)$", text, re.MULTILINE)
     assert appended
-    with watching(client) as told:
-        assert first(told, "load")["sessions"] == 1
-        summary = first(told, "summary")
+    with watching(client) as reply:
+        assert first(reply, "load")["sessions"] == 1
+        summary = first(reply, "summary")
         while summary["totals"]["tokens"] != float(appended[1]):
-            summary = first(told, "summary")
+            summary = first(reply, "summary")
     assert set(summary["latency"]) == set(samples.TIMES)
 
 
@@ -140,8 +140,8 @@ def test_an_engine_that_is_busy_is_said_to_be_and_not_waited_for() -> None:
     with serving() as running, running.client() as client:
         create(client, "a")
         rng = np.random.default_rng(0)
-        with watching(client) as told:
-            first(told, "pool")
+        with watching(client) as reply:
+            first(reply, "pool")
             running.backend.gate.clear()
             running.backend.entered.clear()
             q = {"q": rows(rng, 1, 4)}
@@ -150,20 +150,20 @@ def test_an_engine_that_is_busy_is_said_to_be_and_not_waited_for() -> None:
             asking.start()
             wait_for(running.backend.entered.is_set, "the attention")
             ends = time.monotonic() + 20.0
-            while first(told, "load")["age_s"] < 0.5:
+            while first(reply, "load")["age_s"] < 0.5:
                 assert time.monotonic() < ends
             running.backend.gate.set()
             asking.join()
-            while first(told, "load")["age_s"] > 0.5:
+            while first(reply, "load")["age_s"] > 0.5:
                 assert time.monotonic() < ends
 
 
 def test_the_stream_ends_with_the_drain_and_is_refused_then() -> None:
     with serving() as running, running.client() as client:
-        with watching(client) as told:
-            first(told, "pool")
+        with watching(client) as reply:
+            first(reply, "pool")
             running.drain()
-            assert all(name != "pages" for name, _ in told)
+            assert all(name != "pages" for name, _ in reply)
         wait_for(lambda: running.is_over, "the end of the drain")
 
 
@@ -195,14 +195,14 @@ def test_with_keys_the_page_is_open_and_what_it_shows_takes_the_scope_admin(
             "/v1/sequences", json={"sequences": [{"id": "secret"}]}, headers=bearer("user")
         )
         assert made.status_code == 201
-        with watching(client, headers=bearer("operator")) as told:
-            pool = first(told, "pool", sequences=1)
+        with watching(client, headers=bearer("operator")) as reply:
+            pool = first(reply, "pool", sequences=1)
             assert "secret" not in json.dumps(pool)
             path.write_text(lines["user"])
             server = running.doors[0][0]
             assert server.loop is not None
             server.loop.call_soon_threadsafe(server.read_again)
-            assert "secret" not in str(list(told))  # to its end, with the key
+            assert "secret" not in str(list(reply))  # to its end, with the key
 
 
 def test_with_keys_it_may_be_opened_to_everybody(tmp_path: Path) -> None:
@@ -210,8 +210,8 @@ def test_with_keys_it_may_be_opened_to_everybody(tmp_path: Path) -> None:
     path.write_text(line_of("user", *KEYS["user"]))
     arguments = ("--auth.keys-file", str(path), "--auth.open-live", "true")
     with serving(*arguments) as running, running.client() as client:
-        with watching(client) as told:
-            first(told, "pool", free=PAGES)
+        with watching(client) as reply:
+            first(reply, "pool", free=PAGES)
         check_problem(client.get("/v1/snapshot"), 401, "unauthorized")
 
 
@@ -241,9 +241,9 @@ def test_rows_that_are_not_kept_any_more_are_passed_over() -> None:
     assert kept.after(0) == (1, [])
     for _ in range(samples.KEPT + 5):
         kept._look()
-    number, told = kept.after(0)
-    assert (number, len(told), kept.newest) == (6, samples.KEPT, samples.KEPT + 5)
+    number, reply = kept.after(0)
+    assert (number, len(reply), kept.newest) == (6, samples.KEPT, samples.KEPT + 5)
     assert kept.after(kept.newest - 2)[0] == kept.newest - 1
     assert len(kept.after(kept.newest - 2)[1]) == 2
     assert kept.after(kept.newest)[1] == []
-    assert len(json.loads(told[0])) == len(samples.COLUMNS)
+    assert len(json.loads(reply[0])) == len(samples.COLUMNS)

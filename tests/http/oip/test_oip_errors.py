@@ -21,9 +21,9 @@ KV1: Any = np.zeros((1, KV_HEADS, 64), np.float32)
 
 def refused(triton: Triton, model: str, *given: Any, **fields: Any) -> tuple[str, str]:
     """The status, as gRPC names it, and the message of a refusal."""
-    with pytest.raises(InferenceServerException) as told:
+    with pytest.raises(InferenceServerException) as reply:
         triton.infer(model, *given, **fields)
-    return status(told.value), told.value.message()
+    return status(reply.value), reply.value.message()
 
 
 def status(error: InferenceServerException) -> str:
@@ -217,8 +217,8 @@ def binary(
 
 
 def q_input(size: int, **more: Any) -> dict[str, Any]:
-    told = {"name": "q", "shape": [1, QO_HEADS, 64], "datatype": "FP32"}
-    return {"inputs": [{**told, "parameters": {"binary_data_size": size}}], **more}
+    reply = {"name": "q", "shape": [1, QO_HEADS, 64], "datatype": "FP32"}
+    return {"inputs": [{**reply, "parameters": {"binary_data_size": size}}], **more}
 
 
 def check_error(response: httpx.Response, status: int, words: str) -> None:
@@ -335,8 +335,8 @@ def test_an_answer_too_long_for_json_is_refused_before_anything_changes() -> Non
 
 def test_models_are_told_and_counted(triton: Triton, client: httpx.Client) -> None:
     triton.infer("pool")
-    told = client.get("/v2/models/pool/stats").json()["model_stats"][0]
-    assert told["inference_count"] >= 1 and told["inference_stats"]["success"]["ns"] > 0
+    reply = client.get("/v2/models/pool/stats").json()["model_stats"][0]
+    assert reply["inference_count"] >= 1 and reply["inference_stats"]["success"]["ns"] > 0
     models = client.post("/v2/repository/index", json={"ready": True}).json()
     assert {one["state"] for one in models} == {"READY"}
     for one in models:
@@ -362,9 +362,9 @@ def test_shared_memory_regions_are_not_supported(
 ) -> None:
     response = client.post(f"/v2/{kind}sharedmemory/region/x/register")
     assert check_problem(response, 404, "not_found")["error"]
-    with pytest.raises(InferenceServerException) as told:
+    with pytest.raises(InferenceServerException) as reply:
         getattr(triton.client, f"get_{kind}_shared_memory_status")()
-    assert status(told.value) in ("404", "UNIMPLEMENTED")
+    assert status(reply.value) in ("404", "UNIMPLEMENTED")
 
 
 def test_a_tensor_in_a_region_is_not_supported(triton: Triton) -> None:
@@ -373,7 +373,7 @@ def test_a_tensor_in_a_region_is_not_supported(triton: Triton) -> None:
     wanted.set_shared_memory("rows", Q1.nbytes)
     sent = triton.input("q", Q1)
     for inputs, outputs in (([given], None), ([sent], [wanted])):
-        with pytest.raises(InferenceServerException) as told:
+        with pytest.raises(InferenceServerException) as reply:
             triton.client.infer("decode", inputs, outputs=outputs, parameters={"layer": 0})
-        assert status(told.value) in ("501", "UNIMPLEMENTED")
-        assert "shared memory regions are not supported" in told.value.message()
+        assert status(reply.value) in ("501", "UNIMPLEMENTED")
+        assert "shared memory regions are not supported" in reply.value.message()

@@ -80,9 +80,9 @@ def test_a_clients_deadline_reaches_the_engine(
     q = filled(over_grpc, rng)
     service.backend.gate.clear()
     try:
-        with pytest.raises(InferenceServerException) as told:
+        with pytest.raises(InferenceServerException) as reply:
             over_grpc.infer("decode", {"q": q}, {"client_timeout": 0.1}, layer=0, sequences=["a"])
-        assert told.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+        assert reply.value.status() == "StatusCode.DEADLINE_EXCEEDED"
     finally:
         service.backend.gate.set()
     wait_for(lambda: service.num_waiting == 0, "the engine to let go of it")
@@ -126,8 +126,8 @@ def test_a_stream_answers_in_order_and_goes_on_after_an_error(
     over_grpc: Triton, rng: np.random.Generator
 ) -> None:
     filled(over_grpc, rng)
-    told: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    over_grpc.client.start_stream(lambda result, error: told.put((result, error)))
+    reply: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    over_grpc.client.start_stream(lambda result, error: reply.put((result, error)))
     k = rows(rng, 1)
     for name in ("a", "b", "a"):
         inputs = [over_grpc.input("k", k), over_grpc.input("v", k)]
@@ -136,7 +136,7 @@ def test_a_stream_answers_in_order_and_goes_on_after_an_error(
             "append", inputs, request_id=name, parameters=parameters
         )
     over_grpc.client.stop_stream()
-    answers = [told.get(timeout=WAIT_S) for _ in range(3)]
+    answers = [reply.get(timeout=WAIT_S) for _ in range(3)]
     lengths = [
         result.get_response().parameters["lengths"].string_param if result else error.message()
         for result, error in answers
@@ -158,9 +158,9 @@ def test_inputs_may_be_spelled_out_where_the_protocol_has_a_place(channel: Any) 
 
 
 def refusal(channel: Any, made: Any, **how: Any) -> Any:
-    with pytest.raises(grpcio.RpcError) as told:
+    with pytest.raises(grpcio.RpcError) as reply:
         ask(channel, made, **how)
-    return told.value
+    return reply.value
 
 
 def test_what_does_not_hold_together_is_refused(channel: Any) -> None:
@@ -204,9 +204,9 @@ def test_more_calls_than_allowed_and_larger_messages_are_refused(rng: np.random.
         q = filled(made, rng)
         k = np.zeros((5000, KV_HEADS, 64), np.float32)
         fields = {"layer": 0, "sequences": ["a"], "append_indptr": [0, 5000]}
-        with pytest.raises(InferenceServerException) as told:
+        with pytest.raises(InferenceServerException) as reply:
             made.infer("append", {"k": k, "v": k}, **fields)
-        assert told.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+        assert reply.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
         ended: queue.Queue[Any] = queue.Queue()
         service.backend.entered.clear()
         service.backend.gate.clear()
@@ -218,10 +218,10 @@ def test_more_calls_than_allowed_and_larger_messages_are_refused(rng: np.random.
                 parameters={"layer": 0, "sequences": '["a"]'},
             )
             assert service.backend.entered.wait(WAIT_S)
-            with pytest.raises(InferenceServerException) as told:
+            with pytest.raises(InferenceServerException) as reply:
                 made.client.get_server_metadata()
-            assert told.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
-            assert "server.grpc_max_calls" in told.value.message()
+            assert reply.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+            assert "server.grpc_max_calls" in reply.value.message()
             assert made.client.is_server_live(), "probes need no place"
         finally:
             service.backend.gate.set()
@@ -253,17 +253,17 @@ def test_what_was_admitted_is_answered_before_the_door_ends(rng: np.random.Gener
 
 
 def test_a_stream_on_which_nothing_comes_does_not_hold_up_the_end() -> None:
-    told: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    reply: queue.Queue[tuple[Any, Any]] = queue.Queue()
     with serving() as service:
         with grpc_door(service) as door:
             made = grpc_client(door)
-            made.client.start_stream(lambda result, error: told.put((result, error)))
+            made.client.start_stream(lambda result, error: reply.put((result, error)))
             made.client.async_stream_infer("pool", [])
-            result, _ = told.get(timeout=WAIT_S)
+            result, _ = reply.get(timeout=WAIT_S)
             assert result.get_response().parameters["sequences"].int64_param == 0
             started = time.monotonic()
         assert time.monotonic() - started < 20.0, "it had 30 s"
-        _, error = told.get(timeout=WAIT_S)
+        _, error = reply.get(timeout=WAIT_S)
         assert error.status() == "StatusCode.UNAVAILABLE" and "not_ready" in error.message()
         made.client.stop_stream(cancel_requests=True)
         made.client.close()

@@ -80,9 +80,9 @@ def infer(channel: Any, *metadata: tuple[str, str], data: bytes = CALL) -> bytes
 
 
 def code_of(channel: Any, *metadata: tuple[str, str], data: bytes = CALL) -> Any:
-    with pytest.raises(grpc.RpcError) as told:
+    with pytest.raises(grpc.RpcError) as reply:
         infer(channel, *metadata, data=data)
-    return told.value.code()
+    return reply.value.code()
 
 
 def is_live(channel: Any) -> bool:

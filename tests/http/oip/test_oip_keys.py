@@ -41,10 +41,10 @@ def made(request: pytest.FixtureRequest, guarded: tuple[Service, Server, Path]) 
 
 
 def refusal(client: Triton, model: str, headers: Any, **fields: Any) -> str:
-    with pytest.raises(InferenceServerException) as told:
+    with pytest.raises(InferenceServerException) as reply:
         client.infer(model, {}, {"headers": headers}, **fields)
-    status = str(told.value.status()).removeprefix("StatusCode.")
-    return f"{status} {told.value.message()}"
+    status = str(reply.value.status()).removeprefix("StatusCode.")
+    return f"{status} {reply.value.message()}"
 
 
 def test_a_key_says_whose_a_call_is(made: Triton) -> None:
@@ -52,21 +52,21 @@ def test_a_key_says_whose_a_call_is(made: Triton) -> None:
         made.infer("create_sequences", {}, {"headers": headers}, sequences=[{"id": "same"}])
     made.infer("delete_sequence", {}, {"headers": RED}, id="same")
     assert "unknown sequence: same" in refusal(made, "get_sequence", RED, id="same")
-    told, _ = made.infer("get_sequence", {}, {"headers": BLUE}, id="same")
-    assert told["id"] == "same"
+    reply, _ = made.infer("get_sequence", {}, {"headers": BLUE}, id="same")
+    assert reply["id"] == "same"
     made.infer("delete_sequence", {}, {"headers": BLUE}, id="same")
 
 
 def test_without_a_key_or_its_scope_nothing_is_answered_but_health(made: Triton) -> None:
     assert made.client.is_server_live() and made.client.is_server_ready()
     for headers in (None, {"authorization": "Bearer nobodys"}, {"authorization": "Basic eA=="}):
-        told = refusal(made, "pool", headers)
-        assert told.startswith(("401 unauthorized", "UNAUTHENTICATED unauthorized")), told
+        reply = refusal(made, "pool", headers)
+        assert reply.startswith(("401 unauthorized", "UNAUTHENTICATED unauthorized")), reply
         with pytest.raises(InferenceServerException, match=r"unauthorized"):
             made.client.get_model_metadata("pool", headers=headers)
     made.client.get_model_metadata("pool", headers=READER)
-    told = refusal(made, "create_sequences", READER, sequences=[{}])
-    assert told.startswith(("403 forbidden", "PERMISSION_DENIED forbidden")), told
+    reply = refusal(made, "create_sequences", READER, sequences=[{}])
+    assert reply.startswith(("403 forbidden", "PERMISSION_DENIED forbidden")), reply
     with pytest.raises(InferenceServerException, match=r"forbidden"):
         made.client.get_inference_statistics("pool", headers=RED)
     made.client.get_inference_statistics("pool", headers=OPERATOR)

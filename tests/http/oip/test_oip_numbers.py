@@ -14,23 +14,23 @@ from triton_callers import Triton, fill
 def test_decode_appends_first_and_says_how_it_ran(triton: Triton, rng: np.random.Generator) -> None:
     k, v = fill(triton, rng, "a", 5)
     q, new_k, new_v = rows(rng, 1, QO_HEADS), rows(rng, 1), rows(rng, 1)
-    told, tensors = triton.infer(
+    reply, tensors = triton.infer(
         "decode", {"q": q, "k": new_k, "v": new_v}, layer=1, sequences=["a"], sm_scale=0.25
     )
     k, v = np.concatenate((k, new_k)), np.concatenate((v, new_v))
     check(tensors, *oracle.attend(q, k, v, seen(q, k), sm_scale=0.25), "decode")
-    assert told == {"lse_base": "e", "levels": 1, "cascade": False}
+    assert reply == {"lse_base": "e", "levels": 1, "cascade": False}
 
 
 def test_forks_share_a_prefix_and_cascade(triton: Triton, rng: np.random.Generator) -> None:
     k, v = fill(triton, rng, "root", 18)
     forks = [{"id": f"fork-{i}", "parent": "root"} for i in range(3)]
-    told, _ = triton.infer("create_sequences", sequences=forks)
-    assert [one["length"] for one in told["sequences"]] == [18] * 3
+    reply, _ = triton.infer("create_sequences", sequences=forks)
+    assert [one["length"] for one in reply["sequences"]] == [18] * 3
     q, names = rows(rng, 3, QO_HEADS), [one["id"] for one in forks]
-    told, tensors = triton.infer("decode", {"q": q}, layer=1, sequences=names, cascade="always")
+    reply, tensors = triton.infer("decode", {"q": q}, layer=1, sequences=names, cascade="always")
     check(tensors, *oracle.attend(q, k, v, seen(q, k), sm_scale=SCALE), "forks")
-    assert told["cascade"] is True and told["levels"] == 2
+    assert reply["cascade"] is True and reply["levels"] == 2
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["BOOL", "packed"])
@@ -92,13 +92,13 @@ def test_an_explicit_cascade_answers_the_levels_that_are_asked_for(
 
 def test_merge_and_gather(triton: Triton, rng: np.random.Generator) -> None:
     o, lse = rows(rng, 6, 3).reshape(2, 3, 3, HEAD_DIM), rng.random((2, 3, 3)).astype(np.float32)
-    told, tensors = triton.infer("merge", {"o": o, "lse": lse})
+    reply, tensors = triton.infer("merge", {"o": o, "lse": lse})
     merged = oracle.merge([(o[:, i], lse[:, i]) for i in range(3)])
     check(tensors, *merged, "a merge")
-    assert told == {"lse_base": "e"}
+    assert reply == {"lse_base": "e"}
     k, v = fill(triton, rng, "a", 5)
-    told, tensors = triton.infer("gather", layer=1, sequences=["a"], start=1, dtype="fp32")
-    assert told == {"kv_indptr": [0, 4]}
+    reply, tensors = triton.infer("gather", layer=1, sequences=["a"], start=1, dtype="fp32")
+    assert reply == {"kv_indptr": [0, 4]}
     np.testing.assert_array_equal(tensors["k"], k[1:].astype(np.float32))
     np.testing.assert_array_equal(tensors["v"], v[1:].astype(np.float32))
 
@@ -132,13 +132,13 @@ def test_tensors_may_be_spelled_out_in_json(
         tritonclient.http.InferRequestedOutput("o", binary_data=False),
     ]
     parameters = {"qo_indptr": f"[0,{rows_of_q}]"}
-    told = over_http.client.infer(
+    reply = over_http.client.infer(
         "ragged_prefill", inputs, outputs=outputs, parameters=parameters, request_id="mine"
     )
     o, lse = oracle.attend(q, k, k, seen(q, k), sm_scale=8**-0.5)
-    np.testing.assert_allclose(told.as_numpy("o").astype(np.float64), o, atol=4e-3)
-    np.testing.assert_allclose(told.as_numpy("lse"), lse, atol=1e-3)
-    assert told.get_response()["id"] == "mine"
+    np.testing.assert_allclose(reply.as_numpy("o").astype(np.float64), o, atol=4e-3)
+    np.testing.assert_allclose(reply.as_numpy("lse"), lse, atol=1e-3)
+    assert reply.get_response()["id"] == "mine"
 
 
 def test_sequences_are_listed_told_cut_and_deleted(
@@ -146,8 +146,8 @@ def test_sequences_are_listed_told_cut_and_deleted(
 ) -> None:
     fill(triton, rng, "a", 6)
     assert triton.infer("truncate", id="a", length=5)[0]["lengths"] == [5] * LAYERS
-    told, tensors = triton.infer("get_sequence", id="a")
-    assert (told["length"], tensors) == (5, {}) and "parent" not in told
+    reply, tensors = triton.infer("get_sequence", id="a")
+    assert (reply["length"], tensors) == (5, {}) and "parent" not in reply
     listed, _ = triton.infer("list_sequences", limit=1)
     assert [one["id"] for one in listed["sequences"]] == ["a"]
     table, _ = triton.infer("page_table", sequences=["a"])
@@ -169,15 +169,15 @@ def test_appends_cuts_and_commits_of_many_are_models(
         "layers": np.arange(LAYERS, dtype=np.int32),
         "append_indptr": np.array([0, 8, 12], np.int32),
     }
-    told, _ = triton.infer("append", tensors, sequences=names)
-    assert told == {"lengths": [8, 4]}
+    reply, _ = triton.infer("append", tensors, sequences=names)
+    assert reply == {"lengths": [8, 4]}
     cut = {
         "lengths": np.array([2, 1], np.int32),
         "keep": np.array([4, 7, 3], np.int32),
         "keep_indptr": np.array([0, 2, 3], np.int32),
     }
-    told, _ = triton.infer("truncate_sequences", cut, sequences=names)
-    assert [one["length"] for one in told["sequences"]] == [4, 2]
+    reply, _ = triton.infer("truncate_sequences", cut, sequences=names)
+    assert [one["length"] for one in reply["sequences"]] == [4, 2]
     for layer in range(LAYERS):
         _, tensors = triton.infer("gather", layer=layer, sequences=names)
         np.testing.assert_array_equal(tensors["k"], k[layer][[0, 1, 4, 7, 8, 11]])
@@ -185,5 +185,5 @@ def test_appends_cuts_and_commits_of_many_are_models(
         "token_ids": np.array([1, 2, 3], np.uint32),
         "names_indptr": np.array([0, 2, 3], np.int32),
     }
-    told, _ = triton.infer("commit_sequences", ids, sequences=names)
-    assert set(told) == {"committed_lens", "num_pages", "last_keys"}
+    reply, _ = triton.infer("commit_sequences", ids, sequences=names)
+    assert set(reply) == {"committed_lens", "num_pages", "last_keys"}

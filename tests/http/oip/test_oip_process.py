@@ -39,8 +39,8 @@ def test_the_door_is_started_again_and_ends_with_the_others() -> None:
         with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}") as client:
             assert client.infer("pool", []).get_response().parameters["sequences"].int64_param == 0
             running.find('"op": "pool", "method": "ModelInfer"')
-            told = client.get_inference_statistics("pool").model_stats[0]
-            assert told.inference_count == 1
+            reply = client.get_inference_statistics("pool").model_stats[0]
+            assert reply.inference_count == 1
         assert running.stop() == 0
         assert not [line for line in running.lines if "Traceback" in line]
 
@@ -50,5 +50,5 @@ def test_a_port_that_is_taken_ends_the_service_with_one_line() -> None:
         taken = str(other.getsockname()[1])
         with process("--server.port", "0", "--server.grpc-port", taken) as running:
             assert running.child.wait(WAIT_S) == 1
-            (told,) = running.messages("error")
-    assert f"server.grpc_port {taken}" in told, told
+            (reply,) = running.messages("error")
+    assert f"server.grpc_port {taken}" in reply, reply

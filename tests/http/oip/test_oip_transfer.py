@@ -8,18 +8,18 @@ from triton_callers import Triton, fill
 
 def test_a_sequence_goes_out_and_in_part_by_part(triton: Triton, rng: np.random.Generator) -> None:
     k, v = fill(triton, rng, "a", 21)
-    told, names = triton.infer("export_sequence", id="a", part_bytes=2**13)
-    header, before = told["header"], told["digest"]
+    reply, names = triton.infer("export_sequence", id="a", part_bytes=2**13)
+    header, before = reply["header"], reply["digest"]
     assert header["num_parts"] > 1 and not names
-    told, _ = triton.infer("import_sequence", id="b", header=header, digest=before)
-    assert (told["state"], told["next_part"]) == ("receiving", 0)
+    reply, _ = triton.infer("import_sequence", id="b", header=header, digest=before)
+    assert (reply["state"], reply["next_part"]) == ("receiving", 0)
     for part in range(header["num_parts"]):
         asked = {"generation": header["generation"], "part_bytes": header["part_bytes"]}
-        told, tensors = triton.infer("export_sequence", id="a", part=part, before=before, **asked)
-        before = told["digest"]
+        reply, tensors = triton.infer("export_sequence", id="a", part=part, before=before, **asked)
+        before = reply["digest"]
         triton.infer("import_sequence", tensors, id="b", part=part, digest=before)
-    told, _ = triton.infer("import_sequence", id="b", digest=before)
-    assert told["state"] == "done"
+    reply, _ = triton.infer("import_sequence", id="b", digest=before)
+    assert reply["state"] == "done"
     _, tensors = triton.infer("gather", layer=1, sequences=["b"])
     np.testing.assert_array_equal(tensors["k"], k)
     np.testing.assert_array_equal(tensors["v"], v)

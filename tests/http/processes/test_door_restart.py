@@ -26,9 +26,9 @@ def keep(client: httpx.Client, rng: np.random.Generator) -> tuple[Any, str]:
     for layer in range(LAYERS - 1, -1, -1):
         k = rows(rng, len(IDS))
         append(client, layer, "a", k, rows(rng, len(IDS)))
-    told = client.post("/v1/sequences/a/commit", json=NAMED).json()
-    assert told["committed_len"] == len(IDS)
-    return k, told["last_key"]
+    reply = client.post("/v1/sequences/a/commit", json=NAMED).json()
+    assert reply["committed_len"] == len(IDS)
+    return k, reply["last_key"]
 
 
 def test_after_its_engine_was_killed_a_service_comes_back_empty_and_tells_whoever_followed(
@@ -61,8 +61,8 @@ def test_after_its_engine_was_killed_a_service_comes_back_empty_and_tells_whoeve
         missed = client.get(f"/v1/events/page?after={events['next']}").json()
         assert missed["too_old"] and missed["events"] == []
         seen = {"Last-Event-ID": str(events["next"])}
-        with client.stream("GET", "/v1/events", headers=seen) as told:
-            lines = told.iter_lines()
+        with client.stream("GET", "/v1/events", headers=seen) as reply:
+            lines = reply.iter_lines()
             assert [next(lines), next(lines)][1] == "event: too_old"
 
         k, again = keep(client, rng)

@@ -37,8 +37,8 @@ def test_it_starts_serves_logs_json_and_stops_on_sigterm(rng: np.random.Generato
         assert running.stop() == 0
     entries = running.entries()
     (mine,) = [entry for entry in entries if entry.get("id") == "find-me"]
-    told = (mine["op"], mine["status"], mine["code"], mine["logger"], mine["process"])
-    assert told == ("decode", 200, "ok", "attnd.access", "http-0")
+    reply = (mine["op"], mine["status"], mine["code"], mine["logger"], mine["process"])
+    assert reply == ("decode", 200, "ok", "attnd.access", "http-0")
     assert mine["duration_ms"] > 0 and mine["time"] and mine["level"] == "info"
     assert re.fullmatch(r"127\.0\.0\.1:\d+", mine["peer"])
     assert not [entry for entry in entries if entry.get("op") == "live"], "probes are not logged"
@@ -192,8 +192,8 @@ def test_two_workers_count_as_one_service(rng: np.random.Generator) -> None:
     with listening("--server.http-workers", "2") as (running, url):
         clients = [httpx.Client(base_url=url, timeout=WAIT_S) for _ in range(12)]
         for index, client in enumerate(clients * 2):
-            told = client.get("/v1/info", headers={"x-request-id": f"one-{index}"})
-            assert told.status_code == 200
+            reply = client.get("/v1/info", headers={"x-request-id": f"one-{index}"})
+            assert reply.status_code == 200
         running.find(f"one-{asked - 1}")
         seen = [e["process"] for e in running.entries() if str(e.get("id")).startswith("one-")]
         assert set(seen) == {"http-0", "http-1"}, seen

@@ -71,8 +71,8 @@ def test_sigterm_during_an_operation_longer_than_the_drain_ends_it_with_503(
         assert running.stop() == 0
         check_problem(asked.result(WAIT_S), 503, "not_ready")
     assert not [line for line in running.lines if "Traceback" in line or "terminate" in line]
-    told = running.messages("warning", "error")
-    assert told == ["drain: 1 operations were not done in 1 s"], "nothing had to be killed"
+    reply = running.messages("warning", "error")
+    assert reply == ["drain: 1 operations were not done in 1 s"], "nothing had to be killed"
 
 
 def test_a_partial_body_does_not_hold_up_the_end() -> None:
@@ -84,12 +84,12 @@ def test_a_partial_body_does_not_hold_up_the_end() -> None:
             with httpx.Client(base_url=url, timeout=WAIT_S) as client:  # by now it has been read
                 client.get("/health/live")
             running.child.send_signal(signal.SIGTERM)
-            told = b""
+            reply = b""
             while piece := peer.recv(65536):
-                told += piece
+                reply += piece
         assert running.child.wait(WAIT_S) == 0, "long before the drain's 30 s are over"
-    assert told.startswith(b"HTTP/1.1 503 ") and b"application/problem+json" in told, told
-    assert b"connection: close" in told and told.count(b"HTTP/1.1") == 1, told
+    assert reply.startswith(b"HTTP/1.1 503 ") and b"application/problem+json" in reply, reply
+    assert b"connection: close" in reply and reply.count(b"HTTP/1.1") == 1, reply
     assert not [line for line in running.lines if "Traceback" in line]
 
 
@@ -101,8 +101,8 @@ def test_when_the_engine_is_killed_doors_answer_503_and_the_service_ends_with_1(
         os.kill(running.pid("engine"), signal.SIGKILL)
         check_problem(asked.result(WAIT_S), 503, "not_ready")
         assert running.child.wait(WAIT_S) == 1
-    (told,) = running.messages("error")
-    assert "engine was killed by SIGKILL" in told, told
+    (reply,) = running.messages("error")
+    assert "engine was killed by SIGKILL" in reply, reply
 
 
 def test_when_a_door_is_killed_it_starts_again_and_nobody_else_notices(
@@ -123,8 +123,8 @@ def test_when_a_door_is_killed_it_starts_again_and_nobody_else_notices(
                     client.get("/v1/info")
         wait_for(lambda: came_back(running, dead), "the door to start again")
         for index, client in enumerate(clients):
-            told = client.get("/v1/info", headers={"x-request-id": f"two-{index}"})
-            assert told.status_code == 200, "with a new connection where the old one is gone"
+            reply = client.get("/v1/info", headers={"x-request-id": f"two-{index}"})
+            assert reply.status_code == 200, "with a new connection where the old one is gone"
         assert ask(clients[0], "/v1/decode", fields, q)[1]["o"].shape[0] == 1
         for door, restarts in (("http-0", 1), ("http-1", 0)):
             line = f'attnd_process_restarts_total{{process="{door}"}} {restarts}.0'

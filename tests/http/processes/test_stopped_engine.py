@@ -24,8 +24,8 @@ def test_a_stopped_engine_leaves_nobody_waiting_and_is_not_ready() -> None:
         try:
             started = time.monotonic()
             headers = {"X-Attnd-Deadline-Ms": "500"}
-            told = client.get("/v1/sequences", headers=headers)
-            assert told.status_code == 504, told.text
+            reply = client.get("/v1/sequences", headers=headers)
+            assert reply.status_code == 504, reply.text
             assert time.monotonic() - started < 0.5 + GRACE_S + WAIT_S / 2
             wait_for(
                 lambda: client.get("/health/ready").status_code == 503,

@@ -35,8 +35,8 @@ def test_sequences_are_made_forked_told_and_deleted(
     fork, own = create(client, {"id": "b", "parent": "a", "length": 5}, {"parent": "b"})
     assert (fork["length"], fork["pages"], fork["last_page_len"]) == (5, 2, 1), fork
     assert (own["length"], own["parent"]) == (5, "b"), own
-    told = client.get("/v1/sequences/a").json()
-    assert told == {
+    reply = client.get("/v1/sequences/a").json()
+    assert reply == {
         "id": "a",
         "length": 6,
         "lengths": [6, 6],
@@ -76,8 +76,8 @@ def test_truncate_cuts_every_layer(client: httpx.Client, rng: np.random.Generato
     create(client, "a")
     for layer in range(LAYERS):
         append(client, layer, "a", rows(rng, 7), rows(rng, 7))
-    told = client.post("/v1/sequences/a/truncate", json={"length": 3}).json()
-    assert (told["length"], told["lengths"], told["pages"]) == (3, [3, 3], 1), told
+    reply = client.post("/v1/sequences/a/truncate", json={"length": 3}).json()
+    assert (reply["length"], reply["lengths"], reply["pages"]) == (3, [3, 3], 1), reply
 
 
 def test_the_page_table_tells_csr_rows_and_levels(
@@ -104,8 +104,8 @@ def test_info_tells_geometry_limits_and_identity(client: httpx.Client) -> None:
     info = client.get("/v1/info").json()
     assert info["backend"] == KIND
     assert info["dtype"] == POOL_DTYPE
-    told = (info["num_layers"], info["num_kv_heads"], info["head_dim"], info["page_size"])
-    assert told == (LAYERS, KV_HEADS, HEAD_DIM, PAGE_SIZE)
+    reply = (info["num_layers"], info["num_kv_heads"], info["head_dim"], info["page_size"])
+    assert reply == (LAYERS, KV_HEADS, HEAD_DIM, PAGE_SIZE)
     assert info["num_pages"] == PAGES
     assert info["instance_id"] == client.get("/v1/info").json()["instance_id"]
     assert info["tensor_dtypes"] == ["F32", "F16", "BF16"]

@@ -449,8 +449,8 @@ def test_a_fork_of_a_sequence_whose_layers_differ_says_its_length(client: httpx.
     silent = {"sequences": [{"id": "b", "parent": "a"}]}
     problem = check_problem(client.post("/v1/sequences", json=silent), 422, "invalid_request")
     assert problem["field"] == "parent" and "length = 0" in problem["rule"], problem
-    (told,) = create(client, {"id": "b", "parent": "a", "length": 0})
-    assert told["lengths"] == [0] * LAYERS
+    (reply,) = create(client, {"id": "b", "parent": "a", "length": 0})
+    assert reply["lengths"] == [0] * LAYERS
 
 
 def test_levels_that_share_pages_are_refused(client: httpx.Client) -> None:

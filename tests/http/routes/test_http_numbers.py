@@ -47,14 +47,14 @@ def test_decode_equals_the_oracle(
     create(client, "empty")
     q = rows(rng, 4, QO_HEADS)
     fields = {"layer": 1, "sequences": ["c", "a", "empty", "b"]}
-    told, tensors = ask(client, "/v1/decode", fields, {"q": q}, media)
+    reply, tensors = ask(client, "/v1/decode", fields, {"q": q}, media)
     nothing = (rows(rng, 0), rows(rng, 0))
     for i, name in enumerate(fields["sequences"]):
         k, v = held.get(name, nothing)
         o, lse = oracle.attend(q[i : i + 1], k, v, seen(q[i : i + 1], k), sm_scale=SCALE)
         mine = {key: array[i : i + 1] for key, array in tensors.items()}
         check(mine, o, lse, f"row {i}, sequence {name}")
-    assert told == {"lse_base": "e", "levels": 1, "cascade": False}
+    assert reply == {"lse_base": "e", "levels": 1, "cascade": False}
 
 
 def test_decode_appends_its_k_and_v_first(
@@ -63,9 +63,9 @@ def test_decode_appends_its_k_and_v_first(
     k, v = fill(client, rng, "a", 4)
     q, new_k, new_v = rows(rng, 1, QO_HEADS), rows(rng, 1), rows(rng, 1)
     fields = {"layer": 1, "sequences": ["a"], "offsets": [4], "sm_scale": 0.25}
-    _, told = ask(client, "/v1/decode", fields, {"q": q, "k": new_k, "v": new_v}, media)
+    _, reply = ask(client, "/v1/decode", fields, {"q": q, "k": new_k, "v": new_v}, media)
     k, v = np.concatenate((k, new_k)), np.concatenate((v, new_v))
-    check(told, *oracle.attend(q, k, v, seen(q, k), sm_scale=0.25), "decode with an append")
+    check(reply, *oracle.attend(q, k, v, seen(q, k), sm_scale=0.25), "decode with an append")
     assert client.get("/v1/sequences/a").json()["lengths"] == [4, 5]
 
 
@@ -81,17 +81,17 @@ def test_forks_decode_the_same_however_the_cascade_runs(
         append(client, 1, name, new_k, new_v)
     q = rows(rng, 3, QO_HEADS)
     fields = {"layer": 1, "sequences": names, "cascade": cascade, "lse_base": "2"}
-    told, tensors = ask(client, "/v1/decode", fields, {"q": q}, media)
+    reply, tensors = ask(client, "/v1/decode", fields, {"q": q}, media)
     for i, name in enumerate(names):
         keys, values = np.concatenate((k, own[name][0])), np.concatenate((v, own[name][1]))
         row = q[i : i + 1]
         o, lse = oracle.attend(row, keys, values, seen(row, keys), sm_scale=SCALE)
         mine = {key: array[i : i + 1] for key, array in tensors.items()}
         check(mine, o, lse / np.log(2), f"{cascade}, {name}")
-    assert told["lse_base"] == "2"
+    assert reply["lse_base"] == "2"
     if cascade != "auto":
-        assert told["cascade"] == (cascade == "always"), told
-        assert (told["levels"] > 1) == (cascade == "always"), told
+        assert reply["cascade"] == (cascade == "always"), reply
+        assert (reply["levels"] > 1) == (cascade == "always"), reply
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_prefill_equals_the_oracle(
     qo_indptr = [0, 2, 7]
     q, new_k, new_v = rows(rng, 7, QO_HEADS), rows(rng, 7), rows(rng, 7)
     fields = {"layer": 1, "sequences": ["a", "b"], "qo_indptr": qo_indptr, **rules}
-    _, told = ask(client, "/v1/prefill", fields, {"q": q, "k": new_k, "v": new_v}, media)
+    _, reply = ask(client, "/v1/prefill", fields, {"q": q, "k": new_k, "v": new_v}, media)
     where = {name: rules[name] for name in ("causal", "window_left") if name in rules}
     cap = rules.get("logits_soft_cap", 0.0)
     for i, name in enumerate(fields["sequences"]):
@@ -116,7 +116,7 @@ def test_prefill_equals_the_oracle(
         o, lse = oracle.attend(
             q[part], k, v, seen(q[part], k, **where), sm_scale=SCALE, logits_soft_cap=cap
         )
-        mine = {key: array[part] for key, array in told.items()}
+        mine = {key: array[part] for key, array in reply.items()}
         check(mine, o, lse, f"{rules}, sequence {name}")
 
 
@@ -135,12 +135,12 @@ def test_prefill_applies_masks_and_fully_masked_rows_are_empty(
     else:
         tensors = {"q": q, "mask": np.concatenate(parts)}
     fields = {"layer": 1, "sequences": ["a", "b"], "qo_indptr": [0, 2, 5]}
-    _, told = ask(client, "/v1/prefill", fields, tensors, media)
+    _, reply = ask(client, "/v1/prefill", fields, tensors, media)
     for name, part in (("a", slice(0, 2)), ("b", slice(2, 5))):
         k, v = held[name]
         o, lse = oracle.attend(q[part], k, v, seen(q[part], k, mask=masks[name]), sm_scale=SCALE)
-        check({key: array[part] for key, array in told.items()}, o, lse, f"mask of {name}")
-    assert np.isneginf(told["lse"][3]).all()
+        check({key: array[part] for key, array in reply.items()}, o, lse, f"mask of {name}")
+    assert np.isneginf(reply["lse"][3]).all()
 
 
 @pytest.mark.parametrize("mask", [None, "mask", "packed_mask"])
@@ -157,12 +157,12 @@ def test_ragged_prefill_equals_the_oracle_with_heads_of_its_own(
     elif mask == "packed_mask":
         bits = [np.packbits(part.reshape(-1), bitorder="little") for part in parts]
         tensors[mask] = np.concatenate(bits)
-    _, told = ask(client, "/v1/ragged-prefill", fields, tensors, media)
+    _, reply = ask(client, "/v1/ragged-prefill", fields, tensors, media)
     for i, part in enumerate(parts):
         mine, keys = q[qo[i] : qo[i + 1]], slice(kv[i], kv[i + 1])
         rules = seen(mine, k[keys], causal=True, mask=part if mask else None)
         o, lse = oracle.attend(mine, k[keys], v[keys], rules, sm_scale=SCALE)
-        slices = {key: array[qo[i] : qo[i + 1]] for key, array in told.items()}
+        slices = {key: array[qo[i] : qo[i + 1]] for key, array in reply.items()}
         check(slices, o, lse, f"request {i}, {mask}")
 
 
@@ -176,8 +176,8 @@ def test_explicit_cascade_merges_whole_sequences_and_tells_each_level(
         {"sequences": ["x", "y"], "qo_indptr": [0, 1, 3]},
     ]
     fields = {"layer": 1, "levels": levels, "return_levels": True}
-    told, tensors = ask(client, "/v1/cascade", fields, {"q": q}, media)
-    assert told["levels"] == 2
+    reply, tensors = ask(client, "/v1/cascade", fields, {"q": q}, media)
+    assert reply["levels"] == 2
     for row, own in enumerate(("x", "y", "y", None)):
         mine = q[row : row + 1]
         empty = (rows(rng, 0), rows(rng, 0))
@@ -199,19 +199,19 @@ def test_merge_takes_dense_and_ragged_states(
     lse = rng.standard_normal((6, 3)).astype(np.float32)
     lse[1], o[1] = -np.inf, 0
     dense = {"o": o.reshape(3, 2, 3, HEAD_DIM), "lse": lse.reshape(3, 2, 3)}
-    _, told = ask(client, "/v1/merge", {}, dense, media)
+    _, reply = ask(client, "/v1/merge", {}, dense, media)
     for t in range(3):
         pair = [(o[2 * t + i], lse[2 * t + i]) for i in range(2)]
         wanted = oracle.merge(pair)
-        check({"o": told["o"][t], "lse": told["lse"][t]}, *wanted, f"dense {t}")
+        check({"o": reply["o"][t], "lse": reply["lse"][t]}, *wanted, f"dense {t}")
     indptr = [0, 0, 1, 6]
-    told_fields, told = ask(client, "/v1/merge", {"indptr": indptr}, {"o": o, "lse": lse}, media)
+    told_fields, reply = ask(client, "/v1/merge", {"indptr": indptr}, {"o": o, "lse": lse}, media)
     assert told_fields == {"lse_base": "e"}
     check(
-        {"o": told["o"][0], "lse": told["lse"][0]}, 0 * o[0], np.full(3, -np.inf), "an empty list"
+        {"o": reply["o"][0], "lse": reply["lse"][0]}, 0 * o[0], np.full(3, -np.inf), "an empty list"
     )
     wanted = oracle.merge([(o[i], lse[i]) for i in range(1, 6)])
-    check({"o": told["o"][2], "lse": told["lse"][2]}, *wanted, "ragged")
+    check({"o": reply["o"][2], "lse": reply["lse"][2]}, *wanted, "ragged")
 
 
 def test_merge_in_base_two_equals_merge_in_base_e(
@@ -220,9 +220,9 @@ def test_merge_in_base_two_equals_merge_in_base_e(
     o, lse = rows(rng, 4, 2), rng.standard_normal((4, 2)).astype(np.float32)
     fields = {"indptr": [0, 4], "lse_base": "2"}
     base_2 = (lse / np.log(2)).astype(np.float32)
-    told_fields, told = ask(client, "/v1/merge", fields, {"o": o, "lse": base_2}, media)
+    told_fields, reply = ask(client, "/v1/merge", fields, {"o": o, "lse": base_2}, media)
     wanted_o, wanted_lse = oracle.merge([(o[i], lse[i]) for i in range(4)])
-    check(told, wanted_o[None], wanted_lse[None] / np.log(2), "base 2")
+    check(reply, wanted_o[None], wanted_lse[None] / np.log(2), "base 2")
     assert told_fields == {"lse_base": "2"}
 
 
@@ -234,8 +234,8 @@ def test_gather_gives_back_what_was_appended(
     new_k, new_v = rows(rng, 2), rows(rng, 2)
     append(client, 1, "b", new_k, new_v)
     fields = {"layer": 1, "sequences": ["b", "empty", "a"]}
-    told, tensors = ask(client, "/v1/gather", fields, media=media)
-    assert told == {"kv_indptr": [0, 5, 5, 11]}
+    reply, tensors = ask(client, "/v1/gather", fields, media=media)
+    assert reply == {"kv_indptr": [0, 5, 5, 11]}
     np.testing.assert_array_equal(tensors["k"], np.concatenate((k[:3], new_k, k)))
     np.testing.assert_array_equal(tensors["v"], np.concatenate((v[:3], new_v, v)))
     _, wider = ask(client, "/v1/gather", {**fields, "dtype": "fp32"}, media=media)
@@ -249,11 +249,11 @@ def test_queries_of_any_float_get_outputs_of_their_own(
 ) -> None:
     k, v = fill(client, rng, "a", 5)
     q = rows(rng, 1, QO_HEADS).astype(DTYPES[name])
-    _, told = ask(client, "/v1/decode", {"layer": 1, "sequences": ["a"]}, {"q": q}, JSON)
+    _, reply = ask(client, "/v1/decode", {"layer": 1, "sequences": ["a"]}, {"q": q}, JSON)
     o, lse = oracle.attend(q, k, v, seen(q, k), sm_scale=SCALE)
-    assert told["o"].dtype == q.dtype
-    np.testing.assert_allclose(told["o"].astype(np.float64), o, atol=allowed, rtol=allowed)
-    np.testing.assert_allclose(told["lse"], lse, atol=1e-3)
+    assert reply["o"].dtype == q.dtype
+    np.testing.assert_allclose(reply["o"].astype(np.float64), o, atol=allowed, rtol=allowed)
+    np.testing.assert_allclose(reply["lse"], lse, atol=1e-3)
 
 
 def test_accept_chooses_the_form_of_the_answer(
@@ -288,8 +288,8 @@ def test_queries_without_rows_are_legal(
     fill(client, rng, "a", 2)
     q = rows(rng, 0, QO_HEADS)
     fields = {"layer": 0, "sequences": ["a"], "qo_indptr": [0, 0]}
-    _, told = ask(client, "/v1/prefill", fields, {"q": q}, media)
-    assert told["o"].shape == (0, QO_HEADS, HEAD_DIM) and told["lse"].shape == (0, QO_HEADS)
+    _, reply = ask(client, "/v1/prefill", fields, {"q": q}, media)
+    assert reply["o"].shape == (0, QO_HEADS, HEAD_DIM) and reply["lse"].shape == (0, QO_HEADS)
     nothing = {"q": q, "k": rows(rng, 0), "v": rows(rng, 0)}
     fields = {"qo_indptr": [0, 0], "kv_indptr": [0, 0]}
     assert ask(client, "/v1/ragged-prefill", fields, nothing, media)[1]["o"].shape[0] == 0

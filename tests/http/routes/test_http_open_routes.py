@@ -190,12 +190,12 @@ def statuses(service: Service, data: bytes) -> list[int]:
     with service.connect() as peer:
         peer.sendall(data)
         peer.shutdown(socket.SHUT_WR)
-        told = b""
+        reply = b""
         while piece := peer.recv(65536):
-            told += piece
-            if b"text/event-stream" in told:
+            reply += piece
+            if b"text/event-stream" in reply:
                 break  # it does not end
-    return [int(one) for one in re.findall(rb"HTTP/1\.1 (\d{3}) ", told)]
+    return [int(one) for one in re.findall(rb"HTTP/1\.1 (\d{3}) ", reply)]
 
 
 def request_of(method: str, path: str, *lines: bytes) -> bytes:

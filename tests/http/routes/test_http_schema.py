@@ -157,8 +157,10 @@ def test_the_tensors_of_a_route_are_told_for_both_media_types(document: Any, pat
         assert binary["format"] == "binary"
         reference = binary["x-attnd-fields"]["$ref"].rpartition("/")[2]
         assert reference in document["components"]["schemas"]
-        for name, told in binary["x-attnd-tensors"].items():
-            assert told["dtype"] and told["shape"].startswith("[") and told["description"], name
+        for name, schema in binary["x-attnd-tensors"].items():
+            assert schema["dtype"] and schema["shape"].startswith("[") and schema["description"], (
+                name
+            )
         spelled = body["content"][JSON]["schema"]["properties"].get("tensors", {})
         listed = set(spelled.get("properties", {}))
         assert listed == {name for name in names if "{" not in name}
@@ -181,13 +183,13 @@ def test_lists_that_may_not_be_empty_or_repeat_themselves_say_so(document: Any) 
     for path in TENSOR_ROUTES:
         content = document["paths"][path]["post"]["requestBody"]["content"]
         name = content[SAFETENSORS]["schema"]["x-attnd-fields"]["$ref"].rpartition("/")[2]
-        for field, told in schemas[name]["properties"].items():
-            told = told if "type" in told else next(iter(told.get("anyOf", [told])))
+        for field, schema in schemas[name]["properties"].items():
+            schema = schema if "type" in schema else next(iter(schema.get("anyOf", [schema])))
             if field.endswith("indptr"):
-                assert told["minItems"] >= 1, (path, field)
+                assert schema["minItems"] >= 1, (path, field)
                 checked.append((path, field))
             if field == "sequences":
-                assert told["uniqueItems"] is True and told["minItems"] >= 1, (path, field)
+                assert schema["uniqueItems"] is True and schema["minItems"] >= 1, (path, field)
                 checked.append((path, field))
     for wanted in (("/v1/prefill", "qo_indptr"), ("/v1/ragged-prefill", "kv_indptr")):
         assert wanted in checked, checked

@@ -16,9 +16,9 @@ def test_every_verb_has_its_route(client: httpx.Client, rng: np.random.Generator
     for layer in range(LAYERS):
         append(client, layer, "a", rows(rng, 2 * PAGE_SIZE), rows(rng, 2 * PAGE_SIZE))
     named = {"token_ids": IDS}
-    told = client.post("/v1/sequences/a/commit", json=named).json()
-    assert (told["committed_len"], told["num_pages"]) == (2 * PAGE_SIZE, 2)
-    key = told["last_key"]
+    reply = client.post("/v1/sequences/a/commit", json=named).json()
+    assert (reply["committed_len"], reply["num_pages"]) == (2 * PAGE_SIZE, 2)
+    key = reply["last_key"]
     assert client.delete("/v1/sequences/a").status_code == 204
     found = client.post("/v1/prefix/match", json=named).json()
     assert found["matched_len"] == 2 * PAGE_SIZE
