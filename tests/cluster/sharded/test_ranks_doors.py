@@ -16,6 +16,7 @@ from service.cluster.routing.router import Router
 from tests.cluster.harness import (
     ATOL,
     DIM,
+    FLOAT,
     HEADS,
     LAYERS,
     PAGE,
@@ -245,6 +246,51 @@ def test_a_door_notices_lengths_that_another_door_has_changed(two_engines: Local
                 asked = {"sequences": [{"id": name, "parent": "fork"}]}
                 made = (await door.told("create_sequences", asked)).fields["sequences"]
                 assert made[0]["lengths"] == [2, 2], "a fork has all of its parent"
+
+    run(two_engines, test)
+
+
+def test_concurrent_appends_and_truncations_leave_prefixes_of_appends_in_one_order(
+    two_engines: LocalEngines,
+) -> None:
+    """Every row is its append's number and its place in it, so that a torn append is seen."""
+
+    async def append(door: Cluster, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for number in range(16):
+            count = int(rng.integers(1, 2 * PAGE))
+            k = np.zeros((count, HEADS, DIM), FLOAT)
+            k[:, 0, 0], k[:, 0, 1] = 16 * seed + number, np.arange(count)
+            for layer in range(LAYERS):
+                fields = {"layer": layer, "sequences": [NAME], "append_indptr": [0, count]}
+                reply = await door.call("append", fields, k=k, v=k)
+                assert reply.status in (200, 409), reply
+
+    async def truncate(door: Cluster, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(16):
+            length = (await door.told("get_sequence", {"id": NAME})).fields["length"]
+            shorter = int(rng.integers(0, length + 1))
+            reply = await door.call("truncate", {"id": NAME, "length": shorter})
+            assert reply.status in (200, 409, 422), reply
+
+    async def test(first: Cluster) -> None:
+        async with another_door(first) as second:
+            await first.told("create_sequences", {"sequences": [{"id": NAME, "ranks": 2}]})
+            work = [append(first, 1), append(second, 2), truncate(first, 3), truncate(second, 4)]
+            await asyncio.gather(*work)
+            for layer in range(LAYERS):
+                fields = {"layer": layer, "sequences": [NAME], "dtype": "fp32"}
+                one, other = [
+                    (await door.told("gather", fields)).arrays for door in (first, second)
+                ]
+                np.testing.assert_array_equal(one["k"], one["v"])
+                np.testing.assert_array_equal(one["k"], other["k"])
+                number, place = one["k"][:, 0, 0], one["k"][:, 0, 1]
+                begins = np.flatnonzero(np.diff(number, prepend=-1.0) != 0)
+                assert not place[begins].any(), "an append without its first rows"
+                follows = np.setdiff1d(np.arange(len(place)), begins)
+                assert (place[follows] == place[follows - 1] + 1).all(), "rows in the wrong order"
 
     run(two_engines, test)
 
