@@ -1,8 +1,7 @@
-"""Batches for the wide kernel alone: shapes, plans, work items, and which are checked and timed."""
+"""Batches for the wide kernel alone: shapes, plans, work items and masks."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -47,8 +46,6 @@ class Case:
     lengths: str = ""  # "short", "long": the kernel of such batches; "": the usual one
     granule: int = 128
     shuffled_rows: bool = False
-    bucketed: bool = False  # items of about the same cost stay in row order, next to their keys
-    head_block: int = 0  # 0: as wide.heads_together says
 
     @property
     def group(self) -> int:
@@ -57,22 +54,6 @@ class Case:
     @property
     def rows(self) -> int:
         return sum(self.qo_lens)
-
-    @property
-    def flops(self) -> int:
-        """Multiply-adds times two over visible pairs only, as attention is usually counted.
-
-        Of masks, documents and the causal one count; a random one is dense work with holes.
-        """
-        if self.mask == "documents":
-            return 4 * self.num_qo_heads * self.head_dim * self.rows * self.kv_lens[0] // DOCUMENTS
-        if self.mask == "causal":
-            return dataclasses.replace(self, mask="", causal=True).flops
-        pairs = self.rows * self.shared
-        if self.own_level:
-            for qo, kv in zip(self.qo_lens, self.kv_lens, strict=True):
-                pairs += sum(max(0, kv - qo + i + 1) for i in range(qo)) if self.causal else qo * kv
-        return 4 * self.num_qo_heads * self.head_dim * pairs
 
 
 def positions(case: Case) -> Any:
@@ -259,34 +240,4 @@ def groups() -> dict[str, list[Case]]:
             Case("mask", (30, 1, 20), (50, 100, 333), shared=1000, mask="random"),
             Case("islands", (30, 1, 90), (50, 100, 333), shared=4000, mask="islands"),
         ],
-    }
-
-
-# --- timed --------------------------------------------------------------------------------------
-
-_SKEWED: Final = (
-    *(203, 897, 385, 1198, 1332, 87, 68, 3723, 225, 199, 8020, 626),
-    *(3704, 645, 1421, 132, 1393, 4318, 810, 2334, 1663, 87, 2534, 1126),
-)
-_HEADS: Final = {"num_qo_heads": 32, "num_kv_heads": 8}
-
-
-def timed_cases() -> dict[str, Case]:
-    decode = (1,) * 256
-    return {
-        "1x8k": Case("1x8k", (8192,), (8192,), **_HEADS),
-        "16x1k": Case("16x1k", (1024,) * 16, (1024,) * 16, **_HEADS),
-        "8x512": Case("8x512", (512,) * 8, (8704,) * 8, **_HEADS),
-        "skewed": Case("skewed", _SKEWED, _SKEWED, **_HEADS),
-        "1x8k-ragged": Case("1x8k-ragged", (8192,), (8192,), ragged=True, **_HEADS),
-        "16x1k-ragged": Case("16x1k-ragged", (1024,) * 16, (1024,) * 16, ragged=True, **_HEADS),
-        "8x512-ragged": Case("8x512-ragged", (512,) * 8, (8704,) * 8, ragged=True, **_HEADS),
-        "skewed-ragged": Case("skewed-ragged", _SKEWED, _SKEWED, ragged=True, **_HEADS),
-        "gqa-32k": Case("gqa-32k", decode, (1,) * 256, 32768, False, causal=False, **_HEADS),
-        "mha-32k": Case("mha-32k", decode, (1,) * 256, 32768, False, 32, 32, causal=False),
-        "1x8k-64": Case("1x8k-64", (8192,), (8192,), head_dim=64, **_HEADS),
-        "1x8k-256": Case("1x8k-256", (8192,), (8192,), head_dim=256, **_HEADS),
-        "2k-mask": Case("2k-mask", (2048,), (8192,), mask="random", **_HEADS),
-        "8x1k-mask": Case("8x1k-mask", (8192,), (8192,), mask="documents", causal=False, **_HEADS),
-        "1x8k-mask": Case("1x8k-mask", (8192,), (8192,), mask="causal", causal=False, **_HEADS),
     }

@@ -21,18 +21,10 @@ from tests.cuda.wide_cases import SMS, Case, case_variant, make_items, make_plan
 class Bench:
     """One case on the device: inputs, launch, merge, and the reference."""
 
-    def __init__(
-        self,
-        case: Case,
-        variant: wide.WideVariant,
-        seed: int,
-        poison: bool,
-        skip: bool = True,
-    ) -> None:
-        """`skip` False: a custom mask's tiles are all visited, and cut, without a look at it."""
+    def __init__(self, case: Case, variant: wide.WideVariant, seed: int, poison: bool) -> None:
         import torch
 
-        self.torch, self.case, self.variant, self.skip = torch, case, variant, skip
+        self.torch, self.case, self.variant = torch, case, variant
         torch.manual_seed(seed)
         rng = np.random.default_rng(seed)
         self.plan, self.num_pages = make_plan(case, rng)
@@ -85,9 +77,6 @@ class Bench:
         device = lambda x: torch.from_numpy(np.ascontiguousarray(x)).cuda()  # noqa: E731
         items = work.kernels[0].items.copy() if work.kernels else np.zeros((0, 8), np.int32)
         items[:, 0] = 0 if case.ragged else 1
-        if case.bucketed:
-            cost = np.floor(4 * np.log2(np.maximum(items[:, 4], 1)))
-            items = items[np.lexsort((items[:, 4], items[:, 3], -cost))]
         self.items, self.indices = device(items), device(work.kv_indices)
         self.order, self.positions = device(work.order), device(work.positions)
         rows = max(work.merges.num_partial_rows, 1) * case.num_kv_heads
@@ -139,8 +128,9 @@ class Bench:
             own_units=min(len(items) * case.num_kv_heads, SMS * self.variant.blocks),
             num_kv_heads=case.num_kv_heads,
             group_size=case.group,
-            head_block=case.head_block
-            or wide.heads_together(case.num_kv_heads, len(items), len(np.unique(items[:, 3]))),
+            head_block=wide.heads_together(
+                case.num_kv_heads, len(items), len(np.unique(items[:, 3]))
+            ),
             num_pages=self.num_pages,
             head_blocks=self.maps.head_blocks,
             head_groups=self.maps.head_groups,
@@ -156,7 +146,7 @@ class Bench:
         if count == 0:
             return
         with cupy.cuda.Stream.from_external(self.torch.cuda.current_stream()):
-            if self.case.mask and self.skip:
+            if self.case.mask:
                 finder = load_spec(visible.SPEC, visible.ENTRY)
                 grid = count * int(self.finder["words"][0])
                 Launcher(finder, grid, visible.THREADS, 0, self.finder.tobytes())()
