@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -121,9 +122,16 @@ def measure(cases: Sequence[Case], effort: Effort, before: Path | None) -> list[
                             load = filled_load(case, server, filled)
                             turns |= turns_of(prefix, server, worker, package, load)
                         turns |= echo_turns(echoes, worker, turns["http"].load)
-                        rows[case] = measure_case(case, turns, effort)
+                        rows[case] = measure_case(
+                            case, dict(sorted(turns.items(), key=pair)), effort
+                        )
                     print(line(rows[case]), flush=True)
     return [rows[case] for case in cases]
+
+
+def pair(turn: tuple[str, Turn]) -> str:
+    """Sorts a way beside the same way of the other version, so that both have the same noise."""
+    return turn[0].removeprefix("before_")
 
 
 def pool_of(case: Case) -> tuple[str, ...]:
@@ -178,7 +186,17 @@ def measure_case(case: Case, turns: Mapping[str, Turn], effort: Effort) -> dict[
         "answer_bytes": example.answer_bytes,
         **asdict(case.heads),
         "ways": {name: figures(runs[name], crowds[name]) for name in turns},
+        "beside_before": {
+            name: round(median(map(truediv, medians(runs[name]), medians(old))), 3)
+            for name in KINDS
+            if (old := runs.get(f"before_{name}"))
+        },
     }
+
+
+def medians(runs: Sequence[Run]) -> list[float]:
+    """The median seconds of a call, of each repeat."""
+    return [median(sample.seconds for sample in run.samples) for run in runs]
 
 
 def figures(runs: Sequence[Run], crowds: Sequence[float]) -> dict[str, float]:
@@ -253,14 +271,18 @@ def rates_table(rows: Sequence[Mapping[str, Any]], connections: int) -> str:
 
 
 def before_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Medians and requests a second of now as a multiple of those of the version before."""
+    """Median times and requests a second, as multiples of those of the version before.
+
+    Times are compared repeat by repeat, as far as the results have it.
+    """
     measured = [row for row in rows if "before_http" in row["ways"]]
     ways = [name for name in COSTS if f"before_{name}" in measured[0]["ways"]]
 
     def cells(row: Mapping[str, Any]) -> Iterator[str]:
         for name in ways:
             now, old = row["ways"][name], row["ways"][f"before_{name}"]
-            p50, rate = (now[key] / old[key] for key in ("p50_ms", "crowd_per_s"))
+            p50 = row.get("beside_before", {}).get(name, now["p50_ms"] / old["p50_ms"])
+            rate = now["crowd_per_s"] / old["crowd_per_s"]
             yield f"{p50:.2f} x, {old['crowd_per_s']:,.0f} req/s ({rate:.2f} x)"
 
     head = (f"{COSTS[name]}: p50, before's req/s" for name in ways)
