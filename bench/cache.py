@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.cases.trace import BLOCK_TOKENS, generated_trace, read_trace
-from bench.provenance import RESULTS, Results, command_line, provenance, publish
-from bench.tables import table as markdown
-from bench.tables import with_stamp
+from bench.report.provenance import RESULTS, Results, command_line, provenance, publish
+from bench.report.tables import table as markdown
+from bench.report.tables import with_stamp
 from config.sections import CacheSettings
 from service.core.errors import OutOfPages
 from service.core.prefix.keys import Prefix

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from bench.cases.kernel_plans import flat_plan, level_of, row_levels
-from bench.provenance import RESULTS, Results, command_line, provenance, publish
-from bench.tables import table as markdown
-from bench.tables import with_stamp
+from bench.report.provenance import RESULTS, Results, command_line, provenance, publish
+from bench.report.tables import table as markdown
+from bench.report.tables import with_stamp
 from kernels import make_backend
 from kernels.backend import Attend, DType, Plan, PoolGeometry, Scoring
 

@@ -28,9 +28,9 @@ from bench.cases.trace import Request, generated_trace, num_distinct, read_trace
 from bench.driver.processes import TRIES, undisturbed
 from bench.driver.replay import POOL, ReplayResult, replay
 from bench.driver.servers import Server, attnd
-from bench.provenance import RESULTS, Results, command_line, provenance, publish
-from bench.tables import table as markdown
-from bench.tables import with_stamp
+from bench.report.provenance import RESULTS, Results, command_line, provenance, publish
+from bench.report.tables import table as markdown
+from bench.report.tables import with_stamp
 
 CLUSTER_RESULTS: Final = RESULTS / "cluster-cpu.json"
 LONGEST: Final = 64

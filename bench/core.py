@@ -16,9 +16,9 @@ from typing import Final
 
 import numpy as np
 
-from bench.provenance import RESULTS, Results, command_line, provenance, publish
-from bench.tables import table as markdown
-from bench.tables import with_stamp
+from bench.report.provenance import RESULTS, Results, command_line, provenance, publish
+from bench.report.tables import table as markdown
+from bench.report.tables import with_stamp
 from service.core.plans.plan import CascadeMode, make_plan
 from service.core.pool.allocator import PageAllocator
 from service.core.tree import PrefixTree

@@ -33,9 +33,9 @@ from bench.driver.calls import Run
 from bench.driver.servers import Server, attnd
 from bench.driver.ways import Kind, Target
 from bench.driver.worker import Worker
-from bench.provenance import RESULTS, ROOT, Results, device_name, provenance, publish
-from bench.tables import table as markdown
-from bench.tables import with_stamp
+from bench.report.provenance import RESULTS, ROOT, Results, device_name, provenance, publish
+from bench.report.tables import table as markdown
+from bench.report.tables import with_stamp
 
 HEADS: Final = Heads(num_qo=32, num_kv=8, dim=128)
 LAYERS: Final = 32

@@ -23,8 +23,8 @@ import numpy as np
 
 from bench.cases.kernel_calls import Case, build
 from bench.cases.kernel_plans import Row, level_of, row_levels
-from bench.kernel_results import replaced
-from bench.provenance import provenance, read_results, workloads, write_results
+from bench.report.kernel_results import replaced
+from bench.report.provenance import provenance, read_results, workloads, write_results
 from kernels.backend import Attend, Plan, PoolGeometry, Scoring
 from kernels.cuda.attention.config import AttentionConfig
 from kernels.cuda.backend import CudaBackend

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from bench.gpu_steps import PLACES, placed
-from bench.provenance import (
+from bench.report.provenance import (
     RESULTS,
     ROOT,
     Results,
@@ -26,8 +26,8 @@ from bench.provenance import (
     provenance,
     publish,
 )
-from bench.tables import table as markdown
-from bench.tables import with_stamp
+from bench.report.tables import table as markdown
+from bench.report.tables import with_stamp
 
 RUNS: Final = {
     "mps": ("mps", 0, "eager,sdpa,static"),

@@ -27,8 +27,8 @@ from attnd import Client, NewSequence, ServiceError, Session
 from bench.cases.attacks import ATTACKS, HEADS, Attack, Door, Outcome, run_attack
 from bench.driver.processes import children
 from bench.driver.servers import Server, attnd
-from bench.provenance import ROOT, command_line, provenance, write_results
-from bench.tables import table, with_stamp
+from bench.report.provenance import ROOT, command_line, provenance, write_results
+from bench.report.tables import table, with_stamp
 from service.keys import line_of, new_key
 from service.tenants import SCOPES
 

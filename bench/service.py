@@ -29,9 +29,9 @@ from bench.driver.servers import Server, attnd, echo, road_echo
 from bench.driver.startup import start_figures
 from bench.driver.ways import Kind, Target
 from bench.driver.worker import Worker
-from bench.provenance import RESULTS, Results, command_line, provenance, publish
-from bench.tables import table as markdown
-from bench.tables import with_stamp
+from bench.report.provenance import RESULTS, Results, command_line, provenance, publish
+from bench.report.tables import table as markdown
+from bench.report.tables import with_stamp
 
 KV_LEN: Final = 64
 BATCHES: Final = (1, 16, 64)

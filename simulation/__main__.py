@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from bench.cases.trace import Request, generated_trace, multiplied, read_trace
-from bench.provenance import RESULTS, Results, provenance, read_results, write_results
+from bench.report.provenance import RESULTS, Results, provenance, read_results, write_results
 from simulation.fleet import Fleet, FleetRun, Outcome, Simulation
 from simulation.gpu_costs import GpuCosts
 from simulation.long_sequences import Links, Setting, long_rows

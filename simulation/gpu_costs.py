@@ -10,8 +10,8 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from bench.kernel_results import KERNEL_RESULTS
-from bench.provenance import RESULTS, read_results
+from bench.report.kernel_results import KERNEL_RESULTS
+from bench.report.provenance import RESULTS, read_results
 
 ROAD: Final = RESULTS / "road-h200.json"
 FP8_ROW: Final = "decode/64x4k-fp8"

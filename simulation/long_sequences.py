@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final, Self
 
-from bench.provenance import RESULTS
+from bench.report.provenance import RESULTS
 from simulation.gpu_costs import GpuCosts, Model
 
 LENGTHS: Final = (128 * 2**10, 512 * 2**10, 2**20, 4 * 2**20, 10 * 2**20)

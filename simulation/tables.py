@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from bench.cluster import CLUSTER_RESULTS
 from bench.cluster import table as cluster_table
-from bench.provenance import ROOT, Results, read_results
-from bench.tables import table, with_stamp, wrapped
+from bench.report.provenance import ROOT, Results, read_results
+from bench.report.tables import table, with_stamp, wrapped
 from simulation.fleet import Fleet
 from simulation.gpu_costs import GpuCosts, Line
 from simulation.long_sequences import PREFILL_CHUNK, Links

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Final
 
-from bench.provenance import ROOT
+from bench.report.provenance import ROOT
 
 START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 40.0

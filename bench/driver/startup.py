@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, Final
 
 from bench.driver.servers import attnd
-from bench.provenance import ROOT
+from bench.report.provenance import ROOT
 
 PROC: Final = Path("/proc")
 MODULE: Final = re.compile(rb"(?:^|\0)(?:-m|[^\0]*/service/launch\.py)\0([\w.]+)")

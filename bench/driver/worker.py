@@ -18,7 +18,7 @@ from bench.cases.loads import Load
 from bench.driver import calls
 from bench.driver.calls import Run, Way
 from bench.driver.ways import Target, make_way
-from bench.provenance import ROOT
+from bench.report.provenance import ROOT
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import pytest
 
 from bench.cases.attacks import ATTACKS, Attack
 from bench.neighbours import Service, beside, running
-from bench.provenance import ROOT
+from bench.report.provenance import ROOT
 
 pytestmark = pytest.mark.timing
 

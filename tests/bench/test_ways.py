@@ -12,7 +12,7 @@ from bench.driver.servers import Server, attnd, road_echo
 from bench.driver.startup import family, memory
 from bench.driver.ways import Kind, Target
 from bench.driver.worker import Worker
-from bench.report import REPORT, report
+from bench.report.page import REPORT, report
 
 HEADS = Heads(num_qo=4, num_kv=2, dim=16)
 DECODE = Decode(("a",), HEADS, kv_len=4, count=3)
@@ -69,4 +69,4 @@ def test_the_memory_of_a_service_is_that_of_all_its_processes(service: Server) -
 
 
 def test_the_report_shows_the_committed_results() -> None:
-    assert REPORT.read_text(encoding="utf-8") == report(), "run python -m bench.report"
+    assert REPORT.read_text(encoding="utf-8") == report(), "run python -m bench.report.page"

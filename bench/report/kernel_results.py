@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from bench.provenance import RESULTS, Results, workloads
-from bench.tables import measured, number, table
+from bench.report.provenance import RESULTS, Results, workloads
+from bench.report.tables import measured, number, table
 
 KERNEL_RESULTS: Final = RESULTS / "h200.json"
 H100_RESULTS: Final = RESULTS / "h100.json"

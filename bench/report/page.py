@@ -1,4 +1,4 @@
-"""Writes bench/RESULTS.md and the pictures beside the results: `python -m bench.report`.
+"""Writes bench/RESULTS.md and the pictures beside the results: `python -m bench.report.page`.
 
 Every table of bench/RESULTS.md comes from a file in bench/results. `--no-pictures` needs no
 matplotlib.
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench import cache, cascade_cpu, cluster, core, fairness, gpu_steps, model, service
-from bench.kernel_results import H100_RESULTS, KERNEL_RESULTS, kernels_table
-from bench.provenance import RESULTS, Results, read_results
-from bench.tables import wrapped
+from bench.report.kernel_results import H100_RESULTS, KERNEL_RESULTS, kernels_table
+from bench.report.provenance import RESULTS, Results, read_results
+from bench.report.tables import wrapped
 from simulation.tables import fleet_table
 
 REPORT: Final = RESULTS.with_name("RESULTS.md")
 HEAD: Final = """# Results
 
-Generated from `bench/results` by `python -m bench.report`; do not edit. [README.md](README.md) says
+Generated from `bench/results` by `python -m bench.report.page`; do not edit. [README.md](README.md) says
 what each benchmark measures and how to run it. The line below a table names the device, the date,
 the commit and the command of the measurement. `make bench-stale` lists changes of kernels since.
 """
@@ -163,7 +163,7 @@ def main() -> None:
     REPORT.write_text(report(), encoding="utf-8")
     print(f"wrote {REPORT}")
     if not chosen.no_pictures:
-        from bench.pictures import draw_all
+        from bench.report.pictures import draw_all
 
         draw_all()
 

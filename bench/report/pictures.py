@@ -13,8 +13,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 from bench.cache import CACHE_RESULTS
-from bench.kernel_results import KERNEL_RESULTS
-from bench.provenance import RESULTS, Results, read_results, workloads
+from bench.report.kernel_results import KERNEL_RESULTS
+from bench.report.provenance import RESULTS, Results, read_results, workloads
 from simulation.tables import short
 
 BLUE: Final = "#3b6ea5"
