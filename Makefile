@@ -90,7 +90,7 @@ bench: $(VENV)/.dev  ## Measure core, cascade and service without a GPU
 	$(BIN)/python -m bench.cascade_cpu
 	$(BIN)/python -m bench.service
 	$(BIN)/python -m bench.fairness
-	$(BIN)/python -m bench.report.page
+	$(BIN)/python -m bench.report
 
 bench-stale:  ## Changes of the kernels since each results file was measured
 	@for file in bench/results/*.json; do echo "$$file"; git diff --stat --stat-width=100 \

@@ -1,4 +1,4 @@
-"""Writes bench/RESULTS.md and the pictures beside the results: `python -m bench.report.page`.
+"""Writes bench/RESULTS.md and the pictures beside the results: `python -m bench.report`.
 
 Every table of bench/RESULTS.md comes from a file in bench/results. `--no-pictures` needs no
 matplotlib.
@@ -21,7 +21,7 @@ from simulation.tables import fleet_table
 REPORT: Final = RESULTS.with_name("RESULTS.md")
 HEAD: Final = """# Results
 
-Generated from `bench/results` by `python -m bench.report.page`; do not edit. [README.md](README.md) says
+Generated from `bench/results` by `python -m bench.report`; do not edit. [README.md](README.md) says
 what each benchmark measures and how to run it. The line below a table names the device, the date,
 the commit and the command of the measurement. `make bench-stale` lists changes of kernels since.
 """
@@ -166,7 +166,3 @@ def main() -> None:
         from bench.report.pictures import draw_all
 
         draw_all()
-
-
-if __name__ == "__main__":
-    main()

@@ -16,9 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-ROOT: Final = Path(__file__).resolve().parents[1]
-RESULTS: Final = Path(__file__).with_name("results")
-WORKLOADS: Final = Path(__file__).with_name("workloads.json")
+ROOT: Final = Path(__file__).resolve().parents[2]
+RESULTS: Final = ROOT / "bench" / "results"
+WORKLOADS: Final = ROOT / "bench" / "workloads.json"
 Results = dict[str, Any]
 
 

@@ -69,4 +69,4 @@ def test_the_memory_of_a_service_is_that_of_all_its_processes(service: Server) -
 
 
 def test_the_report_shows_the_committed_results() -> None:
-    assert REPORT.read_text(encoding="utf-8") == report(), "run python -m bench.report.page"
+    assert REPORT.read_text(encoding="utf-8") == report(), "run python -m bench.report"
