@@ -21,7 +21,7 @@ endef
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9][0-9]*\).*/\1/p')
 EXTRA ?= $(if $(CUDA),$(if $(filter 12,$(CUDA)),cuda12,cuda),cpu)
 # Without a GPU the tests still plan and lay out launches, for which CuPy needs no driver.
-TEST_EXTRAS := $(EXTRA)$(if $(findstring cuda,$(EXTRA)),,$(COMMA)dev-cpu),dev,examples
+TEST_EXTRAS := $(EXTRA)$(if $(findstring cuda,$(EXTRA)),,$(COMMA)dev-cpu),dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -46,7 +46,12 @@ $(VENV)/.dev: pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(call INSTALL,-e '.[$(TEST_EXTRAS)]')
 	@touch $@
 
-setup: $(VENV)/.dev  ## Set up everything the tests need
+$(VENV)/.dev-long: $(VENV)/.dev
+	@echo "setting up $(VENV) for the long tests: some minutes, this once"
+	$(call INSTALL,-e '.[$(TEST_EXTRAS)$(COMMA)dev-long$(COMMA)examples]')
+	@touch $@
+
+setup: $(VENV)/.dev-long  ## Set up everything the tests need
 
 run: $(VENV)/.run-$(EXTRA)  ## Serve on 127.0.0.1:8080
 	@exec $(BIN)/python -m service $(ARGS)
@@ -60,15 +65,16 @@ run-cluster: $(VENV)/.ray-$(EXTRA)  ## Serve two CPU engines as one, on Ray
 	@exec $(BIN)/python -m service --cluster --cluster.engines 2 --backend.kind cpu $(ARGS)
 
 # One torch thread a process: two test processes on two cores must not fight over them.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# They start hundreds of Python processes, so compiled modules are kept, whatever the environment.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 test: $(VENV)/.dev  ## Run the fast tests
 	$(PYTEST) -n 2 --dist loadfile -m "not long and not timing" $(ARGS)
 
-test-long: $(VENV)/.dev  ## Run the long tests
+test-long: $(VENV)/.dev-long  ## Run the long tests
 	$(PYTEST) -n 2 --dist loadfile -m "long and not timing" $(ARGS)
 
-test-timing: $(VENV)/.dev  ## Run the tests that need a quiet machine, one at a time
+test-timing: $(VENV)/.dev-long  ## Run the tests that need a quiet machine, one at a time
 	$(PYTEST) -n 0 -m timing $(ARGS)
 
 test-all: test test-long test-timing  ## Run all the tests
@@ -77,7 +83,7 @@ lint: $(VENV)/.dev  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/.dev  ## mypy --strict
+types: $(VENV)/.dev-long  ## mypy --strict
 	$(BIN)/mypy --strict
 
 arrows: $(VENV)/.dev  ## What may import what
