@@ -26,7 +26,7 @@ def test_idle_threads_sleep_unless_the_environment_says_otherwise(
         assert os.environ["OMP_WAIT_POLICY"] == left, f"from {reply}"
 
 
-def test_the_service_does_not_import_torch_before_its_threads_are_told_to_sleep() -> None:
+def test_the_service_does_not_import_torch_before_its_threads_are_set_to_sleep() -> None:
     look = "import sys, service.__main__; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", look], cwd=ROOT, check=False)
     assert done.returncode == 0, "importing service.__main__ imports torch"

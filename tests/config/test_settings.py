@@ -76,7 +76,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "message"),
     [
         (["--pool.num-pages", "0"], "pool.num_pages = 0"),
         (["--pool.head-dim", "many"], "pool.head_dim = many"),
@@ -115,15 +115,15 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
         (["stray"], "stray"),
     ],
 )
-def test_a_wrong_argument_is_one_line_that_names_the_key(argv: list[str], told: str) -> None:
+def test_a_wrong_argument_is_one_line_that_names_the_key(argv: list[str], message: str) -> None:
     with pytest.raises(SettingsError) as caught:
         load_settings(argv)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         ("ATTND_POOL__NUM_PAGES", "-3", "pool.num_pages = -3"),
         ("ATTND_POOL__BOGUS", "1", "ATTND_POOL__BOGUS: unknown"),
@@ -132,12 +132,12 @@ def test_a_wrong_argument_is_one_line_that_names_the_key(argv: list[str], told: 
     ],
 )
 def test_a_wrong_environment_is_one_line_that_names_the_key(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError) as caught:
         load_settings()
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -150,7 +150,7 @@ def test_variables_that_kubernetes_makes_for_a_service_called_attnd_are_let_pass
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("pool: {bogus: 1}", "pool.bogus: unknown"),
         ("pols: {page_size: 1}", "pols: unknown section"),
@@ -163,12 +163,14 @@ def test_variables_that_kubernetes_makes_for_a_service_called_attnd_are_let_pass
         ("engine: {slice_ms: soon}", "engine.slice_ms = soon"),
     ],
 )
-def test_a_wrong_file_is_one_line_that_names_the_key(tmp_path: Path, text: str, told: str) -> None:
+def test_a_wrong_file_is_one_line_that_names_the_key(
+    tmp_path: Path, text: str, message: str
+) -> None:
     file = tmp_path / "other.yaml"
     file.write_text(text)
     with pytest.raises(SettingsError) as caught:
         load_settings(["--config", str(file)])
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

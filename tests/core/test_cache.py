@@ -250,7 +250,7 @@ def test_reserved_pages_are_for_their_namespace_only(tree: PrefixTree) -> None:
         tree.budget.set_quota("third", None, 6)
 
 
-def test_whoever_is_over_its_share_loses_its_own_pages_first() -> None:
+def test_a_client_that_is_over_its_share_loses_its_own_pages_first() -> None:
     tree = PrefixTree(8, PAGE, 1)
     keep(tree, 1, 2, 3, namespace="small")
     for page in range(10, 15):
@@ -262,7 +262,7 @@ def test_whoever_is_over_its_share_loses_its_own_pages_first() -> None:
     assert (tree.budget.namespace("small").used, tree.budget.namespace("large").used) == (4, 4)
 
 
-def test_changes_are_told_to_whoever_listens(tree: PrefixTree) -> None:
+def test_changes_are_reported_to_a_client_that_listens(tree: PrefixTree) -> None:
     keep(tree, 1)
     reply: list[Change] = []
     tree.cache.named.listener = reply.append
@@ -300,7 +300,7 @@ def begun(tree: PrefixTree, name: str, *pages: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["token ids", "page keys"])
-def test_a_commit_goes_on_from_what_is_committed_with_the_rest_of_the_names(kind: str) -> None:
+def test_a_commit_continues_from_what_is_committed_with_the_rest_of_the_names(kind: str) -> None:
     tree = PrefixTree(16, PAGE, 2)
 
     def names(*pages: int, skipped: int = 0) -> Prefix:

@@ -123,9 +123,10 @@ DAMAGE: list[tuple[Callable[[TokenPool], None], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"), [pytest.param(damage, told, id=damage.__name__) for damage, told in DAMAGE]
+    ("damage", "message"),
+    [pytest.param(damage, message, id=damage.__name__) for damage, message in DAMAGE],
 )
-def test_damage_is_found_and_told_in_numbers(damage, told) -> None:
+def test_damage_is_found_and_told_in_numbers(damage, message) -> None:
     pool = TokenPool(num_pages=16, page_size=4, num_layers=2)
     pool.start("a", range(8))
     pool.fork("b", "a")
@@ -134,7 +135,7 @@ def test_damage_is_found_and_told_in_numbers(damage, told) -> None:
     pool.start("d", range(2))
     pool.tree.check_integrity()
     damage(pool)
-    with pytest.raises(IntegrityError, match=told) as found:
+    with pytest.raises(IntegrityError, match=message) as found:
         pool.tree.check_integrity()
     assert str(found.value).endswith("this is a bug")
 

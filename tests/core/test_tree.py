@@ -377,7 +377,7 @@ def test_a_plan_key_is_not_used_again_after_a_truncate(pool, shared) -> None:
 
 
 @pytest.mark.parametrize(
-    ("specs", "error", "told"),
+    ("specs", "error", "message"),
     [
         ([NewSpec("x"), NewSpec("a")], SequenceExists, "a"),
         ([NewSpec("x"), NewSpec("x")], InvalidRequest, "duplicate id"),
@@ -389,10 +389,10 @@ def test_a_plan_key_is_not_used_again_after_a_truncate(pool, shared) -> None:
         ([NewSpec("x", None, 2)], InvalidRequest, "parent"),
     ],
 )
-def test_a_create_that_is_refused_changes_nothing(pool, specs, error, told) -> None:
+def test_a_create_that_is_refused_changes_nothing(pool, specs, error, message) -> None:
     pool.start("a", range(5))
     before = everything(pool.tree)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         pool.create(*specs)
     assert everything(pool.tree) == before
 

@@ -74,7 +74,7 @@ class GatedBackend:
 
     def wait(self) -> None:
         if not self.gate.wait(WAIT_S):
-            raise RuntimeError("nobody opened the gate")
+            raise RuntimeError("the gate stayed closed")
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Late:
 
     def result(self) -> Any:
         if not self.gate.wait(WAIT_S):
-            raise RuntimeError("nobody opened the gate of a launch")
+            raise RuntimeError("the gate stayed closed of a launch")
         return self.inner.result()
 
 

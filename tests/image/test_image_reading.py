@@ -20,7 +20,7 @@ from service.image.reading import MAX_HEADER_BYTES, place, read_layout, split
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         (b"", "0 bytes"),
         (b"\0" * 7, "7 bytes"),
@@ -86,8 +86,8 @@ from service.image.reading import MAX_HEADER_BYTES, place, read_layout, split
         ),
     ],
 )
-def test_a_body_that_lies_is_refused_with_the_reason(body: bytes, told: str) -> None:
-    with pytest.raises(MalformedBody, match=told):
+def test_a_body_that_lies_is_refused_with_the_reason(body: bytes, message: str) -> None:
+    with pytest.raises(MalformedBody, match=message):
         read_image(body)
     with pytest.raises(MalformedBody):
         read_image(memoryview(body))

@@ -50,10 +50,11 @@ def test_a_mask_of_another_size_than_its_lengths_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("indptr", "told"), [([0, 4], "ends at 4"), ([1, 5], "starts at 0"), ([0, 3, 2, 5], "decrease")]
+    ("indptr", "message"),
+    [([0, 4], "ends at 4"), ([1, 5], "starts at 0"), ([0, 3, 2, 5], "decrease")],
 )
-def test_an_indptr_that_does_not_cover_the_mask_is_refused(indptr, told) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_an_indptr_that_does_not_cover_the_mask_is_refused(indptr, message) -> None:
+    with pytest.raises(ValueError, match=message):
         segment_packbits(np.ones(5, bool), np.array(indptr))
 
 

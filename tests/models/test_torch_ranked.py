@@ -95,7 +95,7 @@ def test_steps_over_two_engines_give_the_numbers_of_one(
     assert sum(held) == lengths["a"] and abs(held[0] - held[1]) <= PAGE
 
 
-def test_a_fork_goes_on_where_its_parent_was_at_every_rank(ranked: RankedTorchSession) -> None:
+def test_a_fork_continues_where_its_parent_was_at_every_rank(ranked: RankedTorchSession) -> None:
     ranked.create_sequence("root")
     run(ranked, ["root"], [2 * PAGE + 7], [0], 1)
     ranked.fork("root", "fork", PAGE + 3)

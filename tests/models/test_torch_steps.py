@@ -239,7 +239,7 @@ def test_steps_said_ahead_go_with_the_one_that_is_aborted(session: TorchSession)
     assert state(session) == before
 
 
-def test_others_work_goes_on_beside_an_open_step_and_its_sequences_wait(
+def test_others_work_continues_beside_an_open_step_and_its_sequences_wait(
     served: Served, session: TorchSession
 ) -> None:
     names = fresh(session.session, ["a", "b"])
@@ -328,7 +328,7 @@ def test_a_caller_killed_anywhere_leaves_no_trace(served: Served, session: Torch
         caller.stdin.close()
 
 
-def test_slots_that_nobody_has_make_room_for_larger_ones(session: TorchSession) -> None:
+def test_slots_that_no_caller_has_make_room_for_larger_ones(session: TorchSession) -> None:
     for rows in (1, 2**12, 2**14):
         slots = session.slots(rows, HEADS)
         assert slots.q(0).shape[0] == rows
@@ -481,7 +481,7 @@ os._exit(0)
 
 
 @pytest.mark.gpu
-def test_a_stream_that_waits_goes_on_when_the_engine_is_gone(tmp_path: Path) -> None:
+def test_a_stream_that_waits_continues_when_the_engine_has_ended(tmp_path: Path) -> None:
     if not cuda_devices():
         pytest.skip("no CUDA device")
     path = tmp_path / "engine.sock"

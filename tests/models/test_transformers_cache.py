@@ -143,7 +143,7 @@ def test_attention_sinks_are_refused(session: Session) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda given: {**given, "past_key_values": None}, "pass past_key_values=AttndCache"),
         (lambda given: {**given, "past_key_values": DynamicCache()}, "pass past_key_values=Attnd"),
@@ -158,12 +158,12 @@ def test_attention_sinks_are_refused(session: Session) -> None:
     ids=["no cache", "another cache", "a mask of one's own", "another length", "weights", "unused"],
 )
 def test_a_forward_that_attnd_cannot_serve_is_refused(
-    session: Session, change: Callable[[dict[str, Any]], dict[str, Any]], told: str
+    session: Session, change: Callable[[dict[str, Any]], dict[str, Any]], message: str
 ) -> None:
     model = tiny()
     with AttndCache(session, model) as cache, torch.inference_mode():
         given = {"input_ids": prompts(4).ids, "past_key_values": cache}
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             model(**change(given))
         model(**given)
         assert cache.get_seq_length() == 4
@@ -367,7 +367,7 @@ def test_a_forward_in_inference_mode_may_be_followed_by_one_outside(session: Ses
         assert_same(generated(model, batch, cache), generated(model, batch))
 
 
-def test_a_cache_of_a_session_whose_engine_is_gone_closes_without_an_error(socket: str) -> None:
+def test_a_cache_of_a_session_whose_engine_has_ended_closes_without_an_error(socket: str) -> None:
     model = tiny()
     with Session(socket) as session:
         cache = AttndCache(session, model)

@@ -144,7 +144,7 @@ def test_a_prefill_in_chunks_is_the_same(session: Session) -> None:
             assert_same(generated(model, batch, cache, prefill_chunk_size=7), wanted)
 
 
-def test_a_chat_goes_on_with_the_same_cache(session: Session) -> None:
+def test_a_chat_continues_with_the_same_cache(session: Session) -> None:
     model, first = tiny(), prompts(5, 12)
     with AttndCache(session, model) as cache:
         for _ in range(3):

@@ -45,7 +45,7 @@ def test_every_reference_leads_somewhere(operation: Operation) -> None:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_the_tensors_are_told_for_both_media_types(name: str) -> None:
+def test_the_tensors_are_reported_for_both_media_types(name: str) -> None:
     document = operation_object(BY_NAME[name])
     bodies = (document["requestBody"], document["responses"][str(BY_NAME[name].status)])
     for body, names in zip(bodies, TENSORS[name], strict=True):
@@ -65,7 +65,7 @@ def test_control_routes_speak_json_only() -> None:
             assert set(operation_object(operation)["requestBody"]["content"]) == {JSON}
 
 
-def test_states_of_levels_are_told_by_pattern() -> None:
+def test_states_of_levels_are_reported_by_pattern() -> None:
     answer = operation_object(BY_NAME["cascade"])["responses"]["200"]["content"][JSON]["schema"]
     patterns = answer["properties"]["tensors"]["patternProperties"]
     assert set(patterns) == {r"^o\.[0-9]+$", r"^lse\.[0-9]+$"}
@@ -80,7 +80,7 @@ def test_a_merge_tells_both_of_its_forms() -> None:
 
 
 @each_operation
-def test_every_error_is_told_as_a_problem(operation: Operation) -> None:
+def test_every_error_is_reported_as_a_problem(operation: Operation) -> None:
     responses = operation_object(operation)["responses"]
     never = {Cancelled, NotSupported}  # on the road, and under /v2
     never |= set() if operation.has_body else {UnsupportedMediaType}
@@ -100,7 +100,7 @@ def test_parameters_of_the_path_are_not_told_in_the_body() -> None:
     ]
 
 
-def test_parameters_of_a_query_are_told_with_their_rules() -> None:
+def test_parameters_of_a_query_are_reported_with_their_rules() -> None:
     parameters = operation_object(BY_NAME["list_sequences"])["parameters"]
     after, limit = parameters
     assert (after["in"], after["required"], after["schema"]["type"]) == ("query", False, "string")
@@ -117,7 +117,7 @@ def test_parameters_of_a_query_are_told_with_their_rules() -> None:
         ("CascadeLevelFields", "sequences"),
     ],
 )
-def test_ids_are_told_to_be_different(model: str, field: str) -> None:
+def test_ids_are_reported_to_be_different(model: str, field: str) -> None:
     schema = schemas()[model]["properties"][field]
     assert schema["uniqueItems"] is True and schema["minItems"] == 1
 
@@ -133,7 +133,7 @@ def test_ids_are_told_to_be_different(model: str, field: str) -> None:
         ("MergeFields", "indptr", 1),
     ],
 )
-def test_prefix_sums_are_told_not_to_be_empty(model: str, field: str, least: int) -> None:
+def test_prefix_sums_are_reported_not_to_be_empty(model: str, field: str, least: int) -> None:
     schema = schemas()[model]["properties"][field]
     assert schema.get("anyOf", [schema])[0]["minItems"] == least
 

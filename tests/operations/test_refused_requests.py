@@ -267,7 +267,7 @@ OF_TENSORS: list[Case] = [
     [*OF_FIELDS, *OF_TENSORS],
     ids=[f"{i}-{case[0]}-{case[3]}" for i, case in enumerate([*OF_FIELDS, *OF_TENSORS])],
 )
-def test_a_request_that_breaks_a_rule_is_told_which(case: Case) -> None:
+def test_a_request_that_breaks_a_rule_is_named_in_the_error(case: Case) -> None:
     name, fields, tensors, field, rule = case
     with pytest.raises(InvalidRequest) as reply:
         prepared(name, fields, tensors)

@@ -126,7 +126,7 @@ def test_short_values_are_shown_as_they_are(value: object) -> None:
     ],
     ids=["list", "text", "infinity", "long integer", "endless integer"],
 )
-def test_other_values_are_told_in_at_most_200_characters(value: object, shown: str) -> None:
+def test_other_values_are_reported_in_at_most_200_characters(value: object, shown: str) -> None:
     assert shorten(value) == shown
 
 

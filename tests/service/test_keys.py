@@ -95,7 +95,7 @@ def test_a_file_that_has_become_unusable_leaves_the_keys_as_they_were(
     assert "the keys stay as they were" in caplog.text
 
 
-def test_a_scope_that_lacks_is_told_with_those_that_are_there() -> None:
+def test_a_scope_that_lacks_is_reported_with_those_that_are_there() -> None:
     reader = tenant_of("search", ["read"])
     with pytest.raises(
         Forbidden, match="append asks for the scope append, this key has read"

@@ -186,7 +186,7 @@ def test_events_are_counted_in_base_units() -> None:
         assert found[key] == pytest.approx(value), key
 
 
-def test_engines_are_told_one_by_one_and_a_lost_one_has_nothing() -> None:
+def test_engines_are_reported_one_by_one_and_a_lost_one_has_nothing() -> None:
     metrics = Metrics("http-0")
     metrics.engine("engine-0", {"free": 7, "referenced": 3}, 2, 0.5, 10)
     metrics.engine("engine-1", {"free": 9}, 1, 0.0, 5)

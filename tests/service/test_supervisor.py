@@ -163,7 +163,7 @@ def test_when_the_supervisor_is_killed_nothing_is_left_behind(path: Path, behave
         started(service, "engine")
 
 
-def test_a_crash_while_finishing_is_told_by_the_exit_status(path: Path) -> None:
+def test_a_crash_while_finishing_is_reported_by_the_exit_status(path: Path) -> None:
     with supervised(engine="crash at the end", socket=path) as service:
         pids(service, "engine", "http-0")
         service.send_signal(signal.SIGTERM)

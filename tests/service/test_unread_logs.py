@@ -25,7 +25,7 @@ def record(number: int) -> logging.LogRecord:
     )
 
 
-def test_a_log_that_nobody_reads_holds_nobody_up_and_says_later_what_was_dropped(
+def test_a_log_without_a_reader_delays_no_other_and_says_later_what_was_dropped(
     pipe: tuple[int, int],
 ) -> None:
     reading, writing = pipe

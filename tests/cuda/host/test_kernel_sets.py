@@ -53,7 +53,7 @@ def kind_of(*plans: Plan) -> BatchKind:
         ([512, 512], [1000, 1100], "long prefill"),
     ],
 )
-def test_a_batch_is_told_by_its_rows_and_keys(
+def test_a_batch_is_reported_by_its_rows_and_keys(
     rows: list[int], keys: list[int], kind: BatchKind
 ) -> None:
     assert kind_of(plan_of(rows, keys)) == kind

@@ -64,7 +64,7 @@ def test_both_ends_pack_operations_alike(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Library.fake.sent == [[(2, 8, 1, 0), (1, 12, 1, 1), (2, 12, 0, 0)]]
 
 
-def test_an_owner_is_gone_when_its_process_has_ended_even_if_nobody_took_note() -> None:
+def test_an_owner_has_ended_when_its_process_has_ended_even_if_nobody_took_note() -> None:
     assert not Owner.of(os.getpid()).is_gone
     with subprocess.Popen(["sleep", "60"]) as process:
         owner = Owner.of(process.pid)

@@ -94,7 +94,7 @@ def test_ragged_calls_in_flight_keep_their_plans(
         assert np.array_equal(pending.result().o, o)
 
 
-def test_owners_are_let_go_only_when_their_work_is_done(rig: Rig) -> None:
+def test_owners_are_released_only_when_their_work_is_done(rig: Rig) -> None:
     class Owner:
         """What a piece of work reads."""
 
@@ -220,7 +220,7 @@ def test_pinned_memory_lives_until_it_has_been_read_and_written(
     assert all(ref() is None for ref in lives)
 
 
-def test_what_calls_held_is_let_go_once_they_are_done(rig: Rig) -> None:
+def test_what_calls_held_is_released_once_they_are_done(rig: Rig) -> None:
     rig.device.run()
     before = len(rig.device.live["device"])
     for kind in KINDS:
@@ -259,7 +259,7 @@ def test_memory_is_unregistered_after_the_copies_that_touch_it(rig: Rig) -> None
     rig.device.run()
 
 
-def test_a_closed_backend_has_let_go_of_the_memory(rig: Rig) -> None:
+def test_a_closed_backend_has_released_of_the_memory(rig: Rig) -> None:
     rig.backend.attend([attend(rig.pinned(rig.values(3, 4, 64)))])
     rig.backend.close()
     assert not rig.device.live["registered"]

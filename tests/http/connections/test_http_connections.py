@@ -92,7 +92,7 @@ def test_a_post_that_offers_http_2_is_answered_in_http_1(
     assert client.get("/v1/sequences/upgraded").status_code == 200
 
 
-def test_a_broken_request_behind_a_good_one_is_told_and_rings_no_alarm(
+def test_a_broken_request_behind_a_good_one_is_reported_and_rings_no_alarm(
     service: Service, client: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = client.get("/metrics").text.count('code="internal"')
@@ -119,7 +119,7 @@ def test_a_broken_request_behind_a_good_one_is_told_and_rings_no_alarm(
         b"transfer-encoding: gzip, chunked\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_told_as_a_problem(service: Service, data: bytes) -> None:
+def test_what_is_no_http_is_reported_as_a_problem(service: Service, data: bytes) -> None:
     (reply,) = say(service, data)
     assert (reply.status, reply.problem["code"]) == (400, "malformed_request"), reply
 
@@ -227,7 +227,7 @@ def test_a_body_in_chunks_is_read_as_one(service: Service, client: httpx.Client)
     assert reply.status_code == 201, reply.text
 
 
-def test_a_client_that_waits_for_continue_is_told_to_go_on_or_why_not(service: Service) -> None:
+def test_a_client_that_waits_for_continue_is_asked_to_go_on_or_why_not(service: Service) -> None:
     expect = "expect: 100-continue"
     with service.connect() as peer:
         peer.settimeout(WAIT_S)

@@ -60,7 +60,7 @@ def no_collector() -> Iterator[None]:
         gc.enable()
 
 
-def test_refused_tensors_are_let_go_at_once() -> None:
+def test_refused_tensors_are_released_at_once() -> None:
     n = 4 * MIB // (KV_HEADS * HEAD_DIM * WIRE_DTYPE.itemsize)
     kv = np.zeros((n, KV_HEADS, HEAD_DIM), WIRE_DTYPE)
     with serving() as service, service.client() as client, no_collector():

@@ -150,7 +150,9 @@ def test_with_a_client_ca_only_who_shows_a_certificate_is_served(
     asyncio.run(scenario())
 
 
-def test_what_is_no_tls_gets_no_answer_and_harms_nobody(secured: Service, files: Files) -> None:
+def test_what_is_no_tls_gets_no_answer_and_harms_no_other_client(
+    secured: Service, files: Files
+) -> None:
     with closing(secured.connect()) as plain:
         plain.sendall(b"GET /v1/info HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert not plain.recv(4096).startswith(b"HTTP/")
@@ -234,7 +236,7 @@ def test_a_key_of_another_certificate_is_named_with_the_remedy(files: Files) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--server.tls-cert", "c"), "server.tls_cert = c: TLS requires both"),
         (("--server.tls-key", "k"), "TLS requires both, server.tls_cert and server.tls_key"),
@@ -246,7 +248,7 @@ def test_a_key_of_another_certificate_is_named_with_the_remedy(files: Files) -> 
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(
-    arguments: tuple[str, ...], told: str
+    arguments: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(SettingsError, match=told):
+    with pytest.raises(SettingsError, match=message):
         load_settings(arguments)

@@ -65,7 +65,7 @@ def page(client: httpx.Client, after: int) -> dict[str, Any]:
     return dict(answer.json())
 
 
-def test_what_is_stored_removed_and_cleared_is_told_as_it_happens(client: httpx.Client) -> None:
+def test_what_is_stored_removed_and_cleared_is_reported_as_it_happens(client: httpx.Client) -> None:
     clear(client)
     with listening(client) as reply:
         store(client, IDS)
@@ -79,7 +79,7 @@ def test_what_is_stored_removed_and_cleared_is_told_as_it_happens(client: httpx.
     assert removed["number"] == removed["id"] == stored["id"] + 1 == cleared["id"] - 1
 
 
-def test_whoever_comes_back_is_told_what_was_missed(client: httpx.Client) -> None:
+def test_a_client_that_comes_back_is_reported_what_was_missed(client: httpx.Client) -> None:
     last = page(client, -1)["next"]
     store(client, IDS)
     clear(client)
@@ -124,7 +124,7 @@ def test_what_the_history_has_forgotten_is_said_first() -> None:
         assert kinds == ["too_old", "removed", "cleared"]
 
 
-def test_the_pressure_of_the_pool_is_told_when_it_changes() -> None:
+def test_the_pressure_of_the_pool_is_reported_when_it_changes() -> None:
     arguments = ("--cache.high-watermark", "0.25")
     with serving(*arguments) as running, running.client() as client:
         rng = np.random.default_rng(0)
@@ -168,7 +168,7 @@ def test_http_10_and_a_client_that_closes_its_side_get_a_stream_too(service: Ser
             assert body.startswith(b": still here\n\nid: ")
 
 
-def test_a_reader_who_reads_nothing_is_left_and_holds_nobody_up() -> None:
+def test_a_reader_who_reads_nothing_is_left_and_delays_no_other() -> None:
     with serving("--server.idle-timeout-s", "0.3") as running, running.client() as client:
         running.doors[0][0].listening[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with socket.socket() as lazy:

@@ -313,11 +313,11 @@ def test_a_hundred_thousand_pages_are_drawn_without_a_stutter(driver: Chrome) ->
         check_quiet(driver, running)
 
 
-def test_a_lost_connection_is_told_and_made_again(driver: Chrome, service: Service) -> None:
+def test_a_lost_connection_is_reported_and_made_again(driver: Chrome, service: Service) -> None:
     open_live(driver, service)
     driver.execute_script("""
-        attnd.told = [];
-        const keep = () => attnd.told.push(document.getElementById("state").textContent);
+        attnd.message = [];
+        const keep = () => attnd.message.push(document.getElementById("state").textContent);
         new MutationObserver(keep).observe(document.getElementById("state"), {childList: true});
     """)
     server = service.doors[0][0]
@@ -331,7 +331,7 @@ def test_a_lost_connection_is_told_and_made_again(driver: Chrome, service: Servi
     reply: list[str] = []
 
     def is_back() -> bool:
-        reply[:] = driver.execute_script("return attnd.told")
+        reply[:] = driver.execute_script("return attnd.message")
         return reply[-1:] == ["live"]
 
     wait_for(is_back, "the second connection")

@@ -43,9 +43,9 @@ def events(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
             yield name, json.loads(line.removeprefix("data: "))
 
 
-def first(told: Iterator[tuple[str, Any]], name: str, **fields: Any) -> Any:
+def first(stream: Iterator[tuple[str, Any]], name: str, **fields: Any) -> Any:
     """The next event of that name with these fields."""
-    for found, value in told:
+    for found, value in stream:
         if found == name and all(value[key] == wanted for key, wanted in fields.items()):
             return value
     raise AssertionError(f"the stream ended before {name} {fields}")
@@ -87,7 +87,7 @@ def test_no_other_file_is_served(client: httpx.Client) -> None:
     assert client.head(STREAM).status_code == 200
 
 
-def test_the_stream_begins_with_everything_and_goes_on_with_what_changes(
+def test_the_stream_begins_with_everything_and_continues_with_what_changes(
     client: httpx.Client, rng: np.random.Generator
 ) -> None:
     with watching(client) as reply:
@@ -216,7 +216,7 @@ def test_with_keys_it_may_be_opened_to_everybody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "told"),
+    ("counts", "expected"),
     [
         ([0.0] * 18, [0.0, 0.0]),
         ([4.0] + [0.0] * 17, [0.05, 0.099]),
@@ -224,9 +224,9 @@ def test_with_keys_it_may_be_opened_to_everybody(tmp_path: Path) -> None:
         ([0.0, 2.0, 2.0] + [0.0] * 15, [0.25, 0.495]),
     ],
 )
-def test_quantiles_lie_in_their_buckets(counts: list[float], told: list[float]) -> None:
+def test_quantiles_lie_in_their_buckets(counts: list[float], expected: list[float]) -> None:
     found = samples.latency_of([*counts, 0.0])
-    assert found[0] == sum(counts) and found[2:] == pytest.approx(told, rel=0.01)
+    assert found[0] == sum(counts) and found[2:] == pytest.approx(expected, rel=0.01)
 
 
 def test_rows_that_are_not_kept_any_more_are_passed_over() -> None:

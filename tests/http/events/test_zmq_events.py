@@ -73,8 +73,8 @@ class Subscriber:
             asking.send_multipart([b"what is no request"])
             asking.send_multipart([b"", start.to_bytes(8, "big")])
             count = 0
-            while (told := asking.recv_multipart())[1] != END:
-                self.take(told[1], told[2])
+            while (message := asking.recv_multipart())[1] != END:
+                self.take(message[1], message[2])
                 count += 1
             return count
 
@@ -208,8 +208,8 @@ def test_a_subscriber_knows_what_is_cached_and_asks_for_what_it_missed(tmp_path:
         store(client, ids)
         (stored,) = one.hear()
         assert stored["block_size"] == PAGE_SIZE and stored["parent_block_hash"] is None
-        told = [one.blocks[block] for block in stored["block_hashes"]]
-        assert [ids for _, ids in told] == [ids[at : at + PAGE_SIZE] for at in (0, 4, 8)]
+        message = [one.blocks[block] for block in stored["block_hashes"]]
+        assert [ids for _, ids in message] == [ids[at : at + PAGE_SIZE] for at in (0, 4, 8)]
         store(client, [*ids, *range(PAGE_SIZE)])
         (more,) = one.hear()
         assert more["parent_block_hash"] == stored["block_hashes"][-1] and len(one.blocks) == 4
@@ -238,7 +238,7 @@ def test_the_service_runs_the_publisher_as_a_process_of_its_own(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--cache.zmq-endpoint", "tcp://0.0.0.0:5557"), "auth.open"),
         (("--cache.zmq-endpoint", "ipc://x", "--cache.events-history", "0"), "events_history"),
@@ -246,6 +246,6 @@ def test_the_service_runs_the_publisher_as_a_process_of_its_own(tmp_path: Path) 
         (("--cache.zmq-endpoint", "http://x"), "zmq_endpoint"),
     ],
 )
-def test_endpoints_that_cannot_be_are_refused(arguments: tuple[str, ...], told: str) -> None:
-    with pytest.raises(SettingsError, match=told):
+def test_endpoints_that_cannot_be_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
         load_settings(arguments)

@@ -333,7 +333,7 @@ def test_an_answer_too_long_for_json_is_refused_before_anything_changes() -> Non
         made.client.close()
 
 
-def test_models_are_told_and_counted(triton: Triton, client: httpx.Client) -> None:
+def test_models_are_reported_and_counted(triton: Triton, client: httpx.Client) -> None:
     triton.infer("pool")
     reply = client.get("/v2/models/pool/stats").json()["model_stats"][0]
     assert reply["inference_count"] >= 1 and reply["inference_stats"]["success"]["ns"] > 0

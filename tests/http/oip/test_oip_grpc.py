@@ -122,7 +122,7 @@ def test_a_call_that_its_client_cancels_is_taken_back(
     del first
 
 
-def test_a_stream_answers_in_order_and_goes_on_after_an_error(
+def test_a_stream_answers_in_order_and_continues_after_an_error(
     over_grpc: Triton, rng: np.random.Generator
 ) -> None:
     filled(over_grpc, rng)

@@ -105,7 +105,7 @@ def test_when_the_engine_is_killed_doors_answer_503_and_the_service_ends_with_1(
     assert "engine was killed by SIGKILL" in reply, reply
 
 
-def test_when_a_door_is_killed_it_starts_again_and_nobody_else_notices(
+def test_when_a_door_is_killed_it_starts_again_and_no_other_process_notices(
     rng: np.random.Generator,
 ) -> None:
     with listening("--server.http-workers", "2") as (running, url):

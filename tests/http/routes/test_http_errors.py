@@ -99,7 +99,7 @@ def test_no_such_route(client: httpx.Client) -> None:
         ("POST", "/health/live", ["GET", "HEAD"]),
     ],
 )
-def test_other_methods_are_told_all_there_are(
+def test_other_methods_are_reported_all_there_are(
     client: httpx.Client, method: str, path: str, allow: list[str]
 ) -> None:
     response = client.request(method, path)
@@ -364,7 +364,7 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     "case", BAD, ids=[f"{i}-{case[0]}-{case[3]}" for i, case in enumerate(BAD)]
 )
-def test_a_request_that_breaks_a_rule_is_told_which(
+def test_a_request_that_breaks_a_rule_is_named_in_the_error(
     client: httpx.Client, case: tuple[str, dict[str, Any], dict[str, Any], str], media: str
 ) -> None:
     path, fields, tensors, field = case
@@ -409,7 +409,7 @@ def test_a_mask_of_another_length_than_the_pool_says_changes_nothing(
         ("q", [1.0], "tensors.q"),
     ],
 )
-def test_a_json_tensor_that_breaks_a_rule_is_told_which(
+def test_a_json_tensor_that_breaks_a_rule_is_named_in_the_error(
     client: httpx.Client, name: str, tensor: Any, field: str
 ) -> None:
     response = client.post("/v1/decode", json={**A, "tensors": {name: tensor}})
@@ -505,7 +505,7 @@ def test_out_of_pages_tells_the_numbers_and_changes_nothing(
 # 500
 
 
-def test_a_bug_is_told_as_internal_without_its_inside(
+def test_a_bug_is_reported_as_internal_without_its_inside(
     service: Service, client: httpx.Client, monkeypatch: pytest.MonkeyPatch, media: str
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:

@@ -146,7 +146,7 @@ def test_every_route_is_documented(document: Any) -> None:
 
 
 @pytest.mark.parametrize("path", list(TENSOR_ROUTES))
-def test_the_tensors_of_a_route_are_told_for_both_media_types(document: Any, path: str) -> None:
+def test_the_tensors_of_a_route_are_reported_for_both_media_types(document: Any, path: str) -> None:
     operation = document["paths"][path]["post"]
     for body, names in zip(
         (operation["requestBody"], operation["responses"]["200"]), TENSOR_ROUTES[path], strict=True
@@ -166,7 +166,7 @@ def test_the_tensors_of_a_route_are_told_for_both_media_types(document: Any, pat
         assert listed == {name for name in names if "{" not in name}
 
 
-def test_every_error_is_told_as_a_problem(document: Any) -> None:
+def test_every_error_is_reported_as_a_problem(document: Any) -> None:
     for path, entry in document["paths"].items():
         for method, operation in entry.items():
             wanted = ERRORS if path.startswith("/v1/") else ERRORS_OF_PAGES

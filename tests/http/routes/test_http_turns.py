@@ -179,7 +179,7 @@ def long_request(client: httpx.Client) -> httpx.Response:
 
 @pytest.mark.timing
 @pytest.mark.parametrize("asked", [long_answer, long_request])
-def test_long_json_stalls_nobody(
+def test_long_json_stalls_no_other_client(
     service: Service,
     client: httpx.Client,
     rng: np.random.Generator,
