@@ -23,13 +23,13 @@ class Book:
     held: dict[str, list[tuple[Array, Array]]] = field(default_factory=dict)
 
     async def create(self, name: str, **given: Any) -> None:
-        await self.cluster.told("create_sequences", {"sequences": [{"id": name} | given]})
+        await self.cluster.ok("create_sequences", {"sequences": [{"id": name} | given]})
         none = rows(self.rng, 0)
         self.held[name] = [(none, none)] * LAYERS
 
     async def fork(self, parent: str, name: str, length: int | None = None) -> None:
         asked = {"id": name, "parent": parent} | ({} if length is None else {"length": length})
-        await self.cluster.told("create_sequences", {"sequences": [asked]})
+        await self.cluster.ok("create_sequences", {"sequences": [asked]})
         self.held[name] = [(k[:length], v[:length]) for k, v in self.held[parent]]
 
     def grow(self, names: list[str], counts: list[int], layer: int) -> dict[str, Array]:
@@ -46,8 +46,8 @@ class Book:
     async def append(self, name: str, count: int) -> None:
         for layer in range(LAYERS):
             fields = {"layer": layer, "sequences": [name], "append_indptr": [0, count]}
-            told = await self.cluster.told("append", fields, **self.grow([name], [count], layer))
-            assert told.fields["lengths"] == [len(self.held[name][layer][0])]
+            reply = await self.cluster.ok("append", fields, **self.grow([name], [count], layer))
+            assert reply.fields["lengths"] == [len(self.held[name][layer][0])]
 
     async def attend(
         self, names: list[str], counts: list[int], layer: int, *, appends: bool, **how: Any
@@ -59,7 +59,7 @@ class Book:
         name = "prefill" if "causal" in how else "decode"
         if name == "prefill":
             fields["qo_indptr"] = [0, *np.cumsum(counts).tolist()]
-        told = await self.cluster.told(name, fields, q=q, **new)
+        reply = await self.cluster.ok(name, fields, q=q, **new)
         begin = 0
         for one, count in zip(names, counts, strict=True):
             mine = slice(begin, begin + count)
@@ -73,25 +73,25 @@ class Book:
             o, lse = oracle.attend(q[mine], k, v, seen, sm_scale=SCALE)
             unit = np.log(2) if how.get("lse_base") == "2" else 1.0
             case = f"{one}, {counts} rows on {len(k)} tokens, {how}"
-            np.testing.assert_allclose(told.arrays["o"][mine], o, atol=ATOL, err_msg=case)
-            got = told.arrays["lse"][mine] * unit
+            np.testing.assert_allclose(reply.arrays["o"][mine], o, atol=ATOL, err_msg=case)
+            got = reply.arrays["lse"][mine] * unit
             np.testing.assert_allclose(got, lse, atol=ATOL, err_msg=case)
             begin += count
 
     async def truncate(self, name: str, length: int) -> None:
-        told = await self.cluster.told("truncate", {"id": name, "length": length})
-        assert told.fields["lengths"] == [length] * LAYERS
+        reply = await self.cluster.ok("truncate", {"id": name, "length": length})
+        assert reply.fields["lengths"] == [length] * LAYERS
         self.held[name] = [(k[:length], v[:length]) for k, v in self.held[name]]
 
     async def check(self, name: str) -> None:
-        """What is told of a sequence, and all its rows."""
-        told = (await self.cluster.told("get_sequence", {"id": name})).fields
+        """What is reply of a sequence, and all its rows."""
+        reply = await self.cluster.fields("get_sequence", {"id": name})
         lengths = [len(k) for k, _ in self.held[name]]
         pages = -(-max(lengths) // PAGE)
         last = max(lengths) - max(pages - 1, 0) * PAGE
-        assert (told["lengths"], told["pages"], told["last_page_len"]) == (lengths, pages, last)
+        assert (reply["lengths"], reply["pages"], reply["last_page_len"]) == (lengths, pages, last)
         for layer in range(LAYERS):
             fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
-            told_rows = (await self.cluster.told("gather", fields)).arrays
+            told_rows = (await self.cluster.ok("gather", fields)).arrays
             for part, want in zip("kv", self.held[name][layer], strict=True):
                 np.testing.assert_array_equal(told_rows[part], want, err_msg=f"{part}, {layer}")

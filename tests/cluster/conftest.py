@@ -1,13 +1,14 @@
-"""Real engines as processes, for tests that only read or clean up, and one's own to kill."""
+"""Engines as processes, and clusters of them for async tests."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import pytest
 
 from service.cluster.membership.local_engines import LocalEngines, local_engines
-from tests.cluster.harness import SETTINGS
+from tests.cluster.harness import SETTINGS, Cluster, run
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,28 @@ def three_engines() -> Iterator[LocalEngines]:
 
 @pytest.fixture
 def mortal_engines() -> Iterator[LocalEngines]:
-    """Three of a test's own, which may kill them."""
+    """Three engines of a test's own, which it may kill."""
     with local_engines(3, SETTINGS) as engines:
         yield engines
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest) -> LocalEngines:
+    """The engines of an async test; `pytest_pyfunc_call` gives it a `Cluster` of them."""
+    engines: LocalEngines = request.getfixturevalue(getattr(request, "param", "two_engines"))
+    return engines
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs an async test with a router over the engines of its fixture `cluster`."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters.keys() - {"cluster"}
+    given = {name: pyfuncitem.funcargs[name] for name in names}
+
+    async def test(cluster: Cluster) -> None:
+        await pyfuncitem.obj(cluster=cluster, **given)
+
+    run(pyfuncitem.funcargs["cluster"], test)
+    return True

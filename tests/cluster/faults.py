@@ -124,9 +124,9 @@ class Client:
         parent = whole[0] if whole and self.random.random() < 0.5 else None
         if parent is not None:
             new["parent"] = parent
-        told = await self.ask("create_sequences", {"sequences": [new]})
-        if told is not None:
-            (view,) = told.fields["sequences"]
+        reply = await self.ask("create_sequences", {"sequences": [new]})
+        if reply is not None:
+            (view,) = reply.fields["sequences"]
             origin = self.stored.get(parent or "")
             self.stored[view["id"]] = Stored.empty() if origin is None else origin.fork()
 
@@ -140,8 +140,8 @@ class Client:
         k, v = rows(self.rng, sums[-1]), rows(self.rng, sums[-1])
         before = [len(self.stored[name].k[layer]) for name in ids]
         fields = {"layer": layer, "sequences": ids, "append_indptr": sums, "offsets": before}
-        told = await self.ask("append", fields, k=k, v=v)
-        done = await self.done(told, ids, layer, before, counts)
+        reply = await self.ask("append", fields, k=k, v=v)
+        done = await self.done(reply, ids, layer, before, counts)
         for at, name in enumerate(ids):
             if name in done and name in self.stored:
                 one, part = self.stored[name], slice(sums[at], sums[at + 1])
@@ -150,15 +150,15 @@ class Client:
 
     async def done(
         self,
-        told: Answer | None,
+        reply: Answer | None,
         ids: Sequence[str],
         layer: int,
         before: Sequence[int],
         counts: Sequence[int],
     ) -> set[str]:
         """Which of the sequences have grown. Where nobody said, their lengths tell."""
-        if told is not None:
-            return set(ids if told.status < 300 else told.fields["done"])
+        if reply is not None:
+            return set(ids if reply.status < 300 else reply.fields["done"])
         grown = set()
         for name, length, count in zip(ids, before, counts, strict=True):
             while name in self.stored:
@@ -179,24 +179,24 @@ class Client:
             return
         kept = {name: self.stored[name] for name in ids}
         q = rows(self.rng, len(ids), 2 * HEADS)
-        told = await self.ask("decode", {"layer": layer, "sequences": ids}, q=q)
-        if told is None:
+        reply = await self.ask("decode", {"layer": layer, "sequences": ids}, q=q)
+        if reply is None:
             return
         for at, name in enumerate(ids):
             k, v = kept[name].k[layer], kept[name].v[layer]
             o, lse = attend(q[at : at + 1], k, v, visible(1, len(k)), sm_scale=DIM**-0.5)
-            np.testing.assert_allclose(told.arrays["o"][at], o[0], atol=ATOL)
-            np.testing.assert_allclose(told.arrays["lse"][at], lse[0], atol=ATOL)
+            np.testing.assert_allclose(reply.arrays["o"][at], o[0], atol=ATOL)
+            np.testing.assert_allclose(reply.arrays["lse"][at], lse[0], atol=ATOL)
 
     async def gather(self) -> None:
         ids, layer = self.some(), self.random.randrange(LAYERS)
         if not ids:
             return
         expected = {part: [getattr(self.stored[n], part)[layer] for n in ids] for part in "kv"}
-        told = await self.ask("gather", {"layer": layer, "sequences": ids})
-        if told is not None:
+        reply = await self.ask("gather", {"layer": layer, "sequences": ids})
+        if reply is not None:
             for part in "kv":
-                np.testing.assert_array_equal(told.arrays[part], np.concatenate(expected[part]))
+                np.testing.assert_array_equal(reply.arrays[part], np.concatenate(expected[part]))
 
     async def delete(self) -> None:
         for name in self.some(1):
@@ -251,9 +251,9 @@ async def play(engines: LocalEngines, seconds: float, seed: int, clients: int = 
             for caller in callers:
                 tasks.create_task(caller.live(ends))
         await cluster.until(lambda: len(router.members.engines) == count, "all engines again")
-        await cluster.told("delete_sequences", {"prefix": ""})
-        await cluster.told("clear", {})
-        pool = (await cluster.told("pool", {})).fields
+        await cluster.ok("delete_sequences", {"prefix": ""})
+        await cluster.ok("clear")
+        pool = await cluster.fields("pool")
         assert pool["free"] == pool["total"] == PAGES * count, pool
         assert pool["integrity"] == "ok", pool
         outcomes["slowest ms"] = int(1e3 * max(caller.slowest for caller in callers))

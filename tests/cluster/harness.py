@@ -1,4 +1,8 @@
-"""Calls to a router in the test's process, with numpy in and out."""
+"""Calls to a router in the test's process, with numpy in and out.
+
+An async test with the argument `cluster: Cluster` gets a router of its own over two engines, or
+those of its mark `THREE` or `MORTAL`; `run` checks afterwards that no page has leaked.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import pytest
 
 from config.settings import load_settings
 from service.cluster.membership.local_engines import LocalEngines
@@ -47,11 +52,15 @@ SETTINGS: Final = load_settings(
     ]
 )
 WAIT_S: Final = 180.0
+THREE: Final = pytest.mark.parametrize("cluster", ["three_engines"], indirect=True)
+"""Three engines, shared by tests that leave them as they were."""
+MORTAL: Final = pytest.mark.parametrize("cluster", ["mortal_engines"], indirect=True)
+"""Three engines of the test's own, which it may kill."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """`status`, and what was told: the fields of an answer, or a problem's document."""
+    """A reply: its `status`, its fields or the problem document, its tensors."""
 
     status: int
     fields: dict[str, Any]
@@ -88,25 +97,60 @@ class Cluster:
         router.give_back(place_of)
         return Answer(answered.status, layout.fields, copied)
 
-    async def told(self, name: str, fields: Any, **arrays: Any) -> Answer:
-        """The answer of a call that must succeed."""
-        answer = await self.call(name, fields, **arrays)
+    async def ok(self, name: str, fields: Any = None, **arrays: Any) -> Answer:
+        """The reply to a call that must succeed."""
+        answer = await self.call(name, fields or {}, **arrays)
         assert answer.status < 300, answer
         return answer
 
+    async def fields(self, name: str, fields: Any = None, **arrays: Any) -> Any:
+        """The fields of the reply to a call that must succeed."""
+        return (await self.ok(name, fields, **arrays)).fields
+
+    told = ok
+
+    async def error(self, name: str, fields: Any, **arrays: Any) -> tuple[int, str, Answer]:
+        """The status, the code and all of the error reply to a call."""
+        answer = await self.call(name, fields, **arrays)
+        return answer.status, answer.fields["code"], answer
+
+    async def ids(self) -> list[str]:
+        """All sequences, including copies under way."""
+        listed = await self.fields("list_sequences", {"limit": 1000})
+        return [one["id"] for one in listed["sequences"]]
+
+    async def engine(self, name: str) -> Any:
+        """An engine's view of itself; None where it is not there."""
+        views = (await self.fields("engines"))["engines"]
+        return next((one for one in views if one["name"] == name), None)
+
+    def only_on(self, *names: str) -> None:
+        """Places new sequences on these engines only; without names on all."""
+        for engine in self.router.members.engines:
+            engine.is_leaving = bool(names) and engine.name not in names
+
+    async def drain(self, name: str) -> None:
+        await self.ok("drain_engine", {"name": name})
+
+    async def end_drain(self, name: str) -> None:
+        """The engine accepts new sequences again."""
+        await self.ok("drain_engine", {"name": name, "stop": True})
+
+    async def drained(self, name: str) -> None:
+        """Waits until the router has drained an engine."""
+        await self.until(self.router.drains.tasks[name].done, f"{name} is drained")
+
     async def create(self, count: int, **fields: Any) -> list[str]:
-        made = await self.told("create_sequences", {"sequences": [dict(fields)] * count})
-        return [one["id"] for one in made.fields["sequences"]]
+        made = await self.fields("create_sequences", {"sequences": [dict(fields)] * count})
+        return [one["id"] for one in made["sequences"]]
 
     async def create_apart(self) -> list[str]:
         """A sequence on each engine, however busy those are."""
-        made, engines = [], self.router.members.engines
-        for engine in engines:
-            for other in engines:
-                other.is_leaving = other is not engine
+        made = []
+        for engine in self.router.members.engines:
+            self.only_on(engine.name)
             made += await self.create(1)
-        for engine in engines:
-            engine.is_leaving = False
+        self.only_on()
         return made
 
     def home(self, name: str) -> str:
@@ -121,7 +165,7 @@ class Cluster:
         assert ready(), what
 
     async def free_pages(self) -> int:
-        return int((await self.told("pool", {})).fields["free"])
+        return int((await self.fields("pool"))["free"])
 
 
 def run(engines: LocalEngines, test: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
@@ -142,9 +186,9 @@ def run(engines: LocalEngines, test: Callable[[Cluster], Coroutine[Any, Any, Non
                 group.create_task(router.connect(str(engines.members), "test", engines.secret))
                 await cluster.until(all_there, "all engines")
             await test(cluster)
-            await cluster.told("delete_sequences", {"prefix": ""})
-            await cluster.told("clear", {})
-            pool = (await cluster.told("pool", {})).fields
+            await cluster.ok("delete_sequences", {"prefix": ""})
+            await cluster.ok("clear")
+            pool = await cluster.fields("pool")
             assert pool["free"] == pool["total"] == PAGES * count, pool
             assert pool["integrity"] == "ok"
         finally:

@@ -95,10 +95,10 @@ class Caller:
         except httpx.TransportError:
             self.outcomes["broken"] += 1
             return "broken", {}
-        told = got.json() if got.content else {}
-        code = "ok" if got.status_code < 300 else told["code"]
+        reply = got.json() if got.content else {}
+        code = "ok" if got.status_code < 300 else reply["code"]
         self.outcomes[code] += 1
-        return code, told
+        return code, reply
 
     async def live(self, ends: float) -> None:
         while time.monotonic() < ends:
@@ -117,9 +117,9 @@ class Caller:
         self.written.append(one)
         while not one.is_made:
             new = {"id": one.id} | ({"ranks": ranks} if ranks > 1 else {})
-            code, told = await self.ask("POST", "/v1/sequences", {"sequences": [new]})
+            code, reply = await self.ask("POST", "/v1/sequences", {"sequences": [new]})
             tried = self.outcomes[f"tried {one.id}"]
-            assert code in AGAIN | {"ok", "broken"} or (code == "sequence_exists" and tried), told
+            assert code in AGAIN | {"ok", "broken"} or (code == "sequence_exists" and tried), reply
             one.is_made = code in ("ok", "sequence_exists")
             self.outcomes[f"tried {one.id}"] += code in UNCERTAIN
             if not one.is_made:
@@ -132,8 +132,8 @@ class Caller:
         by_id = {one.id: one for one in some}
         while left:
             body = self.batch([by_id[name] for name in left], left)
-            code, told = await self.ask("POST", "/v1/append", body)
-            done = list(left) if code == "ok" else told.get("done", [])
+            code, reply = await self.ask("POST", "/v1/append", body)
+            done = list(left) if code == "ok" else reply.get("done", [])
             assert set(done) <= set(left), (done, left)
             for name in done:
                 one = by_id[name]
@@ -146,9 +146,9 @@ class Caller:
                 for one in unsure:
                     one.more = max(one.more, left[one.id])
             elif code == "length_mismatch":
-                assert any(one.more for one in unsure), (told, unsure)
+                assert any(one.more for one in unsure), (reply, unsure)
             else:
-                assert code in AGAIN, told
+                assert code in AGAIN, reply
             for one in unsure:
                 if one.more and await self.has_come(one):
                     left.pop(one.id)
@@ -177,10 +177,10 @@ class Caller:
 
     async def look(self, some: Sequence[Written]) -> None:
         for one in some:
-            code, told = await self.ask("GET", f"/v1/sequences/{one.id}")
-            assert code in AGAIN | {"ok", "broken"}, told
+            code, reply = await self.ask("GET", f"/v1/sequences/{one.id}")
+            assert code in AGAIN | {"ok", "broken"}, reply
             if code == "ok":
-                self.is_at(one, told["length"])
+                self.is_at(one, reply["length"])
 
     def is_at(self, one: Written, length: int) -> None:
         assert one.length <= length <= one.length + one.more, (length, one)
@@ -190,10 +190,10 @@ class Caller:
     async def list_sequences(self) -> list[str]:
         """All ids. An engine that is slow to respond for a moment makes the list a 503: retry."""
         while True:
-            code, told = await self.ask("GET", "/v1/sequences?limit=1000")
+            code, reply = await self.ask("GET", "/v1/sequences?limit=1000")
             if code == "ok":
-                return [one["id"] for one in told["sequences"]]
-            assert code in AGAIN | {"broken"}, told
+                return [one["id"] for one in reply["sequences"]]
+            assert code in AGAIN | {"broken"}, reply
             await asyncio.sleep(0.1)
 
     async def read(self, some: Sequence[Written]) -> bool:
@@ -201,13 +201,13 @@ class Caller:
         if not some:
             return True
         body = {"layer": 0, "sequences": [one.id for one in some], "dtype": "fp32"}
-        code, told = await self.ask("POST", "/v1/gather", body)
-        assert code in AGAIN | {"ok", "broken"}, told
+        code, reply = await self.ask("POST", "/v1/gather", body)
+        assert code in AGAIN | {"ok", "broken"}, reply
         if code != "ok":
             return False
-        data = told["tensors"]["k"]["data"][::4]
-        assert told["tensors"]["v"]["data"][::4] == data
-        for one, (begin, end) in zip(some, pairwise(told["kv_indptr"]), strict=True):
+        data = reply["tensors"]["k"]["data"][::4]
+        assert reply["tensors"]["v"]["data"][::4] == data
+        for one, (begin, end) in zip(some, pairwise(reply["kv_indptr"]), strict=True):
             assert data[begin:end] == [float(one.first + at) for at in range(end - begin)], one
             self.is_at(one, end - begin)
         return True
@@ -250,8 +250,8 @@ async def until_ready(client: httpx.AsyncClient, count: int) -> None:
         while True:
             try:
                 ready = await client.get("/health/ready")
-                told = (await client.get("/v1/engines")).json()
-                if ready.status_code == 200 and len(told.get("engines", ())) == count:
+                reply = (await client.get("/v1/engines")).json()
+                if ready.status_code == 200 and len(reply.get("engines", ())) == count:
                     return
             except httpx.TransportError:
                 pass

@@ -32,7 +32,7 @@ def test_clients_see_right_numbers_or_documented_refusals_while_engines_die(engi
 def test_what_an_engine_took_along_is_told_by_id_and_its_names_may_be_used_again(engines) -> None:  # type: ignore[no-untyped-def]
     async def check(cluster: Cluster) -> None:
         names = [f"chat-{n}" for n in range(4)]
-        await cluster.told("create_sequences", {"sequences": [{"id": name} for name in names]})
+        await cluster.ok("create_sequences", {"sequences": [{"id": name} for name in names]})
         ids = names + await cluster.create(4)
         gone = [name for name in ids if cluster.home(name) == "engine-0"]
         kept = [name for name in ids if name not in gone]
@@ -40,15 +40,15 @@ def test_what_an_engine_took_along_is_told_by_id_and_its_names_may_be_used_again
         lost = await cluster.call("gather", {"layer": 0, "sequences": ids})
         assert (lost.status, lost.fields["code"]) == (410, "lost_sequence")
         assert set(lost.fields["sequences"]) == set(gone)
-        await cluster.told("gather", {"layer": 0, "sequences": kept})
-        await cluster.told("create_sequences", {"sequences": [{"id": gone[0]}]})
+        await cluster.ok("gather", {"layer": 0, "sequences": kept})
+        await cluster.ok("create_sequences", {"sequences": [{"id": gone[0]}]})
         assert cluster.home(gone[0]) == "engine-1"
         engines.start("engine-0")
         members = cluster.router.members
         await cluster.until(lambda: len(members.engines) == 2, "the engine that was started anew")
         still = await cluster.call("get_sequence", {"id": gone[-1]})
         assert still.status == 410
-        assert (await cluster.told("list_sequences", {})).fields["next"] is None
+        assert (await cluster.fields("list_sequences"))["next"] is None
 
     run(engines, check)
 
@@ -64,11 +64,11 @@ def test_an_engine_that_hangs_holds_up_nobody_beyond_the_deadline(engines) -> No
         hung = engines.processes["engine-1"]
         hung.send_signal(signal.SIGSTOP)
         try:
-            await cluster.told("gather", {"layer": 0, "sequences": elsewhere})
+            await cluster.ok("gather", {"layer": 0, "sequences": elsewhere})
             slow = asyncio.ensure_future(
                 cluster.call("gather", {"layer": 0, "sequences": there}, deadline_s=0.2)
             )
-            await cluster.told("create_sequences", {"sequences": [{"parent": elsewhere[0]}]})
+            await cluster.ok("create_sequences", {"sequences": [{"parent": elsewhere[0]}]})
         finally:
             hung.send_signal(signal.SIGCONT)
         assert (await slow).status in (200, 504)

@@ -39,8 +39,8 @@ def test_a_door_that_starts_is_ready_once_it_has_met_all_engines() -> None:
                 service.doors.check()
                 await until_told(client, "/v1/engines", 200)
                 for path in ("/health/ready", "/v2/health/ready", "/v2/models/decode/ready"):
-                    told = await client.get(path)
-                    assert told.status_code == 503 and "engine-1" in told.text, told.text
+                    reply = await client.get(path)
+                    assert reply.status_code == 503 and "engine-1" in reply.text, reply.text
             finally:
                 stopped.send_signal(signal.SIGCONT)
             await until_ready(client, 2)

@@ -22,6 +22,7 @@ from tests.cluster.harness import PAGE, SETTINGS, Cluster, rows, run
 pytestmark = pytest.mark.long
 
 STALL_S = 1.5
+PAIR = pytest.mark.parametrize("cluster", ["pair"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +86,8 @@ async def filled(cluster: Cluster) -> Book:
 
 
 async def is_refused(cluster: Cluster, name: str, fields: Any, **arrays: Any) -> None:
-    told = await cluster.call(name, fields, deadline_s=2.0, **arrays)
-    assert told.status in (503, 504), (name, told)
+    reply = await cluster.call(name, fields, deadline_s=2.0, **arrays)
+    assert reply.status in (503, 504), (name, reply)
 
 
 async def all_is_there(cluster: Cluster, book: Book) -> None:
@@ -124,9 +125,9 @@ def test_what_a_stalled_engine_has_is_refused_for_the_moment_and_there_afterward
             await book.check("here")
             await book.append("here", 1)
             (made,) = await cluster.create(1)
-            await cluster.told("delete_sequence", {"id": made})
-            told = (await cluster.told("engines", {})).fields["engines"]
-            assert [view["name"] for view in told] == ["engine-0"]
+            await cluster.ok("delete_sequence", {"id": made})
+            reply = (await cluster.fields("engines"))["engines"]
+            assert [view["name"] for view in reply] == ["engine-0"]
         await cluster.until(lambda: both_there(cluster), "the engine answers again")
         await all_is_there(cluster, book)
         assert (await cluster.call("get_sequence", {"id": "new"})).status == 404
@@ -160,64 +161,58 @@ def test_a_door_that_starts_while_an_engine_is_stalled_loses_nothing(
                 await door.until(lambda: both_there(door), "both engines")
                 assert door.router.state[0] == "ready"
                 await all_is_there(door, book)
-                await door.told("get_sequence", {"id": tagged})
+                await door.ok("get_sequence", {"id": tagged})
                 assert (await door.call("get_sequence", {"id": "unknown"})).status == 404
         await all_is_there(first, book)
 
     run(pair, test)
 
 
-def test_a_session_that_ends_is_no_engine_that_dies(pair: LocalEngines) -> None:
-    async def test(cluster: Cluster) -> None:
-        book = await filled(cluster)
-        for _ in range(3):
-            engine = cluster.router.members.by_name["engine-1"].engine
-            assert engine is not None and engine.link.caller is not None
-            engine.link.caller.lose("the connection broke")
-            told = await cluster.call("get_sequence", {"id": "both"})
-            assert told.status in (200, 503), told
-            await cluster.until(lambda: both_there(cluster), "it is met again")
-            await asyncio.sleep(0.1)
-            await all_is_there(cluster, book)
-
-    run(pair, test)
+@PAIR
+async def test_a_session_that_ends_is_no_engine_that_dies(cluster: Cluster) -> None:
+    book = await filled(cluster)
+    for _ in range(3):
+        engine = cluster.router.members.by_name["engine-1"].engine
+        assert engine is not None and engine.link.caller is not None
+        engine.link.caller.lose("the connection broke")
+        reply = await cluster.call("get_sequence", {"id": "both"})
+        assert reply.status in (200, 503), reply
+        await cluster.until(lambda: both_there(cluster), "it is met again")
+        await asyncio.sleep(0.1)
+        await all_is_there(cluster, book)
 
 
-def test_an_engine_that_refuses_a_poll_stays(
-    pair: LocalEngines, monkeypatch: pytest.MonkeyPatch
+@PAIR
+async def test_an_engine_that_refuses_a_poll_stays(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from service.errors import Overloaded
 
     async def refuse(*_: Any) -> None:
         raise Overloaded("the arena is full", retry_after_s=1.0)
 
-    async def test(cluster: Cluster) -> None:
-        book = await filled(cluster)
-        before = list(cluster.router.members.engines)
-        with monkeypatch.context() as patched:
-            patched.setattr(polling, "poll", refuse)
-            await asyncio.sleep(0.6)
-        assert cluster.router.members.engines == before
-        await all_is_there(cluster, book)
-
-    run(pair, test)
+    book = await filled(cluster)
+    before = list(cluster.router.members.engines)
+    with monkeypatch.context() as patched:
+        patched.setattr(polling, "poll", refuse)
+        await asyncio.sleep(0.6)
+    assert cluster.router.members.engines == before
+    await all_is_there(cluster, book)
 
 
-def test_what_is_over_engines_of_which_one_dies_is_let_go_by_the_others(
-    pair: LocalEngines,
+@PAIR
+async def test_what_is_over_engines_of_which_one_dies_is_let_go_by_the_others(
+    cluster: Cluster,
 ) -> None:
-    async def test(cluster: Cluster) -> None:
-        await filled(cluster)
-        pair.kill("engine-1")
-        told = await cluster.call("get_sequence", {"id": "both"})
-        assert (told.status, told.fields["code"]) == (410, "lost_sequence"), told
-        async with asyncio.timeout(10):
-            while True:
-                listed = (await cluster.told("list_sequences", {})).fields["sequences"]
-                if [one["id"] for one in listed] == ["here"]:
-                    break
-                await asyncio.sleep(0.05)
-        pair.start("engine-1")
-        await cluster.until(lambda: both_there(cluster), "it is met again")
-
-    run(pair, test)
+    await filled(cluster)
+    cluster.engines.kill("engine-1")
+    reply = await cluster.call("get_sequence", {"id": "both"})
+    assert (reply.status, reply.fields["code"]) == (410, "lost_sequence"), reply
+    async with asyncio.timeout(10):
+        while True:
+            listed = (await cluster.fields("list_sequences"))["sequences"]
+            if [one["id"] for one in listed] == ["here"]:
+                break
+            await asyncio.sleep(0.05)
+    cluster.engines.start("engine-1")
+    await cluster.until(lambda: both_there(cluster), "it is met again")

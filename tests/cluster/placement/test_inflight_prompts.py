@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from service.cluster.membership.engine import Call
-from service.cluster.membership.local_engines import LocalEngines
 from service.cluster.placement import inflight_prompts, placer
 from service.cluster.placement.inflight_prompts import (
     MAX_FRUITLESS,
@@ -21,7 +20,7 @@ from service.cluster.placement.inflight_prompts import (
 from service.operations.rows import APPEND, GATHER
 from service.operations.sequences import CREATE_SEQUENCES
 from service.tenants import tenant_of
-from tests.cluster.harness import LAYERS, PAGE, Answer, Cluster, rows, run
+from tests.cluster.harness import LAYERS, PAGE, Answer, Cluster, rows
 
 LENGTH = 4 * PAGE
 LONG_S = 60.0
@@ -100,7 +99,7 @@ def test_nobody_waits_for_more_than_half_of_what_the_caller_has_time_for() -> No
         prompts, call = InflightPrompts(), call_of(deadline_us=200_000)
         async with asyncio.timeout(LONG_S):
             await prompts.wait(call, [Wait(begun(prompts), LONG_S)])
-        assert 1 <= call.deadline_us <= 100_000, "the engine is told what is left"
+        assert 1 <= call.deadline_us <= 100_000, "the engine is reply what is left"
 
     asyncio.run(check())
 
@@ -124,30 +123,27 @@ def test_what_never_ends_ends_after_a_while(monkeypatch: pytest.MonkeyPatch) -> 
 
 async def appended(cluster: Cluster, name: str, layer: int, rng: np.random.Generator) -> None:
     fields = {"layer": layer, "sequences": [name], "append_indptr": [0, LENGTH]}
-    await cluster.told("append", fields, k=rows(rng, LENGTH), v=rows(rng, LENGTH))
+    await cluster.ok("append", fields, k=rows(rng, LENGTH), v=rows(rng, LENGTH))
 
 
-def test_a_prompt_finds_the_pages_of_one_that_is_being_computed(
-    two_engines: LocalEngines, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+async def test_a_prompt_finds_the_pages_of_one_that_is_being_computed(
+    cluster: Cluster, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placer, "WORTH_WAITING", 1e9)
     prefix: dict[str, Any] = {"token_ids": list(range(LENGTH))}
 
     async def made(cluster: Cluster) -> Answer:
-        return await cluster.told("create_sequences", {"sequences": [{"prefix": prefix}]})
+        return await cluster.ok("create_sequences", {"sequences": [{"prefix": prefix}]})
 
-    async def check(cluster: Cluster) -> None:
-        first, same = [(await made(cluster)).fields["sequences"][0] for _ in range(2)]
-        assert cluster.home(first["id"]) == cluster.home(same["id"])
-        await appended(cluster, first["id"], 0, rng)
-        second = asyncio.ensure_future(made(cluster))
-        for layer in range(1, LAYERS):
-            await asyncio.sleep(0.05)
-            assert not second.done(), "it waits"
-            await appended(cluster, first["id"], layer, rng)
-        await cluster.told("commit", {"id": first["id"]} | prefix)
-        (view,) = (await second).fields["sequences"]
-        assert view["cached_len"] == LENGTH
-        assert cluster.home(view["id"]) == cluster.home(first["id"])
-
-    run(two_engines, check)
+    first, same = [(await made(cluster)).fields["sequences"][0] for _ in range(2)]
+    assert cluster.home(first["id"]) == cluster.home(same["id"])
+    await appended(cluster, first["id"], 0, rng)
+    second = asyncio.ensure_future(made(cluster))
+    for layer in range(1, LAYERS):
+        await asyncio.sleep(0.05)
+        assert not second.done(), "it waits"
+        await appended(cluster, first["id"], layer, rng)
+    await cluster.ok("commit", {"id": first["id"]} | prefix)
+    (view,) = (await second).fields["sequences"]
+    assert view["cached_len"] == LENGTH
+    assert cluster.home(view["id"]) == cluster.home(first["id"])

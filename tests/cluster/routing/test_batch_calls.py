@@ -1,4 +1,4 @@
-"""Batches while their sequences change engines: cut again where they are, and told what is done."""
+"""Batches whose sequences move meanwhile: pieces are split again, and errors list what is done."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import oracle
 import pytest
 
 from service.cluster.membership.engine import Engine
-from service.cluster.membership.local_engines import LocalEngines
 from service.cluster.routing import locator as locators
 from service.cluster.routing.sequence_calls import joint_error
 from service.doors.kit.problems import ProblemText, document_of
 from service.errors import LengthMismatch, LostSequence, NotReady
 from service.image.json_text import dump_json
 from tests.cluster.checked_calls import SCALE, Book
-from tests.cluster.harness import ATOL, HEADS, PAGE, Cluster, rows, run
+from tests.cluster.harness import ATOL, HEADS, PAGE, Cluster, rows
 
 
 def problem(error: Exception, done: Sequence[str] = ()) -> ProblemText:
@@ -49,9 +48,9 @@ def problem(error: Exception, done: Sequence[str] = ()) -> ProblemText:
 def test_a_refusal_has_what_all_parts_and_their_parts_have_done(
     errors: list[BaseException], done: list[str], code: str, every: Any, lost: Any
 ) -> None:
-    told = document_of(joint_error(errors, done), b"")
-    assert (told["code"], told.get("done")) == (code, every)
-    assert lost is None or told["sequences"] == lost
+    reply = document_of(joint_error(errors, done), b"")
+    assert (reply["code"], reply.get("done")) == (code, every)
+    assert lost is None or reply["sequences"] == lost
 
 
 async def apart(cluster: Cluster, book: Book) -> tuple[Engine, Engine]:
@@ -67,112 +66,99 @@ async def apart(cluster: Cluster, book: Book) -> tuple[Engine, Engine]:
     return first, second
 
 
-def test_what_was_done_in_a_part_that_was_cut_again_is_told(two_engines: LocalEngines) -> None:
-    async def test(cluster: Cluster) -> None:
-        book = Book(cluster)
-        first, _ = await apart(cluster, book)
-        cluster.router.locator.tags.learn(("default", "b"), first.tag)  # it has left since
-        new = rows(np.random.default_rng(0), 3)
-        fields = {"layer": 0, "sequences": ["a", "b", "c"], "offsets": [PAGE + 1, 0, PAGE + 1]}
-        told = await cluster.call("append", fields | {"append_indptr": [0, 1, 2, 3]}, k=new, v=new)
-        assert (told.status, told.fields["code"]) == (409, "length_mismatch"), told
-        assert sorted(told.fields["done"]) == ["a", "c"]
-        lengths = [PAGE + 2, PAGE + 1, PAGE + 2]
-        for name, length in zip("abc", lengths, strict=True):
-            view = await cluster.told("get_sequence", {"id": name})
-            assert view.fields["lengths"][0] == length
-
-    run(two_engines, test)
+async def test_what_was_done_in_a_part_that_was_cut_again_is_told(cluster: Cluster) -> None:
+    book = Book(cluster)
+    first, _ = await apart(cluster, book)
+    cluster.router.locator.tags.learn(("default", "b"), first.tag)  # it has left since
+    new = rows(np.random.default_rng(0), 3)
+    fields = {"layer": 0, "sequences": ["a", "b", "c"], "offsets": [PAGE + 1, 0, PAGE + 1]}
+    reply = await cluster.call("append", fields | {"append_indptr": [0, 1, 2, 3]}, k=new, v=new)
+    assert (reply.status, reply.fields["code"]) == (409, "length_mismatch"), reply
+    assert sorted(reply.fields["done"]) == ["a", "c"]
+    lengths = [PAGE + 2, PAGE + 1, PAGE + 2]
+    for name, length in zip("abc", lengths, strict=True):
+        view = await cluster.ok("get_sequence", {"id": name})
+        assert view.fields["lengths"][0] == length
 
 
 @pytest.mark.parametrize("names", [["b"], ["a", "b"], ["b", "c"]])
-def test_sequences_that_change_their_engine_again_and_again_are_found(
-    two_engines: LocalEngines, names: list[str], monkeypatch: pytest.MonkeyPatch
+async def test_sequences_that_change_their_engine_again_and_again_are_found(
+    cluster: Cluster, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(cluster: Cluster) -> None:
-        book, locator, looks = Book(cluster), cluster.router.locator, 0
-        first, _ = await apart(cluster, book)
-        find = locator.find
+    book, locator, looks = Book(cluster), cluster.router.locator, 0
+    first, _ = await apart(cluster, book)
+    find = locator.find
 
-        async def mislead(ids: Sequence[str], tenant: Any) -> None:
-            nonlocal looks
-            looks += 1
-            await find(ids, tenant)
-            if looks < 5:
-                for name in ids:
-                    locator.tags.learn(("default", name), first.tag)
+    async def mislead(ids: Sequence[str], tenant: Any) -> None:
+        nonlocal looks
+        looks += 1
+        await find(ids, tenant)
+        if looks < 5:
+            for name in ids:
+                locator.tags.learn(("default", name), first.tag)
 
-        locator.tags.learn(("default", "b"), first.tag)
-        monkeypatch.setattr(locator, "find", mislead)
-        await book.attend(names, [1] * len(names), 0, appends=True)
-        assert looks == 5
-        await book.attend(names, [1] * len(names), 0, appends=False)
-
-    run(two_engines, test)
+    locator.tags.learn(("default", "b"), first.tag)
+    monkeypatch.setattr(locator, "find", mislead)
+    await book.attend(names, [1] * len(names), 0, appends=True)
+    assert looks == 5
+    await book.attend(names, [1] * len(names), 0, appends=False)
 
 
 @pytest.mark.parametrize("operation", ["get_sequence", "gather", "delete_sequence"])
-def test_a_sequence_that_one_look_has_missed_is_looked_for_again(
-    two_engines: LocalEngines, operation: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_sequence_that_one_look_has_missed_is_looked_for_again(
+    cluster: Cluster, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has left an engine that was asked late for one that was asked before."""
+    book, missed = Book(cluster), 0
+    await apart(cluster, book)
+    cluster.router.locator.tags.forget(("default", "b"))
+    look = locators.known_at
 
-    async def test(cluster: Cluster) -> None:
-        book, missed = Book(cluster), 0
-        await apart(cluster, book)
-        cluster.router.locator.tags.forget(("default", "b"))
-        look = locators.known_at
+    async def late(engine: Engine, ids: Sequence[str], tenant: Any) -> list[str]:
+        nonlocal missed
+        missed += 1
+        return [] if missed <= 2 else await look(engine, ids, tenant)
 
-        async def late(engine: Engine, ids: Sequence[str], tenant: Any) -> list[str]:
-            nonlocal missed
-            missed += 1
-            return [] if missed <= 2 else await look(engine, ids, tenant)
-
-        monkeypatch.setattr(locators, "known_at", late)
-        named = {"layer": 0, "sequences": ["b"]} if operation == "gather" else {"id": "b"}
-        await cluster.told(operation, named)
-        unknown = await cluster.call(operation, named | {"id": "n"} if "id" in named else named)
-        assert unknown.status == (200 if operation == "gather" else 404)
-
-    run(two_engines, test)
+    monkeypatch.setattr(locators, "known_at", late)
+    named = {"layer": 0, "sequences": ["b"]} if operation == "gather" else {"id": "b"}
+    await cluster.ok(operation, named)
+    unknown = await cluster.call(operation, named | {"id": "n"} if "id" in named else named)
+    assert unknown.status == (200 if operation == "gather" else 404)
 
 
 @pytest.mark.parametrize("name", ["mask", "packed_mask"])
 @pytest.mark.parametrize("appends", [False, True])
-def test_a_mask_over_sequences_of_several_engines_hides_what_it_hides_on_one(
-    two_engines: LocalEngines, name: str, appends: bool
+async def test_a_mask_over_sequences_of_several_engines_hides_what_it_hides_on_one(
+    cluster: Cluster, name: str, appends: bool
 ) -> None:
-    async def test(cluster: Cluster) -> None:
-        book, names, counts = Book(cluster), ["b", "a", "both", "c"], [2, 3, 1, 2]
-        await apart(cluster, book)
-        await book.create("both", ranks=2)
-        await book.append("both", 3 * PAGE + 1)
-        await book.append("c", 2)
-        new = book.grow(names, counts, 1) if appends else {}
-        lengths = [len(book.held[one][1][0]) for one in names]
-        masks = [
-            book.rng.integers(0, 2, (count, length)).astype(bool)
-            for count, length in zip(counts, lengths, strict=True)
-        ]
-        flat = [mask.ravel() for mask in masks]
-        if name == "packed_mask":
-            flat = [np.packbits(bits, bitorder="little") for bits in flat]
-        q = rows(book.rng, sum(counts), 2 * HEADS)
-        fields = {"layer": 1, "sequences": names, "qo_indptr": [0, *np.cumsum(counts).tolist()]}
-        mask = {name: np.concatenate(flat)}
-        for wrong in (mask[name][1:], np.append(mask[name], mask[name][:1])):
-            refused = await cluster.call("prefill", fields, q=q, **new, **{name: wrong})
-            assert (refused.status, refused.fields["field"]) == (422, name), refused
-            assert "done" not in refused.fields
-        told = await cluster.told("prefill", fields, q=q, **new, **mask)
-        begin = 0
-        for one, count, seen in zip(names, counts, masks, strict=True):
-            mine = slice(begin, begin + count)
-            o, lse = oracle.attend(q[mine], *book.held[one][1], seen, sm_scale=SCALE)
-            np.testing.assert_allclose(told.arrays["o"][mine], o, atol=ATOL, err_msg=one)
-            np.testing.assert_allclose(told.arrays["lse"][mine], lse, atol=ATOL, err_msg=one)
-            begin += count
-        for one in names:
-            await book.check(one)
-
-    run(two_engines, test)
+    book, names, counts = Book(cluster), ["b", "a", "both", "c"], [2, 3, 1, 2]
+    await apart(cluster, book)
+    await book.create("both", ranks=2)
+    await book.append("both", 3 * PAGE + 1)
+    await book.append("c", 2)
+    new = book.grow(names, counts, 1) if appends else {}
+    lengths = [len(book.held[one][1][0]) for one in names]
+    masks = [
+        book.rng.integers(0, 2, (count, length)).astype(bool)
+        for count, length in zip(counts, lengths, strict=True)
+    ]
+    flat = [mask.ravel() for mask in masks]
+    if name == "packed_mask":
+        flat = [np.packbits(bits, bitorder="little") for bits in flat]
+    q = rows(book.rng, sum(counts), 2 * HEADS)
+    fields = {"layer": 1, "sequences": names, "qo_indptr": [0, *np.cumsum(counts).tolist()]}
+    mask = {name: np.concatenate(flat)}
+    for wrong in (mask[name][1:], np.append(mask[name], mask[name][:1])):
+        refused = await cluster.call("prefill", fields, q=q, **new, **{name: wrong})
+        assert (refused.status, refused.fields["field"]) == (422, name), refused
+        assert "done" not in refused.fields
+    reply = await cluster.ok("prefill", fields, q=q, **new, **mask)
+    begin = 0
+    for one, count, seen in zip(names, counts, masks, strict=True):
+        mine = slice(begin, begin + count)
+        o, lse = oracle.attend(q[mine], *book.held[one][1], seen, sm_scale=SCALE)
+        np.testing.assert_allclose(reply.arrays["o"][mine], o, atol=ATOL, err_msg=one)
+        np.testing.assert_allclose(reply.arrays["lse"][mine], lse, atol=ATOL, err_msg=one)
+        begin += count
+    for one in names:
+        await book.check(one)

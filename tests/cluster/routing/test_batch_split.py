@@ -36,8 +36,8 @@ def test_rows_go_with_their_sequences() -> None:
     assert [piece.fields["offsets"] for piece in pieces] == [[5, 8], [6], [7]]
     rows = [piece.arrays["k"].ravel().tolist() for piece in pieces]
     assert rows == [[0, 1, 3, 4, 5], [], [2]]
-    told = [({"lengths": [9, 11]}, {}), ({"lengths": [6]}, {}), ({"lengths": [8]}, {})]
-    assert join(pieces, told) == ({"lengths": [9, 6, 8, 11]}, {})
+    replies = [({"lengths": [9, 11]}, {}), ({"lengths": [6]}, {}), ({"lengths": [8]}, {})]
+    assert join(pieces, replies) == ({"lengths": [9, 6, 8, 11]}, {})
 
 
 def test_rows_of_many_layers_go_with_their_sequences() -> None:
@@ -62,8 +62,8 @@ def test_cuts_and_what_they_keep_go_with_their_sequences() -> None:
     assert [piece.fields["lengths"] for piece in pieces] == [[1, 4], [2], [3]]
     assert [piece.fields["keep"] for piece in pieces] == [[5, 6, 8, 9], [], [7]]
     assert [piece.fields["keep_indptr"] for piece in pieces] == [[0, 2, 4], [0, 0], [0, 1]]
-    told = [({"sequences": [{"id": one} for one in ids]}, {}) for ids in ("ad", "b", "c")]
-    joined, _ = join(pieces, told)
+    replies = [({"sequences": [{"id": one} for one in ids]}, {}) for ids in ("ad", "b", "c")]
+    joined, _ = join(pieces, replies)
     assert [one["id"] for one in joined["sequences"]] == ["a", "b", "c", "d"]
 
 
@@ -101,14 +101,14 @@ def test_states_come_back_in_the_order_of_the_request() -> None:
     fields = PrefillFields(layer=0, sequences=["a", "b", "c", "d"], qo_indptr=[0, 1, 3, 4, 6])
     q = np.arange(6.0).reshape(6, 1, 1)
     pieces = split_batch(dumped(fields), {"q": q}, GROUPS)
-    told = [
+    replies = [
         (
             {"lse_base": "e", "levels": 1 + at, "cascade": at == 1},
             {"o": 10 * piece.arrays["q"], "lse": piece.arrays["q"][:, :, 0]},
         )
         for at, piece in enumerate(pieces)
     ]
-    joined, arrays = join(pieces, told)
+    joined, arrays = join(pieces, replies)
     assert joined == {"lse_base": "e", "levels": 3, "cascade": True}
     np.testing.assert_array_equal(arrays["o"], 10 * q)
     np.testing.assert_array_equal(arrays["lse"], q[:, :, 0])
@@ -117,12 +117,12 @@ def test_states_come_back_in_the_order_of_the_request() -> None:
 def test_gathered_rows_are_as_many_as_each_engine_tells() -> None:
     pieces = split_batch(dumped(GatherFields(layer=0, sequences=["a", "b", "c", "d"])), {}, GROUPS)
     rows = [np.array([[1.0], [2.0], [9.0]]), np.empty((0, 1)), np.array([[5.0]])]
-    told = [
+    replies = [
         ({"kv_indptr": [0, 2, 3]}, {"k": rows[0]}),
         ({"kv_indptr": [0, 0]}, {"k": rows[1]}),
         ({"kv_indptr": [0, 1]}, {"k": rows[2]}),
     ]
-    fields, arrays = join(pieces, told)
+    fields, arrays = join(pieces, replies)
     assert fields == {"kv_indptr": [0, 2, 2, 3, 4]}
     assert arrays["k"].ravel().tolist() == [1, 2, 5, 9]
 

@@ -11,11 +11,10 @@ import pytest
 
 from service.cluster.membership import engine as engines_of
 from service.cluster.membership.engine import Call, EngineReply
-from service.cluster.membership.local_engines import LocalEngines
 from service.cluster.migration import ownership
 from tests.cluster.checked_calls import Book
-from tests.cluster.harness import PAGE, Cluster, run
-from tests.cluster.migration.test_drain import SOURCE, emptied, only_on
+from tests.cluster.harness import PAGE, THREE, Cluster
+from tests.cluster.migration.test_drain import SOURCE, emptied
 from tests.cluster.sharded.test_ranks_doors import another_door
 
 TARGET = "engine-2"
@@ -29,23 +28,23 @@ async def dealt(cluster: Cluster, book: Book, name: str) -> None:
         engine.is_leaving = engine.name == TARGET
     await book.create(name, ranks=2)
     await book.append(name, 5 * PAGE + 1)
-    await only_on(cluster, SOURCE, False)
+    cluster.only_on()
 
 
 async def begun(cluster: Cluster, book: Book, name: str, length: int) -> None:
     """A sequence on the engine that is to be emptied."""
-    await only_on(cluster, SOURCE)
+    cluster.only_on(SOURCE)
     await book.create(name)
     await book.append(name, length)
-    await only_on(cluster, SOURCE, False)
+    cluster.only_on()
 
 
 async def moved(cluster: Cluster) -> None:
     """The engine is emptied, and takes new sequences again."""
-    await cluster.told("drain_engine", {"name": SOURCE})
+    await cluster.drain(SOURCE)
     await emptied(cluster)
-    await cluster.until(lambda: cluster.router.drains.tasks[SOURCE].done(), "it is over")
-    await cluster.told("drain_engine", {"name": SOURCE, "stop": True})
+    await cluster.drained(SOURCE)
+    await cluster.end_drain(SOURCE)
 
 
 def meanwhile(
@@ -62,9 +61,10 @@ def meanwhile(
     monkeypatch.setattr(ownership, "set_state", hand)
 
 
+@THREE
 @pytest.mark.parametrize("how", ["ids", "prefix", "path"])
-def test_what_is_on_its_way_for_too_long_is_not_deleted_and_stays_whole(
-    three_engines: LocalEngines, how: str, monkeypatch: pytest.MonkeyPatch
+async def test_what_is_on_its_way_for_too_long_is_not_deleted_and_stays_whole(
+    cluster: Cluster, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others of a bulk delete are, and whoever asks again has the rest deleted."""
     asked: tuple[str, dict[str, Any]] = {
@@ -72,106 +72,98 @@ def test_what_is_on_its_way_for_too_long_is_not_deleted_and_stays_whole(
         "prefix": ("delete_sequences", {"prefix": ""}),
         "path": ("delete_sequence", {"id": "a"}),
     }[how]
+    async with another_door(cluster) as second:
+        book, answers = Book(cluster), []
+        cluster.only_on(TARGET)
+        await book.create("b")
+        await dealt(cluster, book, "a")
+        await dealt(cluster, book, "c")
 
-    async def test(first: Cluster) -> None:
-        async with another_door(first) as second:
-            book, answers = Book(first), []
-            await only_on(first, TARGET)
-            await book.create("b")
-            await dealt(first, book, "a")
-            await dealt(first, book, "c")
+        async def delete() -> None:
+            monkeypatch.setattr(engines_of, "RETRY_BUDGET_S", 1.0)
+            answers.append(await second.call(*asked))
+            monkeypatch.setattr(engines_of, "RETRY_BUDGET_S", 10.0)
 
-            async def delete() -> None:
-                monkeypatch.setattr(engines_of, "RETRY_BUDGET_S", 0.1)
-                answers.append(await second.call(*asked))
-                monkeypatch.setattr(engines_of, "RETRY_BUDGET_S", 10.0)
-
-            await second.told("get_sequence", {"id": "a"})
-            meanwhile(monkeypatch, "leaving", delete)
-            await moved(first)
-            (told,) = answers
-            left = "a" if how == "path" else told.fields["sequences"][0]
-            assert (told.status, told.fields["code"]) == (503, "sequence_moving"), told
-            listed = (await first.told("list_sequences", {"limit": 9})).fields["sequences"]
-            assert [one["id"] for one in listed] == (["a", "b", "c"] if how == "path" else [left])
-            for door in (first, second):
-                await Book(door, held=book.held).check(left)
-            await book.attend([left], [1], 0, appends=True)
-            again = await second.told(*asked)
-            assert how == "path" or again.fields == {"num_deleted": 1}
-
-    run(three_engines, test)
+        await second.ok("get_sequence", {"id": "a"})
+        meanwhile(monkeypatch, "leaving", delete)
+        await moved(cluster)
+        (reply,) = answers
+        left = "a" if how == "path" else reply.fields["sequences"][0]
+        assert (reply.status, reply.fields["code"]) == (503, "sequence_moving"), reply
+        listed = (await cluster.fields("list_sequences", {"limit": 9}))["sequences"]
+        assert [one["id"] for one in listed] == (["a", "b", "c"] if how == "path" else [left])
+        for door in (cluster, second):
+            await Book(door, held=book.held).check(left)
+        await book.attend([left], [1], 0, appends=True)
+        again = await second.ok(*asked)
+        assert how == "path" or again.fields == {"num_deleted": 1}
 
 
+@THREE
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("how", [{"ids": ["a"]}, {"prefix": "a"}])
-def test_what_comes_to_an_engine_that_was_asked_already_is_deleted_there(
-    three_engines: LocalEngines, ranks: int, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+async def test_what_comes_to_an_engine_that_was_asked_already_is_deleted_there(
+    cluster: Cluster, ranks: int, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(first: Cluster) -> None:
-        async with another_door(first) as second:
-            book, is_moved = Book(first), asyncio.Event()
-            if ranks == 1:
-                await begun(first, book, "a", 5 * PAGE + 1)
-            else:
-                await dealt(first, book, "a")
-            for engine in first.router.members.engines:  # it is moved there
-                engine.is_leaving = engine.name == "engine-1"
+    async with another_door(cluster) as second:
+        book, is_moved = Book(cluster), asyncio.Event()
+        if ranks == 1:
+            await begun(cluster, book, "a", 5 * PAGE + 1)
+        else:
+            await dealt(cluster, book, "a")
+        for engine in cluster.router.members.engines:  # it is moved there
+            engine.is_leaving = engine.name == "engine-1"
 
-            def late(
-                ask: Callable[..., Awaitable[EngineReply]],
-            ) -> Callable[..., Awaitable[EngineReply]]:
-                async def after(call: Call, *given: Any) -> EngineReply:
-                    if call.operation.name == "delete_sequences":
-                        await is_moved.wait()
-                    return await ask(call, *given)
+        def late(
+            ask: Callable[..., Awaitable[EngineReply]],
+        ) -> Callable[..., Awaitable[EngineReply]]:
+            async def after(call: Call, *given: Any) -> EngineReply:
+                if call.operation.name == "delete_sequences":
+                    await is_moved.wait()
+                return await ask(call, *given)
 
-                return after
+            return after
 
-            for engine in second.router.members.engines:
-                if engine.name != TARGET:
-                    monkeypatch.setattr(engine, "ask", late(engine.ask))
-            deleting = asyncio.ensure_future(second.call("delete_sequences", how))
-            await asyncio.sleep(0.05)
-            await moved(first)
-            assert first.router.locator.tags.tag(("default", "a")) is not None
-            is_moved.set()
-            assert (await deleting).fields == {"num_deleted": 1}
-            assert (await first.told("list_sequences", {"limit": 9})).fields == NONE_LEFT
-
-    run(three_engines, test)
+        for engine in second.router.members.engines:
+            if engine.name != TARGET:
+                monkeypatch.setattr(engine, "ask", late(engine.ask))
+        deleting = asyncio.ensure_future(second.call("delete_sequences", how))
+        await asyncio.sleep(0.05)
+        await moved(cluster)
+        assert cluster.router.locator.tags.tag(("default", "a")) is not None
+        is_moved.set()
+        assert (await deleting).fields == {"num_deleted": 1}
+        assert (await cluster.fields("list_sequences", {"limit": 9})) == NONE_LEFT
 
 
-def test_an_engine_is_emptied_while_doors_delete_what_it_has(three_engines: LocalEngines) -> None:
-    async def test(first: Cluster) -> None:
-        async with another_door(first) as second:
-            book, rng = Book(first), np.random.default_rng(5)
-            for number in range(10):
-                await dealt(first, book, f"d{number}")
-            for number in range(10):
-                await begun(first, book, f"w{number}", 3 * PAGE + number)
-            names = rng.permutation(sorted(book.held)).tolist()
-            emptying = asyncio.ensure_future(moved(first))
-            deleted = 0
+@THREE
+async def test_an_engine_is_emptied_while_doors_delete_what_it_has(cluster: Cluster) -> None:
+    async with another_door(cluster) as second:
+        book, rng = Book(cluster), np.random.default_rng(5)
+        for number in range(10):
+            await dealt(cluster, book, f"d{number}")
+        for number in range(10):
+            await begun(cluster, book, f"w{number}", 3 * PAGE + number)
+        names = rng.permutation(sorted(book.held)).tolist()
+        emptying = asyncio.ensure_future(moved(cluster))
+        deleted = 0
 
-            async def delete(door: Cluster, some: list[str]) -> None:
-                nonlocal deleted
-                await asyncio.sleep(float(rng.uniform(0, 0.15)))
-                told = await door.told("delete_sequences", {"ids": some})
-                deleted += told.fields["num_deleted"]
+        async def delete(door: Cluster, some: list[str]) -> None:
+            nonlocal deleted
+            await asyncio.sleep(float(rng.uniform(0, 0.15)))
+            reply = await door.ok("delete_sequences", {"ids": some})
+            deleted += reply.fields["num_deleted"]
 
-            batches = [names[at : at + 5] for at in range(0, len(names) - 5, 5)]
-            doors = (first, second, first)
-            await asyncio.gather(
-                *(delete(door, some) for door, some in zip(doors, batches, strict=True))
-            )
-            await emptying
-            assert deleted == 15
-            for name in names[15:]:
-                await book.check(name)
-            listed = (await second.told("list_sequences", {"limit": 99})).fields["sequences"]
-            assert [one["id"] for one in listed] == sorted(names[15:])
-            refused = await first.call("delete_sequences", {"prefix": "d", "skip": True})
-            assert (refused.status, refused.fields["field"]) == (422, "skip")
-
-    run(three_engines, test)
+        batches = [names[at : at + 5] for at in range(0, len(names) - 5, 5)]
+        doors = (cluster, second, cluster)
+        await asyncio.gather(
+            *(delete(door, some) for door, some in zip(doors, batches, strict=True))
+        )
+        await emptying
+        assert deleted == 15
+        for name in names[15:]:
+            await book.check(name)
+        listed = (await second.fields("list_sequences", {"limit": 99}))["sequences"]
+        assert [one["id"] for one in listed] == sorted(names[15:])
+        refused = await cluster.call("delete_sequences", {"prefix": "d", "skip": True})
+        assert (refused.status, refused.fields["field"]) == (422, "skip")

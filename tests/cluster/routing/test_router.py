@@ -24,289 +24,247 @@ from tests.cluster.harness import (
     SETTINGS,
     Cluster,
     rows,
-    run,
 )
 
 SCALE = DIM**-0.5
 
 
-def test_new_sequences_are_spread_and_ids_tell_their_engine(two_engines: LocalEngines) -> None:
-    async def check(cluster: Cluster) -> None:
-        ids = await cluster.create(8)
-        if not ON_GPU:  # there they wait for each other, and who has waited less gets more
-            assert {cluster.home(name) for name in ids} == {"engine-0", "engine-1"}
-        listed = (await cluster.told("list_sequences", {"limit": 5})).fields
-        rest = (await cluster.told("list_sequences", {"after": listed["next"]})).fields
-        assert [one["id"] for one in listed["sequences"] + rest["sequences"]] == sorted(ids)
-        assert len(listed["sequences"]) == 5 and rest["next"] is None
-
-    run(two_engines, check)
+async def test_new_sequences_are_spread_and_ids_tell_their_engine(cluster: Cluster) -> None:
+    ids = await cluster.create(8)
+    if not ON_GPU:  # there they wait for each other, and who has waited less gets more
+        assert {cluster.home(name) for name in ids} == {"engine-0", "engine-1"}
+    listed = await cluster.fields("list_sequences", {"limit": 5})
+    rest = await cluster.fields("list_sequences", {"after": listed["next"]})
+    assert [one["id"] for one in listed["sequences"] + rest["sequences"]] == sorted(ids)
+    assert len(listed["sequences"]) == 5 and rest["next"] is None
 
 
-def test_a_call_makes_at_most_a_thousand_sequences(
-    two_engines: LocalEngines,
+async def test_a_call_makes_at_most_a_thousand_sequences(
+    cluster: Cluster,
 ) -> None:
-    async def check(cluster: Cluster) -> None:
-        many = [{"id": f"many-{number}"} for number in range(1001)]
-        refused = await cluster.call("create_sequences", {"sequences": many})
-        assert (refused.status, refused.fields["field"]) == (422, "sequences")
-        made = await cluster.told("create_sequences", {"sequences": many[:-1]})
-        assert [one["id"] for one in made.fields["sequences"]] == [one["id"] for one in many[:-1]]
-        deleted = await cluster.told("delete_sequences", {"prefix": "many-"})
-        assert deleted.fields["num_deleted"] == 1000
-
-    run(two_engines, check)
+    many = [{"id": f"many-{number}"} for number in range(1001)]
+    refused = await cluster.call("create_sequences", {"sequences": many})
+    assert (refused.status, refused.fields["field"]) == (422, "sequences")
+    made = await cluster.ok("create_sequences", {"sequences": many[:-1]})
+    assert [one["id"] for one in made.fields["sequences"]] == [one["id"] for one in many[:-1]]
+    deleted = await cluster.ok("delete_sequences", {"prefix": "many-"})
+    assert deleted.fields["num_deleted"] == 1000
 
 
-def test_a_batch_over_both_engines_gives_the_numbers_of_each_sequence_alone(
-    two_engines: LocalEngines, rng: np.random.Generator
+async def test_a_batch_over_both_engines_gives_the_numbers_of_each_sequence_alone(
+    cluster: Cluster, rng: np.random.Generator
 ) -> None:
-    async def check(cluster: Cluster) -> None:
-        ids = await cluster.create(6)
-        lengths = [0, 1, PAGE, PAGE + 1, 3, 2 * PAGE]
-        sums = [0, *np.cumsum(lengths).tolist()]
-        k, v = rows(rng, sums[-1]), rows(rng, sums[-1])
-        fields: dict[str, Any] = {"layer": 0, "sequences": ids}
-        told = await cluster.told("append", fields | {"append_indptr": sums}, k=k, v=v)
-        assert told.fields["lengths"] == lengths
-        gathered = await cluster.told("gather", fields)
-        assert gathered.fields["kv_indptr"] == sums
-        np.testing.assert_array_equal(gathered.arrays["k"], k)
-        q, new_k, new_v = rows(rng, 6, 2 * HEADS), rows(rng, 6), rows(rng, 6)
-        offsets = {"offsets": lengths}
-        decoded = await cluster.told("decode", fields | offsets, q=q, k=new_k, v=new_v)
-        for at in range(6):
-            own = slice(sums[at], sums[at + 1])
-            keys, values = (
-                np.concatenate([old[own], new[at : at + 1]])
-                for old, new in ((k, new_k), (v, new_v))
-            )
-            seen = visible(1, len(keys))
-            o, lse = attend(q[at : at + 1], keys, values, seen, sm_scale=SCALE)
-            np.testing.assert_allclose(decoded.arrays["o"][at], o[0], atol=ATOL / 2)
-            np.testing.assert_allclose(decoded.arrays["lse"][at], lse[0], atol=ATOL)
-        qo = [0, 1, 3, 4, 6, 7, 9]
-        q = rows(rng, 9, 2 * HEADS)
-        prefilled = await cluster.told("prefill", fields | {"qo_indptr": qo}, q=q)
-        for at in range(6):
-            one = {"layer": 0, "sequences": [ids[at]], "qo_indptr": [0, qo[at + 1] - qo[at]]}
-            alone = await cluster.told("prefill", one, q=q[qo[at] : qo[at + 1]])
-            part = slice(qo[at], qo[at + 1])
-            np.testing.assert_allclose(
-                prefilled.arrays["o"][part], alone.arrays["o"], atol=ATOL / 2
-            )
-        again = await cluster.call("append", fields | offsets, k=new_k, v=new_v)
-        assert (again.status, again.fields["code"]) == (409, "length_mismatch")
-
-    run(two_engines, check)
-
-
-def test_forks_stay_with_their_parent(two_engines: LocalEngines) -> None:
-    async def check(cluster: Cluster) -> None:
-        parents = await cluster.create(4)
-        forks = await cluster.told(
-            "create_sequences", {"sequences": [{"parent": name} for name in parents] * 2}
+    ids = await cluster.create(6)
+    lengths = [0, 1, PAGE, PAGE + 1, 3, 2 * PAGE]
+    sums = [0, *np.cumsum(lengths).tolist()]
+    k, v = rows(rng, sums[-1]), rows(rng, sums[-1])
+    fields: dict[str, Any] = {"layer": 0, "sequences": ids}
+    reply = await cluster.ok("append", fields | {"append_indptr": sums}, k=k, v=v)
+    assert reply.fields["lengths"] == lengths
+    gathered = await cluster.ok("gather", fields)
+    assert gathered.fields["kv_indptr"] == sums
+    np.testing.assert_array_equal(gathered.arrays["k"], k)
+    q, new_k, new_v = rows(rng, 6, 2 * HEADS), rows(rng, 6), rows(rng, 6)
+    offsets = {"offsets": lengths}
+    decoded = await cluster.ok("decode", fields | offsets, q=q, k=new_k, v=new_v)
+    for at in range(6):
+        own = slice(sums[at], sums[at + 1])
+        keys, values = (
+            np.concatenate([old[own], new[at : at + 1]]) for old, new in ((k, new_k), (v, new_v))
         )
-        ids = [one["id"] for one in forks.fields["sequences"]]
-        assert [cluster.home(name) for name in ids] == [cluster.home(n) for n in parents] * 2
-        family = [{"id": "one"}, {"id": "two", "parent": "one"}, {"parent": "two"}]
-        made = (await cluster.told("create_sequences", {"sequences": family})).fields["sequences"]
-        assert len({cluster.home(one["id"]) for one in made}) == 1
-        backwards = [{"id": "x", "parent": "y"}, {"id": "y"}]
-        refused = await cluster.call("create_sequences", {"sequences": backwards})
-        assert refused.fields["code"] == "unknown_sequence"
+        seen = visible(1, len(keys))
+        o, lse = attend(q[at : at + 1], keys, values, seen, sm_scale=SCALE)
+        np.testing.assert_allclose(decoded.arrays["o"][at], o[0], atol=ATOL / 2)
+        np.testing.assert_allclose(decoded.arrays["lse"][at], lse[0], atol=ATOL)
+    qo = [0, 1, 3, 4, 6, 7, 9]
+    q = rows(rng, 9, 2 * HEADS)
+    prefilled = await cluster.ok("prefill", fields | {"qo_indptr": qo}, q=q)
+    for at in range(6):
+        one = {"layer": 0, "sequences": [ids[at]], "qo_indptr": [0, qo[at + 1] - qo[at]]}
+        alone = await cluster.ok("prefill", one, q=q[qo[at] : qo[at + 1]])
+        part = slice(qo[at], qo[at + 1])
+        np.testing.assert_allclose(prefilled.arrays["o"][part], alone.arrays["o"], atol=ATOL / 2)
+    again = await cluster.call("append", fields | offsets, k=new_k, v=new_v)
+    assert (again.status, again.fields["code"]) == (409, "length_mismatch")
 
-    run(two_engines, check)
+
+async def test_forks_stay_with_their_parent(cluster: Cluster) -> None:
+    parents = await cluster.create(4)
+    forks = await cluster.ok(
+        "create_sequences", {"sequences": [{"parent": name} for name in parents] * 2}
+    )
+    ids = [one["id"] for one in forks.fields["sequences"]]
+    assert [cluster.home(name) for name in ids] == [cluster.home(n) for n in parents] * 2
+    family = [{"id": "one"}, {"id": "two", "parent": "one"}, {"parent": "two"}]
+    made = (await cluster.fields("create_sequences", {"sequences": family}))["sequences"]
+    assert len({cluster.home(one["id"]) for one in made}) == 1
+    backwards = [{"id": "x", "parent": "y"}, {"id": "y"}]
+    refused = await cluster.call("create_sequences", {"sequences": backwards})
+    assert refused.fields["code"] == "unknown_sequence"
 
 
-def test_ids_that_callers_choose_are_found_by_a_router_that_has_never_met_them(
-    two_engines: LocalEngines, rng: np.random.Generator
+async def test_ids_that_callers_choose_are_found_by_a_router_that_has_never_met_them(
+    cluster: Cluster, rng: np.random.Generator
 ) -> None:
-    async def check(cluster: Cluster) -> None:
-        ids = [f"chat-{n}" for n in range(6)]
-        await cluster.told("create_sequences", {"sequences": [{"id": name} for name in ids]})
-        homes = {name: cluster.home(name) for name in ids}
-        cluster.router.locator.tags.known.clear()
-        k = rows(rng, 6)
-        await cluster.told("append", {"layer": 1, "sequences": ids}, k=k, v=k)
-        assert {name: cluster.home(name) for name in ids} == homes
-        for name in ids:  # what is remembered may be wrong
-            tags = [one.tag for one in cluster.router.members.engines]
-            wrong = [tag for tag in tags if cluster.router.members.by_tag[tag].name != homes[name]]
-            cluster.router.locator.tags.learn(("default", name), wrong[0])
-        gathered = await cluster.told("gather", {"layer": 1, "sequences": ids})
-        np.testing.assert_array_equal(gathered.arrays["v"], k)
-        await cluster.told("delete_sequence", {"id": ids[0]})
-        for name in (ids[0], "nobody"):
-            gone = await cluster.call("get_sequence", {"id": name})
-            assert (gone.status, gone.fields["code"]) == (404, "unknown_sequence")
-            assert gone.fields["sequences"] == [name]
-
-    run(two_engines, check)
+    ids = [f"chat-{n}" for n in range(6)]
+    await cluster.ok("create_sequences", {"sequences": [{"id": name} for name in ids]})
+    homes = {name: cluster.home(name) for name in ids}
+    cluster.router.locator.tags.known.clear()
+    k = rows(rng, 6)
+    await cluster.ok("append", {"layer": 1, "sequences": ids}, k=k, v=k)
+    assert {name: cluster.home(name) for name in ids} == homes
+    for name in ids:  # what is remembered may be wrong
+        tags = [one.tag for one in cluster.router.members.engines]
+        wrong = [tag for tag in tags if cluster.router.members.by_tag[tag].name != homes[name]]
+        cluster.router.locator.tags.learn(("default", name), wrong[0])
+    gathered = await cluster.ok("gather", {"layer": 1, "sequences": ids})
+    np.testing.assert_array_equal(gathered.arrays["v"], k)
+    await cluster.ok("delete_sequence", {"id": ids[0]})
+    for name in (ids[0], "nobody"):
+        gone = await cluster.call("get_sequence", {"id": name})
+        assert (gone.status, gone.fields["code"]) == (404, "unknown_sequence")
+        assert gone.fields["sequences"] == [name]
 
 
-def test_an_id_exists_once_whichever_router_makes_it(two_engines: LocalEngines) -> None:
-    async def check(cluster: Cluster) -> None:
-        new = {"sequences": [{"id": f"chat-{n}"} for n in range(5)] + [{}]}
-        await cluster.told("create_sequences", new)
-        first = cluster.home("chat-0")
-        for forgets in (False, True):
-            if forgets:  # and would place the first on the other engine
-                cluster.router.locator.tags.known.clear()
-                for engine in cluster.router.members.engines:
-                    engine.promised = 50 if engine.name == first else 0
-            before = len((await cluster.told("list_sequences", {})).fields["sequences"])
-            refused = await cluster.call("create_sequences", new)
-            assert (refused.status, refused.fields["code"]) == (409, "sequence_exists")
-            listed = (await cluster.told("list_sequences", {})).fields["sequences"]
-            assert len(listed) == before, "those that were made first are unmade"
-
-    run(two_engines, check)
+async def test_an_id_exists_once_whichever_router_makes_it(cluster: Cluster) -> None:
+    new = {"sequences": [{"id": f"chat-{n}"} for n in range(5)] + [{}]}
+    await cluster.ok("create_sequences", new)
+    first = cluster.home("chat-0")
+    for forgets in (False, True):
+        if forgets:  # and would place the first on the other engine
+            cluster.router.locator.tags.known.clear()
+            for engine in cluster.router.members.engines:
+                engine.promised = 50 if engine.name == first else 0
+        before = len((await cluster.fields("list_sequences"))["sequences"])
+        refused = await cluster.call("create_sequences", new)
+        assert (refused.status, refused.fields["code"]) == (409, "sequence_exists")
+        listed = (await cluster.fields("list_sequences"))["sequences"]
+        assert len(listed) == before, "those that were made first are unmade"
 
 
-def test_prompts_that_begin_alike_go_to_the_same_engine(two_engines: LocalEngines) -> None:
-    async def check(cluster: Cluster) -> None:
-        prompts = [[seed] * (5 * PAGE) for seed in range(4)]
-        k = np.zeros((5 * PAGE, HEADS, DIM), FLOAT)
-        homes = []
-        for ids in prompts:
-            (name,) = await cluster.create(1, prefix={"token_ids": ids})
-            for layer in range(LAYERS):
-                fields = {"layer": layer, "sequences": [name], "append_indptr": [0, len(k)]}
-                await cluster.told("append", fields, k=k, v=k)
-            await cluster.told("commit", {"id": name, "token_ids": ids})
-            homes.append(cluster.home(name))
-            await cluster.told("delete_sequence", {"id": name})
-        assert set(homes) == {"engine-0", "engine-1"}
-        known = cluster.router.members.prefixes["default"]
-        await cluster.until(lambda: len(known.engines_with) == 20, "the events of all commits")
-        for ids, home in zip(prompts, homes, strict=True):
-            new = {"prefix": {"token_ids": [*ids, 9, 9, 9, 9]}}
-            made = (await cluster.told("create_sequences", {"sequences": [new]})).fields
-            assert made["sequences"][0]["cached_len"] == len(ids)
-            assert cluster.home(made["sequences"][0]["id"]) == home
-        matched = (await cluster.told("match_prefix", {"token_ids": prompts[0]})).fields
-        assert matched["num_pages"] == 5
-        renewed = await cluster.told("renew_lease", {"id": matched["lease"]["id"], "lease_s": 2.0})
-        assert renewed.fields["id"] == matched["lease"]["id"]
-        await cluster.told("release_lease", {"id": matched["lease"]["id"]})
-        ended = await cluster.call("release_lease", {"id": matched["lease"]["id"]})
-        assert (ended.status, ended.fields["lease"]) == (404, matched["lease"]["id"])
-        events = (await cluster.told("events", {"after": 0})).fields["events"]
-        assert sum(len(one["page_keys"]) for one in events if one["type"] == "stored") == 20
-
-    run(two_engines, check)
+async def test_prompts_that_begin_alike_go_to_the_same_engine(cluster: Cluster) -> None:
+    prompts = [[seed] * (5 * PAGE) for seed in range(4)]
+    k = np.zeros((5 * PAGE, HEADS, DIM), FLOAT)
+    homes = []
+    for ids in prompts:
+        (name,) = await cluster.create(1, prefix={"token_ids": ids})
+        for layer in range(LAYERS):
+            fields = {"layer": layer, "sequences": [name], "append_indptr": [0, len(k)]}
+            await cluster.ok("append", fields, k=k, v=k)
+        await cluster.ok("commit", {"id": name, "token_ids": ids})
+        homes.append(cluster.home(name))
+        await cluster.ok("delete_sequence", {"id": name})
+    assert set(homes) == {"engine-0", "engine-1"}
+    known = cluster.router.members.prefixes["default"]
+    await cluster.until(lambda: len(known.engines_with) == 20, "the events of all commits")
+    for ids, home in zip(prompts, homes, strict=True):
+        new = {"prefix": {"token_ids": [*ids, 9, 9, 9, 9]}}
+        made = await cluster.fields("create_sequences", {"sequences": [new]})
+        assert made["sequences"][0]["cached_len"] == len(ids)
+        assert cluster.home(made["sequences"][0]["id"]) == home
+    matched = await cluster.fields("match_prefix", {"token_ids": prompts[0]})
+    assert matched["num_pages"] == 5
+    renewed = await cluster.ok("renew_lease", {"id": matched["lease"]["id"], "lease_s": 2.0})
+    assert renewed.fields["id"] == matched["lease"]["id"]
+    await cluster.ok("release_lease", {"id": matched["lease"]["id"]})
+    ended = await cluster.call("release_lease", {"id": matched["lease"]["id"]})
+    assert (ended.status, ended.fields["lease"]) == (404, matched["lease"]["id"])
+    events = (await cluster.fields("events", {"after": 0}))["events"]
+    assert sum(len(one["page_keys"]) for one in events if one["type"] == "stored") == 20
 
 
-def test_sequences_of_two_engines_have_no_page_table_together(two_engines: LocalEngines) -> None:
-    async def check(cluster: Cluster) -> None:
-        ids = await cluster.create_apart()
-        refused = await cluster.call("page_table", {"sequences": ids})
-        assert (refused.status, refused.fields["field"]) == (422, "sequences")
-        alone = [name for name in ids if cluster.home(name) == cluster.home(ids[0])]
-        await cluster.told("page_table", {"sequences": alone})
-
-    run(two_engines, check)
+async def test_sequences_of_two_engines_have_no_page_table_together(cluster: Cluster) -> None:
+    ids = await cluster.create_apart()
+    refused = await cluster.call("page_table", {"sequences": ids})
+    assert (refused.status, refused.fields["field"]) == (422, "sequences")
+    alone = [name for name in ids if cluster.home(name) == cluster.home(ids[0])]
+    await cluster.ok("page_table", {"sequences": alone})
 
 
-def test_a_batch_that_one_engine_refuses_tells_what_the_other_has_done(
-    two_engines: LocalEngines,
+async def test_a_batch_that_one_engine_refuses_tells_what_the_other_has_done(
+    cluster: Cluster,
 ) -> None:
-    async def check(cluster: Cluster) -> None:
-        ids = await cluster.create_apart()
-        large = np.zeros((PAGES * PAGE - PAGE, HEADS, DIM), FLOAT)
-        full = {"layer": 0, "sequences": [ids[0]], "append_indptr": [0, len(large)]}
-        await cluster.told("append", full, k=large, v=large)
-        k = large[: 2 * PAGE]
-        both = {"layer": 0, "sequences": ids, "append_indptr": [0, 2 * PAGE - 1, 2 * PAGE]}
-        refused = await cluster.call("append", both, k=k, v=k)
-        assert (refused.status, refused.fields["code"]) == (507, "out_of_pages")
-        assert refused.fields["done"] == [ids[1]]
-        homes = [cluster.home(name) for name in ids]
-        fields = refused.fields
-        assert (fields["engine"], fields["engines_with_room"]) == (homes[0], homes[1:])
-        assert f"engine {homes[0]} is full; {homes[1]} has room" in fields["detail"]
-        alone = full | {"append_indptr": [0, 2 * PAGE]}
-        told = await cluster.call("append", alone, k=k, v=k)
-        assert (told.status, told.fields["engines_with_room"]) == (507, homes[1:])
-        lengths = {}
-        for name in ids:
-            told = await cluster.told("get_sequence", {"id": name})
-            lengths[name] = told.fields["lengths"]
-        assert lengths == {ids[0]: [len(large), 0], ids[1]: [1, 0]}
-        full_one = cluster.router.members.by_name[cluster.home(ids[0])].engine
-        assert full_one is not None
-        await cluster.until(lambda: full_one.load.held > 0, "the router to hear of it")
-        more = await cluster.create(6)
-        assert all(cluster.home(name) == cluster.home(ids[1]) for name in more), "one is full"
-
-    run(two_engines, check)
+    ids = await cluster.create_apart()
+    large = np.zeros((PAGES * PAGE - PAGE, HEADS, DIM), FLOAT)
+    full = {"layer": 0, "sequences": [ids[0]], "append_indptr": [0, len(large)]}
+    await cluster.ok("append", full, k=large, v=large)
+    k = large[: 2 * PAGE]
+    both = {"layer": 0, "sequences": ids, "append_indptr": [0, 2 * PAGE - 1, 2 * PAGE]}
+    refused = await cluster.call("append", both, k=k, v=k)
+    assert (refused.status, refused.fields["code"]) == (507, "out_of_pages")
+    assert refused.fields["done"] == [ids[1]]
+    homes = [cluster.home(name) for name in ids]
+    fields = refused.fields
+    assert (fields["engine"], fields["engines_with_room"]) == (homes[0], homes[1:])
+    assert f"engine {homes[0]} is full; {homes[1]} has room" in fields["detail"]
+    alone = full | {"append_indptr": [0, 2 * PAGE]}
+    reply = await cluster.call("append", alone, k=k, v=k)
+    assert (reply.status, reply.fields["engines_with_room"]) == (507, homes[1:])
+    lengths = {}
+    for name in ids:
+        reply = await cluster.ok("get_sequence", {"id": name})
+        lengths[name] = reply.fields["lengths"]
+    assert lengths == {ids[0]: [len(large), 0], ids[1]: [1, 0]}
+    full_one = cluster.router.members.by_name[cluster.home(ids[0])].engine
+    assert full_one is not None
+    await cluster.until(lambda: full_one.load.held > 0, "the router to hear of it")
+    more = await cluster.create(6)
+    assert all(cluster.home(name) == cluster.home(ids[1]) for name in more), "one is full"
 
 
 @pytest.mark.parametrize("name", ["append", "decode", "get_sequence", "create_sequences"])
-def test_what_an_engine_would_refuse_is_refused_with_the_same_words(
-    two_engines: LocalEngines, name: str
+async def test_what_an_engine_would_refuse_is_refused_with_the_same_words(
+    cluster: Cluster, name: str
 ) -> None:
-    async def check(cluster: Cluster) -> None:
-        refused = await cluster.call(name, {"layer": 0, "sequences": ["a b"], "id": "a b"})
-        assert (refused.status, refused.fields["code"]) == (422, "invalid_request")
-
-    run(two_engines, check)
+    refused = await cluster.call(name, {"layer": 0, "sequences": ["a b"], "id": "a b"})
+    assert (refused.status, refused.fields["code"]) == (422, "invalid_request")
 
 
-def test_the_pool_is_that_of_all_engines_and_each_tells_its_own(two_engines: LocalEngines) -> None:
-    async def check(cluster: Cluster) -> None:
-        await cluster.create(4)
-        pool = (await cluster.told("pool", {})).fields
-        assert (pool["total"], pool["sequences"]) == (2 * PAGES, 4)
-        each = (await cluster.told("engines", {})).fields["engines"]
-        assert [one["name"] for one in each] == ["engine-0", "engine-1"]
-        assert sum(one["sequences"] for one in each) == 4
-        shown = (await cluster.told("snapshot", {})).fields["engines"]
-        assert [(one["name"], one["total"]) for one in shown] == [
-            ("engine-0", PAGES),
-            ("engine-1", PAGES),
-        ]
-        info = (await cluster.told("info", {})).fields
-        assert info["num_pages"] == 2 * PAGES
-        assert (await cluster.told("evict", {"num_pages": 3})).fields["num_pages"] == 0
-        deleted = await cluster.told("delete_sequences", {"prefix": "seq-"})
-        assert deleted.fields["num_deleted"] == 4
-
-    run(two_engines, check)
+async def test_the_pool_is_that_of_all_engines_and_each_tells_its_own(cluster: Cluster) -> None:
+    await cluster.create(4)
+    pool = await cluster.fields("pool")
+    assert (pool["total"], pool["sequences"]) == (2 * PAGES, 4)
+    each = (await cluster.fields("engines"))["engines"]
+    assert [one["name"] for one in each] == ["engine-0", "engine-1"]
+    assert sum(one["sequences"] for one in each) == 4
+    shown = (await cluster.fields("snapshot"))["engines"]
+    assert [(one["name"], one["total"]) for one in shown] == [
+        ("engine-0", PAGES),
+        ("engine-1", PAGES),
+    ]
+    info = await cluster.fields("info")
+    assert info["num_pages"] == 2 * PAGES
+    assert (await cluster.fields("evict", {"num_pages": 3}))["num_pages"] == 0
+    deleted = await cluster.ok("delete_sequences", {"prefix": "seq-"})
+    assert deleted.fields["num_deleted"] == 4
 
 
-def test_an_import_stays_on_the_engine_that_it_was_begun_on(
-    two_engines: LocalEngines, rng: np.random.Generator
+async def test_an_import_stays_on_the_engine_that_it_was_begun_on(
+    cluster: Cluster, rng: np.random.Generator
 ) -> None:
-    async def check(cluster: Cluster) -> None:
-        (name,) = await cluster.create(1)
-        k, v = rows(rng, 3 * PAGE), rows(rng, 3 * PAGE)
-        for layer in range(LAYERS):
-            fields = {"layer": layer, "sequences": [name], "append_indptr": [0, len(k)]}
-            await cluster.told("append", fields, k=k, v=v)
-        small = {"part_bytes": PAGE * HEADS * DIM * 2 * FLOAT.itemsize * LAYERS}
-        begun = (await cluster.told("export_sequence", {"id": name} | small)).fields
-        header, digest = begun["header"], begun["digest"]
-        told = await cluster.told(
-            "import_sequence", {"id": "b", "header": header, "digest": digest}
-        )
-        for part in range(told.fields["next_part"], header["num_parts"]):
-            asked = {"part": part, "generation": header["generation"], "before": digest}
-            piece = await cluster.told("export_sequence", {"id": name} | asked | small)
-            digest = piece.fields["digest"]
-            cluster.router.locator.tags.known.clear()  # as another door would be asked
-            brought = {"id": "b", "part": part, "digest": digest}
-            await cluster.told("import_sequence", brought, **piece.arrays)
-            assert (await cluster.told("get_import", {"id": "b"})).fields["next_part"] == part + 1
-        assert header["num_parts"] == 3
-        await cluster.told("import_sequence", {"id": "b", "digest": digest})
-        gathered = await cluster.told("gather", {"layer": 1, "sequences": ["b", name]})
-        np.testing.assert_array_equal(gathered.arrays["k"], np.concatenate([k, k]))
-        unknown = await cluster.call("get_import", {"id": "c"})
-        assert unknown.status == 404
-
-    run(two_engines, check)
+    (name,) = await cluster.create(1)
+    k, v = rows(rng, 3 * PAGE), rows(rng, 3 * PAGE)
+    for layer in range(LAYERS):
+        fields = {"layer": layer, "sequences": [name], "append_indptr": [0, len(k)]}
+        await cluster.ok("append", fields, k=k, v=v)
+    small = {"part_bytes": PAGE * HEADS * DIM * 2 * FLOAT.itemsize * LAYERS}
+    begun = await cluster.fields("export_sequence", {"id": name} | small)
+    header, digest = begun["header"], begun["digest"]
+    reply = await cluster.ok("import_sequence", {"id": "b", "header": header, "digest": digest})
+    for part in range(reply.fields["next_part"], header["num_parts"]):
+        asked = {"part": part, "generation": header["generation"], "before": digest}
+        piece = await cluster.ok("export_sequence", {"id": name} | asked | small)
+        digest = piece.fields["digest"]
+        cluster.router.locator.tags.known.clear()  # as another door would be asked
+        brought = {"id": "b", "part": part, "digest": digest}
+        await cluster.ok("import_sequence", brought, **piece.arrays)
+        assert (await cluster.fields("get_import", {"id": "b"}))["next_part"] == part + 1
+    assert header["num_parts"] == 3
+    await cluster.ok("import_sequence", {"id": "b", "digest": digest})
+    gathered = await cluster.ok("gather", {"layer": 1, "sequences": ["b", name]})
+    np.testing.assert_array_equal(gathered.arrays["k"], np.concatenate([k, k]))
+    unknown = await cluster.call("get_import", {"id": "c"})
+    assert unknown.status == 404
 
 
 def test_a_door_tells_what_engines_have_counted_that_are_no_processes_of_its_service(
@@ -328,11 +286,11 @@ def test_a_door_tells_what_engines_have_counted_that_are_no_processes_of_its_ser
             k = np.ones((1, HEADS, DIM), FLOAT)
             q = np.ones((1, 2 * HEADS, DIM), FLOAT)
             fields = {"layer": 0, "sequences": [name]}
-            await cluster.told("decode", fields, q=q, k=k, v=k)
+            await cluster.ok("decode", fields, q=q, k=k, v=k)
             await cluster.until(lambda: counted("tokens_appended") == before[0] + 1, "its token")
             await cluster.until(lambda: counted("kv_bytes_read") > before[1], "and its bytes")
-            await cluster.told("delete_sequences", {"ids": [name]})
-            each = (await cluster.told("engines", {"counts": True})).fields["engines"]
+            await cluster.ok("delete_sequences", {"ids": [name]})
+            each = (await cluster.fields("engines", {"counts": True}))["engines"]
             assert sum(one["counts"]["tokens_appended"][0] for one in each) == before[0] + 1
         finally:
             router.close()
@@ -342,29 +300,25 @@ def test_a_door_tells_what_engines_have_counted_that_are_no_processes_of_its_ser
     assert not counted("sessions"), "gauges go"
 
 
-def test_cuts_commits_and_appends_of_many_are_done_on_both_engines(
-    two_engines: LocalEngines,
+async def test_cuts_commits_and_appends_of_many_are_done_on_both_engines(
+    cluster: Cluster,
 ) -> None:
     rng = np.random.default_rng(5)
-
-    async def test(cluster: Cluster) -> None:
-        one, other = await cluster.create_apart()
-        names = [one, other]
-        k, v = (np.stack([rows(rng, 2 * 20) for _ in range(LAYERS)]) for _ in "kv")
-        fields = {"layers": [*range(LAYERS)], "sequences": names, "append_indptr": [0, 20, 40]}
-        told = await cluster.told("append", fields, k=k, v=v)
-        assert told.fields == {"lengths": [20, 20]}
-        names_of = {"sequences": names, "names_indptr": [0, 20, 40], "token_ids": [*range(40)]}
-        told = await cluster.told("commit_sequences", names_of)
-        committed = told.fields["committed_lens"]
-        assert committed[0] == committed[1] > 0
-        cut = {"sequences": names, "lengths": [3, 4], "keep": [7, 9, 12], "keep_indptr": [0, 1, 3]}
-        told = await cluster.told("truncate_sequences", cut)
-        views = told.fields["sequences"]
-        assert [(view["id"], view["length"]) for view in views] == [(one, 4), (other, 6)]
-        for layer in range(LAYERS):
-            gathered = await cluster.told("gather", {"layer": layer, "sequences": names})
-            chosen = [0, 1, 2, 7, *(20 + at for at in (0, 1, 2, 3, 9, 12))]
-            np.testing.assert_array_equal(gathered.arrays["k"], k[layer][chosen])
-
-    run(two_engines, test)
+    one, other = await cluster.create_apart()
+    names = [one, other]
+    k, v = (np.stack([rows(rng, 2 * 20) for _ in range(LAYERS)]) for _ in "kv")
+    fields = {"layers": [*range(LAYERS)], "sequences": names, "append_indptr": [0, 20, 40]}
+    reply = await cluster.ok("append", fields, k=k, v=v)
+    assert reply.fields == {"lengths": [20, 20]}
+    names_of = {"sequences": names, "names_indptr": [0, 20, 40], "token_ids": [*range(40)]}
+    reply = await cluster.ok("commit_sequences", names_of)
+    committed = reply.fields["committed_lens"]
+    assert committed[0] == committed[1] > 0
+    cut = {"sequences": names, "lengths": [3, 4], "keep": [7, 9, 12], "keep_indptr": [0, 1, 3]}
+    reply = await cluster.ok("truncate_sequences", cut)
+    views = reply.fields["sequences"]
+    assert [(view["id"], view["length"]) for view in views] == [(one, 4), (other, 6)]
+    for layer in range(LAYERS):
+        gathered = await cluster.ok("gather", {"layer": layer, "sequences": names})
+        chosen = [0, 1, 2, 7, *(20 + at for at in (0, 1, 2, 3, 9, 12))]
+        np.testing.assert_array_equal(gathered.arrays["k"], k[layer][chosen])
