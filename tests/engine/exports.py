@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kernels.backend import PoolGeometry
-from tests.engine.harness import Asked, Caller, Reply, rows
+from tests.engine.harness import Caller, NewCall, Reply, rows
 
 
 @dataclass(frozen=True)
@@ -26,28 +26,28 @@ class Exported:
     def last(self) -> str:
         return self.parts[-1][0] if self.parts else self.digest
 
-    def begin(self, name: str, **fields: Any) -> Asked:
+    def begin(self, name: str, **fields: Any) -> NewCall:
         given = {"id": name, "header": self.header, "digest": self.digest} | fields
-        return Asked("import_sequence", given, self.names)
+        return NewCall("import_sequence", given, self.names)
 
-    def part(self, name: str, number: int, **fields: Any) -> Asked:
+    def part(self, name: str, number: int, **fields: Any) -> NewCall:
         digest, tensors = self.parts[number]
         given = {"id": name, "part": number, "digest": digest} | fields
-        return Asked("import_sequence", given, tensors)
+        return NewCall("import_sequence", given, tensors)
 
-    def end(self, name: str, **fields: Any) -> Asked:
-        return Asked("import_sequence", {"id": name, "digest": self.last} | fields, {})
+    def end(self, name: str, **fields: Any) -> NewCall:
+        return NewCall("import_sequence", {"id": name, "digest": self.last} | fields, {})
 
 
 async def export(caller: Caller, name: str, **fields: Any) -> Exported:
-    told = await caller.call("export_sequence", {"id": name} | fields)
-    header, digest, parts = told.fields["header"], told.fields["digest"], []
+    reply = await caller.call("export_sequence", {"id": name} | fields)
+    header, digest, parts = reply.fields["header"], reply.fields["digest"], []
     before = digest
     for number in range(header["num_parts"]):
         part = await ask_part(caller, name, header, number, before, fields.get("shard"))
         before = part.fields["digest"]
         parts.append((before, dict(part.tensors)))
-    return Exported(header, digest, dict(told.tensors), parts)
+    return Exported(header, digest, dict(reply.tensors), parts)
 
 
 async def ask_part(
@@ -62,23 +62,23 @@ async def ask_part(
     if shard is not None:
         fields["shard"] = shard
     fields |= {key: header[key] for key in ("generation", "part_bytes")}
-    return await caller.submit(Asked("export_sequence", fields, {}), room=2**20)
+    return await caller.submit(NewCall("export_sequence", fields, {}), room=2**20)
 
 
 async def bring(caller: Caller, given: Exported, name: str, **fields: Any) -> dict[str, Any]:
-    """Import an export whole; what its beginning told."""
-    told = (await caller.submit(given.begin(name, **fields))).fields
-    for number in range(told["next_part"], told["num_parts"]):
+    """Import an export whole; what its beginning reply."""
+    reply = (await caller.submit(given.begin(name, **fields))).fields
+    for number in range(reply["next_part"], reply["num_parts"]):
         before = {"before": given.parts[number - 1][0]} if number else {}
         await caller.submit(given.part(name, number, **before))
     await caller.submit(given.end(name))
-    return told
+    return reply
 
 
 async def grow(
     caller: Caller, name: str, lengths: Sequence[int], geometry: PoolGeometry, seed: int = 0
 ) -> None:
-    """Append to a sequence, so many rows at each layer."""
+    """Append to a sequence the given number of rows at each layer."""
     for layer, count in enumerate(lengths):
         fields = {"layer": layer, "sequences": [name], "append_indptr": [0, count]}
         k, v = (rows(seed + 2 * layer + half, count, geometry) for half in (0, 1))
@@ -90,8 +90,8 @@ async def held(caller: Caller, name: str, num_layers: int) -> list[Any]:
     every = []
     for layer in range(num_layers):
         fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
-        told = await caller.submit(Asked("gather", fields, {}), room=2**20)
-        every += [np.array(told.tensors["k"]), np.array(told.tensors["v"])]
+        reply = await caller.submit(NewCall("gather", fields, {}), room=2**20)
+        every += [np.array(reply.tensors["k"]), np.array(reply.tensors["v"])]
     return every
 
 

@@ -29,7 +29,7 @@ WAIT_S = 60.0
 
 @dataclass
 class Later:
-    """A pending result that a test lets go, or makes fail; `write` lays it where it belongs."""
+    """A pending result that a test releases, or fails; `write` copies it to its destination."""
 
     value: Any
     gate: threading.Event
@@ -42,7 +42,7 @@ class Later:
         return self.gate.is_set()
 
     def result(self) -> Any:
-        assert self.gate.wait(WAIT_S), "nobody opened the gate of a launch"
+        assert self.gate.wait(WAIT_S), "the gate of a launch stayed closed"
         if self.error is not None:
             raise self.error
         return self.write(self.value)
@@ -132,7 +132,7 @@ class FakeBackend:
         self._called("attend")
         self.launches.append(list(requests))
         if not self.late:
-            assert self.gate.wait(WAIT_S), "nobody opened the gate"
+            assert self.gate.wait(WAIT_S), "the gate stayed closed"
         states = [self._attend(request) for request in requests]
         outs = [request.out for request in requests]
 

@@ -1,4 +1,4 @@
-"""An engine in a thread behind its socket, a caller on the road to it, and what to ask for."""
+"""An engine in a thread behind its socket, a caller on the road to it, and calls to send."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ ROOM_BYTES = 2**17
 
 
 @dataclass(frozen=True)
-class Asked:
+class NewCall:
     """An operation with its fields and tensors, not sent yet."""
 
     name: str
     fields: dict[str, Any]
     tensors: dict[str, Any]
 
-    def but(self, name: str | None = None, **fields: Any) -> Asked:
+    def but(self, name: str | None = None, **fields: Any) -> NewCall:
         """The same with other fields; arrays replace tensors, None takes one away."""
         tensors = dict(self.tensors)
         for key in [key for key in fields if key in tensors or isinstance(fields[key], np.ndarray)]:
             tensors[key] = fields.pop(key)
         tensors = {key: value for key, value in tensors.items() if value is not None}
-        return Asked(name or self.name, self.fields | fields, tensors)
+        return NewCall(name or self.name, self.fields | fields, tensors)
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,15 @@ class Reply:
         return self.tensors["lse"]
 
 
-def read_reply(told: Answered) -> Reply:
+def read_reply(answer: Answered) -> Reply:
     """An answer of any size: the service's own images are not held to the limits of requests."""
-    whole = bytes(told.image)
+    whole = bytes(answer.image)
     document, start = read_header(whole)
     room = len(whole) - start
     names = [name for name in document if name != "__metadata__"]
     layout = Layout({}, tuple(read_entry(name, document[name], room)[0] for name in names))
     fields = json.loads(fields_text(document, RESPONSE))
-    return Reply(told.status, fields, place(whole, start, layout), told.stages)
+    return Reply(answer.status, fields, place(whole, start, layout), answer.stages)
 
 
 class Refused(Exception):
@@ -115,32 +115,32 @@ class Caller:
         return self.engine.scheduler.num_waiting
 
     async def submit(
-        self, asked: Asked, *, deadline_s: float = 0.0, room: int | None = None
+        self, call: NewCall, *, deadline_s: float = 0.0, room: int | None = None
     ) -> Reply:
         """The answer of an operation, for which there are `room` bytes. Raises `Refused`."""
-        image = write_image(asked.fields, asked.tensors)
+        image = write_image(call.fields, call.tensors)
         request = self.road.take(len(image))
         answer = self.road.take(len(image) + ROOM_BYTES if room is None else room)
         request.view(len(image))[:] = image
-        number, deadline_us = BY_NAME[asked.name].number, int(deadline_s * 1e6)
+        number, deadline_us = BY_NAME[call.name].number, int(deadline_s * 1e6)
         try:
-            told = await self.road.call(
+            reply = await self.road.call(
                 number, request, len(image), answer, deadline_us=deadline_us
             )
-            if told.status >= 400:
-                problem = read_image(bytes(told.image), "problem").fields
-                raise Refused(told.status, problem, told.needed)
-            return read_reply(told)
+            if reply.status >= 400:
+                problem = read_image(bytes(reply.image), "problem").fields
+                raise Refused(reply.status, problem, reply.needed)
+            return read_reply(reply)
         finally:
             request.free()
             answer.free()
 
     async def call(self, name: str, fields: dict[str, Any], **tensors: Any) -> Reply:
-        return await self.submit(Asked(name, fields, tensors))
+        return await self.submit(NewCall(name, fields, tensors))
 
-    def start(self, asked: Asked, **how: Any) -> asyncio.Task[Reply]:
+    def start(self, call: NewCall, **how: Any) -> asyncio.Task[Reply]:
         """The same as a task whose frame is sent at the next turn of the loop."""
-        return asyncio.create_task(self.submit(asked, **how))
+        return asyncio.create_task(self.submit(call, **how))
 
     @asynccontextmanager
     async def another(self) -> AsyncIterator[Caller]:
@@ -233,7 +233,7 @@ def running_engine(
     remote: socket.socket | None = None,
 ) -> Iterator[Running]:
     """An engine in a thread, drained at the end; it is to end with `ends`. `secret` and `remote`
-    are for its doors, those of other hosts connect to `remote`."""
+    are for its doors: doors on other hosts connect to `remote`."""
     with tempfile.TemporaryDirectory(prefix="attnd-test-") as directory:
         listening = listen(Path(directory) / "engine.sock", private=True)
         metrics = Metrics()
@@ -292,12 +292,12 @@ async def outcome(awaitable: Awaitable[T]) -> T | Exception:
         return error
 
 
-def code(told: Any) -> str:
+def code(result: Any) -> str:
     """`ok`, or the error's code."""
-    if isinstance(told, Reply):
+    if isinstance(result, Reply):
         return "ok"
-    assert isinstance(told, Refused), told
-    return told.code
+    assert isinstance(result, Refused), result
+    return result.code
 
 
 async def create(caller: Caller, *names: str, parent: str | None = None) -> None:
@@ -310,8 +310,8 @@ async def pool(caller: Caller) -> dict[str, Any]:
 
 
 async def length(caller: Caller, name: str, layer: int = 0) -> int:
-    told: int = (await caller.call("get_sequence", {"id": name})).fields["lengths"][layer]
-    return told
+    tokens: int = (await caller.call("get_sequence", {"id": name})).fields["lengths"][layer]
+    return tokens
 
 
 def rows(seed: int, n: int, geometry: PoolGeometry = GEOMETRY, dtype: Any = np.float32) -> Any:
@@ -326,30 +326,30 @@ def queries(seed: int, n: int, geometry: PoolGeometry = GEOMETRY, dtype: Any = n
     return np.random.default_rng(1000 + seed).standard_normal(shape).astype(dtype)
 
 
-def append(name: str, n: int, layer: int = 0, seed: int = 0, **fields: Any) -> Asked:
+def append(name: str, n: int, layer: int = 0, seed: int = 0, **fields: Any) -> NewCall:
     fields = {"layer": layer, "sequences": [name], "append_indptr": [0, n]} | fields
-    return Asked("append", fields, {"k": rows(seed, n), "v": rows(seed + 1, n)})
+    return NewCall("append", fields, {"k": rows(seed, n), "v": rows(seed + 1, n)})
 
 
-def decode(*names: str, layer: int = 0, seed: int = 0, new: bool = False, **fields: Any) -> Asked:
+def decode(*names: str, layer: int = 0, seed: int = 0, new: bool = False, **fields: Any) -> NewCall:
     """A decode of fp32 rows; with `new`, of k and v appended first."""
     count = len(names)
     tensors = {"q": queries(seed, count)}
     if new:
         tensors |= {"k": rows(seed + 2, count), "v": rows(seed + 3, count)}
-    return Asked("decode", {"layer": layer, "sequences": list(names)}, tensors).but(**fields)
+    return NewCall("decode", {"layer": layer, "sequences": list(names)}, tensors).but(**fields)
 
 
-def gather(*names: str, layer: int = 0, dtype: str = "fp32") -> Asked:
-    return Asked("gather", {"layer": layer, "sequences": list(names), "dtype": dtype}, {})
+def gather(*names: str, layer: int = 0, dtype: str = "fp32") -> NewCall:
+    return NewCall("gather", {"layer": layer, "sequences": list(names), "dtype": dtype}, {})
 
 
-def delete(name: str) -> Asked:
-    return Asked("delete_sequence", {"id": name}, {})
+def delete(name: str) -> NewCall:
+    return NewCall("delete_sequence", {"id": name}, {})
 
 
-def truncate(name: str, length: int) -> Asked:
-    return Asked("truncate", {"id": name, "length": length}, {})
+def truncate(name: str, length: int) -> NewCall:
+    return NewCall("truncate", {"id": name, "length": length}, {})
 
 
 async def three_sequences(caller: Caller) -> None:
@@ -385,7 +385,7 @@ def no_turns(caller: Caller) -> Iterator[None]:
         delattr(scheduler, "take_turns")
 
 
-async def held_back(caller: Caller, backend: FakeBackend, *every: Asked) -> list[Any]:
+async def held_back(caller: Caller, backend: FakeBackend, *every: NewCall) -> list[Any]:
     """The outcomes of operations that the engine has all received before the first has its turn.
 
     Results of a `late` backend come after the first turn.
@@ -393,7 +393,7 @@ async def held_back(caller: Caller, backend: FakeBackend, *every: Asked) -> list
     if backend.late:
         backend.gate.clear()
     with no_turns(caller):
-        tasks = [asyncio.create_task(outcome(caller.submit(asked))) for asked in every]
+        tasks = [asyncio.create_task(outcome(caller.submit(call))) for call in every]
         await until(lambda: caller.num_waiting == len(every))
         del backend.launches[:], backend.calls[:]
     await until(lambda: caller.num_waiting < len(every) or tasks[0].done())

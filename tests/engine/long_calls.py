@@ -6,23 +6,23 @@ import asyncio
 from typing import Any
 
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
-from tests.engine.harness import Asked, Caller, append, create, queries, rows
+from tests.engine.harness import Caller, NewCall, append, create, queries, rows
 
 SLICE_MS = 0.001
 """Some hundred keys and rows are long then; a row over some keys is not."""
 ROWS = 48
 
 
-def long_prefill(name: str, new: bool = True, **fields: Any) -> Asked:
+def long_prefill(name: str, new: bool = True, **fields: Any) -> NewCall:
     """Many rows over one sequence, appended first if `new`."""
     tensors = {"q": queries(3, ROWS)}
     if new:
         tensors |= {"k": rows(4, ROWS), "v": rows(5, ROWS)}
     given = {"layer": 0, "sequences": [name], "qo_indptr": [0, ROWS], "causal": new} | fields
-    return Asked("prefill", given, tensors)
+    return NewCall("prefill", given, tensors)
 
 
-def long_append(name: str) -> Asked:
+def long_append(name: str) -> NewCall:
     return append(name, ROWS, seed=4)
 
 
@@ -34,7 +34,7 @@ async def two_sequences(caller: Caller) -> None:
         await caller.submit(append("b", 5, layer=layer, seed=7))
 
 
-async def let_go(backend: FakeBackend, task: asyncio.Task[Any]) -> Any:
+async def finish(backend: FakeBackend, task: asyncio.Task[Any]) -> Any:
     """Open gates one by one until the task is over."""
     opened = 0
     while not task.done():

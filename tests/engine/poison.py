@@ -1,4 +1,4 @@
-"""Freed pages are overwritten at once, so that whoever still reads one reads what nobody wrote."""
+"""Freed pages are overwritten at once, so that a later read of one shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pool should hold, as plain arrays, and what attention over it must be, by the oracle."""
+"""A model of the pool as plain arrays, with attention over it by the oracle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import oracle
 
 from kernels import make_backend
 from kernels.backend import PoolGeometry
-from tests.engine.harness import Asked, Caller, Reply, queries, rows, with_engine
+from tests.engine.harness import Caller, NewCall, Reply, queries, rows, with_engine
 
 CPU_GEOMETRY = PoolGeometry(2, 96, 5, 2, 16, dtype="fp32")
 SCALE = CPU_GEOMETRY.head_dim**-0.5
@@ -84,20 +84,20 @@ def indptr(*lens: int) -> list[int]:
     return sums
 
 
-def prefill(names: Sequence[str], lens: list[int], seed: int, **fields: Any) -> Asked:
-    """Causal and at layer 0 unless told otherwise."""
+def prefill(names: Sequence[str], lens: list[int], seed: int, **fields: Any) -> NewCall:
+    """Causal and at layer 0 unless reply otherwise."""
     given = {"layer": 0, "sequences": list(names), "qo_indptr": indptr(*lens), "causal": True}
     q = queries(seed, sum(lens), CPU_GEOMETRY)
-    return Asked("prefill", given, {"q": q}).but(**fields)
+    return NewCall("prefill", given, {"q": q}).but(**fields)
 
 
-def decode(names: Sequence[str], seed: int, **fields: Any) -> Asked:
+def decode(names: Sequence[str], seed: int, **fields: Any) -> NewCall:
     q = queries(seed, len(names), CPU_GEOMETRY)
-    return Asked("decode", {"layer": 0, "sequences": list(names)}, {"q": q}).but(**fields)
+    return NewCall("decode", {"layer": 0, "sequences": list(names)}, {"q": q}).but(**fields)
 
 
-def close(told: Reply | tuple[Array, Array], wanted: tuple[Array, Array], case: str = "") -> None:
-    o, lse = (told.o, told.lse) if isinstance(told, Reply) else told
+def close(reply: Reply | tuple[Array, Array], wanted: tuple[Array, Array], case: str = "") -> None:
+    o, lse = (reply.o, reply.lse) if isinstance(reply, Reply) else reply
     np.testing.assert_allclose(o, wanted[0], atol=1e-5, rtol=0, err_msg=f"o {case}")
     np.testing.assert_allclose(lse, wanted[1], atol=1e-5, rtol=0, err_msg=f"lse {case}")
 

@@ -13,8 +13,8 @@ import oracle
 import pytest
 
 from tests.engine.harness import (
-    Asked,
     Caller,
+    NewCall,
     Refused,
     Reply,
     outcome,
@@ -50,14 +50,14 @@ def test_fork_then_decode_equals_the_oracle_however_it_runs(mode: str, slice_ms:
         for step in range(3):
             for layer in LAYERS:
                 new = model.grow(names, [1] * len(names), layer)
-                asked = decode(names, step, layer=layer, cascade=mode, **new)
-                told = await caller.submit(asked)
+                call = decode(names, step, layer=layer, cascade=mode, **new)
+                reply = await caller.submit(call)
                 one_each = indptr(*[1] * len(names))
-                wanted = model.expected(names, layer, asked.tensors["q"], one_each)
-                close(told, wanted, f"step {step}, layer {layer}")
-            assert told.fields["cascade"] == (told.fields["levels"] > 1)
+                wanted = model.expected(names, layer, call.tensors["q"], one_each)
+                close(reply, wanted, f"step {step}, layer {layer}")
+            assert reply.fields["cascade"] == (reply.fields["levels"] > 1)
             if mode != "auto":
-                assert told.fields["cascade"] == (mode == "always")
+                assert reply.fields["cascade"] == (mode == "always")
 
     on_cpu(scenario, slice_ms=slice_ms)
 
@@ -73,9 +73,9 @@ def test_prefill_over_forks_equals_the_oracle(
         lens = [3, 1, 0, 9, 2, 5, 2, 1, 4, 6]
         new = model.grow(names, lens, 1)
         given: dict[str, Any] = {"causal": False, "cascade": mode, "layer": 1} | how | new
-        asked = prefill(names, lens, 5, **given)
-        told = await caller.submit(asked)
-        close(told, model.expected(names, 1, asked.tensors["q"], indptr(*lens), **how))
+        call = prefill(names, lens, 5, **given)
+        reply = await caller.submit(call)
+        close(reply, model.expected(names, 1, call.tensors["q"], indptr(*lens), **how))
 
     on_cpu(scenario, slice_ms=slice_ms)
 
@@ -101,16 +101,16 @@ def test_masks_of_both_forms_reach_the_right_rows(
             flat = np.concatenate([mask.reshape(-1) for mask in masks])
         kind = "packed_mask" if packed else "mask"
         given: dict[str, Any] = {"causal": causal, "cascade": mode, kind: flat}
-        asked = prefill(names, lens, 5, **given)
-        told = await caller.submit(asked)
+        call = prefill(names, lens, 5, **given)
+        reply = await caller.submit(call)
         begin = indptr(*lens)
         for b, name in enumerate(names):
             mine = slice(begin[b], begin[b + 1])
             k, v = model.held[name, 0]
             seen = oracle.visible(lens[b], len(k), causal=causal, mask=masks[b])
-            wanted = oracle.attend(asked.tensors["q"][mine], k, v, seen, sm_scale=SCALE)
-            close((told.o[mine], told.lse[mine]), wanted, name)
-        refused = await outcome(caller.submit(asked.but(**{kind: flat[:-1]})))
+            wanted = oracle.attend(call.tensors["q"][mine], k, v, seen, sm_scale=SCALE)
+            close((reply.o[mine], reply.lse[mine]), wanted, name)
+        refused = await outcome(caller.submit(call.but(**{kind: flat[:-1]})))
         assert isinstance(refused, Refused)
         assert (refused.code, refused.problem["field"]) == ("invalid_request", kind)
         assert str(flat.size) in refused.problem["rule"]
@@ -124,13 +124,13 @@ def test_two_interleaved_callers_get_the_numbers_they_get_alone(slice_ms: float)
         await model.create(name)
         await model.append(name, 17)
         await model.create(f"{name}-fork", name, 9)
-        told = []
+        replies = []
         for step in range(6):
             names = (name, f"{name}-fork")
             for layer in LAYERS:
                 new = model.grow(names, [1, 1], layer)
-                told.append(await caller.submit(decode(names, step, layer=layer, **new)))
-        return told
+                replies.append(await caller.submit(decode(names, step, layer=layer, **new)))
+        return replies
 
     async def together(caller: Caller) -> list[list[Reply]]:
         async with caller.another() as other:
@@ -175,21 +175,21 @@ def test_ragged_prefill_equals_the_oracle_and_touches_no_page(
         q, k, v = queries(1, 9, CPU_GEOMETRY), rows(1, 11, CPU_GEOMETRY), rows(2, 11, CPU_GEOMETRY)
         mask = np.random.default_rng(0).random(15 + 8) < 0.7
         fields = {"qo_indptr": indptr(*lens), "kv_indptr": indptr(*kv_lens)} | how
-        asked = Asked("ragged_prefill", fields, {"q": q, "k": k, "v": v, "mask": mask})
-        told = await caller.submit(asked)
+        call = NewCall("ragged_prefill", fields, {"q": q, "k": k, "v": v, "mask": mask})
+        reply = await caller.submit(call)
         for mine, keys, bits in (
             (slice(0, 3), slice(0, 5), mask[:15]),
             (slice(5, 9), slice(9, 11), mask[15:]),
         ):
             seen = oracle.visible(mine.stop - mine.start, keys.stop - keys.start, mask=bits, **how)
             wanted = oracle.attend(q[mine], k[keys], v[keys], seen, sm_scale=SCALE)
-            close((told.o[mine], told.lse[mine]), wanted)
-        assert (told.o[3:5] == 0).all()
-        assert (told.lse[3:5] == -np.inf).all()
+            close((reply.o[mine], reply.lse[mine]), wanted)
+        assert (reply.o[3:5] == 0).all()
+        assert (reply.lse[3:5] == -np.inf).all()
         assert await pool(caller) == before
         for wrong, name in (
-            (asked.but(cascade="always"), "cascade"),
-            (asked.but(mask=mask[1:]), "mask.shape"),
+            (call.but(cascade="always"), "cascade"),
+            (call.but(mask=mask[1:]), "mask.shape"),
         ):
             refused = await outcome(caller.submit(wrong))
             assert isinstance(refused, Refused)
@@ -198,7 +198,7 @@ def test_ragged_prefill_equals_the_oracle_and_touches_no_page(
     on_cpu(scenario, slice_ms=slice_ms)
 
 
-def test_what_was_read_and_what_sharing_saved_is_counted_in_bytes(slice_ms: float) -> None:
+def test_bytes_read_and_bytes_saved_by_sharing_are_counted(slice_ms: float) -> None:
     async def scenario(caller: Caller) -> None:
         model = Model(caller)
         await model.create("a")

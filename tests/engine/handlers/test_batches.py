@@ -18,8 +18,8 @@ from kernels.backend import DType, Layout
 from service.engine.store.store import StoreLost
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import (
-    Asked,
     Caller,
+    NewCall,
     Refused,
     code,
     create,
@@ -49,7 +49,7 @@ pools = pytest.mark.parametrize(
 
 def append_layers(
     names: Sequence[str], counts: Sequence[int], seed: int = 0, layers: Sequence[int] = (0, 1)
-) -> Asked:
+) -> NewCall:
     shape = (len(layers), sum(counts))
     k, v = (
         rows(seed + part, shape[0] * shape[1], CPU_GEOMETRY).reshape(
@@ -58,11 +58,11 @@ def append_layers(
         for part in (0, 1)
     )
     fields = {"layers": list(layers), "sequences": list(names), "append_indptr": indptr(*counts)}
-    return Asked("append", fields, {"k": k, "v": v})
+    return NewCall("append", fields, {"k": k, "v": v})
 
 
-def cut(**keeps: tuple[int, Sequence[int]]) -> Asked:
-    """A cut of many: for each sequence the length, and what is kept behind it."""
+def cut(**keeps: tuple[int, Sequence[int]]) -> NewCall:
+    """A cut of many: for each sequence the length, and the tokens kept behind it."""
     fields: dict[str, Any] = {
         "sequences": list(keeps),
         "lengths": [length for length, _ in keeps.values()],
@@ -70,7 +70,7 @@ def cut(**keeps: tuple[int, Sequence[int]]) -> Asked:
     if any(keep for _, keep in keeps.values()):
         fields["keep"] = [at for _, keep in keeps.values() for at in keep]
         fields["keep_indptr"] = indptr(*(len(keep) for _, keep in keeps.values()))
-    return Asked("truncate_sequences", fields, {})
+    return NewCall("truncate_sequences", fields, {})
 
 
 async def stored(caller: Caller, *names: str) -> Stored:
@@ -79,20 +79,20 @@ async def stored(caller: Caller, *names: str) -> Stored:
     for name in names:
         for layer in range(NUM_LAYERS):
             fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
-            told = await caller.call("gather", fields)
-            held[name, layer] = (np.array(told.tensors["k"]), np.array(told.tensors["v"]))
+            reply = await caller.call("gather", fields)
+            held[name, layer] = (np.array(reply.tensors["k"]), np.array(reply.tensors["v"]))
     return held
 
 
-def assert_same(told: Stored, wanted: Stored) -> None:
-    assert told.keys() == wanted.keys()
+def assert_same(replies: Stored, wanted: Stored) -> None:
+    assert replies.keys() == wanted.keys()
     for key, pair in wanted.items():
-        for one, other in zip(told[key], pair, strict=True):
+        for one, other in zip(replies[key], pair, strict=True):
             np.testing.assert_array_equal(one, other, err_msg=str(key))
 
 
 def kept(held: Stored, name: str, length: int, keep: Sequence[int]) -> Stored:
-    """What a sequence holds after a cut."""
+    """The tokens of a sequence after a cut."""
     chosen = [*range(length), *keep]
     return {key: (k[chosen], v[chosen]) for key, (k, v) in held.items() if key[0] == name}
 
@@ -108,41 +108,41 @@ async def family(caller: Caller) -> None:
 
 
 @pools
-def test_an_append_at_many_layers_stores_what_an_append_for_each_does(
+def test_an_append_at_many_layers_equals_appends_at_each(
     dtype: DType, layout: Layout, slice_ms: float
 ) -> None:
     async def scenario(caller: Caller) -> None:
         await create(caller, "a", "b", "one", "two")
         for turn in range(2):
             counts = [7 + turn, 3]
-            asked = append_layers(["a", "b"], counts, seed=turn, layers=[1, 0])
-            told = await caller.submit(asked.but(offsets=[7 * turn, 3 * turn]))
-            assert told.fields == {"lengths": [7 + 8 * turn, 3 + 3 * turn]}
+            call = append_layers(["a", "b"], counts, seed=turn, layers=[1, 0])
+            reply = await caller.submit(call.but(offsets=[7 * turn, 3 * turn]))
+            assert reply.fields == {"lengths": [7 + 8 * turn, 3 + 3 * turn]}
             for at, layer in enumerate([1, 0]):
                 fields = {"layer": layer, "sequences": ["one", "two"]}
-                part = {name: asked.tensors[name][at] for name in "kv"}
+                part = {name: call.tensors[name][at] for name in "kv"}
                 await caller.call("append", fields | {"append_indptr": indptr(*counts)}, **part)
-        told_all = await stored(caller, "a", "b")
+        stored_all = await stored(caller, "a", "b")
         wanted = await stored(caller, "one", "two")
         names = {"a": "one", "b": "two"}
-        assert_same(told_all, {key: wanted[names[key[0]], key[1]] for key in told_all})
+        assert_same(stored_all, {key: wanted[names[key[0]], key[1]] for key in stored_all})
 
     geometry = replace(CPU_GEOMETRY, dtype=dtype, layout=layout)
     on_cpu(scenario, geometry, slice_ms=slice_ms)
 
 
 def test_an_append_at_many_layers_is_refused_whole() -> None:
-    asked = append_layers(["a", "d"], [2, 2])
-    one = {name: asked.tensors[name][0] for name in "kv"}
-    cases: list[tuple[Asked, str]] = [
-        (asked.but(offsets=[23, 8]), "length_mismatch"),
-        (asked.but(sequences=["a", "nobody"]), "unknown_sequence"),
-        (asked.but(layers=[0, 0]), "invalid_request"),
-        (asked.but(layers=[0, 2]), "invalid_request"),
-        (asked.but(layers=[]), "invalid_request"),
-        (asked.but(layer=0), "invalid_request"),
-        (asked.but(layers=[0]), "invalid_request"),
-        (asked.but(**one), "invalid_request"),
+    call = append_layers(["a", "d"], [2, 2])
+    one = {name: call.tensors[name][0] for name in "kv"}
+    cases: list[tuple[NewCall, str]] = [
+        (call.but(offsets=[23, 8]), "length_mismatch"),
+        (call.but(sequences=["a", "missing"]), "unknown_sequence"),
+        (call.but(layers=[0, 0]), "invalid_request"),
+        (call.but(layers=[0, 2]), "invalid_request"),
+        (call.but(layers=[]), "invalid_request"),
+        (call.but(layer=0), "invalid_request"),
+        (call.but(layers=[0]), "invalid_request"),
+        (call.but(**one), "invalid_request"),
         (append_layers(["a", "d"], [10 * PAGE, 1000]), "out_of_pages"),
     ]
 
@@ -155,7 +155,7 @@ def test_an_append_at_many_layers_is_refused_whole() -> None:
             assert (await pool(caller))["free"] == numbers["free"]
         uneven = {"layer": 1, "sequences": ["d"], "append_indptr": [0, 1]}
         await caller.call("append", uneven, k=one["k"][:1], v=one["v"][:1])
-        refused = await outcome(caller.submit(asked))
+        refused = await outcome(caller.submit(call))
         assert "9 to 10 tokens" in str(refused)
 
     on_cpu(scenario)
@@ -171,23 +171,23 @@ def test_an_append_at_many_layers_that_fails_at_one_changes_none(fails: int) -> 
         k = np.ones(shape, np.float32)
         fields = {"layers": [*range(len(k))], "sequences": ["a"], "append_indptr": [0, 3]}
         backend.failures["append"] = [None] * fails + [RuntimeError("a bug")]
-        asked = Asked("append", fields, {"k": k, "v": k})
-        assert code(await outcome(caller.submit(asked))) == "internal"
-        told = (await caller.call("get_sequence", {"id": "a"})).fields
-        assert (told["lengths"], told["pages"]) == ([0] * len(k), 0)
-        assert (await caller.submit(asked)).fields == {"lengths": [3]}
+        call = NewCall("append", fields, {"k": k, "v": k})
+        assert code(await outcome(caller.submit(call))) == "internal"
+        reply = (await caller.call("get_sequence", {"id": "a"})).fields
+        assert (reply["lengths"], reply["pages"]) == ([0] * len(k), 0)
+        assert (await caller.submit(call)).fields == {"lengths": [3]}
 
     with_engine(backend, scenario)
 
 
 @pools
-def test_what_is_kept_behind_a_cut_moves_up_and_forks_stay_as_they_are(
+def test_tokens_kept_behind_a_cut_move_up_and_forks_stay_intact(
     dtype: DType, layout: Layout, slice_ms: float
 ) -> None:
     cuts: list[dict[str, tuple[int, list[int]]]] = [
         {"d": (3, [5, 8])},
         {"b": (24, [26, 27, 30])},  # of its own pages
-        {"b": (12, [13, 22, 25, 26])},  # within what it shares
+        {"b": (12, [13, 22, 25, 26])},  # within shared pages
         {"a": (5, [5, 6, 9]), "b": (20, [21, 22, 30]), "c": (0, [20])},
         {"c": (15, [16, 17, 18]), "a": (15, [22])},
         {"a": (23, []), "b": (31, []), "d": (0, [0, 1, 2, 3, 4, 5, 6, 7, 8])},
@@ -199,8 +199,8 @@ def test_what_is_kept_behind_a_cut_moves_up_and_forks_stay_as_they_are(
         for chosen in cuts:
             await family(caller)
             before = await stored(caller, *"abcd")
-            told = await caller.submit(cut(**chosen))
-            views = told.fields["sequences"]
+            reply = await caller.submit(cut(**chosen))
+            views = reply.fields["sequences"]
             wanted = dict(before)
             for view, (name, (length, keep)) in zip(views, chosen.items(), strict=True):
                 assert (view["id"], view["length"]) == (name, length + len(keep))
@@ -248,8 +248,8 @@ def test_a_single_truncate_keeps_tokens_too() -> None:
     async def scenario(caller: Caller) -> None:
         await family(caller)
         before = await stored(caller, *"abcd")
-        told = await caller.submit(truncate("b", 12).but(keep=[13, 22, 25]))
-        assert (told.fields["length"], told.fields["pages"]) == (15, 3)
+        reply = await caller.submit(truncate("b", 12).but(keep=[13, 22, 25]))
+        assert (reply.fields["length"], reply.fields["pages"]) == (15, 3)
         assert_same(await stored(caller, *"abcd"), before | kept(before, "b", 12, [13, 22, 25]))
         refused = await outcome(caller.submit(truncate("b", 3).but(keep=[4], layer=0)))
         assert "leave layer out" in str(refused)
@@ -259,8 +259,8 @@ def test_a_single_truncate_keeps_tokens_too() -> None:
 
 def test_a_cut_of_many_is_refused_whole() -> None:
     good = {"d": (3, [5])}
-    cases: list[tuple[Asked, str]] = [
-        (cut(**good, nobody=(0, [])), "unknown_sequence"),
+    cases: list[tuple[NewCall, str]] = [
+        (cut(**good, missing=(0, [])), "unknown_sequence"),
         (cut(**good, a=(24, [])), "invalid_request"),
         (cut(**good, a=(3, [2])), "invalid_request"),
         (cut(**good, a=(3, [23])), "invalid_request"),
@@ -298,13 +298,13 @@ def test_a_cut_of_many_without_room_for_all_cuts_none() -> None:
         free = (await pool(caller))["free"]
         await caller.submit(append_layers(["rest"], [(free - 1) * PAGE]))
         before = await stored(caller, *"abc")
-        asked = cut(b=(3, [5]), c=(3, [6]))
-        refused = await outcome(caller.submit(asked))
+        call = cut(b=(3, [5]), c=(3, [6]))
+        refused = await outcome(caller.submit(call))
         assert isinstance(refused, Refused)
         assert (refused.code, refused.problem["needed"]) == ("out_of_pages", 2)
         assert_same(await stored(caller, *"abc"), before)
         await caller.call("delete_sequence", {"id": "rest"})
-        await caller.submit(asked)
+        await caller.submit(call)
 
     on_cpu(scenario)
 
@@ -333,26 +333,26 @@ def test_what_long_work_holds_is_cut_when_that_is_over() -> None:
             caller.call("gather", {"layer": 0, "sequences": ["a"], "dtype": "fp32"})
             for _ in range(3)
         ]
-        *told, view = await asyncio.gather(*gathers, caller.submit(cut(a=(2, [39]))))
-        for one in told:
+        *reply, view = await asyncio.gather(*gathers, caller.submit(cut(a=(2, [39]))))
+        for one in reply:
             np.testing.assert_array_equal(one.tensors["k"], before["a", 0][0])
         assert view.fields["sequences"][0]["length"] == 3
 
     on_cpu(scenario, slice_ms=1e-6)
 
 
-def named(**tokens: Sequence[int]) -> Asked:
+def named(**tokens: Sequence[int]) -> NewCall:
     fields = {
         "sequences": list(tokens),
         "token_ids": [one for ids in tokens.values() for one in ids],
         "names_indptr": indptr(*(len(ids) for ids in tokens.values())),
     }
-    return Asked("commit_sequences", fields, {})
+    return NewCall("commit_sequences", fields, {})
 
 
 async def matched(caller: Caller, tokens: Sequence[int]) -> int:
-    told = await caller.call("match_prefix", {"token_ids": list(tokens), "lease_s": 0.0})
-    found: int = told.fields["matched_len"]
+    reply = await caller.call("match_prefix", {"token_ids": list(tokens), "lease_s": 0.0})
+    found: int = reply.fields["matched_len"]
     return found
 
 
@@ -362,18 +362,18 @@ def test_many_sequences_are_committed_and_go_on_from_where_they_are() -> None:
     async def scenario(caller: Caller) -> None:
         await create(caller, "a", "d")
         await caller.submit(append_layers(["a", "d"], [23, 9]))
-        told = await caller.submit(named(a=first[: 2 * PAGE], d=second))
-        assert told.fields["committed_lens"] == [2 * PAGE, PAGE]
-        assert told.fields["num_pages"] == [2, 1]
+        reply = await caller.submit(named(a=first[: 2 * PAGE], d=second))
+        assert reply.fields["committed_lens"] == [2 * PAGE, PAGE]
+        assert reply.fields["num_pages"] == [2, 1]
         rest = named(a=first[2 * PAGE :], d=second[PAGE:]).but(offsets=[2 * PAGE, PAGE])
-        told = await caller.submit(rest)
-        assert told.fields["committed_lens"] == [4 * PAGE, PAGE]
+        reply = await caller.submit(rest)
+        assert reply.fields["committed_lens"] == [4 * PAGE, PAGE]
         assert (await matched(caller, first), await matched(caller, second)) == (4 * PAGE, PAGE)
         single = await caller.call(
             "commit", {"id": "a", "token_ids": first[3 * PAGE :], "offset": 3 * PAGE}
         )
         assert single.fields["committed_len"] == 4 * PAGE
-        assert single.fields["last_key"] == told.fields["last_keys"][0]
+        assert single.fields["last_key"] == reply.fields["last_keys"][0]
 
     on_cpu(scenario)
 
@@ -382,7 +382,7 @@ def test_a_commit_of_many_is_refused_whole() -> None:
     tokens = [*range(23)]
     good = named(a=tokens, d=[*range(50, 59)])
     cases = [
-        good.but(sequences=["a", "nobody"]),
+        good.but(sequences=["a", "missing"]),
         good.but(offsets=[0, PAGE]),
         good.but(offsets=[0, 1]),
         good.but(offsets=[0]),
@@ -412,9 +412,9 @@ def test_a_cut_that_runs_out_of_time_is_done_or_has_never_been(deadline_s: float
         await create(caller, "a")
         await caller.submit(append_layers(["a"], [200]))
         before = await stored(caller, "a")
-        told = await outcome(caller.submit(cut(a=(length, keep)), deadline_s=deadline_s))
-        if isinstance(told, Refused):
-            assert told.code == "deadline_exceeded"
+        reply = await outcome(caller.submit(cut(a=(length, keep)), deadline_s=deadline_s))
+        if isinstance(reply, Refused):
+            assert reply.code == "deadline_exceeded"
             assert_same(await stored(caller, "a"), before)
         else:
             assert_same(await stored(caller, "a"), kept(before, "a", length, keep))
@@ -426,11 +426,11 @@ def test_a_cut_that_runs_out_of_time_is_done_or_has_never_been(deadline_s: float
 def test_an_append_at_many_layers_that_runs_out_of_time_is_undone() -> None:
     async def scenario(caller: Caller) -> None:
         await create(caller, "a")
-        asked = append_layers(["a"], [200])
+        call = append_layers(["a"], [200])
         for deadline_s in (0.001, 0.003, 0.01):
-            told = await outcome(caller.submit(asked, deadline_s=deadline_s))
+            reply = await outcome(caller.submit(call, deadline_s=deadline_s))
             lengths = (await caller.call("get_sequence", {"id": "a"})).fields["lengths"]
-            assert lengths == ([0, 0] if isinstance(told, Refused) else [200, 200])
+            assert lengths == ([0, 0] if isinstance(reply, Refused) else [200, 200])
             if lengths[0]:
                 break
         assert (await pool(caller))["integrity"] == "ok"

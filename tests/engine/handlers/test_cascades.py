@@ -9,7 +9,7 @@ import oracle
 import pytest
 
 from tests.engine.fake_backend import FakeBackend
-from tests.engine.harness import Asked, Caller, Refused, Reply, outcome, queries, with_engine
+from tests.engine.harness import Caller, NewCall, Refused, Reply, outcome, queries, with_engine
 from tests.engine.pool_model import CPU_GEOMETRY, Model, close, indptr, on_cpu
 
 
@@ -22,7 +22,7 @@ def level(names: list[str], *lens: int) -> dict[str, Any]:
     return {"sequences": names, "qo_indptr": indptr(*lens)}
 
 
-async def three_levels(model: Model) -> Asked:
+async def three_levels(model: Model) -> NewCall:
     """The documents' figure: eight queries below one, two and eight stretches of KV."""
     for name, length in (("l0", 13), ("l1a", 6), ("l1b", 10)):
         await model.create(name)
@@ -36,19 +36,19 @@ async def three_levels(model: Model) -> Asked:
         level([f"q{b}" for b in range(8)], *[1] * 8),
     ]
     fields = {"layer": 0, "levels": levels, "causal": True}
-    return Asked("cascade", fields, {"q": queries(7, 8, CPU_GEOMETRY)})
+    return NewCall("cascade", fields, {"q": queries(7, 8, CPU_GEOMETRY)})
 
 
-def below(model: Model, one: dict[str, Any], asked: Asked, causal: bool = False) -> Any:
+def below(model: Model, one: dict[str, Any], call: NewCall, causal: bool = False) -> Any:
     """The oracle's state of one level."""
-    q = asked.tensors["q"]
+    q = call.tensors["q"]
     return model.expected(one["sequences"], 0, q, one["qo_indptr"], causal=causal)
 
 
-def states(told: Reply, count: int) -> list[tuple[Any, Any]]:
+def states(reply: Reply, count: int) -> list[tuple[Any, Any]]:
     """Each level's own state."""
-    assert len(told.tensors) == 2 + 2 * count
-    return [(told.tensors[f"o.{at}"], told.tensors[f"lse.{at}"]) for at in range(count)]
+    assert len(reply.tensors) == 2 + 2 * count
+    return [(reply.tensors[f"o.{at}"], reply.tensors[f"lse.{at}"]) for at in range(count)]
 
 
 def test_an_explicit_cascade_equals_the_oracle_and_its_levels_merge_to_the_whole(
@@ -56,16 +56,16 @@ def test_an_explicit_cascade_equals_the_oracle_and_its_levels_merge_to_the_whole
 ) -> None:
     async def scenario(caller: Caller) -> None:
         model = Model(caller)
-        asked = await three_levels(model)
-        parts = [below(model, one, asked) for one in asked.fields["levels"]]
+        call = await three_levels(model)
+        parts = [below(model, one, call) for one in call.fields["levels"]]
         wanted = oracle.merge(parts)
-        whole = await caller.submit(asked)
+        whole = await caller.submit(call)
         close(whole, wanted)
         assert (whole.fields["levels"], whole.fields["cascade"]) == (3, True)
         assert set(whole.tensors) == {"o", "lse"}
-        told = await caller.submit(asked.but(return_levels=True))
-        close(told, wanted, "with levels")
-        for at, (state, part) in enumerate(zip(states(told, 3), parts, strict=True)):
+        reply = await caller.submit(call.but(return_levels=True))
+        close(reply, wanted, "with levels")
+        for at, (state, part) in enumerate(zip(states(reply, 3), parts, strict=True)):
             close(state, part, f"level {at}")
 
     on_cpu(scenario, slice_ms=slice_ms)
@@ -74,19 +74,19 @@ def test_an_explicit_cascade_equals_the_oracle_and_its_levels_merge_to_the_whole
 def test_rows_that_a_level_leaves_out_attend_nothing_there(slice_ms: float) -> None:
     async def scenario(caller: Caller) -> None:
         model = Model(caller)
-        asked = await three_levels(model)
-        first = asked.fields["levels"][0]
+        call = await three_levels(model)
+        first = call.fields["levels"][0]
         for some in ([0, 3], [2, 5], [5, 8]):
             part = {"sequences": ["l1a"], "qo_indptr": some}
-            told = await caller.submit(asked.but(levels=[first, part], return_levels=True))
-            o, lse = states(told, 2)[1]
+            reply = await caller.submit(call.but(levels=[first, part], return_levels=True))
+            o, lse = states(reply, 2)[1]
             out = np.r_[0 : some[0], some[1] : 8]
             assert (o[out] == 0).all()
             assert (lse[out] == -np.inf).all()
-            wanted = below(model, first, asked)
-            np.testing.assert_allclose(told.lse[out], wanted[1][out], atol=1e-5, rtol=0)
+            wanted = below(model, first, call)
+            np.testing.assert_allclose(reply.lse[out], wanted[1][out], atol=1e-5, rtol=0)
             inside = slice(*some)
-            q = asked.tensors["q"][inside]
+            q = call.tensors["q"][inside]
             own = model.expected(["l1a"], 0, q, [0, len(q)], causal=True)
             close((o[inside], lse[inside]), own, str(some))
 
@@ -96,12 +96,12 @@ def test_rows_that_a_level_leaves_out_attend_nothing_there(slice_ms: float) -> N
 def test_only_the_last_level_of_a_cascade_is_causal(slice_ms: float) -> None:
     async def scenario(caller: Caller) -> None:
         model = Model(caller)
-        asked = await three_levels(model)
+        call = await three_levels(model)
         levels = [level(["l0"], 8), level(["q7", "q5"], 5, 3)]
         for causal in (False, True):
-            told = await caller.submit(asked.but(levels=levels, causal=causal))
-            parts = [below(model, levels[0], asked), below(model, levels[1], asked, causal)]
-            close(told, oracle.merge(parts), f"causal {causal}")
+            reply = await caller.submit(call.but(levels=levels, causal=causal))
+            parts = [below(model, levels[0], call), below(model, levels[1], call, causal)]
+            close(reply, oracle.merge(parts), f"causal {causal}")
 
     on_cpu(scenario, slice_ms=slice_ms)
 
@@ -111,8 +111,8 @@ def test_options_that_an_explicit_cascade_does_not_apply_are_refused(
     option: dict[str, Any],
 ) -> None:
     async def scenario(caller: Caller) -> None:
-        asked = await three_levels(Model(caller))
-        refused = await outcome(caller.submit(asked.but(**option)))
+        call = await three_levels(Model(caller))
+        refused = await outcome(caller.submit(call.but(**option)))
         assert isinstance(refused, Refused)
         assert refused.problem["field"] == next(iter(option))
 
@@ -126,8 +126,8 @@ def test_levels_that_share_pages_for_the_same_row_are_refused() -> None:
         await model.append("a", 12)
         await model.create("b", "a")
         fields = {"layer": 0, "levels": [level(["a"], 1), level(["b"], 1)]}
-        asked = Asked("cascade", fields, {"q": queries(0, 1, CPU_GEOMETRY)})
-        refused = await outcome(caller.submit(asked))
+        call = NewCall("cascade", fields, {"q": queries(0, 1, CPU_GEOMETRY)})
+        refused = await outcome(caller.submit(call))
         assert isinstance(refused, Refused)
         assert (refused.code, refused.problem["field"]) == ("invalid_request", "levels")
 
@@ -136,23 +136,23 @@ def test_levels_that_share_pages_for_the_same_row_are_refused() -> None:
 
 def test_base_two_comes_out_and_goes_in(slice_ms: float) -> None:
     async def scenario(caller: Caller) -> None:
-        asked = await three_levels(Model(caller))
-        natural = await caller.submit(asked.but(return_levels=True))
-        binary = await caller.submit(asked.but(return_levels=True, lse_base="2"))
+        call = await three_levels(Model(caller))
+        natural = await caller.submit(call.but(return_levels=True))
+        binary = await caller.submit(call.but(return_levels=True, lse_base="2"))
         assert (binary.fields["lse_base"], natural.fields["lse_base"]) == ("2", "e")
         np.testing.assert_allclose(binary.lse, natural.lse / np.log(2), rtol=1e-6)
         np.testing.assert_allclose(
             states(binary, 3)[2][1], states(natural, 3)[2][1] / np.log(2), rtol=1e-6
         )
-        for told in (natural, binary):
-            base = told.fields["lse_base"]
-            o, lse = (np.stack([one[part] for one in states(told, 3)], axis=1) for part in (0, 1))
+        for reply in (natural, binary):
+            base = reply.fields["lse_base"]
+            o, lse = (np.stack([one[part] for one in states(reply, 3)], axis=1) for part in (0, 1))
             flat = {"o": o.reshape(24, 4, 16), "lse": lse.reshape(24, 4)}
             ragged = {"lse_base": base, "indptr": list(range(0, 25, 3))}
             for fields, tensors in ((ragged, flat), ({"lse_base": base}, {"o": o, "lse": lse})):
                 merged = await caller.call("merge", fields, **tensors)
                 np.testing.assert_allclose(merged.o, natural.o, atol=1e-5)
-                np.testing.assert_allclose(merged.lse, told.lse, atol=1e-5)
+                np.testing.assert_allclose(merged.lse, reply.lse, atol=1e-5)
                 assert merged.fields == {"lse_base": base}
 
     on_cpu(scenario, slice_ms=slice_ms)
@@ -166,13 +166,13 @@ def test_a_merge_of_empty_lists_and_of_unequal_ones_equals_the_oracle(slice_ms: 
     lse[4] = -np.inf
 
     async def scenario(caller: Caller) -> None:
-        told = await caller.call("merge", {"indptr": indptr(*lens)}, o=o, lse=lse)
+        reply = await caller.call("merge", {"indptr": indptr(*lens)}, o=o, lse=lse)
         for at, (begin, end) in enumerate(zip(indptr(*lens), indptr(*lens)[1:], strict=False)):
             if begin == end:
                 wanted = (np.zeros((2, 8)), np.full(2, -np.inf))
             else:
                 wanted = oracle.merge([(o[i], lse[i]) for i in range(begin, end)])
-            close((told.o[at], told.lse[at]), wanted, f"list {at}")
+            close((reply.o[at], reply.lse[at]), wanted, f"list {at}")
 
     on_cpu(scenario, slice_ms=slice_ms)
 
@@ -181,8 +181,8 @@ def test_a_cascade_of_one_level_with_its_states_is_that_level() -> None:
     async def scenario(caller: Caller) -> None:
         await caller.call("create_sequences", {"sequences": [{"id": "a"}]})
         fields = {"layer": 0, "levels": [level(["a"], 2)], "return_levels": True}
-        told = await caller.call("cascade", fields, q=queries(0, 2))
-        assert (told.o == 0).all()
-        assert (told.tensors["lse.0"] == -np.inf).all()
+        reply = await caller.call("cascade", fields, q=queries(0, 2))
+        assert (reply.o == 0).all()
+        assert (reply.tensors["lse.0"] == -np.inf).all()
 
     with_engine(FakeBackend(), scenario)

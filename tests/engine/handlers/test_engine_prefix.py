@@ -28,8 +28,8 @@ def content(tokens: list[int], layer: int) -> Any:
 async def begin(caller: Caller, name: str, tokens: list[int], **prefix: Any) -> int:
     """A sequence from the cache, the rest of the prompt appended; how much was cached."""
     named = {"prefix": {"token_ids": tokens} | prefix}
-    told = await caller.call("create_sequences", {"sequences": [{"id": name} | named]})
-    cached: int = told.fields["sequences"][0]["cached_len"]
+    reply = await caller.call("create_sequences", {"sequences": [{"id": name} | named]})
+    cached: int = reply.fields["sequences"][0]["cached_len"]
     for layer in range(CPU_GEOMETRY.num_layers):
         k = content(tokens, layer)[cached:]
         fields = {"layer": layer, "sequences": [name], "append_indptr": [0, len(k)]}
@@ -49,16 +49,16 @@ async def check(caller: Caller, name: str, tokens: list[int]) -> None:
     """The sequence holds what its tokens say, at every layer."""
     for layer in range(CPU_GEOMETRY.num_layers):
         fields = {"layer": layer, "sequences": [name], "dtype": "fp32"}
-        told = await caller.call("gather", fields)
-        np.testing.assert_array_equal(told.tensors["k"], content(tokens, layer))
-        np.testing.assert_array_equal(told.tensors["v"], -content(tokens, layer))
+        reply = await caller.call("gather", fields)
+        np.testing.assert_array_equal(reply.tensors["k"], content(tokens, layer))
+        np.testing.assert_array_equal(reply.tensors["v"], -content(tokens, layer))
 
 
 def with_pool(scenario: Any, **how: Any) -> Any:
     return with_engine(make_backend("cpu", CPU_GEOMETRY), scenario, **how)
 
 
-def test_what_was_committed_is_found_by_the_next_prompt_with_the_same_beginning() -> None:
+def test_committed_pages_are_found_by_the_next_prompt_with_that_prefix() -> None:
     async def scenario(caller: Caller) -> None:
         assert await keep(caller, "first", PROMPT) == 0
         numbers = await pool(caller)
@@ -81,12 +81,12 @@ def test_token_ids_and_keys_come_as_tensors_too() -> None:
         await begin(caller, "a", PROMPT)
         await caller.call("commit", {"id": "a"}, token_ids=ids)
         new = {"sequences": [{"id": "b", "prefix": {}}]}
-        told = await caller.call("create_sequences", new, token_ids=ids)
-        assert told.fields["sequences"][0]["cached_len"] == 4 * PAGE
+        reply = await caller.call("create_sequences", new, token_ids=ids)
+        assert reply.fields["sequences"][0]["cached_len"] == 4 * PAGE
         two = {"sequences": [{"id": "c"}, {"id": "d", "prefix": {}}, {"prefix": {}}]}
         two["prefix_indptr"] = [0, 0, 2 * PAGE, 4 * PAGE]  # type: ignore[assignment]
-        told = await caller.call("create_sequences", two, token_ids=ids)
-        lens = [one["cached_len"] for one in told.fields["sequences"]]
+        reply = await caller.call("create_sequences", two, token_ids=ids)
+        lens = [one["cached_len"] for one in reply.fields["sequences"]]
         assert lens == [0, 2 * PAGE, 0], "the last one begins in the middle of the prompt"
         keys = np.arange(64, dtype=np.uint8).reshape(4, 16)
         await caller.call("commit", {"id": "c"}, page_keys=keys[:0])
@@ -94,11 +94,11 @@ def test_token_ids_and_keys_come_as_tensors_too() -> None:
             k = content(PROMPT, layer)
             fields = {"layer": layer, "sequences": ["c"], "append_indptr": [0, len(k)]}
             await caller.call("append", fields, k=k, v=-k)
-        told = await caller.call("commit", {"id": "c"}, page_keys=keys)
-        assert told.fields["last_key"] == keys[3].tobytes().hex()
+        reply = await caller.call("commit", {"id": "c"}, page_keys=keys)
+        assert reply.fields["last_key"] == keys[3].tobytes().hex()
         named = {"page_keys": [key.tobytes().hex() for key in keys]}
-        told = await caller.call("match_prefix", named)
-        assert told.fields["num_pages"] == 4
+        reply = await caller.call("match_prefix", named)
+        assert reply.fields["num_pages"] == 4
 
     with_pool(scenario)
 
@@ -109,8 +109,8 @@ def test_two_that_computed_the_same_prompt_share_one_copy_once_both_have_committ
             await begin(caller, name, [*PROMPT, 1])
         assert (await pool(caller))["referenced"] == 10
         for name in ("a", "b"):
-            told = await caller.call("commit", {"id": name, "token_ids": PROMPT})
-            assert told.fields["committed_len"] == 4 * PAGE
+            reply = await caller.call("commit", {"id": name, "token_ids": PROMPT})
+            assert reply.fields["committed_len"] == 4 * PAGE
         assert (await pool(caller))["referenced"] == 6
         for name in ("a", "b"):
             await check(caller, name, [*PROMPT, 1])
@@ -118,17 +118,17 @@ def test_two_that_computed_the_same_prompt_share_one_copy_once_both_have_committ
     with_pool(scenario)
 
 
-def test_a_lease_holds_what_was_matched_until_it_ends_or_is_released() -> None:
+def test_a_lease_holds_matched_pages_until_it_ends_or_is_released() -> None:
     async def scenario(caller: Caller) -> None:
         await keep(caller, "a", PROMPT)
-        told = await caller.call("match_prefix", {"token_ids": OTHER})
-        assert told.fields["matched_len"] == 2 * PAGE
-        lease = told.fields["lease"]["id"]
+        reply = await caller.call("match_prefix", {"token_ids": OTHER})
+        assert reply.fields["matched_len"] == 2 * PAGE
+        lease = reply.fields["lease"]["id"]
         evicted = await caller.call("evict", {"num_pages": 10})
-        assert evicted.fields == {"num_pages": 2}, "those that the lease does not hold"
+        assert evicted.fields == {"num_pages": 2}, "only pages that the lease does not hold"
         assert (await pool(caller))["leases"] == 1
         renewed = await caller.call("renew_lease", {"id": lease, "lease_s": 60.0})
-        assert renewed.fields["expires_at"] > told.fields["lease"]["expires_at"]
+        assert renewed.fields["expires_at"] > reply.fields["lease"]["expires_at"]
         await caller.call("release_lease", {"id": lease})
         assert (await caller.call("clear", {})).fields == {"num_pages": 2}
         with pytest.raises(Refused, match="unknown lease") as refusal:
@@ -183,7 +183,7 @@ def test_pages_go_ahead_of_need_above_the_watermark() -> None:
     with_pool(scenario)
 
 
-def test_a_sequence_that_nobody_uses_is_deleted_when_its_time_is_over() -> None:
+def test_an_idle_sequence_is_deleted_when_its_time_is_over() -> None:
     async def scenario(caller: Caller) -> None:
         new = [{"id": "short", "ttl_s": 0.5}, {"id": "used", "ttl_s": 0.5}, {"id": "for-good"}]
         reply = await caller.call("create_sequences", {"sequences": new})
@@ -191,8 +191,8 @@ def test_a_sequence_that_nobody_uses_is_deleted_when_its_time_is_over() -> None:
         for _ in range(30):
             await asyncio.sleep(0.025)
             await caller.call("get_sequence", {"id": "used"})
-        told = await caller.call("list_sequences", {})
-        assert [one["id"] for one in told.fields["sequences"]] == ["for-good", "used"]
+        result = await caller.call("list_sequences", {})
+        assert [one["id"] for one in result.fields["sequences"]] == ["for-good", "used"]
 
     with_pool(scenario)
 
@@ -218,12 +218,12 @@ def test_many_sequences_are_deleted_at_once_by_id_or_by_how_their_ids_begin() ->
         for first in range(0, len(names), 200):
             new = [{"id": name} for name in names[first : first + 200]]
             await caller.call("create_sequences", {"sequences": new})
-        told = await caller.call("delete_sequences", {"ids": ["else", "nobody"]})
-        assert told.fields == {"num_deleted": 1}
-        told = await caller.call("delete_sequences", {"prefix": "run-1:"})
-        assert told.fields == {"num_deleted": 2000}
-        told = await caller.call("list_sequences", {})
-        assert [one["id"] for one in told.fields["sequences"]] == ["run-2:0"]
+        reply = await caller.call("delete_sequences", {"ids": ["else", "missing"]})
+        assert reply.fields == {"num_deleted": 1}
+        reply = await caller.call("delete_sequences", {"prefix": "run-1:"})
+        assert reply.fields == {"num_deleted": 2000}
+        reply = await caller.call("list_sequences", {})
+        assert [one["id"] for one in reply.fields["sequences"]] == ["run-2:0"]
 
     with_pool(scenario)
 
@@ -267,9 +267,9 @@ REFUSED: list[tuple[str, dict[str, Any], int, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "fields", "status", "code", "told"), REFUSED)
-def test_what_is_wrong_is_told_and_changes_nothing(
-    name: str, fields: dict[str, Any], status: int, code: str, told: str
+@pytest.mark.parametrize(("name", "fields", "status", "code", "reply"), REFUSED)
+def test_errors_name_the_field_and_change_nothing(
+    name: str, fields: dict[str, Any], status: int, code: str, reply: str
 ) -> None:
     async def scenario(caller: Caller) -> None:
         await begin(caller, "a", PROMPT)
@@ -279,20 +279,24 @@ def test_what_is_wrong_is_told_and_changes_nothing(
             await caller.call(name, fields)
         assert refusal.value.status == status
         assert refusal.value.code.startswith(code)
-        assert told in refusal.value.problem["detail"]
+        assert reply in refusal.value.problem["detail"]
         assert await pool(caller) == before
 
     with_pool(scenario)
 
 
-def test_quotas_are_told_and_kept() -> None:
+def test_quotas_are_shown_and_enforced() -> None:
     async def scenario(caller: Caller) -> None:
-        told = await caller.call("set_namespace", {"name": "default", "max_pages": 6})
-        assert told.fields["max_pages"] == 6
+        reply = await caller.call("set_namespace", {"name": "default", "max_pages": 6})
+        assert reply.fields["max_pages"] == 6
         await keep(caller, "a", PROMPT)
         assert await begin(caller, "b", [3] * (5 * PAGE)) == 0, "evicts its own"
-        told = await caller.call("get_namespace", {"name": "default"})
-        assert (told.fields["used"], told.fields["cached"], told.fields["referenced"]) == (6, 1, 5)
+        reply = await caller.call("get_namespace", {"name": "default"})
+        assert (reply.fields["used"], reply.fields["cached"], reply.fields["referenced"]) == (
+            6,
+            1,
+            5,
+        )
         with pytest.raises(Refused) as refusal:
             await begin(caller, "c", [4] * (2 * PAGE))
         assert refusal.value.problem["total"] == 6

@@ -19,8 +19,8 @@ from service.operations.transfer import MAX_IDLE_S, Header
 from tests.engine.exports import Exported, ask_part, bring, export, grow, held, same
 from tests.engine.handlers.test_engine_prefix import PAGE, PROMPT, begin, check, keep
 from tests.engine.harness import (
-    Asked,
     Caller,
+    NewCall,
     Refused,
     code,
     create,
@@ -48,19 +48,19 @@ def taken(lengths: Sequence[int] = LENGTHS, geometry: PoolGeometry = CPU_GEOMETR
     return result
 
 
-async def refused(caller: Caller, asked: Asked) -> dict[str, Any]:
+async def refused(caller: Caller, call: NewCall) -> dict[str, Any]:
     """The problem that answers an operation, which has changed nothing."""
     before = await pool(caller)
-    told = await outcome(caller.submit(asked))
-    assert isinstance(told, Refused), told
-    assert await pool(caller) == before, asked
-    return told.problem
+    reply = await outcome(caller.submit(call))
+    assert isinstance(reply, Refused), reply
+    assert await pool(caller) == before, call
+    return reply.problem
 
 
 @pytest.mark.parametrize("slice_ms", [20.0, 1e-6], ids=["whole", "sliced"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2"])
-def test_what_is_imported_is_what_was_exported_to_the_bit(
+def test_an_import_equals_its_export_to_the_bit(
     dtype: DType, layout: Layout, slice_ms: float
 ) -> None:
     geometry = replace(CPU_GEOMETRY, dtype=dtype, layout=layout, k_scale=0.3, v_scale=2.5)
@@ -71,8 +71,8 @@ def test_what_is_imported_is_what_was_exported_to_the_bit(
         given = await export(caller, "a", part_bytes=2 * geometry.page_bytes * LAYERS)
         assert given.header["num_parts"] == 3 and given.header["lengths"] == [23, 18]
         await bring(caller, given, "b")
-        told = (await caller.call("get_sequence", {"id": "b"})).fields
-        assert (told["lengths"], told["pages"], told["parent"]) == ([23, 18], 5, None)
+        reply = (await caller.call("get_sequence", {"id": "b"})).fields
+        assert (reply["lengths"], reply["pages"], reply["parent"]) == ([23, 18], 5, None)
         assert await same(caller, "a", "b", LAYERS)
         await grow(caller, "b", (1, 1), geometry)
         assert not await same(caller, "a", "b", LAYERS)
@@ -124,13 +124,13 @@ def test_an_import_is_no_sequence_until_it_is_done() -> None:
         assert (began["state"], began["next_part"], began["num_parts"]) == ("receiving", 0, 5)
         at_first = await pool(caller)
         assert (at_first["imports"], at_first["sequences"], at_first["referenced"]) == (1, 0, 5)
-        for asked in (
-            Asked("get_sequence", {"id": "b"}, {}),
-            Asked("gather", {"layer": 0, "sequences": ["b"]}, {}),
-            Asked("create_sequences", {"sequences": [{"id": "c", "parent": "b"}]}, {}),
+        for call in (
+            NewCall("get_sequence", {"id": "b"}, {}),
+            NewCall("gather", {"layer": 0, "sequences": ["b"]}, {}),
+            NewCall("create_sequences", {"sequences": [{"id": "c", "parent": "b"}]}, {}),
             delete("b"),
         ):
-            assert code(await outcome(caller.submit(asked))) == "unknown_sequence", asked
+            assert code(await outcome(caller.submit(call))) == "unknown_sequence", call
         assert (await refused(caller, create_of("b")))["code"] == "sequence_exists"
         listed = await caller.call("list_sequences", {})
         assert listed.fields == {"sequences": [], "next": None}
@@ -151,8 +151,8 @@ def test_an_import_is_no_sequence_until_it_is_done() -> None:
     on_cpu(scenario)
 
 
-def create_of(name: str) -> Asked:
-    return Asked("create_sequences", {"sequences": [{"id": name}]}, {})
+def create_of(name: str) -> NewCall:
+    return NewCall("create_sequences", {"sequences": [{"id": name}]}, {})
 
 
 def test_an_import_that_is_given_up_or_left_alone_leaves_nothing() -> None:
@@ -169,10 +169,10 @@ def test_an_import_that_is_given_up_or_left_alone_leaves_nothing() -> None:
         async with asyncio.timeout(10):
             while (await pool(caller))["imports"]:
                 await asyncio.sleep(0.02)
-        told = await pool(caller)
-        assert (told["referenced"], told["integrity"]) == (0, "ok")
-        for asked in (given.part("b", 2), given.end("b"), Asked("get_import", {"id": "b"}, {})):
-            assert code(await outcome(caller.submit(asked))) == "unknown_import"
+        reply = await pool(caller)
+        assert (reply["referenced"], reply["integrity"]) == (0, "ok")
+        for call in (given.part("b", 2), given.end("b"), NewCall("get_import", {"id": "b"}, {})):
+            assert code(await outcome(caller.submit(call))) == "unknown_import"
         await create(caller, "b")
 
     on_cpu(scenario)
@@ -252,11 +252,11 @@ def test_a_header_of_another_pool_or_at_odds_with_itself_is_refused() -> None:
     async def scenario(caller: Caller) -> None:
         names = {"token_ids": np.zeros(25, np.uint32)}
         for changes, field in cases:
-            asked = given.begin("b").but(header=given.header | changes)
+            call = given.begin("b").but(header=given.header | changes)
             tensors = names if "num_named" in changes else {}
-            problem = await refused(caller, replace(asked, tensors=tensors))
-            told = (problem["code"], problem["field"], bool(problem["rule"]))
-            assert told == ("invalid_request", f"header.{field}", True)
+            problem = await refused(caller, replace(call, tensors=tensors))
+            reply = (problem["code"], problem["field"], bool(problem["rule"]))
+            assert reply == ("invalid_request", f"header.{field}", True)
 
     on_cpu(scenario)
 
@@ -297,16 +297,16 @@ def taken_later(given: Exported) -> Exported:
     return replace(given, header=header, digest=digest)
 
 
-@pytest.mark.parametrize("change", ["append", "truncate", "anew", "gone"])
+@pytest.mark.parametrize("change", ["append", "truncate", "recreated", "deleted"])
 def test_a_sequence_that_changes_between_parts_is_noticed(change: str) -> None:
     async def scenario(caller: Caller) -> None:
         await create(caller, "a")
         await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
-        told = await caller.call("export_sequence", {"id": "a", "part_bytes": 2 * PAGE_BYTES})
-        header, before = told.fields["header"], told.fields["digest"]
+        reply = await caller.call("export_sequence", {"id": "a", "part_bytes": 2 * PAGE_BYTES})
+        header, before = reply.fields["header"], reply.fields["digest"]
         first = await ask_part(caller, "a", header, 0, before)
         again = await ask_part(caller, "a", header, 0, before)
-        assert first.fields == again.fields, "a part may be asked for again"
+        assert first.fields == again.fields, "a part can be requested again"
         if change == "append":
             await grow(caller, "a", (0, 1), CPU_GEOMETRY)
         elif change == "truncate":
@@ -314,11 +314,11 @@ def test_a_sequence_that_changes_between_parts_is_noticed(change: str) -> None:
             await grow(caller, "a", (1, 1), CPU_GEOMETRY)
         else:
             await caller.submit(delete("a"))
-        if change == "anew":
+        if change == "recreated":
             await create(caller, "a")
             await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
         got = await outcome(ask_part(caller, "a", header, 1, first.fields["digest"]))
-        wanted = "unknown_sequence" if change == "gone" else "sequence_changed"
+        wanted = "unknown_sequence" if change == "deleted" else "sequence_changed"
         assert code(got) == wanted
 
     on_cpu(scenario)
@@ -347,10 +347,10 @@ def test_pages_that_the_cache_has_by_name_are_shared_and_not_sent(share: bool) -
         assert given.names["token_ids"].tolist() == PROMPT
         assert given.header["num_named"] == 4 and given.header["num_parts"] == 2
         before = await pool(caller)
-        told = await bring(caller, given, "b", share=share)
+        reply = await bring(caller, given, "b", share=share)
         after = await pool(caller)
         cached = 4 * PAGE if share else 0
-        assert (told["cached_len"], told["next_part"]) == (cached, 1 if share else 0)
+        assert (reply["cached_len"], reply["next_part"]) == (cached, 1 if share else 0)
         assert before["free"] - after["free"] == (1 if share else 5)
         await check(caller, "b", [*PROMPT, 1, 2])
         assert after["integrity"] == "ok"
@@ -358,7 +358,7 @@ def test_pages_that_the_cache_has_by_name_are_shared_and_not_sent(share: bool) -
     on_cpu(scenario)
 
 
-def test_another_pool_shares_what_it_has_of_the_names_and_takes_the_rest() -> None:
+def test_another_pool_shares_its_cached_pages_and_imports_the_rest() -> None:
     async def source(caller: Caller) -> Exported:
         await begin(caller, "a", PROMPT)
         await caller.call("commit", {"id": "a", "token_ids": PROMPT})
@@ -440,10 +440,10 @@ def test_fields_that_make_no_form_of_an_operation_are_refused() -> None:
         await create(caller, "a")
         for fields, counts, field in imports:
             given = {name: np.zeros((count, *shape), np.float32) for name, count in counts.items()}
-            problem = await refused(caller, Asked("import_sequence", {"id": "b"} | fields, given))
+            problem = await refused(caller, NewCall("import_sequence", {"id": "b"} | fields, given))
             assert (problem["code"], problem["field"]) == ("invalid_request", field), fields
         for fields, field in exports:
-            problem = await refused(caller, Asked("export_sequence", {"id": "a"} | fields, {}))
+            problem = await refused(caller, NewCall("export_sequence", {"id": "a"} | fields, {}))
             assert (problem["code"], problem["field"]) == ("invalid_request", field), fields
 
     on_cpu(scenario)
@@ -453,10 +453,10 @@ def test_a_part_that_is_not_there_or_does_not_fit_is_refused() -> None:
     async def scenario(caller: Caller) -> None:
         await create(caller, "a")
         await grow(caller, "a", LENGTHS, CPU_GEOMETRY)
-        told = await caller.call("export_sequence", {"id": "a"})
-        header = told.fields["header"]
+        reply = await caller.call("export_sequence", {"id": "a"})
+        header = reply.fields["header"]
         assert header["part_bytes"] == 2**15 - 8 * 2**10, "a part fits an answer"
-        got = await outcome(ask_part(caller, "a", header, 1, told.fields["digest"]))
+        got = await outcome(ask_part(caller, "a", header, 1, reply.fields["digest"]))
         assert code(got) == "invalid_request"
 
     on_cpu(scenario, max_answer_bytes=2**15)
@@ -503,29 +503,29 @@ def test_a_sequences_time_to_live_comes_along() -> None:
     on_cpu(scenario)
 
 
-def test_imports_in_any_order_with_flaws_leave_what_they_should() -> None:
+def test_imports_in_any_order_with_flaws_leave_complete_sequences() -> None:
     seed = secrets.randbits(40)
     print(f"seed {seed}")
     rng = random.Random(seed)
     names = ("x", "y", "z")
 
-    def flawed(asked: Asked) -> Asked:
+    def flawed(call: NewCall) -> NewCall:
         """An operation that is right, or wrong in one of many ways."""
         flaw = rng.randrange(8)
         if flaw == 0:
-            return asked.but(digest=f"{rng.getrandbits(256):064x}")
-        if flaw == 1 and asked.tensors:
-            name = rng.choice(sorted(asked.tensors))
-            return asked.but(**{name: asked.tensors[name][rng.randrange(2) :] * 1})
-        if flaw == 2 and "k" in asked.tensors:
-            return asked.but(k=asked.tensors["v"])
-        if flaw == 3 and "part" in asked.fields:
-            return asked.but(part=rng.randrange(9))
-        if flaw == 4 and "header" in asked.fields:
-            header = dict(asked.fields["header"])
+            return call.but(digest=f"{rng.getrandbits(256):064x}")
+        if flaw == 1 and call.tensors:
+            name = rng.choice(sorted(call.tensors))
+            return call.but(**{name: call.tensors[name][rng.randrange(2) :] * 1})
+        if flaw == 2 and "k" in call.tensors:
+            return call.but(k=call.tensors["v"])
+        if flaw == 3 and "part" in call.fields:
+            return call.but(part=rng.randrange(9))
+        if flaw == 4 and "header" in call.fields:
+            header = dict(call.fields["header"])
             header[rng.choice(sorted(header))] = rng.choice((0, 1, "", None, [3, 3], 2**40))
-            return asked.but(header=header)
-        return asked
+            return call.but(header=header)
+        return call
 
     async def scenario(caller: Caller) -> None:
         exports = []
@@ -541,26 +541,26 @@ def test_imports_in_any_order_with_flaws_leave_what_they_should() -> None:
             number = begun.get(name, rng.randrange(4))
             given = exports[number][1]
             parts = [given.part(name, part) for part in range(len(given.parts))]
-            asked = rng.choice((given.begin(name), *parts, *parts, given.end(name)))
-            asked = flawed(asked)
+            call = rng.choice((given.begin(name), *parts, *parts, given.end(name)))
+            call = flawed(call)
             if rng.random() < 0.05:
-                asked = rng.choice((Asked("cancel_import", {"id": name}, {}), delete(name)))
-            told = await outcome(caller.submit(asked))
-            codes[code(told)] += 1
-            assert code(told) != "internal"
-            if code(told) != "ok":
+                call = rng.choice((NewCall("cancel_import", {"id": name}, {}), delete(name)))
+            reply = await outcome(caller.submit(call))
+            codes[code(reply)] += 1
+            assert code(reply) != "internal"
+            if code(reply) != "ok":
                 continue
-            if "header" in asked.fields:
+            if "header" in call.fields:
                 begun[name] = number
-            elif asked.name != "import_sequence" or told.fields["state"] == "done":
+            elif call.name != "import_sequence" or reply.fields["state"] == "done":
                 begun.pop(name, None)
-            if asked.name == "import_sequence" and told.fields["state"] == "done":
+            if call.name == "import_sequence" and reply.fields["state"] == "done":
                 assert await same(caller, exports[number][0], name, LAYERS)
         assert codes["ok"] > 20 and codes["digest_mismatch"] and codes["part_mismatch"], codes
         for name in names:
-            for asked in (Asked("cancel_import", {"id": name}, {}), delete(name)):
-                await outcome(caller.submit(asked))
-        told = await pool(caller)
-        assert (told["imports"], told["referenced"], told["integrity"]) == (0, 10, "ok")
+            for call in (NewCall("cancel_import", {"id": name}, {}), delete(name)):
+                await outcome(caller.submit(call))
+        reply = await pool(caller)
+        assert (reply["imports"], reply["referenced"], reply["integrity"]) == (0, 10, "ok")
 
     on_cpu(scenario)

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 
 from tests.engine.exports import Exported, bring, export, grow, held
-from tests.engine.harness import Asked, Caller, Refused, create, outcome, pool
+from tests.engine.harness import Caller, NewCall, Refused, create, outcome, pool
 from tests.engine.pool_model import CPU_GEOMETRY, on_cpu
 
 LAYERS = CPU_GEOMETRY.num_layers
 PAGE = CPU_GEOMETRY.page_size
 
 
-async def told(caller: Caller, name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    answer = await outcome(caller.submit(Asked(name, fields, {})))
+async def reply(caller: Caller, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    answer = await outcome(caller.submit(NewCall(name, fields, {})))
     assert not isinstance(answer, Refused), answer.problem
     return dict(answer.fields)
 
 
 async def code_of(caller: Caller, name: str, fields: dict[str, Any]) -> str:
-    answer = await outcome(caller.submit(Asked(name, fields, {})))
+    answer = await outcome(caller.submit(NewCall(name, fields, {})))
     return str(answer.problem["code"]) if isinstance(answer, Refused) else "ok"
 
 
@@ -53,7 +53,7 @@ def test_a_sequence_that_leaves_is_only_exported() -> None:
         ):
             assert await code_of(caller, name, fields) == "sequence_moving", name
         assert await code_of(caller, "get_sequence", {"id": "b"}) == "ok"
-        header = (await told(caller, "export_sequence", {"id": "a"}))["header"]
+        header = (await reply(caller, "export_sequence", {"id": "a"}))["header"]
         assert await hand(caller, "back") == "ok"
         again = await held(caller, "a", LAYERS)
         assert [one.tobytes() for one in again] == [one.tobytes() for one in before]
@@ -73,81 +73,81 @@ def test_a_bulk_delete_may_skip_what_other_engines_have_to_do_with() -> None:
         await create(caller, "a", "a-2", "b")
         shard = {"rank": 0, "ranks": 2}
         new = [{"id": "a-3", "shard": shard, "epoch": 7}, {"id": "a-4", "shard": shard}]
-        await told(caller, "create_sequences", {"sequences": new})
+        await reply(caller, "create_sequences", {"sequences": new})
         assert await hand(caller, "leaving", for_s=60.0) == "ok"
-        skipped = {"ids": ["a", "a-2", "a-3", "nobody"], "skip": True}
-        deleted = await told(caller, "delete_sequences", skipped)
+        skipped = {"ids": ["a", "a-2", "a-3", "missing"], "skip": True}
+        deleted = await reply(caller, "delete_sequences", skipped)
         assert deleted == {"num_deleted": 1, "skipped": ["a", "a-3"]}
         assert await code_of(caller, "delete_sequences", {"ids": ["b", "a"]}) == "sequence_moving"
         assert await code_of(caller, "delete_sequences", {"prefix": "a"}) == "sequence_moving"
-        deleted = await told(caller, "delete_sequences", {"prefix": "", "skip": True})
+        deleted = await reply(caller, "delete_sequences", {"prefix": "", "skip": True})
         assert deleted == {"num_deleted": 2, "skipped": ["a", "a-3"]}
         assert await hand(caller, "back") == "ok"
-        assert await told(caller, "delete_sequences", {"prefix": ""}) == {"num_deleted": 2}
+        assert await reply(caller, "delete_sequences", {"prefix": ""}) == {"num_deleted": 2}
 
     on_cpu(scenario)
 
 
-def test_what_pins_and_leases_hold_is_told_and_may_be_held_at_another_engine() -> None:
+def test_pins_and_leases_are_listed_and_can_be_made_at_another_engine() -> None:
     async def scenario(caller: Caller) -> None:
         await create(caller, "a")
         await grow(caller, "a", (4 * PAGE,) * LAYERS, CPU_GEOMETRY)
         before = await held(caller, "a", LAYERS)
         ids = list(range(4 * PAGE))
         named = {"token_ids": ids, "cache_salt": "x"}
-        key = (await told(caller, "commit", {"id": "a"} | named))["last_key"]
-        await told(caller, "delete_sequence", {"id": "a"})
+        key = (await reply(caller, "commit", {"id": "a"} | named))["last_key"]
+        await reply(caller, "delete_sequence", {"id": "a"})
         page = {"page_key": key, "cache_salt": "x"}
-        assert (await told(caller, "holds", {})) == {"holds": []}
-        await told(caller, "pin", page | {"hard": True})
+        assert (await reply(caller, "holds", {})) == {"holds": []}
+        await reply(caller, "pin", page | {"hard": True})
         short = {"token_ids": ids[: 2 * PAGE], "cache_salt": "x", "lease_s": 60.0}
-        lease = (await told(caller, "match_prefix", short))["lease"]["id"]
-        pin, leased = (await told(caller, "holds", {}))["holds"]
+        lease = (await reply(caller, "match_prefix", short))["lease"]["id"]
+        pin, leased = (await reply(caller, "holds", {}))["holds"]
         assert pin == {"lease": None, "left_s": None, "num_pages": 4} | page
         assert (leased["lease"], leased["num_pages"]) == (lease, 2)
         assert 50.0 < leased["left_s"] <= 60.0
-        await told(caller, "drain_engine", {"name": "engine"})
+        await reply(caller, "drain_engine", {"name": "engine"})
         for name, fields in (
             ("pin", page | {"hard": True}),
             ("renew_lease", {"id": "lease-y"} | page),
             ("create_sequences", {"sequences": [{"id": "new"}]}),
         ):
             assert await code_of(caller, name, fields) == "not_ready", name
-        matched = await told(caller, "match_prefix", short)
+        matched = await reply(caller, "match_prefix", short)
         assert matched == {"matched_len": 2 * PAGE, "num_pages": 2, "lease": None}
         assert await code_of(caller, "renew_lease", {"id": lease}) == "ok"
         new = {"sequences": [{"id": "a", "held": page}]}
-        assert (await told(caller, "create_sequences", new))["sequences"][0][
+        assert (await reply(caller, "create_sequences", new))["sequences"][0][
             "cached_len"
         ] == 4 * PAGE
         again = await held(caller, "a", LAYERS)
         assert [one.tobytes() for one in again] == [one.tobytes() for one in before]
-        await told(caller, "drain_engine", {"name": "engine", "stop": True})
-        await told(caller, "renew_lease", {"id": "lease-y", "lease_s": 9.0} | page)
-        assert [one["lease"] for one in (await told(caller, "holds", {}))["holds"]] == [
+        await reply(caller, "drain_engine", {"name": "engine", "stop": True})
+        await reply(caller, "renew_lease", {"id": "lease-y", "lease_s": 9.0} | page)
+        assert [one["lease"] for one in (await reply(caller, "holds", {}))["holds"]] == [
             *(None, lease, "lease-y")
         ]
         for one in (lease, "lease-y"):
-            await told(caller, "release_lease", {"id": one})
-        gone = {"page_key": "0" * 32}
-        assert await code_of(caller, "renew_lease", {"id": "z"} | gone) == "unknown_page"
+            await reply(caller, "release_lease", {"id": one})
+        unknown = {"page_key": "0" * 32}
+        assert await code_of(caller, "renew_lease", {"id": "z"} | unknown) == "unknown_page"
         both = {"sequences": [{"held": page, "prefix": named}]}
         assert await code_of(caller, "create_sequences", both) == "invalid_request"
-        await told(caller, "unpin", page)
-        await told(caller, "delete_sequence", {"id": "a"})
+        await reply(caller, "unpin", page)
+        await reply(caller, "delete_sequence", {"id": "a"})
         assert (await pool(caller))["cached"] == 4
 
     on_cpu(scenario)
 
 
 @pytest.mark.parametrize("handed", [False, True])
-def test_what_nobody_comes_back_for_stays_or_is_gone_where_it_was_handed_over(
+def test_when_a_mark_expires_the_sequence_stays_or_is_deleted_if_it_was_transferred(
     handed: bool,
 ) -> None:
     async def scenario(caller: Caller) -> None:
         await create(caller, "a")
         await grow(caller, "a", (PAGE, PAGE), CPU_GEOMETRY)
-        header = (await told(caller, "export_sequence", {"id": "a"}))["header"]
+        header = (await reply(caller, "export_sequence", {"id": "a"}))["header"]
         assert await hand(caller, "leaving", for_s=0.05) == "ok"
         if handed:
             given = {"generation": header["generation"], "for_s": 0.05}
@@ -165,11 +165,11 @@ def test_an_import_begins_with_what_its_base_has() -> None:
         await create(caller, "a")
         await grow(caller, "a", (23, 23), CPU_GEOMETRY)
         fork = {"id": "f", "parent": "a", "length": 2 * PAGE}
-        await told(caller, "create_sequences", {"sequences": [fork]})
-        asked = {"id": "a", "beside": ["f", "a"]}
-        answer = await told(caller, "export_sequence", asked)
+        await reply(caller, "create_sequences", {"sequences": [fork]})
+        call = {"id": "a", "beside": ["f", "a"]}
+        answer = await reply(caller, "export_sequence", call)
         assert answer["shared"][0] == 2 * PAGE
-        assert await code_of(caller, "export_sequence", asked | {"beside": ["no"]}) == (
+        assert await code_of(caller, "export_sequence", call | {"beside": ["no"]}) == (
             "unknown_sequence"
         )
         exported = await export(caller, "a", part_bytes=CPU_GEOMETRY.page_bytes * LAYERS)
@@ -180,22 +180,22 @@ def test_an_import_begins_with_what_its_base_has() -> None:
         assert await code_of(caller, "import_sequence", begin | {"base": "no"}) == (
             "unknown_sequence"
         )
-        state = await told(caller, "import_sequence", begin | {"base": "f", "base_len": 2 * PAGE})
+        state = await reply(caller, "import_sequence", begin | {"base": "f", "base_len": 2 * PAGE})
         assert (state["next_part"], state["cached_len"]) == (2, 2 * PAGE)
         pages = -(-23 // PAGE)
         assert (await pool(caller))["free"] == free - (pages - 2)
-        await told(caller, "drain_engine", {"name": "engine"})
+        await reply(caller, "drain_engine", {"name": "engine"})
         new = {"sequences": [{"id": "n"}]}
         assert await code_of(caller, "create_sequences", new) == "not_ready"
         fork = {"sequences": [{"id": "n", "parent": "a"}]}
         assert await code_of(caller, "create_sequences", fork) == "ok"
-        await told(caller, "drain_engine", {"name": "engine", "stop": True})
+        await reply(caller, "drain_engine", {"name": "engine", "stop": True})
 
     on_cpu(scenario)
 
 
 async def shard_of(caller: Caller, name: str) -> Any:
-    return (await told(caller, "get_sequence", {"id": name})).get("shard")
+    return (await reply(caller, "get_sequence", {"id": name})).get("shard")
 
 
 def test_the_parts_of_a_sequence_are_exported_and_imported_one_by_one() -> None:
@@ -223,15 +223,15 @@ def test_the_parts_of_a_sequence_are_exported_and_imported_one_by_one() -> None:
             token = np.arange((23, 21)[layer])
             for rank, name in enumerate("ab"):
                 fields = {"layer": layer, "sequences": [name], "dtype": "fp32", "epochs": [5]}
-                rows = await caller.submit(Asked("gather", fields, {}), room=2**20)
+                rows = await caller.submit(NewCall("gather", fields, {}), room=2**20)
                 mine = token // PAGE % 2 == rank
                 for half, tensor in enumerate("kv"):
                     got = np.array(rows.tensors[tensor])
                     np.testing.assert_array_equal(got, before[2 * layer + half][mine])
 
     async def export_part(caller: Caller, shard: dict[str, int]) -> Exported:
-        asked = {"id": "whole", "shard": shard}
-        whole = (await told(caller, "export_sequence", asked))["whole"]
+        call = {"id": "whole", "shard": shard}
+        whole = (await reply(caller, "export_sequence", call))["whole"]
         size = CPU_GEOMETRY.page_bytes * LAYERS
         part = await export(caller, "whole", part_bytes=size, shard=shard)
         assert part.header["num_parts"] > 1
@@ -260,7 +260,7 @@ def test_who_exports_a_part_keeps_a_sequence_leaving() -> None:
         assert await hand(caller, "leaving", for_s=0.3) == "ok"
         for _ in range(3):
             await asyncio.sleep(0.2)
-            await told(caller, "export_sequence", {"id": "a"})
+            await reply(caller, "export_sequence", {"id": "a"})
         assert await code_of(caller, "get_sequence", {"id": "a"}) == "sequence_moving"
         await asyncio.sleep(0.4)
         assert await code_of(caller, "get_sequence", {"id": "a"}) == "ok"

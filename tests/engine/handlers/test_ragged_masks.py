@@ -39,7 +39,7 @@ def test_every_bit_is_found_where_its_row_and_key_say(
 
 
 @pytest.mark.parametrize(("packed", "size"), [(False, 20), (False, 22), (True, 2), (True, 4)])
-def test_a_wrong_length_is_told_with_the_right_one(packed: bool, size: int) -> None:
+def test_a_wrong_length_is_refused_with_the_right_one(packed: bool, size: int) -> None:
     given = np.ones(size, dtype=np.uint8 if packed else bool)
     with pytest.raises(InvalidRequest) as caught:
         ragged_mask(given, packed, QO_INDPTR, KV_LENS, None)

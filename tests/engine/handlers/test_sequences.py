@@ -11,8 +11,8 @@ import pytest
 from kernels.backend import DType, Layout
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import (
-    Asked,
     Caller,
+    NewCall,
     Refused,
     append,
     code,
@@ -37,7 +37,7 @@ ROUNDING = {"fp32": 0.0, "fp16": 1e-3, "bf16": 1e-2, "fp8_e4m3": 0.07, "fp8_e5m2
     ("dtype", "scale"),
     [("fp32", 1.0), ("fp16", 1.0), ("bf16", 1.0), ("fp8_e4m3", 0.3), ("fp8_e5m2", 2.5)],
 )
-def test_the_self_test_passes_on_every_pool_and_gather_reads_what_was_appended(
+def test_the_self_test_passes_on_every_pool_and_gather_reads_appended_rows(
     dtype: DType, scale: float, layout: Layout, slice_ms: float
 ) -> None:
     geometry = replace(CPU_GEOMETRY, dtype=dtype, layout=layout, k_scale=scale, v_scale=scale)
@@ -50,16 +50,16 @@ def test_the_self_test_passes_on_every_pool_and_gather_reads_what_was_appended(
         await create(caller, "a", "b")
         fields = {"layer": 0, "sequences": ["a", "b"], "append_indptr": indptr(7, 5)}
         await caller.call("append", fields, k=k, v=v)
-        told = await caller.submit(gather("b", "a"))
-        assert told.fields == {"kv_indptr": [0, 5, 12]}
+        reply = await caller.submit(gather("b", "a"))
+        assert reply.fields == {"kv_indptr": [0, 5, 12]}
         for name, given in (("k", k), ("v", v)):
             wanted = np.concatenate((given[7:], given[:7]))
             bar = ROUNDING[dtype] * np.abs(wanted) + (scale * 2e-2 if scale != 1.0 else 0.0)
-            assert (np.abs(told.tensors[name] - wanted) <= bar).all()
+            assert (np.abs(reply.tensors[name] - wanted) <= bar).all()
         some = await caller.submit(gather("b", "a").but(start=3, stop=6))
         assert some.fields == {"kv_indptr": [0, 2, 5]}
         for name in "kv":
-            chosen = told.tensors[name][[3, 4, 8, 9, 10]]
+            chosen = reply.tensors[name][[3, 4, 8, 9, 10]]
             np.testing.assert_array_equal(some.tensors[name], chosen)
 
     on_cpu(scenario, geometry, slice_ms=slice_ms)
@@ -75,8 +75,8 @@ def test_a_part_of_a_sequence_ends_where_the_sequence_does(
     async def scenario(caller: Caller) -> None:
         await create(caller, "a", "empty")
         await caller.submit(append("a", 5))
-        told = await caller.submit(gather("a", "empty").but(start=start, stop=stop))
-        assert told.fields == {"kv_indptr": wanted}
+        reply = await caller.submit(gather("a", "empty").but(start=start, stop=stop))
+        assert reply.fields == {"kv_indptr": wanted}
         refused = await outcome(caller.submit(gather("a").but(start=3, stop=2)))
         assert code(refused) == "invalid_request"
 
@@ -97,17 +97,17 @@ def test_the_self_test_fits_the_smallest_pools(num_pages: int, page_size: int) -
 def test_the_page_table_shows_every_level_of_the_tree(slice_ms: float) -> None:
     async def scenario(caller: Caller) -> None:
         names = await Model(caller).family()
-        told = (await caller.call("page_table", {"sequences": names})).fields
-        assert len(told["levels"]) == 3
-        assert sorted(told["order"]) == list(range(len(names)))
-        for row, at in enumerate(told["order"]):
+        reply = (await caller.call("page_table", {"sequences": names})).fields
+        assert len(reply["levels"]) == 3
+        assert sorted(reply["order"]) == list(range(len(names)))
+        for row, at in enumerate(reply["order"]):
             pages: list[int] = []
-            for level in told["levels"]:
+            for level in reply["levels"]:
                 segment = int(np.searchsorted(level["qo_indptr"], row, "right")) - 1
                 begin, end = level["kv_indptr"][segment : segment + 2]
                 pages += level["kv_indices"][begin:end]
-            begin, end = told["kv_indptr"][at : at + 2]
-            assert pages == told["kv_indices"][begin:end], names[at]
+            begin, end = reply["kv_indptr"][at : at + 2]
+            assert pages == reply["kv_indices"][begin:end], names[at]
 
     on_cpu(scenario, slice_ms=slice_ms)
 
@@ -189,10 +189,10 @@ def test_names_that_are_taken_or_unknown_are_refused_and_nothing_is_made() -> No
             ([{"id": "b", "length": 1}], "invalid_request"),
         ]
         for new, wanted in cases:
-            told = await outcome(caller.call("create_sequences", {"sequences": new}))
-            assert code(told) == wanted, new
-        for asked in (delete("b"), truncate("b", 0), Asked("get_sequence", {"id": "b"}, {})):
-            assert code(await outcome(caller.submit(asked))) == "unknown_sequence"
+            reply = await outcome(caller.call("create_sequences", {"sequences": new}))
+            assert code(reply) == wanted, new
+        for call in (delete("b"), truncate("b", 0), NewCall("get_sequence", {"id": "b"}, {})):
+            assert code(await outcome(caller.submit(call))) == "unknown_sequence"
         assert (await pool(caller))["sequences"] == 1
 
     with_engine(FakeBackend(), scenario)

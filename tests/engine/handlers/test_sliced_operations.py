@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.harness import Asked, Caller, Reply, append, gather, queries, rows, until
+from tests.engine.harness import Caller, NewCall, Reply, append, gather, queries, rows, until
 from tests.engine.pool_model import CPU_GEOMETRY, Model, decode, indptr, on_cpu, prefill
 
 RNG = np.random.default_rng(5)
@@ -27,46 +27,48 @@ EVERY = {
     "decode in base 2": decode(["x0", "y1", "lone"], 1, lse_base="2"),
     "prefill": prefill(["x0", "lone", "empty"], [3, 4, 5], 2, k=K, v=V),
     "prefill by cascade": prefill(["x0", "x1", "y0"], [3, 4, 5], 2, cascade="always"),
-    "ragged": Asked("ragged_prefill", {"qo_indptr": [0, 4, 9], "kv_indptr": [0, 5, 12]}, RAGGED),
-    "cascade": Asked("cascade", {"layer": 1, "levels": LEVELS}, {"q": queries(3, 6, CPU_GEOMETRY)}),
-    "merge": Asked(
+    "ragged": NewCall("ragged_prefill", {"qo_indptr": [0, 4, 9], "kv_indptr": [0, 5, 12]}, RAGGED),
+    "cascade": NewCall(
+        "cascade", {"layer": 1, "levels": LEVELS}, {"q": queries(3, 6, CPU_GEOMETRY)}
+    ),
+    "merge": NewCall(
         "merge",
         {"lse_base": "2"},
         {"o": K.reshape(4, 3, 2, 16), "lse": RNG.random((4, 3, 2), np.float32)},
     ),
     "append": append("empty", 12).but(k=K, v=V),
     "gather": gather("x0", "empty", "lone").but(start=2, stop=20),
-    "pool": Asked("pool", {}, {}),
+    "pool": NewCall("pool", {}, {}),
 }
 EVERY["ragged with a window"] = EVERY["ragged"].but(causal=True, window_left=2, lse_base="2")
 EVERY["cascade with levels"] = EVERY["cascade"].but(return_levels=True, causal=True)
 EVERY["prefill with a window"] = EVERY["prefill"].but(window_left=3, logits_soft_cap=4.0)
 
 
-async def one(caller: Caller, asked: Asked) -> tuple[Reply, Reply, float]:
-    """The answer, K of what was written with it, and how many slices it took."""
+async def one(caller: Caller, call: NewCall) -> tuple[Reply, Reply, float]:
+    """The answer, the rows of K that it wrote, and the number of slices."""
     await Model(caller).family()
     settled = caller.metric("attnd_slices_total")
-    told = await caller.submit(asked)
+    reply = await caller.submit(call)
     await until(lambda: caller.metric("attnd_inflight") == 0)
     slices = caller.metric("attnd_slices_total") - settled
-    return told, await caller.submit(gather("x0", "y1", "lone", "empty")), slices
+    return reply, await caller.submit(gather("x0", "y1", "lone", "empty")), slices
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_an_operation_in_slices_answers_and_writes_what_it_does_whole(name: str) -> None:
+def test_an_operation_in_slices_equals_the_whole_one(name: str) -> None:
     async def scenario(caller: Caller) -> Any:
         return await one(caller, EVERY[name])
 
     wanted, written, whole = on_cpu(scenario)
-    told, also_written, slices = on_cpu(scenario, slice_ms=1e-6)
+    reply, also_written, slices = on_cpu(scenario, slice_ms=1e-6)
     assert whole == 0
     assert slices >= (0 if name == "pool" else 2), name  # the check of a small pool is one piece
-    assert (told.status, told.fields) == (wanted.status, wanted.fields)
-    assert told.tensors.keys() == wanted.tensors.keys()
+    assert (reply.status, reply.fields) == (wanted.status, wanted.fields)
+    assert reply.tensors.keys() == wanted.tensors.keys()
     for key, array in wanted.tensors.items():
-        assert told.tensors[key].dtype == array.dtype
-        np.testing.assert_allclose(told.tensors[key], array, atol=2e-6, rtol=2e-6, err_msg=key)
+        assert reply.tensors[key].dtype == array.dtype
+        np.testing.assert_allclose(reply.tensors[key], array, atol=2e-6, rtol=2e-6, err_msg=key)
     for key, array in written.tensors.items():
         np.testing.assert_array_equal(also_written.tensors[key], array, err_msg=key)
 
@@ -78,16 +80,16 @@ def test_operations_without_rows_are_answered_in_slices_too() -> None:
         prefill(["x0", "empty"], [0, 0], 1, **nothing),
         append("empty", 0).but(**nothing),
         gather("empty"),
-        Asked("ragged_prefill", {"qo_indptr": [0, 0], "kv_indptr": [0, 0]}, nothing).but(
+        NewCall("ragged_prefill", {"qo_indptr": [0, 0], "kv_indptr": [0, 0]}, nothing).but(
             q=queries(1, 0, CPU_GEOMETRY)
         ),
-        Asked("ragged_prefill", {"qo_indptr": [0, 0], "kv_indptr": [0, 12]}, {"k": K, "v": V}).but(
-            q=queries(1, 0, CPU_GEOMETRY)
-        ),
-        Asked("ragged_prefill", {"qo_indptr": [0, 3], "kv_indptr": [0, 0]}, nothing).but(
+        NewCall(
+            "ragged_prefill", {"qo_indptr": [0, 0], "kv_indptr": [0, 12]}, {"k": K, "v": V}
+        ).but(q=queries(1, 0, CPU_GEOMETRY)),
+        NewCall("ragged_prefill", {"qo_indptr": [0, 3], "kv_indptr": [0, 0]}, nothing).but(
             q=queries(1, 3, CPU_GEOMETRY)
         ),
-        Asked(
+        NewCall(
             "merge",
             {"indptr": indptr(0, 0, 0)},
             {"o": K[:0], "lse": np.zeros((0, 2), np.float32)},
@@ -96,10 +98,10 @@ def test_operations_without_rows_are_answered_in_slices_too() -> None:
 
     async def scenario(caller: Caller) -> None:
         await Model(caller).family()
-        for asked in every:
-            told = await caller.submit(asked)
-            if "lse" in told.tensors:
-                assert (told.lse == -np.inf).all(), asked.name
+        for call in every:
+            reply = await caller.submit(call)
+            if "lse" in reply.tensors:
+                assert (reply.lse == -np.inf).all(), call.name
 
     on_cpu(scenario, slice_ms=1e-9)
     on_cpu(scenario)

@@ -9,8 +9,8 @@ import pytest
 
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import (
-    Asked,
     Caller,
+    NewCall,
     Refused,
     append,
     create,
@@ -26,15 +26,15 @@ from tests.engine.harness import (
 )
 
 EVERY = {
-    "create_sequences": Asked("create_sequences", {"sequences": [{}, {"parent": "a"}]}, {}),
-    "list_sequences": Asked("list_sequences", {}, {}),
-    "get_sequence": Asked("get_sequence", {"id": "a"}, {}),
-    "page_table": Asked("page_table", {"sequences": ["a", "b"]}, {}),
+    "create_sequences": NewCall("create_sequences", {"sequences": [{}, {"parent": "a"}]}, {}),
+    "list_sequences": NewCall("list_sequences", {}, {}),
+    "get_sequence": NewCall("get_sequence", {"id": "a"}, {}),
+    "page_table": NewCall("page_table", {"sequences": ["a", "b"]}, {}),
     "append": append("a", 2),
     "gather": gather("a", "b"),
     "decode": decode("a", "b", new=True),
     "prefill": decode("a", new=True).but("prefill", qo_indptr=[0, 1]),
-    "cascade": Asked(
+    "cascade": NewCall(
         "cascade",
         {
             "layer": 0,
@@ -43,18 +43,18 @@ EVERY = {
         },
         {"q": queries(0, 2)},
     ),
-    "ragged_prefill": Asked(
+    "ragged_prefill": NewCall(
         "ragged_prefill",
         {"qo_indptr": [0, 2], "kv_indptr": [0, 3]},
         {"q": queries(1, 2), "k": rows(1, 3), "v": rows(2, 3)},
     ),
-    "merge": Asked(
+    "merge": NewCall(
         "merge",
         {"indptr": [0, 1, 2]},
         {"o": np.ones((2, 1, 8), np.float32), "lse": np.zeros((2, 1), np.float32)},
     ),
-    "info": Asked("info", {}, {}),
-    "pool": Asked("pool", {}, {}),
+    "info": NewCall("info", {}, {}),
+    "pool": NewCall("pool", {}, {}),
     "truncate": truncate("a", 2),
     "delete_sequence": delete("a"),
 }
@@ -69,14 +69,14 @@ async def two_sequences(caller: Caller) -> None:
 
 @pytest.mark.parametrize("slice_ms", [20.0, 1e-6], ids=["whole", "sliced"])
 @pytest.mark.parametrize("name", EVERY)
-def test_an_answer_too_large_for_its_place_says_what_it_needs_and_changes_nothing(
+def test_an_answer_too_large_for_its_place_names_the_size_and_changes_nothing(
     name: str, slice_ms: float
 ) -> None:
     async def scenario(caller: Caller) -> None:
         await two_sequences(caller)
-        before, asked = await pool(caller), EVERY[name]
+        before, call = await pool(caller), EVERY[name]
         known = await caller.submit(decode("a", "b"))
-        refused = await outcome(caller.submit(asked, room=64))
+        refused = await outcome(caller.submit(call, room=64))
         assert isinstance(refused, Refused)
         assert (refused.status, refused.code) == (413, "answer_too_large")
         assert refused.needed == refused.problem["size"] > 64
@@ -84,10 +84,10 @@ def test_an_answer_too_large_for_its_place_says_what_it_needs_and_changes_nothin
         assert await pool(caller) == before
         again = await caller.submit(decode("a", "b"))
         np.testing.assert_array_equal(again.o, known.o)
-        still = await outcome(caller.submit(asked, room=refused.needed - 64))
+        still = await outcome(caller.submit(call, room=refused.needed - 64))
         assert isinstance(still, Refused)
         assert still.needed == refused.needed
-        assert (await caller.submit(asked, room=refused.needed)).status < 300
+        assert (await caller.submit(call, room=refused.needed)).status < 300
 
     with_engine(FakeBackend(), scenario, slice_ms=slice_ms)
 
@@ -103,8 +103,8 @@ def test_an_answer_above_the_services_limit_is_refused_with_how_to_ask_for_less(
         assert refused.problem["size"] > refused.problem["limit"] == 10_000
         assert "start and stop" in str(refused)
         assert await pool(caller) == before
-        told = [await caller.submit(gather("a").but(start=at, stop=at + 60)) for at in (0, 60)]
-        parts = np.concatenate([one.tensors["k"] for one in told])
+        replies = [await caller.submit(gather("a").but(start=at, stop=at + 60)) for at in (0, 60)]
+        parts = np.concatenate([one.tensors["k"] for one in replies])
         np.testing.assert_array_equal(parts, append("a", 120).tensors["k"])
 
     with_engine(FakeBackend(), scenario, max_answer_bytes=10_000)
@@ -117,8 +117,8 @@ def test_a_long_answer_is_not_written_beyond_its_place() -> None:
         for slot in guard:
             slot.view()[:] = b"\xa5" * slot.size
         guard[10].free()
-        for asked in EVERY.values():
-            await outcome(caller.submit(asked, room=2**15))
+        for call in EVERY.values():
+            await outcome(caller.submit(call, room=2**15))
         for at, slot in enumerate(guard):
             assert at == 10 or bytes(slot.view()) == b"\xa5" * slot.size, at
 

@@ -1,4 +1,4 @@
-"""Connections that have not said HELLO keep nobody out, and full sessions keep no door out."""
+"""Connections without HELLO keep no session out, and full sessions keep no door out."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_door_gets_in_past_many_silent_connections(silent: str, calling: str) 
         assert len(running.engine.callers.sessions) <= LEAST_UNGREETED + 1
 
 
-def test_a_silent_connection_of_a_host_with_few_outlives_those_of_a_host_with_many() -> None:
+def test_of_silent_connections_the_host_with_most_loses_its_oldest_first() -> None:
     with engine() as (_, addresses), ExitStack() as stack:
         alone = stack.enter_context(connect(addresses["tcp"], "127.0.0.2"))
         alone.setblocking(False)

@@ -1,4 +1,4 @@
-"""What happens when a launch fails: nobody else is harmed, and what failed leaves no trace."""
+"""Failed launches: other operations succeed, and failed ones leave no trace."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from service.engine.store.store import StoreLost
 from service.errors import NotReady
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import (
-    Asked,
     Caller,
+    NewCall,
     Refused,
     append,
     code,
@@ -42,8 +42,8 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         yield
 
 
-def codes(told: list[Any]) -> list[str]:
-    return [code(one) for one in told]
+def codes(replies: list[Any]) -> list[str]:
+    return [code(one) for one in replies]
 
 
 def test_sequences_that_were_made_stay_made_when_a_launch_behind_them_fails() -> None:
@@ -52,7 +52,7 @@ def test_sequences_that_were_made_stay_made_when_a_launch_behind_them_fails() ->
     async def scenario(caller: Caller) -> None:
         await three_sequences(caller)
         backend.failures["attend"] = [RuntimeError("a bug"), RuntimeError("again")]
-        new = Asked("create_sequences", {"sequences": [{"id": "c"}]}, {})
+        new = NewCall("create_sequences", {"sequences": [{"id": "c"}]}, {})
         replies = await held_back(caller, backend, new, decode("a", new=True), append("c", 1))
         assert codes(replies) == ["ok", "internal", "ok"]
         assert [await length(caller, name) for name in ("a", "c")] == [5, 1]
@@ -69,10 +69,10 @@ def test_a_launch_that_fails_takes_back_every_page_and_length(stage: str, late: 
         await three_sequences(caller)
         before = await pool(caller)
         backend.failures[stage] = [RuntimeError("a bug in the kernel")]
-        told = await outcome(caller.submit(decode("a", "b", "held", new=True)))
-        assert isinstance(told, Refused)
-        assert (told.status, told.code) == (500, "internal")
-        assert "kernel" not in str(told), "a bug's own words are for the log"
+        reply = await outcome(caller.submit(decode("a", "b", "held", new=True)))
+        assert isinstance(reply, Refused)
+        assert (reply.status, reply.code) == (500, "internal")
+        assert "kernel" not in str(reply), "a bug's own words are for the log"
         assert await pool(caller) == before
         assert [await length(caller, name) for name in ("a", "b", "held")] == [5, 9, 0]
         assert (await caller.submit(append("held", 1))).fields == {"lengths": [1]}
@@ -82,9 +82,7 @@ def test_a_launch_that_fails_takes_back_every_page_and_length(stage: str, late: 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("stage", ["attend", "result"])
-def test_an_operation_that_fails_in_a_shared_launch_takes_nobody_with_it(
-    stage: str, late: bool
-) -> None:
+def test_an_operation_that_fails_in_a_shared_launch_fails_alone(stage: str, late: bool) -> None:
     backend = FakeBackend(late=late)
 
     async def scenario(caller: Caller) -> None:
@@ -129,8 +127,8 @@ def test_a_launch_that_fails_behind_another_in_flight_is_taken_back_with_what_ca
         backend.gate.clear()
         del backend.calls[:]
         tasks = []
-        for asked, calls in zip(every, (2, 4, 5), strict=True):
-            tasks.append(asyncio.create_task(outcome(caller.submit(asked))))
+        for call, calls in zip(every, (2, 4, 5), strict=True):
+            tasks.append(asyncio.create_task(outcome(caller.submit(call))))
             await until(lambda calls=calls: len(backend.calls) == calls)
         backend.gate.set()
         replies = await asyncio.gather(*tasks)
@@ -143,7 +141,7 @@ def test_a_launch_that_fails_behind_another_in_flight_is_taken_back_with_what_ca
     with_engine(backend, scenario)
 
 
-def test_a_launch_that_fails_while_its_caller_is_gone_is_run_again_for_the_others() -> None:
+def test_a_failed_launch_of_a_disconnected_caller_is_run_again_for_others() -> None:
     backend = FakeBackend(late=True)
 
     async def scenario(caller: Caller) -> None:
@@ -152,11 +150,11 @@ def test_a_launch_that_fails_while_its_caller_is_gone_is_run_again_for_the_other
         count = len(backend.launches)
         backend.failures["result"] = [RuntimeError("a bug")]
         async with caller.another() as other:
-            gone = asyncio.create_task(outcome(other.submit(decode("b", new=True))))
+            abandoned = asyncio.create_task(outcome(other.submit(decode("b", new=True))))
             await until(lambda: len(backend.launches) > count)
         kept = caller.start(append("b", 1))
         await until(lambda: backend.calls[-1] == "append")
-        assert isinstance(await gone, NotReady)
+        assert isinstance(await abandoned, NotReady)
         backend.gate.set()
         # what ran is not taken back by its caller's death, and here it succeeds the second time
         assert (await kept).fields == {"lengths": [11]}
@@ -165,17 +163,17 @@ def test_a_launch_that_fails_while_its_caller_is_gone_is_run_again_for_the_other
     with_engine(backend, scenario)
 
 
-def test_what_a_backend_does_not_support_is_an_invalid_request_and_changes_nothing() -> None:
+def test_an_unsupported_option_is_an_invalid_request_and_changes_nothing() -> None:
     backend = FakeBackend()
 
     async def scenario(caller: Caller) -> None:
         await three_sequences(caller)
         before = await pool(caller)
         backend.failures["attend"] = [Unsupported("logits_soft_cap", 3.0, "is not built here")]
-        told = await outcome(caller.submit(decode("held", new=True)))
-        assert isinstance(told, Refused)
-        assert (told.status, told.code) == (422, "invalid_request")
-        found = tuple(told.problem[key] for key in ("field", "value", "rule"))
+        reply = await outcome(caller.submit(decode("held", new=True)))
+        assert isinstance(reply, Refused)
+        assert (reply.status, reply.code) == (422, "invalid_request")
+        found = tuple(reply.problem[key] for key in ("field", "value", "rule"))
         assert found == ("logits_soft_cap", 3.0, "is not built here")
         assert await pool(caller) == before
 
@@ -189,10 +187,10 @@ def test_a_device_without_memory_for_a_call_is_overloaded_and_changes_nothing() 
         await three_sequences(caller)
         before = await pool(caller)
         backend.failures["attend"] = [NoMemory("the device has no 100 bytes left: try again")]
-        told = await outcome(caller.submit(decode("held", new=True)))
-        assert isinstance(told, Refused)
-        assert (told.status, told.code) == (429, "overloaded")
-        assert told.problem["retry_after_s"] == 1.0
+        reply = await outcome(caller.submit(decode("held", new=True)))
+        assert isinstance(reply, Refused)
+        assert (reply.status, reply.code) == (429, "overloaded")
+        assert reply.problem["retry_after_s"] == 1.0
         assert await pool(caller) == before
         assert code(await outcome(caller.submit(decode("held", new=True)))) == "ok"
 
@@ -210,14 +208,14 @@ def test_a_lost_device_refuses_everything_from_then_on_with_the_reason(
         await three_sequences(caller)
         backend.failures[stage] = [DeviceLost("xid 79")]
         every = [decode("a", new=True), append("b", 1), decode("b", sm_scale=0.5)]
-        told = []
-        caller.road.on_state = lambda state: told.append((state.state, "xid 79" in state.reason))
+        results = []
+        caller.road.on_state = lambda state: results.append((state.state, "xid 79" in state.reason))
         replies = await held_back(caller, backend, *every)
         assert codes(replies) == ["not_ready"] * 3
         assert all(reply.status == 503 and "xid 79" in str(reply) for reply in replies)
         assert (caller.state, "xid 79" in caller.engine.state.reason) == ("lost", True)
         await until(lambda: bool(caller.road.lost))
-        assert told == [("lost", True)]
+        assert results == [("lost", True)]
         with pytest.raises(NotReady):
             await caller.call("pool", {})
 
@@ -242,7 +240,7 @@ def test_a_device_that_is_lost_in_a_fork_ends_the_engine() -> None:
 
     async def scenario(caller: Caller) -> None:
         await all_layers(caller, 6)
-        backend.failures["copy_rows"] = [DeviceLost("gone")]
+        backend.failures["copy_rows"] = [DeviceLost("xid 79")]
         assert code(await outcome(create(caller, "b", parent="a"))) == "not_ready"
 
     with_engine(backend, scenario, ends=DeviceLost)
@@ -262,7 +260,7 @@ def test_a_failed_row_copy_of_a_truncate_cannot_be_taken_back_so_the_pool_is_los
 
 
 async def all_layers(caller: Caller, tokens: int) -> None:
-    """`a` of so many tokens at every layer."""
+    """`a` with `tokens` tokens at every layer."""
     await create(caller, "a")
     for layer in range(GEOMETRY.num_layers):
         await caller.submit(append("a", tokens, layer=layer))
@@ -277,19 +275,19 @@ def test_refusals_of_the_core_reach_the_caller_and_change_nothing(late: bool) ->
         before = await pool(caller)
         masked = decode("a").but("prefill", qo_indptr=[0, 1], mask=np.ones(6, bool))
         cases = [
-            (decode("nobody", new=True), "unknown_sequence"),
+            (decode("missing", new=True), "unknown_sequence"),
             (append("a", 1, offsets=[4]), "length_mismatch"),
             (append("a", 1000), "out_of_pages"),
             (decode("a", new=True, offsets=[4]), "length_mismatch"),
             (masked, "invalid_request"),
         ]
-        for asked, wanted in cases:
-            told = await outcome(caller.submit(asked))
-            assert code(told) == wanted, (asked.name, told)
+        for call, wanted in cases:
+            reply = await outcome(caller.submit(call))
+            assert code(reply) == wanted, (call.name, reply)
             if wanted == "length_mismatch":
-                assert isinstance(told, Refused)
-                assert told.problem["lengths"] == {"a": 5}
-        together = await held_back(caller, backend, *(asked for asked, _ in cases))
+                assert isinstance(reply, Refused)
+                assert reply.problem["lengths"] == {"a": 5}
+        together = await held_back(caller, backend, *(call for call, _ in cases))
         assert codes(together) == [wanted for _, wanted in cases]
         assert await pool(caller) == before
         await until(lambda: caller.metric("attnd_out_of_pages_total") == 2)
@@ -311,7 +309,7 @@ def test_appended_rows_of_an_undone_operation_are_not_counted() -> None:
 
 
 class Slower(FakeBackend):
-    """The first launch that it is told to fail makes everything long from then on."""
+    """The first launch that it is reply to fail makes everything long from then on."""
 
     pace: Pace
 
@@ -323,7 +321,7 @@ class Slower(FakeBackend):
 
 
 @pytest.mark.parametrize("again", [None, RuntimeError("again")])
-def test_what_was_short_and_is_long_when_it_is_run_again_is_run_all_the_same(
+def test_short_work_that_is_long_by_the_time_it_runs_again_still_runs(
     again: Exception | None,
 ) -> None:
     backend = Slower()

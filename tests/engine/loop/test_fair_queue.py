@@ -19,7 +19,7 @@ def test_namespaces_take_turns_and_keep_their_order() -> None:
     queue.append("few", "x")
     queue.append("some", "1")
     queue.append("some", "2")
-    assert queue.count == 7 and queue.depth("many") == 4 and queue.depth("nobody") == 0
+    assert queue.count == 7 and queue.depth("many") == 4 and queue.depth("missing") == 0
     assert taken(queue, 7) == "ax1a2aa"
     assert not queue.count
 
@@ -33,7 +33,7 @@ def test_a_newcomer_waits_for_one_turn_of_each_other() -> None:
     assert [queue.pop(), queue.pop()] == ["1", "x"]
 
 
-def test_what_is_put_back_comes_first_in_its_line() -> None:
+def test_an_item_that_is_put_back_comes_first_in_its_line() -> None:
     queue: FairQueue[str] = FairQueue()
     for item in "abc":
         queue.append("one", item)
@@ -55,9 +55,9 @@ def test_any_history_keeps_each_lines_order_and_serves_all_in_turn() -> None:
                 queue.append(name, (name, number))
                 model[name].append(number)
             case 2 if model[name]:
-                gone = rng.choice(model[name])
-                assert queue.remove(name, (name, gone))
-                model[name].remove(gone)
+                removed = rng.choice(model[name])
+                assert queue.remove(name, (name, removed))
+                model[name].remove(removed)
             case 3:
                 assert not queue.remove(name, (name, -1))
             case _ if queue.count:
@@ -66,7 +66,7 @@ def test_any_history_keeps_each_lines_order_and_serves_all_in_turn() -> None:
                 assert model[owner].popleft() == got
                 for other in model:
                     waited[other] = waited[other] + 1 if model[other] and other != owner else 0
-                assert max(waited.values()) < 2 * len(model), "somebody was passed over"
+                assert max(waited.values()) < 2 * len(model), "a namespace was starved"
         assert queue.count == sum(map(len, model.values()))
         assert sorted(queue) == sorted((n, i) for n, line in model.items() for i in line)
 
@@ -81,7 +81,7 @@ def test_a_namespace_that_used_much_time_waits_until_others_used_as_much() -> No
     while queue.count:
         item = queue.first()
         queue.charge("cheap" if item.isdigit() else "expensive", 1.0 if item.isdigit() else 3.0)
-        assert queue.pop() == item, "what is charged within a turn does not change whose it is"
+        assert queue.pop() == item, "charges within a turn do not change its owner"
         order += item
     assert order == "a123a456a"
 

@@ -1,4 +1,4 @@
-"""What the engine leaves behind: nothing that only a collection of all objects would find."""
+"""The engine leaves no garbage that only a full collection would find."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OWN = (
 
 
 async def live(caller: Caller, name: str) -> None:
-    """A session's life: what works, what is refused, and pages that outlive it."""
+    """A session's life: calls that succeed, calls that fail, and pages that outlive it."""
     async with caller.another() as session:
         await create(session, name)
         for layer in range(GEOMETRY.num_layers):
@@ -37,7 +37,7 @@ async def live(caller: Caller, name: str) -> None:
         await session.submit(decode(name, new=True))
         ids = list(range(GEOMETRY.page_size))
         await session.call("commit", {"id": name, "token_ids": ids})
-        for wrong in (truncate(name, 999), decode("nobody"), decode(name, offsets=[1], new=True)):
+        for wrong in (truncate(name, 999), decode("missing"), decode(name, offsets=[1], new=True)):
             with pytest.raises(Refused):
                 await session.submit(wrong)
         await session.submit(delete(name))

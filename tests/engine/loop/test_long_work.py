@@ -10,8 +10,8 @@ import pytest
 
 from tests.engine.fake_backend import FakeBackend
 from tests.engine.harness import (
-    Asked,
     Caller,
+    NewCall,
     append,
     code,
     decode,
@@ -26,7 +26,7 @@ from tests.engine.harness import (
 from tests.engine.long_calls import (
     ROWS,
     SLICE_MS,
-    let_go,
+    finish,
     long_append,
     long_prefill,
     two_sequences,
@@ -51,7 +51,7 @@ def test_a_decode_is_answered_while_a_slice_of_anothers_prefill_is_on_the_device
                 np.testing.assert_array_equal((await small).o, wanted.o)
         assert not steps[0].is_set()
         assert not long.done()
-        slices = await let_go(backend, long) - 3
+        slices = await finish(backend, long) - 3
         assert slices >= 5
         await until(lambda: caller.metric("attnd_slices_total") >= slices)
 
@@ -74,7 +74,7 @@ def test_between_two_slices_everyone_who_waits_has_a_turn() -> None:
                 assert (await short).status == 200
                 assert not long.done()
                 gates[-2].set()
-            await let_go(backend, long)
+            await finish(backend, long)
 
     with_engine(backend, scenario, slice_ms=SLICE_MS)
 
@@ -96,7 +96,7 @@ def test_two_long_operations_take_turns() -> None:
 
 @pytest.mark.parametrize("long", [long_prefill, long_append], ids=["prefill", "append"])
 def test_operations_on_its_sequences_wait_and_see_its_effect_in_their_order(
-    long: Callable[[str], Asked],
+    long: Callable[[str], NewCall],
 ) -> None:
     backend = FakeBackend()
 
@@ -106,31 +106,31 @@ def test_operations_on_its_sequences_wait_and_see_its_effect_in_their_order(
         first = caller.start(long("a"))
         await until(lambda: len(steps) == 1)
         after = [
-            Asked("get_sequence", {"id": "a"}, {}),
+            NewCall("get_sequence", {"id": "a"}, {}),
             append("a", 1, seed=9),
             decode("a", seed=1),
             truncate("a", 0),
-            Asked("create_sequences", {"sequences": [{"id": "c", "parent": "a"}]}, {}),
+            NewCall("create_sequences", {"sequences": [{"id": "c", "parent": "a"}]}, {}),
             delete("a"),
-            Asked("get_sequence", {"id": "a"}, {}),
+            NewCall("get_sequence", {"id": "a"}, {}),
         ]
-        waiting = [asyncio.create_task(outcome(caller.submit(asked))) for asked in after]
+        waiting = [asyncio.create_task(outcome(caller.submit(call))) for call in after]
         await until(lambda: caller.num_waiting == len(after))
-        async with caller.another() as other:  # what is of others goes on
+        async with caller.another() as other:  # other sequences are not blocked
             small = other.start(append("b", 1))
             await until(lambda: len(steps) == 2)
             steps[1].set()
             assert (await small).fields == {"lengths": [6]}
             assert await length(other, "b") == 6
         assert caller.num_waiting == len(after)
-        await let_go(backend, first)
+        await finish(backend, first)
         backend.let_all()
-        told = await asyncio.gather(*waiting)
-        assert [code(one) for one in told[:6]] == ["ok"] * 6, told
-        assert told[0].fields["lengths"][0] == 20 + ROWS
-        assert told[1].fields == {"lengths": [21 + ROWS]}
-        assert told[4].fields["sequences"][0]["length"] == 0
-        assert code(told[6]) == "unknown_sequence"
+        replies = await asyncio.gather(*waiting)
+        assert [code(one) for one in replies[:6]] == ["ok"] * 6, replies
+        assert replies[0].fields["lengths"][0] == 20 + ROWS
+        assert replies[1].fields == {"lengths": [21 + ROWS]}
+        assert replies[4].fields["sequences"][0]["length"] == 0
+        assert code(replies[6]) == "unknown_sequence"
         assert (await pool(caller))["integrity"] == "ok"
 
     with_engine(backend, scenario, slice_ms=SLICE_MS)
@@ -153,7 +153,7 @@ def test_who_only_reads_goes_beside_a_long_read_and_who_writes_waits() -> None:
         writing = caller.start(append("a", 1))
         behind = caller.start(decode("a"))
         await until(lambda: caller.num_waiting == 2)
-        await let_go(backend, long)
+        await finish(backend, long)
         backend.let_all()
         assert (await writing).fields == {"lengths": [21]}
         assert ((await behind).lse > wanted.lse).all()

@@ -17,8 +17,8 @@ from service.road.caller_end.caller import RoadCaller
 from tests.engine.fake_backend import FakeBackend
 from tests.engine.harness import (
     ARENA_BYTES,
-    Asked,
     Caller,
+    NewCall,
     Refused,
     append,
     code,
@@ -66,12 +66,12 @@ def shared(keys_file: str, scenario: Any, **limits: Any) -> None:
 def test_a_namespace_has_at_most_its_share_of_sequences(keys_file: str) -> None:
     async def scenario(ours: Caller) -> None:
         await create(ours, "a", "b", "c")
-        told = await outcome(create(ours, "d", "e"))
-        assert isinstance(told, Refused) and told.code == "out_of_sequences"
-        numbers = {name: told.problem[name] for name in ("needed", "free", "total")}
+        reply = await outcome(create(ours, "d", "e"))
+        assert isinstance(reply, Refused) and reply.code == "out_of_sequences"
+        numbers = {name: reply.problem[name] for name in ("needed", "free", "total")}
         assert numbers == {"needed": 2, "free": 1, "total": 4}
-        assert told.problem["retry_after_s"] > 0
-        assert "for this namespace" in str(told) and "engine.namespace_share" in str(told)
+        assert reply.problem["retry_after_s"] > 0
+        assert "for this namespace" in str(reply) and "engine.namespace_share" in str(reply)
         await create(ours, "d")
         async with session(ours, "theirs") as theirs:
             await create(theirs, "a", "b", "c", "d")
@@ -94,9 +94,9 @@ def test_a_namespace_has_at_most_its_share_of_leases(keys_file: str) -> None:
                 await caller.submit(append("a", len(PROMPT), layer=1))
                 await caller.call("commit", {"id": "a", "token_ids": PROMPT})
             held = [(await lease(ours)).fields["lease"]["id"] for _ in range(4)]
-            told = await lease(ours)
-            assert code(told) == "overloaded" and told.problem["retry_after_s"] > 0
-            assert "its share of engine.max_leases" in str(told)
+            reply = await lease(ours)
+            assert code(reply) == "overloaded" and reply.problem["retry_after_s"] > 0
+            assert "its share of engine.max_leases" in str(reply)
             key = (await ours.call("commit", {"id": "a", "token_ids": PROMPT})).fields["last_key"]
             again = {"id": "lease-mine", "page_key": key, "lease_s": 9.0}
             assert code(await outcome(ours.call("renew_lease", again))) == "overloaded"
@@ -108,7 +108,7 @@ def test_a_namespace_has_at_most_its_share_of_leases(keys_file: str) -> None:
 
 
 def test_the_same_lease_id_in_two_namespaces_is_two_leases(keys_file: str) -> None:
-    """Nobody learns of another's lease, nor keeps its id from it."""
+    """A namespace cannot see another's lease, nor take its id."""
 
     async def scenario(ours: Caller) -> None:
         async with session(ours, "theirs") as theirs:
@@ -117,8 +117,8 @@ def test_the_same_lease_id_in_two_namespaces_is_two_leases(keys_file: str) -> No
                 await create(caller, "a")
                 await caller.submit(append("a", len(PROMPT)))
                 await caller.submit(append("a", len(PROMPT), layer=1))
-                told = await caller.call("commit", {"id": "a", "token_ids": PROMPT})
-                keys.append(told.fields["last_key"])
+                reply = await caller.call("commit", {"id": "a", "token_ids": PROMPT})
+                keys.append(reply.fields["last_key"])
             for caller, key in zip((ours, theirs), keys, strict=True):
                 fields = {"id": "lease-1", "page_key": key, "lease_s": 60.0}
                 assert code(await outcome(caller.call("renew_lease", fields))) == "ok"
@@ -170,15 +170,15 @@ def test_a_long_create_never_passes_the_limit_beside_another(
             new = [{"id": f"{who}{number}"} for number in range(60) for who in "a"]
             more = [{"id": f"b{number}"} for number in range(60)]
             room = 2**18
-            told = await asyncio.gather(
+            replies = await asyncio.gather(
                 outcome(
-                    caller.submit(Asked("create_sequences", {"sequences": new}, {}), room=room)
+                    caller.submit(NewCall("create_sequences", {"sequences": new}, {}), room=room)
                 ),
                 outcome(
-                    other.submit(Asked("create_sequences", {"sequences": more}, {}), room=room)
+                    other.submit(NewCall("create_sequences", {"sequences": more}, {}), room=room)
                 ),
             )
-        codes = sorted(map(code, told))
+        codes = sorted(map(code, replies))
         assert codes in (["ok", "out_of_sequences"], ["out_of_sequences", "out_of_sequences"])
         numbers = await pool(caller)
         assert (numbers["sequences"], numbers["integrity"]) == (60 * codes.count("ok"), "ok")
@@ -194,14 +194,14 @@ def test_many_sequences_are_made_and_deleted_between_the_turns_of_others(
     monkeypatch.setattr(work, "TURN_S", 0.0)
     new: list[dict[str, Any]] = [{"id": f"s{number}"} for number in range(3000)]
     if what == "undo":
-        new.append({"parent": "nobody"})
+        new.append({"parent": "missing"})
 
     async def scenario(caller: Caller) -> None:
         await create(caller, "n")
-        make = Asked("create_sequences", {"sequences": new}, {})
+        make = NewCall("create_sequences", {"sequences": new}, {})
         if what == "delete":
             await caller.submit(make, room=2**22)
-            make = Asked("delete_sequences", {"prefix": "s"}, {})
+            make = NewCall("delete_sequences", {"prefix": "s"}, {})
         before = caller.metric("attnd_slices_total")
         async with caller.another() as neighbour:
             task = asyncio.create_task(outcome(caller.submit(make, room=2**22)))
@@ -209,8 +209,8 @@ def test_many_sequences_are_made_and_deleted_between_the_turns_of_others(
             while not task.done():
                 await neighbour.submit(gather("n"))
                 answered += 1
-        told = await task
-        assert code(told) == ("unknown_sequence" if what == "undo" else "ok")
+        reply = await task
+        assert code(reply) == ("unknown_sequence" if what == "undo" else "ok")
         assert caller.metric("attnd_slices_total") - before >= (36 if what == "undo" else 18)
         assert answered > 3
         numbers = await pool(caller)
@@ -235,9 +235,9 @@ def test_page_tables_of_too_many_pages_are_refused_before_they_are_planned(
         assert len((await caller.call("page_table", fields)).fields["kv_indices"]) == 4
         await caller.submit(append("a", 1))
         planned = len(caller.engine.store.plans)
-        told = await outcome(caller.call("page_table", fields))
-        assert isinstance(told, Refused) and told.code == "answer_too_large"
-        assert told.problem["size"] > told.problem["limit"] and "fewer sequences" in str(told)
+        reply = await outcome(caller.call("page_table", fields))
+        assert isinstance(reply, Refused) and reply.code == "answer_too_large"
+        assert reply.problem["size"] > reply.problem["limit"] and "fewer sequences" in str(reply)
         assert len(caller.engine.store.plans) == planned
 
     with_engine(FakeBackend(), scenario)
@@ -247,7 +247,7 @@ def test_page_tables_of_too_many_pages_are_refused_before_they_are_planned(
 def test_a_long_commit_is_hashed_between_the_turns_of_others(
     skipped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It names what a commit at once does; what is wrong with it changes nothing."""
+    """It names the pages that a commit at once names; an invalid one changes nothing."""
     monkeypatch.setattr(prefix, "HASHED_AT_ONCE", PAGE)
     monkeypatch.setattr(work, "TURN_S", 0.0)
     tokens = list(range(12 * PAGE))

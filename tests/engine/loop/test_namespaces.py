@@ -1,4 +1,4 @@
-"""Namespaces in the engine: whose sequences are seen by whom, and whose turn it is."""
+"""Namespaces in the engine: visibility of sequences, and the order of turns."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from service.road.caller_end.caller import RoadCaller
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import (
     ARENA_BYTES,
-    Asked,
     Caller,
+    NewCall,
     Refused,
     append,
     code,
@@ -34,7 +34,7 @@ from tests.engine.harness import (
     until,
     with_engine,
 )
-from tests.engine.long_calls import SLICE_MS, let_go, long_prefill
+from tests.engine.long_calls import SLICE_MS, finish, long_prefill
 
 KEYS = {
     "ours": ("ours", ["read", "append"]),
@@ -80,22 +80,24 @@ def test_the_same_ids_in_two_namespaces_are_different_sequences(keys_file: str) 
     with_engine(FakeBackend(), scenario, keys_file=keys_file, key="ours")
 
 
-def everything_about(name: str) -> list[Asked]:
+def everything_about(name: str) -> list[NewCall]:
     """Every operation that names a sequence, of this one."""
     q = {"q": queries(0, 1)}
     return [
-        Asked("get_sequence", {"id": name}, {}),
-        Asked("page_table", {"sequences": [name]}, {}),
-        Asked("create_sequences", {"sequences": [{"parent": name}]}, {}),
-        Asked("create_sequences", {"sequences": [{"id": "new", "parent": name, "length": 1}]}, {}),
+        NewCall("get_sequence", {"id": name}, {}),
+        NewCall("page_table", {"sequences": [name]}, {}),
+        NewCall("create_sequences", {"sequences": [{"parent": name}]}, {}),
+        NewCall(
+            "create_sequences", {"sequences": [{"id": "new", "parent": name, "length": 1}]}, {}
+        ),
         append(name, 1),
         append(name, 1, offsets=[0]),
         decode(name),
         decode(name, new=True),
-        Asked("prefill", {"layer": 0, "sequences": [name], "qo_indptr": [0, 1]}, q),
-        Asked("cascade", {"layer": 0, "levels": [{"sequences": [name], "qo_indptr": [0, 1]}]}, q),
+        NewCall("prefill", {"layer": 0, "sequences": [name], "qo_indptr": [0, 1]}, q),
+        NewCall("cascade", {"layer": 0, "levels": [{"sequences": [name], "qo_indptr": [0, 1]}]}, q),
         gather(name),
-        Asked("export_sequence", {"id": name}, {}),
+        NewCall("export_sequence", {"id": name}, {}),
         truncate(name, 0),
         delete(name),
     ]
@@ -109,11 +111,11 @@ def test_a_foreign_sequence_is_what_never_was(keys_file: str) -> None:
             for foreign, absent in zip(
                 everything_about("secret"), everything_about("absent"), strict=True
             ):
-                told, other = [await outcome(theirs.submit(one)) for one in (foreign, absent)]
-                assert isinstance(told, Refused) and isinstance(other, Refused), foreign
-                assert (told.status, told.code) == (404, "unknown_sequence")
+                reply, other = [await outcome(theirs.submit(one)) for one in (foreign, absent)]
+                assert isinstance(reply, Refused) and isinstance(other, Refused), foreign
+                assert (reply.status, reply.code) == (404, "unknown_sequence")
                 as_absent = str(other.problem).replace("absent", "secret")
-                assert str(told.problem) == as_absent, foreign.name
+                assert str(reply.problem) == as_absent, foreign.name
             assert (await theirs.call("list_sequences", {})).fields["sequences"] == []
             assert (await ours.submit(gather("secret"))).fields == {"kv_indptr": [0, 5]}
 
@@ -144,13 +146,13 @@ def test_lists_forks_and_answers_show_names_as_their_callers_gave_them(keys_file
 
 
 def test_errors_name_sequences_as_their_callers_do(keys_file: str) -> None:
-    cases: list[tuple[Asked, dict[str, Any]]] = [
-        (Asked("create_sequences", {"sequences": [{"id": "a"}]}, {}), {"sequences": ["a"]}),
+    cases: list[tuple[NewCall, dict[str, Any]]] = [
+        (NewCall("create_sequences", {"sequences": [{"id": "a"}]}, {}), {"sequences": ["a"]}),
         (append("a", 1, offsets=[7]), {"lengths": {"a": 5}}),
         (decode("a", "b"), {"sequences": ["b"]}),
         (truncate("a", 9), {"field": "length", "value": 9}),
         (
-            Asked("create_sequences", {"sequences": [{"parent": "a"}]}, {}),
+            NewCall("create_sequences", {"sequences": [{"parent": "a"}]}, {}),
             {"field": "parent", "value": "a"},
         ),
         (decode("a", "a"), {"field": "sequences", "value": "a"}),
@@ -159,11 +161,11 @@ def test_errors_name_sequences_as_their_callers_do(keys_file: str) -> None:
     async def scenario(ours: Caller) -> None:
         await create(ours, "a")
         await ours.submit(append("a", 5))
-        for asked, numbers in cases:
-            told = await outcome(ours.submit(asked))
-            assert isinstance(told, Refused), (asked, told)
-            assert {name: told.problem[name] for name in numbers} == numbers
-            assert "ours" not in str(told.problem), told.problem
+        for call, numbers in cases:
+            reply = await outcome(ours.submit(call))
+            assert isinstance(reply, Refused), (call, reply)
+            assert {name: reply.problem[name] for name in numbers} == numbers
+            assert "ours" not in str(reply.problem), reply.problem
 
     with_engine(FakeBackend(), scenario, keys_file=keys_file, key="ours")
 
@@ -173,20 +175,24 @@ def test_a_scope_that_lacks_is_403_and_changes_nothing(keys_file: str) -> None:
         await create(ours, "a")
         await ours.submit(append("a", 5))
         async with session(ours, "reader") as reader, session(ours, "writer") as writer:
-            refused: list[tuple[Caller, Asked, str]] = [
+            refused: list[tuple[Caller, NewCall, str]] = [
                 (reader, append("a", 1), "append"),
                 (reader, decode("a", new=True), "append"),
                 (reader, truncate("a", 0), "append"),
                 (reader, delete("a"), "append"),
-                (reader, Asked("create_sequences", {"sequences": [{}]}, {}), "append"),
+                (reader, NewCall("create_sequences", {"sequences": [{}]}, {}), "append"),
                 (writer, gather("a"), "read"),
                 (writer, decode("a"), "read"),
-                (writer, Asked("list_sequences", {}, {}), "read"),
+                (writer, NewCall("list_sequences", {}, {}), "read"),
             ]
-            for caller, asked, scope in refused:
-                told = await outcome(caller.submit(asked))
-                assert isinstance(told, Refused), asked
-                assert (told.status, told.code, told.problem["scope"]) == (403, "forbidden", scope)
+            for caller, call, scope in refused:
+                reply = await outcome(caller.submit(call))
+                assert isinstance(reply, Refused), call
+                assert (reply.status, reply.code, reply.problem["scope"]) == (
+                    403,
+                    "forbidden",
+                    scope,
+                )
             assert (await reader.submit(gather("a"))).fields == {"kv_indptr": [0, 5]}
             assert code(await outcome(reader.submit(decode("a")))) == "ok"
             assert code(await outcome(writer.submit(append("a", 1)))) == "ok"
@@ -218,7 +224,7 @@ def test_a_key_that_is_taken_back_ends_its_sessions_and_a_changed_one_changes_th
             Path(keys_file).write_text("\n".join(lines))
             ours.engine.read_keys_again()
             await until(lambda: theirs.road.lost != "")
-            assert "taken back" in theirs.road.lost
+            assert "was removed" in theirs.road.lost
             assert code(await outcome(ours.submit(delete("a")))) == "forbidden"
             assert code(await outcome(too.submit(delete("a")))) == "ok"
             async with session(ours, "fresh") as fresh:
@@ -295,8 +301,8 @@ def test_a_full_queue_of_one_namespace_refuses_only_its_own(keys_file: str) -> N
             first = await hold(ours, backend)
             waiting = [ours.start(truncate("held", 0)) for _ in range(8)]
             await until(lambda: ours.num_waiting == 8)
-            told = await outcome(ours.submit(decode("a")))
-            assert code(told) == "overloaded"
+            reply = await outcome(ours.submit(decode("a")))
+            assert code(reply) == "overloaded"
             single = theirs.start(truncate("b", 0))
             await until(lambda: ours.num_waiting == 9)
             backend.gate.set()
@@ -317,13 +323,13 @@ def test_slices_of_long_work_come_from_each_namespace_in_turn(keys_file: str) ->
                 for name in names:
                     await caller.submit(append(name, 4))
             steps = backend.step_by_step()
-            alone = await let_go(backend, theirs.start(long_prefill("b", new=False)))
+            alone = await finish(backend, theirs.start(long_prefill("b", new=False)))
             steps = backend.step_by_step()
             many = [ours.start(long_prefill(name, new=False)) for name in "1234"]
             await until(lambda: len(steps) == 1)
             single = theirs.start(long_prefill("b", new=False))
             await until(lambda: ours.engine.num_admitted == 5)
-            beside = await let_go(backend, single)
+            beside = await finish(backend, single)
             assert alone >= 5
             assert beside <= 2 * alone + 3, f"{beside} slices went by for {alone}"
             backend.let_all()
@@ -332,7 +338,7 @@ def test_slices_of_long_work_come_from_each_namespace_in_turn(keys_file: str) ->
     with_engine(backend, scenario, keys_file=keys_file, key="ours", slice_ms=SLICE_MS)
 
 
-def import_of(**fields: Any) -> Asked:
+def import_of(**fields: Any) -> NewCall:
     """The beginning of an import of an empty sequence, with a digest that is wrong."""
     geometry = GEOMETRY
     header = {
@@ -352,20 +358,22 @@ def import_of(**fields: Any) -> Asked:
         "part_bytes": 1024,
         "num_parts": 0,
     }
-    return Asked("import_sequence", {"id": "b", "header": header, "digest": "0" * 64} | fields, {})
+    return NewCall(
+        "import_sequence", {"id": "b", "header": header, "digest": "0" * 64} | fields, {}
+    )
 
 
 SHARD = {"rank": 0, "ranks": 2}
 MOVING = [
-    Asked("hand_over", {"id": "a", "state": "leaving"}, {}),
-    Asked("claim", {"id": "a", "epoch": 3}, {}),
-    Asked("create_sequences", {"sequences": [{"id": "part", "shard": SHARD}]}, {}),
+    NewCall("hand_over", {"id": "a", "state": "leaving"}, {}),
+    NewCall("claim", {"id": "a", "epoch": 3}, {}),
+    NewCall("create_sequences", {"sequences": [{"id": "part", "shard": SHARD}]}, {}),
     import_of(base="a"),
     import_of(shard=SHARD | {"epoch": 1, "lengths": [0] * GEOMETRY.num_layers}),
 ]
 
 
-@pytest.mark.parametrize("asked", MOVING, ids=["hand over", "claim", "shard", "base", "part"])
+@pytest.mark.parametrize("call", MOVING, ids=["hand over", "claim", "shard", "base", "part"])
 @pytest.mark.parametrize(
     ("scopes", "may"),
     [
@@ -376,23 +384,23 @@ MOVING = [
     ids=["tenant", "mover", "operator"],
 )
 def test_what_moves_parts_of_sequences_needs_the_scope_move(
-    asked: Asked, scopes: list[str], may: bool, tmp_path: Path
+    call: NewCall, scopes: list[str], may: bool, tmp_path: Path
 ) -> None:
-    """A key of all scopes there were before `move` may do what it could."""
+    """A key with all scopes from before `move` keeps its rights."""
     path = tmp_path / "keys"
     path.write_text(line_of("key", "ours", scopes))
 
     async def scenario(ours: Caller) -> None:
         await create(ours, "a")
-        told = await outcome(ours.submit(asked))
-        assert (code(told) == "forbidden") == (not may), told
-        if isinstance(told, Refused) and not may:
-            assert told.problem["scope"] == "move"
+        reply = await outcome(ours.submit(call))
+        assert (code(reply) == "forbidden") == (not may), reply
+        if isinstance(reply, Refused) and not may:
+            assert reply.problem["scope"] == "move"
 
     with_engine(FakeBackend(), scenario, keys_file=str(path), key="key")
 
 
-def test_a_broken_invariant_is_in_the_log_and_names_nobody_to_others(
+def test_a_broken_invariant_is_logged_and_names_no_namespace_to_others(
     keys_file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(ours: Caller) -> None:

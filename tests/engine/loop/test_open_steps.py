@@ -1,4 +1,4 @@
-"""Open steps on lanes that a test moves by hand: who waits, who goes on, what aborts undo."""
+"""Open steps on lanes that a test moves by hand: waiting, progress, and undo by aborts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class HandLanes:
 
 
 class Rig:
-    """A scheduler over two sequences of four tokens, and what it has answered."""
+    """A scheduler over two sequences of four tokens, and its answers."""
 
     def __init__(self) -> None:
         backend = FakeBackend()
@@ -144,7 +144,7 @@ def test_a_step_is_accepted_at_once_and_answered_when_its_lane_is_through(rig: R
 def test_an_echo_is_waited_for_though_it_has_no_sequence(rig: Rig) -> None:
     lane = HandLane()
     job = rig.step(lane, op="echo")
-    assert rig.scheduler.is_busy, "nobody looks after the lane"
+    assert rig.scheduler.is_busy, "the lane is not polled"
     lane.runs[0].done = True
     rig.rounds()
     assert rig.answered == [job] and job.error is None
@@ -226,7 +226,7 @@ def test_a_step_whose_turn_has_not_come_is_taken_back_alone(rig: Rig) -> None:
     assert len(rig.answered) == 2
 
 
-def test_what_a_lane_refuses_is_undone(rig: Rig) -> None:
+def test_a_step_that_its_lane_refuses_is_undone(rig: Rig) -> None:
     lane = HandLane()
     lane.begin = refuse  # type: ignore[method-assign, assignment]
     job = rig.step(lane, "a")

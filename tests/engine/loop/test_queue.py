@@ -14,8 +14,8 @@ from service.errors import NotReady
 from service.road.messages import Hello, message
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import (
-    Asked,
     Caller,
+    NewCall,
     Refused,
     Reply,
     append,
@@ -43,17 +43,17 @@ async def blocked(caller: Caller, backend: FakeBackend) -> list[asyncio.Task[Rep
     return [first, barrier]
 
 
-def heard(caller: Caller, data: bytes) -> bytes:
-    """What a new connection that says `data` is told before the engine closes it."""
-    told = b""
+def reply_to(caller: Caller, data: bytes) -> bytes:
+    """The engine's reply to a new connection that sends `data`, until it closes it."""
+    reply = b""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(5)
         sock.connect(caller.running.path)
         if data:
             sock.sendall(data)
         while part := sock.recv(4096):
-            told += part
-    return told
+            reply += part
+    return reply
 
 
 async def two_sequences(caller: Caller) -> None:
@@ -90,26 +90,26 @@ def test_a_full_queue_still_takes_what_frees_pages() -> None:
 
     async def scenario(caller: Caller) -> None:
         await two_sequences(caller)
-        await create(caller, "gone")
+        await create(caller, "deleted")
         first = await blocked(caller, backend)
         waiting = [caller.start(decode("a"))]
         await until(lambda: caller.num_waiting == 2)
-        refused: list[Asked] = [
+        refused: list[NewCall] = [
             decode("a"),
             append("a", 1),
-            Asked("create_sequences", {"sequences": [{}]}, {}),
-            Asked("get_sequence", {"id": "a"}, {}),
-            Asked("pool", {}, {}),
+            NewCall("create_sequences", {"sequences": [{}]}, {}),
+            NewCall("get_sequence", {"id": "a"}, {}),
+            NewCall("pool", {}, {}),
         ]
-        for asked in refused:
-            assert code(await outcome(caller.submit(asked))) == "overloaded", asked.name
-        freeing = [caller.start(truncate("a", 2)), caller.start(delete("gone"))]
+        for call in refused:
+            assert code(await outcome(caller.submit(call))) == "overloaded", call.name
+        freeing = [caller.start(truncate("a", 2)), caller.start(delete("deleted"))]
         await until(lambda: caller.num_waiting == 4)
         backend.gate.set()
-        told = await asyncio.gather(*first, *waiting, *freeing)
-        assert [reply.status for reply in told] == [200, 200, 200, 200, 204]
+        replies = await asyncio.gather(*first, *waiting, *freeing)
+        assert [reply.status for reply in replies] == [200, 200, 200, 200, 204]
         assert await length(caller, "a") == 2
-        assert code(await outcome(caller.submit(delete("gone")))) == "unknown_sequence"
+        assert code(await outcome(caller.submit(delete("deleted")))) == "unknown_sequence"
 
     with_engine(backend, scenario, queue_depth=2)
 
@@ -158,7 +158,7 @@ def test_an_operation_cancelled_while_the_round_before_it_runs_leaves_no_trace()
     with_engine(backend, scenario)
 
 
-def test_cancelling_an_operation_that_runs_lets_it_finish_and_nobody_is_told() -> None:
+def test_a_running_operation_that_is_cancelled_finishes_without_a_reply() -> None:
     backend = FakeBackend(late=True)
 
     async def scenario(caller: Caller) -> None:
@@ -238,7 +238,7 @@ def test_a_drain_answers_all_that_was_admitted_and_refuses_the_rest() -> None:
     with_engine(backend, scenario)
 
 
-def test_a_drain_that_takes_too_long_refuses_what_did_not_run_and_what_is_not_done() -> None:
+def test_a_drain_that_takes_too_long_refuses_unfinished_operations() -> None:
     backend = FakeBackend(late=True)
 
     async def scenario(caller: Caller) -> None:
@@ -247,10 +247,10 @@ def test_a_drain_that_takes_too_long_refuses_what_did_not_run_and_what_is_not_do
         waiting = asyncio.create_task(outcome(caller.submit(append("a", 1))))
         await until(lambda: caller.num_waiting == 2)
         caller.engine.drain()
-        told = await asyncio.gather(waiting, outcome(barrier), outcome(first))
-        assert [code(one) for one in told] == ["not_ready"] * 3
-        assert "before the operation's turn came" in str(told[0])
-        assert "mid-operation" in str(told[2])
+        replies = await asyncio.gather(waiting, outcome(barrier), outcome(first))
+        assert [code(one) for one in replies] == ["not_ready"] * 3
+        assert "before the operation's turn came" in str(replies[0])
+        assert "mid-operation" in str(replies[2])
 
     with_engine(backend, scenario, drain_timeout_s=0.05)
 
@@ -281,7 +281,7 @@ def test_the_death_of_a_caller_takes_its_waiting_calls_out() -> None:
         async with caller.another() as other:
             doomed = [asyncio.create_task(outcome(other.submit(append("a", 2)))) for _ in range(3)]
             await until(lambda: caller.num_waiting == 4)
-        assert all(isinstance(told, NotReady) for told in await asyncio.gather(*doomed))
+        assert all(isinstance(reply, NotReady) for reply in await asyncio.gather(*doomed))
         await until(lambda: caller.num_waiting == 1)
         kept = caller.start(append("a", 1))
         await until(lambda: caller.num_waiting == 2)
@@ -293,11 +293,11 @@ def test_the_death_of_a_caller_takes_its_waiting_calls_out() -> None:
     with_engine(backend, scenario)
 
 
-def test_a_connection_that_is_one_too_many_is_told_so_and_one_that_ends_makes_room() -> None:
+def test_one_session_too_many_is_refused_with_a_reason_until_another_ends() -> None:
     async def scenario(caller: Caller) -> None:
         async with caller.another():
             hello = message(HELLO, Hello(VERSION, "third", False, 4096))
-            assert b"server.max_sessions" in heard(caller, hello)
+            assert b"server.max_sessions" in reply_to(caller, hello)
         await until(lambda: len(caller.engine.callers.sessions) == 1)
         async with caller.another() as again:
             await pool(again)
@@ -308,17 +308,17 @@ def test_a_connection_that_is_one_too_many_is_told_so_and_one_that_ends_makes_ro
 def test_bytes_that_are_no_frame_end_their_session_and_no_other() -> None:
     async def scenario(caller: Caller) -> None:
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x01\x00\x00\x00\x10\x00\x00\x00" * 9):
-            assert b"malformed_request" in heard(caller, garbage)
+            assert b"malformed_request" in reply_to(caller, garbage)
         assert (await pool(caller))["integrity"] == "ok"
 
     with_engine(FakeBackend(), scenario)
 
 
-def test_info_tells_the_geometry_and_the_backend() -> None:
+def test_info_has_the_geometry_and_the_backend() -> None:
     async def scenario(caller: Caller) -> None:
         info = (await caller.call("info", {})).fields
-        told = [info[name] for name in ("num_layers", "num_pages", "page_size", "backend")]
-        assert told == [2, 32, 4, "fake"]
+        replies = [info[name] for name in ("num_layers", "num_pages", "page_size", "backend")]
+        assert replies == [2, 32, 4, "fake"]
         assert info["unsupported"] == ["nothing"]
         assert info["limits"]["queue_depth"] == 7
         line = f'attnd_build_info{{backend="fake",version="{__version__}"}}'

@@ -53,21 +53,21 @@ def test_a_header_that_repeats_is_checked_once(monkeypatch: pytest.MonkeyPatch) 
     async def scenario(caller: Caller) -> None:
         await create(caller, "a")
         for seed in range(5):
-            told = await caller.submit(decode("a", seed=seed, new=True))
+            reply = await caller.submit(decode("a", seed=seed, new=True))
         assert checked.count("decode") == 1
         await caller.submit(decode("a", layer=1))
         assert checked.count("decode") == 2
-        assert np.isfinite(told.lse).all()
+        assert np.isfinite(reply.lse).all()
 
     with_engine(FakeBackend(), scenario)
 
 
-def test_what_a_remembered_header_cannot_show_is_checked_each_time() -> None:
+def test_tensors_of_a_remembered_header_are_checked_each_time() -> None:
     async def scenario(caller: Caller) -> None:
         await create(caller, "a")
         one = append("a", 1, offsets=[0])
-        told = [code(await outcome(caller.submit(one))) for _ in range(2)]
-        assert told == ["ok", "length_mismatch"]
+        replies = [code(await outcome(caller.submit(one))) for _ in range(2)]
+        assert replies == ["ok", "length_mismatch"]
         mask = np.ones(2, bool)
         masked = decode("a").but("prefill", qo_indptr=[0, 1], mask=mask[:1])
         assert code(await outcome(caller.submit(masked))) == "ok"
@@ -126,10 +126,10 @@ def test_no_tensor_of_a_request_that_is_over_is_kept(
     admit(scheduler, ask("create_sequences", {"sequences": [{"id": "a"}]}))
     run_round(scheduler)
     backend.failures["attend"] = [RuntimeError("a bug")] if end == "internal" else []
-    asked = decode("b" if end == "unknown_sequence" else "a", new=True)
-    q = run(ask(asked.name, asked.fields, **asked.tensors))
+    call = decode("b" if end == "unknown_sequence" else "a", new=True)
+    q = run(ask(call.name, call.fields, **call.tensors))
     codes = ["ok" if job.error is None else type(job.error).__name__ for job in answered]
     assert codes[0] == "ok"
     assert (codes[1] == "ok") == (end == "ok"), codes
-    del answered[:], backend.launches[:], asked
+    del answered[:], backend.launches[:], call
     assert q() is None, "something still refers to the tensors"

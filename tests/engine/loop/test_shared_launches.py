@@ -9,8 +9,8 @@ import pytest
 
 from tests.engine.fake_backend import FakeBackend
 from tests.engine.harness import (
-    Asked,
     Caller,
+    NewCall,
     append,
     code,
     decode,
@@ -24,7 +24,7 @@ from tests.engine.harness import (
     with_engine,
 )
 
-ONE_LIST = Asked(
+ONE_LIST = NewCall(
     "merge", {}, {"o": np.ones((1, 1, 1, 4), np.float32), "lse": np.zeros((1, 1, 1), np.float32)}
 )
 
@@ -101,14 +101,14 @@ def test_an_append_between_decodes_does_not_part_them_and_each_sees_its_own_leng
     [
         truncate("b", 0),
         delete("b"),
-        Asked("create_sequences", {"sequences": [{"id": "c", "parent": "b", "length": 0}]}, {}),
+        NewCall("create_sequences", {"sequences": [{"id": "c", "parent": "b", "length": 0}]}, {}),
         gather("a"),
         ONE_LIST,
     ],
-    ids=lambda asked: asked.name,
+    ids=lambda call: call.name,
 )
 @pytest.mark.parametrize("late", [False, True])
-def test_what_changes_or_reads_pages_parts_launches(barrier: Asked, late: bool) -> None:
+def test_what_changes_or_reads_pages_parts_launches(barrier: NewCall, late: bool) -> None:
     backend = FakeBackend(late=late)
 
     async def scenario(caller: Caller) -> None:
@@ -176,15 +176,15 @@ def test_turns_are_given_while_a_launch_is_in_flight_and_answers_keep_their_orde
     with_engine(backend, scenario)
 
 
-def test_the_stages_of_a_call_are_told_with_its_answer() -> None:
+def test_an_answer_has_the_seconds_of_each_stage() -> None:
     backend = FakeBackend()
 
     async def scenario(caller: Caller) -> None:
         await three_sequences(caller)
-        told = await caller.submit(decode("a", new=True))
-        queue, plan, copy_in, *_ = told.stages
-        assert len(told.stages) == 6
+        reply = await caller.submit(decode("a", new=True))
+        queue, plan, copy_in, *_ = reply.stages
+        assert len(reply.stages) == 6
         assert min(queue, plan, copy_in) > 0
-        assert max(told.stages) < 5
+        assert max(reply.stages) < 5
 
     with_engine(backend, scenario)

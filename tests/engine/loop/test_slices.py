@@ -200,7 +200,7 @@ def test_pieces_of_ragged_attention_have_the_numbers_of_the_whole(rng: Rng) -> N
         same(out, wanted, f"{spans} of {whole.qo_indptr} over {whole.kv_indptr}")
 
 
-def test_the_keys_of_rows_are_those_that_the_oracle_shows_them(rng: Rng) -> None:
+def test_the_keys_of_rows_are_those_of_the_oracle(rng: Rng) -> None:
     for _ in range(ROUNDS):
         made = forest(rng)
         whole, planned, lens = any_attend(rng, made)
@@ -215,7 +215,7 @@ def test_the_keys_of_rows_are_those_that_the_oracle_shows_them(rng: Rng) -> None
         np.testing.assert_array_equal(keys, np.array(wanted, int)[order], f"{how}")
 
 
-def test_the_keys_of_ragged_rows_are_those_that_the_oracle_shows_them(rng: Rng) -> None:
+def test_the_keys_of_ragged_rows_are_those_of_the_oracle(rng: Rng) -> None:
     for _ in range(ROUNDS):
         whole = any_ragged(rng)
         wanted: list[int] = []
@@ -259,7 +259,7 @@ def test_work_is_cut_into_slices_of_about_the_length_asked_for() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.02, 1.0, 50.0])
-def test_estimates_come_to_what_is_measured_whatever_the_first_guess(factor: float) -> None:
+def test_estimates_approach_measurements_from_any_first_guess(factor: float) -> None:
     pace, cost = Pace(1e9, 1e12, slice_s=0.02), Cost(5e7)
     for _ in range(60):
         pace.correct("attend", cost, 0.05 * factor)
@@ -267,7 +267,7 @@ def test_estimates_come_to_what_is_measured_whatever_the_first_guess(factor: flo
     assert pace.seconds("append", cost) == pytest.approx(0.05), "each kind has its own rate"
 
 
-def test_work_that_is_told_to_take_no_time_leaves_an_estimate() -> None:
+def test_work_measured_at_no_time_leaves_an_estimate() -> None:
     pace = Pace(1e9, 1e12, 0.01)
     for _ in range(3000):
         pace.correct("attend", Cost(num_bytes=1e8), 0.0)
@@ -294,7 +294,7 @@ def test_a_rate_that_a_busy_host_has_spoiled_comes_back_whatever_the_pieces_are_
     pace, whole = Pace(4e9, 2e10, slice_s=0.02), Cost(4e8, 2e9)
     for _ in range(40):
         pace.correct("attend", Cost(4e6, 1e6), 0.05)
-    assert pace.num_slices("attend", whole) > 100, "it is to be spoiled"
+    assert pace.num_slices("attend", whole) > 100, "the estimate must be far too high"
     for _ in range(3):
         count = pace.num_slices("attend", whole)
         for _ in range(count):  # 0.2 s in all, and half a millisecond for each call

@@ -14,8 +14,8 @@ from service.engine.handlers import sequences
 from service.errors import NotReady
 from tests.engine.fake_backend import FakeBackend
 from tests.engine.harness import (
-    Asked,
     Caller,
+    NewCall,
     Refused,
     Reply,
     append,
@@ -44,7 +44,7 @@ async def cancelled(caller: Caller, task: asyncio.Task[Reply]) -> None:
 @pytest.mark.parametrize("long", [long_prefill, long_append], ids=["prefill", "append"])
 @pytest.mark.parametrize("done", [1, 3])
 def test_what_stops_between_two_slices_is_undone(
-    long: Callable[[str], Asked], end: str, done: int
+    long: Callable[[str], NewCall], end: str, done: int
 ) -> None:
     backend = FakeBackend()
 
@@ -68,17 +68,19 @@ def test_what_stops_between_two_slices_is_undone(
             else:
                 other.road.close()
                 await until(lambda: len(caller.engine.callers.sessions) == 1)
-            assert caller.num_waiting == 1, "its sequences were let go while the device was at it"
+            assert caller.num_waiting == 1, "its sequences were unlocked while the device used them"
             assert await length(caller, "b") == 5
             backend.let_all()
             if end != "cancel":
-                told = await outcome(task)
-                assert isinstance(told, NotReady if end == "death" else Refused)
+                reply = await outcome(task)
+                assert isinstance(reply, NotReady if end == "death" else Refused)
                 if end == "deadline":
-                    assert (told.status, "undone" in str(told)) == (504, True)  # type: ignore[attr-defined]
+                    assert (reply.status, "undone" in str(reply)) == (504, True)  # type: ignore[attr-defined]
         appended = await held
         assert isinstance(appended, Reply)
-        assert appended.fields == {"lengths": [21]}, "it began from what the long one left"
+        assert appended.fields == {"lengths": [21]}, (
+            "it began from the length that the long one left"
+        )
         await caller.submit(truncate("a", 20))
         assert await pool(caller) == before
         again = await caller.submit(decode("a", "b"))
@@ -100,8 +102,8 @@ def test_a_slice_that_fails_undoes_the_whole_and_no_other_operation(
         if error is not None:
             backend.failures = {"result": [None, None, error]}
         tasks = [caller.start(long_prefill("a")), caller.start(append("b", 1))]
-        told = await asyncio.gather(*(outcome(task) for task in tasks))
-        assert [code(one) for one in told] == ["internal", "ok"]
+        replies = await asyncio.gather(*(outcome(task) for task in tasks))
+        assert [code(one) for one in replies] == ["internal", "ok"]
         await caller.submit(truncate("b", 5))
         assert await pool(caller) == before
         backend.failures = {}
@@ -117,23 +119,23 @@ def test_a_long_append_that_does_not_fit_or_says_wrong_offsets_changes_nothing()
     async def scenario(caller: Caller) -> None:
         await two_sequences(caller)
         before = await pool(caller)
-        for asked, wanted in (
+        for call, wanted in (
             (append("a", 1000), "out_of_pages"),
             (append("a", ROWS, offsets=[19]), "length_mismatch"),
             (long_prefill("a", offsets=[19]), "length_mismatch"),
             (long_prefill("zz"), "unknown_sequence"),
         ):
-            assert code(await outcome(caller.submit(asked))) == wanted
+            assert code(await outcome(caller.submit(call))) == wanted
         assert await pool(caller) == before
 
     with_engine(backend, scenario, slice_ms=SLICE_MS)
 
 
-# Long creates: slices of so many sequences, made by the engine itself.
+# Long creates: the engine itself makes some sequences in each slice.
 
 
 class Interrupted(FakeBackend):
-    """Stops in some of its copies of rows until it is told to go on."""
+    """Stops in some of its copies of rows until it is reply to go on."""
 
     def __init__(self, *stops: int) -> None:
         super().__init__()
@@ -145,7 +147,7 @@ class Interrupted(FakeBackend):
         number = self.calls.count("copy_rows")
         if number in self.at:
             self.at[number].set()
-            assert self.go_on[number].wait(20), "nobody let the copy go on"
+            assert self.go_on[number].wait(20), "the copy was not released"
 
 
 async def stopped_create(
@@ -159,7 +161,7 @@ async def stopped_create(
     new = [{"parent": "b"} if at % 2 else {"id": f"n{at}", "parent": "b"} for at in range(16)]
     async with caller.another() as other:
         task = asyncio.create_task(
-            other.submit(Asked("create_sequences", {"sequences": new}, {}), deadline_s=0.6)
+            other.submit(NewCall("create_sequences", {"sequences": new}, {}), deadline_s=0.6)
         )
         await until(backend.at[2].is_set)
         await stop(other, task)
@@ -237,8 +239,8 @@ def test_a_long_create_of_which_a_late_one_is_refused_made_nothing(
         await two_sequences(caller)
         before = await pool(caller)
         new: list[dict[str, str]] = [{"parent": "b"} for _ in range(11)]
-        told = await outcome(caller.call("create_sequences", {"sequences": [*new, bad]}))
-        assert code(told) in ("sequence_exists", "unknown_sequence")
+        reply = await outcome(caller.call("create_sequences", {"sequences": [*new, bad]}))
+        assert code(reply) in ("sequence_exists", "unknown_sequence")
         assert await pool(caller) == before
 
     with_engine(FakeBackend(), scenario)
@@ -247,15 +249,15 @@ def test_a_long_create_of_which_a_late_one_is_refused_made_nothing(
 def test_three_thousand_sequences_are_made_in_slices_and_in_order() -> None:
     async def scenario(caller: Caller) -> None:
         new = [{"id": f"s{at}"} for at in range(3000)]
-        told = await caller.submit(
-            Asked("create_sequences", {"sequences": new}, {}), room=3000 * 1400
+        reply = await caller.submit(
+            NewCall("create_sequences", {"sequences": new}, {}), room=3000 * 1400
         )
-        assert [view["id"] for view in told.fields["sequences"]] == [one["id"] for one in new]
+        assert [view["id"] for view in reply.fields["sequences"]] == [one["id"] for one in new]
         await until(lambda: caller.metric("attnd_slices_total") >= 3)
         info = await pool(caller)
         assert (info["sequences"], info["integrity"]) == (3000, "ok")
-        told = await caller.submit(decode(*[f"s{at}" for at in range(0, 3000, 100)], new=True))
-        assert np.isfinite(told.lse).all()
+        reply = await caller.submit(decode(*[f"s{at}" for at in range(0, 3000, 100)], new=True))
+        assert np.isfinite(reply.lse).all()
         assert (await caller.submit(gather("s100"))).fields == {"kv_indptr": [0, 1]}
 
     with_engine(FakeBackend(), scenario)

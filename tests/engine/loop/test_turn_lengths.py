@@ -1,6 +1,6 @@
 """How long each operation at its largest size keeps the engine's thread in one pass of its loop.
 
-What is measured is CPU time of that thread, which other programs of a busy machine do not add to.
+It measures CPU time of that thread, to which other programs of a busy machine add nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from service.engine.loop.engine import RATES
 from service.operations.schema.fields import MAX_SEQUENCES
 from service.operations.sequences import MAX_BATCH
 from service.processes.watchdog import Watchdog
-from tests.engine.harness import Asked, Caller, Refused, outcome, with_engine
+from tests.engine.harness import Caller, NewCall, Refused, outcome, with_engine
 
 pytestmark = pytest.mark.timing
 
@@ -54,10 +54,10 @@ class Passes:
         """Send an operation when nothing else is under way."""
         await caller.call("get_namespace", {"name": "default"})
         del self.seconds[:]
-        told = await outcome(caller.submit(Asked(name, fields, tensors or {}), room=ROOM_BYTES))
+        reply = await outcome(caller.submit(NewCall(name, fields, tensors or {}), room=ROOM_BYTES))
         await caller.call("get_namespace", {"name": "default"})
-        assert not isinstance(told, Refused) or told.status == 413, (name, str(told))
-        assert not isinstance(told, Exception) or isinstance(told, Refused), (name, told)
+        assert not isinstance(reply, Refused) or reply.status == 413, (name, str(reply))
+        assert not isinstance(reply, Exception) or isinstance(reply, Refused), (name, reply)
         self.longest[name] = max(self.longest.get(name, 0.0), *self.seconds)
 
 
@@ -165,7 +165,7 @@ async def cached_prompts(caller: Caller, passes: Passes) -> None:
     for first in range(0, 16 * MAX_BATCH, MAX_BATCH):
         names = ids(first + MAX_BATCH)[first:]
         new = {"sequences": [{"id": name} for name in names]}
-        await caller.submit(Asked("create_sequences", new, {}), room=ROOM_BYTES)
+        await caller.submit(NewCall("create_sequences", new, {}), room=ROOM_BYTES)
         sums = each(MAX_BATCH, PAGE)
         for layer in range(2):
             fields = {"layer": layer, "sequences": names, "append_indptr": sums}
@@ -237,16 +237,16 @@ def test_launches_that_many_calls_share_become_as_short_as_a_slice(
     monkeypatch.setitem(RATES, "cpu", (4e10, 2e11))  # it is thought to be ten times as fast
     names, count = ids(64), 1000
     fields = {"layer": 0, "sequences": names}
-    asked = Asked("decode", fields, {"q": rows(64, 8)})
+    call = NewCall("decode", fields, {"q": rows(64, 8)})
 
     async def bursts(caller: Caller, passes: Passes) -> None:
         await caller.call("create_sequences", {"sequences": [{"id": name} for name in names]})
         for name in names:
             one = {"layer": 0, "sequences": [name], "append_indptr": [0, count]}
             await caller.call("append", one, **kv(count))
-        for _ in range(2):  # the first tells what such a launch takes
+        for _ in range(2):  # the first measures such a launch
             del passes.seconds[:]
-            await asyncio.gather(*(caller.submit(asked) for _ in range(24)))
+            await asyncio.gather(*(caller.submit(call) for _ in range(24)))
         passes.longest["decode"] = max(passes.seconds)
 
     found = longest(bursts, monkeypatch)

@@ -90,14 +90,14 @@ def connected(path: str) -> socket.socket:
 
 
 class Errors(logging.Handler):
-    """Keeps what the engine logs as an error: every one is a bug."""
+    """Keeps the errors that the engine logs: every one is a bug."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.told: list[str] = []
+        self.replies: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.told.append(self.format(record))
+        self.replies.append(self.format(record))
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def live_engine() -> Iterator[str]:
             engine.drain()
             thread.join(WAIT_S)
         assert not thread.is_alive(), "the engine does not end"
-        assert not errors.told, errors.told[0]
+        assert not errors.replies, errors.replies[0]
 
 
 def cancel_frame(number: int) -> bytes:

@@ -42,10 +42,10 @@ from tests.road.frame_fuzz import conversation
 BATCH: Final = 64
 """Calls that are sent at once: half of their slots are for requests, half for answers."""
 BATCH_S: Final = 0.004
-"""What the engine takes for a batch: waking up for every answer would slow both threads down."""
+"""Interval between batches: waking up for every answer would slow both threads down."""
 CHECK_EVERY: Final = 1000
 IDLE_S: Final = 15.0
-"""Imports are given up before that: those that cases begin have 5 seconds for each part."""
+"""Imports expire before that: cases give theirs 5 seconds for each part."""
 ROOMS: Final = (0, 1, 64, 200, 512, 1024, SLOT_BYTES)
 KNOWN: Final = "known"
 KNOWN_TOKENS: Final = 9
@@ -96,11 +96,11 @@ class Fuzz:
     def fields(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
         answer = self.ask(name, fields)
         header = json.loads(answer[8 : 8 + int.from_bytes(answer[:8], "little")])
-        told: dict[str, Any] = json.loads(header["__metadata__"]["response"])
-        return told
+        reply: dict[str, Any] = json.loads(header["__metadata__"]["response"])
+        return reply
 
     def make_known(self) -> bytes:
-        """A sequence that no case names, and what a decode over it answers."""
+        """A sequence that no case names, and the answer of a decode over it."""
         self.ask("create_sequences", {"sequences": [{"id": KNOWN}]})
         numbers = np.random.default_rng(5)
         shape = (KNOWN_TOKENS, INFO.num_kv_heads, INFO.head_dim)
@@ -129,14 +129,14 @@ class Fuzz:
         self.give_up_imports()
         given_up_by = time.monotonic() + IDLE_S
         while (pool := self.fields("pool", {}))["imports"] and time.monotonic() < given_up_by:
-            time.sleep(0.1)  # it was begun under a name that a changed byte made
+            time.sleep(0.1)  # its name may have a changed byte
         assert pool["imports"] == 0, pool
         pages = -(-KNOWN_TOKENS // INFO.page_size)
         assert (pool["sequences"], pool["integrity"]) == (1, "ok"), pool
         assert pool["referenced"] == pages or pool["leases"] > 0, pool
 
     def give_up_imports(self) -> None:
-        """Cancel those that a case may have begun: under its own name or one that fields get."""
+        """Cancel imports that a case may have begun, under its own name or a default one."""
         names = [one for one in VALUES if isinstance(one, str) and re.fullmatch(ID_PATTERN, one)]
         for name in ("moved", *names):
             body = b"".join(image("request", json.dumps({"id": name}), {}))
@@ -243,7 +243,7 @@ class Fuzz:
             os.close(fd)
 
     def listen_to(self, sock: socket.socket) -> None:
-        """All that the engine still says is made of whole frames, and tells of no bug."""
+        """The rest of the engine's output is whole frames without an internal error."""
         reader = f.Reader(f.FROM_ENGINE)
         while reader.receive(sock):
             for kind, start, _ in reader.frames():
@@ -252,7 +252,7 @@ class Fuzz:
                     assert status != 500, bytes(reader.window[start : start + 1000])
 
     def deaths(self) -> None:
-        """A caller that sends its calls and is gone, in the middle of a frame as often as not."""
+        """A caller that sends its calls and disconnects, often in the middle of a frame."""
         session = Session.connect(self.path)
         stream = b"".join(self.batch(session))
         session.sock.sendall(
@@ -278,7 +278,7 @@ class Fuzz:
 
 
 def run(cases: int, seed: int) -> dict[str, Any]:
-    """Send so many cases to an engine; prints the seed when something does not hold."""
+    """Send `count` cases to an engine; prints the seed of a failure."""
     print(f"seed {seed}")
     started = time.perf_counter()
     descriptors = len(os.listdir("/proc/self/fd"))

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.long
 
 @pytest.mark.parametrize("part", range(4))
 def test_an_engine_survives_what_callers_do(part: int) -> None:
-    told = run(25_000, secrets.randbits(40))
-    assert told["cases"] >= 25_000, told
+    reply = run(25_000, secrets.randbits(40))
+    assert reply["cases"] >= 25_000, reply
     for wanted in ("200", "201", "204", "400", "404", "409", "413", "422", "499"):
-        assert told[wanted] > 0, (wanted, told)
-    assert told["deaths"] > 10 and told["conversations"] > 10, told
+        assert reply[wanted] > 0, (wanted, reply)
+    assert reply["deaths"] > 10 and reply["conversations"] > 10, reply

@@ -14,8 +14,8 @@ import pytest
 from kernels.backend import Attend, Unsupported
 from tests.engine.fake_backend import GEOMETRY, FakeBackend, Later, dense_row
 from tests.engine.harness import (
-    Asked,
     Caller,
+    NewCall,
     Reply,
     append,
     code,
@@ -53,7 +53,7 @@ class Unreliable(FakeBackend):
 
 
 class Client:
-    """A caller with two sequences of its own, and what it knows of them at layer 0."""
+    """A caller with two sequences of its own, and its own record of them at layer 0."""
 
     def __init__(self, caller: Caller, at: int, seed: int) -> None:
         self.caller = caller
@@ -70,19 +70,19 @@ class Client:
             while await self.fails(first.but(layer=layer)):
                 pass
         self.held[trunk] = (first.tensors["k"], first.tensors["v"])
-        forked = Asked("create_sequences", {"sequences": [{"id": fork, "parent": trunk}]}, {})
+        forked = NewCall("create_sequences", {"sequences": [{"id": fork, "parent": trunk}]}, {})
         while await self.fails(forked):
             pass
         self.held[fork] = self.held[trunk]
         for _ in range(steps):
             await self.random.choice([self.append, self.decode, self.decode, self.cancel])()
 
-    async def fails(self, asked: Asked) -> bool:
-        told = await outcome(self.caller.submit(asked))
-        if isinstance(told, Reply):
+    async def fails(self, call: NewCall) -> bool:
+        reply = await outcome(self.caller.submit(call))
+        if isinstance(reply, Reply):
             self.succeeded += 1
             return False
-        assert code(told) in REFUSED, told
+        assert code(reply) in REFUSED, reply
         self.failed += 1
         return True
 
@@ -92,34 +92,34 @@ class Client:
 
     async def append(self) -> None:
         name = self.random.choice(self.names)
-        asked = append(name, self.random.randrange(3), seed=self.random.randrange(10**6))
-        if not await self.fails(asked):
-            self.grown(name, asked.tensors["k"], asked.tensors["v"])
+        call = append(name, self.random.randrange(3), seed=self.random.randrange(10**6))
+        if not await self.fails(call):
+            self.grown(name, call.tensors["k"], call.tensors["v"])
 
     async def decode(self) -> None:
         seed, new = self.random.randrange(10**6), self.random.random() < 0.6
         mode = self.random.choice(["always", "never"])
         scale = self.random.choice([None, SCALE])
-        asked = decode(*self.names, seed=seed, new=new, cascade=mode)
-        asked.fields.update({} if scale is None else {"sm_scale": scale})
-        told = await outcome(self.caller.submit(asked))
-        if not isinstance(told, Reply):
-            assert code(told) in REFUSED, told
+        call = decode(*self.names, seed=seed, new=new, cascade=mode)
+        call.fields.update({} if scale is None else {"sm_scale": scale})
+        reply = await outcome(self.caller.submit(call))
+        if not isinstance(reply, Reply):
+            assert code(reply) in REFUSED, reply
             self.failed += 1
             return
         self.succeeded += 1
         for row, name in enumerate(self.names):
             if new:
-                self.grown(name, *(asked.tensors[part][row : row + 1] for part in "kv"))
-            o, lse = dense_row(asked.tensors["q"][row], *self.held[name], SCALE)
-            np.testing.assert_allclose(told.o[row], o, atol=1e-5)
-            np.testing.assert_allclose(told.lse[row], lse, atol=1e-5)
+                self.grown(name, *(call.tensors[part][row : row + 1] for part in "kv"))
+            o, lse = dense_row(call.tensors["q"][row], *self.held[name], SCALE)
+            np.testing.assert_allclose(reply.o[row], o, atol=1e-5)
+            np.testing.assert_allclose(reply.lse[row], lse, atol=1e-5)
 
     async def cancel(self) -> None:
         """Hang up at some moment; then see whether the tokens were written."""
         name = self.random.choice(self.names)
-        asked = append(name, 1, seed=self.random.randrange(10**6))
-        task = self.caller.start(asked)
+        call = append(name, 1, seed=self.random.randrange(10**6))
+        task = self.caller.start(call)
         await asyncio.sleep(self.random.choice([0.0, 0.0005]))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -127,13 +127,13 @@ class Client:
         before = self.held[name][0].shape[0]
         assert view["lengths"][0] in (before, before + 1)
         if view["lengths"][0] > before:
-            self.grown(name, asked.tensors["k"], asked.tensors["v"])
+            self.grown(name, call.tensors["k"], call.tensors["v"])
 
 
 @pytest.mark.parametrize("slice_ms", [20.0, 1e-6], ids=["short", "sliced"])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_callers_are_told_is_what_the_pool_holds(
+def test_replies_agree_with_the_pool(
     seed: int, late: bool, slice_ms: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = Unreliable(seed, late)
@@ -151,9 +151,9 @@ def test_what_callers_are_told_is_what_the_pool_holds(
         assert sum(client.failed for client in clients) > 5
         for client in clients:
             for name, (k, v) in client.held.items():
-                told = await caller.submit(gather(name))
-                np.testing.assert_array_equal(told.tensors["k"], k, err_msg=name)
-                np.testing.assert_array_equal(told.tensors["v"], v, err_msg=name)
+                reply = await caller.submit(gather(name))
+                np.testing.assert_array_equal(reply.tensors["k"], k, err_msg=name)
+                np.testing.assert_array_equal(reply.tensors["v"], v, err_msg=name)
                 await caller.submit(delete(name))
         assert (await pool(caller))["free"] == GEOMETRY.num_pages
 

@@ -15,8 +15,8 @@ from service.road.caller_end.caller import RoadCaller
 from tests.engine.fake_backend import GEOMETRY, FakeBackend
 from tests.engine.harness import (
     ARENA_BYTES,
-    Asked,
     Caller,
+    NewCall,
     Refused,
     append,
     delete,
@@ -32,7 +32,7 @@ STEPS = 250
 
 
 class Guesser:
-    """One namespace's caller, and what it knows to hold at layer 0: rows of k by id."""
+    """One namespace's caller, and its record of layer 0: rows of k by id."""
 
     def __init__(self, caller: Caller, seed: int) -> None:
         self.caller = caller
@@ -45,28 +45,28 @@ class Guesser:
         for _ in range(STEPS):
             await self.random.choice((*acts, self.gather, self.list))()
 
-    async def ask(self, asked: Asked, *named: str) -> Any:
+    async def ask(self, call: NewCall, *named: str) -> Any:
         """The reply, or None for a refusal; the ids that are unknown must be those."""
-        told = await outcome(self.caller.submit(asked))
+        result = await outcome(self.caller.submit(call))
         missing = [name for name in named if name not in self.held]
         if missing:
-            assert isinstance(told, Refused) and told.status == 404, (asked, told)
-            assert told.problem["sequences"] == missing
+            assert isinstance(result, Refused) and result.status == 404, (call, result)
+            assert result.problem["sequences"] == missing
             self.unknown += 1
             return None
-        if isinstance(told, Refused):
-            assert told.code in ("out_of_pages", "sequence_exists"), (asked, told)
+        if isinstance(result, Refused):
+            assert result.code in ("out_of_pages", "sequence_exists"), (call, result)
             return None
-        return told
+        return result
 
     def some(self) -> str:
         return self.random.choice(IDS)
 
     async def create(self) -> None:
         name = self.some()
-        told = await self.ask(Asked("create_sequences", {"sequences": [{"id": name}]}, {}))
-        assert (told is None) == (name in self.held)
-        if told is not None:
+        result = await self.ask(NewCall("create_sequences", {"sequences": [{"id": name}]}, {}))
+        assert (result is None) == (name in self.held)
+        if result is not None:
             self.held[name] = np.zeros((0, GEOMETRY.num_kv_heads, GEOMETRY.head_dim), np.float32)
 
     async def fork(self) -> None:
@@ -74,16 +74,16 @@ class Guesser:
         new = {"id": name, "parent": parent}
         if name in self.held or (name == parent and parent not in self.held):
             return
-        if await self.ask(Asked("create_sequences", {"sequences": [new]}, {}), parent):
+        if await self.ask(NewCall("create_sequences", {"sequences": [new]}, {}), parent):
             self.held[name] = self.held[parent]
 
     async def append(self) -> None:
         name, count = self.some(), self.random.randrange(1, 6)
-        asked = append(name, count, seed=self.random.randrange(10**6))
+        call = append(name, count, seed=self.random.randrange(10**6))
         for layer in range(GEOMETRY.num_layers):
-            if not await self.ask(asked.but(layer=layer), name):
+            if not await self.ask(call.but(layer=layer), name):
                 return
-        self.held[name] = np.concatenate((self.held[name], asked.tensors["k"]))
+        self.held[name] = np.concatenate((self.held[name], call.tensors["k"]))
 
     async def truncate(self) -> None:
         name = self.some()
@@ -98,18 +98,18 @@ class Guesser:
 
     async def gather(self) -> None:
         name = self.some()
-        told = await self.ask(gather(name), name)
-        if told is not None:
-            np.testing.assert_array_equal(told.tensors["k"], self.held[name])
+        result = await self.ask(gather(name), name)
+        if result is not None:
+            np.testing.assert_array_equal(result.tensors["k"], self.held[name])
 
     async def list(self) -> None:
-        told = await self.ask(Asked("list_sequences", {}, {}))
-        lengths = {one["id"]: one["length"] for one in told.fields["sequences"]}
+        result = await self.ask(NewCall("list_sequences", {}, {}))
+        lengths = {one["id"]: one["length"] for one in result.fields["sequences"]}
         assert lengths == {name: len(k) for name, k in self.held.items()}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_each_namespace_finds_what_it_would_find_alone(seed: int, tmp_path: Path) -> None:
+def test_each_namespace_gets_the_replies_it_would_get_alone(seed: int, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("\n".join(line_of(name, name, ["read", "append"]) for name in "xy"))
 
@@ -119,7 +119,7 @@ def test_each_namespace_finds_what_it_would_find_alone(seed: int, tmp_path: Path
             callers = (first, Caller(first.running, road))
             both = [Guesser(caller, 10 * seed + at) for at, caller in enumerate(callers)]
             await asyncio.gather(*(one.run() for one in both))
-            assert min(one.unknown for one in both) > 20, "nobody guessed"
+            assert min(one.unknown for one in both) > 20, "too few guesses"
             assert (await pool(first))["integrity"] == "ok"
             for one in both:
                 for name in list(one.held):

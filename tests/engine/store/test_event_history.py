@@ -28,14 +28,14 @@ def history(*changes: Change, most: int = 1000) -> EventHistory:
     return made
 
 
-def test_a_long_change_is_told_by_several_events_that_follow_each_other() -> None:
+def test_a_long_change_becomes_several_consecutive_events() -> None:
     count = 2 * PAGES_AN_EVENT + 1
     kept = history(stored(1, count), Removed("a", keys(1, count)))
     begin = kept.page("b", -1, 1)[1]
     events, at = [], 0
-    while told := kept.page("a", at, 1000)[0]:
-        events += told
-        at = told[-1]["id"]
+    while reply := kept.page("a", at, 1000)[0]:
+        events += reply
+        at = reply[-1]["id"]
     assert [event["id"] - begin for event in events] == list(range(1, 7))
     assert [event["type"] for event in events] == 3 * ["stored"] + 3 * ["removed"]
     for half in (events[:3], events[3:]):
@@ -46,13 +46,13 @@ def test_a_long_change_is_told_by_several_events_that_follow_each_other() -> Non
     assert ids == list(range(count * PAGE))
 
 
-def test_the_oldest_are_forgotten_by_the_pages_that_they_tell_of() -> None:
+def test_the_oldest_events_are_dropped_by_their_number_of_pages() -> None:
     kept = history(stored(1, 3), Cleared("a"), most=5)
     first = kept.page("a", -1, 1)[1] - 1
     assert [one["type"] for one in kept.page("a", 0, 9)[0]] == ["stored", "cleared"]
     kept.hear(stored(9, 2))
-    told, following, too_old = kept.page("a", first, 9)
-    assert ([one["id"] - first for one in told], following, too_old) == ([1, 2], first + 2, False)
+    reply, following, too_old = kept.page("a", first, 9)
+    assert ([one["id"] - first for one in reply], following, too_old) == ([1, 2], first + 2, False)
     assert kept.page("a", first - 1, 9)[2] and kept.page("a", 0, 9)[2]
     kept.hear(stored(20, 99))
     assert kept.page("a", first, 9) == ([], first + 3, True)
@@ -63,10 +63,10 @@ def test_namespaces_have_numbers_of_their_own() -> None:
     (mine,), following, _ = kept.page("a", 0, 9)
     assert (mine["namespace"], following) == ("a", mine["id"])
     assert kept.page("b", 0, 9)[0][0]["id"] == mine["id"]
-    assert kept.page("nobody", 0, 9) == ([], mine["id"] - 1, False)
+    assert kept.page("missing", 0, 9) == ([], mine["id"] - 1, False)
 
 
-def test_where_no_history_is_kept_nothing_is_told() -> None:
+def test_without_a_history_there_are_no_events() -> None:
     kept = history(most=0)
     kept.press(True, {"a": 1})
     assert kept.is_high and not kept.is_kept and kept.page("a", 0, 9)[0] == []

@@ -12,8 +12,8 @@ import pytest
 from service.engine.handlers import exports
 from tests.engine.exports import ask_part, bring, export, grow, held
 from tests.engine.harness import (
-    Asked,
     Caller,
+    NewCall,
     Refused,
     code,
     create,
@@ -31,9 +31,9 @@ PROMPT = list(range(40))
 
 
 async def ok(caller: Caller, name: str, **fields: Any) -> dict[str, Any]:
-    told = await outcome(caller.call(name, fields))
-    assert not isinstance(told, Exception), told
-    return dict(told.fields)
+    reply = await outcome(caller.call(name, fields))
+    assert not isinstance(reply, Exception), reply
+    return dict(reply.fields)
 
 
 async def begin(caller: Caller, monkeypatch: pytest.MonkeyPatch, ttl_s: float | None = None) -> Any:
@@ -55,14 +55,14 @@ async def taken_over(caller: Caller, seed: int) -> None:
     await ok(caller, "get_sequence", id=name)
 
 
-def test_an_export_never_reads_the_pages_of_a_sequence_that_was_handed_over(
+def test_an_export_never_reads_pages_of_a_sequence_after_its_transfer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario(caller: Caller) -> None:
         k, v, *_ = await begin(caller, monkeypatch)
         await ok(caller, "hand_over", id="a", state="leaving")
-        told = (await caller.call("export_sequence", {"id": "a"})).fields
-        header, digest = told["header"], told["digest"]
+        reply = (await caller.call("export_sequence", {"id": "a"})).fields
+        header, digest = reply["header"], reply["digest"]
         store = caller.engine.store
         read_stored = store.backend.read_stored
 
@@ -84,8 +84,10 @@ def test_an_export_never_reads_the_pages_of_a_sequence_that_was_handed_over(
         assert np.array_equal(part.tensors["k"][:LENGTH], k)
         assert np.array_equal(part.tensors["v"][:LENGTH], v)
         await asyncio.sleep(0.1)
-        told = await outcome(caller.call("get_sequence", {"id": "a"}))
-        assert code(told) == "unknown_sequence", "it is another engine's, and nobody reads it"
+        reply = await outcome(caller.call("get_sequence", {"id": "a"}))
+        assert code(reply) == "unknown_sequence", (
+            "it belongs to another engine, and no call reads it"
+        )
         assert (await pool(caller))["integrity"] == "ok"
 
     on_cpu(scenario, slice_ms=1e-6)
@@ -102,81 +104,81 @@ ENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "cleared": ("clear", {}),
     "evicted": ("evict", {"num_pages": 96}),
     "drained": ("drain_engine", {"name": "engine"}),
-    "gone": ("hand_over", {"id": "a", "state": "leaving", "for_s": 0.001}),
+    "mark expired": ("hand_over", {"id": "a", "state": "leaving", "for_s": 0.001}),
 }
 
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("long", LONG)
-def test_long_work_reads_what_was_there_when_it_began(
+def test_long_work_reads_the_rows_that_were_there_when_it_began(
     long: str, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each way to end a sequence comes while work of many slices reads it; freed pages are
     overwritten at once."""
-    ttl_s = 0.5 if end == "expiry" else None
+    ttl_s = 1.0 if end == "expiry" else None
 
     async def scenario(caller: Caller) -> None:
         before = await begin(caller, monkeypatch, ttl_s)
         if end == "committed elsewhere":
             await ok(caller, "commit", id="b", token_ids=PROMPT)
         q = queries(5, LENGTH, CPU_GEOMETRY)
-        asked = {
-            "export": Asked("export_sequence", {"id": "a"}, {}),
-            "gather": Asked("gather", {"layer": 0, "sequences": ["a"], "dtype": "fp32"}, {}),
-            "prefill": Asked(
+        call = {
+            "export": NewCall("export_sequence", {"id": "a"}, {}),
+            "gather": NewCall("gather", {"layer": 0, "sequences": ["a"], "dtype": "fp32"}, {}),
+            "prefill": NewCall(
                 "prefill", {"layer": 0, "sequences": ["a"], "qo_indptr": [0, LENGTH]}, {"q": q}
             ),
-            "fork": Asked(
+            "fork": NewCall(
                 "create_sequences",
                 {"sequences": [{"id": f"f{n}", "parent": "a"} for n in range(40)]},
                 {},
             ),
         }[long]
         if long == "export":
-            told = (await caller.submit(asked)).fields
-            header = told["header"]
+            reply = (await caller.submit(call)).fields
+            header = reply["header"]
             keys = {key: header[key] for key in ("generation", "part_bytes")}
-            asked = asked.but(part=0, before=told["digest"], **keys)
+            call = call.but(part=0, before=reply["digest"], **keys)
         expected = None
         if long == "prefill":
-            expected = np.array((await caller.submit(asked, room=2**20)).o)
+            expected = np.array((await caller.submit(call, room=2**20)).o)
         if end == "expiry":
             caller.engine.store.tree.books.leaf("a")
-            await asyncio.sleep(0.45)
+            await asyncio.sleep(0.95)
         async with caller.another() as other:
-            work = asyncio.create_task(outcome(caller.submit(asked, room=2**20)))
+            work = asyncio.create_task(outcome(caller.submit(call, room=2**20)))
             for _ in range(3):
                 await asyncio.sleep(0.001)
             name, fields = ENDS[end]
             ending = asyncio.create_task(outcome(other.call(name, fields)))
             for seed in range(3):
                 await taken_over(other, seed) if end != "drained" else None
-            told = await work
+            reply = await work
             ended = await ending
         assert isinstance(ended, Refused) or ended.status < 300, ended
-        if isinstance(told, Exception):
-            assert code(told) in ("unknown_sequence", "sequence_moving", "not_ready"), told
+        if isinstance(reply, Exception):
+            assert code(reply) in ("unknown_sequence", "sequence_moving", "not_ready"), reply
         elif long == "prefill":
             # slices follow the measured pace, so two calls may differ in their last bits
-            np.testing.assert_allclose(told.o, expected, atol=2e-6, rtol=2e-6)
+            np.testing.assert_allclose(reply.o, expected, atol=2e-6, rtol=2e-6)
         elif long == "fork":
             forked = await held(caller, "f39", LAYERS)
             assert all(np.array_equal(a, b) for a, b in zip(forked, before, strict=True))
         else:
-            assert not has_poison(told.tensors["k"], told.tensors["v"])
-            assert np.array_equal(told.tensors["k"][:LENGTH], before[0])
-            assert np.array_equal(told.tensors["v"][:LENGTH], before[1])
+            assert not has_poison(reply.tensors["k"], reply.tensors["v"])
+            assert np.array_equal(reply.tensors["k"][:LENGTH], before[0])
+            assert np.array_equal(reply.tensors["v"][:LENGTH], before[1])
         assert (await pool(caller))["integrity"] == "ok"
 
     on_cpu(scenario, slice_ms=1e-6)
 
 
-def test_work_ends_where_its_sequence_is_not_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_ends_when_its_sequence_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where nothing held the sequence back: no further row of it is read."""
 
     async def scenario(caller: Caller) -> None:
         await begin(caller, monkeypatch)
-        told = (await caller.call("export_sequence", {"id": "a"})).fields
+        reply = (await caller.call("export_sequence", {"id": "a"})).fields
         store, seen = caller.engine.store, 0
         read_stored = store.backend.read_stored
 
@@ -189,7 +191,7 @@ def test_work_ends_where_its_sequence_is_not_what_it_was(monkeypatch: pytest.Mon
             return done
 
         monkeypatch.setattr(store.backend, "read_stored", read_and_free)
-        part = await outcome(ask_part(caller, "a", told["header"], 0, told["digest"]))
+        part = await outcome(ask_part(caller, "a", reply["header"], 0, reply["digest"]))
         assert (code(part), seen) == ("internal", 3)
         assert (await pool(caller))["integrity"] == "ok"
 
@@ -208,8 +210,8 @@ def test_an_imported_sequence_expires_when_its_own_time_is_over() -> None:
         assert view["ttl_s"] == 0.6, "the time of the import itself is over, not its own"
         await asyncio.sleep(0.8)
         for name in "ac":
-            told = await outcome(caller.call("get_sequence", {"id": name}))
-            assert code(told) == "unknown_sequence", name
+            reply = await outcome(caller.call("get_sequence", {"id": name}))
+            assert code(reply) == "unknown_sequence", name
         numbers = await pool(caller)
         assert (numbers["sequences"], numbers["referenced"], numbers["imports"]) == (0, 0, 0)
 
@@ -222,14 +224,14 @@ def test_an_import_and_the_mark_of_a_sequence_that_leaves_end_by_themselves() ->
         await grow(caller, "a", (9,) * LAYERS, CPU_GEOMETRY)
         given = await export(caller, "a")
         await caller.submit(given.begin("c", idle_s=0.05))
-        told = await outcome(
+        reply = await outcome(
             caller.call("hand_over", {"id": "a", "state": "leaving", "for_s": 0.05})
         )
-        assert code(told) == "ok"
+        assert code(reply) == "ok"
         assert (await pool(caller))["imports"] == 1
         store = caller.engine.store
-        await asyncio.sleep(0.3)  # nobody calls: the engine wakes up by itself
-        assert not store.move_marks and "~c" not in store.tree.books
+        await asyncio.sleep(0.3)  # no calls: the engine wakes up by itself
+        assert not store.move_marks.marks and "~c" not in store.tree.books
         assert (await pool(caller))["imports"] == 0
         await ok(caller, "get_sequence", id="a")
 
@@ -248,7 +250,7 @@ WRITING = {
 def test_long_work_writes_no_page_that_another_sequence_has_now(
     work: str, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the sequence ends that is written to, its neighbours keep what they wrote."""
+    """However a sequence ends while it is written to, its neighbours keep their rows."""
 
     async def scenario(caller: Caller) -> None:
         await begin(caller, monkeypatch)
@@ -261,18 +263,18 @@ def test_long_work_writes_no_page_that_another_sequence_has_now(
             if work == "import":
                 idle_s = 0.05 if end == "idle" else 9.0
                 await writer.submit(given.begin("d2", idle_s=idle_s, share=False))
-                asked = given.part("d2", 0)
+                call = given.part("d2", 0)
             else:
                 fields = {"layer": 0, "sequences": ["d"], "append_indptr": [0, LENGTH]}
                 k, v = (rows(seed, LENGTH, CPU_GEOMETRY) for seed in (71, 72))
-                asked = Asked("append", fields, {"k": k, "v": v})
-            writing = asyncio.create_task(outcome(writer.submit(asked)))
+                call = NewCall("append", fields, {"k": k, "v": v})
+            writing = asyncio.create_task(outcome(writer.submit(call)))
             await asyncio.sleep(0.01)
             ending = {
-                "cancel": Asked("cancel_import", {"id": "d2"}, {}),
-                "deleted": Asked("delete_sequence", {"id": "d"}, {}),
-                "deleted by prefix": Asked("delete_sequences", {"prefix": "d"}, {}),
-                "cut": Asked("truncate", {"id": "d", "length": 0}, {}),
+                "cancel": NewCall("cancel_import", {"id": "d2"}, {}),
+                "deleted": NewCall("delete_sequence", {"id": "d"}, {}),
+                "deleted by prefix": NewCall("delete_sequences", {"prefix": "d"}, {}),
+                "cut": NewCall("truncate", {"id": "d", "length": 0}, {}),
             }.get(end)
             if end == "death":
                 writer.road.close()

@@ -49,12 +49,12 @@ def test_an_undone_extension_leaves_no_plan_that_names_its_pages(tree: PrefixTre
     cache = PlanCache(tree)
     grow = np.array([4], dtype=np.int32)
     extension = tree.extend(0, ("a",), grow)
-    gone = cache.sequences(("a",), 0, ONE_EACH[:2], True, "auto")
+    stale = cache.sequences(("a",), 0, ONE_EACH[:2], True, "auto")
     tree.undo(extension)
     tree.extend(0, ("b",), grow)  # takes the page that the undone extension had
     tree.extend(0, ("a",), grow)
     again = cache.sequences(("a",), 0, ONE_EACH[:2], True, "auto")
-    assert again.plan is not gone.plan
+    assert again.plan is not stale.plan
     pages = again.plan.levels[0].kv_indices.tolist()
     assert pages == tree.page_table(("a",), 0).kv_indices.tolist()
 

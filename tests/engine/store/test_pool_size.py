@@ -1,4 +1,4 @@
-"""How settings become a pool: pages as told, or a share of the memory that is free."""
+"""How settings become a pool: pages as reply, or a share of the memory that is free."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ PAGE_BYTES = 4 * 16 * 2 * 8 * 128 * 2  # layers, tokens, K and V, heads, head_di
 
 
 def never() -> int:
-    raise AssertionError("nobody needs to know how much memory is free")
+    raise AssertionError("free memory need not be measured")
 
 
-def test_pages_as_told_need_no_look_at_the_memory() -> None:
+def test_a_number_of_pages_needs_no_look_at_the_memory() -> None:
     assert num_pages(PoolSettings(num_pages=7), never) == 7
     assert num_pages(PoolSettings(), never) == 512
 
 
-def test_a_fraction_is_of_what_is_free_over_all_layers() -> None:
+def test_a_fraction_is_of_free_memory_over_all_layers() -> None:
     assert num_pages(PoolSettings(memory_fraction=0.5), lambda: 20 * PAGE_BYTES + 1) == 10
 
 
@@ -49,7 +49,7 @@ def test_a_fraction_of_this_machine_is_some_pages() -> None:
     assert num_pages(small, lambda: free_bytes("cpu")) > 0
 
 
-def test_free_memory_is_what_is_available_or_what_the_container_has_left(tmp_path: Path) -> None:
+def test_free_memory_is_the_lesser_of_available_and_the_container_s_rest(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  100 kB\nMemFree: 5 kB\nMemAvailable:   40 kB\n")
     assert host_free_bytes(meminfo, tmp_path) == 40 * 1024
@@ -59,7 +59,7 @@ def test_free_memory_is_what_is_available_or_what_the_container_has_left(tmp_pat
         assert host_free_bytes(meminfo, tmp_path) == left, limit
 
 
-def test_a_system_that_does_not_tell_its_memory_wants_num_pages(tmp_path: Path) -> None:
+def test_a_system_without_memory_figures_needs_num_pages(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     with pytest.raises(RuntimeError, match=r"set pool\.num_pages"):
         host_free_bytes(meminfo, tmp_path)

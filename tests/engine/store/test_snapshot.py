@@ -12,8 +12,8 @@ from service.engine.store.snapshot import LEAST_S
 from service.keys import line_of
 from tests.engine.fake_backend import FakeBackend
 from tests.engine.harness import (
-    Asked,
     Caller,
+    NewCall,
     Refused,
     append,
     create,
@@ -28,16 +28,16 @@ def test_a_snapshot_agrees_with_the_pool() -> None:
     async def scenario(caller: Caller) -> None:
         await create(caller, "a")
         await caller.submit(append("a", 9))
-        told = await caller.call("snapshot", {})
+        reply = await caller.call("snapshot", {})
         pool = (await caller.call("pool", {})).fields
         for name in ("free", "referenced", "cached", "pinned", "total", "sequences", "leases"):
-            assert told.fields[name] == pool[name], name
-        states = told.tensors["page_states"]
+            assert reply.fields[name] == pool[name], name
+        states = reply.tensors["page_states"]
         assert np.bincount(states, minlength=4).tolist() == [pool["free"], 3, 0, 0]
-        assert told.fields["namespaces"] == ["default"]
-        assert told.tensors["tree_totals"].tolist() == [3, 3]
-        assert told.tensors["tree_parents"].tolist() == [-1, 0]
-        assert (told.tensors["tree_idle_s"] < 5.0).all()
+        assert reply.fields["namespaces"] == ["default"]
+        assert reply.tensors["tree_totals"].tolist() == [3, 3]
+        assert reply.tensors["tree_parents"].tolist() == [-1, 0]
+        assert (reply.tensors["tree_idle_s"] < 5.0).all()
 
     with_engine(FakeBackend(), scenario)
 
@@ -57,9 +57,9 @@ def test_who_asks_too_soon_gets_the_last_one_again() -> None:
 
 def test_an_answer_that_does_not_fit_says_what_would() -> None:
     async def scenario(caller: Caller) -> None:
-        with pytest.raises(Refused) as told:
-            await caller.submit(Asked("snapshot", {}, {}), room=64)
-        reply = await caller.submit(Asked("snapshot", {}, {}), room=told.value.needed)
+        with pytest.raises(Refused) as result:
+            await caller.submit(NewCall("snapshot", {}, {}), room=64)
+        reply = await caller.submit(NewCall("snapshot", {}, {}), room=result.value.needed)
         assert reply.fields["free"] == 32
 
     with_engine(FakeBackend(), scenario)
@@ -67,9 +67,9 @@ def test_an_answer_that_does_not_fit_says_what_would() -> None:
 
 def test_a_service_that_shows_nothing_live_takes_no_snapshots() -> None:
     async def scenario(caller: Caller) -> None:
-        with pytest.raises(Refused) as told:
+        with pytest.raises(Refused) as reply:
             await caller.call("snapshot", {})
-        assert (told.value.status, told.value.problem["field"]) == (422, "server.live")
+        assert (reply.value.status, reply.value.problem["field"]) == (422, "server.live")
 
     with_engine(FakeBackend(), scenario, live=False)
 
@@ -98,8 +98,8 @@ def test_it_takes_the_scope_admin_and_names_no_sequence(tmp_path: Path) -> None:
             await user.call("snapshot", {})
         assert (refused.value.status, refused.value.code) == (403, "forbidden")
         async with session(user, "operator") as operator:
-            told = await operator.call("snapshot", {})
-            assert told.fields["namespaces"] == ["ours"] and told.fields["referenced"] == 2
-            assert "secret" not in str(told)
+            reply = await operator.call("snapshot", {})
+            assert reply.fields["namespaces"] == ["ours"] and reply.fields["referenced"] == 2
+            assert "secret" not in str(reply)
 
     with_engine(FakeBackend(), scenario, keys_file=str(path), key="user")

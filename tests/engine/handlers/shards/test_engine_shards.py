@@ -38,10 +38,10 @@ async def create(callers: list[Caller], *names: str) -> None:
 
 async def ask(callers: list[Caller], name: str, fields: dict[str, Any], **tensors: Any) -> Any:
     """Ask every rank the same; the merged states, if there are any."""
-    reply = await asyncio.gather(*(caller.call(name, fields, **tensors) for caller in callers))
-    if "o" not in reply[0].tensors:
-        return reply
-    o, lse = (np.stack([one.tensors[part] for one in reply], 1) for part in ("o", "lse"))
+    replies = await asyncio.gather(*(caller.call(name, fields, **tensors) for caller in callers))
+    if "o" not in replies[0].tensors:
+        return replies
+    o, lse = (np.stack([one.tensors[part] for one in replies], 1) for part in ("o", "lse"))
     return merge_states(o, lse)
 
 
@@ -166,10 +166,10 @@ def test_a_shard_refuses_unsupported_operations_and_wrong_offsets() -> None:
                 "invalid_request",
             ),
         ]
-        for name, asked, tensors, code in refused:
+        for name, call, tensors, code in refused:
             with pytest.raises(Refused) as error:
-                await caller.call(name, asked, **tensors)
-            assert error.value.code == code, (name, asked, error.value.problem)
+                await caller.call(name, call, **tensors)
+            assert error.value.code == code, (name, call, error.value.problem)
         again = (await caller.call("get_sequence", {"id": "a"})).fields
         assert again == reply
 
