@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 from kernels.backend import Backend, DeviceLost, Int32, Pending, Tensor
 from service.core.errors import IntegrityError
-from service.core.pool.namespaces import Namespace
 from service.core.sequences.books import Batch
 from service.core.steps import StepExtension, undo_layers
 from service.core.tree import PrefixTree
@@ -21,6 +19,7 @@ from service.engine.store.limits import Limits
 from service.engine.store.move_marks import MoveMarks
 from service.engine.store.pace import Pace
 from service.engine.store.plan_cache import PlanCache
+from service.engine.store.pool_numbers import PoolNumbers, pool_numbers
 from service.engine.store.snapshot import Snapshots
 from service.engine.store.unfinished_imports import UnfinishedImports
 from service.operations.schema.info import InfoAnswer
@@ -39,22 +38,6 @@ class StoreLost(RuntimeError):
 
 FATAL: Final = (DeviceLost, StoreLost, IntegrityError)
 """After these nothing in the pool can be trusted."""
-
-
-@dataclass(slots=True)
-class PoolNumbers:
-    """Pages by their state, and counts; of the whole pool, or as one namespace sees it."""
-
-    free: int
-    referenced: int = 0
-    cached: int = 0
-    pinned: int = 0
-    leases: int = 0
-    sequences: int = 0
-    imports: int = 0
-    nodes: int = 0
-    available: int = 0
-    """Pages that one namespace can get now, evictions included."""
 
 
 class Store:
@@ -175,24 +158,8 @@ class Store:
             self.imports.forget(over)
 
     def numbers(self, namespace: str | None = None) -> PoolNumbers:
-        """Of the whole pool (None), or as a namespace sees it."""
-        tree = self.tree
-        chosen: Iterable[Namespace] = tree.budget.namespaces.values()
-        free, available = tree.allocator.num_free, 0
-        if namespace is not None:
-            own = tree.budget.namespaces.get(namespace) or Namespace(namespace)
-            chosen, free = (own,), max(0, tree.budget.available(own))
-            available = tree.budget.obtainable(own)
-        imports = self.imports.count(namespace)
-        numbers = PoolNumbers(free, sequences=-imports, imports=imports, nodes=tree.num_nodes)
-        numbers.available = available
-        for one in chosen:
-            numbers.referenced += one.referenced
-            numbers.cached += one.cached
-            numbers.pinned += one.pinned
-            numbers.leases += one.num_leases
-            numbers.sequences += one.num_sequences
-        return numbers
+        """Numbers of the whole pool (None), or of the part that a namespace sees."""
+        return pool_numbers(self.tree, self.imports.count(namespace), namespace)
 
     def emit_pressure_event(self, numbers: PoolNumbers) -> None:
         """Emit an event to all namespaces when the pages that cannot be evicted rise above the
@@ -200,28 +167,12 @@ class Store:
         is_high = numbers.referenced + numbers.pinned > self._watermark
         if is_high != self.history.is_high:
             budget = self.tree.budget
-            known = budget.namespaces.items()
             left = {
                 name: (max(0, budget.available(held)), budget.obtainable(held))
-                for name, held in known
+                for name, held in budget.namespaces.items()
             }
             self.history.press(is_high, left)
 
-    def namespace_fields(self, name: str) -> dict[str, Any]:
-        """A namespace's quota and use; an unknown namespace has none."""
-        held = self.tree.budget.namespaces.get(name) or Namespace(name)
-        return {
-            "name": name,
-            "max_pages": held.max_pages,
-            "reserved_pages": held.reserved_pages,
-            "used": held.used,
-            "referenced": held.referenced,
-            "cached": held.cached,
-            "pinned": held.pinned,
-            "leases": held.num_leases,
-            "sequences": held.num_sequences - self.imports.count(name),
-        }
-
 
 def write_cost(rows: tuple[Tensor, Tensor]) -> Cost:
-    return Cost(num_bytes=2.0 * sum(part.nbytes for part in rows))
+    return Cost(num_bytes=2.0 * (rows[0].nbytes + rows[1].nbytes))
