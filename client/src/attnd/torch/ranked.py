@@ -58,7 +58,7 @@ class RankedTorchSession:
         """The caller's."""
         return self.sessions[0].device
 
-    # Sequences, at all ranks. Where one refuses, those before it have theirs taken back.
+    # Sequences, at all ranks. If one rejects a sequence, it is deleted at the others.
 
     def create_sequence(self, sequence: str) -> None:
         """An empty sequence."""
@@ -218,9 +218,9 @@ class RankedSlots:
 class RankedStep:
     """Made by `RankedTorchSession.step`; used like a `Step`.
 
-    Entering waits until all engines have accepted it; where one refuses, it is as if the step had
-    never been, at any. One that fails later at one engine alone leaves lengths that differ, which
-    `RankedTorchSession.truncate` mends.
+    Entering waits until all engines have accepted the step; if one rejects it, all undo it. A step
+    that fails later at one engine leaves lengths that differ; `RankedTorchSession.truncate` repairs
+    them.
     """
 
     def __init__(
@@ -294,16 +294,16 @@ class RankedStep:
             raise failed
 
     def abort(self) -> None:
-        """As if it had never been, at every engine, those included that are through with it."""
+        """Undo the step at every engine, also where it has finished."""
         abort(self._steps)
         if any(step.call.is_done for step in self._steps):
             self._undo()
 
 
 def abort(steps: Sequence[Step[torch.Tensor]]) -> None:
-    """Take steps back that one stream waits for: none before all the others know.
+    """Abort steps that one stream waits for, once all of them are cancelled.
 
-    All are aborted whatever happens at one of them; the first error is raised.
+    All are aborted, whatever happens at one of them. Raises the first error.
     """
     for step in steps:
         step.cancel()
