@@ -47,7 +47,7 @@ Requests = Sequence[Blocks]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PoolRow:
     """One pool size: hit rates, checked hits, and microseconds of CPU a page."""
 
     share: float
@@ -158,7 +158,7 @@ class Replay:
         return stop
 
 
-def replay(requests: Requests, share: float, page_size: int) -> Row:
+def replay(requests: Requests, share: float, page_size: int) -> PoolRow:
     """The whole trace on a pool that holds `share` of its distinct pages."""
     per_block = BLOCK_TOKENS // page_size
     distinct = len({one for blocks in requests for one in blocks.tolist()}) * per_block
@@ -168,7 +168,7 @@ def replay(requests: Requests, share: float, page_size: int) -> Row:
         run.request(pages_of(blocks, per_block))
     run.tree.check_integrity()
     us = {phase: 1e6 * run.spent[phase] / max(1, run.pages[phase]) for phase in run.spent}
-    return Row(
+    return PoolRow(
         share,
         num_pages,
         round(run.hits / run.total, 4),

@@ -33,7 +33,7 @@ REPEATS: Final = 9
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PrefixCase:
     """`sequences` decode one token each: `shared` common tokens, then `own` of their own."""
 
     sequences: int
@@ -48,10 +48,14 @@ class Case:
         return f"{self.sequences} x ({self.shared} shared + {self.own}), {heads}"
 
 
-CASES: Final = (Case(32, 4096, 64), Case(32, 4096, 64, num_kv_heads=32), Case(8, 1024, 64))
+CASES: Final = (
+    PrefixCase(32, 4096, 64),
+    PrefixCase(32, 4096, 64, num_kv_heads=32),
+    PrefixCase(8, 1024, 64),
+)
 
 
-def plans(case: Case) -> tuple[Plan, Plan, int]:
+def plans(case: PrefixCase) -> tuple[Plan, Plan, int]:
     """A flat and a cascade plan over the same shuffled pages, and the number of pages."""
     shared = {"nodes": 1, "tokens_per_node": case.shared}
     own = {"nodes": case.sequences, "tokens_per_node": case.own}
@@ -76,7 +80,7 @@ def median_ms(run: Callable[[], object]) -> float:
     return 1e3 * statistics.median(times)
 
 
-def measure(case: Case, dtype: DType) -> dict[str, Any]:
+def measure(case: PrefixCase, dtype: DType) -> dict[str, Any]:
     """Median milliseconds of both, and the largest difference of their results."""
     rng = np.random.default_rng(0)
     flat, cascade, num_pages = plans(case)

@@ -24,7 +24,14 @@ from typing import Any, Final
 
 from attnd import AsyncClient, Client
 
-from bench.cases.trace import Request, generated_trace, num_distinct, read_trace, shortened, split
+from bench.cases.trace import (
+    TraceRequest,
+    generated_trace,
+    num_distinct,
+    read_trace,
+    shortened,
+    split,
+)
 from bench.driver.processes import TRIES, undisturbed
 from bench.driver.replay import POOL, ReplayResult, replay
 from bench.driver.servers import Server, attnd
@@ -95,7 +102,7 @@ class Setup:
     tries: int = TRIES
     rounds: list[dict[str, Any]] = field(default_factory=list)
 
-    def replay(self, requests: Sequence[Request]) -> ReplayResult:
+    def replay(self, requests: Sequence[TraceRequest]) -> ReplayResult:
         """The requests on empty caches, split perfectly over the servers."""
         for server in self.servers:
             with Client(url(server)) as client:
@@ -104,7 +111,7 @@ class Setup:
         targets = [(url(one), share) for one, share in zip(self.servers, shares, strict=True)]
         return asyncio.run(replay(targets, self.workers))
 
-    def measure(self, requests: Sequence[Request]) -> None:
+    def measure(self, requests: Sequence[TraceRequest]) -> None:
         """One round."""
         result, usage = undisturbed(self.servers, lambda: self.replay(requests), self.tries)
         rate, small = undisturbed(
@@ -177,14 +184,17 @@ def compared(rows: Sequence[dict[str, Any]], calls: Sequence[Sequence[float]]) -
     }
 
 
-def pages_for(requests: Sequence[Request], share: float, engines: int) -> int:
+def pages_for(requests: Sequence[TraceRequest], share: float, engines: int) -> int:
     """Pages of each engine: a share of the distinct pages, and room for the longest prompts."""
     longest = max(len(request.blocks) for request in requests)
     return max(int(share * num_distinct(requests)) // engines, 2 * WORKERS * (longest + 1))
 
 
 def measure(
-    setups: Sequence[Setup], requests: Sequence[Request], earlier: Sequence[Request], rounds: int
+    setups: Sequence[Setup],
+    requests: Sequence[TraceRequest],
+    earlier: Sequence[TraceRequest],
+    rounds: int,
 ) -> list[list[float]]:
     """Rounds of all setups, after a warm-up; returns the times of small calls by `in_turn`."""
     _, separate, cluster = setups
@@ -200,7 +210,7 @@ def measure(
 
 
 def table(results: Results) -> str:
-    """The replays, and the cluster's figures beside what they must reach."""
+    """The replays, and the cluster's figures beside the required ones."""
     rows = [
         [
             NAMES[row["name"]],

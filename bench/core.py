@@ -37,7 +37,7 @@ Case = tuple[Callable[[], object], Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Timing:
     """Microseconds of one call."""
 
     name: str
@@ -49,7 +49,7 @@ def nothing() -> None:
     """For a call that leaves nothing to undo."""
 
 
-def timed(name: str, case: Case, repeats: int, per: int = 1) -> Row:
+def timed(name: str, case: Case, repeats: int, per: int = 1) -> Timing:
     """Times `repeats` calls, each of which repeats its work `per` times."""
     call, restore = case
     seconds = []
@@ -59,7 +59,7 @@ def timed(name: str, case: Case, repeats: int, per: int = 1) -> Row:
         seconds.append((time.perf_counter() - begun) * 1e6 / per)
         restore()
     kept = seconds[3:]
-    return Row(name, round(statistics.median(kept), 3), round(min(kept), 3))
+    return Timing(name, round(statistics.median(kept), 3), round(min(kept), 3))
 
 
 def tree_of(ids: list[str], tokens: int, parent: str | None = None) -> PrefixTree:
@@ -109,7 +109,7 @@ def plan(tree: PrefixTree, mode: CascadeMode, ids: list[str]) -> Case:
     return lambda: make_plan(tree, ids, 0, ROWS, True, mode), nothing
 
 
-def measure(repeats: int) -> Iterator[Row]:
+def measure(repeats: int) -> Iterator[Timing]:
     for count in (1, 8192):
         case = allocate_and_free(count)
         yield timed(f"allocate and free, per page, {count} at once", case, repeats, count)

@@ -21,7 +21,7 @@ from typing import Any, Final
 import cupy
 import numpy as np
 
-from bench.cases.kernel_calls import Case, build
+from bench.cases.kernel_calls import KernelCall, build
 from bench.cases.kernel_plans import Row, level_of, row_levels
 from bench.report.kernel_results import replaced
 from bench.report.provenance import provenance, read_results, workloads, write_results
@@ -149,7 +149,7 @@ def measure(row: Row, run: dict[str, Any]) -> Row:
     return result
 
 
-def timed(case: Case) -> float:
+def timed(case: KernelCall) -> float:
     ms = graph_ms(case.call, case.calls)
     del case
     gc.collect()

@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 from attnd import Client, NewSequence, ServiceError, Session
 
-from bench.cases.attacks import ATTACKS, HEADS, Attack, Door, Outcome, run_attack
+from bench.cases.attacks import ATTACKS, HEADS, Attack, AttackOutcome, Door, run_attack
 from bench.driver.processes import children
 from bench.driver.servers import Server, attnd
 from bench.report.provenance import ROOT, command_line, provenance, write_results
@@ -65,7 +65,7 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Waits:
     """The victim's waits beside one attack, in milliseconds, and the attacker's outcome."""
 
     service: str
@@ -80,7 +80,7 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        """Whether the waits are within what a quiet machine must reach."""
+        """Whether the waits are within a quiet machine's limits."""
         return self.p99_ms <= P99_MS and self.max_ms <= MAX_MS and not self.failed
 
     def cells(self) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ def main() -> None:
         write_results(chosen.out, results | {"rows": [asdict(row) for row in rows]})
 
 
-def measure(attacks: Sequence[Attack], seconds: float, root: Path = ROOT) -> Iterator[Row]:
+def measure(attacks: Sequence[Attack], seconds: float, root: Path = ROOT) -> Iterator[Waits]:
     """A row for each attack and each way on one engine, then over HTTP on a cluster of two."""
     ways = (("one engine", ("session", "http")), ("cluster of two", ("http",)))
     for name, service_ways in ways:
@@ -146,7 +146,7 @@ def running(name: str, root: Path, *, reads_log: bool = True) -> Iterator[Servic
         yield Service(name, server, keys["victim"], keys["attacker"])
 
 
-def beside(service: Service, way: str, attack: Attack, seconds: float) -> Row:
+def beside(service: Service, way: str, attack: Attack, seconds: float) -> Waits:
     """The victim's waits while an attack runs."""
     (outcomes, attacker), (waits, victim) = SPAWN.Pipe(), SPAWN.Pipe()
     door = service.door(way, service.attacker_key)
@@ -165,7 +165,7 @@ def beside(service: Service, way: str, attack: Attack, seconds: float) -> Row:
         if attack.stops_engine:
             os.kill(engine, signal.SIGSTOP)
         outcomes.send("begin")
-        outcome: Outcome = Outcome({"killed": 1})
+        outcome: AttackOutcome = AttackOutcome({"killed": 1})
         if outcomes.poll(seconds + OVERDUE_S):
             outcome = outcomes.recv()
         else:
@@ -178,7 +178,7 @@ def beside(service: Service, way: str, attack: Attack, seconds: float) -> Row:
             process.kill()
             process.join()
     p50, p99 = np.percentile(measured, (50, 99)) * 1e3
-    return Row(
+    return Waits(
         service.name,
         way,
         attack.name,

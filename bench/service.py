@@ -63,7 +63,7 @@ RATES: Final = ("session", "client", "http")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class DecodeCase:
     """`batch` sequences decode a fp16 q of `size` bytes."""
 
     batch: int
@@ -99,9 +99,11 @@ class Turn:
     load: Decode
 
 
-def measure(cases: Sequence[Case], effort: Effort, before: Path | None) -> list[dict[str, Any]]:
+def measure(
+    cases: Sequence[DecodeCase], effort: Effort, before: Path | None
+) -> list[dict[str, Any]]:
     """A row for each case, in the given order; cases with the same pool share a service."""
-    rows: dict[Case, dict[str, Any]] = {}
+    rows: dict[DecodeCase, dict[str, Any]] = {}
     with ExitStack() as shared:
         echoes = {
             "http_echo": shared.enter_context(echo()),
@@ -134,11 +136,11 @@ def pair(turn: tuple[str, Turn]) -> str:
     return turn[0].removeprefix("before_")
 
 
-def pool_of(case: Case) -> tuple[str, ...]:
+def pool_of(case: DecodeCase) -> tuple[str, ...]:
     return case.heads.pool()
 
 
-def filled_load(case: Case, server: Server, stack: ExitStack) -> Decode:
+def filled_load(case: DecodeCase, server: Server, stack: ExitStack) -> Decode:
     """A case's sequences, which are deleted as `stack` is left, and the decodes of them."""
     client = stack.enter_context(Client(f"http://127.0.0.1:{server.port}"))
     names = fill(client, case.batch, case.heads, KV_LEN)
@@ -168,7 +170,7 @@ def echo_turns(echoes: Mapping[str, Server], worker: Worker, load: Decode) -> di
     }
 
 
-def measure_case(case: Case, turns: Mapping[str, Turn], effort: Effort) -> dict[str, Any]:
+def measure_case(case: DecodeCase, turns: Mapping[str, Turn], effort: Effort) -> dict[str, Any]:
     """All ways in turn, `effort.repeats` times."""
     for name, turn in turns.items():
         turn.worker.open(name, turn.target, turn.load)
@@ -271,7 +273,7 @@ def rates_table(rows: Sequence[Mapping[str, Any]], connections: int) -> str:
 
 
 def before_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Median times and requests a second, as multiples of those of the version before.
+    """Median times and requests a second, as multiples of the older version's.
 
     Times are compared repeat by repeat, as far as the results have it.
     """
@@ -309,7 +311,7 @@ def main() -> None:
 
         measure_steps(chosen)
         return
-    cases = [Case(batch, size) for batch in chosen.batches for size in chosen.sizes]
+    cases = [DecodeCase(batch, size) for batch in chosen.batches for size in chosen.sizes]
     effort = QUICK if chosen.quick else FULL
     results = provenance(PACKAGES) | {
         "kv_len": KV_LEN,

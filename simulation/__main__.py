@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from bench.cases.trace import Request, generated_trace, multiplied, read_trace
+from bench.cases.trace import TraceRequest, generated_trace, multiplied, read_trace
 from bench.report.provenance import RESULTS, Results, provenance, read_results, write_results
 from simulation.fleet import Fleet, FleetRun, Outcome, Simulation
 from simulation.gpu_costs import GpuCosts
@@ -48,12 +48,12 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def run_fleet(
-    requests: Sequence[Request], fleet: Fleet, lose_rack_at: float | None = None
+    requests: Sequence[TraceRequest], fleet: Fleet, lose_rack_at: float | None = None
 ) -> FleetRun:
     return Simulation(fleet, GpuCosts.measured(fp8=True)).run(requests, lose_rack_at)
 
 
-def fleet_row(requests: Sequence[Request], fleet: Fleet, seconds: float) -> dict[str, Any]:
+def fleet_row(requests: Sequence[TraceRequest], fleet: Fleet, seconds: float) -> dict[str, Any]:
     """A fleet's figures, of the requests after the warm-up."""
     run = run_fleet(requests, fleet)
     counted = [one for one in run.outcomes if one.begun >= WARM * seconds]
@@ -71,7 +71,7 @@ def fleet_row(requests: Sequence[Request], fleet: Fleet, seconds: float) -> dict
     return row
 
 
-def rack_rows(requests: Sequence[Request], fleet: Fleet, seconds: float) -> dict[str, Any]:
+def rack_rows(requests: Sequence[TraceRequest], fleet: Fleet, seconds: float) -> dict[str, Any]:
     """A rack that fails after the warm-up: figures by the second in which requests started."""
     at = WARM * seconds
     run = run_fleet(requests, fleet, at)

@@ -27,7 +27,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks available to a request: free ones and those that can be evicted."""
+        """Blocks available to a request: free and evictable ones."""
         return self.capacity - self.num_held
 
     def match(self, blocks: Sequence[int]) -> int:

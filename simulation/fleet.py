@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Final
 
-from bench.cases.trace import BLOCK_TOKENS, Request
+from bench.cases.trace import BLOCK_TOKENS, TraceRequest
 from bench.driver.replay import PAGE
 from service.cluster.placement.cost import Pace
 from simulation.block_pool import BlockPool
@@ -60,7 +60,7 @@ class Fleet:
 class Running:
     """A request in progress, with its times so far."""
 
-    request: Request
+    request: TraceRequest
     begun: float
     own: int = 0
     cached: int = 0
@@ -185,7 +185,7 @@ class Simulation:
         ]
         self.result = FleetRun()
 
-    def run(self, requests: Sequence[Request], lose_rack_at: float | None = None) -> FleetRun:
+    def run(self, requests: Sequence[TraceRequest], lose_rack_at: float | None = None) -> FleetRun:
         """All requests, in order of time; a rack fails at `lose_rack_at`."""
         self.schedule(iter(requests))
         if lose_rack_at is not None:
@@ -193,17 +193,17 @@ class Simulation:
         self.clock.run()
         return self.result
 
-    def schedule(self, requests: Iterator[Request]) -> None:
+    def schedule(self, requests: Iterator[TraceRequest]) -> None:
         """Schedule the arrival of the next request, which schedules the one after it."""
         request = next(requests, None)
         if request is not None:
             self.clock.at(request.at, lambda: self.arrive_and_schedule(request, requests))
 
-    def arrive_and_schedule(self, request: Request, requests: Iterator[Request]) -> None:
+    def arrive_and_schedule(self, request: TraceRequest, requests: Iterator[TraceRequest]) -> None:
         self.arrive(request)
         self.schedule(requests)
 
-    def arrive(self, request: Request, begun: float | None = None) -> None:
+    def arrive(self, request: TraceRequest, begun: float | None = None) -> None:
         now = self.clock.now
         one = Running(request, now if begun is None else begun, placed=now)
         if len(request.blocks) + 1 > self.fleet.blocks:

@@ -28,7 +28,7 @@ class Links:
 
     @classmethod
     def measured(cls) -> Self:
-        """Half of what a layer over two engines takes longer than half of it on one engine."""
+        """Half of the time that a layer over two engines adds to half of it on one engine."""
         rows = json.loads(RANKS.read_text(encoding="utf-8"))["rows"]
         return cls(median(r["ranked"]["graph"] - r["one"]["graph"] for r in rows) / 2e6)
 

@@ -94,7 +94,7 @@ class Attack:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AttackOutcome:
     """The attacker's calls by status; "-" counts calls without an answer."""
 
     statuses: Mapping[str, int]
@@ -301,7 +301,7 @@ def run_attack(attack: Attack, door: Door, seconds: float, pipe: Any) -> None:
 
     shoot = over_road if door.way == "session" else over_http
     asyncio.run(shoot(attack, door, seconds, statuses, begin))
-    pipe.send(Outcome(dict(statuses)))
+    pipe.send(AttackOutcome(dict(statuses)))
 
 
 def parts_of(shot: Shot) -> list[Any]:

@@ -28,7 +28,7 @@ from kernels.cuda.kv.ragged import ragged_view
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCall:
     """`call(i)` enqueues call i of `calls` on the current stream; `owners` keep its memory."""
 
     call: Callable[[int], None]
@@ -57,7 +57,7 @@ def random_array(shape: Sequence[int], dtype: DType) -> Any:
     return array
 
 
-def build(row: Row, flat: bool = False) -> Case:
+def build(row: Row, flat: bool = False) -> KernelCall:
     """A row's call, with its tensors on the device."""
     if row["kind"] == "append":
         return append_case(row)
@@ -68,7 +68,7 @@ def build(row: Row, flat: bool = False) -> Case:
     return pool_case(row, flat)
 
 
-def pool_case(row: Row, flat: bool) -> Case:
+def pool_case(row: Row, flat: bool) -> KernelCall:
     """Decode, cascade, paged prefill: each call reads another layer, which is not in the cache."""
     g, plan = pool_plan(row, flat)
     layers = g.num_layers
@@ -82,7 +82,7 @@ def pool_case(row: Row, flat: bool) -> Case:
     config = config_of(row, backend.kv)
     device_plan = backend.attention.make([(0, plan)], config)
     call, owners = attend_call(row, backend, config, device_plan, len(plan.positions))
-    return Case(lambda i: call(i % layers), max(6, layers), (backend, owners))
+    return KernelCall(lambda i: call(i % layers), max(6, layers), (backend, owners))
 
 
 def attend_call(
@@ -99,7 +99,7 @@ def attend_call(
     return call, (q, o, lse)
 
 
-def ragged_case(row: Row) -> Case:
+def ragged_case(row: Row) -> KernelCall:
     backend = CudaBackend(geometry_of(row | {"page_size": 16}, 1, 1))
     heads, head_dim = row["num_kv_heads"], row["head_dim"]
     tokens, plan = ragged_row_plan(row)
@@ -109,10 +109,10 @@ def ragged_case(row: Row) -> Case:
     config = config_of(row, kv)
     device_plan = backend.attention.make([(0, plan)], config)
     call, owners = attend_call(row, backend, config, device_plan, len(plan.positions))
-    return Case(lambda i: call(0), 6, (backend, k, v, owners))
+    return KernelCall(lambda i: call(0), 6, (backend, k, v, owners))
 
 
-def append_case(row: Row) -> Case:
+def append_case(row: Row) -> KernelCall:
     geometry, slots = append_slots(row)
     layers, rows = geometry.num_layers, len(slots)
     backend = CudaBackend(geometry)
@@ -132,10 +132,10 @@ def append_case(row: Row) -> Case:
             (k.data.ptr + at, v.data.ptr + at, slots_at.data.ptr),
         )
 
-    return Case(call, max(6, layers), (backend, k, v, slots_at))
+    return KernelCall(call, max(6, layers), (backend, k, v, slots_at))
 
 
-def merge_case(row: Row) -> Case:
+def merge_case(row: Row) -> KernelCall:
     geometry, lists = merge_indptr(row)
     backend = CudaBackend(geometry)
     rows, states, heads, dim = row["rows"], row["states"], row["num_heads"], row["head_dim"]
@@ -155,4 +155,4 @@ def merge_case(row: Row) -> Case:
             states,
         )
 
-    return Case(call, max(6, copies), (backend, o, lse, indptr, out, out_lse))
+    return KernelCall(call, max(6, copies), (backend, o, lse, indptr, out, out_lse))

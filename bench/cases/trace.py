@@ -15,7 +15,7 @@ BLOCK_TOKENS: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """A prompt of `blocks`, at `at` seconds, that gets `output` tokens.
 
     Equal block numbers mean equal prompts up to there. The prompt has `tokens` tokens; its last
@@ -28,12 +28,12 @@ class Request:
     output: int
 
 
-def read_trace(path: Path) -> list[Request]:
+def read_trace(path: Path) -> list[TraceRequest]:
     """The requests of a file in the format of Mooncake's published traces, in order."""
     with path.open(encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines]
     return [
-        Request(
+        TraceRequest(
             one["timestamp"] / 1e3,
             tuple(one["hash_ids"]),
             max(1, min(one["input_length"], len(one["hash_ids"]) * BLOCK_TOKENS)),
@@ -46,7 +46,7 @@ def read_trace(path: Path) -> list[Request]:
 
 def generated_trace(
     count: int, seed: int = 0, per_s: float = 4.0, families: int = 40
-) -> list[Request]:
+) -> list[TraceRequest]:
     """Growing chats: each request continues one of `families`, or starts it again."""
     rng = np.random.default_rng(seed)
     chats: dict[int, list[int]] = {}
@@ -61,11 +61,11 @@ def generated_trace(
         next_block += grown
         blocks = tuple(chats[family])
         tokens = len(blocks) * BLOCK_TOKENS - int(rng.integers(BLOCK_TOKENS))
-        made.append(Request(at, blocks, tokens, 1 + int(rng.geometric(1 / 150))))
+        made.append(TraceRequest(at, blocks, tokens, 1 + int(rng.geometric(1 / 150))))
     return made
 
 
-def shortened(requests: Iterable[Request], longest: int) -> list[Request]:
+def shortened(requests: Iterable[TraceRequest], longest: int) -> list[TraceRequest]:
     """The same requests, every prompt cut to its first `longest` blocks."""
     return [
         replace(
@@ -77,17 +77,17 @@ def shortened(requests: Iterable[Request], longest: int) -> list[Request]:
     ]
 
 
-def num_distinct(requests: Iterable[Request]) -> int:
+def num_distinct(requests: Iterable[TraceRequest]) -> int:
     return len({block for request in requests for block in request.blocks})
 
 
-def split(requests: Sequence[Request], parts: int) -> list[list[Request]]:
+def split(requests: Sequence[TraceRequest], parts: int) -> list[list[TraceRequest]]:
     """The requests in `parts` of about equal size; prompts with the same start stay together."""
-    families: dict[int, list[Request]] = defaultdict(list)
+    families: dict[int, list[TraceRequest]] = defaultdict(list)
     for request in requests:
         families[request.blocks[0]].append(request)
     sizes = [0] * parts
-    shares: list[list[Request]] = [[] for _ in range(parts)]
+    shares: list[list[TraceRequest]] = [[] for _ in range(parts)]
     for family in sorted(families.values(), key=blocks_of, reverse=True):
         least = sizes.index(min(sizes))
         shares[least] += family
@@ -95,11 +95,13 @@ def split(requests: Sequence[Request], parts: int) -> list[list[Request]]:
     return [sorted(share, key=lambda one: one.at) for share in shares]
 
 
-def blocks_of(requests: Iterable[Request]) -> int:
+def blocks_of(requests: Iterable[TraceRequest]) -> int:
     return sum(len(request.blocks) for request in requests)
 
 
-def multiplied(requests: Sequence[Request], per_s: float, seconds: float) -> list[Request]:
+def multiplied(
+    requests: Sequence[TraceRequest], per_s: float, seconds: float
+) -> list[TraceRequest]:
     """`per_s` requests a second for `seconds`, from copies of a trace at its own pace.
 
     Copies share no blocks. Each starts at a random moment of the trace and wraps around.
@@ -108,7 +110,7 @@ def multiplied(requests: Sequence[Request], per_s: float, seconds: float) -> lis
     span = float(begins[-1]) + 1.0
     copies = max(1, round(per_s * span / len(requests)))
     stride = 1 + max(block for request in requests for block in request.blocks)
-    every: list[Request] = []
+    every: list[TraceRequest] = []
     for copy, moment in enumerate((np.random.default_rng(copies).random(copies) * span).tolist()):
         at = (begins - moment) % span
         for index in np.flatnonzero(at < seconds).tolist():

@@ -16,7 +16,7 @@ import numpy as np
 from attnd import AsyncClient, Prefix
 from numpy.typing import NDArray
 
-from bench.cases.trace import Request
+from bench.cases.trace import TraceRequest
 
 KV_HEADS: Final = 2
 QO_HEADS: Final = 8
@@ -38,7 +38,7 @@ POOL: Final = {
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Seconds of every request and in all; tokens of prompts, and those that were cached."""
+    """Seconds of every request and in all; tokens of prompts, and cached tokens."""
 
     request_s: list[float] = field(default_factory=list)
     wall_s: float = 0.0
@@ -73,7 +73,7 @@ class Replayer:
         self._q: NDArray[Any] = rows.astype(np.float32)
         self._kv = np.ascontiguousarray(self._q[:, :KV_HEADS])
 
-    async def replay(self, request: Request) -> None:
+    async def replay(self, request: TraceRequest) -> None:
         """One request, from create to delete. The service names the sequence."""
         client, prefix = self._client, Prefix(token_ids(request.blocks))
         length = len(request.blocks) * PAGE
@@ -92,12 +92,14 @@ class Replayer:
         self._result.cached += made.cached_len
 
 
-async def replay(shares: Sequence[tuple[str, Sequence[Request]]], workers: int) -> ReplayResult:
+async def replay(
+    shares: Sequence[tuple[str, Sequence[TraceRequest]]], workers: int
+) -> ReplayResult:
     """Replay each share of a trace on the service at its URL, `workers` requests at a time."""
     result = ReplayResult()
     clients = [AsyncClient(url, timeout=120.0) for url, _ in shares]
 
-    async def work(replayer: Replayer, left: list[Request]) -> None:
+    async def work(replayer: Replayer, left: list[TraceRequest]) -> None:
         while left:
             await replayer.replay(left.pop())
 

@@ -33,7 +33,7 @@ def run_of(results: Results, row: dict[str, Any]) -> dict[str, Any]:
 def replaced(
     old: Results, run: dict[str, Any], rows: Sequence[dict[str, Any]], cpu: dict[str, Any]
 ) -> Results:
-    """`old` with the rows and CPU times of another run in place of those of the same name."""
+    """`old`, with its rows and CPU times replaced by another run's, by name."""
     times = {name: one | {"run": run} for name, one in cpu.items()}
     new = {row["name"]: row | {"run": run} for row in rows}
     kept = [new.pop(row["name"], row) for row in old["rows"]]
@@ -41,7 +41,7 @@ def replaced(
 
 
 def kernels_table(results: Results, h100: Results) -> str:
-    """Every workload beside what it must reach, FlashInfer's time and an H100's."""
+    """Every workload beside its required fraction, FlashInfer's time and an H100's."""
     rows = {row["name"]: row for row in results["rows"]}
     others = {row["name"]: row for row in h100["rows"]}
     cells = []
@@ -72,7 +72,7 @@ def kernels_table(results: Results, h100: Results) -> str:
 
 
 def runs(results: Results) -> Iterator[str]:
-    """The stamp of the file, then those of rows that another run measured, with their names."""
+    """The stamp of the file, then the stamps of other runs with the names of their rows."""
     yield stamp(results)
     names: dict[str, list[str]] = {}
     entries = [(row["name"], row) for row in results["rows"]]

@@ -23,7 +23,7 @@ Results = dict[str, Any]
 
 
 def workloads() -> list[dict[str, Any]]:
-    """The rows of workloads.json: what the kernels are timed on, and the times to beat."""
+    """The rows of workloads.json: the kernels' workloads, and the times to beat."""
     rows: list[dict[str, Any]] = json.loads(WORKLOADS.read_text(encoding="utf-8"))["rows"]
     return rows
 
@@ -74,7 +74,7 @@ def version_of(package: str) -> str | None:
 
 
 def device_name(device: str) -> str:
-    """`h200` for "NVIDIA H200": the part of a results file's name that stands for its device."""
+    """`h200` for "NVIDIA H200": the device's part of a results file's name."""
     found = re.search(r"\b[A-Z]+\d+\w*", device)
     return (found[0] if found else device.replace(" ", "-")).lower()
 

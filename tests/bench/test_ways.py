@@ -54,7 +54,7 @@ def test_the_echo_of_frames_has_no_backend(worker: Worker) -> None:
     assert all(sample.backend_s == 0 for sample in run.samples)
 
 
-def test_a_workers_error_is_raised_here_and_the_worker_goes_on(worker: Worker) -> None:
+def test_a_workers_error_is_raised_here_and_the_worker_continues(worker: Worker) -> None:
     worker.open("nowhere", Target("road", socket="/nowhere"), DECODE)
     with pytest.raises(RuntimeError, match="No such file"):
         worker.loop("nowhere", 1, 1.0)

@@ -59,7 +59,7 @@ def test_the_command_of_the_examples_page_runs(tmp_path: Path, engine_socket: Pa
     assert done.returncode == 0, done.stderr
 
 
-def test_where_nobody_listens_it_says_so(program: Path, tmp_path: Path) -> None:
+def test_a_socket_without_a_listener_is_an_error(program: Path, tmp_path: Path) -> None:
     done = run(program, tmp_path / "none.sock")
     assert done.returncode == 1
     assert "No such file or directory" in done.stderr
